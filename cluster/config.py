@@ -4,7 +4,6 @@ Does not import Ray: the deployments (`app.py`) and the launcher (`launch.py`) r
 """
 
 import difflib
-import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, Self, cast, get_args
 from pydantic import AfterValidator, BaseModel, Field, Strict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from ..proto.addresses import in_brackets, is_loopback
 from ..proto.errors import InvalidArgument
 from ..proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, STALL_SECONDS
 from ..router.adapters import MAX_ADAPTERS, AdapterName, LoraConfig
@@ -38,12 +38,13 @@ def _check_transport(name: str) -> str:
 
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
-Host = Annotated[str, Field(min_length=1, max_length=253)]
+Host = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(in_brackets)]
 Transports = Annotated[tuple[Annotated[str, AfterValidator(_check_transport)], ...], Field(max_length=8), Strict(False)]
 _Name = Annotated[str, Field(max_length=256, pattern=r"^(\*|[a-zA-Z0-9._-]+)$")]
 _Origin = Annotated[str, Field(max_length=256, pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/ ]+)$")]
 HostNames = Annotated[tuple[_Name, ...], Field(max_length=64), Strict(False)]
 CorsOrigins = Annotated[tuple[_Origin, ...], Field(max_length=64), Strict(False)]
+_REVISION: Final = r"^([\w.-]+/[\w.-]+)@.*"  # of a hub id
 PoolRole = Literal["prefill", "decode"]
 Quantization = Literal["int8", "int4", "fp8"]
 KvCacheDtype = Literal["auto", "int8", "fp8"]
@@ -226,8 +227,9 @@ class TandemConfig(BaseModel):
             raise ValueError("quantization: does not go with numerics exact on cuda, where it has no kernel for that")
         if self.kv_cache_dtype != "auto" and self.device == "cuda":
             raise ValueError(f"kv_cache_dtype: {self.kv_cache_dtype} has kernels on cpu only, on cuda it must be auto")
-        if self.served_name in self.adapters:
-            raise ValueError(f"adapters.{self.served_name}: is the name of the model")
+        for name in (self.served_name, *self.aliases):
+            if name in self.adapters:
+                raise ValueError(f"adapters.{name}: is the name of the model")
         for role, pool in self.pools.items():
             for setting in ("kv_host_gb", "kv_disk"):
                 if getattr(pool, setting) and not self.prefix_caching:
@@ -246,8 +248,15 @@ class TandemConfig(BaseModel):
     @property
     def served_name(self) -> str:
         """Returns the name under which the model is served."""
-        name = PurePath(re.sub(r"^([\w.-]+/[\w.-]+)@.*", r"\1", self.model)).name
+        name = PurePath(re.sub(_REVISION, r"\1", self.model)).name
         return self.served_model_name or name.removesuffix(".gguf")
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Returns the other names of the model: what the service was given, a folder's path or a hub id, as clients of
+        other servers ask for it. Of a path both with and without the slash at its end."""
+        given = dict.fromkeys((self.model, self.model.rstrip("/"), re.sub(_REVISION, r"\1", self.model)))
+        return tuple(name for name in given if name not in ("", self.served_name))
 
     @property
     def pools(self) -> dict[PoolRole, PoolConfig]:
@@ -304,13 +313,6 @@ def check_interface(auth: AuthConfig, host: str) -> None:
             "set auth.keys_file (--api-keys), or else auth.allow_anonymous (--allow-anonymous)",
             "host",
         )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 NULL: Final = object()

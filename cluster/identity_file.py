@@ -1,6 +1,7 @@
 """Keeps secrets of a service in files of the user who launches it: its identity, for the commands that talk to workers,
 and the salt of prefixes that KV cache on disk keeps beyond a restart."""
 
+import logging
 import os
 import secrets
 import stat
@@ -17,27 +18,40 @@ from ..proto.identity import PeerIdentity
 
 _SALT_FILE: Final = "prefix-salt"
 _SALT_BYTES: Final = 32
+log = logging.getLogger(__name__)
 
 
 def identity_path(status_url: str) -> Path:
     """Returns the file of the service with this status page: in `$TANDEM_HOME/services`, else in `services` of the
     user's cache folder."""
     home = os.environ.get("TANDEM_HOME")
-    folder = Path(home).expanduser() if home else user_cache_path("tandem")
+    folder = Path(os.path.expanduser(home)) if home else user_cache_path("tandem")
     return folder / "services" / quote(status_url, safe="")
 
 
 @contextmanager
 def kept_identity(identity: PeerIdentity, status_url: str) -> Iterator[None]:
-    """Has the file there for as long as the context lasts, readable by this user alone."""
-    path = identity_path(status_url)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # of a launcher that was killed
-    write_identity(path, identity)
+    """Has the file there for as long as the context lasts, readable by this user alone; where it cannot be written,
+    logs that and goes on without it."""
+    path = None
+    try:
+        path = identity_path(status_url)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # of a launcher that was killed
+        write_identity(path, identity)
+    except (OSError, RuntimeError, Unavailable) as error:  # RuntimeError: the user has no home
+        reason = getattr(error, "strerror", None) or "cannot be written"
+        log.warning(
+            "`tandem drain` will not work: %s: %s; set TANDEM_HOME to a folder that can be written",
+            path or "this user has no home",
+            reason,
+        )
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            if path is not None:
+                path.unlink(missing_ok=True)
 
 
 def write_identity(path: Path, identity: PeerIdentity) -> None:

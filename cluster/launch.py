@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -25,11 +24,12 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
+from ..proto.addresses import free_port, host_of, in_brackets, why_not_bound, without_brackets
 from ..proto.errors import TandemError, Unavailable
 from ..router.client.client import Client
 from .config import STOP_MARGIN_SECONDS, NodeOffer, TandemConfig, check_interface
 from .directory import close_directory
-from .environment import own_ray_token
+from .environment import cluster_address, own_ray_token, ray_scratch
 from .identity_file import kept_identity
 from .members import Continuity
 from .ranks import ray_dashboard_url
@@ -40,6 +40,7 @@ from .status import following
 log = logging.getLogger(__name__)
 
 DEFAULT_STATUS_PORT: Final = 8000  # where KubeRay's probes ask Serve
+_SHARED_MEMORY: Final = "/dev/shm"
 OBJECT_STORE_BYTES: Final = 128 * 1024 * 1024  # nothing large passes through it
 FAILURE_CHECK_SECONDS: Final = 1.0
 HEALTH_SECONDS: Final = 10.0
@@ -111,7 +112,7 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
     Without `address` or RAY_ADDRESS a Ray of its own is started on this machine, and ends with it. On a cluster the
     folder must be there on every node, and a service of its name is replaced: see `redeploy`. Raises Unavailable."""
     config.check_sizes_are_fixed()
-    address = address or os.environ.get("RAY_ADDRESS")
+    address = cluster_address(address)
     local = address is None
     if local:
         host = config.host or "127.0.0.1"
@@ -119,7 +120,9 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
         config = config.model_copy(update={"host": host})
         _check_free(config, host)
     with _local_ray(config) if address is None else _joined_ray(address) as ray_processes:
-        with _in_one_line("Ray Serve"):
+        with _in_one_line("Ray Serve did not start"):
+            if local:
+                _check_gpus(config)
             root_url = _start_serve(config, local=local)
             running = running_application(config.name)
             continuity = take_over(config, folder, running, local=local)
@@ -128,7 +131,7 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
         try:
             # While one deployment replaces another, the page of either may be the one that answers.
             with kept_identity(continuity.identity, status_url):
-                with _in_one_line("the service"):
+                with _in_one_line("the service did not start"):
                     grpc, http, ops = _deploy(config, folder, application, running, continuity)
                 yield Service(
                     config=config,
@@ -148,27 +151,26 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
 
 @contextmanager
 def _in_one_line(what: str) -> Iterator[None]:
-    """Makes Unavailable of what Ray raises at a start that fails or takes too long, which may be any exception."""
+    """Makes Unavailable, whose text begins with `what`, of what Ray raises at a start that fails or takes too long,
+    which may be any exception."""
     try:
         yield
     except TandemError:
         raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise Unavailable(f"{what} did not start: {reason}") from error
+        raise Unavailable(f"{what}: {reason}") from error
 
 
 @contextmanager
 def _local_ray(config: TandemConfig) -> Iterator[list[psutil.Process]]:
     """Runs a Ray of this process's own; yields its processes without which it ends."""
-    options = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": config.dashboard}
+    options: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": config.dashboard}
     options |= _local_resources(config)
-    with (
-        tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as scratch,
-        own_ray_token(scratch),
-        ExitStack() as stack,
-    ):
-        with _in_one_line("Ray"):
+    with ray_scratch() as scratch, own_ray_token(scratch), ExitStack() as stack:
+        if not os.access(_SHARED_MEMORY, os.W_OK):  # Ray's object store would abort
+            options["_plasma_directory"] = scratch
+        with _in_one_line("Ray did not start"):
             stack.enter_context(_ray(address="local", _temp_dir=scratch, **options))
             if node := ray._private.worker._global_node:  # whose monitor reads all logs for drivers that show them
                 node.kill_log_monitor(check_alive=False)
@@ -197,10 +199,8 @@ def _joined_ray(address: str) -> Iterator[list[psutil.Process]]:
         return
     _check_reachable(address)
     with ExitStack() as stack:
-        try:
+        with _in_one_line(f"address: cannot join the Ray cluster at {address}"):
             stack.enter_context(_ray(address=address))
-        except (ConnectionError, ray.exceptions.RayError) as error:
-            raise Unavailable(f"address: {address}: {str(error).partition(chr(10))[0]}") from None
         yield []
 
 
@@ -262,14 +262,14 @@ def _start_serve(config: TandemConfig, *, local: bool) -> str:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     host = config.host or "127.0.0.1"
     port = config.status_port or DEFAULT_STATUS_PORT
-    if local and config.status_port is None and not _is_free(host, port):
-        port = _free_port(host)
-    serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+    if local and config.status_port is None and why_not_bound(host, port):
+        port = free_port(host)
+    serve.start(proxy_location="HeadOnly", http_options={"host": without_brackets(host), "port": port})
     client: Any = _get_global_client()  # of a Serve that ran already, perhaps; no public function tells its port
     found = client.http_config
     if config.status_port not in (None, found.port):
         log.warning("status_port: Ray Serve runs already, on port %d", found.port)
-    return f"http://{host if found.host in _ANY_HOST else found.host}:{found.port}"
+    return f"http://{host if found.host in _ANY_HOST else in_brackets(found.host)}:{found.port}"
 
 
 def _deploy(
@@ -286,7 +286,7 @@ def _deploy(
     (router,) = serve.run_many([target], wait_for_applications_running=False)
     addresses = _wait(config, application, router, num_routers, deadline)
     for address in addresses[0] if config.router.tls is None else ():  # whose CA and names are the clients' matter
-        with Client(address) as client:
+        with Client(address, use_proxy=False) as client:
             if not client.health(timeout=HEALTH_SECONDS):
                 raise Unavailable(f"the service has started, but does not answer at {address}")
     if running is not None:
@@ -362,13 +362,24 @@ def _stop_service(config: TandemConfig, application: str) -> bool:
     return not thread.is_alive()
 
 
+def _check_gpus(config: TandemConfig) -> None:
+    """Raises Unavailable if this machine has fewer GPUs than ranks that need one: Ray would wait for more."""
+    needed = config.prefill.num_ranks + config.decode.num_ranks if config.device == "cuda" else 0
+    found = round(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    if needed > found:
+        raise Unavailable(
+            f"device: cuda needs {needed} GPUs, one for each rank, and this machine offers {found} "
+            "(CUDA_VISIBLE_DEVICES); take fewer workers (--prefill, --decode), or --device cpu"
+        )
+
+
 def _check_reachable(address: str) -> None:
     """Raises Unavailable if no server listens at a HOST:PORT. Ray itself would try for two minutes."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or "/" in host:
-        return  # "auto" and the like, which Ray checks
+    if address == "auto":  # which Ray finds
+        return
     try:
-        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+        place = host_of(address), int(address.rpartition(":")[2])
+        socket.create_connection(place, timeout=REACH_SECONDS).close()
     except OSError as error:
         raise Unavailable(f"address: no Ray cluster answers at {address} ({error})") from None
 
@@ -380,20 +391,5 @@ def _check_free(config: TandemConfig, host: str) -> None:
         ports |= {"router.grpc_port": config.router.grpc_port, "router.http_port": config.router.http_port}
     for key, port in ports.items():
         interface = (config.router.bind or host) if key.startswith("router.") else host
-        if not _is_free(interface, port):
-            raise Unavailable(f"{key}: {interface}:{port} cannot be bound; is it taken?")
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections do not count
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        return int(probe.getsockname()[1])
+        if reason := why_not_bound(interface, port):
+            raise Unavailable(f"{key}: {interface}:{port} cannot be bound{reason}")

@@ -4,10 +4,11 @@ import ssl
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..proto.addresses import is_loopback
 from ..proto.certificate import make_peer_tls
 from ..proto.errors import InvalidArgument
 from ..proto.identity import PeerTls
-from .config import PeerTlsConfig, is_loopback
+from .config import PeerTlsConfig
 
 
 def peer_tls(config: PeerTlsConfig, addresses: Iterable[str]) -> PeerTls | None:

@@ -12,6 +12,7 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ..proto.addresses import in_brackets
 from ..workers.threads import go_first
 from .store.store import ensure_tokenizer
 
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 
 def node_host(host: str | None) -> str:
-    """Returns the interface that servers of this process bind: `host` if it is given, else the node's address."""
-    return host or str(get_node_ip_address())  # type: ignore[no-untyped-call]
+    """Returns the interface that servers of this process bind: `host` if it is given, else the node's address. An IPv6
+    address is in brackets."""
+    return host or in_brackets(str(get_node_ip_address()))  # type: ignore[no-untyped-call]
 
 
 def ray_dashboard_url() -> str:

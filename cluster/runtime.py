@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 import grpc
 
 from ..proto import worker_pb2
+from ..proto.addresses import is_loopback, open_socket, without_brackets
 from ..proto.errors import Unavailable
 from ..proto.identity import PeerIdentity
 from ..proto.metrics import Metrics
@@ -34,7 +35,7 @@ from ..router.request import LoraAdapter
 from ..router.scheduling.admission import Admission
 from ..router.scheduling.registry import WorkerRegistry
 from ..workers.model.config import read_context_tokens
-from .config import RouterConfig, TandemConfig, check_interface, is_loopback
+from .config import RouterConfig, TandemConfig, check_interface
 from .scaling.reports import router_report
 from .status import load_on_workers
 from .store.adapters import configured_adapters, named_adapter
@@ -212,7 +213,7 @@ def _service(
     monitor.watch(admission, dispatcher, registry)
     models = [_served_model(config, folder)]
     admin = _adapter_admin(config, adapters, registry, identity)
-    service = GenerationService(models, dispatcher, admission, resume_key, monitor.telemetry, admin)
+    service = GenerationService(models, dispatcher, admission, resume_key, monitor.telemetry, admin, config.aliases)
     return service, dispatcher
 
 
@@ -359,9 +360,9 @@ class PortClaim:
         host, _, port = address.rpartition(":")
         is_shared = address in shared
         if not is_shared:
-            with socket.socket() as probe:
+            with open_socket(host) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-                probe.bind((host, int(port)))
+                probe.bind((without_brackets(host), int(port)))
                 address = f"{host}:{probe.getsockname()[1]}"
         # The probe lets a second one by until the first listens. A name of the abstract kind is bound once, and is free
         # again however the process ends.

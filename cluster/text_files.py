@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from ..proto.errors import InvalidArgument
 
 MAX_FILE_BYTES: Final = 1024 * 1024  # of YAML
+_MAX_KEY: Final = 80  # characters, in an error
 
 _Line = TypeVar("_Line", bound=BaseModel)
 
@@ -67,6 +68,26 @@ def read_trust(path: Path | None, option: str) -> ssl.SSLContext | bool:
         raise InvalidArgument(f"{path}: {error.strerror or 'not a certificate'}", option) from None
 
 
+def _check_keys(root: yaml.Node | None, path: Path) -> None:
+    """Raises InvalidArgument for a key that a mapping has twice, of which YAML's readers keep the last one silently."""
+    found: list[yaml.Node] = [root] if root else []
+    seen = set()  # nodes that aliases name again
+    while found:
+        node = found.pop()
+        if id(node) in seen or isinstance(node, yaml.ScalarNode):
+            continue
+        seen.add(id(node))
+        keys = set()
+        for entry in node.value:
+            key, *children = entry if isinstance(entry, tuple) else (None, entry)
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in keys:
+                    where = f"{path}: line {key.start_mark.line + 1}"
+                    raise InvalidArgument(f"{where}: {key.value[:_MAX_KEY]} is given twice")
+                keys.add((key.tag, key.value))
+            found += children
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Returns the keys and values of a YAML file; {} for an empty one. Raises InvalidArgument."""
     try:
@@ -74,10 +95,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise InvalidArgument(f"{path}: must be at most {MAX_FILE_BYTES} bytes")
+        _check_keys(yaml.compose(data, Loader=yaml.SafeLoader), path)
         tree = yaml.safe_load(data)
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror or 'cannot be read'}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    # PyYAML raises the last three for scalars that only look like a date or a number, and for tags that do not fit.
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark is not None else ""
         raise InvalidArgument(f"{path}: {where}not valid YAML") from None

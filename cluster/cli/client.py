@@ -16,9 +16,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ...proto.addresses import in_brackets, is_loopback
 from ...proto.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from ...router.client.client import Client
-from ..config import is_loopback
 from ..status import in_order, service_of
 from ..tables import make_table
 from ..text_files import read_text
@@ -104,13 +104,23 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 
 def fetch_status(url: str, api_key: str = "") -> tuple[str, Any]:
     """Returns the URL of the status page and what it says. A service that has been replaced has another page than
-    before: that one, then. Raises Unauthenticated or Unavailable."""
+    before: that one, then. Raises InvalidArgument, Unauthenticated or Unavailable."""
+    _check_url(url)
     with suppress(NotFound):
         return url, _fetch_json(url, api_key)
     for successor in _pages_beside(url):
         with suppress(NotFound):
             return successor, _fetch_json(successor, api_key)
     raise Unavailable(f"no service answers at {url}: Not Found")
+
+
+def _check_url(url: str) -> None:
+    """Raises InvalidArgument for what is no URL of a status page."""
+    with suppress(ValueError):  # of brackets and ports
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return
+    raise InvalidArgument(f"must be http://HOST:PORT/NAME, as `tandem serve` prints it, got {url!r}", "--url")
 
 
 def _pages_beside(url: str) -> list[str]:
@@ -205,7 +215,7 @@ def ssh_command(urls: Iterable[str]) -> str:
     local = sorted(
         {(place.port, place.hostname) for place in places if place.port and is_loopback(place.hostname or "")}
     )
-    tunnels = "".join(f" -L {port}:{host}:{port}" for port, host in local)
+    tunnels = "".join(f" -L {port}:{in_brackets(host or '')}:{port}" for port, host in local)
     return f"ssh{tunnels} {socket.gethostname()}" if tunnels else ""
 
 

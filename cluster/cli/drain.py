@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ...proto.addresses import host_of
 from ...proto.errors import NotFound, Unavailable
 from ..identity_file import read_identity
 from ..status import drain_workers
@@ -39,4 +40,4 @@ def drain(
 
 
 def _names(worker: dict[str, Any]) -> tuple[str, ...]:
-    return worker["id"], worker["address"].rpartition(":")[0], "all"
+    return worker["id"], host_of(worker["address"]), "all"

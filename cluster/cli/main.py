@@ -5,9 +5,10 @@ expected failure is one line on stderr and exit code 2 (bad input) or 1 (the res
 """
 
 import gc
+import os
 import sys
 from importlib.metadata import version as version_of
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -23,6 +24,9 @@ from .key import key_app
 from .model import model_app, quantize
 from .plan import check, plan_app
 from .serve import check_config, serve
+
+_TRACEBACK_VARIABLE: Final = "TANDEM_TRACEBACK"
+_MAX_TEXT: Final = 500
 
 app = typer.Typer(
     help="Serve large language models with prefill and decode apart.",
@@ -60,14 +64,53 @@ app.command(epilog=DEFINITIONS)(bench)
 def main() -> None:
     """Runs the `tandem` command; its entry point."""
     gc.set_threshold(100_000)  # what a command imports is no garbage: looking through it takes 0.3 s of `check`
+    _open_standard_files()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except (InvalidArgument, CheckpointError, NotFound) as error:
         _fail(error, 2)
     except TandemError as error:
         _fail(error, 1)
+    except BrokenPipeError:  # whoever reads the output has enough
+        _drop_output()
+        sys.exit(1)
+    except Exception as error:  # of the environment, such as a full disk, or a defect
+        if os.environ.get(_TRACEBACK_VARIABLE):
+            raise
+        _drop_output()
+        _fail(_describe(error), 1)
 
 
-def _fail(error: Exception, code: int) -> None:
+def _fail(error: Exception | str, code: int) -> None:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(code)
+
+
+def _describe(error: Exception) -> str:
+    """Returns what has gone wrong in one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror:
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        return ": ".join([*names, error.strerror])
+    return f"{type(error).__name__}: {text[:_MAX_TEXT]} ({_TRACEBACK_VARIABLE}=1 shows where)"
+
+
+def _open_standard_files() -> None:
+    """Opens /dev/null for what the caller has closed of stdin, stdout and stderr: other files would get their numbers,
+    and Python has None in their place."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8")
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
+
+
+def _drop_output() -> None:
+    """Has what is left of stdout go to /dev/null: Python would fail at it again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -77,6 +77,7 @@ def serve(
         load_keys(checked.auth.keys_file)  # raises what is wrong with it before anything starts
     if checked.router.tls is not None:
         checked.router.tls.files.load()
+    address = prepare_ray_environment(address)  # raises what is wrong there before the model is fetched
     checked = with_draft_folder(checked)
     serve_in_foreground(checked, checked_folder(checked), address)
 

@@ -64,7 +64,10 @@ class LocalEngine:
             registry, admission, identity=PeerIdentity.generate(), connect=lambda *_: LocalChannel(worker)
         )
         adapters = AdapterAdmin(self._adapters)
-        self.service = GenerationService([model], self._dispatcher, admission, adapters=adapters)
+        self._model_names = (model.name, *config.aliases)
+        self.service = GenerationService(
+            [model], self._dispatcher, admission, adapters=adapters, aliases=config.aliases
+        )
         self.max_sequences = worker.info().max_sequences
         self._scope = AsyncExitStack()
 
@@ -105,7 +108,7 @@ class LocalEngine:
     async def use_adapter(self, request: LoRARequest) -> str:
         """Returns the model's name by which requests choose an adapter. Raises InvalidArgument."""
         name, known = request.lora_name, self._adapters.get(request.lora_name)
-        if name == self.service.base_name:
+        if name in self._model_names:
             raise InvalidArgument(f"{name!r} is the name of the model", "lora_request")
         if known is None or known.folder != str(request.folder):
             read = partial(named_adapter, self._max_lora_rank, "lora_request", name, request.folder)

@@ -8,6 +8,7 @@ from typing import Final
 
 import httpx2
 from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -32,7 +33,8 @@ def download_snapshot(repo_id: str, revision: str | None = None, *, progress: bo
 
     The content of every file is checked against the hash under which the hub keeps it. When the hub cannot be reached,
     the revision in the cache is returned. Raises NotFound, PermissionDenied (gated), InvalidArgument (not a
-    repository's name, no such revision) or Unavailable (unreachable and not in the cache, broken off, or changed).
+    repository's name, no such revision) or Unavailable (unreachable and not in the cache, broken off, changed, or no
+    room to store it).
     """
     (enable_progress_bars if progress else disable_progress_bars)()
     # Its retries would print a dozen warnings before the one line below.
@@ -58,6 +60,12 @@ def download_snapshot(repo_id: str, revision: str | None = None, *, progress: bo
     except (FileNotFoundError, HfHubHTTPError, httpx2.TransportError) as error:
         text = f"{repo_id} is no folder here, not in the cache, and the Hugging Face hub does not deliver it (offline?)"
         raise Unavailable(f"model: {text}") from error
+    except OSError as error:
+        text = f"{error.filename or HF_HUB_CACHE}: {error.strerror}; set HF_HOME to a folder that can be written"
+        raise Unavailable(f"model: {repo_id} cannot be stored: {text}") from error
+    except (ImportError, ValueError) as error:  # of httpx, at a proxy or a URL that it cannot use
+        text = f"the Hugging Face hub cannot be asked for {repo_id}: {' '.join(str(error).split())}"
+        raise Unavailable(f"model: {text} (https_proxy, all_proxy, HF_ENDPOINT)") from error
     _check_hashes(Path(folder))
     return Path(folder)
 

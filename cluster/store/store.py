@@ -79,7 +79,7 @@ BUILT_IN: Final = {
 def models_home() -> Path:
     """Returns the folder of fetched models: `$TANDEM_HOME/models`, else `models` in the user's cache folder."""
     home = os.environ.get("TANDEM_HOME")
-    return (Path(home).expanduser() if home else user_cache_path("tandem")) / "models"
+    return (Path(os.path.expanduser(home)) if home else user_cache_path("tandem")) / "models"
 
 
 def list_models() -> dict[Path, int | None]:
@@ -116,7 +116,8 @@ def _build_once(folder: Path, build: Callable[[Path, Console], Path], *, progres
     except Timeout as error:
         raise Unavailable(f"another process has been building {name} for {LOCK_DEADLINE_S:.0f} s") from error
     except OSError as error:
-        raise Unavailable(f"cannot store {name} in {folder.parent}: {error.strerror or error}") from error
+        text = f"cannot store {name} in {folder.parent}: {error.strerror or error}"
+        raise Unavailable(f"{text}; TANDEM_HOME names another folder") from error
 
 
 def resolve_model(model: str, *, dtype: str = "bfloat16", progress: bool = False) -> Path:

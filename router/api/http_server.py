@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, cast
@@ -177,14 +178,15 @@ class HttpServer:
 
     async def _model(self, name: str) -> Response:
         """Returns one of the models that are served."""
-        for model in self._service.models:
-            if model.name == name:
-                return JSONResponse(self._card(model))
-        return error_response(NotFound("no model of this name is served here"))
+        try:
+            return JSONResponse(self._card(replace(self._service.model(name), name=name)))
+        except TandemError:
+            return error_response(NotFound("no model of this name is served here"))
 
     def _card(self, model: ServedModel) -> dict[str, Any]:
         base = self._service.base_name if model.adapter else None
-        names: dict[str, Any] = {"id": model.name, "object": "model", "owned_by": "tandem", "root": base or model.name}
+        root = self._service.model(base or model.name).name
+        names: dict[str, Any] = {"id": model.name, "object": "model", "owned_by": "tandem", "root": root}
         defaults = {ROWS[field].client_name: value for field, value in model.defaults.items()}
         names |= {"created": self._started_at, "max_model_len": model.context_tokens, "parent": base}
         return names | {"default_sampling_params": defaults}

@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 
 import uvicorn
 
+from ...proto.addresses import listen
 from .connection import ConnectionBounds
 
 _BUSY: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -43,7 +44,7 @@ class HttpListener:
 
         Raises OSError if the port is taken."""
         host, _, port = address.rpartition(":")
-        listener = socket.create_server((host, int(port)), backlog=2_048, reuse_port=shares_port)
+        listener = listen(host, int(port), backlog=2_048, reuse_port=shares_port)
         # asyncio does this for its own listeners only; without it each event of a stream waits 40 ms for an ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._running = asyncio.create_task(self._server.serve(sockets=[listener]), name="http server")

@@ -5,9 +5,10 @@ Knows nothing of gRPC, HTTP or workers.
 
 import asyncio
 import logging
+import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 _THREAD_FROM_TOKENS: Final = 4_096
 _MAX_LISTED: Final = 16  # names in an error
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 _CHARACTERS_PER_TOKEN: Final = 4
 _TYPICAL_TOKENS: Final = 256
@@ -64,12 +66,15 @@ class GenerationService:
         resume_key: bytes | None = None,
         telemetry: RequestTelemetry | None = None,
         adapters: AdapterAdmin | None = None,
+        aliases: Collection[str] = (),
     ) -> None:
         """`models`: at least one; all are names of what `source` generates with. `admission`, the dispatcher's, refuses
         requests before tokenization that it would refuse after it. `resume_key`: 32 secret bytes; services with the
         same go on with each other's requests. None: a random one. `telemetry` follows each request that runs.
-        `adapters`: of the first of the models, each served under a name of its own."""
+        `adapters`: of the first of the models, each served under a name of its own. `aliases`: other names of the
+        first model; those in the form of a hub id are listed, the others, such as a folder's path, are not."""
         self._models = {model.name: model for model in models}
+        self._aliases = dict.fromkeys(aliases, models[0])
         self._adapters = adapters or AdapterAdmin(AdapterRegistry())
         self._source = source
         self._admission = admission
@@ -78,10 +83,11 @@ class GenerationService:
 
     @property
     def models(self) -> list[ServedModel]:
-        """All that requests can ask for, the model itself first."""
+        """All that requests should ask for, the model itself first."""
         base, *_ = own = list(self._models.values())
+        own += [replace(base, name=name) for name in self._aliases if _HUB_ID.fullmatch(name)]
         adapted = (replace(base, name=each.name, adapter=each) for each in self._adapters.registry.adapters)
-        return own + [model for model in adapted if model.name not in self._models]
+        return own + [model for model in adapted if model.name not in self._models | self._aliases]
 
     @property
     def base_name(self) -> str:
@@ -163,7 +169,7 @@ class GenerationService:
     ) -> inference_pb2.LoadLoraAdapterResponse:
         """Answers with another adapter from now on. Raises PermissionDenied, InvalidArgument, Overloaded or
         Unavailable."""
-        await self._adapters.load(caller, request.lora_name, request.lora_path, self._models)
+        await self._adapters.load(caller, request.lora_name, request.lora_path, self._models | self._aliases)
         return inference_pb2.LoadLoraAdapterResponse()
 
     async def unload_adapter(
@@ -178,8 +184,8 @@ class GenerationService:
         if not name and len(self._models) == 1:
             return self._models[self.base_name]
         check_value(ROWS["model"], name, "model")
-        if name in self._models:
-            return self._models[name]
+        if model := self._models.get(name) or self._aliases.get(name):
+            return model
         if adapter := self._adapters.registry.get(name):
             return replace(self._models[self.base_name], name=name, adapter=adapter)
         served = [model.name for model in self.models]

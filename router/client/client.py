@@ -211,14 +211,17 @@ class _BaseClient(Generic[_S]):
         tls: wire.ClientTls = wire.ClientTls(),
         compression: bool = False,
         max_retries: int = 2,
+        use_proxy: bool = True,
     ) -> None:
         """`address`: HOST:PORT of the gRPC server of one or several routers, with TLS grpcs://HOST:PORT. `api_key`:
         None takes that of the environment, TANDEM_API_KEY. `tls`: with which files. `compression`: gzip requests, for
-        slow networks. `max_retries`: of one request, without an answer in between; 0 raises every error at once."""
+        slow networks. `max_retries`: of one request, without an answer in between; 0 raises every error at once.
+        `use_proxy`: go through the proxy that the environment names (https_proxy and the like), unless the host is
+        loopback."""
         encoding = grpc.Compression.Gzip if compression else grpc.Compression.NoCompression
         self._metadata = wire.credentials(api_key)
         self._max_retries = max_retries
-        self._routers = Routers(address, lambda one: wire.open_channel(self._channels, one, tls, encoding))
+        self._routers = Routers(address, lambda one: wire.open_channel(self._channels, one, tls, encoding, use_proxy))
 
     def stream(self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]) -> _S:
         """Continues a text or token ids; the stream yields the completion piece by piece."""

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from ...proto import errors, limits
+from ...proto.addresses import host_of, is_loopback
 
 API_KEY_VARIABLE: Final = "TANDEM_API_KEY"
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024  # the log probabilities of a long prompt come in one message
@@ -118,15 +119,21 @@ class ClientTls:
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
-def open_channel(module: Any, address: str, tls: ClientTls, compression: grpc.Compression) -> Any:
+def open_channel(
+    module: Any, address: str, tls: ClientTls, compression: grpc.Compression, use_proxy: bool = True
+) -> Any:
     """Opens a channel of grpc or grpc.aio, `module`, to HOST:PORT, grpc://HOST:PORT or, in TLS, grpcs://HOST:PORT;
-    without a scheme in TLS if any file is named for it. Raises InvalidArgument."""
+    without a scheme in TLS if any file is named for it. `use_proxy`: go through the proxy that the environment names
+    (https_proxy and the like), unless the host is loopback. Raises InvalidArgument."""
     scheme, _, host = address.rpartition("://")
     if scheme not in ("", "grpc", "grpcs") or (scheme == "grpc" and tls.is_given):
         raise errors.InvalidArgument("must be HOST:PORT, grpc://HOST:PORT, or with TLS grpcs://HOST:PORT", "address")
+    # Even loopback goes through a proxy, unless no_proxy has it.
+    goes_direct = not use_proxy or is_loopback(host_of(host))
+    options = (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(not goes_direct)))
     if scheme == "grpcs" or tls.is_given:
-        return module.secure_channel(host, tls.credentials(), CHANNEL_OPTIONS, compression)
-    return module.insecure_channel(host, CHANNEL_OPTIONS, compression)
+        return module.secure_channel(host, tls.credentials(), options, compression)
+    return module.insecure_channel(host, options, compression)
 
 
 def error_of(call: Any) -> errors.TandemError:

@@ -161,6 +161,13 @@ def test_every_wrong_value_is_told_at_once(tmp_path: Path) -> None:
         ("model: [", "line 1: not valid YAML"),
         ("- model", "must hold keys and values at the top level"),
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("model: m\n\trouter: {}", "line 2: not valid YAML"),
+        ("model: m\nstart_seconds: 2024-99-99", "not valid YAML"),
+        ("model: !!int m", "not valid YAML"),
+        ("model: !!timestamp m", "not valid YAML"),
+        ("model: m\nstart_seconds: " + 5_000 * "9", "not valid YAML"),
+        ("model: m\nrouter: {http_port: 1}\nrouter: {}", "line 3: router is given twice"),
+        ("model: m\nrouter: {a: &x [{b: 1, b: 2}], c: *x}", "line 2: b is given twice"),
         ("#" * (MAX_FILE_BYTES + 1), f"must be at most {MAX_FILE_BYTES} bytes"),
     ],
 )
@@ -262,3 +269,32 @@ def test_ranks_share_the_cores_of_their_own_node(
 ) -> None:
     config = load_config(None, {"model": "m"} | overrides)
     assert [ranks_per_node(config, pool, nodes) for pool in (config.prefill, config.decode)] == [prefill, decode]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "aliases"),
+    [
+        ("smollm2-135m-instruct", "smollm2-135m-instruct", ()),
+        ("org/name", "name", ("org/name",)),
+        ("org/name@v1", "name", ("org/name@v1", "org/name")),
+        ("/models/tiny/", "tiny", ("/models/tiny/", "/models/tiny")),
+        ("./tiny.gguf", "tiny", ("./tiny.gguf",)),
+    ],
+)
+def test_what_is_given_as_the_model_names_it_too(model: str, name: str, aliases: tuple[str, ...]) -> None:
+    config = load_config(None, {"model": model})
+    assert (config.served_name, config.aliases) == (name, aliases)
+    renamed = load_config(None, {"model": model, "served_model_name": "mine"})
+    assert (renamed.served_name, renamed.aliases) == ("mine", (*aliases, *([] if aliases else [name])))
+
+
+@pytest.mark.parametrize("name", ["name", "org/name"])
+def test_an_adapter_has_no_name_of_the_model(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^adapters.{name}: is the name of the model"):
+        load_config(None, {"model": "org/name", "adapters": {name: "/adapter"}})
+
+
+def test_ipv6_addresses_are_in_brackets() -> None:
+    config = load_config(None, {"model": "m", "host": "::1", "router.bind": "[::1]"})
+    assert (config.host, config.router.bind) == ("[::1]", "[::1]")
+    assert load_config(None, {"model": "m", "host": "a.example"}).host == "a.example"

@@ -15,6 +15,8 @@ import msgpack
 from torch import distributed
 from torch._C._distributed_c10d import Store
 
+from ...proto.addresses import listen, without_brackets
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, TCPStore
 
@@ -27,11 +29,11 @@ def listen_store(host: str, size: int, timeout: float) -> "TCPStore":
     """Returns the store at which `size` ranks of one group find each other. It waits for none of them, and listens at
     `host` and its `port` until it is dropped. `timeout` is in seconds, of waits for its keys. Raises OSError if this
     machine has no such interface."""
-    return _serve_store(socket.create_server((host, 0)), size, timeout)
+    return _serve_store(listen(host, 0), size, timeout)
 
 
 def _serve_store(server: socket.socket, size: int, timeout: float) -> "TCPStore":
-    limit, (host, port) = timedelta(seconds=timeout), server.getsockname()
+    limit, (host, port, *_) = timedelta(seconds=timeout), server.getsockname()
     # From here on the store closes the socket. One that listened itself would do so on all interfaces.
     return distributed.TCPStore(  # type: ignore[attr-defined]
         host, port, size, True, limit, wait_for_workers=False, master_listen_fd=server.detach()
@@ -43,11 +45,11 @@ def join_store(host: str, port: int, timeout: float) -> "TCPStore":
     deadline for a listener that is frozen: then this returns, or raises, when it wakes or dies."""
     try:
         # The store's own connect tries again for three times the timeout, and logs a stack trace each time.
-        socket.create_connection((host, port), timeout).close()
+        socket.create_connection((without_brackets(host), port), timeout).close()
     except OSError as error:
         raise RuntimeError("no process group at this address") from error
     return distributed.TCPStore(  # type: ignore[attr-defined]
-        host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False
+        without_brackets(host), port, None, False, timedelta(seconds=timeout), wait_for_workers=False
     )
 
 
@@ -64,7 +66,7 @@ def open_group(
     if backend == "gloo":
         gloo = distributed.ProcessGroupGloo
         options = gloo._Options()  # type: ignore[attr-defined]
-        options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
+        options._devices = [gloo.create_device(hostname=without_brackets(host), lazy_init=False)]
         options._timeout = limit
         return gloo(store, rank, size, options)
     if backend != "nccl" or not distributed.is_nccl_available():
@@ -134,7 +136,7 @@ def meet_peer(place: tuple[str, int], server: socket.socket | None, backend: str
     if backend != "gloo":
         return _serve_store(server, 2, timeout) if server else join_store(*place, timeout)
     if server is None:
-        return Rendezvous(socket.create_connection(place, timeout))
+        return Rendezvous(socket.create_connection((without_brackets(place[0]), place[1]), timeout))
     server.settimeout(timeout)
     with server:
         connection, _ = server.accept()

@@ -4,7 +4,6 @@ The sender's KV cache and its lease table are two regions, read as one memory la
 """
 
 import asyncio
-import ipaddress
 import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...proto.addresses import is_loopback
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import paged_shapes
 from .connector import CONNECT_SECONDS, MEMORY_SIZES, KvConnector, TransferContext, checked
@@ -135,8 +135,4 @@ def _register(context: TransferContext) -> NixlMemory:
 
 def _devices(host: str) -> str:
     """Returns UCX's network devices: all, unless only this host is to reach the rank."""
-    try:
-        within = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        within = host == "localhost"
-    return "lo" if within else ""
+    return "lo" if is_loopback(host) else ""

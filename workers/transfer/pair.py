@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...proto.addresses import listen
 from ..threads import settle
 from .backend import Rendezvous, meet_peer, open_group
 from .frames import TransferError
@@ -67,7 +68,7 @@ class Pair:
         """Opens the first side. `timeout` is in seconds, of the wait for the other side and of every call.
 
         Raises OSError if there is no such interface."""
-        server = socket.create_server((host, 0))
+        server = listen(host, 0)
         place, secret = (host, server.getsockname()[1]), secrets.token_hex(_SECRET_BYTES)
         return cls(place, secret, host=host, backend=backend, device=device, timeout=timeout, server=server)
 

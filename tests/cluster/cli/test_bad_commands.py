@@ -38,6 +38,11 @@ COMMANDS: list[list[str]] = [
     *(["plan", "memory", "m", "--tp", value] for value in BAD_NUMBERS),
     *(["drain"], ["drain", "all", "--timeout", "x"], ["drain", "all", "--timeout", "-1"], ["status", "--nothing"]),
     *(["bench", "--concurrency", value] for value in BAD_NUMBERS),
+    *(
+        [command, "--url", url]
+        for command in ("status", "dashboard", "drain all")
+        for url in ("", "garbage", "ftp://x/", "file:///etc/passwd", "http://", "http://[::1/", "http://x:99999/t")
+    ),
 ]
 
 

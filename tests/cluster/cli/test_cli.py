@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import tandem
 from tandem.cluster.cli import main, serve
 from tandem.cluster.config import TandemConfig
-from tandem.proto.errors import InvalidArgument
+from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.tests.tiny import make_tiny_model
 
 Done = tuple[int, str, str]
@@ -212,3 +212,64 @@ def test_a_draft_model_that_cannot_be_used_is_refused_in_a_line(
         ("", "speculative.model: must have at least 1 character, got ''"),
     ):
         assert run("serve", str(tiny_model), "--speculative", f"draft={model}") == (2, "", f"error: {line}\n"), model
+
+
+FAILURES = (
+    (OSError(28, "No space left on device"), "No space left on device"),
+    (PermissionError(13, "Permission denied", "/a", None, "/b"), "/a: /b: Permission denied"),
+    (ValueError("one\n  two"), "ValueError: one two (TANDEM_TRACEBACK=1 shows where)"),
+    (Unavailable("not now"), "not now"),
+)
+
+
+@pytest.mark.parametrize(("error", "line"), FAILURES)
+def test_any_failure_is_one_line(
+    run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(main, "app", fail)
+    monkeypatch.setattr(main, "_drop_output", lambda: None)
+    assert run() == (1, "", f"error: {line}\n")
+    if not isinstance(error, Unavailable):
+        monkeypatch.setenv("TANDEM_TRACEBACK", "1")
+        with pytest.raises(type(error)):
+            main.main()
+
+
+def run_in_shell(command: str) -> "subprocess.CompletedProcess[str]":
+    """Runs a command line in which "$@" is the start of a tandem command."""
+    tandem_command = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
+    shell = ["sh", "-c", command, "sh", *tandem_command]
+    return subprocess.run(shell, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_commands_run_without_standard_files(closed: str) -> None:
+    """Nothing else may get their numbers: a file that is opened first would receive the output."""
+    done = run_in_shell(f'"$@" model list {closed}; "$@" generate --target 127.0.0.1:1 --timeout 1 {closed}')
+    lines = done.stderr.splitlines()
+    assert done.returncode in (1, 2)
+    assert len(lines) == (0 if "2>&-" in closed else 1), done.stderr
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_a_full_disk_is_one_line() -> None:
+    done = run_in_shell('"$@" --version > /dev/full')
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    done = run_in_shell('("$@" serve --help; echo "ended with $?" >&2) | true')
+    assert done.stderr in ("ended with 1\n", "ended with 0\n")
+
+
+def test_the_environment_is_checked_before_the_model_is_fetched(
+    run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    monkeypatch.setattr(serve, "checked_folder", lambda _: pytest.fail("fetched"))
+    code, out, err = run("serve", "org/name")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: RAY_ADDRESS: http://127.0.0.1:8265 is an address of Ray's dashboard")

@@ -21,6 +21,7 @@ import platformdirs
 import psutil
 import pytest
 
+from tandem.proto.addresses import in_brackets, why_not_bound
 from tandem.router.client.client import AsyncClient, Client
 from tandem.tests.metrics_page import scrape_until
 from tandem.tests.service import ACTIVITY
@@ -44,8 +45,8 @@ class Serving:
 
     ops_address = ""  # once it is ready
 
-    def __init__(self, *args: str) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in OURS}
+    def __init__(self, *args: str, **variables: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in OURS} | variables
         command = [*TANDEM, "serve", "--grpc-port", "0", "--http-port", "0", *args]
         self.process = subprocess.Popen(
             command,
@@ -91,8 +92,8 @@ class Serving:
 def serving(tiny_model: Path) -> Iterator[Callable[..., Serving]]:
     started: list[Serving] = []
 
-    def start(*args: str) -> Serving:
-        started.append(Serving(str(tiny_model), "--dtype", "float32", *args))
+    def start(*args: str, **variables: str) -> Serving:
+        started.append(Serving(str(tiny_model), "--dtype", "float32", *args, **variables))
         return started[-1]
 
     yield start
@@ -244,6 +245,42 @@ def test_ctrl_c_during_the_start_leaves_nothing_behind(serving: Callable[..., Se
             service.process.wait(timeout=0.05)
     out = service.stop(signal.SIGINT)
     assert (service.process.returncode, out) == (0, "")
+
+
+def test_a_service_in_an_awkward_environment(
+    serving: Callable[..., Serving], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proxies that nothing answers at, an empty RAY_ADDRESS, a long TMPDIR, no home and no compiler; on ::1 if there is
+    IPv6, with two ranks."""
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"), "http://127.0.0.1:9")
+    for name, value in proxies.items():
+        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name.upper(), value)
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / ("temporary-" * 6)
+    folder.mkdir()
+    (tmp_path / "home").write_text("")
+    variables = {"RAY_ADDRESS": "", "TMPDIR": str(folder), "TANDEM_HOME": str(tmp_path / "home"), "CC": "false"}
+    host = "127.0.0.1" if why_not_bound("::1", 0) else "::1"
+    service = serving("--host", host, "--prefill-tp", "2", **variables)
+    assert service.process.stdout is not None
+    line = service.process.stdout.readline()
+    ready = re.fullmatch(r"tandem ready grpc=(\S+) http=(\S+) ops=\S+\n", line)
+    assert ready, (line, service.process.communicate()[1])
+    assert ready[1].startswith(f"{in_brackets(host)}:")
+    generated = run(
+        "generate", "The quick brown", "--target", ready[1], "--max-tokens", "4", "--model", str(tiny_model)
+    )
+    assert generated.returncode == 0, generated.stderr
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{ready[2]}/v1/models/{tiny_model}", timeout=WAIT) as answer:
+        assert json.load(answer)["root"] == tiny_model.name
+    assert service.process.stderr is not None
+    warnings = [next(iter(service.process.stderr)) for _ in range(2)]
+    assert any(re.search(rf"status page: http://{re.escape(in_brackets(host))}:\d+/tandem", each) for each in warnings)
+    assert (service.stop(signal.SIGTERM), service.process.returncode) == ("", 0)
+    assert not list(folder.iterdir())
 
 
 def test_an_address_where_nobody_listens_is_named(tiny_model: Path) -> None:

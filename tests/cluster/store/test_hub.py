@@ -179,3 +179,27 @@ def test_without_a_hub_a_hub_id_ends_in_one_line_at_once(hub: ThreadingHTTPServe
     assert failure.value.message == (
         "model: org/tiny is no folder here, not in the cache, and the Hugging Face hub does not deliver it (offline?)"
     )
+
+
+def test_a_cache_that_cannot_be_written(
+    hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    with pytest.raises(Unavailable, match=r"^model: org/tiny cannot be stored: .*set HF_HOME to") as refused:
+        resolve_model("org/tiny")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "what://127.0.0.1:9"])
+def test_a_proxy_that_cannot_be_used(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, proxy)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    huggingface_hub.close_session()  # it has read the environment
+    try:
+        with pytest.raises(Unavailable, match=r"hub cannot be asked for org/tiny: .*all_proxy"):
+            resolve_model("org/tiny")
+    finally:
+        huggingface_hub.close_session()

@@ -179,7 +179,9 @@ def test_a_file_that_is_no_gguf_is_refused(tiny: BuiltIn, home: Path) -> None:
 
 def test_a_home_that_cannot_be_written_ends_in_one_line(tiny: BuiltIn, home: Path) -> None:
     home.parent.write_text("a file where the folder should be")
-    assert fails_in_one_line("tiny") == f"cannot store tiny in {home}: Not a directory"
+    assert (
+        fails_in_one_line("tiny") == f"cannot store tiny in {home}: Not a directory; TANDEM_HOME names another folder"
+    )
 
 
 def test_a_step_has_a_deadline(tmp_path: Path) -> None:

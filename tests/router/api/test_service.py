@@ -8,10 +8,11 @@ import pytest
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import DeadlineExceeded, InternalError, InvalidArgument, NotFound, Overloaded
+from tandem.router.adapters import AdapterAdmin, AdapterRegistry
 from tandem.router.api.service import GenerationService, tandem_errors_only
 from tandem.router.auth.authenticator import Caller
 from tandem.router.frontend.prepare import RequestContext, ServedModel
-from tandem.router.request import TokenDelta, TokenRequest
+from tandem.router.request import LoraAdapter, TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.capacity import Capacity
 from tandem.tests.router.api.answers import LENGTH, NONE, STOP, Answers, collect, fill, ids, request, start, text
@@ -252,3 +253,25 @@ def test_a_defect_becomes_an_internal_error_with_a_fixed_text(caplog: pytest.Log
     assert "KeyError at service.py" in caplog.text
     assert "test_service.py" in caplog.text
     assert "secret" not in caplog.text
+
+
+async def test_other_names_of_the_model(model: ServedModel) -> None:
+    """All are answered; those in the form of a hub id are listed, a folder's path is not."""
+    adapter = LoraAdapter(name="mine", folder="/mine", fingerprint=b"1")
+    hidden = LoraAdapter(name="org/tiny", folder="/mine", fingerprint=b"1")
+    service = GenerationService(
+        [model],
+        FakeTokenSource(answer=b"x"),
+        adapters=AdapterAdmin(AdapterRegistry([adapter, hidden])),
+        aliases=("org/tiny", "/models/tiny"),
+    )
+    for name in ("", "tiny", "org/tiny", "/models/tiny"):
+        assert service.model(name) is model
+        prompt = {"text": "x"}
+        answer = await service.tokenize(inference_pb2.TokenizeRequest(model=name, prompt=prompt))
+        assert bytes(answer.token_ids) == b"x"
+    with pytest.raises(NotFound, match=r"served: tiny, org/tiny, mine$"):
+        service.model("other/tiny")
+    listed = await service.list_models(inference_pb2.ListModelsRequest())
+    assert [each.id for each in listed.models] == ["tiny", "org/tiny", "mine"]
+    assert service.base_name == "tiny"

@@ -1,12 +1,14 @@
 """Builds the C kernels with the machine's compiler at first use, and finds them."""
 
 import ctypes
+import errno
 import fcntl
 import functools
 import hashlib
 import logging
 import os
 import platform
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -33,16 +35,37 @@ def library() -> ctypes.CDLL | None:
     """Returns the kernels, built if this machine has not built them before; None where they cannot be built. Raises
     TimeoutExpired if the compiler takes too long: then others of this service may have kernels, with which a stream
     would go on with other tokens than without."""
-    compiler = os.environ.get("CC", "cc")
-    home = os.environ.get("TANDEM_HOME") or platformdirs.user_cache_dir("tandem")
+    compiler = os.environ.get("CC") or "cc"
     try:
-        built = Path(home) / "kernels" / f"{_fingerprint(compiler)}.so"
-        if not built.exists():
-            _build(compiler, built)
-        return ctypes.CDLL(str(built))
+        name = f"{_fingerprint(compiler)}.so"
+        try:
+            home = os.environ.get("TANDEM_HOME") or platformdirs.user_cache_dir("tandem")
+            return _load(compiler, Path(os.path.expanduser(home)) / "kernels" / name)
+        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+            logger.warning("kernels go to a temporary folder: %s", error)
+            return _load(compiler, _temporary_folder() / name)
     except (OSError, subprocess.CalledProcessError) as error:
         logger.warning("no C kernels, running several times slower in plain torch: %s", error)
         return None
+
+
+def _load(compiler: str, built: Path) -> ctypes.CDLL:
+    """Loads the kernels, built first if they are not there. Raises OSError if they cannot be stored, or not loaded from
+    there, CalledProcessError if they cannot be compiled."""
+    if not built.exists():
+        _build(compiler, built)
+    return ctypes.CDLL(str(built))
+
+
+def _temporary_folder() -> Path:
+    """Returns this user's own folder among the temporary files. Raises OSError if another user could write there, who
+    could have this process run anything."""
+    folder = Path(tempfile.gettempdir()) / f"tandem-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError(errno.EPERM, "belongs to another user", str(folder))
+    return folder
 
 
 def loaded_library() -> ctypes.CDLL:
