@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ...router.client.types import Choice, Completion, FinishReason, Logprob, Timeline, TokenLogprobs, ToolCall
+from ...router.client.types import Choice, Completion, FinishReason, Timeline, TokenLogprobs, ToolCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +12,7 @@ class RankedLogprob:
     """Holds the log probability of a token that was generated, or could have been."""
 
     logprob: float
-    rank: int | None  # 1 is the likeliest; None for a token that is none of the alternatives asked for
+    rank: int  # in the order of the vocabulary; 1 is the likeliest
     decoded_token: str
 
 
@@ -84,11 +84,10 @@ class RequestOutput:
 
 
 def _by_token(scores: TokenLogprobs) -> LogprobsByToken:
-    """Returns the token itself first, with its rank if it is among the alternatives."""
-    own = scores.token
-    found = {own.token_id: _ranked(own, None)} if own.logprob is not None else {}
-    return found | {other.token_id: _ranked(other, rank) for rank, other in enumerate(scores.top, start=1)}
-
-
-def _ranked(token: Logprob, rank: int | None) -> RankedLogprob:
-    return RankedLogprob(logprob=token.logprob or 0.0, rank=rank, decoded_token=token.text)
+    """Returns the token itself first, then its alternatives."""
+    found: LogprobsByToken = {}
+    for each in (scores.token, *scores.top):
+        if each.logprob is not None:
+            ranked = RankedLogprob(logprob=each.logprob, rank=each.rank, decoded_token=each.text)
+            found.setdefault(each.token_id, ranked)
+    return found

@@ -114,4 +114,4 @@ def _logprobs(given: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogpro
 
 def _logprob(given: inference_pb2.Logprob) -> Logprob:
     logprob = given.logprob if given.HasField("logprob") else None
-    return Logprob(token_id=given.token_id, token_bytes=given.text, logprob=logprob)
+    return Logprob(token_id=given.token_id, token_bytes=given.text, logprob=logprob, rank=given.rank)

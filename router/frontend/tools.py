@@ -13,8 +13,9 @@ from .tokenizer import Tokenizer
 
 
 def tool_call_constraint(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> inference_pb2.Constraint | None:
-    """Returns the grammar of one or more tool calls, or of one call of the named tool; None if the checked chat demands
-    no call. Raises InvalidArgument if the tools are too large together, or the format has no grammar."""
+    """Returns the grammar of one or more tool calls, or of one call of the named tool or where the answer ends after
+    one; None if the checked chat demands no call. Raises InvalidArgument if the tools are too large together, or the
+    format has no grammar."""
     if not must_call(chat):
         return None
     form = CALL_FORMATS[tokenizer.call_format].grammar
@@ -26,7 +27,8 @@ def tool_call_constraint(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> infe
     def literals(texts: Iterable[str], tool_name: str = "") -> str:
         return " ".join(_literal(text, tokenizer) for text in grammar_texts(texts, tool_name))
 
-    repeated = "" if named or form.between is None else f"({literals(form.between)} call)*"
+    is_single = named or chat.tool_choice.single_call
+    repeated = "" if is_single or form.between is None else f"({literals(form.between)} call)*"
     rules = [
         f"start: {literals(form.begin)} call {repeated} {literals(form.end)}",
         f"call: {literals(form.open)} object {literals(form.close)}",

@@ -152,5 +152,8 @@ def _logprob(token: int) -> float:
 
 def _scores(token: int, num_top: int) -> worker_pb2.TokenScores:
     return worker_pb2.TokenScores(
-        logprob=_logprob(token), top_ids=range(num_top), top_logprobs=[_logprob(i) for i in range(num_top)]
+        logprob=_logprob(token),
+        rank=token + 1,
+        top_ids=range(num_top),
+        top_logprobs=[_logprob(i) for i in range(num_top)],
     )

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from ....proto import inference_pb2
@@ -29,27 +28,14 @@ _MODES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessagesRequest(HttpRequest):
-    """Holds what the answer needs of the body, too."""
-
-    calls_once: bool  # calls after the first are dropped
-
-
-def parse_messages(body: bytes, request_id: str) -> MessagesRequest:
+def parse_messages(body: bytes, request_id: str) -> HttpRequest:
     """Translates the body of POST /v1/messages. Raises InvalidArgument that names the field."""
     parsed = parse(MessagesBody, body)
     translated = _translate(parsed)
     set_parameters(translated["common"], parsed, PARAMETER_NAMES)
     if not translated["common"].stopping.HasField("max_tokens"):
         raise InvalidArgument("field required", "max_tokens")
-    choice = parsed.tool_choice
-    return MessagesRequest(
-        **translated,
-        request_id=request_id,
-        is_streamed=bool(parsed.stream),
-        calls_once=choice is not None and bool(choice.disable_parallel_tool_use),
-    )
+    return HttpRequest(**translated, request_id=request_id, is_streamed=bool(parsed.stream))
 
 
 def parse_count_tokens(body: bytes) -> HttpRequest:
@@ -142,6 +128,7 @@ def _add_tools(chat: inference_pb2.Chat, names: dict[str, str], body: CountToken
             raise InvalidArgument("goes with type tool, and only with it", "tool_choice.name")
         chat.tool_choice.mode = _MODES[choice.type]
         chat.tool_choice.name = choice.name or ""
+        chat.tool_choice.single_call = bool(choice.disable_parallel_tool_use)
 
 
 def _text(content: str | Sequence[TextBlock]) -> str:

@@ -17,6 +17,7 @@ from .bodies import (
     MessageItem,
     NamedFunctionTool,
     ReasoningItem,
+    RefusalPart,
     ResponsesBody,
     ResponsesFields,
     TextPart,
@@ -83,6 +84,7 @@ def _chat(body: ResponsesFields, names: dict[str, str]) -> inference_pb2.Chat:
         chat.tool_choice.mode, chat.tool_choice.name = inference_pb2.ToolChoice.MODE_NAMED, body.tool_choice.name
     else:
         chat.tool_choice.mode = _MODES[body.tool_choice]
+    chat.tool_choice.single_call = body.parallel_tool_calls is False
     if body.reasoning is not None and body.reasoning.effort is not None:
         chat.template_kwargs = json.dumps({"reasoning_effort": body.reasoning.effort})
     return chat
@@ -94,8 +96,7 @@ def _add_item(chat: inference_pb2.Chat, add: Callable[..., None], item: object, 
         case FunctionOutputItem():
             add(path, role="tool", tool_call_id=item.call_id, content=_text(item.output))
         case MessageItem() if item.role != "assistant":
-            role = "system" if item.role == "developer" else item.role  # the name that chat templates know
-            add(path, role=role, content=_text(item.content))
+            add(path, role=item.role, content=_text(item.content))
         case MessageItem() | FunctionCallItem() | ReasoningItem():
             is_call = isinstance(item, FunctionCallItem)
             last = chat.messages[-1] if chat.messages else None
@@ -121,5 +122,5 @@ def _constraint(body: ResponsesFields) -> inference_pb2.Constraint | None:
     return inference_pb2.Constraint(json_object=True) if form.type == "json_object" else None
 
 
-def _text(content: str | Sequence[TextPart]) -> str:
+def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -191,7 +191,7 @@ async def test_prompt_logprobs_in_the_form_of_vllm(client: openai.AsyncOpenAI) -
     first, second = made.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
     assert first is None
     assert second == {
-        "105": {"logprob": pytest.approx(-0.106), "rank": None, "decoded_token": "i"},
+        "105": {"logprob": pytest.approx(-0.106), "rank": 106, "decoded_token": "i"},
         "0": {"logprob": pytest.approx(-0.001), "rank": 1, "decoded_token": "\x00"},
     }
 
