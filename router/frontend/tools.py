@@ -8,7 +8,7 @@ from ...proto.errors import InvalidArgument
 from .chat import must_call, parameters_schema
 from .chat_formats import CALL_FORMATS, grammar_texts
 from .constraint import JSON_STYLE
-from .open_schemas import close_objects
+from .json_schemas import close_objects, readable
 from .tokenizer import Tokenizer
 
 
@@ -36,7 +36,11 @@ def tool_call_constraint(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> infe
     ]
     for i, tool in enumerate(tools):
         # The schema is a document of its own, so that its references stay right.
-        schema = json.dumps(close_objects(parameters_schema(tool)) | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
+        try:
+            readable_schema = readable(close_objects(parameters_schema(tool)))
+        except ValueError as error:
+            raise InvalidArgument(f"the arguments of {tool.name!r}: {error}", "prompt.chat.tools") from None
+        schema = json.dumps(readable_schema | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
         rules.append(f"call_{i}: {literals(form.head, tool.name)} arguments_{i} {literals(form.tail)}")
         rules.append(f"arguments_{i}: %json {schema}")
     grammar = "\n".join(rules)

@@ -48,6 +48,7 @@ class FakeTokenSource:
     requests: list[TokenRequest] = field(default_factory=list)
     running: int = 0
     max_running: int = 0
+    cached_tokens: int = 0  # of each prompt, as the timeline says
     cancelled: int = 0  # requests that were closed before their end
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -56,6 +57,7 @@ class FakeTokenSource:
     ) -> AsyncGenerator[TokenDelta, None]:
         """See TokenSource."""
         await self._count(+1, request)
+        timeline.cached_tokens = self.cached_tokens
         finished = False
         try:
             for delta in self._deltas(request, ended):

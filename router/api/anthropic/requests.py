@@ -7,6 +7,7 @@ from typing import Any, Final
 from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ...frontend.chat import must_call
+from ...frontend.json_schemas import close_objects
 from ..openai.parsing import json_text, parse
 from ..openai.requests import HttpRequest, set_parameters
 from .bodies import (
@@ -59,7 +60,7 @@ def _translate(body: CountTokensBody) -> dict[str, Any]:
     form = body.output_config and body.output_config.format
     constraint = None
     if form:
-        schema = json_text(form.schema_, "output_config.format.schema")
+        schema = json_text(close_objects(form.schema_), "output_config.format.schema")
         constraint = inference_pb2.Constraint(json_schema=schema)
     names["constraint"] = "tools" if must_call(chat) and form is None else "output_config.format"
     common = inference_pb2.GenerateRequest(model=body.model or "", constraint=constraint)

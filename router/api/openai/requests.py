@@ -12,7 +12,7 @@ from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
 from ....proto.parameters import PARAMETERS, ROWS, RequestParameter, parameters_of, set_value
 from ...frontend.chat import must_call
-from ...frontend.open_schemas import close_objects
+from ...frontend.json_schemas import close_objects
 from .bodies import (
     AssistantMessage,
     Body,

@@ -8,6 +8,7 @@ from typing import Any, Final
 from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ...frontend.chat import must_call
+from ...frontend.json_schemas import close_objects
 from ..openai.parsing import json_text, parse
 from ..openai.requests import HttpRequest, set_parameters
 from .bodies import (
@@ -118,7 +119,7 @@ def _constraint(body: ResponsesFields) -> inference_pb2.Constraint | None:
     if (form.type == "json_schema") != (form.schema_ is not None):
         raise InvalidArgument("goes together with type json_schema, and only with it", "text.format.schema")
     if form.schema_ is not None:
-        return inference_pb2.Constraint(json_schema=json_text(form.schema_, "text.format.schema"))
+        return inference_pb2.Constraint(json_schema=json_text(close_objects(form.schema_), "text.format.schema"))
     return inference_pb2.Constraint(json_object=True) if form.type == "json_object" else None
 
 
