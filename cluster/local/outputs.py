@@ -1,6 +1,6 @@
 """Holds the results of `LLM`, in the form of vLLM's."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -28,6 +28,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    stop_reason: str | int | None = None  # the stop string, or the id of the stop token that was asked for
     cumulative_logprob: float | None = None  # of all tokens, if log probabilities were asked for
     logprobs: list[LogprobsByToken] | None = None  # one for each of token_ids
     tool_calls: tuple[ToolCall, ...] = ()  # their text is not in `text`
@@ -35,13 +36,15 @@ class CompletionOutput:
     reasoning: str = ""  # what the model thought before it spoke, in a chat; not in `text`
 
     @classmethod
-    def from_choice(cls, index: int, choice: Choice, *, has_logprobs: bool) -> Self:
+    def from_choice(cls, index: int, choice: Choice, stop_ids: Collection[int], *, has_logprobs: bool) -> Self:
+        stopped = choice.token_ids[-1] if choice.token_ids and choice.finish_reason != "length" else None
         known = [each.token.logprob or 0.0 for each in choice.logprobs]
         return cls(
             index=index,
             text=choice.text,
             token_ids=list(choice.token_ids),
             finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_string or (stopped if stopped in stop_ids else None),
             cumulative_logprob=sum(known) if has_logprobs else None,
             logprobs=list(map(_by_token, choice.logprobs)) if has_logprobs else None,
             tool_calls=choice.tool_calls,
@@ -65,16 +68,23 @@ class RequestOutput:
 
     @classmethod
     def from_completion(
-        cls, completion: Completion, prompt: str | None, prompt_token_ids: Sequence[int], *, has_logprobs: bool
+        cls,
+        completion: Completion,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        stop_ids: Collection[int] = (),
+        *,
+        has_logprobs: bool,
     ) -> Self:
-        """`has_logprobs`: of the completions, which without tokens do not show whether they were asked for."""
+        """`stop_ids`: tokens that were asked to end completions. `has_logprobs`: of the completions, which without
+        tokens do not show whether they were asked for."""
         scores = completion.prompt_logprobs
         return cls(
             request_id=completion.request_id,
             prompt=prompt,
             prompt_token_ids=list(prompt_token_ids),
             outputs=[
-                CompletionOutput.from_choice(index, choice, has_logprobs=has_logprobs)
+                CompletionOutput.from_choice(index, choice, stop_ids, has_logprobs=has_logprobs)
                 for index, choice in enumerate(completion.choices)
             ],
             num_cached_tokens=completion.usage.cached_tokens,

@@ -127,6 +127,7 @@ class Delta:
     tool_calls: tuple[ToolCall, ...] = ()  # whole ones; their text is not in `text`
     score: float = 0.0  # in the choice's last piece after a beam search
     reasoning: str = ""  # what the model thinks before it speaks, in a chat; not in `text`
+    stop_string: str = ""  # in the choice's last piece: the stop string that has ended it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,7 @@ class Choice:
     tool_calls: tuple[ToolCall, ...] = ()
     score: float = 0.0  # of a beam search
     reasoning: str = ""  # what the model thought before it spoke, in a chat; not in `text`
+    stop_string: str = ""  # that has ended it
 
     @property
     def message(self) -> dict[str, object]:

@@ -129,7 +129,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {}, "input"),
     ("/v1/embeddings", {"input": ""}, "input"),
     ("/v1/embeddings", {"input": []}, "input"),
-    ("/v1/embeddings", {"input": ["x"] * 129}, "input"),
+    ("/v1/embeddings", {"input": ["x"] * 2_049}, "input"),
     ("/v1/embeddings", {"input": [9_999]}, "input"),
     ("/v1/embeddings", {"input": "x " * 5_000}, "input"),
     ("/v1/embeddings", {"input": "x", "dimensions": 8}, "dimensions"),
