@@ -9,6 +9,9 @@ MAX_PROMPT_CHARACTERS: Final = 1_000_000
 MAX_PROMPTS: Final = 128
 """In one HTTP body."""
 
+MAX_TEXTS: Final = 2_048
+"""In one HTTP body of which nothing is generated: texts to embed or to score. As many as OpenAI takes."""
+
 MAX_ANSWER_SEQUENCES: Final = 256
 """Completions of all prompts of one HTTP body together."""
 

@@ -111,6 +111,12 @@ PARAMETERS: Final = (
     ),
     RequestParameter("truncate_prompt", "bool", "Keeps the end of a prompt that does not fit the context."),
     RequestParameter(
+        "truncate_prompt_tokens",
+        "int32",
+        "Keeps so many tokens of the prompt's end; -1 keeps what fits the context, 0 all.",
+        bounds=(-1, limits.MAX_TOKENS),
+    ),
+    RequestParameter(
         "stopping.max_tokens",
         "int32",
         "Tokens to generate at most; 0 only with echo or prompt_logprobs. Unset: of a chat to the end of the context, "
@@ -122,7 +128,11 @@ PARAMETERS: Final = (
     ),
     RequestParameter("stopping.min_tokens", "int32", "No end before so many tokens.", bounds=(0, limits.MAX_TOKENS)),
     RequestParameter(
-        "stopping.stop", "strings", "Ends the text before the first of these.", max_items=16, max_characters=1_024
+        "stopping.stop",
+        "strings",
+        "Ends the text before the first of these; one that is a special token ends it, too.",
+        max_items=16,
+        max_characters=1_024,
     ),
     RequestParameter(
         "stopping.stop_token_ids",

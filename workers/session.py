@@ -166,6 +166,7 @@ class RouterSession:
 def _scores(logprobs: SampledLogprobs) -> worker_pb2.TokenScores:
     return worker_pb2.TokenScores(
         logprob=logprobs.logprob,
+        rank=logprobs.rank,
         top_ids=[token for token, _ in logprobs.top],
         top_logprobs=[logprob for _, logprob in logprobs.top],
     )

@@ -256,6 +256,7 @@ class LLM:
                 completion,
                 None if texts is None else texts[i],
                 request.tokens.prompt,
+                request.tokens.stop_token_ids,
                 has_logprobs=request.wants_logprobs,
             )
             for i, (request, completion) in enumerate(completed)

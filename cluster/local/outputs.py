@@ -1,10 +1,10 @@
 """Holds the results of `LLM`, in the form of vLLM's."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ...router.client.types import Choice, Completion, FinishReason, Logprob, Timeline, TokenLogprobs, ToolCall
+from ...router.client.types import Choice, Completion, FinishReason, Timeline, TokenLogprobs, ToolCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +12,7 @@ class RankedLogprob:
     """Holds the log probability of a token that was generated, or could have been."""
 
     logprob: float
-    rank: int | None  # 1 is the likeliest; None for a token that is none of the alternatives asked for
+    rank: int  # in the order of the vocabulary; 1 is the likeliest
     decoded_token: str
 
 
@@ -28,6 +28,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    stop_reason: str | int | None = None  # the stop string, or the id of the stop token that was asked for
     cumulative_logprob: float | None = None  # of all tokens, if log probabilities were asked for
     logprobs: list[LogprobsByToken] | None = None  # one for each of token_ids
     tool_calls: tuple[ToolCall, ...] = ()  # their text is not in `text`
@@ -35,13 +36,15 @@ class CompletionOutput:
     reasoning: str = ""  # what the model thought before it spoke, in a chat; not in `text`
 
     @classmethod
-    def from_choice(cls, index: int, choice: Choice, *, has_logprobs: bool) -> Self:
+    def from_choice(cls, index: int, choice: Choice, stop_ids: Collection[int], *, has_logprobs: bool) -> Self:
+        stopped = choice.token_ids[-1] if choice.token_ids and choice.finish_reason != "length" else None
         known = [each.token.logprob or 0.0 for each in choice.logprobs]
         return cls(
             index=index,
             text=choice.text,
             token_ids=list(choice.token_ids),
             finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_string or (stopped if stopped in stop_ids else None),
             cumulative_logprob=sum(known) if has_logprobs else None,
             logprobs=list(map(_by_token, choice.logprobs)) if has_logprobs else None,
             tool_calls=choice.tool_calls,
@@ -65,16 +68,23 @@ class RequestOutput:
 
     @classmethod
     def from_completion(
-        cls, completion: Completion, prompt: str | None, prompt_token_ids: Sequence[int], *, has_logprobs: bool
+        cls,
+        completion: Completion,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        stop_ids: Collection[int] = (),
+        *,
+        has_logprobs: bool,
     ) -> Self:
-        """`has_logprobs`: of the completions, which without tokens do not show whether they were asked for."""
+        """`stop_ids`: tokens that were asked to end completions. `has_logprobs`: of the completions, which without
+        tokens do not show whether they were asked for."""
         scores = completion.prompt_logprobs
         return cls(
             request_id=completion.request_id,
             prompt=prompt,
             prompt_token_ids=list(prompt_token_ids),
             outputs=[
-                CompletionOutput.from_choice(index, choice, has_logprobs=has_logprobs)
+                CompletionOutput.from_choice(index, choice, stop_ids, has_logprobs=has_logprobs)
                 for index, choice in enumerate(completion.choices)
             ],
             num_cached_tokens=completion.usage.cached_tokens,
@@ -84,11 +94,10 @@ class RequestOutput:
 
 
 def _by_token(scores: TokenLogprobs) -> LogprobsByToken:
-    """Returns the token itself first, with its rank if it is among the alternatives."""
-    own = scores.token
-    found = {own.token_id: _ranked(own, None)} if own.logprob is not None else {}
-    return found | {other.token_id: _ranked(other, rank) for rank, other in enumerate(scores.top, start=1)}
-
-
-def _ranked(token: Logprob, rank: int | None) -> RankedLogprob:
-    return RankedLogprob(logprob=token.logprob or 0.0, rank=rank, decoded_token=token.text)
+    """Returns the token itself first, then its alternatives."""
+    found: LogprobsByToken = {}
+    for each in (scores.token, *scores.top):
+        if each.logprob is not None:
+            ranked = RankedLogprob(logprob=each.logprob, rank=each.rank, decoded_token=each.text)
+            found.setdefault(each.token_id, ranked)
+    return found

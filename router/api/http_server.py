@@ -49,7 +49,7 @@ from .openai.embeddings import (
     make_score_request,
     parse_embeddings,
 )
-from .openai.openapi import REQUEST_ID, command, document, generation, request_body, responses
+from .openai.openapi import MAX_TOKENS, REQUEST_ID, command, document, generation, request_body, responses
 from .openai.parsing import http_field, parse
 from .openai.requests import HttpRequest, parse_chat, parse_completion, parse_tokenize
 from .openai.respond import off_loop, respond
@@ -261,7 +261,7 @@ class HttpServer:
 
     async def _scores(self, body: bytes, request_id: str, context: RequestContext) -> Response:
         parsed = await off_loop(body, partial(parse, ScoreBody))
-        request = await make_score_request(parsed, self._service.model(parsed.model or "").tokenizer, request_id)
+        request = await make_score_request(parsed, self._service.model(parsed.model or ""), request_id)
         return GenerationResponse(self._service, request, context, SCORE_FORM)
 
     async def _token_count(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
@@ -309,7 +309,7 @@ class _Gate:
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
                 allow_private_network=True,
-                expose_headers=(REQUEST_ID, "Retry-After"),
+                expose_headers=(REQUEST_ID, MAX_TOKENS, "Retry-After"),
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -144,14 +144,14 @@ class GenerationService:
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
     async def detokenize(self, request: inference_pb2.DetokenizeRequest) -> inference_pb2.DetokenizeResponse:
-        """Returns the text of token ids, without special tokens. Raises InvalidArgument or NotFound."""
+        """Returns the text of token ids, with the names of special tokens. Raises InvalidArgument or NotFound."""
         tokenizer, ids = self.model(request.model).tokenizer, request.token_ids
         check_count(len(ids), limits.MAX_TOKENS, "ids", "token_ids")
         check_token_ids(ids, tokenizer.vocab_size, "token_ids")
         if len(ids) < _THREAD_FROM_TOKENS:
-            text = tokenizer.decode(ids)
+            text = tokenizer.decode(ids, skip_special=False)
         else:
-            text = await asyncio.to_thread(tokenizer.decode, tuple(ids))
+            text = await asyncio.to_thread(tokenizer.decode, tuple(ids), skip_special=False)
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def list_models(self, _request: inference_pb2.ListModelsRequest) -> inference_pb2.ListModelsResponse:

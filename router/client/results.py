@@ -63,6 +63,7 @@ class Collector:
             tool_calls=tuple(message.tool_calls),
             score=message.score,
             reasoning=message.reasoning,
+            stop_string=message.stop_string,
         )
         self._deltas.setdefault(delta.choice, []).append(delta)
         self._num_repeated -= min(self._num_repeated, len(message.prompt_logprobs))
@@ -105,6 +106,7 @@ def _choice(deltas: Sequence[Delta]) -> Choice:
         tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
         score=last.score,
         reasoning="".join(delta.reasoning for delta in deltas),
+        stop_string=last.stop_string,
     )
 
 
@@ -114,4 +116,4 @@ def _logprobs(given: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogpro
 
 def _logprob(given: inference_pb2.Logprob) -> Logprob:
     logprob = given.logprob if given.HasField("logprob") else None
-    return Logprob(token_id=given.token_id, token_bytes=given.text, logprob=logprob)
+    return Logprob(token_id=given.token_id, token_bytes=given.text, logprob=logprob, rank=given.rank)

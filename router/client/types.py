@@ -48,6 +48,7 @@ class Options(TypedDict, total=False):
     request_id: str  # names the request in logs and timelines
     priority: int  # of those that wait the greatest goes first
     truncate_prompt: bool  # keeps the end of a prompt that does not fit the context
+    truncate_prompt_tokens: int  # keeps so many tokens of the prompt's end; -1: as many as fit the context
 
     n: int  # completions; choice i samples as a request of its own with seed + i would
     best_of: int  # completions to generate, of which the n likeliest are answered
@@ -95,6 +96,7 @@ class Logprob:
     token_id: int
     token_bytes: bytes  # several tokens may make one character
     logprob: float | None  # natural logarithm; None for the first token of a prompt
+    rank: int = 0  # in the order of the vocabulary, from 1 for the likeliest; 0 for the first token of a prompt
 
     @property
     def text(self) -> str:
@@ -125,6 +127,7 @@ class Delta:
     tool_calls: tuple[ToolCall, ...] = ()  # whole ones; their text is not in `text`
     score: float = 0.0  # in the choice's last piece after a beam search
     reasoning: str = ""  # what the model thinks before it speaks, in a chat; not in `text`
+    stop_string: str = ""  # in the choice's last piece: the stop string that has ended it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +141,7 @@ class Choice:
     tool_calls: tuple[ToolCall, ...] = ()
     score: float = 0.0  # of a beam search
     reasoning: str = ""  # what the model thought before it spoke, in a chat; not in `text`
+    stop_string: str = ""  # that has ended it
 
     @property
     def message(self) -> dict[str, object]:

@@ -17,6 +17,8 @@ from ...proto.parameters import check_count, check_length
 _PATH: Final = "prompt.chat"
 _TOOL_NAME: Final = re.compile(rf"[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}")
 
+_NAMES_DEVELOPER: Final = re.compile(r"""["']developer["']""")
+
 _RESERVED: Final = frozenset(
     (
         *("messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"),
@@ -76,6 +78,15 @@ def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
         "add_generation_prompt": not chat.continue_final_message,
         "continue_final_message": chat.continue_final_message,
     }
+
+
+def with_developer_as_system(variables: dict[str, Any], template: str) -> dict[str, Any]:
+    """Returns the variables for a template that does not name the role developer: it is what system was before."""
+    if _NAMES_DEVELOPER.search(template):
+        return variables
+    (messages,) = variables["conversations"]
+    named = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
+    return variables | {"conversations": [named]}
 
 
 def tool_object(tool: inference_pb2.Tool) -> dict[str, Any]:

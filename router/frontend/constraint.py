@@ -14,6 +14,7 @@ import llguidance
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument, Overloaded, Unavailable
 from .child_process import ChildProcess
+from .json_schemas import readable
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of llguidance: the separators of Python's json. Free white space would let a model write it for ever."""
@@ -25,6 +26,7 @@ _MAX_DIGITS: Final = 309  # as many as the largest float64 has
 _CACHE_CHARACTERS: Final = 8 * 2**20
 """Of all remembered grammars and their constraints together; the same schemas come again and again."""
 
+_MAX_REWRITTEN: Final = 2 * limits.MAX_GRAMMAR_CHARACTERS
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 _CHILD: Final = ChildProcess("grammar_process")
@@ -156,12 +158,15 @@ def _schema(text: str) -> str:
         raise ValueError("nothing matches it")
     if schema is not True and not isinstance(schema, dict):
         raise ValueError("must be a JSON object or boolean")
+    schema = readable(schema)
     try:
         # As short as it came: in ASCII an emoji takes twelve characters, and workers bound what they take.
         styled = ({} if schema is True else schema) | {"x-guidance": JSON_STYLE}
         text = json.dumps(styled, allow_nan=False, ensure_ascii=False)
     except ValueError:
         raise ValueError("has a number that is too large") from None
+    if len(text) > _MAX_REWRITTEN:
+        raise ValueError("is too large once its keywords are expressed by others")
     if not text.isascii() and _SURROGATE.search(text):
         raise ValueError("has half of a character (a lone surrogate)")
     return text

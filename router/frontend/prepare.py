@@ -56,6 +56,7 @@ class RequestContext:
     is_resumable: bool = False  # whether the answer has resume tokens
     resume: Sequence[inference_pb2.ResumedChoice] = ()  # of a header; otherwise the message has it
     trace: TraceContext | None = None  # that the caller follows the request in
+    reduces_max_tokens: bool = False  # to what the prompt leaves of the context, where the API does so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class PreparedRequest:
     num_answers: int  # completions to answer, the best of those generated
     tokenizer: Tokenizer
     stop: tuple[str, ...]
+    stop_tokens: Mapping[int, str]  # stop strings that are special tokens, by token: they never are in the text
     wants_logprobs: bool  # the client; ranking by best_of needs them, too
     echo: str  # the prompt's text, if it is to be repeated
     is_empty: bool  # max_tokens is 0: the one token that is generated is not answered
@@ -107,10 +109,12 @@ async def prepare(
     check_token_ids(ids, tokenizer.vocab_size, "prompt")  # added tokens may lie beyond the embedding
     bad_words = await _encode_bad_words(request.sampling, tokenizer)
     grammar = await _grammar(request, model, context.caller.tenant)
-    prompt, max_tokens = _fit_context(ids, request, model)
+    prompt, max_tokens = _fit_context(ids, request, model, reduces=context.reduces_max_tokens)
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
+    stop_tokens = _stop_tokens(request.stopping, tokenizer)
     tokens = _token_request(request, model, context, prompt, max_tokens, bad_words, grammar)
-    tokens = replace(tokens, adapter=model.adapter)
+    stop_ids = dict.fromkeys((*tokens.stop_token_ids, *stop_tokens))
+    tokens = replace(tokens, adapter=model.adapter, stop_token_ids=tuple(stop_ids))
     prepared = PreparedRequest(
         request_id=request.request_id or tokens.request_id,
         model=model.name,
@@ -118,6 +122,7 @@ async def prepare(
         num_answers=num_answers(request),
         tokenizer=tokenizer,
         stop=tuple(request.stopping.stop),
+        stop_tokens=stop_tokens,
         wants_logprobs=request.HasField("logprobs"),
         echo=_echo(request, prompt, tokenizer, is_cut=len(prompt) < len(ids)),
         is_empty=max_tokens == 0,
@@ -235,6 +240,18 @@ async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, t
     return await model.grammars.validate(constraint, field, tenant)
 
 
+def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -> dict[int, str]:
+    """Returns the stop strings that are special tokens, by token. Raises InvalidArgument if there are too many tokens
+    to stop at."""
+    found = {token: text for text in stopping.stop for token in tokenizer.ids_of([text]) & tokenizer.special_ids}
+    if (count := len({*stopping.stop_token_ids, *found})) > limits.MAX_STOP_TOKEN_IDS:
+        raise InvalidArgument(
+            f"has {count} ids together with the special tokens of stop; the maximum is {limits.MAX_STOP_TOKEN_IDS}",
+            "stopping.stop_token_ids",
+        )
+    return found
+
+
 async def _encode_bad_words(
     sampling: inference_pb2.SamplingParams, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], ...]:
@@ -249,30 +266,42 @@ async def _encode_bad_words(
     return tuple(found)
 
 
-def _fit_context(ids: list[int], request: inference_pb2.GenerateRequest, model: ServedModel) -> tuple[list[int], int]:
+def _fit_context(
+    ids: list[int], request: inference_pb2.GenerateRequest, model: ServedModel, *, reduces: bool
+) -> tuple[list[int], int]:
     """Makes prompt and completion fit the context; returns the prompt and max_tokens.
 
-    A completion length that the client asked for is kept or refused, never shortened. Raises InvalidArgument."""
+    A completion length that the client asked for is kept or refused. If `reduces`, and the prompt is not to be cut,
+    one that fits the context alone becomes what the prompt leaves of it. Raises InvalidArgument."""
     context = model.context_tokens
     explicit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
     if request.pooling:
         explicit = 0
-    if explicit is not None and explicit >= context:
+    truncates = request.truncate_prompt or request.truncate_prompt_tokens < 0
+    reduces = reduces and not truncates
+    if explicit is not None and explicit > (context if reduces else context - 1):
         raise InvalidArgument(
             f"{explicit} leaves no token for the prompt in the context of {context} tokens", "stopping.max_tokens"
         )
-    least = max(explicit or 1, 1)
+    if request.truncate_prompt_tokens > 0:
+        ids = ids[-request.truncate_prompt_tokens :]
+    least = 1 if reduces else max(explicit or 1, 1)
     if len(ids) + least > context:
-        if not request.truncate_prompt:
-            raise InvalidArgument(
-                f"{len(ids)} prompt tokens and {least} to generate do not fit the context of {context} tokens", "prompt"
-            )
+        if not truncates:
+            raise InvalidArgument(_too_long(len(ids), least, context), "prompt")
         ids = ids[least - context :]
     rest = context - len(ids)
-    max_tokens = explicit if explicit is not None else min(_default_max_tokens(request, model, rest), rest)
+    max_tokens = min(_default_max_tokens(request, model, rest) if explicit is None else explicit, rest)
     if request.stopping.min_tokens > max_tokens:
         raise InvalidArgument(f"must be at most max_tokens, which is {max_tokens}", "stopping.min_tokens")
     return ids, max_tokens
+
+
+def _too_long(num_prompt: int, num_generated: int, context: int) -> str:
+    found = f"{num_prompt} prompt tokens and {num_generated} to generate do not fit the context of {context} tokens"
+    if num_prompt < context:
+        return f"{found}; ask for at most {context - num_prompt}"
+    return f"{found}; shorten the prompt"
 
 
 def _default_max_tokens(request: inference_pb2.GenerateRequest, model: ServedModel, rest: int) -> int:
@@ -284,4 +313,4 @@ def _echo(request: inference_pb2.GenerateRequest, prompt: list[int], tokenizer: 
     if not request.echo:
         return ""
     is_whole_text = request.prompt.HasField("text") and not is_cut
-    return request.prompt.text if is_whole_text else tokenizer.decode(prompt)
+    return request.prompt.text if is_whole_text else tokenizer.text_of_prompt(prompt)

@@ -22,7 +22,7 @@ from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_PROMPT_CHARACTERS
 from ...proto.tokenizer_file import tokenizer_file
-from .chat import active_tools, template_variables
+from .chat import active_tools, template_variables, with_developer_as_system
 from .chat_formats import AUTO, CALL_MARKUP, call_format, thought_format
 from .long_texts import in_thread
 from .spelled_tokens import Disguise, LiteralEncoder, Spellings
@@ -171,6 +171,19 @@ class Tokenizer:
         text: str = self._backend.decode(shown, skip_special_tokens=False)
         return text
 
+    def text_of_prompt(self, ids: Sequence[int]) -> str:
+        """Returns the text whose ids these are, with the special tokens that it spells; without those before it that
+        the tokenizer adds itself."""
+        added = self._added_before
+        return self.decode(ids[len(added) :] if list(ids[: len(added)]) == added else ids, skip_special=False)
+
+    @cached_property
+    def _added_before(self) -> list[int]:
+        """The special tokens that the tokenizer puts before a text."""
+        ids = self._encode("a", add_special_tokens=True)
+        first = next((i for i, token in enumerate(ids) if token not in self.special_ids), 0)
+        return ids[:first]
+
     def token_bytes(self, token: int) -> bytes:
         """Returns the bytes of a token; those of a special token are its name, of an unused id none."""
         if token in self._added:
@@ -189,7 +202,8 @@ class Tokenizer:
         return ids
 
     def _encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
-        variables = template_variables(chat)
+        template = self.chat_template(tools=bool(active_tools(chat)))
+        variables = with_developer_as_system(template_variables(chat), template)
         if chat.parse_special:
             return self._encode(
                 self._render(chat, variables), add_special_tokens=False

@@ -8,13 +8,14 @@ from ...proto.errors import InvalidArgument
 from .chat import must_call, parameters_schema
 from .chat_formats import CALL_FORMATS, grammar_texts
 from .constraint import JSON_STYLE
-from .open_schemas import close_objects
+from .json_schemas import close_objects, readable
 from .tokenizer import Tokenizer
 
 
 def tool_call_constraint(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> inference_pb2.Constraint | None:
-    """Returns the grammar of one or more tool calls, or of one call of the named tool; None if the checked chat demands
-    no call. Raises InvalidArgument if the tools are too large together, or the format has no grammar."""
+    """Returns the grammar of one or more tool calls, or of one call of the named tool or where the answer ends after
+    one; None if the checked chat demands no call. Raises InvalidArgument if the tools are too large together, or the
+    format has no grammar."""
     if not must_call(chat):
         return None
     form = CALL_FORMATS[tokenizer.call_format].grammar
@@ -26,7 +27,8 @@ def tool_call_constraint(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> infe
     def literals(texts: Iterable[str], tool_name: str = "") -> str:
         return " ".join(_literal(text, tokenizer) for text in grammar_texts(texts, tool_name))
 
-    repeated = "" if named or form.between is None else f"({literals(form.between)} call)*"
+    is_single = named or chat.tool_choice.single_call
+    repeated = "" if is_single or form.between is None else f"({literals(form.between)} call)*"
     rules = [
         f"start: {literals(form.begin)} call {repeated} {literals(form.end)}",
         f"call: {literals(form.open)} object {literals(form.close)}",
@@ -34,7 +36,11 @@ def tool_call_constraint(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> infe
     ]
     for i, tool in enumerate(tools):
         # The schema is a document of its own, so that its references stay right.
-        schema = json.dumps(close_objects(parameters_schema(tool)) | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
+        try:
+            readable_schema = readable(close_objects(parameters_schema(tool)))
+        except ValueError as error:
+            raise InvalidArgument(f"the arguments of {tool.name!r}: {error}", "prompt.chat.tools") from None
+        schema = json.dumps(readable_schema | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
         rules.append(f"call_{i}: {literals(form.head, tool.name)} arguments_{i} {literals(form.tail)}")
         rules.append(f"arguments_{i}: %json {schema}")
     grammar = "\n".join(rules)

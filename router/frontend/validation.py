@@ -24,8 +24,9 @@ def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) ->
     parameters.check_request(request)
     check_token_ids(request.stopping.stop_token_ids, vocab_size, "stopping.stop_token_ids")
     check_token_ids(request.sampling.logit_bias, vocab_size, "sampling.logit_bias")
-    if request.truncate_prompt and request.prompt.suffix:
-        raise InvalidArgument("does not go with a suffix, whose first token would be cut off", "truncate_prompt")
+    for name in ("truncate_prompt", "truncate_prompt_tokens"):
+        if getattr(request, name) and request.prompt.suffix:
+            raise InvalidArgument("does not go with a suffix, whose first token would be cut off", name)
     if request.echo and request.prompt.HasField("chat"):
         raise InvalidArgument("does not go with a chat", "echo")
     if request.best_of and request.best_of < num_answers(request):
@@ -55,6 +56,8 @@ def num_generated(request: inference_pb2.GenerateRequest) -> int:
 
 def check_num_sequences(num_prompts: int, request: inference_pb2.GenerateRequest) -> None:
     """Raises InvalidArgument if so many prompts with checked parameters ask for too many completions together."""
+    if request.pooling or (request.stopping.HasField("max_tokens") and not request.stopping.max_tokens):
+        return  # nothing is generated
     count = num_prompts * max(num_generated(request), request.beam_search.width)
     if count > limits.MAX_ANSWER_SEQUENCES:
         field = "beam_search.width" if request.HasField("beam_search") else "best_of" if request.best_of else "n"

@@ -4,6 +4,7 @@ Knows nothing of dispatch and of APIs.
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 
@@ -28,7 +29,7 @@ class OutputProcessor:
     """Makes the messages of all completions of a prepared request."""
 
     def __init__(self, request: PreparedRequest) -> None:
-        self.ended: set[int] = set()  # choices ended by a stop string; the source is to cancel them
+        self.ended: set[int] = set()  # choices ended by a stop string or a call; the source is to cancel them
         self.finish_reasons: list[inference_pb2.FinishReason] = []  # of the choices that have ended here
         self._request = request
         self._choices = [_ChoiceOutput(request, number) for number in range(request.tokens.num_choices)]
@@ -37,6 +38,7 @@ class OutputProcessor:
         self._open = {number: choice for number, choice in enumerate(self._choices) if number not in ended}
         # Of the prompt when it was computed first, if that was elsewhere; what is cached now is the answer, too.
         self._cached_tokens = next((each.cached_tokens for each in request.progress.values()), None)
+        self._has_begun = False  # a message was yielded
         self._signers: dict[int, ProgressSigner] = {}  # by choice
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []  # for the next message of choice 0
         tokens = request.tokens
@@ -78,7 +80,7 @@ class OutputProcessor:
                         continue
                     held.append(message)
                     if not self._open and delta.finish_reason == _UNFINISHED:
-                        break  # by a stop string: closing the source cancels the rest
+                        break  # by a stop string or a call: closing the source cancels the rest
         if self._open:
             raise InternalError(_BROKEN)
         for message in self._last(held, timeline):
@@ -128,14 +130,19 @@ class OutputProcessor:
     def _signed(
         self, message: inference_pb2.GenerateResponse, timeline: inference_pb2.Timeline
     ) -> inference_pb2.GenerateResponse:
-        """Adds the resume token."""
+        """Adds the resume token, and to the first message what was cached of the prompt."""
+        if not self._has_begun:
+            self._has_begun = True
+            if self._cached_tokens is None:
+                self._cached_tokens = timeline.cached_tokens
+            message.cached_tokens = self._cached_tokens
         binding, number = self._request.resume, message.choice
         if binding is not None:
             signer = self._signers.get(number)
             if signer is None:
                 emitted = self._progress[number].ids if number in self._progress else ()
                 signer = self._signers[number] = ProgressSigner(binding, number, emitted)
-            cached_tokens = timeline.cached_tokens if self._cached_tokens is None else self._cached_tokens
+            cached_tokens = self._cached_tokens or 0
             ids = message.token_ids[:]  # a list, which array reads three times as fast
             message.resume_token = signer.sign(ids, message.finish_reason != _UNFINISHED, cached_tokens)
         return message
@@ -182,6 +189,7 @@ class _ChoiceOutput:
             shown_ids=frozenset() if self._parser is None else self._parser.shown_ids,
         )
         self._has_tool_calls = False
+        self._calls_once = request.chat is not None and request.chat.tool_choice.single_call
 
     @property
     def mean_logprob(self) -> float:
@@ -207,7 +215,7 @@ class _ChoiceOutput:
             finish_reason=reason,
             choice=self._number,
             score=delta.score,
-            stop_string=self._text.stop_string,
+            stop_string=self._stop_string(ids, reason),
         )
         if self._parser is not None:
             self._split(self._parser, response, texts)
@@ -217,8 +225,13 @@ class _ChoiceOutput:
             response.embedding.extend(delta.embedding)
         if is_first and self._request.echo:
             response.text = self._request.echo + response.text
-        self.num_tokens += len(ids)
+        self.num_tokens += len(response.token_ids)
         return response
+
+    def _stop_string(self, ids: Sequence[int], reason: "inference_pb2.FinishReason") -> str:
+        if self._text.stop_string or reason != _STOP or not ids:
+            return self._text.stop_string
+        return self._request.stop_tokens.get(ids[-1], "")
 
     def _detokenize(self, delta: TokenDelta) -> tuple[Sequence[int], list[str], "inference_pb2.FinishReason"]:
         """Returns the ids that count; the texts that they complete, of each if they are to be parsed, and what was held
@@ -240,19 +253,25 @@ class _ChoiceOutput:
         return ids, [*texts, rest], _STOP if stopped else reason
 
     def _split(self, parser: ChatParser, response: inference_pb2.GenerateResponse, texts: Sequence[str]) -> None:
-        """Takes thoughts and calls out of the texts; counts the tokens of thoughts, however they come."""
+        """Takes thoughts and calls out of the texts; counts the tokens of thoughts, however they come. Ends a choice
+        with its first call, if it may have one only."""
         parts = []
         for number, text in enumerate(texts):
             parts.append(parser.push(text))
             self.num_reasoning_tokens += parser.is_thinking and number < len(response.token_ids)
-        is_finished = response.finish_reason != _UNFINISHED
-        if is_finished:
-            parts.append(parser.finish())
+            if self._calls_once and parts[-1].calls:
+                response.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
+                del response.token_ids[number + 1 :]
+                break
+        else:
+            if response.finish_reason != _UNFINISHED:
+                parts.append(parser.finish())
         response.text = "".join(part.text for part in parts)
         response.reasoning = "".join(part.reasoning for part in parts)
-        response.tool_calls.extend(call for part in parts for call in part.calls)
+        calls = [call for part in parts for call in part.calls]
+        response.tool_calls.extend(calls[:1] if self._calls_once else calls)
         self._has_tool_calls |= bool(response.tool_calls)
-        if self._has_tool_calls and is_finished:
+        if self._has_tool_calls and response.finish_reason == _STOP:  # agents take what was cut for incomplete
             response.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
 
     def _add_logprobs(
@@ -312,8 +331,9 @@ def _prompt_logprobs(
 
 
 def _token_logprobs(tokenizer: Tokenizer, token: int, scores: worker_pb2.TokenScores) -> inference_pb2.TokenLogprobs:
-    def logprob(token_id: int, value: float) -> inference_pb2.Logprob:
-        return inference_pb2.Logprob(token_id=token_id, text=tokenizer.token_bytes(token_id), logprob=value)
+    def logprob(token_id: int, value: float, rank: int) -> inference_pb2.Logprob:
+        return inference_pb2.Logprob(token_id=token_id, text=tokenizer.token_bytes(token_id), logprob=value, rank=rank)
 
-    top = zip(scores.top_ids, scores.top_logprobs, strict=True)
-    return inference_pb2.TokenLogprobs(token=logprob(token, scores.logprob), top=[logprob(*each) for each in top])
+    top = zip(scores.top_ids, scores.top_logprobs, itertools.count(1))  # not strict: the last has no end
+    own = logprob(token, scores.logprob, scores.rank)
+    return inference_pb2.TokenLogprobs(token=own, top=[logprob(*each) for each in top])

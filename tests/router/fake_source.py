@@ -48,6 +48,7 @@ class FakeTokenSource:
     requests: list[TokenRequest] = field(default_factory=list)
     running: int = 0
     max_running: int = 0
+    cached_tokens: int = 0  # of each prompt, as the timeline says
     cancelled: int = 0  # requests that were closed before their end
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -56,6 +57,7 @@ class FakeTokenSource:
     ) -> AsyncGenerator[TokenDelta, None]:
         """See TokenSource."""
         await self._count(+1, request)
+        timeline.cached_tokens = self.cached_tokens
         finished = False
         try:
             for delta in self._deltas(request, ended):
@@ -152,5 +154,8 @@ def _logprob(token: int) -> float:
 
 def _scores(token: int, num_top: int) -> worker_pb2.TokenScores:
     return worker_pb2.TokenScores(
-        logprob=_logprob(token), top_ids=range(num_top), top_logprobs=[_logprob(i) for i in range(num_top)]
+        logprob=_logprob(token),
+        rank=token + 1,
+        top_ids=range(num_top),
+        top_logprobs=[_logprob(i) for i in range(num_top)],
     )

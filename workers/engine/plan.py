@@ -120,6 +120,7 @@ class SampledLogprobs:
     float32."""
 
     logprob: float  # of the token itself
+    rank: int = 0  # one more than there are likelier tokens; 0: it was not counted
     top: tuple[tuple[int, float], ...]  # the likeliest token ids with their log probabilities, the likeliest first
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from ...proto.tokenizer_file import tokenizer_file
 from ..kv_cache.layout import LayerGeometry
 
 MAX_JSON_BYTES: Final = 100 * 1024 * 1024
@@ -135,7 +136,7 @@ def _tokenizer_end(folder: Path) -> tuple[int, ...]:
     source = old if old.has("eos_token") and not config.has("added_tokens_decoder") else config
     named = dict(source.items()).get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
-    path = folder / "tokenizer.json"
+    path = tokenizer_file(folder)
     if not isinstance(text, str) or not path.exists():
         return ()
     index = token_ids_of(read_json(path)).get(text)

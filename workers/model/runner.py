@@ -36,7 +36,7 @@ from .pooling import Pooler, StepOutput
 from .programs import record_steps
 from .sampling.finite import not_finite, sum_chunks
 from .sampling.grammar import GrammarCache
-from .sampling.logprobs import LogprobsTensors, compute_prompt_logprobs
+from .sampling.logprobs import NUM_TENSORS, LogprobsTensors, compute_prompt_logprobs
 from .sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -335,7 +335,9 @@ def _collect(
         by_id = dict(zip(embeddings.ids, rows, strict=True)) if embeddings is not None else {}
         if not computed:
             return Samples(tokens=sampled, embeddings=by_id, failed=failed)
-        by_sequence = iter(each.to_lists(*rest[3 * index : 3 * index + 3]) for index, each in enumerate(computed))
+        by_sequence = iter(
+            each.to_lists(*rest[NUM_TENSORS * index : NUM_TENSORS * (index + 1)]) for index, each in enumerate(computed)
+        )
         return Samples(
             tokens=sampled,
             logprobs=next(by_sequence) if logprobs is not None else {},

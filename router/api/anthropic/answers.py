@@ -8,9 +8,9 @@ from typing import Any, Final
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ...output.processor import join_choices
+from ..openai.requests import HttpRequest
 from ..openai.responses import TokenIds, error_response, error_text
 from ..openai.streaming import AnswerForm
-from .requests import MessagesRequest
 
 _STOP_REASONS: Final = {
     inference_pb2.FINISH_REASON_STOP: "end_turn",
@@ -33,12 +33,10 @@ _UNFINISHED: Final = inference_pb2.FINISH_REASON_UNSPECIFIED
 class MessageWriter:
     """Writes the answer to one request: the events as its messages come, or the whole when all have come."""
 
-    def __init__(self, request: MessagesRequest, model: str, prompts: TokenIds) -> None:
-        self._calls_once = request.calls_once
+    def __init__(self, request: HttpRequest, model: str, prompts: TokenIds) -> None:
         self._head = {"id": f"msg_{request.request_id}", "type": "message", "role": "assistant", "model": model}
         self._prompt_tokens = sum(map(len, prompts))
         self._has_started = False
-        self._has_called = False
         self._index = 0  # of the next content block, or of the open one
         self._open = ""  # type of the content block that goes on
 
@@ -66,14 +64,14 @@ class MessageWriter:
         thought = {"type": "thinking", "thinking": message.reasoning, "signature": ""}
         content: list[dict[str, Any]] = [thought] if message.reasoning else []
         content += [{"type": "text", "text": message.text}] if message.text else []
-        content += [_tool_use(call, json.loads(call.arguments)) for call in self._calls(message)]
+        content += [_tool_use(call, json.loads(call.arguments)) for call in message.tool_calls]
         usage = {"usage": _usage(messages[-1].usage)}
         return json.dumps(self._head | {"content": content} | _stop(message) | usage).encode()
 
     def _events(self, message: inference_pb2.GenerateResponse) -> Iterator[bytes]:
         if not self._has_started:
             self._has_started = True
-            usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
+            usage = _counts(self._prompt_tokens, message.cached_tokens, 0)
             begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
             yield _event("message_start", message=self._head | begun)
             yield _event("ping")
@@ -82,7 +80,7 @@ class MessageWriter:
             yield from self._delta("thinking", begin, thinking=message.reasoning)
         if message.text:
             yield from self._delta("text", {"type": "text", "text": ""}, text=message.text)
-        for call in self._calls(message):
+        for call in message.tool_calls:
             yield from self._close()
             yield from self._delta("input_json", _tool_use(call, {}), partial_json=call.arguments)
             yield from self._close()
@@ -103,13 +101,6 @@ class MessageWriter:
             yield _event("content_block_stop", index=self._index)
             self._index += 1
             self._open = ""
-
-    def _calls(self, message: inference_pb2.GenerateResponse) -> Sequence[inference_pb2.ToolCall]:
-        calls: Sequence[inference_pb2.ToolCall] = message.tool_calls
-        if self._calls_once:
-            calls = calls[: not self._has_called]
-            self._has_called |= bool(calls)
-        return calls
 
 
 def anthropic_error(error: TandemError, name: Callable[[str], str]) -> dict[str, Any]:
@@ -138,12 +129,16 @@ def _stop(message: inference_pb2.GenerateResponse) -> dict[str, Any]:
 
 
 def _usage(usage: inference_pb2.Usage) -> dict[str, int]:
-    """Returns the counts; of the prompt's tokens those that were cached count apart."""
+    return _counts(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+
+
+def _counts(prompt: int, cached: int, completion: int) -> dict[str, int]:
+    """Returns Anthropic's form of the counts: the prompt's cached tokens are not among its input tokens."""
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
+        "cache_read_input_tokens": cached,
+        "output_tokens": completion,
     }
 
 

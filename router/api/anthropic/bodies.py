@@ -6,7 +6,7 @@ from pydantic import Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
 from ....proto import limits
-from ..openai.bodies import Ignored, Int32, Name, Only, OpenModel, with_named_parameters
+from ..openai.bodies import Ignored, Int32, Name, Only, OpenModel, ReturnedModel, with_named_parameters
 
 _MAX_BLOCKS: Final = limits.MAX_CHAT_MESSAGES
 """In the content of one message."""
@@ -23,25 +23,25 @@ def _block_type(value: object) -> str | None:
     return f"[{kind}]" if isinstance(kind, str) else None
 
 
-class TextBlock(OpenModel):
+class TextBlock(ReturnedModel):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
     citations: Ignored[list[Any]] = None
 
 
-class ThinkingBlock(OpenModel):
+class ThinkingBlock(ReturnedModel):
     type: Literal["thinking"]
     thinking: str
     signature: Ignored[str] = None
 
 
-class RedactedThinkingBlock(OpenModel):
+class RedactedThinkingBlock(ReturnedModel):
     type: Literal["redacted_thinking"]
     data: Ignored[str] = None
 
 
-class ToolUseBlock(OpenModel):
+class ToolUseBlock(ReturnedModel):
     type: Literal["tool_use"]
     id: str
     name: Name
@@ -54,7 +54,7 @@ _TextBlocks = TypeAliasType("_TextBlocks", Annotated[list[TextBlock], Field(max_
 TextOrBlocks = Annotated[Annotated[str, Tag("[text]")] | Annotated[_TextBlocks, Tag("[blocks]")], Discriminator(_form)]
 
 
-class ToolResultBlock(OpenModel):
+class ToolResultBlock(ReturnedModel):
     type: Literal["tool_result"]
     tool_use_id: str
     content: TextOrBlocks | None = None
@@ -84,6 +84,22 @@ class InputMessage(OpenModel):
     content: Annotated[Annotated[str, Tag("[text]")] | Annotated[_Blocks, Tag("[blocks]")], Discriminator(_form)]
 
 
+class AssistantInput(InputMessage, ReturnedModel):
+    """Declares what the assistant said, which may be an earlier answer."""
+
+    role: Literal["assistant"]
+
+
+def _role(value: object) -> str:
+    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
+    return "[assistant]" if role == "assistant" else "[other]"
+
+
+Message = Annotated[
+    Annotated[AssistantInput, Tag("[assistant]")] | Annotated[InputMessage, Tag("[other]")], Discriminator(_role)
+]
+
+
 class InputTool(OpenModel):
     """Declares a function; Anthropic's own tools are not run here."""
 
@@ -101,7 +117,7 @@ class InputTool(OpenModel):
 class ToolChoiceBody(OpenModel):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = Field(None, description="Goes with type tool, and only with it.")
-    disable_parallel_tool_use: bool | None = Field(None, description="If true, calls after the first are dropped.")
+    disable_parallel_tool_use: bool | None = Field(None, description="If true, the answer ends after its first call.")
 
 
 class Thinking(OpenModel):
@@ -126,7 +142,7 @@ class CountTokensBody(OpenModel):
     """Declares what becomes the prompt: the body of POST /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: Annotated[list[InputMessage], FailFast()] = Field(
+    messages: Annotated[list[Message], FailFast()] = Field(
         max_length=limits.MAX_CHAT_MESSAGES, json_schema_extra={"minItems": 1}
     )
     system: TextOrBlocks | None = None

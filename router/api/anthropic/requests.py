@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ...frontend.chat import must_call
+from ...frontend.json_schemas import close_objects
 from ..openai.parsing import json_text, parse
 from ..openai.requests import HttpRequest, set_parameters
 from .bodies import (
@@ -29,27 +29,14 @@ _MODES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessagesRequest(HttpRequest):
-    """Holds what the answer needs of the body, too."""
-
-    calls_once: bool  # calls after the first are dropped
-
-
-def parse_messages(body: bytes, request_id: str) -> MessagesRequest:
+def parse_messages(body: bytes, request_id: str) -> HttpRequest:
     """Translates the body of POST /v1/messages. Raises InvalidArgument that names the field."""
     parsed = parse(MessagesBody, body)
     translated = _translate(parsed)
     set_parameters(translated["common"], parsed, PARAMETER_NAMES)
     if not translated["common"].stopping.HasField("max_tokens"):
         raise InvalidArgument("field required", "max_tokens")
-    choice = parsed.tool_choice
-    return MessagesRequest(
-        **translated,
-        request_id=request_id,
-        is_streamed=bool(parsed.stream),
-        calls_once=choice is not None and bool(choice.disable_parallel_tool_use),
-    )
+    return HttpRequest(**translated, request_id=request_id, is_streamed=bool(parsed.stream))
 
 
 def parse_count_tokens(body: bytes) -> HttpRequest:
@@ -73,7 +60,7 @@ def _translate(body: CountTokensBody) -> dict[str, Any]:
     form = body.output_config and body.output_config.format
     constraint = None
     if form:
-        schema = json_text(form.schema_, "output_config.format.schema")
+        schema = json_text(close_objects(form.schema_), "output_config.format.schema")
         constraint = inference_pb2.Constraint(json_schema=schema)
     names["constraint"] = "tools" if must_call(chat) and form is None else "output_config.format"
     common = inference_pb2.GenerateRequest(model=body.model or "", constraint=constraint)
@@ -142,6 +129,7 @@ def _add_tools(chat: inference_pb2.Chat, names: dict[str, str], body: CountToken
             raise InvalidArgument("goes with type tool, and only with it", "tool_choice.name")
         chat.tool_choice.mode = _MODES[choice.type]
         chat.tool_choice.name = choice.name or ""
+        chat.tool_choice.single_call = bool(choice.disable_parallel_tool_use)
 
 
 def _text(content: str | Sequence[TextBlock]) -> str:

@@ -14,9 +14,11 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     FailFast,
     Field,
     GetPydanticSchema,
+    Tag,
     TypeAdapter,
     WithJsonSchema,
     create_model,
@@ -32,17 +34,20 @@ _M = TypeVar("_M", bound=BaseModel)
 _MAX_PARTS: Final = limits.MAX_CHAT_MESSAGES
 """In the content of one message."""
 
+_PART_TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The field of a content part that holds its text, by type; as in vLLM also types of the Responses API."""
+
 
 def _strings(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def parse_prompts(value: object) -> object:
-    """Returns a list of prompts, strings or lists of token ids, for any of the four forms."""
+def parse_prompts(value: object, most: int = limits.MAX_PROMPTS) -> object:
+    """Returns a list of at most `most` prompts, strings or lists of token ids, for any of the four forms."""
     prompts = [value] if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])) else value
     if isinstance(prompts, list):
-        if not 1 <= len(prompts) <= limits.MAX_PROMPTS:
-            raise PydanticCustomError("prompt", f"has {len(prompts)} prompts; 1 to {limits.MAX_PROMPTS} are taken")
+        if not 1 <= len(prompts) <= most:
+            raise PydanticCustomError("prompt", f"has {len(prompts)} prompts; 1 to {most} are taken")
         if all(isinstance(prompt, str) or _is_ids(prompt) for prompt in prompts):
             return prompts
     raise PydanticCustomError("prompt", "must be a string, a list of token ids, or a list of these")
@@ -64,13 +69,19 @@ def _content(value: object) -> object:
         return value
     if len(value) > _MAX_PARTS:
         raise PydanticCustomError("content", f"has {len(value)} parts; at most {_MAX_PARTS} are taken")
-    for part in value:
-        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
-            kind = part["type"][:64]
-            raise PydanticCustomError("content", f"parts of type {kind!r} are not supported; the model reads text only")
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise PydanticCustomError("content", 'takes parts of the form {"type": "text", "text": ...} only')
-    return "".join(part["text"] for part in value)
+    return "".join(map(_part_text, value))
+
+
+def _part_text(part: object) -> str:
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in _PART_TEXTS:
+        raise PydanticCustomError(
+            "content", f"parts of type {kind[:64]!r} are not supported; the model reads text only"
+        )
+    text = part.get(_PART_TEXTS[kind]) if isinstance(part, dict) and isinstance(kind, str) else None
+    if not isinstance(text, str):
+        raise PydanticCustomError("content", 'takes parts of the form {"type": "text", "text": ...} only')
+    return text
 
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -83,8 +94,14 @@ Only = Annotated[_T | None, Field(description="No other value is supported.")]
 Ignored = Annotated[_T | None, Field(description="Accepted, without effect.")]
 _Text = Annotated[str, Field(min_length=1)]
 _TokenIds = Annotated[list[UInt32], Field(min_length=1)]
-_Prompts = Annotated[list[_Text | _TokenIds], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
-PROMPT_SCHEMA: Final = TypeAdapter(_Text | _TokenIds | _Prompts).json_schema()
+
+
+def prompt_schema(most: int = limits.MAX_PROMPTS) -> dict[str, Any]:
+    """Returns the JSON schema of what `parse_prompts` takes."""
+    prompts = Annotated[list[_Text | _TokenIds], Field(min_length=1, max_length=most)]
+    return TypeAdapter(_Text | _TokenIds | prompts).json_schema()
+
+
 _PART: Final = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -117,7 +134,6 @@ REASONS: Final = {
     "include_reasoning": "is not supported; the reasoning is part of the answer",
     "prompt_embeds": "is not supported; send text or token ids",
     "kv_transfer_params": "is not supported; the service moves KV cache itself",
-    "truncate_prompt_tokens": "is not supported; truncate_prompt keeps what fits the context",
     "documents": "must be a list of objects",
 }
 """Why a value of a field that clients of OpenAI or vLLM know is refused, and what to do instead."""
@@ -127,11 +143,31 @@ Given = Annotated[Literal[True] | None, GetPydanticSchema(lambda _source, _handl
 """Anything but null, validated to True without making objects of it."""
 
 
+def refusing(reason: str) -> GetPydanticSchema:
+    """Returns the annotation of a field that only null is accepted for."""
+
+    def check(value: object) -> None:
+        if value is not None:
+            raise PydanticCustomError("refused", reason)
+
+    schema = core_schema.no_info_plain_validator_function(check)
+    return GetPydanticSchema(
+        lambda _source, _handler: schema, lambda _schema, handler: handler(core_schema.none_schema())
+    )
+
+
 class OpenModel(BaseModel):
     """Keeps the names of unknown fields, so that those that are not null can be refused by name."""
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
     __pydantic_extra__: dict[str, Given] = Field(init=False)
+
+
+class ReturnedModel(OpenModel):
+    """Ignores unknown fields: clients send back what they got from a service, with fields that it or a library added,
+    such as the `index` of a streamed tool call."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
 
 class StreamOptions(OpenModel):
@@ -194,19 +230,19 @@ class Body(OpenModel):
 class CompletionFields(Body):
     """Declares the fields of POST /v1/completions that are no request parameters."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(parse_prompts), WithJsonSchema(PROMPT_SCHEMA)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(parse_prompts), WithJsonSchema(prompt_schema())]
     suffix: str | None = Field(None, description="What follows; of models with tokens for filling in, one text each.")
     add_special_tokens: Only[Literal[True]] = None
 
 
-class CalledFunction(OpenModel):
+class CalledFunction(ReturnedModel):
     name: Name
-    arguments: str = Field(description="A JSON object.")
+    arguments: str | None = Field(description="A JSON object; null: no arguments.")
 
 
-class ToolCallBody(OpenModel):
+class ToolCallBody(ReturnedModel):
     id: str
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: CalledFunction
 
 
@@ -223,8 +259,30 @@ class MessageBody(OpenModel):
     tool_calls: Annotated[list[ToolCallBody] | None, Field(max_length=limits.MAX_TOOL_CALLS), FailFast()] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="What the assistant has thought.")
-    refusal: Only[Literal[""]] = None
+    refusal: Annotated[str | None, Field(max_length=0)] = None
     annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
+    cache_control: Ignored[dict[str, Any]] = None
+
+
+class AssistantMessage(MessageBody, ReturnedModel):
+    """Declares a message of the assistant, which an earlier answer may be."""
+
+    role: Literal["assistant"]
+    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
+    refusal: str | None = Field(None, description="Is the content of a message without one.")
+    annotations: Ignored[list[Any]] = None
+    audio: Annotated[None, refusing("the model reads text only")] = None
+    function_call: Annotated[None, refusing("is deprecated by OpenAI and not supported; send tool_calls")] = None
+
+
+def _role(value: object) -> str:
+    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
+    return "[assistant]" if role == "assistant" else "[other]"
+
+
+Message = Annotated[
+    Annotated[AssistantMessage, Tag("[assistant]")] | Annotated[MessageBody, Tag("[other]")], Discriminator(_role)
+]
 
 
 class FunctionBody(OpenModel):
@@ -237,6 +295,7 @@ class FunctionBody(OpenModel):
 class ToolBody(OpenModel):
     type: Literal["function"]
     function: FunctionBody
+    cache_control: Ignored[dict[str, Any]] = None
 
 
 class NamedFunction(OpenModel):
@@ -265,12 +324,12 @@ class TemplateFields(OpenModel):
 class ChatFields(Body, TemplateFields):
     """Declares the fields of POST /v1/chat/completions that are no request parameters."""
 
-    messages: Annotated[list[MessageBody], FailFast()] = Field(
+    messages: Annotated[list[Message], FailFast()] = Field(
         max_length=limits.MAX_CHAT_MESSAGES, json_schema_extra={"minItems": 1}
     )
     logprobs: bool | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(None, description="If false, calls after the first are dropped.")
+    parallel_tool_calls: bool | None = Field(None, description="If false, the answer ends after its first call.")
     modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
     echo: Only[Literal[False]] = None
     add_special_tokens: Only[Literal[False]] = None
@@ -286,7 +345,7 @@ class TokenizeBody(TemplateFields):
 
     model: str | None = None
     prompt: str | None = Field(None, description="Goes without messages.")
-    messages: Annotated[list[MessageBody] | None, Field(max_length=limits.MAX_CHAT_MESSAGES), FailFast()] = None
+    messages: Annotated[list[Message] | None, Field(max_length=limits.MAX_CHAT_MESSAGES), FailFast()] = None
     add_special_tokens: bool | None = Field(None, description="Of a prompt, true by default; of messages never.")
     return_token_strs: bool | None = None
 

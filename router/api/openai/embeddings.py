@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
@@ -16,14 +17,18 @@ from pydantic_core import PydanticCustomError
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
 from ....proto.parameters import check_count
+from ...frontend.prepare import ServedModel
 from ...frontend.tokenizer import Tokenizer
-from .bodies import PROMPT_SCHEMA, Ignored, OpenModel, parse_prompts
+from .bodies import Ignored, OpenModel, parse_prompts, prompt_schema, with_named_parameters
 from .parsing import parse
-from .requests import HttpRequest, prompt_messages
+from .requests import HttpRequest, prompt_messages, set_parameters
 from .responses import TokenIds, error_response
 from .streaming import AnswerForm, WholeWriter
 
 _POOLINGS: Final = {"LAST": inference_pb2.POOLING_LAST, "MEAN": inference_pb2.POOLING_MEAN}
+
+_MAX_NUMBERS: Final = {"float": 2**22, "base64": 2**24}
+"""Of all embeddings of one response, by format: about 80 MB."""
 
 
 def _no_dimensions(value: object) -> object:
@@ -32,11 +37,15 @@ def _no_dimensions(value: object) -> object:
     return value
 
 
-class EmbeddingsBody(OpenModel):
+class EmbeddingsFields(OpenModel):
     """Declares the body of POST /v1/embeddings."""
 
     model: str | None = None
-    input: Annotated[list[str | list[int]], BeforeValidator(parse_prompts), WithJsonSchema(PROMPT_SCHEMA)]
+    input: Annotated[
+        list[str | list[int]],
+        BeforeValidator(partial(parse_prompts, most=limits.MAX_TEXTS)),
+        WithJsonSchema(prompt_schema(limits.MAX_TEXTS)),
+    ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[None, BeforeValidator(_no_dimensions), WithJsonSchema({"type": "null"})] = None
     pooling_type: Literal["LAST", "MEAN"] | None = Field(
@@ -46,15 +55,19 @@ class EmbeddingsBody(OpenModel):
     user: Ignored[str] = None
 
 
+_TRUNCATION: Final = {name: name for name in ("truncate_prompt", "truncate_prompt_tokens")}
+EmbeddingsBody = with_named_parameters(EmbeddingsFields, "EmbeddingsBody", _TRUNCATION)
+
+
 def _texts(value: object) -> object:
     texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, list) and not 1 <= len(texts) <= limits.MAX_PROMPTS:
-        raise PydanticCustomError("texts", f"has {len(texts)} texts; 1 to {limits.MAX_PROMPTS} are taken")
+    if isinstance(texts, list) and not 1 <= len(texts) <= limits.MAX_TEXTS:
+        raise PydanticCustomError("texts", f"has {len(texts)} texts; 1 to {limits.MAX_TEXTS} are taken")
     return texts
 
 
 _TEXTS_SCHEMA: Final = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": limits.MAX_PROMPTS}]
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": limits.MAX_TEXTS}]
 }
 _Texts = Annotated[list[str], FailFast(), BeforeValidator(_texts), WithJsonSchema(_TEXTS_SCHEMA)]
 
@@ -65,6 +78,9 @@ class ScoreBody(OpenModel):
     model: str | None = None
     text_1: _Texts
     text_2: _Texts
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=limits.MAX_TOKENS)] = Field(
+        None, description="Keeps so many tokens of the end of both texts; -1 keeps what fits the context, 0 all."
+    )
     user: Ignored[str] = None
 
 
@@ -87,8 +103,10 @@ def parse_embeddings(body: bytes, request_id: str) -> EmbeddingsRequest:
     """Translates the body of POST /v1/embeddings. Raises InvalidArgument that names the field."""
     parsed = parse(EmbeddingsBody, body)
     pooling = _POOLINGS[parsed.pooling_type or "LAST"]
+    common = inference_pb2.GenerateRequest(model=parsed.model or "", pooling=pooling)
+    set_parameters(common, parsed, _TRUNCATION)
     return EmbeddingsRequest(
-        common=inference_pb2.GenerateRequest(model=parsed.model or "", pooling=pooling),
+        common=common,
         prompts=prompt_messages(parsed.input),
         request_id=request_id,
         names={"prompt": "input"},
@@ -98,9 +116,10 @@ def parse_embeddings(body: bytes, request_id: str) -> EmbeddingsRequest:
     )
 
 
-async def make_score_request(body: ScoreBody, tokenizer: Tokenizer, request_id: str) -> ScoreRequest:
+async def make_score_request(body: ScoreBody, model: ServedModel, request_id: str) -> ScoreRequest:
     """Makes a prompt of each pair of texts: of the first text 1 with each text 2, or of as many of both. Raises
     InvalidArgument."""
+    tokenizer = model.tokenizer
     firsts, seconds = body.text_1, body.text_2
     if len(firsts) not in (1, len(seconds)):
         raise InvalidArgument(f"has {len(firsts)} texts; 1 or as many as text_2 are taken", "text_1")
@@ -111,13 +130,16 @@ async def make_score_request(body: ScoreBody, tokenizer: Tokenizer, request_id: 
     after = [await _encode(tokenizer, text, f"text_2[{i}]", is_first=False) for i, text in enumerate(seconds)]
     before *= len(after) // len(before)
     common = inference_pb2.GenerateRequest(model=body.model or "", prompt_logprobs=0, stopping={"max_tokens": 0})
+    kept = body.truncate_prompt_tokens or limits.MAX_TOKENS
+    kept = model.context_tokens - 1 if kept < 0 else kept
+    pairs = list(zip(before, after, strict=True))
     return ScoreRequest(
         common=common,
-        prompts=prompt_messages(first + second for first, second in zip(before, after, strict=True)),
+        prompts=prompt_messages((first + second)[-kept:] for first, second in pairs),
         request_id=request_id,
         names={"prompt": "text_2", "logprobs": "text_2"},
         is_streamed=False,
-        starts=[len(first) for first in before],
+        starts=[max(len(first) - max(len(first) + len(second) - kept, 0), 0) for first, second in pairs],
     )
 
 
@@ -142,8 +164,17 @@ class EmbeddingsWriter(WholeWriter):
 
     def _whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
         found = [array("f", [number for each in messages for number in each.embedding]) for messages in answers]
-        data = [{"object": "embedding", "index": i, "embedding": self._written(each)} for i, each in enumerate(found)]
-        return json.dumps({"object": "list", "model": self._model, "data": data, "usage": _usage(answers)}).encode()
+        count, most = sum(map(len, found)), _MAX_NUMBERS["base64" if self._in_base64 else "float"]
+        if count > most:
+            remedy = "send fewer texts" if self._in_base64 else "send fewer texts, or set encoding_format to base64"
+            raise InvalidArgument(f"asks for {count} numbers; the maximum of one response is {most}; {remedy}", "input")
+        # One by one: a number takes 4 bytes here, 20 as text and 32 as an object.
+        data = ", ".join(
+            json.dumps({"object": "embedding", "index": i, "embedding": self._written(each)})
+            for i, each in enumerate(found)
+        )
+        rest = json.dumps({"model": self._model, "usage": _usage(answers)})[1:]
+        return f'{{"object": "list", "data": [{data}], {rest}'.encode()
 
     def _written(self, embedding: "array[float]") -> str | list[float]:
         if self._normalizes:

@@ -81,12 +81,12 @@ def _top(each: inference_pb2.TokenLogprobs) -> dict[str, float | None] | None:
 
 
 def _ranked(each: inference_pb2.TokenLogprobs) -> dict[str, Any]:
-    ranked = {
-        str(other.token_id): {"logprob": _logprob(other), "rank": rank, "decoded_token": _text(other.text)}
-        for rank, other in enumerate(each.top, start=1)
-    }
-    own = {"logprob": _logprob(each.token), "rank": None, "decoded_token": _text(each.token.text)}
-    return {str(each.token.token_id): own} | ranked
+    """Returns the token itself first, with its rank in the vocabulary."""
+    found: dict[str, Any] = {}
+    for other in (each.token, *each.top):
+        entry = {"logprob": _logprob(other), "rank": other.rank, "decoded_token": _text(other.text)}
+        found.setdefault(str(other.token_id), entry)
+    return found
 
 
 def _entry(token: inference_pb2.Logprob) -> dict[str, Any]:

@@ -14,6 +14,9 @@ REQUEST_ID: Final = "x-request-id"
 REQUEST_TIMEOUT: Final = "x-request-timeout"
 RESUME: Final = "tandem-resume"
 LAST_EVENT_ID: Final = "last-event-id"
+MAX_TOKENS: Final = "tandem-max-tokens"
+"""Of a response whose max_tokens was reduced to what the prompt leaves of the context."""
+
 MAX_TIMEOUT_SECONDS: Final = 86_400
 
 _REF = "#/components/schemas/{model}"

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ....proto.errors import InvalidArgument
-from .bodies import REASONS, OpenModel
+from .bodies import REASONS, OpenModel, ReturnedModel
 
 MAX_NAME: Final = 64  # characters that an error repeats of a name in a body
 
@@ -88,7 +88,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
 def _refuse_unknown(model: BaseModel, prefix: str) -> None:
     """Raises InvalidArgument for an unknown field that is not null, also in nested objects."""
     for name, value in (model.model_extra or {}).items():
-        if value is not None:
+        if value is not None and not isinstance(model, ReturnedModel):
             reason = REASONS.get(name) if not prefix else None
             raise InvalidArgument(reason or "is not a field that is known here", f"{prefix}{name[:MAX_NAME]}")
     for name, value in model:

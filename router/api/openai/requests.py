@@ -12,8 +12,9 @@ from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
 from ....proto.parameters import PARAMETERS, ROWS, RequestParameter, parameters_of, set_value
 from ...frontend.chat import must_call
-from ...frontend.open_schemas import close_objects
+from ...frontend.json_schemas import close_objects
 from .bodies import (
+    AssistantMessage,
     Body,
     ChatBody,
     ChatFields,
@@ -130,6 +131,7 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
         common.ClearField("logprobs")
     chat = _chat(parsed, parsed.messages)
     chat.tool_choice.CopyFrom(_tool_choice(parsed.tool_choice))
+    chat.tool_choice.single_call = parsed.parallel_tool_calls is False
     if must_call(chat) and not common.HasField("constraint"):
         names["constraint"] = "tools"
     return OpenAIRequest(
@@ -281,14 +283,18 @@ def _chat(body: TemplateFields, messages: Sequence[MessageBody]) -> inference_pb
 
 
 def _message(message: MessageBody) -> inference_pb2.ChatMessage:
+    content, reasoning = message.content, message.reasoning_content
+    if isinstance(message, AssistantMessage):
+        content = content or message.refusal or ""
+        reasoning = reasoning or message.reasoning
     return inference_pb2.ChatMessage(
         role=message.role,
-        content=message.content,
-        reasoning=message.reasoning_content or "",
+        content=content,
+        reasoning=reasoning or "",
         name=message.name or "",
         tool_call_id=message.tool_call_id or "",
         tool_calls=[
-            inference_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            inference_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments or "")
             for call in message.tool_calls or ()
         ],
     )

@@ -45,7 +45,7 @@ class ResponseWriter:
         options = request.body.stream_options
         self._includes_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.continuous_usage_stats
-        self._parallel_tool_calls = getattr(request.body, "parallel_tool_calls", None) is not False
+        self._stop_ids = frozenset(request.common.stopping.stop_token_ids)
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request.request_id}",
             "object": "chat.completion" if request.is_chat else "text_completion",
@@ -144,7 +144,7 @@ class ResponseWriter:
             self._text_logprobs[index] = self._echoed(prompt).fork()
             ids += self._prompt_id_report(prompt)
         self._text_logprobs[index].take(message.logprobs)
-        choice = {"index": index, "finish_reason": _REASONS[message.finish_reason], "text": message.text}
+        choice = {"index": index} | self._finish(message) | {"text": message.text}
         return _with_logprobs(choice, self._text_logprobs[index].render(), report + ids)
 
     def _chat_choice(self, index: int, message: inference_pb2.GenerateResponse, *, is_delta: bool) -> str:
@@ -157,16 +157,24 @@ class ResponseWriter:
             content = {"role": "assistant", "content": message.text or (None if calls else "")} | content
         elif message.text or not content:
             content["content"] = message.text
-        choice = {"index": index, "finish_reason": _REASONS[message.finish_reason]}
-        shown = choice | {"delta" if is_delta else "message": content}
+        shown = {"index": index} | self._finish(message) | {"delta" if is_delta else "message": content}
         return _with_logprobs(shown, chat_logprobs(message.logprobs), self._id_report(message))
+
+    def _finish(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        """Returns why a choice has ended: OpenAI's reason, and as in vLLM the stop string or the id of the stop token
+        that was asked for, null for any other end."""
+        reason = _REASONS[message.finish_reason]
+        if reason is None:
+            return {"finish_reason": None}
+        stop: str | int | None = message.stop_string or None
+        if stop is None and reason != "length" and message.token_ids and message.token_ids[-1] in self._stop_ids:
+            stop = message.token_ids[-1]
+        return {"finish_reason": reason, "stop_reason": stop}
 
     def _tool_calls(
         self, index: int, calls: Sequence[inference_pb2.ToolCall], *, is_delta: bool
     ) -> list[dict[str, Any]]:
         start = self._num_tool_calls[index]
-        if not self._parallel_tool_calls:
-            calls = calls[: 1 - start]
         self._num_tool_calls[index] += len(calls)
         return [
             ({"index": i} if is_delta else {})

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar, cast
 
 from starlette.responses import JSONResponse, Response
@@ -11,12 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
+from ....proto.limits import MAX_PROMPTS
 from ....proto.metrics import ERRORS
 from ...frontend.prepare import PreparedRequest, RequestContext
 from ...frontend.validation import answer_size, check_answer_size, check_num_sequences
 from ...output.processor import delivered
 from ..service import GenerationService, tandem_errors_only
-from .openapi import REQUEST_ID
+from .openapi import MAX_TOKENS, REQUEST_ID
 from .requests import HttpRequest
 from .responses import ResponseWriter, TokenIds, check_prompt_ids, check_prompt_logprobs, error_response
 from .resume import EventIds, check_resumable
@@ -138,13 +140,16 @@ class GenerationResponse(Response):
     async def _accept(self) -> list[PreparedRequest]:
         """Checks all prompts before the first runs: no part of a body that is refused is carried out."""
         check_resumable(self._request, self._context)
+        context = replace(self._context, reduces_max_tokens=self._request.is_chat)
         accepted: list[PreparedRequest] = []
         check_num_sequences(len(self._request.prompts), self._request.common)
         size = 0
         for request in self._request.requests():
             request.resume.extend(self._context.resume)
-            accepted.append(await self._service.accept(request, self._context))
+            accepted.append(await self._service.accept(request, context))
             tokens = accepted[-1].tokens
+            if request.stopping.max_tokens > tokens.max_tokens:
+                self.headers[MAX_TOKENS] = str(tokens.max_tokens)
             size += answer_size(request, len(tokens.prompt), tokens.max_tokens)
             check_answer_size(size, request)
             prompt_tokens = sum(len(each.tokens.prompt) for each in accepted)
@@ -156,37 +161,43 @@ class GenerationResponse(Response):
     def _messages(
         self, accepted: Sequence[PreparedRequest]
     ) -> AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]:
-        return _interleave([self._service.run(each, inference_pb2.Timeline()) for each in accepted])
+        return _interleave([partial(self._service.run, each, inference_pb2.Timeline()) for each in accepted])
 
     def _made_writer(self, accepted: Sequence[PreparedRequest]) -> WholeWriter:
         model = self._request.common.model or self._service.base_name
         return self._form.writer(self._request, model, [each.tokens.prompt for each in accepted])
 
     async def _send_other(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-        response.headers[REQUEST_ID] = self.headers[REQUEST_ID]
+        for name in (REQUEST_ID, MAX_TOKENS):
+            if name in self.headers:
+                response.headers[name] = self.headers[name]
         await response(scope, receive, send)
 
 
-async def _interleave(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
-    """Runs the streams concurrently; yields (index of the stream, item) as they come.
+async def _interleave(
+    streams: Sequence[Callable[[], AsyncGenerator[_T, None]]], most: int = MAX_PROMPTS
+) -> AsyncGenerator[tuple[int, _T], None]:
+    """Runs the streams concurrently, at most `most` at a time; yields (index of the stream, item) as they come.
 
     Raises the first exception of a stream. Whichever way it ends, every stream is closed. As many items as there are
-    streams wait for a slow caller; then the streams wait, too."""
+    running streams wait for a slow caller; then the streams wait, too."""
     if len(streams) == 1:  # without the cost of a task and a queue
-        async with aclosing(streams[0]) as stream:
+        async with aclosing(streams[0]()) as stream:
             async for item in stream:
                 yield 0, item
         return
     entries: asyncio.Queue[tuple[int, _T] | asyncio.Task[None]] = asyncio.Queue()
-    room = asyncio.Semaphore(len(streams))
+    room = asyncio.Semaphore(min(len(streams), most))
+    waiting = iter(enumerate(streams))  # those that no task has taken
 
-    async def pump(index: int, stream: AsyncGenerator[_T, None]) -> None:
-        async with aclosing(stream):
-            async for item in stream:
-                await room.acquire()
-                entries.put_nowait((index, item))
+    async def pump() -> None:
+        for index, start in waiting:
+            async with aclosing(start()) as stream:
+                async for item in stream:
+                    await room.acquire()
+                    entries.put_nowait((index, item))
 
-    pumps = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    pumps = [asyncio.create_task(pump()) for _ in range(min(len(streams), most))]
     for task in pumps:
         task.add_done_callback(entries.put_nowait)
     try:

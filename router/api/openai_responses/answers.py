@@ -32,10 +32,8 @@ class ResponsesWriter:
     def __init__(self, request: ResponsesRequest, model: str, _prompts: TokenIds) -> None:
         self._request_id = request.request_id
         self._head = _head(request, model)
-        self._calls_once = request.body.parallel_tool_calls is False
         self._has_started = False
         self._sequence_number = 0  # of the next event
-        self._num_calls = 0
         self._output: list[dict[str, Any]] = []  # items; the last may go on
         self._open = ""  # the type of the text item that does
 
@@ -78,9 +76,7 @@ class ResponsesWriter:
         if message.text:
             yield from self._text("message", message.text)
         for call in message.tool_calls:
-            if not (self._calls_once and self._num_calls):
-                yield from self._call(call)
-            self._num_calls += 1
+            yield from self._call(call)
         if message.finish_reason != _UNFINISHED:
             is_cut = message.finish_reason == inference_pb2.FINISH_REASON_LENGTH
             yield from self._close("incomplete" if is_cut else "completed")

@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from ....proto import limits
-from ..openai.bodies import Ignored, Name, NamedFunction, Only, OpenModel, with_named_parameters
+from ..openai.bodies import Ignored, Name, NamedFunction, Only, OpenModel, ReturnedModel, with_named_parameters
 
 _MAX_PARTS: Final = limits.MAX_CHAT_MESSAGES
 """In the content of one message."""
@@ -34,11 +34,14 @@ def _form(value: object) -> str:
 
 
 def _item_type(value: object) -> str | None:
-    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
+    found = value if isinstance(value, dict) else vars(value) if isinstance(value, OpenModel) else {}
+    kind = found.get("type", "message")
+    if kind == "message" and found.get("role") == "assistant":
+        return "[assistant]"
     return f"[{kind}]" if isinstance(kind, str) else None
 
 
-class TextPart(OpenModel):
+class TextPart(ReturnedModel):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
     annotations: Ignored[list[Any]] = None
@@ -46,7 +49,24 @@ class TextPart(OpenModel):
     prompt_cache_breakpoint: Ignored[dict[str, Any]] = None
 
 
-_Parts = TypeAliasType("_Parts", Annotated[list[TextPart], Field(max_length=_MAX_PARTS), FailFast()])
+class RefusalPart(ReturnedModel):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part_type(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "[refusal]" if kind == "refusal" else "[text]"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], Discriminator(_part_type)
+]
+_Parts = TypeAliasType("_Parts", Annotated[list[Part], Field(max_length=_MAX_PARTS), FailFast()])
 TextOrParts = Annotated[
     Annotated[str, Tag("[text]")] | Annotated[_Parts, Tag("[list]")],
     Discriminator(_form),
@@ -62,7 +82,13 @@ class MessageItem(OpenModel):
     phase: Ignored[str] = None
 
 
-class FunctionCallItem(OpenModel):
+class AssistantItem(MessageItem, ReturnedModel):
+    """Declares what the assistant said, which may come of an earlier answer."""
+
+    role: Literal["assistant"]
+
+
+class FunctionCallItem(ReturnedModel):
     type: Literal["function_call"]
     call_id: str
     name: Name
@@ -71,7 +97,7 @@ class FunctionCallItem(OpenModel):
     status: Ignored[str] = None
 
 
-class FunctionOutputItem(OpenModel):
+class FunctionOutputItem(ReturnedModel):
     type: Literal["function_call_output"]
     call_id: str
     output: TextOrParts
@@ -79,7 +105,7 @@ class FunctionOutputItem(OpenModel):
     status: Ignored[str] = None
 
 
-class ReasoningItem(OpenModel):
+class ReasoningItem(ReturnedModel):
     """Declares what the model thought; only its text is read."""
 
     type: Literal["reasoning"]
@@ -92,6 +118,7 @@ class ReasoningItem(OpenModel):
 
 Item = Annotated[
     Annotated[MessageItem, Tag("[message]")]
+    | Annotated[AssistantItem, Tag("[assistant]")]
     | Annotated[FunctionCallItem, Tag("[function_call]")]
     | Annotated[FunctionOutputItem, Tag("[function_call_output]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")],
@@ -159,7 +186,7 @@ class ResponsesFields(OpenModel):
         ]
         | None
     ) = None
-    parallel_tool_calls: bool | None = Field(None, description="If false, calls after the first are dropped.")
+    parallel_tool_calls: bool | None = Field(None, description="If false, the answer ends after its first call.")
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None

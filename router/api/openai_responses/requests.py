@@ -8,6 +8,7 @@ from typing import Any, Final
 from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ...frontend.chat import must_call
+from ...frontend.json_schemas import close_objects
 from ..openai.parsing import json_text, parse
 from ..openai.requests import HttpRequest, set_parameters
 from .bodies import (
@@ -17,6 +18,7 @@ from .bodies import (
     MessageItem,
     NamedFunctionTool,
     ReasoningItem,
+    RefusalPart,
     ResponsesBody,
     ResponsesFields,
     TextPart,
@@ -83,6 +85,7 @@ def _chat(body: ResponsesFields, names: dict[str, str]) -> inference_pb2.Chat:
         chat.tool_choice.mode, chat.tool_choice.name = inference_pb2.ToolChoice.MODE_NAMED, body.tool_choice.name
     else:
         chat.tool_choice.mode = _MODES[body.tool_choice]
+    chat.tool_choice.single_call = body.parallel_tool_calls is False
     if body.reasoning is not None and body.reasoning.effort is not None:
         chat.template_kwargs = json.dumps({"reasoning_effort": body.reasoning.effort})
     return chat
@@ -94,8 +97,7 @@ def _add_item(chat: inference_pb2.Chat, add: Callable[..., None], item: object, 
         case FunctionOutputItem():
             add(path, role="tool", tool_call_id=item.call_id, content=_text(item.output))
         case MessageItem() if item.role != "assistant":
-            role = "system" if item.role == "developer" else item.role  # the name that chat templates know
-            add(path, role=role, content=_text(item.content))
+            add(path, role=item.role, content=_text(item.content))
         case MessageItem() | FunctionCallItem() | ReasoningItem():
             is_call = isinstance(item, FunctionCallItem)
             last = chat.messages[-1] if chat.messages else None
@@ -117,9 +119,9 @@ def _constraint(body: ResponsesFields) -> inference_pb2.Constraint | None:
     if (form.type == "json_schema") != (form.schema_ is not None):
         raise InvalidArgument("goes together with type json_schema, and only with it", "text.format.schema")
     if form.schema_ is not None:
-        return inference_pb2.Constraint(json_schema=json_text(form.schema_, "text.format.schema"))
+        return inference_pb2.Constraint(json_schema=json_text(close_objects(form.schema_), "text.format.schema"))
     return inference_pb2.Constraint(json_object=True) if form.type == "json_object" else None
 
 
-def _text(content: str | Sequence[TextPart]) -> str:
+def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -229,3 +229,61 @@ async def test_a_key_in_its_own_header(model: ServedModel) -> None:
         assert (await http.get("/v1/models", headers={"x-api-key": "ada"})).status_code == 200
         assert (await http.get("/v1/models", headers=both)).status_code == 401
     await servers.stop(0)
+
+
+async def test_the_first_event_counts_cached_tokens_once(service: Service, client: anthropic.AsyncAnthropic) -> None:
+    """Of all usages of a stream the sum of cached and other input tokens is the prompt's length."""
+    service.source.answer = [*b"hello", EOS_ID]
+    service.source.cached_tokens = 16
+    events = [
+        event async for event in await client.messages.create(model="tiny", messages=ASK, max_tokens=9, stream=True)
+    ]
+    usages: Any = [event.message.usage for event in events if event.type == "message_start"]
+    usages += [event.usage for event in events if event.type == "message_delta"]
+    num_prompt = len(last_prompt(service))
+    assert [(each.input_tokens, each.cache_read_input_tokens) for each in usages] == [(num_prompt - 16, 16)] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_max_tokens_become_what_the_prompt_leaves(
+    service: Service, client: anthropic.AsyncAnthropic, stream: bool
+) -> None:
+    service.source.answer = [*b"hello", EOS_ID]
+    create = client.messages.with_raw_response.create
+    made = await create(model="tiny", messages=ASK, max_tokens=512, stream=stream)
+    most = 512 - len(last_prompt(service))
+    assert made.headers["tandem-max-tokens"] == str(most)
+    assert service.source.requests[-1].max_tokens == most
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens: 513"):
+        await create(model="tiny", messages=ASK, max_tokens=513, stream=stream)
+
+
+async def test_a_cut_answer_with_calls_ends_by_max_tokens(service: Service, client: anthropic.AsyncAnthropic) -> None:
+    service.source.answer = f"{CALL}\n<tool_".encode()
+    said = await ask(client, tools=TOOLS)
+    assert ([block.type for block in said.content], said.stop_reason) == (["text", "tool_use"], "max_tokens")
+    service.source.answer = f"{CALL}\n{CALL}".encode()
+    said = await ask(client, tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert ([block.type for block in said.content], said.stop_reason) == (["tool_use"], "tool_use")
+    assert said.usage.output_tokens == len(CALL.encode())
+
+
+async def test_what_libraries_add_to_an_answer_comes_back(service: Service, client: anthropic.AsyncAnthropic) -> None:
+    service.source.answer = [*b"hello", EOS_ID]
+    content = [
+        {"type": "text", "text": "So.", "citations": None, "parsed_output": {"a": 1}},
+        {"type": "tool_use", "id": "t", "name": "weather", "input": {}, "index": 1, "caller": {"type": "direct"}},
+    ]
+    said = {"id": "msg_1", "type": "message", "role": "assistant", "content": content, "usage": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "rain", "is_error": False}
+    await ask(client, messages=[*ASK, said, {"role": "user", "content": [result]}], tools=TOOLS)
+    assert "assistant: So.<tool_call>" in last_prompt(service)
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].images"):
+        await ask(client, messages=[{"role": "user", "content": "x", "images": []}])
+
+
+async def test_a_schema_of_an_answer_is_closed(service: Service, client: anthropic.AsyncAnthropic) -> None:
+    schema = {k: v for k, v in SCHEMA.items() if k != "additionalProperties"}
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    await ask(client, extra_body={"output_config": form})
+    assert '"additionalProperties":false' in service.source.requests[-1].grammar.replace(" ", "")

@@ -13,8 +13,9 @@ import openai
 import pytest
 import torch
 
-from tandem.proto import inference_pb2
+from tandem.proto import inference_pb2, limits
 from tandem.proto.inference_pb2_grpc import InferenceStub
+from tandem.router.api.openai import embeddings
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
@@ -128,7 +129,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {}, "input"),
     ("/v1/embeddings", {"input": ""}, "input"),
     ("/v1/embeddings", {"input": []}, "input"),
-    ("/v1/embeddings", {"input": ["x"] * 129}, "input"),
+    ("/v1/embeddings", {"input": ["x"] * 2_049}, "input"),
     ("/v1/embeddings", {"input": [9_999]}, "input"),
     ("/v1/embeddings", {"input": "x " * 5_000}, "input"),
     ("/v1/embeddings", {"input": "x", "dimensions": 8}, "dimensions"),
@@ -150,3 +151,44 @@ async def test_what_is_wrong_is_named(servers: ApiServers) -> None:
             answer = await http.post(path, json=body)
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, field), (path, json.dumps(body)[:100], error)
+
+
+async def test_many_texts_run_some_at_a_time(client: openai.AsyncOpenAI) -> None:
+    """So many fit no queue together; one more is refused."""
+    texts = [f"{number}" for number in range(limits.MAX_TEXTS)]
+    made = await client.embeddings.create(model="tiny", input=texts)
+    assert [each.index for each in made.data] == list(range(len(texts)))
+    alone = await client.embeddings.create(model="tiny", input=texts[-1])
+    torch.testing.assert_close(
+        torch.tensor(made.data[-1].embedding), torch.tensor(alone.data[0].embedding), atol=1e-4, rtol=0
+    )
+    with pytest.raises(openai.BadRequestError, match="2049"):
+        await client.embeddings.create(model="tiny", input=[*texts, "x"])
+
+
+async def test_long_texts_are_cut_where_asked(servers: ApiServers, client: openai.AsyncOpenAI) -> None:
+    ids = prompt(70)
+    kept = await client.embeddings.create(model="tiny", input=ids[-8:])
+    cut = await client.embeddings.create(model="tiny", input=ids, extra_body={"truncate_prompt_tokens": 8})
+    assert (cut.data[0].embedding, cut.usage) == (kept.data[0].embedding, kept.usage)
+    long = prompt(70) * 40  # longer than the context
+    with pytest.raises(openai.BadRequestError, match="shorten the prompt"):
+        await client.embeddings.create(model="tiny", input=long)
+    for field in ({"truncate_prompt_tokens": -1}, {"truncate_prompt": True}):
+        made = await client.embeddings.create(model="tiny", input=long, extra_body=field)
+        assert made.usage.prompt_tokens == 2_047
+    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}") as http:
+        texts = {"text_1": "The sea. The sea.", "text_2": " A ship."}
+        whole = (await http.post("/score", json=texts)).json()
+        cut_answer = (await http.post("/score", json=texts | {"truncate_prompt_tokens": 5})).json()
+    assert cut_answer["usage"]["prompt_tokens"] == 5 < whole["usage"]["prompt_tokens"]
+    assert cut_answer["data"][0]["score"] < 0
+
+
+async def test_the_numbers_of_one_answer_are_bounded(
+    client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embeddings, "_MAX_NUMBERS", {"float": 100, "base64": 2**20})
+    with pytest.raises(openai.BadRequestError, match="encoding_format to base64"):
+        await client.embeddings.create(model="tiny", input=["a"] * 9, encoding_format="float")
+    await client.embeddings.create(model="tiny", input=["a"] * 9, encoding_format="base64")

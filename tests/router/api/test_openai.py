@@ -191,7 +191,7 @@ async def test_prompt_logprobs_in_the_form_of_vllm(client: openai.AsyncOpenAI) -
     first, second = made.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
     assert first is None
     assert second == {
-        "105": {"logprob": pytest.approx(-0.106), "rank": None, "decoded_token": "i"},
+        "105": {"logprob": pytest.approx(-0.106), "rank": 106, "decoded_token": "i"},
         "0": {"logprob": pytest.approx(-0.001), "rank": 1, "decoded_token": "\x00"},
     }
 
@@ -337,3 +337,130 @@ async def test_usage_in_every_chunk(service: Service, client: openai.AsyncOpenAI
     usages = [(chunk.usage.prompt_tokens, chunk.usage.completion_tokens) for chunk in chunks if chunk.usage]
     assert usages == [(2, 1), (2, 2), (2, 3), (2, 3)]
     assert chunks[-1].choices == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_has_stopped_a_choice_is_told(service: Service, client: openai.AsyncOpenAI, stream: bool) -> None:
+    """As vLLM does: the stop string, also one that is a special token, or the id of the stop token."""
+    service.source.answer = [*b"abcde", EOS_ID]
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({"stop": ["x", "d"]}, "d"),
+        ({"stop": ["<|end|>"], "extra_body": {"ignore_eos": True}}, "<|end|>"),
+        ({"extra_body": {"stop_token_ids": [ord("c")]}}, ord("c")),
+        ({}, None),
+        ({"max_tokens": 2}, None),
+    ]
+    for fields, expected in cases:
+        for create, asked in (
+            (client.chat.completions.create, {"messages": ASK}),
+            (client.completions.create, {"prompt": "hi"}),
+        ):
+            made: Any = await create(model="tiny", stream=stream, **asked, **fields)
+            chunks = [chunk async for chunk in made] if stream else [made]
+            choices = [choice for chunk in chunks for choice in chunk.choices]
+            assert choices[-1].stop_reason == expected
+            assert choices[-1].finish_reason == ("length" if "max_tokens" in fields else "stop")
+            assert not any("stop_reason" in (each.model_extra or {}) for each in choices[:-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_single_call_ends_the_answer(service: Service, client: openai.AsyncOpenAI, stream: bool) -> None:
+    service.source.answer = f"{CALL}\n{CALL}".encode()
+    fields: dict[str, Any] = {"model": "tiny", "messages": ASK, "tools": TOOLS, "parallel_tool_calls": False}
+    if stream:
+        chunks = await client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+        found = [chunk async for chunk in chunks]
+        reasons = [choice.finish_reason for chunk in found for choice in chunk.choices]
+        usage = found[-1].usage
+    else:
+        whole = await client.chat.completions.create(**fields)
+        reasons, usage = [whole.choices[0].finish_reason], whole.usage
+        assert len(whole.choices[0].message.tool_calls or ()) == 1
+    assert reasons[-1] == "tool_calls"
+    assert usage is not None
+    assert usage.completion_tokens == len(CALL.encode())
+
+
+async def test_a_cut_answer_with_calls_ends_by_length(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = f"{CALL}\n<tool_".encode()
+    said = await client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
+    assert len(said.choices[0].message.tool_calls or ()) == 1
+    assert said.choices[0].finish_reason == "length"
+
+
+async def test_messages_come_back_as_clients_keep_them(service: Service, client: openai.AsyncOpenAI) -> None:
+    """With fields that services and libraries add: of a streamed message the `index` of its calls, what a library has
+    parsed, what other services say."""
+    service.source.answer = [*b"hello", EOS_ID]
+    function = {"name": "weather", "arguments": '{"city": "x"}', "parsed_arguments": {"city": "x"}}
+    call = {"index": 0, "id": "call_1", "type": "function", "function": function, "provider": {"a": 1}}
+    said: Any = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call],
+        "audio": None,
+        "function_call": None,
+        "refusal": None,
+        "annotations": [{"type": "url_citation"}],
+        "parsed": {"a": 1},
+        "reasoning": "hm",
+        "reasoning_details": [{"text": "hm"}],
+    }
+    answer: Any = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "rain"}]}
+    await client.chat.completions.create(model="tiny", messages=[*ASK, said, answer], tools=TOOLS)
+    prompt = bytes(service.source.requests[-1].prompt).decode()
+    assert prompt.endswith(
+        'assistant: <tool_call>{"name": "weather", "arguments": {"city": "x"}}</tool_call>\ntool: rain\nassistant: '
+    )
+    refused: Any = {"role": "assistant", "content": None, "refusal": "I cannot."}
+    await client.chat.completions.create(model="tiny", messages=[*ASK, refused])
+    assert b"assistant: I cannot." in bytes(service.source.requests[-1].prompt)
+    for more, field in (
+        ({"role": "user", "content": "x", "images": ["y"]}, "messages[0].images"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "messages[0].function_call"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "messages[0].audio"),
+    ):
+        message: Any = more
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="tiny", messages=[message])
+        assert caught.value.param == field
+
+
+async def test_a_developer_is_the_system(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = [*b"hello", EOS_ID]
+    developer: Any = {"role": "developer", "content": "Be brief."}
+    await client.chat.completions.create(model="tiny", messages=[developer, *ASK])
+    assert bytes(service.source.requests[-1].prompt) == b"system: Be brief.\nuser: hello?\nassistant: "
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_max_tokens_of_a_chat_become_what_the_prompt_leaves(
+    service: Service, client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    """A header tells the number. A completion is refused instead, with what may be asked for."""
+    service.source.answer = [*b"hello", EOS_ID]
+    create = client.chat.completions.with_raw_response.create
+    most = 512 - len("user: hello?\nassistant: ")
+    for asked, header in ((512, str(most)), (most + 1, str(most)), (most, None), (9, None)):
+        made = await create(model="tiny", messages=ASK, max_tokens=asked, stream=stream)
+        assert made.headers.get("tandem-max-tokens") == header
+        assert service.source.requests[-1].max_tokens == min(asked, most)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await create(model="tiny", messages=ASK, max_tokens=513, stream=stream)
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(openai.BadRequestError, match="ask for at most 510"):
+        await client.completions.create(model="tiny", prompt="hi", max_tokens=511, stream=stream)
+
+
+async def test_special_tokens_of_a_prompt_are_echoed(client: openai.AsyncOpenAI) -> None:
+    """The same prompt as text and as ids; each token stands where text_offset says."""
+    text = "a<|end|>b"
+    ids = [ord("a"), EOS_ID, ord("b")]
+    texts = []
+    for prompt in (text, ids):
+        made: Any = await client.completions.create(model="tiny", prompt=prompt, echo=True, logprobs=0, max_tokens=1)
+        (choice,) = made.choices
+        texts.append(choice.text[: len(text)])
+        for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+            assert choice.text[offset : offset + len(token)] == token
+    assert texts == [text, text]

@@ -72,7 +72,6 @@ REFUSED: list[tuple[str, str, Any]] = [
     ("both", "allowed_token_ids", [1]),
     ("completions", "prompt_embeds", "x"),
     ("both", "kv_transfer_params", {}),
-    ("both", "truncate_prompt_tokens", 5),
 ]
 
 

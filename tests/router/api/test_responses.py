@@ -164,3 +164,37 @@ async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
     stream = await client.responses.create(model="tiny", input="hello?", stream=True)
     events: list[Any] = [event async for event in stream]
     assert (events[-1].type, events[-1].message, events[-1].code) == ("error", "broken", "internal")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_cut_answer_with_calls_is_incomplete(
+    service: Service, client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    service.source.answer = f"{CALL}\n<tool_".encode()
+    made: Any = await client.responses.create(model="tiny", input="x", tools=TOOLS, stream=stream)
+    last = [event async for event in made][-1].response if stream else made
+    assert (last.status, last.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    service.source.answer = f"{CALL}\n{CALL}".encode()
+    once = await client.responses.create(model="tiny", input="x", tools=TOOLS, parallel_tool_calls=False)
+    assert ([each.type for each in once.output], once.status) == (["function_call"], "completed")
+    assert once.usage is not None
+    assert once.usage.output_tokens == len(CALL.encode())
+
+
+async def test_what_libraries_add_to_items_comes_back(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = [*b"hello", EOS_ID]
+    text = {"type": "output_text", "text": "So.", "annotations": [], "parsed": {"a": 1}}
+    refusal = {"type": "refusal", "refusal": " No."}
+    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}", "parsed_arguments": {}}
+    items: Any = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "x"},
+        {"type": "message", "role": "assistant", "content": [text, refusal], "agent": "a"},
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "rain", "created_by": "me"},
+    ]
+    await client.responses.create(model="tiny", input=items, tools=TOOLS)
+    assert last_prompt(service).startswith("[weather] system: Be brief.\nuser: x\nassistant: So. No.<tool_call>")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model="tiny", input=[{"role": "user", "content": "x", "images": []}])  # type: ignore[list-item]
+    assert caught.value.param == "input[0].images"

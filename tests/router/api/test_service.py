@@ -164,7 +164,7 @@ async def test_detokenize(model: ServedModel) -> None:
     service = GenerationService([model], FakeTokenSource())
     for body in ("grüß", "x" * 5_000):
         answer = await service.detokenize(inference_pb2.DetokenizeRequest(token_ids=[*body.encode(), EOS_ID]))
-        assert answer.text == body
+        assert answer.text == f"{body}<|end|>"
     with pytest.raises(InvalidArgument, match="token_ids: 258 is not a token id"):
         await service.detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 258]))
     with pytest.raises(NotFound):

@@ -42,6 +42,7 @@ OPTIONS = Options(
     request_id="r",
     priority=-7,
     truncate_prompt=True,
+    truncate_prompt_tokens=9,
     n=2,
     best_of=5,
     temperature=0.0,
@@ -71,6 +72,7 @@ EXPECTED = inference_pb2.GenerateRequest(
     request_id="r",
     priority=-7,
     truncate_prompt=True,
+    truncate_prompt_tokens=9,
     n=2,
     best_of=5,
     sampling=inference_pb2.SamplingParams(
@@ -252,7 +254,7 @@ async def test_tool_choices(server: RecordingServer, choice: str, mode: "inferen
 
 async def test_choices_are_sorted_out_of_a_mixed_stream(server: RecordingServer) -> None:
     def scores(token_id: int) -> inference_pb2.TokenLogprobs:
-        token = inference_pb2.Logprob(token_id=token_id, text=b"\xc3", logprob=-0.5)
+        token = inference_pb2.Logprob(token_id=token_id, text=b"\xc3", logprob=-0.5, rank=4)
         return inference_pb2.TokenLogprobs(token=token, top=[token, token])
 
     first = inference_pb2.TokenLogprobs(token=inference_pb2.Logprob(token_id=8, text=b"h"))
@@ -261,7 +263,13 @@ async def test_choices_are_sorted_out_of_a_mixed_stream(server: RecordingServer)
     server.answers = [
         message(choice=0, text="a", token_ids=[1], logprobs=[scores(1)], prompt_logprobs=[first, scores(9)]),
         message(choice=1, text="x", token_ids=[5, 6], logprobs=[scores(5), scores(6)]),
-        message(choice=1, finish_reason=inference_pb2.FINISH_REASON_TOOL_CALLS, tool_calls=[call], score=-2.5),
+        message(
+            choice=1,
+            finish_reason=inference_pb2.FINISH_REASON_TOOL_CALLS,
+            tool_calls=[call],
+            score=-2.5,
+            stop_string="END",
+        ),
         message(
             request_id="r",
             choice=0,
@@ -285,10 +293,10 @@ async def test_choices_are_sorted_out_of_a_mixed_stream(server: RecordingServer)
         assert (done.text, done.token_ids, done.finish_reason, done.request_id) == ("ab", (1, 2), "length", "r")
         other = done.choices[1]
         assert other.tool_calls == (ToolCall(id="c1", name="f", arguments="{}"),)
-        assert (other.score, other.finish_reason) == (-2.5, "tool_calls")
+        assert (other.score, other.finish_reason, other.stop_string) == (-2.5, "tool_calls", "END")
         assert other.message == {"role": "assistant", "content": "x", "tool_calls": other.tool_calls}
         assert done.message == {"role": "assistant", "content": "ab"}
-        one = Logprob(token_id=1, token_bytes=b"\xc3", logprob=-0.5)
+        one = Logprob(token_id=1, token_bytes=b"\xc3", logprob=-0.5, rank=4)
         assert done.logprobs[0] == TokenLogprobs(token=one, top=(one, one))
         assert one.text == "\ufffd"
         assert [each.token.logprob for each in done.prompt_logprobs] == [None, -0.5]

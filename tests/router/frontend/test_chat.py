@@ -6,7 +6,7 @@ import pytest
 
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
-from tandem.router.frontend.chat import check_chat, json_object, template_variables
+from tandem.router.frontend.chat import check_chat, json_object, template_variables, with_developer_as_system
 
 MODES = inference_pb2.ToolChoice
 WEATHER = {
@@ -126,3 +126,20 @@ def test_arguments_that_are_no_json_stay_text() -> None:
     for arguments, expected in (("", {}), ("{}", {}), ('{"a": 1}', {"a": 1}), ("{a: 1}", "{a: 1}"), ("[1]", "[1]")):
         variables = template_variables(chat(messages=[call(name="f", arguments=arguments)]))
         assert variables["conversations"][0][0]["tool_calls"][0]["function"]["arguments"] == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        ("{{ message.role }}", "system"),
+        ("{# of developers #}{{ message.role }}", "system"),
+        ("{% if message.role == 'developer' %}x{% endif %}", "developer"),
+        ('{% if message["role"] in ("system", "developer") %}x{% endif %}', "developer"),
+    ],
+)
+def test_a_developer_is_the_system_unless_the_template_names_developers(template: str, role: str) -> None:
+    messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "developer"}]
+    variables = template_variables(inference_pb2.Chat(messages=messages))
+    (found,) = with_developer_as_system(variables, template)["conversations"]
+    assert [each["role"] for each in found] == [role, "user"]
+    assert [each["content"] for each in found] == ["a", "developer"]

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from tandem.proto import inference_pb2
+from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
 from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
 from tandem.router.request import TokenRequest
@@ -11,6 +11,7 @@ from tandem.tests.router.api.bounds import ALLOWED, CHAT, REFUSED, TOOL_CHAT
 from tandem.tests.router.fake_source import byte_tokenizer
 
 CONTEXT = RequestContext(arrived=1.0, deadline=9.0)
+MODEL = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
 
 
 def request(text: str = "hi", **fields: Any) -> inference_pb2.GenerateRequest:
@@ -201,3 +202,48 @@ async def test_what_a_request_leaves_out_is_as_the_model_says_and_its_own_value_
     assert (await prepared(request(), defaults={"stopping.max_tokens": 50})).max_tokens == 16  # of a text still
     searched = await prepared(request(beam_search={"width": 2}), defaults=defaults)
     assert {name: getattr(searched.sampling, name) for name in unset} == unset
+
+
+# (prompt tokens, max_tokens) in a context of 64 -> (prompt tokens, max_tokens) where an API reduces max_tokens
+@pytest.mark.parametrize(
+    ("length", "explicit", "expected"), [(60, 5, (60, 4)), (60, 64, (60, 4)), (63, 64, (63, 1)), (10, 20, (10, 20))]
+)
+async def test_max_tokens_become_what_the_prompt_leaves(length: int, explicit: int, expected: tuple[int, int]) -> None:
+    message = request(prompt={"token_ids": {"ids": range(length)}}, stopping={"max_tokens": explicit})
+    context = RequestContext(arrived=0.0, reduces_max_tokens=True)
+    tokens = (await prepare(message, MODEL, context)).tokens
+    assert (len(tokens.prompt), tokens.max_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "explicit", "truncate", "field"),
+    [(60, 65, False, "stopping.max_tokens"), (64, 1, False, "prompt"), (60, 64, True, "stopping.max_tokens")],
+)
+async def test_what_does_not_fit_the_context_alone_is_refused(
+    length: int, explicit: int, truncate: bool, field: str
+) -> None:
+    message = request(
+        prompt={"token_ids": {"ids": range(length)}}, stopping={"max_tokens": explicit}, truncate_prompt=truncate
+    )
+    with pytest.raises(InvalidArgument) as caught:
+        await prepare(message, MODEL, RequestContext(arrived=0.0, reduces_max_tokens=True))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(5, 5), (500, 60), (0, 60), (-1, 60)])
+async def test_the_end_of_a_prompt_is_kept(kept: int, expected: int) -> None:
+    message = request(prompt={"token_ids": {"ids": range(60)}}, truncate_prompt_tokens=kept)
+    assert list((await prepared(message)).prompt) == list(range(60))[-expected:]
+
+
+async def test_as_much_as_fits_the_context_is_kept() -> None:
+    message = request(prompt={"token_ids": {"ids": range(200)}}, truncate_prompt_tokens=-1)
+    assert list((await prepared(message)).prompt) == list(range(137, 200))
+
+
+async def test_special_tokens_of_stop_count_towards_the_bound_of_stop_tokens() -> None:
+    stopping = {"stop": ["<|end|>"], "stop_token_ids": range(limits.MAX_STOP_TOKEN_IDS)}
+    error = await refused(request(stopping=stopping))
+    assert error.field == "stopping.stop_token_ids"
+    stopping["stop_token_ids"] = range(limits.MAX_STOP_TOKEN_IDS - 1)
+    assert len((await prepared(request(stopping=stopping))).stop_token_ids) == limits.MAX_STOP_TOKEN_IDS

@@ -240,3 +240,25 @@ async def test_markup_that_is_a_special_token_stays_in_the_text() -> None:
     constraint = tool_call_constraint(chat(MODES.MODE_NAMED, "now"), tokenizer)
     assert constraint is not None
     assert 'call: <tool_call> "\\n" object "\\n" </tool_call>' in constraint.grammar
+
+
+def test_the_keywords_of_arguments_are_read_or_named() -> None:
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    grammar = constraint_of(record)
+    assert "propertyNames" not in grammar
+    with pytest.raises(InvalidArgument, match=r"'f'.*'uniqueItems'"):
+        constraint_of({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}})
+
+
+def constraint_of(parameters: dict[str, Any], **choice: Any) -> str:
+    tools = [{"name": "f", "parameters": json.dumps(parameters)}]
+    chosen = {"mode": inference_pb2.ToolChoice.MODE_REQUIRED} | choice
+    found = tool_call_constraint(inference_pb2.Chat(tools=tools, tool_choice=chosen), byte_tokenizer())
+    assert found is not None
+    return found.grammar
+
+
+def test_a_single_call_is_not_repeated() -> None:
+    parameters = {"type": "object"}
+    assert "call)*" in constraint_of(parameters)
+    assert "call)*" not in constraint_of(parameters, single_call=True)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from tandem.proto import inference_pb2
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
+from tandem.router.output.processor import OutputProcessor
 from tandem.tests.router.api.answers import LENGTH, STOP, collect, collect_all, ids, of_choice, request, text
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
 
@@ -64,7 +65,7 @@ async def test_echo_repeats_the_prompt_before_each_choice(model: ServedModel) ->
 async def test_echo_of_tokens_and_of_a_truncated_prompt(model: ServedModel) -> None:
     source = FakeTokenSource(answer=b"x")
     tokens = {"token_ids": {"ids": [*b"abc", EOS_ID]}}
-    assert text(await collect(model, source, request(prompt=tokens, echo=True))) == "abcx"
+    assert text(await collect(model, source, request(prompt=tokens, echo=True))) == "abc<|end|>x"
     message = request(
         prompt={"text": "ab" * 300}, echo=True, truncate_prompt=True, stopping={"max_tokens": 1, "stop": ["b"]}
     )
@@ -155,7 +156,7 @@ TOOLS = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 7, 1000])
 async def test_tool_calls_are_not_in_the_text(model: ServedModel, tokens_per_delta: int) -> None:
-    source = FakeTokenSource(answers=[f"So: {CALL}".encode(), b"plain"], tokens_per_delta=tokens_per_delta)
+    source = FakeTokenSource(answers=[[*f"So: {CALL}".encode(), EOS_ID], b"plain"], tokens_per_delta=tokens_per_delta)
     messages = await collect_all(model, source, request(prompt={"chat": TOOLS}, n=2))
     calling, plain = of_choice(messages, 0), of_choice(messages, 1)
     assert text(calling).rstrip() == "So:"
@@ -163,3 +164,45 @@ async def test_tool_calls_are_not_in_the_text(model: ServedModel, tokens_per_del
     assert (call.name, call.arguments) == ("f", '{"x": 1}')
     assert calling[-1].finish_reason == inference_pb2.FINISH_REASON_TOOL_CALLS
     assert (text(plain), plain[-1].finish_reason) == ("plain", LENGTH)
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 7, 1000])
+async def test_a_cut_answer_ends_by_its_length_although_it_has_calls(model: ServedModel, tokens_per_delta: int) -> None:
+    source = FakeTokenSource(answer=f"{CALL}\n<tool_".encode(), tokens_per_delta=tokens_per_delta)
+    messages = await collect(model, source, request(prompt={"chat": TOOLS}))
+    assert [call.name for message in messages for call in message.tool_calls] == ["f"]
+    assert messages[-1].finish_reason == LENGTH
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 7, 1000])
+async def test_an_answer_of_a_single_call_ends_after_it(model: ServedModel, tokens_per_delta: int) -> None:
+    source = FakeTokenSource(answer=f"So: {CALL}{CALL}".encode(), tokens_per_delta=tokens_per_delta)
+    chat = TOOLS | {"tool_choice": {"single_call": True}}
+    messages = await collect(model, source, request(prompt={"chat": chat}, logprobs=0))
+    assert [call.name for message in messages for call in message.tool_calls] == ["f"]
+    assert messages[-1].finish_reason == inference_pb2.FINISH_REASON_TOOL_CALLS
+    expected = f"So: {CALL}".encode()
+    assert bytes(token for message in messages for token in message.token_ids) == expected
+    assert len([each for message in messages for each in message.logprobs]) == len(expected)
+    assert messages[-1].usage.completion_tokens == len(expected)
+
+
+async def test_a_stop_string_that_is_a_special_token_ends_the_choice(model: ServedModel) -> None:
+    """The token has no text in which a stop string could be found."""
+    source = FakeTokenSource(answer=[*b"ab", EOS_ID, *b"cd"])
+    stopping = {"stop": ["x", "<|end|>"], "ignore_eos": True}
+    messages = await collect(model, source, request(stopping=stopping))
+    assert text(messages) == "ab"
+    assert (messages[-1].finish_reason, messages[-1].stop_string) == (STOP, "<|end|>")
+    assert messages[-1].usage.completion_tokens == 3
+    assert source.requests[-1].stop_token_ids == (EOS_ID,)
+
+
+async def test_the_first_message_alone_has_the_cached_tokens(model: ServedModel) -> None:
+    request_ = await prepare(request(), model, RequestContext(arrived=0.0))
+    timeline = inference_pb2.Timeline(cached_tokens=7)
+    source = FakeTokenSource(answer=b"abc")
+    run = OutputProcessor(request_).run(source.generate(request_.tokens, inference_pb2.Timeline()), timeline)
+    messages = [message async for message in run]
+    assert [message.cached_tokens for message in messages] == [7] + [0] * (len(messages) - 1)
+    assert messages[-1].usage.cached_tokens == 7

@@ -75,6 +75,7 @@ def check_logprobs(ours: Sequence[SampledLogprobs], tokens: Sequence[int], logit
     assert len(ours) == len(tokens) == len(expected)
     for said, token, row in zip(ours, tokens, expected, strict=True):
         assert said.logprob == pytest.approx(row[token].item(), abs=1e-3)
+        assert (row > row[token] + 1e-3).sum() < said.rank <= (row > row[token] - 1e-3).sum() + 1
         assert [value for _, value in said.top] == pytest.approx(row.topk(num_top).values.tolist(), abs=1e-3)
         assert all(value == pytest.approx(row[token].item(), abs=1e-3) for token, value in said.top)
 

@@ -41,8 +41,8 @@ def sample_once(sampler: Sampler, logits: torch.Tensor, steps: list[SequenceStep
 
 def read(measured: LogprobsTensors | None) -> dict[int, list[SampledLogprobs]]:
     assert measured is not None
-    chosen, values, ids = (tensor.tolist() for tensor in measured.tensors)
-    return measured.to_lists(chosen, values, ids)
+    chosen, ranks, values, ids = (tensor.tolist() for tensor in measured.tensors)
+    return measured.to_lists(chosen, ranks, values, ids)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,7 @@ def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
     for row, (token, own) in enumerate(zip(sampled.tokens.tolist(), params, strict=True)):
         (said,) = read(sampled.logprobs)[row]
         assert said.logprob == pytest.approx(expected[row, token].item(), abs=1e-5)
+        assert said.rank == 1 + int((logits[row].float() > logits[row, token].float()).sum())
         assert len(said.top) == own.logprobs
         values = expected[row].topk(own.logprobs or 0).values
         assert [value for _, value in said.top] == pytest.approx(values.tolist(), abs=1e-5)
@@ -137,7 +138,8 @@ def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
 
 
 def test_more_alternatives_than_tokens_are_all_tokens() -> None:
-    _, values, ids = compute_logprobs(torch.zeros(2, 5), torch.tensor([1, 2]), 9)
+    _, ranks, values, ids = compute_logprobs(torch.zeros(2, 5), torch.tensor([1, 2]), 9)
+    assert ranks.tolist() == [1, 1]
     assert values.tolist() == [[pytest.approx(-math.log(5))] * 5] * 2
     assert sorted(ids[0].tolist()) == list(range(5))
 

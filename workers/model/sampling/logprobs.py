@@ -15,16 +15,20 @@ _ROWS_AT_ONCE: Final = 64
 """Positions of prompts whose logits are held at once: with a vocabulary of 150,000 they take 40 MB, and twice that
 while log probabilities are computed."""
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+NUM_TENSORS: Final = 4
 
 
 def compute_logprobs(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Tensors:
     """Maps logits [num_rows, vocab_size] and a token of each row, int64 [num_rows], to the token's log probability
-    [num_rows], the largest ones [num_rows, num_top], descending, and their tokens; float32, but for tokens."""
+    [num_rows], its rank from 1 [num_rows], the largest log probabilities [num_rows, num_top], descending, and their
+    tokens; float32, but for ranks and tokens. Of equals all have the rank of the first."""
     logits = logits.float()
     total = logits.logsumexp(-1, keepdim=True)
     ids = _top(logits, num_top)
-    return logits.gather(1, targets[:, None]).sub_(total).squeeze(1), logits.gather(1, ids).sub_(total), ids
+    chosen = logits.gather(1, targets[:, None])
+    ranks = (logits > chosen).sum(-1) + 1
+    return chosen.sub(total).squeeze(1), ranks, logits.gather(1, ids).sub_(total), ids
 
 
 def _top(logits: torch.Tensor, num_top: int) -> torch.Tensor:
@@ -54,15 +58,23 @@ class LogprobsTensors:
     tensors: Tensors  # of `compute_logprobs`
 
     def to_lists(
-        self, chosen: Iterable[float], values: Iterable[list[float]], ids: Iterable[list[int]]
+        self,
+        chosen: Iterable[float],
+        ranks: Iterable[int],
+        values: Iterable[list[float]],
+        ids: Iterable[list[int]],
     ) -> dict[int, list[SampledLogprobs]]:
         """Returns by sequence id what the tensors hold, given as lists."""
-        rows = zip(chosen, values, ids, strict=True)
+        rows = zip(chosen, ranks, values, ids, strict=True)
         found: dict[int, list[SampledLogprobs]] = {}
         for sequence_id, count, num_top in self.sequences:
             found.setdefault(sequence_id, []).extend(
-                SampledLogprobs(logprob=logprob, top=tuple(zip(row_ids[:num_top], row_values[:num_top], strict=True)))
-                for logprob, row_values, row_ids in islice(rows, count)
+                SampledLogprobs(
+                    logprob=logprob,
+                    rank=rank,
+                    top=tuple(zip(row_ids[:num_top], row_values[:num_top], strict=True)),
+                )
+                for logprob, rank, row_values, row_ids in islice(rows, count)
             )
         return found
 
@@ -101,5 +113,5 @@ def compute_prompt_logprobs(
             torch.split(rows_device, _ROWS_AT_ONCE), torch.split(targets_device, _ROWS_AT_ONCE), strict=True
         )
     ]
-    chosen, values, ids = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return LogprobsTensors(sequences=sequences, tensors=(chosen, values, ids))
+    chosen, ranks, values, ids = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return LogprobsTensors(sequences=sequences, tensors=(chosen, ranks, values, ids))

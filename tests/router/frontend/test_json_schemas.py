@@ -1,0 +1,219 @@
+"""Which objects of a JSON schema are closed, and how it is rewritten for llguidance."""
+
+import copy
+import itertools
+import re
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field
+
+from tandem.router.frontend.json_schemas import close_objects, readable
+
+
+class Street(BaseModel):
+    name: str
+    number: int | None = None
+
+
+class Person(BaseModel):
+    """As pydantic describes it: references, a union, a list, and a map, which stays open."""
+
+    name: str
+    home: Street = Field(description="where")
+    others: list[Street] | None = None
+    tags: dict[str, int] = {}
+
+
+def test_every_object_of_pydantic_is_closed_but_maps() -> None:
+    schema = Person.model_json_schema()
+    before = copy.deepcopy(schema)
+    closed = close_objects(schema)
+    assert schema == before
+    assert closed["additionalProperties"] is False
+    assert closed["$defs"]["Street"]["additionalProperties"] is False
+    assert closed["properties"]["tags"]["additionalProperties"] == {"type": "integer"}
+    assert closed == {
+        **before,
+        "additionalProperties": False,
+        "$defs": {"Street": before["$defs"]["Street"] | {"additionalProperties": False}},
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": "object"},
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": True},
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "string"}},
+        {"properties": {"a": {}}, "patternProperties": {"^x": {}}},
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+        {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]},
+        {"properties": {"a": {}}, "if": {"properties": {"a": {"const": 1}}}, "then": {"properties": {"b": {}}}},
+        {"$defs": {"A": {"properties": {"a": {}}}}, "$ref": "#/$defs/A", "properties": {"b": {}}},
+        {"enum": [{"properties": {"a": 1}}]},
+    ],
+)
+def test_what_says_more_or_is_put_together_stays_as_it_is(schema: dict[str, Any]) -> None:
+    assert close_objects(schema) == schema
+
+
+def test_a_property_may_have_the_name_of_a_keyword() -> None:
+    schema = {"properties": {"additionalProperties": {"type": "string"}, "items": {"properties": {"a": {}}}}}
+    closed = close_objects(schema)
+    assert closed["additionalProperties"] is False
+    assert closed["properties"]["items"]["additionalProperties"] is False
+
+
+def test_a_schema_that_is_too_deep_stays_as_it_is() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(50_000):
+        schema = {"items": schema}
+    assert close_objects(schema) is schema
+    while schema:  # or else Python's own destructor would recurse
+        schema = schema["items"]
+
+
+def test_properties_named_as_keywords_are_properties() -> None:
+    """They are closed like others, and ask for nothing that a keyword asks for."""
+    names = ("if", "properties", "anyOf", "$ref", "not", "uniqueItems", "format")
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    assert close_objects(schema) == schema | {"additionalProperties": False}
+    assert readable(schema) == schema
+    values = {"enum": [{"if": 1, "properties": 2, "format": "phone"}], "default": {"not": {}}}
+    assert readable(values) == values
+
+
+SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"type": "string", "format": "phone"}, {"type": "string"}),
+    ({"type": "string", "format": "date"}, {"type": "string", "format": "date"}),
+    ({"uniqueItems": False, "minContains": 2, "maxContains": 3}, {}),
+    ({"contains": {"type": "string"}, "minContains": 0}, {}),
+    ({"if": {"type": "string"}}, {}),
+    ({"then": {}, "else": {}, "not": False, "$dynamicAnchor": "x"}, {}),
+    ({"unevaluatedProperties": True, "unevaluatedItems": {}, "dependentRequired": {}, "dependencies": {}}, {}),
+    ({"required": ["a", "b"], "dependentRequired": {"c": ["a"]}}, {"required": ["a", "b"]}),
+    ({"properties": {}, "unevaluatedProperties": False}, {"properties": {}, "additionalProperties": False}),
+    (
+        {"allOf": [{}], "additionalProperties": True, "unevaluatedProperties": False},
+        {"allOf": [{}], "additionalProperties": True},
+    ),
+    ({"items": False, "unevaluatedItems": False}, {"items": False}),
+    ({"propertyNames": {"type": "string", "title": "Name"}}, {}),
+    (
+        {"propertyNames": {"pattern": "^a"}, "additionalProperties": {"type": "integer"}},
+        {"patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": False},
+    ),
+    (
+        {"propertyNames": {"type": "string", "minLength": 2, "maxLength": 3}},
+        {"patternProperties": {"^(?s:.){2,3}$": True}, "additionalProperties": False},
+    ),
+    (
+        {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}, "required": ["a"]},
+        {
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "additionalProperties": False,
+            "required": ["a"],
+        },
+    ),
+    (
+        {"propertyNames": {"const": "a"}, "properties": {"a": {"type": "null"}, "b": {"type": "null"}}},
+        {"properties": {"a": {"type": "null"}}, "additionalProperties": False},
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "expected"), SAME)
+def test_what_asks_for_nothing_is_left_out_and_the_rest_expressed(
+    schema: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    before = copy.deepcopy(schema)
+    assert readable(schema) == expected
+    assert readable({"items": [schema], "anyOf": [schema]}) == {"items": [expected], "anyOf": [expected]}
+    assert schema == before
+
+
+def test_names_may_be_a_reference() -> None:
+    """As pydantic writes a dict whose keys are an enum."""
+    colours = {"enum": ["red", "green"], "title": "Colour", "type": "string"}
+    names = {"propertyNames": {"$ref": "#/$defs/Colour"}, "additionalProperties": {"type": "integer"}}
+    found = readable({"$defs": {"Colour": colours}, "properties": {"a": names}})["properties"]["a"]
+    assert found["properties"].keys() == {"red", "green"}
+
+
+UNREADABLE: list[tuple[dict[str, Any], str]] = [
+    ({"if": {}, "then": {}}, "'if'"),
+    ({"not": {"type": "null"}}, "'not'"),
+    ({"uniqueItems": True}, "'uniqueItems'"),
+    ({"contains": {}}, "'contains'"),
+    ({"dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
+    ({"allOf": [{}], "unevaluatedProperties": False}, "'unevaluatedProperties'"),
+    ({"propertyNames": {"pattern": "a", "minLength": 2}}, "'propertyNames'"),
+    ({"propertyNames": {"enum": ["a"]}, "required": ["b"]}, "'propertyNames'"),
+    ({"propertyNames": {"enum": ["a"]}, "required": 3}, "'propertyNames'"),
+    ({"propertyNames": {"pattern": "a"}, "properties": {"a": {}}}, "'propertyNames'"),
+    (
+        {"propertyNames": {"enum": ["a" * i for i in range(200)]}, "additionalProperties": {"enum": ["x" * 999]}},
+        "Names",
+    ),
+    ({"pattern": "a(?=b)"}, "look-around"),
+    ({"pattern": "^(?<!a)b"}, "look-around"),
+    ({"pattern": "^(?!a.*b)c"}, "look-around"),
+    ({"pattern": "^(?!a)b|c"}, "look-around"),
+    ({"pattern": "^" + "(?=a)" * 99}, "look-around"),
+]
+
+
+@pytest.mark.parametrize(("schema", "named"), UNREADABLE)
+def test_no_constraint_is_dropped(schema: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named) as caught:
+        readable({"properties": {"place": schema}})
+    assert "'place'" in str(caught.value)
+
+
+PATTERNS = [
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$",  # pydantic's decimals
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,1}|(?=[\d.]{1,4}0*$)\d{0,1}\.\d{0,2}0*$)",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,3}|(?=[\d.]{1,3}0*$)\d*\.\d*0*$)",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,0}|(?=[\d.]{1,3}0*$)\d{0,0}\.\d{0,5}0*$)",
+    r"^(?!\.)(?!.*\.\.)([a-z.]*)@a$",  # as zod's addresses
+    r"^(?=.*a)(?=.*0).{2,}$",
+    r"^(?=.{1,3}$)[ab]+(\.[ab]+)*$",
+    r"^(?!ab).*$",
+    r"^(?!ab$).*$",
+    r"^(?!(?:a|b0)$).*$",
+    r"^(?!a|b0).*$",
+    r"^(?!$).*$",
+    r"^(?!.*ab).*$",
+    r"^(?!.*0).*$",
+    r"^(?!\d)[a0]+$",
+    r"^(?![ab])..$",
+    r"^(?![^a])ab",
+    r"^(?![ab]+$)[ab0]*$",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_lookaheads_are_expressed_exactly(pattern: str) -> None:
+    found = readable({"type": "string", "pattern": pattern})
+    parts = [found["pattern"], *(each["pattern"] for each in found["allOf"])]
+    assert not any("(?=" in part or "(?!" in part for part in parts)
+    for length in range(5):
+        for characters in itertools.product("ab.01-@", repeat=length):
+            text = "".join(characters)
+            assert all(re.search(part, text) for part in parts) == bool(re.search(pattern, text)), text
+
+
+def test_a_format_stands_for_a_pattern_beside_it_that_cannot_be_read() -> None:
+    """As zod writes durations."""
+    found = readable({"type": "string", "format": "duration", "pattern": r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?)$"})
+    assert found == {"type": "string", "format": "duration"}
+
+
+def test_a_long_pattern_takes_no_long_time() -> None:
+    """Each `[` begins a class that does not end; a search for the end from each would take minutes."""
+    for pattern in ("[" * 100_000, "^(?=a)" + "[" * 100_000, "(" * 100_000 + "(?=a)", "(?!" * 30_000):
+        with suppress(ValueError):
+            readable({"pattern": pattern})
