@@ -105,7 +105,7 @@ async def prepare(
     if not ids:
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
     bad_words = await _encode_bad_words(request.sampling, tokenizer)
-    grammar = await _grammar(request, model, context.caller.tenant)
+    grammar = await _grammar(request, model, context.caller)
     prompt, max_tokens = _fit_context(ids, request, model)
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
     tokens = _token_request(request, model, context, prompt, max_tokens, bad_words, grammar)
@@ -217,7 +217,7 @@ def _resumed(
     return replace(prepared, tokens=tokens, resume=binding, progress=progress)
 
 
-async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, tenant: str) -> str:
+async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, caller: Caller) -> str:
     """Returns the grammar that the constraint, or else the tool choice of a checked chat, demands; "" for none."""
     constraint, field = request.constraint if request.HasField("constraint") else None, ""
     chat = request.prompt.chat if request.prompt.HasField("chat") else None
@@ -231,7 +231,7 @@ async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, t
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request.stopping, name):
             raise InvalidArgument("does not go with a constraint, which determines the end itself", f"stopping.{name}")
-    return await model.grammars.validate(constraint, field, tenant)
+    return await model.grammars.validate(constraint, field, caller.tenant, caller.cache_salt)
 
 
 async def _encode_bad_words(

@@ -175,7 +175,7 @@ async def test_a_worker_without_adapters_refuses_them() -> None:
     async with worker_of(fake_rank()) as (_, session):
         await session.send(submit(adapter=worker_pb2.Adapter(folder="/adapters", fingerprint=bytes(16))))
         failure = await session.failure()
-        assert failure.kind == worker_pb2.FAILURE_KIND_INVALID
+        assert failure.kind == worker_pb2.FAILURE_KIND_UNABLE
         assert failure.message == "adapter: this worker takes no adapters"
         await session.send(submit("b", adapter=worker_pb2.Adapter(folder="/adapters")))
         assert (await session.failure()).message == "adapter: needs 16 bytes of fingerprint"

@@ -283,7 +283,7 @@ async def test_broken_first_tokens_are_a_failed_transfer(
 
 
 async def test_a_bad_grammar_is_refused_and_the_worker_goes_on() -> None:
-    def check(grammar: str) -> None:
+    def check(grammar: str, owner: bytes, tenant: bytes) -> None:
         if "bad" in grammar:
             raise ValueError("the grammar cannot be followed: line 1")
 
@@ -305,7 +305,7 @@ async def test_a_grammar_is_held_as_long_as_its_request() -> None:
     seen = weakref.ref(held)
     made = [held]
     del held
-    async with worker_of(replace(fake_rank(step_seconds=0.005), load_grammar=lambda grammar: made.pop())) as (
+    async with worker_of(replace(fake_rank(step_seconds=0.005), load_grammar=lambda *_: made.pop())) as (
         w,
         session,
     ):
@@ -360,7 +360,7 @@ async def test_a_grammar_is_compiled_once_for_all_that_wait_for_it() -> None:
     compiled: list[str] = []
     go_on = threading.Event()
 
-    def load(grammar: str) -> None:
+    def load(grammar: str, owner: bytes, tenant: bytes) -> None:
         compiled.append(grammar)
         assert go_on.wait(10)
         if grammar == "bad":
@@ -382,7 +382,7 @@ async def test_a_grammar_is_compiled_once_for_all_that_wait_for_it() -> None:
 async def test_a_cancel_while_the_grammar_is_read_ends_the_request() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def check(grammar: str) -> None:
+    def check(grammar: str, owner: bytes, tenant: bytes) -> None:
         begun.set()
         if not go_on.wait(10):
             raise TimeoutError
@@ -406,11 +406,11 @@ async def test_a_grammar_that_is_never_compiled_is_given_up_and_the_worker_goes_
 ) -> None:
     monkeypatch.setattr("tandem.workers.request_manager._PREPARE_SECONDS", 0.2)
     go_on = threading.Event()
-    async with worker_of(replace(fake_rank(), load_grammar=lambda grammar: go_on.wait(30))) as (_, session):
+    async with worker_of(replace(fake_rank(), load_grammar=lambda *_: go_on.wait(30))) as (_, session):
         try:
             await session.send(submit(grammar="endless"))
             failure = await session.failure()
-            assert failure.kind == worker_pb2.FAILURE_KIND_INVALID
+            assert failure.kind == worker_pb2.FAILURE_KIND_UNABLE
             assert failure.message == "grammar: is not compiled after 0.2 seconds"
             await session.send(submit("plain"))
             await session.until(ended)
