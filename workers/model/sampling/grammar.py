@@ -114,7 +114,9 @@ class GrammarCache:
         with self._lock:
             compiled = self._compiled.get(key)
         if compiled is None or compiled.is_worn:
-            reserved = self._reserve(tenant, _BASE_BYTES + _CHARACTER_BYTES * len(grammar))
+            # The largest, whose text is mostly escapes, take less than that, and fit alone.
+            num_bytes = min(_BASE_BYTES + _CHARACTER_BYTES * len(grammar), _MAX_COMPILED_BYTES // 4)
+            reserved = self._reserve(tenant, num_bytes)
             tokenizer = self._load_tokenizer()
             compiled = on_deep_stack(partial(_compile, tokenizer, grammar), nice=_COMPILE_NICE)
             compiled.tenant, compiled.num_bytes = tenant, reserved.num_bytes
