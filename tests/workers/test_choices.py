@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.proto.hashing import hash_tenant
 from tandem.tests.fleet import VOCAB, fake_rank, fleet
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
@@ -295,6 +296,21 @@ async def test_a_bad_grammar_is_refused_and_the_worker_goes_on() -> None:
         await session.send(submit("b", grammar="good", num_choices=2))
         await session.until(ended, count=2)
         assert not session.tokens("a")
+
+
+async def test_a_grammar_is_compiled_for_the_tenant_of_its_request_and_used_for_no_other() -> None:
+    compiled: list[tuple[str, bytes, bytes]] = []
+
+    def load(grammar: str, owner: bytes, tenant: bytes) -> None:
+        compiled.append((grammar, owner, tenant))
+
+    async with worker_of(replace(fake_rank(), load_grammar=load)) as (worker, session):
+        for name in ("ada", "bob"):
+            await session.send(submit(name, grammar="g", cache_salt=name.encode(), tenant=hash_tenant(name)))
+            await session.until(has_tokens)
+        assert sorted(compiled) == [("g", b"ada", hash_tenant("ada")), ("g", b"bob", hash_tenant("bob"))]
+        await session.send(submit("long", tenant=bytes(17)))
+        assert (await session.failure()).message == "tenant: has 17 bytes; at most 16 are taken"
 
 
 async def test_a_grammar_is_held_as_long_as_its_request() -> None:
