@@ -304,7 +304,7 @@ async def test_a_grammar_is_compiled_for_the_tenant_of_its_request_and_used_for_
     def load(grammar: str, owner: bytes, tenant: bytes) -> None:
         compiled.append((grammar, owner, tenant))
 
-    async with worker_of(replace(fake_rank(), load_grammar=load)) as (worker, session):
+    async with worker_of(replace(fake_rank(), load_grammar=load)) as (_, session):
         for name in ("ada", "bob"):
             await session.send(submit(name, grammar="g", cache_salt=name.encode(), tenant=hash_tenant(name)))
             await session.until(has_tokens)

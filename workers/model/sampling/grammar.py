@@ -193,17 +193,23 @@ class GrammarCache:
             if room > 0:
                 return
             self._recent.clear()  # what nobody uses is gone with it
-            used = [(each.state_bytes, text, each) for (_, text), each in self._compiled.items()]
-            used.append((compiled.state_bytes, grammar, compiled))  # which may be worn
-            most, text, largest = max(used, key=lambda each: each[0])
-            if most < _LEAST_RENEWED_BYTES or largest.renewing is not None:
+            used = [(each, text) for (_, text), each in self._compiled.items()]
+            used.append((compiled, grammar))  # which may be worn
+            largest, text = max(
+                [pair for pair in used if pair[0].renewing is None],
+                key=lambda pair: pair[0].state_bytes,
+                default=(None, ""),
+            )
+            if largest is None or largest.state_bytes < _LEAST_RENEWED_BYTES:
                 return
             largest.renewing = threading.Event()
         renew = partial(self._renew, largest, text, largest.renewing)
         threading.Thread(target=renew, name="tandem-grammar", daemon=True).start()
 
     def _count_states(self) -> float:
-        return sum([each.state_bytes for each in self._held if isinstance(each, CompiledGrammar)])
+        """Returns the bytes of all states but those that are about to be given up."""
+        found = [each for each in self._held if isinstance(each, CompiledGrammar)]
+        return sum([each.state_bytes for each in found if each.renewing is None])
 
     def _renew(self, compiled: CompiledGrammar, grammar: str, done: threading.Event) -> None:
         """Compiles a grammar again. One that cannot be compiled now, for want of memory, goes on as it is."""
