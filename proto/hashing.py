@@ -15,6 +15,11 @@ def adapter_salt(salt: bytes, fingerprint: bytes) -> bytes:
     return hashlib.blake2b(salt, key=fingerprint, person=b"adapter").digest() if fingerprint else salt
 
 
+def hash_tenant(tenant: str) -> bytes:
+    """What stands for a tenant at workers, which need no names: 16 bytes, or nothing without one."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"tenant").digest() if tenant else b""
+
+
 def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The hash of a block in its chain: 16 bytes that stand for every token from the sequence's start."""
     return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()

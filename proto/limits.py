@@ -50,6 +50,7 @@ MAX_NAME_CHARACTERS: Final = 64
 
 MAX_TEMPLATE_KWARGS_CHARACTERS: Final = 4_096
 MAX_CACHE_SALT_BYTES: Final = 64
+MAX_TENANT_BYTES: Final = 16  # see hash_tenant
 FINGERPRINT_BYTES: Final = 16
 """Of an adapter."""
 

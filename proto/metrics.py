@@ -148,7 +148,10 @@ ERRORS = _counter(
 INTERRUPTIONS = _counter(
     "tandem_interruptions_total",
     "Attempts that ended before their time.",
-    cause=("invalid", "full", "gone", "crash", "transfer", "preempted", "suspended"),
+    cause=(
+        *("invalid", "full", "gone", "crash", "transfer", "preempted", "suspended"),
+        *("not_finite", "unable"),
+    ),
 )
 RECOVERIES = _counter(
     "tandem_recoveries_total",

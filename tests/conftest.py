@@ -59,7 +59,8 @@ SHARING_PATHS: Final = (
     *("cluster/bench/test_bench.py", "cluster/cli/test_cli_client.py", "matrix"),
     *(f"cluster/test_{name}.py" for name in ("counts", "metrics", "runtime", "status")),
     *("router/client", "router/scheduling/test_simulation.py"),
-    *(f"router/dispatch/test_{name}.py" for name in ("cancel", "dispatcher", "drain", "faults", "rehand")),
+    *(f"router/dispatch/test_{name}.py" for name in ("cancel", "dispatcher", "drain", "faults", "not_finite")),
+    "router/dispatch/test_rehand.py",
     *("workers/bench", "workers/engine/test_beam.py", "workers/model", "workers/tp"),
     *(
         f"workers/test_{name}.py"

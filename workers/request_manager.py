@@ -15,7 +15,7 @@ from queue import Full
 from typing import Final
 
 from ..proto import worker_pb2
-from ..proto.errors import InvalidArgument
+from ..proto.errors import InvalidArgument, Unavailable
 from ..proto.hashing import hash_prompt
 from ..proto.metrics import NULL_METRICS, RECOMPUTED, RESTORED, SUSPENDS, Metrics
 from .cache_reports import CacheReports
@@ -42,6 +42,7 @@ from .tp.adapters import AdapterCache
 from .tp.kv_group import KvGroup
 from .transfer.frames import TransferError
 from .transfer.receiver import FetchResult
+from .watchdog import CANARY_ID, Canary
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class RequestManager:
     kv_handle: Callable[[], worker_pb2.KvHandle]  # with this worker's epoch, layout and endpoints
     load: Callable[[], worker_pb2.WorkerLoad]
     failed: Callable[[BaseException], None]  # called for a defect, after which the worker cannot be used
+    canary: Canary
     reports: CacheReports
     importer: PrefixImporter
     metrics: Metrics = NULL_METRICS
@@ -152,6 +154,7 @@ class RequestManager:
         request = WorkerRequest(spec, session, key, set(range(first, first + num_choices)))
         request.adapter = submit.adapter if submit.HasField("adapter") else None
         request.holder = submit.prefix_holder
+        request.tenant = submit.tenant
         self._next_id += spec.num_choices
         self._requests.add(request)
         self._sequences |= {spec.id + number: (request, first + number) for number in range(spec.num_choices)}
@@ -232,9 +235,14 @@ class RequestManager:
                     continue
                 request, choice = self._sequences.get(event.id, (None, 0))
                 if request is None:
+                    if event.id == CANARY_ID:
+                        self.canary.observe(event)
                     continue
                 match event:
                     case NewTokens() if choice in request.choices:
+                        if max(event.token_ids) >= self.limits.vocab_size:
+                            self._not_finite(request, "the model has no such token")
+                            continue
                         request.session.put_tokens(request.key, choice, event)
                         if event.finish is not None:
                             self._end_choice(request, choice)
@@ -252,6 +260,8 @@ class RequestManager:
                         self.kv.complete(event.id, event.first_tokens)
                     case Suspended() if choice in request.choices:
                         self._suspended(request, choice, event)
+                    case Failed() if event.is_not_finite:
+                        self._not_finite(request, event.reason)
                     case Failed():
                         self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, event.reason)
                     case Preempted() if request.spec.beam is not None:
@@ -261,6 +271,11 @@ class RequestManager:
                         self._end_choice(request, choice)
         except Exception as error:  # a defect: the events after it are lost, so no request may wait for them
             self.failed(error)
+
+    def _not_finite(self, request: WorkerRequest, reason: str) -> None:
+        """Ends a request for which the model computed no numbers. The canary tells whether this worker is broken."""
+        self._refuse(request, worker_pb2.FAILURE_KIND_NOT_FINITE, reason)
+        self.canary.run()
 
     def _admitted(self, request: WorkerRequest, event: Admitted) -> worker_pb2.Admitted:
         """Starts the transfers of an admitted sequence."""
@@ -325,19 +340,26 @@ class RequestManager:
         self.thread.call_in_loop(partial(self._refuse, request, kind, message))
 
     async def _prepare(self, request: WorkerRequest, submitted: float) -> None:
-        """Loads a request's adapter and compiles its grammar, and then submits to the engine. May take seconds."""
-        missing = "adapter: is not loaded"
+        """Loads a request's adapter and compiles its grammar, and then submits to the engine. May take seconds.
+
+        Only a grammar that is wrong is the request's fault. The adapter is one that the service offers, and the time
+        that all this takes is the worker's."""
+        missing, sampling = "adapter: is not loaded", request.spec.sampling
         try:
             async with asyncio.timeout(_PREPARE_SECONDS):
                 if request.adapter:
                     number = await self.load_adapter(request.adapter)
                     request.spec = replace(request.spec, adapter=number)
-                if request.spec.sampling.grammar and self.grammars is not None:
+                if sampling.grammar and self.grammars is not None:
                     missing = "grammar: is not compiled"
-                    request.grammar = await self.grammars.compile(request.spec.sampling.grammar)
+                    request.grammar = await self.grammars.compile(
+                        sampling.grammar, sampling.grammar_owner, request.tenant
+                    )
         except TimeoutError:
             message = f"{missing} after {_PREPARE_SECONDS:g} seconds"
-            self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, message)
+            self._refuse(request, worker_pb2.FAILURE_KIND_UNABLE, message)
+        except Unavailable as error:
+            self._refuse(request, worker_pb2.FAILURE_KIND_UNABLE, error.message)
         except InvalidArgument as error:
             self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, error.message)
         except Full as error:
@@ -346,7 +368,7 @@ class RequestManager:
             self.thread.post(partial(self._enqueue, request, submitted))
 
     async def load_adapter(self, adapter: worker_pb2.Adapter) -> int:
-        """Returns the number of an adapter, loaded and, while a request has it, kept. Raises InvalidArgument or
+        """Returns the number of an adapter, loaded and, while a request has it, kept. Raises Unavailable or
         queue.Full."""
         in_use = {request.adapter.fingerprint for request in self._requests if request.adapter}
         return await self.adapters.load(adapter, in_use)

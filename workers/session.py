@@ -36,6 +36,7 @@ class WorkerRequest:
     key: RequestKey
     choices: set[int]  # that have not ended
     adapter: worker_pb2.Adapter | None = None
+    tenant: bytes = b""  # see Submit
     preparing: asyncio.Task[None] | None = None  # loads its adapter, compiles its grammar
     grammar: object = None  # a reference that keeps it compiled
     fetch: asyncio.Task[FetchResult] | None = None  # of its KV cache from another worker

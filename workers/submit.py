@@ -15,6 +15,7 @@ from ..proto.limits import (
     MAX_CACHE_SALT_BYTES,
     MAX_CHOICES,
     MAX_GRAMMAR_CHARACTERS,
+    MAX_TENANT_BYTES,
 )
 from ..proto.parameters import ROWS, check_count, check_message, check_token_ids, parameters_of, value_of
 from .engine.plan import FirstTokens, Pooling, SamplingParams
@@ -106,6 +107,7 @@ def _check_prompt(submit: worker_pb2.Submit, task: Task, limits: WorkerLimits) -
         is_known = holder.num_tokens <= num_tokens and holder.block_size >= 1
         _check(is_known, "prefix_holder", f"must have a block_size and at most {num_tokens} tokens")
     check_count(len(submit.cache_salt), MAX_CACHE_SALT_BYTES, "bytes", "cache_salt")
+    check_count(len(submit.tenant), MAX_TENANT_BYTES, "bytes", "tenant")
     if submit.HasField("adapter"):
         is_named = len(submit.adapter.fingerprint) == FINGERPRINT_BYTES
         _check(is_named, "adapter", f"needs {FINGERPRINT_BYTES} bytes of fingerprint")
@@ -150,6 +152,7 @@ def _parse_sampling(submit: worker_pb2.Submit, stop_ids: frozenset[int], vocab_s
         stop_ids=tuple(sorted(token for token in stop_ids if token < vocab_size)) if has_min_tokens else (),
         min_length=num_prompt + submit.min_tokens if has_min_tokens else 0,
         grammar=submit.grammar,
+        grammar_owner=submit.cache_salt if submit.grammar else b"",
         logprobs=None if logprobs is None else min(logprobs, vocab_size),
         prompt_logprobs=None if prompt_logprobs is None else min(prompt_logprobs, vocab_size),
         pooling=_parse_pooling(submit),

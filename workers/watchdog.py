@@ -1,11 +1,33 @@
-"""Watches whether the engine of a worker makes progress."""
+"""Watches whether the engine of a worker makes progress, and whether it computes numbers."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from queue import Full
 from typing import Final
 
-from .engine.plan import Constrained, DraftRequest, Executor, OnLayers, Samples, StepPlan
+from .engine.engine import Engine
+from .engine.events import Event, Failed, NewTokens, Preempted
+from .engine.plan import (
+    Constrained,
+    DraftRequest,
+    Executor,
+    OnLayers,
+    Samples,
+    SamplingParams,
+    StepPlan,
+)
+from .engine.sequence import SequenceSpec, Task
+
+CANARY_ID: Final = -1  # of the canary's sequence; requests have ids from 0 on
+
+_CANARY: Final = SequenceSpec(  # a prefill and a decode
+    id=CANARY_ID,
+    task=Task.WHOLE,
+    tokens=(0,),
+    max_tokens=2,
+    sampling=SamplingParams(temperature=0.0),
+)
 
 _COUNTED_SECONDS: Final = 4.0  # at most, between two looks; twice the period of Serve's health checks
 _MAX_STEPS: Final = 4_096  # that are remembered until somebody takes them
@@ -93,3 +115,51 @@ class WatchedExecutor(Executor):
     def hurry(self) -> None:
         """See `Executor.hurry`."""
         self._executor.hurry()
+
+
+class Canary:
+    """Has the engine compute a sequence of the worker's own, which tells a worker's fault from a request's.
+
+    A request for which the model computes NaN may be the only one. The canary's prompt is always the same: where the
+    model computes NaN for it, the worker is broken. So no request can make a sound worker fail by its own NaN.
+    Lives in the event loop."""
+
+    def __init__(
+        self,
+        post: Callable[[Callable[[Engine], object]], None],
+        call_in_loop: Callable[[Callable[[], None]], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """`post` and `call_in_loop`: see EngineThread. `failed` is called if the model computes NaN for the canary."""
+        self._post = post
+        self._call_in_loop = call_in_loop
+        self._failed = failed
+        self._is_running = False
+        self.is_due = False  # it did not find a place, or was preempted, since it was last wanted
+
+    def run(self) -> None:
+        """Starts the canary unless it is under way. In an engine whose queue is full it does not find a place: that
+        engine is busy, and `Watchdog` tells whether it is stuck. The canary then stays due."""
+        if not self._is_running:
+            self._is_running, self.is_due = True, False
+            self._post(self._submit)
+
+    def observe(self, event: Event) -> None:
+        """Takes an event of the canary's sequence."""
+        if isinstance(event, Failed):
+            self._end(is_due=False)
+            self._failed(RuntimeError(f"the canary has failed: {event.reason}"))
+        elif isinstance(event, Preempted):
+            self._end(is_due=True)
+        elif isinstance(event, NewTokens) and event.finish is not None:
+            self._end(is_due=False)
+
+    def _submit(self, engine: Engine) -> None:
+        """Submits the canary, in the engine's thread, where no error may escape that is not the engine's own."""
+        try:
+            engine.submit(_CANARY)
+        except Full:
+            self._call_in_loop(lambda: self._end(is_due=True))
+
+    def _end(self, is_due: bool) -> None:
+        self._is_running, self.is_due = False, is_due

@@ -17,15 +17,13 @@ import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..proto.channel import PeerServer
-from ..proto.errors import InvalidArgument
+from ..proto.errors import Unavailable
 from ..proto.metrics import NULL_METRICS, UNBALANCED, Metrics
 from ..proto.shared_result import SharedResult
 from .disk_tier import DiskTier, reports_of
 from .engine.block_pool import BlockState
 from .engine.config import Budgets
 from .engine.engine import Engine
-from .engine.plan import SamplingParams
-from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
 from .figures import WorkerFigures
 from .grammars import GrammarCompiler
@@ -40,7 +38,7 @@ from .tp.kv_group import KvGroup
 from .tp.rank import Rank, RankConfig, enter_engine_thread
 from .transfer.endpoint import KvEndpoint
 from .transfer.sender import FrameHook, KvSender
-from .watchdog import Watchdog, WatchedExecutor, new_step_log
+from .watchdog import Canary, Watchdog, WatchedExecutor, new_step_log
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +46,6 @@ _GOODBYE_SECONDS = 0.5  # for routers to read what happens to their requests
 _COMMAND_SECONDS = 30.0  # timeout of a command to the engine, which runs it between two steps
 _MAX_DRAIN_SECONDS = 86_400.0
 _CHECK_SHARE = 0.02  # of the time may go into checks of the engine, however often its status is asked for
-
-_CANARY = SequenceSpec(  # a prefill and a decode
-    id=-1, task=Task.WHOLE, tokens=(0,), max_tokens=2, sampling=SamplingParams(temperature=0.0)
-)
 
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
@@ -99,6 +93,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._engine = Engine(watched, rank.engine_config(config.budgets), source=self._disk)
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
         self._thread = EngineThread(self._engine, self._fail, self._progress)
+        self._canary = Canary(self._thread.post, self._thread.call_in_loop, self._fail)
         sender = KvSender(
             config.rank.transfer_context(rank.kv, metrics),
             epoch=self.epoch,
@@ -143,6 +138,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             kv_handle=self._kv_handle,
             load=self.load,
             failed=self._fail,
+            canary=self._canary,
             reports=reports_of(self._disk, self._thread),
             importer=PrefixImporter(self._kv, rank.block_size, self._disk),
             metrics=self._metrics,
@@ -235,15 +231,16 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             await self._kv.close()
 
     def check_health(self) -> None:
-        """Raises RuntimeError if the engine has failed or hangs. Called now and then in the event loop. One that has
-        been idle for long gets a sequence of its own, whose steps fail or hang if no others would succeed."""
+        """Raises RuntimeError if the engine has failed or hangs, or has computed NaN for its canary. Called now and
+        then in the event loop. An engine that has been idle for long gets the canary, whose steps fail or hang if no
+        others would succeed."""
         hang_seconds = self._config.hang_seconds
         if self._failure is None and self._progress.stalled_seconds() > hang_seconds:
             self._fail(TimeoutError(f"no progress of the engine for {hang_seconds:g} seconds (hang_seconds)"))
         if self._failure is not None:
             raise RuntimeError(f"the engine of {self.worker_id} has failed") from self._failure
-        if self._progress.idle_seconds() >= self._config.canary_seconds:
-            self._thread.post(lambda engine: engine.submit(_CANARY))
+        if self._canary.is_due or self._progress.idle_seconds() >= self._config.canary_seconds:
+            self._canary.run()
 
     async def report_figures(self, with_integrity: bool) -> None:
         """Reports what the worker's metrics are now; call it every few seconds. Whether the engine is intact takes a
@@ -355,7 +352,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         try:
             with suppress(Full):
                 await self._requests.load_adapter(adapter)
-        except InvalidArgument as error:
+        except Unavailable as error:
             return error.message
         return ""
 

@@ -51,6 +51,10 @@ class Cause(Enum):
     TRANSFER = ("transfer", False, False)  # the KV cache could not be fetched; which side failed is not known
     PREEMPTED = ("preempted", False, False)  # the worker needed the blocks for older sequences
     SUSPENDED = ("suspended", True, False)  # the worker drains, and holds the KV cache for another
+    # The model computed NaN or infinity. A second report of the same request ends it; it has harmed no worker, so it is
+    # no suspect, see Quarantine.
+    NOT_FINITE = ("not_finite", True, False)
+    UNABLE = ("unable", True, False)  # the worker cannot serve the request, by a fault of its own
 
     def __init__(self, _name: str, avoids_worker: bool, blames_request: bool) -> None:
         self.avoids_worker = avoids_worker
@@ -63,7 +67,12 @@ _CAUSES: Final = {
     worker_pb2.FAILURE_KIND_TRANSFER: Cause.TRANSFER,
     worker_pb2.FAILURE_KIND_PREEMPTED: Cause.PREEMPTED,
     worker_pb2.FAILURE_KIND_GONE: Cause.GONE,
+    worker_pb2.FAILURE_KIND_NOT_FINITE: Cause.NOT_FINITE,
+    worker_pb2.FAILURE_KIND_UNABLE: Cause.UNABLE,
 }
+
+_NO_REHAND: Final = {Cause.INVALID, Cause.NOT_FINITE}
+"""After these nobody decodes with the same KV cache: it may be what is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +94,7 @@ class Parked:
     choices: frozenset[int]
     attempt: "Attempt | None"  # that can hand over its KV cache
     cause: Cause
+    message: str  # of the worker
     last_worker: str
     until: float  # when they are given up
     suspended: SuspendedChoice | None = None  # the one choice, whose KV cache waits at `last_worker`
@@ -355,6 +365,10 @@ class Attempt:
             # A worker reads a grammar before it admits the request.
             cause = Cause.CRASH if stream.may_have_begun or self._submit.grammar else Cause.GONE
         is_decoder = stream is self._decoder
+        was_accepted = is_decoder or self._submit.first_index > 0
+        if cause is Cause.INVALID and was_accepted and not stream.admitted:
+            # Another worker has computed some of it: only this one cannot, such as for want of KV cache.
+            cause = Cause.UNABLE
         if is_decoder:
             self._decoder = None
             self._num_fetches_failed += cause is Cause.TRANSFER
@@ -372,7 +386,7 @@ class Attempt:
     ) -> None:
         """Interrupts `choices`, None for all."""
         is_held = self.holds_kv and ChoiceState.DECODING not in self._states.values()
-        can_rehand &= is_held and self._num_fetches_failed < _MAX_FETCHES and cause is not Cause.INVALID
+        can_rehand &= is_held and self._num_fetches_failed < _MAX_FETCHES and cause not in _NO_REHAND
         interrupted = frozenset(self._states if choices is None else choices & self._states.keys())
         if not interrupted:
             return

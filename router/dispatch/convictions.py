@@ -1,44 +1,66 @@
-"""Remembers the prompts of requests that have crashed two workers, and lets routers share that. Awaits nothing."""
+"""Remembers the requests that have crashed two workers, and lets routers share that. Awaits nothing."""
 
+import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
 
+from ...proto import inference_pb2
 from ...proto.hashing import hash_prompt
+from ..request import TokenRequest
 
-CONVICTED_SECONDS: Final = 600.0  # how long such a prompt is refused
+CONVICTED_SECONDS: Final = 600.0  # how long such a request is refused
 MAX_CONVICTED: Final = 512
-"""Prompts at a time. The oldest gives way to one that is convicted here; one that others report finds room or not."""
+"""Requests at a time. The oldest gives way to one that is convicted here; one that others report finds room or not."""
 
 LEAST_SHARED_SECONDS: Final = 15.0
 """What ends sooner is not reported: a holder that has just forgotten it would learn it again from one whose clock began
 a message later."""
 
 
+def hash_request(request: TokenRequest) -> bytes:
+    """Returns what two requests have in common of which the second may crash workers if the first one has: tenant,
+    adapter, prompt and parameters. Not the seed, which is another one each time a client asks again."""
+    sampling = inference_pb2.SamplingParams()
+    sampling.CopyFrom(request.sampling)
+    sampling.ClearField("seed")
+    beam = request.beam_search.SerializeToString(deterministic=True) if request.beam_search else b""
+    parts = (
+        *(request.tenant, request.prefix_salt, sampling.SerializeToString(deterministic=True), beam),
+        *(request.max_tokens, request.num_choices, request.bad_words, request.stop_token_ids),
+        *(request.ignore_eos, request.min_tokens, request.logprobs, request.prompt_logprobs),
+        *(int(request.pooling), request.grammar),
+    )
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=16, person=b"conviction").digest()
+    return hash_prompt(request.prompt, digest)
+
+
 class Convictions:
-    """Holds the hashes of convicted prompts. Clocks of hosts differ, so holders exchange the seconds that are left."""
+    """Holds the hashes of convicted requests, see `hash_request`.
+
+    Clocks of hosts differ, so holders exchange the seconds that are left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_news: Callable[[], object] = lambda: None  # called after a conviction of this router's own
         self._clock = clock
-        self._until: dict[bytes, float] = {}  # by prompt hash
+        self._until: dict[bytes, float] = {}  # by the hash of the request
 
-    def convict(self, prompt: Sequence[int]) -> None:
-        """Has requests with this prompt refused for a while."""
+    def convict(self, request: TokenRequest) -> None:
+        """Has requests like this one refused for a while."""
         self._forget_ended()
-        content = hash_prompt(prompt)
+        content = hash_request(request)
         self._until.pop(content, None)
         if len(self._until) >= MAX_CONVICTED:
             del self._until[next(iter(self._until))]
         self._until[content] = self._clock() + CONVICTED_SECONDS
         self.on_news()
 
-    def is_convicted(self, prompt: Sequence[int]) -> bool:
-        """Returns whether requests with this prompt are refused now."""
-        return bool(self._until) and self._until.get(hash_prompt(prompt), 0.0) > self._clock()
+    def is_convicted(self, request: TokenRequest) -> bool:
+        """Returns whether requests like this one are refused now."""
+        return bool(self._until) and self._until.get(hash_request(request), 0.0) > self._clock()
 
     def remaining(self) -> dict[bytes, float]:
-        """Returns what others should know: for how many more seconds each prompt is refused, by its hash."""
+        """Returns what others should know: for how many more seconds each request is refused, by its hash."""
         now = self._clock()
         return {content: until - now for content, until in self._until.items() if until - now > LEAST_SHARED_SECONDS}
 

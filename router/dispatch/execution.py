@@ -28,7 +28,7 @@ from .quarantine import Quarantine
 from .request_timer import RequestTimer
 from .submit import make_submit, refusal, rest_of
 from .unread import Backlog, Wake
-from .worker_client import SuspendedChoice
+from .worker_client import SuspendedChoice, WorkerKey
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ AVOID_SECONDS: Final = 2.0
 """How long a request avoids a worker that failed it: by then it is gone from the registry, or has room again."""
 
 _GIVEN_UP: Final = "the request was given up after two workers were lost"
+_NOT_FINITE: Final = "the request was given up: the model's output was not finite, twice"
 
 
 class RequestExecution:
@@ -86,6 +87,11 @@ class RequestExecution:
         self._give_up: dict[int, float] = {}  # by choice that was interrupted since its last token, when
         self._num_transfers_lost = [0] * request.num_choices
         self._num_crashes = 0
+        # Once a worker has reported that the model's output was not finite: that worker, the attempts under way then,
+        # and the workers of its attempt, to which others are preferred from then on.
+        self._not_finite_at: WorkerKey | None = None
+        self._doubted: list[Attempt] = []
+        self._doubtful: set[str] = set()
 
     @property
     def done(self) -> bool:
@@ -107,7 +113,7 @@ class RequestExecution:
         deadline = self._request.deadline
         async with AsyncExitStack() as scope:
             scope.callback(self._timer.stop)
-            if self._quarantine.convictions.is_convicted(self._request.prompt):
+            if self._quarantine.convictions.is_convicted(self._request):
                 raise InternalError(_GIVEN_UP)
             release = await before(deadline, scope.enter_async_context(admission.slot(self._request)))
             scope.callback(self.end)
@@ -164,7 +170,8 @@ class RequestExecution:
         if not self._registry.has_lost:
             raise Unavailable(self._registry.absence)
         indices = [choice for choice in waiting if choice is not None] or range(self._request.num_choices)
-        self._parked.append(Parked(frozenset(indices), None, Cause.GONE, "", self._clock() + self._park_seconds))
+        until = self._clock() + self._park_seconds
+        self._parked.append(Parked(frozenset(indices), None, Cause.GONE, "", "", until))
         self._watch_workers()
 
     def deltas(self) -> Iterator[TokenDelta]:
@@ -210,7 +217,11 @@ class RequestExecution:
         part = self._request if choice is None else rest_of(self._request, choice, emitted)
         lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
         find = partial(self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, goes_ahead=bool(emitted))
-        if (placement := self._quarantine.place(self, find, self._avoid())) is None:
+        placement = None
+        for avoided in self._avoid_first():
+            if (placement := self._quarantine.place(self, find, avoided)) is not None:
+                break
+        if placement is None:
             return False
         self._begin_attempt(part, choice or 0, len(emitted), placement)
         return True
@@ -286,6 +297,8 @@ class RequestExecution:
         self._timer.interrupted(cause.name.lower(), interruption.worker[0])
         if cause is Cause.INVALID:
             raise refusal(interruption.message)
+        if cause is Cause.NOT_FINITE:
+            self._doubt(interruption.worker, attempt)
         if cause.avoids_worker:
             self._avoided[interruption.worker[0]] = self._clock() + AVOID_SECONDS
         for choice in choices:
@@ -297,10 +310,24 @@ class RequestExecution:
         for each in self._parked:
             each.choices -= choices  # whose prefill worker is lost now, too
         source = attempt if interruption.can_rehand else None
-        self._parked.append(Parked(choices, source, cause, interruption.worker[0], until, interruption.suspended))
+        parked = Parked(
+            choices, source, cause, interruption.message, interruption.worker[0], until, interruption.suspended
+        )
+        self._parked.append(parked)
         if not interruption.can_rehand:
             attempt.abandon(choices)
         self._watch_workers()
+
+    def _doubt(self, worker: WorkerKey, attempt: Attempt) -> None:
+        """Prefers workers other than those of an attempt in which the model's output was not finite: one of them may be
+        at fault. Raises InternalError if a second worker reports the same, since then the request is at fault; also for
+        a second report of the one worker that there is, which by then has found itself sound."""
+        if self._not_finite_at is None:
+            self._not_finite_at, self._doubted = worker, list(self._attempts)
+            placement = attempt.placement
+            self._doubtful = {placement.decode, *filter(None, (placement.prefill,))}
+        elif worker != self._not_finite_at or attempt not in self._doubted:
+            raise InternalError(_NOT_FINITE)
 
     def _blame(self, interruption: Interruption, attempt: Attempt) -> None:
         """Suspects the request of a crash. Raises InternalError, and has it refused for a while, if nothing else can be
@@ -309,7 +336,7 @@ class RequestExecution:
         if interruption.choices - set(self._ended) and self._quarantine.blame(
             self, interruption.worker, self._wake, is_proven=attempt.is_proven
         ):
-            self._quarantine.convictions.convict(self._request.prompt)
+            self._quarantine.convictions.convict(self._request)
             raise InternalError(_GIVEN_UP)
 
     def _unpark(self) -> None:
@@ -325,11 +352,18 @@ class RequestExecution:
                 each.choices = self._continue(each)
             if not each.choices:
                 continue
-            if each.cause is Cause.FULL and not any(self._emitted) and self not in self._quarantine:
-                raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
+            if not any(self._emitted) and self not in self._quarantine:
+                if each.cause is Cause.FULL:
+                    raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
+                if each.cause is Cause.UNABLE:
+                    raise _cannot_serve(each.message)
             if self._clock() >= each.until:
                 if self not in self._quarantine or self._registry.place(self._request, self._avoid()) is None:
-                    raise Unavailable(self._registry.absence)
+                    raise (
+                        _cannot_serve(each.message)
+                        if each.cause is Cause.UNABLE
+                        else Unavailable(self._registry.absence)
+                    )
                 each.until = self._clock() + self._park_seconds  # it waits for its turn, not for a worker
                 self._give_up |= dict.fromkeys(each.choices, each.until)
             self._parked.append(each)
@@ -363,7 +397,8 @@ class RequestExecution:
         if not attempt.holds_kv:
             return False
         avoided, prefill = self._avoid(), attempt.placement.prefill
-        placement = self._registry.place(attempt.part, avoided | {parked.last_worker}, prefill=prefill)
+        others = avoided | self._doubtful | {parked.last_worker}
+        placement = self._registry.place(attempt.part, others, prefill=prefill)
         if (placement := placement or self._registry.place(attempt.part, avoided, prefill=prefill)) is None:
             return False
         self._num_attempts += 1
@@ -391,6 +426,11 @@ class RequestExecution:
         self._avoided = {worker: until for worker, until in self._avoided.items() if until > now}
         return set(self._avoided)
 
+    def _avoid_first(self) -> list[set[str]]:
+        """Returns which workers to avoid: at first also the doubtful ones and, if no other is left, these not."""
+        avoided = self._avoid()
+        return [avoided | self._doubtful, avoided] if self._doubtful else [avoided]
+
     def _watch_workers(self) -> None:
         """Has `wake` called whenever workers may have become free, as long as choices are parked."""
         if self._parked and self._unsubscribe is None:
@@ -398,3 +438,7 @@ class RequestExecution:
         elif not self._parked and self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
+
+
+def _cannot_serve(reason: str) -> Unavailable:
+    return Unavailable(f"no worker can serve the request now: {reason}")

@@ -6,6 +6,7 @@ from typing import Final
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InvalidArgument
+from ...proto.hashing import hash_tenant
 from ..request import TokenRequest
 
 _FIELDS: Final = {
@@ -41,6 +42,7 @@ def make_submit(
         grammar=request.grammar,
         priority=request.priority,
         pooling=request.pooling,
+        tenant=hash_tenant(request.tenant),
     )
 
 

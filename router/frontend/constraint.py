@@ -49,13 +49,21 @@ class GrammarValidator:
         self._capacity = capacity
         self._seconds = seconds
         self._size = 0
-        self._cache: OrderedDict[bytes, str] = OrderedDict()  # grammar by constraint, the longest unused first
+        # The grammar by caller and constraint, the longest unused first. The caller's salt is part of the key: nobody
+        # notices by the time what others have checked.
+        self._cache: OrderedDict[tuple[bytes, bytes], str] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # no other work may wait for a slow grammar
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of tenants
 
-    async def validate(self, constraint: inference_pb2.Constraint, field: str = "", tenant: str = "") -> str:
+    async def validate(
+        self,
+        constraint: inference_pb2.Constraint,
+        field: str = "",
+        tenant: str = "",
+        salt: bytes = b"",
+    ) -> str:
         """Returns the grammar of a constraint, as llguidance reads it. Checks of one tenant take turns, so that those
-        of another wait for one of them at most.
+        of another wait for one of them at most. Callers with the same `salt` share what is remembered.
 
         Raises InvalidArgument, which names `field` or else the constraint's own (`constraint.json_schema`), with a
         short reason, and Overloaded if the check takes too long."""
@@ -65,7 +73,8 @@ class GrammarValidator:
                 "one of json_schema, json_object, regex, choice and grammar must be set", "constraint"
             )
         field = field or f"constraint.{kind}"
-        key = constraint.SerializeToString()
+        serialized = constraint.SerializeToString(deterministic=True)
+        key = salt, serialized
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
@@ -78,7 +87,8 @@ class GrammarValidator:
                 if key in self._cache:  # by a request that came at the same time
                     return self._cache[key]
                 loop = asyncio.get_running_loop()
-                grammar, reason = json.loads(await loop.run_in_executor(self._thread, self._ask, key, self._seconds))
+                asking = loop.run_in_executor(self._thread, self._ask, serialized, self._seconds)
+                grammar, reason = json.loads(await asking)
         except TimeoutError:
             raise Overloaded(too_long) from None
         except EOFError:
@@ -90,13 +100,13 @@ class GrammarValidator:
         self._keep(key, grammar)
         return grammar
 
-    def _keep(self, key: bytes, grammar: str) -> None:
+    def _keep(self, key: tuple[bytes, bytes], grammar: str) -> None:
         if key in self._cache:  # by a request that came at the same time
             return
         self._cache[key] = grammar
-        self._size += len(key) + len(grammar)
+        self._size += len(key[1]) + len(grammar)
         while self._size > self._capacity:
-            old, dropped = self._cache.popitem(last=False)
+            (_, old), dropped = self._cache.popitem(last=False)
             self._size -= len(old) + len(dropped)
 
 

@@ -108,7 +108,7 @@ async def prepare(
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
     check_token_ids(ids, tokenizer.vocab_size, "prompt")  # added tokens may lie beyond the embedding
     bad_words = await _encode_bad_words(request.sampling, tokenizer)
-    grammar = await _grammar(request, model, context.caller.tenant)
+    grammar = await _grammar(request, model, context.caller)
     prompt, max_tokens = _fit_context(ids, request, model, reduces=context.reduces_max_tokens)
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
     stop_tokens = _stop_tokens(request.stopping, tokenizer)
@@ -223,7 +223,7 @@ def _resumed(
     return replace(prepared, tokens=tokens, resume=binding, progress=progress)
 
 
-async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, tenant: str) -> str:
+async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, caller: Caller) -> str:
     """Returns the grammar that the constraint, or else the tool choice of a checked chat, demands; "" for none."""
     constraint, field = request.constraint if request.HasField("constraint") else None, ""
     chat = request.prompt.chat if request.prompt.HasField("chat") else None
@@ -237,7 +237,7 @@ async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, t
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request.stopping, name):
             raise InvalidArgument("does not go with a constraint, which determines the end itself", f"stopping.{name}")
-    return await model.grammars.validate(constraint, field, tenant)
+    return await model.grammars.validate(constraint, field, caller.tenant, caller.cache_salt)
 
 
 def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -> dict[int, str]:

@@ -10,6 +10,9 @@ from tandem.cluster.directory import Directory, DirectoryWatcher, RouterInfo, Sn
 from tandem.proto import worker_pb2
 from tandem.router.dispatch.convictions import Convictions
 from tandem.tests.local_directory import LocalDirectory
+from tandem.tests.router.pools import request
+
+REQUEST = request((5, 6, 7))
 
 
 class Clock:
@@ -150,19 +153,19 @@ async def test_a_conviction_reaches_every_router_and_those_that_join() -> None:
     waiting = asyncio.create_task(client.watch(watchers[1], routers[1], convictions[1]))
     sharing = asyncio.create_task(client.keep_sharing(convictions[0]))
     await asyncio.sleep(0)
-    convictions[0].convict((5, 6, 7))
-    assert not convictions[1].is_convicted((5, 6, 7))
+    convictions[0].convict(REQUEST)
+    assert not convictions[1].is_convicted(REQUEST)
     async with asyncio.timeout(5):
         await waiting
     sharing.cancel()
-    assert convictions[1].is_convicted((5, 6, 7))
+    assert convictions[1].is_convicted(REQUEST)
     version = (await directory.snapshot()).version
     await directory.watch("", -1, 0.0, None, convictions[1].remaining())
     assert (await directory.snapshot()).version == version, "what all know wakes nobody"
     again = LocalDirectory(Directory())  # one that has lost everything
     await again.watch(watchers[1], routers[1], convictions[1])
     await again.watch(watchers[2], routers[2], convictions[2])
-    assert convictions[2].is_convicted((5, 6, 7))
+    assert convictions[2].is_convicted(REQUEST)
 
 
 def snapshot(incarnation: str, age: float, *workers: str) -> Snapshot:

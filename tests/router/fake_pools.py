@@ -277,6 +277,12 @@ class FakePools:
             case "full":
                 self.fail(one, worker_pb2.FAILURE_KIND_FULL)
                 self.running.remove(one)
+            case "not_finite":
+                self.fail(one, worker_pb2.FAILURE_KIND_NOT_FINITE)
+                self.running.remove(one)
+            case "unable":
+                self.fail(one, worker_pb2.FAILURE_KIND_UNABLE)
+                self.running.remove(one)
             case "preempt":
                 # A prefill with its first token is leased, and a decode without its KV cache has not begun.
                 if one.submit.task != worker_pb2.TASK_WHOLE and one.begun == (

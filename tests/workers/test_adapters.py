@@ -12,12 +12,13 @@ import pytest
 from peft import PeftModel
 
 from tandem.proto import worker_pb2
-from tandem.proto.errors import InvalidArgument, Overloaded
+from tandem.proto.errors import Overloaded, Unavailable
 from tandem.router.request import LoraAdapter
 from tandem.tests.adapters import make_adapter, peft_reference
-from tandem.tests.fleet import Fleet, fake_rank, fleet, split_fleet
+from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, split_fleet
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
+from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.model.helpers import load, reference_greedy
 from tandem.tests.workers.raw_session import ended, executor_of, submit, worker_of
 from tandem.workers.model.adapter_folder import read_adapter
@@ -156,26 +157,49 @@ def loads(reason: str = "") -> Callable[[int, worker_pb2.Adapter], str]:
     return load
 
 
+def raises(error: Exception) -> Callable[..., None]:
+    def load(*_: object) -> None:
+        raise error
+
+    return load
+
+
 def named(number: int) -> LoraAdapter:
     return LoraAdapter(name=f"adapter {number}", folder="/adapters", fingerprint=bytes([number]) * 16)
 
 
-async def test_a_decode_worker_that_lacks_the_adapter_refuses_before_it_computes() -> None:
-    decode = replace(fake_rank(), load_adapter=loads("adapter_config.json: cannot be read"))
-    ranks = {"prefill": replace(fake_rank(), load_adapter=loads()), "decode": decode}
-    async with fleet(1, 1, rank=lambda role: ranks[role]) as running:
-        with pytest.raises(InvalidArgument) as caught:
+async def test_a_worker_that_cannot_load_an_adapter_ends_no_request() -> None:
+    """Requests go on at the other decode worker."""
+    broken = replace(fake_rank(), load_adapter=loads("adapter_config.json: cannot be read"))
+    decode = [broken, replace(fake_rank(), load_adapter=loads())]
+    sound = replace(fake_rank(), load_adapter=loads())
+    async with fleet(1, 2, rank=lambda role: decode.pop() if role == "decode" else sound) as running:
+        causes: list[str] = []
+        while not causes:
+            request = token_request(PROMPT, 8, adapter=named(1))
+            tokens, timeline = await running.generate(request)
+            assert tokens == expected_tokens(PROMPT, 8, VOCAB)
+            causes += [each.cause for each in timeline.interruptions]
+        assert causes == ["unable"]
+    assert executor_of(broken).num_tokens == 0
+
+
+async def test_a_request_whose_adapter_no_worker_can_load_may_be_sent_again() -> None:
+    rank = replace(fake_rank(), load_adapter=loads("adapter_config.json: cannot be read"))
+    async with fleet(0, 1, rank=lambda role: rank) as running:
+        with pytest.raises(Unavailable) as caught:
             await running.generate(token_request(PROMPT, 8, adapter=named(1)))
-        assert caught.value.message == "model: adapter_config.json: cannot be read"
+        reason = "adapter: adapter_config.json: cannot be read"
+        assert caught.value.message == f"no worker can serve the request now: {reason}"
+        assert executor_of(rank).num_tokens == 0
         await running.generate(token_request(PROMPT, 8))
-        assert executor_of(ranks["decode"]).num_tokens == 7, "of the request without an adapter"
 
 
 async def test_a_worker_without_adapters_refuses_them() -> None:
     async with worker_of(fake_rank()) as (_, session):
         await session.send(submit(adapter=worker_pb2.Adapter(folder="/adapters", fingerprint=bytes(16))))
         failure = await session.failure()
-        assert failure.kind == worker_pb2.FAILURE_KIND_INVALID
+        assert failure.kind == worker_pb2.FAILURE_KIND_UNABLE
         assert failure.message == "adapter: this worker takes no adapters"
         await session.send(submit("b", adapter=worker_pb2.Adapter(folder="/adapters")))
         assert (await session.failure()).message == "adapter: needs 16 bytes of fingerprint"
@@ -212,7 +236,11 @@ async def test_full_workers_are_an_overload() -> None:
 
 
 def test_a_rank_loads_only_what_was_meant_and_from_configured_folders(
-    root: Path, model: Path, folders: dict[str, Path], tmp_path: Path
+    root: Path,
+    model: Path,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner = load(model)
     load_here = adapter_loader(runner, [str(root / "adapters")], max_rank=8)
@@ -222,6 +250,13 @@ def test_a_rank_loads_only_what_was_meant_and_from_configured_folders(
         return load_here(1, worker_pb2.Adapter(folder=str(folder), fingerprint=given))
 
     assert reason(folders["eight"]) == ""
+    for error, told in (
+        (MemoryError(), "folder: the adapter does not fit into memory"),
+        (RuntimeError("can't allocate memory"), "folder: the adapter cannot be loaded"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.adapters, "load", raises(error))
+            assert reason(folders["eight"]) == told
     assert reason(folders["four"]) == "folder: its files have changed since the adapter was loaded"
     assert reason(folders["many"]) == "adapter_config.json: r: is 40, above max_lora_rank, which is 8"
     outside = "folder: is not below a configured one"

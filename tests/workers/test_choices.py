@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.proto.hashing import hash_tenant
 from tandem.tests.fleet import VOCAB, fake_rank, fleet
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
@@ -283,7 +284,7 @@ async def test_broken_first_tokens_are_a_failed_transfer(
 
 
 async def test_a_bad_grammar_is_refused_and_the_worker_goes_on() -> None:
-    def check(grammar: str) -> None:
+    def check(grammar: str, owner: bytes, tenant: bytes) -> None:
         if "bad" in grammar:
             raise ValueError("the grammar cannot be followed: line 1")
 
@@ -297,6 +298,21 @@ async def test_a_bad_grammar_is_refused_and_the_worker_goes_on() -> None:
         assert not session.tokens("a")
 
 
+async def test_a_grammar_is_compiled_for_the_tenant_of_its_request_and_used_for_no_other() -> None:
+    compiled: list[tuple[str, bytes, bytes]] = []
+
+    def load(grammar: str, owner: bytes, tenant: bytes) -> None:
+        compiled.append((grammar, owner, tenant))
+
+    async with worker_of(replace(fake_rank(), load_grammar=load)) as (_, session):
+        for name in ("ada", "bob"):
+            await session.send(submit(name, grammar="g", cache_salt=name.encode(), tenant=hash_tenant(name)))
+            await session.until(has_tokens)
+        assert sorted(compiled) == [("g", b"ada", hash_tenant("ada")), ("g", b"bob", hash_tenant("bob"))]
+        await session.send(submit("long", tenant=bytes(17)))
+        assert (await session.failure()).message == "tenant: has 17 bytes; at most 16 are taken"
+
+
 async def test_a_grammar_is_held_as_long_as_its_request() -> None:
     class Held:
         pass
@@ -305,7 +321,7 @@ async def test_a_grammar_is_held_as_long_as_its_request() -> None:
     seen = weakref.ref(held)
     made = [held]
     del held
-    async with worker_of(replace(fake_rank(step_seconds=0.005), load_grammar=lambda grammar: made.pop())) as (
+    async with worker_of(replace(fake_rank(step_seconds=0.005), load_grammar=lambda *_: made.pop())) as (
         w,
         session,
     ):
@@ -360,7 +376,7 @@ async def test_a_grammar_is_compiled_once_for_all_that_wait_for_it() -> None:
     compiled: list[str] = []
     go_on = threading.Event()
 
-    def load(grammar: str) -> None:
+    def load(grammar: str, owner: bytes, tenant: bytes) -> None:
         compiled.append(grammar)
         assert go_on.wait(10)
         if grammar == "bad":
@@ -382,7 +398,7 @@ async def test_a_grammar_is_compiled_once_for_all_that_wait_for_it() -> None:
 async def test_a_cancel_while_the_grammar_is_read_ends_the_request() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def check(grammar: str) -> None:
+    def check(grammar: str, owner: bytes, tenant: bytes) -> None:
         begun.set()
         if not go_on.wait(10):
             raise TimeoutError
@@ -406,11 +422,11 @@ async def test_a_grammar_that_is_never_compiled_is_given_up_and_the_worker_goes_
 ) -> None:
     monkeypatch.setattr("tandem.workers.request_manager._PREPARE_SECONDS", 0.2)
     go_on = threading.Event()
-    async with worker_of(replace(fake_rank(), load_grammar=lambda grammar: go_on.wait(30))) as (_, session):
+    async with worker_of(replace(fake_rank(), load_grammar=lambda *_: go_on.wait(30))) as (_, session):
         try:
             await session.send(submit(grammar="endless"))
             failure = await session.failure()
-            assert failure.kind == worker_pb2.FAILURE_KIND_INVALID
+            assert failure.kind == worker_pb2.FAILURE_KIND_UNABLE
             assert failure.message == "grammar: is not compiled after 0.2 seconds"
             await session.send(submit("plain"))
             await session.until(ended)

@@ -19,7 +19,7 @@ from tandem.proto.metrics import (
     UNBALANCED,
     Metric,
 )
-from tandem.proto.worker_pb2 import Suspend
+from tandem.proto.worker_pb2 import Cancel, Suspend
 from tandem.tests.fleet import fake_rank, fleet
 from tandem.tests.peers import peer_channel
 from tandem.tests.token_request import token_request
@@ -142,6 +142,34 @@ async def test_an_idle_worker_makes_a_step_when_asked_after_its_health() -> None
         session = RawSession(channel)  # an ordinary request is as before
         await session.send(submit(max_tokens=2))
         await session.until(lambda output: output.HasField("tokens") and output.tokens.finish_reason != 0)
+    await worker.stop()
+
+
+async def test_a_canary_without_a_place_waits_and_a_full_worker_is_healthy() -> None:
+    """It is due until there is a place, however often the health is checked, and runs once then."""
+    settings = worker_config(max_waiting=1, max_sequences=1, canary_seconds=0.0)
+    worker = await Worker.serve(fake_rank(step_seconds=0.002), settings, worker_id="w", role="decode")
+    async with peer_channel(worker.address) as channel:
+        session = RawSession(channel)
+        await session.send(submit("runs", max_tokens=2000))
+        await session.until(lambda output: output.HasField("tokens"))
+        await session.send(submit("waits", max_tokens=5))
+        async with asyncio.timeout(WAIT):
+            while not worker.load().num_waiting:
+                await asyncio.sleep(0)
+            worker._canary.run()
+            while not worker._canary.is_due:
+                await asyncio.sleep(0)
+            for _ in range(5):
+                worker.check_health()
+                await asyncio.sleep(0)
+            assert not worker.failed.is_set()
+            await session.send(Cancel(request_id="runs", attempt=1))
+            await session.until(lambda output: output.tokens.finish_reason != 0)
+            while worker._canary.is_due or worker._canary._is_running:
+                worker.check_health()
+                await asyncio.sleep(0.005)
+    await idle(worker)
     await worker.stop()
 
 

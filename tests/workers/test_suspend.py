@@ -286,7 +286,7 @@ async def test_what_has_not_begun_is_refused() -> None:
     going_on = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def load(_: str) -> None:
+    def load(*_: object) -> None:
         asyncio.run_coroutine_threadsafe(going_on.wait(), loop).result(10)
 
     rank = replace(fake_rank(step_seconds=0.01), load_grammar=load)

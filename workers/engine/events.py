@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .plan import FirstTokens, SampledLogprobs
+from .plan import NOT_FINITE, FirstTokens, SampledLogprobs
 from .sequence import FinishReason
 
 
@@ -85,10 +85,16 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """Reports that a sequence has ended because no worker can continue it."""
+    """Reports that a sequence has ended because this worker cannot continue it."""
 
     id: int
     reason: str  # may be shown to a user
+
+    @property
+    def is_not_finite(self) -> bool:
+        """Whether the model computed NaN or infinity, by the worker's fault or the request's. In all other cases the
+        request has reached a limit, as it would on any worker."""
+        return self.reason == NOT_FINITE
 
 
 Event = Admitted | Progress | NewTokens | PrefillFinished | Suspended | Preempted | Failed | CacheChanged

@@ -10,6 +10,9 @@ from typing import Final, Literal, Protocol
 Pooling = Literal["last", "mean"]
 """Of the hidden states after the last norm, that of a prompt's last token, or their mean."""
 
+NOT_FINITE: Final = "the model's output is not finite"
+"""Why a sequence fails for which the model computed NaN or infinity: `Samples.failed`."""
+
 PENDING_TOKEN: Final = -1
 """Stands in a plan for the token that the sequence's previous step samples, whose id is not known yet. Between the two
 there are only steps without sequences."""
@@ -33,6 +36,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()  # excluded before the sequence has min_length tokens; empty without min_length
     min_length: int = 0
     grammar: str = ""  # of the completion, in llguidance's format
+    grammar_owner: bytes = b""  # sequences of one owner share what is compiled of a grammar
     logprobs: int | None = None  # number of top alternatives to report for each sampled token; None reports nothing
     prompt_logprobs: int | None = None  # the same for each prompt token
     pooling: Pooling | None = None  # which embedding of the prompt to report with the first sample
@@ -153,6 +157,7 @@ class Constrained:
     grammar: str
     tokens: Sequence[int]  # all known ones; not to be kept, since they grow
     num_prompt: int  # of these
+    owner: bytes = b""  # see `SamplingParams.grammar_owner`
 
 
 class PrefixSource(Protocol):

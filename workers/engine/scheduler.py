@@ -147,6 +147,7 @@ class Scheduler:
                 grammar=sequence.spec.sampling.grammar,
                 tokens=sequence.tokens,
                 num_prompt=sequence.spec.num_prompt,
+                owner=sequence.spec.sampling.grammar_owner,
             )
             for sequence in self._requests.running
             if sequence.needs_mask

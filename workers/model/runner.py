@@ -141,11 +141,10 @@ class ModelRunner(Executor):
         """Returns whether `launch` returns before the step has run."""
         return self._device.type == "cuda"
 
-    def load_grammar(self, grammar: str) -> object:
-        """Compiles a grammar of `SamplingParams`; sequences find it compiled as long as the result is held.
-
-        Raises ValueError if it cannot be compiled. May be called from any thread; may take seconds."""
-        return self._grammars.load(grammar)
+    def load_grammar(self, grammar: str, owner: bytes = b"", tenant: bytes = b"") -> object:
+        """Compiles a grammar of `SamplingParams`; sequences of its owner find it compiled as long as the result is
+        held. May be called from any thread; may take seconds. Raises what `GrammarCache.load` raises."""
+        return self._grammars.load(grammar, owner, tenant)
 
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
         """See `Executor.prepare_masks`."""

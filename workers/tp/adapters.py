@@ -1,6 +1,7 @@
 """Loads LoRA adapters on all ranks of a worker when requests need them, and keeps those that were used last."""
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from queue import Full
 import torch
 
 from ...proto import worker_pb2
-from ...proto.errors import InvalidArgument
+from ...proto.errors import Unavailable
 from ..model.adapter_folder import read_adapter
 from ..model.config import CheckpointError
 from ..model.runner import ModelRunner
 from ..threads import in_thread
 from .rank_client import RankClient
+
+logger = logging.getLogger(__name__)
 
 LoadOnRank = Callable[[int, worker_pb2.Adapter], str]
 """Loads an adapter on one rank, under a number; returns why it cannot be used, naming file and field, or nothing. From
@@ -42,6 +45,9 @@ def adapter_loader(runner: ModelRunner, folders: Collection[str], max_rank: int)
             return "folder: cannot be read"
         except (MemoryError, torch.OutOfMemoryError):
             return "folder: the adapter does not fit into memory"
+        except RuntimeError:  # torch's, such as for host memory; the worker itself is sound
+            logger.exception("an adapter cannot be loaded")
+            return "folder: the adapter cannot be loaded"
         return ""
 
     return load
@@ -76,7 +82,7 @@ class AdapterCache:
         """Returns the number of an adapter, which is then loaded on all ranks. For a place it unloads none of those
         `in_use`, which has the fingerprints of the adapters that requests use or wait for.
 
-        Raises InvalidArgument if it cannot be used, queue.Full if others are in use on all places."""
+        Raises Unavailable if it cannot be used here, queue.Full if others are in use on all places."""
         key = adapter.fingerprint
         if key not in self._entries:
             self._make_place(in_use)
@@ -89,7 +95,7 @@ class AdapterCache:
             if self._entries.get(key) is entry:
                 del self._entries[key]
                 self._unload(entry.number)  # some ranks may have it
-            raise InvalidArgument(reason, "adapter")
+            raise Unavailable(f"adapter: {reason}")
         return entry.number
 
     def _make_place(self, in_use: Collection[bytes]) -> None:

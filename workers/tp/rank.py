@@ -75,9 +75,9 @@ class Rank:
     context_tokens: int
     eos_ids: frozenset[int]
     launches_ahead: bool = False  # the executor starts a step before the last one has ended
-    # Compiles a grammar, which sequences find compiled as long as the result is referenced. From any thread; raises
-    # ValueError, whose text may be shown to a user.
-    load_grammar: Callable[[str], object] | None = None
+    # Compiles a grammar for an owner and a tenant, see `GrammarCache.load`. From any thread. Raises ValueError, whose
+    # text may be shown to a user, if the grammar is wrong; queue.Full and OSError are no fault of the grammar.
+    load_grammar: Callable[[str, bytes, bytes], object] | None = None
     num_graph_replays: Callable[[], int] = lambda: 0  # steps that ran as a CUDA graph
     num_host_blocks: int = 0  # in host memory, of what leaves the KV cache
     load_adapter: LoadOnRank = lambda number, adapter: "this worker takes no adapters"

@@ -1,47 +1,93 @@
 """What routers tell each other of prompts that crash workers: with clocks that differ, late, again and again."""
 
 import random
+from dataclasses import replace
+from typing import Any
 
-from tandem.router.dispatch.convictions import CONVICTED_SECONDS, LEAST_SHARED_SECONDS, MAX_CONVICTED, Convictions
-from tandem.tests.router.pools import Clock
+import pytest
 
-PROMPT = (5, 6, 7)
+from tandem.proto import inference_pb2
+from tandem.router.dispatch.convictions import (
+    CONVICTED_SECONDS,
+    LEAST_SHARED_SECONDS,
+    MAX_CONVICTED,
+    Convictions,
+    hash_request,
+)
+from tandem.router.request import LoraAdapter
+from tandem.tests.router.pools import Clock, request
+
+REQUEST = request((5, 6, 7))
+OTHER = LoraAdapter(name="other", folder="/adapters", fingerprint=bytes(16))
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "prompt": {"prompt": (5, 6)},
+    "tenant": {"tenant": "ada"},
+    "prefixes of others": {"cache_salt": b"ada"},
+    "adapter": {"adapter": OTHER},
+    "max_tokens": {"max_tokens": 9},
+    "temperature": {"sampling": inference_pb2.SamplingParams(temperature=0.5)},
+    "grammar": {"grammar": 'start: "a"'},
+    "choices": {"num_choices": 2},
+    "beam search": {"beam_search": inference_pb2.BeamSearch(width=2)},
+    "stop tokens": {"stop_token_ids": (3,)},
+    "log probabilities": {"logprobs": 0},
+}
+
+
+@pytest.mark.parametrize("fields", DIFFERENT.values(), ids=list(DIFFERENT))
+def test_a_request_of_another_tenant_adapter_or_parameter_is_not_refused(fields: dict[str, Any]) -> None:
+    convictions = Convictions()
+    convictions.convict(REQUEST)
+    assert convictions.is_convicted(REQUEST)
+    assert not convictions.is_convicted(replace(REQUEST, **fields))
+
+
+def test_the_same_request_is_refused_again_whatever_its_seed_and_its_time() -> None:
+    again = replace(
+        REQUEST,
+        request_id="again",
+        sampling=inference_pb2.SamplingParams(seed=7),
+        arrived=5.0,
+        deadline=9.0,
+        priority=1,
+    )
+    assert hash_request(again) == hash_request(REQUEST)
 
 
 def test_the_seconds_that_are_left_are_shared_whatever_the_clocks_say() -> None:
     one_clock, other_clock = Clock(), Clock()
     other_clock.now = 1e6
     one, other = Convictions(one_clock), Convictions(other_clock)
-    one.convict(PROMPT)
+    one.convict(REQUEST)
     one_clock.now += 100
     assert other.learn(one.remaining())
-    assert other.is_convicted(PROMPT)
-    assert not other.is_convicted(PROMPT[:2])
+    assert other.is_convicted(REQUEST)
+    assert not other.is_convicted(replace(REQUEST, prompt=REQUEST.prompt[:2]))
     other_clock.now += CONVICTED_SECONDS - 101
-    assert other.is_convicted(PROMPT)
+    assert other.is_convicted(REQUEST)
     other_clock.now += 1
-    assert not other.is_convicted(PROMPT)
+    assert not other.is_convicted(REQUEST)
 
 
 def test_what_is_known_is_no_news_and_not_prolonged() -> None:
     clock = Clock()
     one, other = Convictions(clock), Convictions(clock)
-    one.convict(PROMPT)
+    one.convict(REQUEST)
     told = one.remaining()
     assert other.learn(told)
     clock.now += 10
     assert not other.learn(told)
     assert other.remaining() == one.remaining()
     clock.now += CONVICTED_SECONDS - 10
-    assert not one.is_convicted(PROMPT)
-    assert not other.is_convicted(PROMPT)
+    assert not one.is_convicted(REQUEST)
+    assert not other.is_convicted(REQUEST)
 
 
 def test_messages_that_are_late_keep_no_conviction_alive() -> None:
     """A directory and three routers, one of which joins late; no message takes longer than a call's deadline."""
     clock, chance = Clock(), random.Random(1)
     directory, *routers = holders = [Convictions(clock) for _ in range(4)]
-    routers[0].convict(PROMPT)
+    routers[0].convict(REQUEST)
     late: list[tuple[float, Convictions, dict[bytes, float]]] = []
     while clock.now < CONVICTED_SECONDS + 3 * LEAST_SHARED_SECONDS:
         clock.now += 0.5
@@ -52,19 +98,19 @@ def test_messages_that_are_late_keep_no_conviction_alive() -> None:
             late.remove(entry)
             entry[1].learn(entry[2])
         if 310 < clock.now < CONVICTED_SECONDS:
-            assert all(each.is_convicted(PROMPT) for each in holders)
+            assert all(each.is_convicted(REQUEST) for each in holders)
         if clock.now > CONVICTED_SECONDS + LEAST_SHARED_SECONDS:
-            assert not any(each.is_convicted(PROMPT) for each in holders)
+            assert not any(each.is_convicted(REQUEST) for each in holders)
 
 
 def test_they_are_bounded_in_number() -> None:
     clock = Clock()
     one, other = Convictions(clock), Convictions(clock)
     for number in range(MAX_CONVICTED + 1):
-        one.convict((number,))
-    assert not one.is_convicted((0,))
-    assert one.is_convicted((MAX_CONVICTED,))
-    other.convict((0,))
+        one.convict(request((number,)))
+    assert not one.is_convicted(request((0,)))
+    assert one.is_convicted(request((MAX_CONVICTED,)))
+    other.convict(request((0,)))
     assert other.learn(one.remaining())
     assert len(other.remaining()) == MAX_CONVICTED
     assert not other.learn(one.remaining()), "what has no room is no news, or both would exchange it for ever"
@@ -77,6 +123,6 @@ def test_each_conviction_is_announced_and_what_is_learned_is_not() -> None:
     one, other, announced = Convictions(), Convictions(), list[str]()
     one.on_news = lambda: announced.append("one")
     other.on_news = lambda: announced.append("other")
-    one.convict(PROMPT)
+    one.convict(REQUEST)
     other.learn(one.remaining())
     assert announced == ["one"]

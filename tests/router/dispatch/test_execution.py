@@ -36,7 +36,10 @@ from tandem.tests.router.fake_pools import (
     num_choices=st.integers(1, 5),
     max_tokens=st.integers(1, 25),
     pairs=st.booleans(),
-    faults=st.lists(st.sampled_from(["kill", "transfer", "full", "preempt", "leave", "preempt"]), max_size=3),
+    faults=st.lists(
+        st.sampled_from(["kill", "transfer", "full", "preempt", "leave", "preempt", "not_finite", "unable"]),
+        max_size=3,
+    ),
 )
 def test_whatever_fails_the_tokens_are_those_of_a_run_without_faults(
     seed: int, num_choices: int, max_tokens: int, pairs: bool, faults: list[str]
@@ -282,9 +285,151 @@ def test_a_worker_that_dies_in_its_first_step_counts_if_it_had_lived(pairs: bool
             lose(1)
     else:
         lose(3)
-    assert quarantine.convictions.is_convicted((5, 6, 7, 8)) == heard
+    assert quarantine.convictions.is_convicted(choices_request(1)) == heard
     execution.end()
     assert not pools.held
+
+
+NOT_FINITE = worker_pb2.FAILURE_KIND_NOT_FINITE
+UNABLE = worker_pb2.FAILURE_KIND_UNABLE
+
+
+def fail_last(pools: FakePools, kind: "worker_pb2.FailureKind") -> str:
+    """Fails what was submitted last; returns the worker."""
+    one = pools.running.pop()
+    pools.fail(one, kind)
+    return one.worker
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_request_with_nan_goes_on_at_another_worker_and_is_no_suspect(pairs: bool) -> None:
+    pools, caller, quarantine, clock = FakePools(random.Random(4), pairs), Caller(1), Quarantine(), Clock()
+    execution, timeline = start(pools, choices_request(1), quarantine=quarantine, clock=clock)
+    caller.read_until(pools, execution, 3)
+    failed = fail_last(pools, NOT_FINITE)
+    caller.read(execution)
+    assert execution not in quarantine
+    clock.now += AVOID_SECONDS + 1
+    assert failed not in {one.worker for one in pools.running}
+    replayed = pools.submits[-1].task != worker_pb2.TASK_DECODE
+    assert replayed, "the KV cache of the prefill worker may not be finite"
+    while not execution.done:
+        pools.advance()
+        caller.read(execution)
+    assert caller.ids == [completion((5, 6, 7, 8), SEED, 30)]
+    assert [each.cause for each in timeline.interruptions] == ["not_finite"]
+    execution.end()
+    assert not pools.held
+
+
+def test_nan_at_a_second_worker_ends_the_request_with_an_internal_error_and_convicts_nobody() -> None:
+    pools, quarantine = FakePools(random.Random(4), pairs=False), Quarantine()
+    execution, _ = start(pools, choices_request(1), quarantine=quarantine)
+    first = fail_last(pools, NOT_FINITE)
+    list(execution.deltas())
+    assert pools.running[-1].worker != first
+    fail_last(pools, NOT_FINITE)
+    with pytest.raises(InternalError, match="not finite"):
+        list(execution.deltas())
+    execution.end()
+    assert not pools.held
+    assert execution not in quarantine
+    assert not quarantine.convictions.is_convicted(choices_request(1))
+
+
+def test_nan_twice_at_the_only_worker_ends_the_request() -> None:
+    clock = Clock()
+    pools = FakePools(random.Random(4), pairs=False, decode=("d1",))
+    execution, _ = start(pools, choices_request(1), clock=clock)
+    fail_last(pools, NOT_FINITE)
+    list(execution.deltas())
+    assert not pools.running
+    assert execution.wake_at == clock.now + AVOID_SECONDS
+    clock.now += AVOID_SECONDS
+    list(execution.deltas())
+    fail_last(pools, NOT_FINITE)
+    with pytest.raises(InternalError):
+        list(execution.deltas())
+
+
+def test_choices_that_one_worker_fails_at_the_same_time_are_one_report() -> None:
+    """They go on by themselves since another worker was lost, and then are at the same one."""
+    pools, caller = FakePools(random.Random(4), pairs=False, decode=("d1",)), Caller(2)
+    execution, _ = start(pools, choices_request(2))
+    caller.read_until(pools, execution, 2)
+    pools.decode = ("d2",)
+    pools.running[-1].client.kill()
+    caller.read(execution)
+    at_d2 = [one for one in pools.running if one.worker == "d2"]
+    assert len(at_d2) == 2
+    pools.decode = ("d2", "d3")
+    for one in at_d2:
+        pools.fail(one, NOT_FINITE)
+        pools.running.remove(one)
+    while not execution.done:
+        caller.read(execution)
+        pools.advance()
+    assert caller.ids == [completion((5, 6, 7, 8), SEED + choice, 30) for choice in range(2)]
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_fault_of_one_worker_ends_no_request_and_blames_none(pairs: bool) -> None:
+    pools, caller, quarantine = FakePools(random.Random(4), pairs), Caller(1), Quarantine()
+    execution, timeline = start(pools, choices_request(1), quarantine=quarantine)
+    caller.read_until(pools, execution, 3)
+    fail_last(pools, UNABLE)
+    while not execution.done:
+        caller.read(execution)
+        pools.advance()
+    assert caller.ids == [completion((5, 6, 7, 8), SEED, 30)]
+    assert [each.cause for each in timeline.interruptions] == ["unable"]
+    assert execution not in quarantine
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_worker_that_refuses_what_another_has_begun_ends_no_stream(pairs: bool) -> None:
+    """It may have less KV cache than the other. What fails later, such as a grammar, is the request's fault."""
+    pools, caller = FakePools(random.Random(4), pairs), Caller(1)
+    execution, timeline = start(pools, choices_request(1))
+    caller.read_until(pools, execution, 3)
+    pools.running[-1].client.kill()
+    caller.read(execution)
+    fail_last(pools, worker_pb2.FAILURE_KIND_INVALID)
+    caller.read(execution)
+    assert [each.cause for each in timeline.interruptions] == ["crash", "unable"]
+    caller.read_until(pools, execution, len(caller.ids[0]) + 4)
+    fail_last(pools, worker_pb2.FAILURE_KIND_INVALID)
+    with pytest.raises(InvalidArgument):
+        caller.read(execution)
+
+
+def test_a_request_that_no_worker_can_serve_is_told_why_at_once() -> None:
+    pools = FakePools(random.Random(4), pairs=False, decode=("d1", "d2"))
+    execution, _ = start(pools, choices_request(1))
+    fail_last(pools, UNABLE)
+    list(execution.deltas())
+    fail_last(pools, UNABLE)
+    with pytest.raises(Unavailable, match="no worker can serve the request now: because"):
+        list(execution.deltas())
+
+
+def test_a_stream_that_no_worker_can_continue_waits_for_one() -> None:
+    clock = Clock()
+    pools, caller = FakePools(random.Random(4), pairs=False, decode=("d1",)), Caller(1)
+    execution, _ = start(pools, choices_request(1), clock=clock)
+    caller.read_until(pools, execution, 3)
+    fail_last(pools, UNABLE)
+    caller.read(execution)
+    given_up = clock.now + PARK_SECONDS
+    while clock.now + AVOID_SECONDS < given_up:
+        clock.now += AVOID_SECONDS
+        caller.read(execution)
+        fail_last(pools, UNABLE)
+        caller.read(execution)
+    pools.decode = ()
+    clock.now = given_up
+    with pytest.raises(Unavailable, match="because"):
+        caller.read(execution)
 
 
 def test_one_crash_counts_once_for_all_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,8 +660,8 @@ def test_suspects_start_one_at_a_time_and_the_guilty_one_is_refused() -> None:
     with pytest.raises(InternalError, match="two workers"):
         caller.read(execution)
     execution.end()
-    assert quarantine.convictions.is_convicted((5, 6, 7, 8))
-    assert not quarantine.convictions.is_convicted((5, 6, 7))
+    assert quarantine.convictions.is_convicted(choices_request(1))
+    assert not quarantine.convictions.is_convicted(choices_request(1, tenant="another"))
     _, caller, execution = runs[2]
     caller.read(execution)
     execution.end()  # the client has gone

@@ -220,6 +220,20 @@ async def test_many_slow_grammars_of_one_tenant_keep_no_other_tenant_waiting() -
     assert not validator._turns
 
 
+async def test_what_is_remembered_of_a_grammar_is_of_one_tenant() -> None:
+    """By the time of an answer nobody learns which grammars others use."""
+    checked: list[str] = []
+
+    def ask(request: bytes, _seconds: float) -> bytes:
+        checked.append(inference_pb2.Constraint.FromString(request).regex)
+        return json.dumps(["grammar", ""]).encode()
+
+    validator, regex = GrammarValidator(ask=ask), inference_pb2.Constraint(regex="a")
+    for tenant in ("ada", "bob", "ada", "bob"):
+        await validator.validate(regex, tenant=tenant, salt=tenant.encode())
+    assert checked == ["a", "a"]
+
+
 def test_the_library_reads_no_files() -> None:
     """What a user sends can name no resource of the host."""
     for grammar in ('%import "/etc/passwd"\nstart: "a"', 'start: %json {"$ref": "/etc/passwd"}'):

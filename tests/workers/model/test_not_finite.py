@@ -12,11 +12,10 @@ from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, Failed, NewTokens
-from tandem.workers.engine.plan import Samples, SamplingParams
+from tandem.workers.engine.plan import NOT_FINITE, Samples, SamplingParams
 from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.model.kernels import cpu
 from tandem.workers.model.runner import ModelRunner
-from tandem.workers.model.sampling.finite import NOT_FINITE
 from tandem.workers.model.sampling.gumbel import sample
 
 POISON = 307  # the token whose embedding is not finite; the tests' models generate it nowhere

@@ -165,6 +165,33 @@ def test_a_zero_of_each_output_and_group_is_subtracted(bits: int, outputs: int, 
 
 
 @needs_kernel
+@pytest.mark.parametrize("input_bits", [8, 16])
+@pytest.mark.parametrize("bits", BITS.values())
+@pytest.mark.parametrize(("inputs", "group_size"), [(66_320, 66_320), (8 * 8_297, 8 * 8_297), (265_280, 132_640)])
+def test_the_sum_of_many_inputs_does_not_overflow(inputs: int, group_size: int, bits: int, input_bits: int) -> None:
+    """Of extreme numbers and inputs, also at outputs past the last whole panel, and of inputs that cannot be halved."""
+    outputs, largest = 33, 2**bits - 1
+    numbers = torch.full((outputs, inputs), largest, dtype=torch.uint8)
+    numbers[1], numbers[2, ::2] = 0, 0
+    scales = torch.full((outputs, inputs // group_size), 2.0**-8).bfloat16()
+    zeros = torch.zeros_like(scales, dtype=torch.uint8)
+    zeros[1] = 255
+    x = torch.ones(3, inputs).bfloat16()
+    x[1], x[2, ::2] = -1, -1
+    shift = zeros.double() / 2 ** (8 - bits)
+    centred = numbers.double().view(outputs, -1, group_size) - shift[..., None]
+    weight = (centred * scales.double()[..., None]).flatten(1)
+    expected = x.double() @ weight.T
+    for each in (zeros, None):
+        if each is None:
+            weight = (numbers.double() - 2 ** (bits - 1)) * 2.0**-8
+            expected = x.double() @ weight.T
+        packed = cpu.pack_linear_int(numbers, scales, each, bits)
+        found = cpu.linear_int(x, packed, outputs, input_bits=input_bits)
+        assert torch.allclose(found.double(), expected, rtol=0.01, atol=0.5)
+
+
+@needs_kernel
 @pytest.mark.parametrize("bits", BITS.values())
 def test_inputs_of_16_bits_are_the_inputs(bits: int) -> None:
     torch.manual_seed(bits)

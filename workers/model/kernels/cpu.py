@@ -13,6 +13,8 @@ import torch
 from .build import SUFFIX, library
 from .calls import call
 
+_MAX_SUMMED_INPUTS: Final = (2**31 - 1) // (255 * 127)
+"""Of a group of integers: numbers are 0 to 255, inputs -127 to 127, and their sum has 32 bits. 66,311."""
 _MAX_HEAD_DIM: Final = 256  # what a thread's stack is sure to hold
 _MAX_GROUP: Final = 32  # as in common.h
 _PANEL: Final = 32  # as in linear.c
@@ -238,6 +240,15 @@ def can_multiply_int(inputs: int, group_size: int) -> bool:
     return group_size % 8 == inputs % group_size == 0 and linear_form("_int") != 0
 
 
+def _count_pieces(group_size: int) -> int:
+    """Returns into how many equal pieces, each a multiple of 8 inputs, a group is split for the dot product: 1 unless
+    its sum might not fit. Then the group is a multiple of 8."""
+    if group_size <= _MAX_SUMMED_INPUTS:
+        return 1
+    pieces = range(-(-group_size // _MAX_SUMMED_INPUTS), group_size // 8 + 1)
+    return next(count for count in pieces if group_size % (8 * count) == 0)
+
+
 def pack_linear_int(
     weight: torch.Tensor,  # [outputs, inputs] uint8, numbers below 2**bits
     scales: torch.Tensor,  # [outputs, groups] bfloat16
@@ -245,8 +256,11 @@ def pack_linear_int(
     bits: int,
 ) -> PackedNumbers:
     """Packs a weight, its scales and zeros in the order in which `linear_int` reads them: [panels, inputs * bits / 8,
-    32] and twice [panels, groups, 32]."""
+    32] and twice [panels, groups, 32]. A group whose sum might not fit into 32 bits becomes several."""
     outputs, inputs = weight.shape
+    num_pieces = _count_pieces(inputs // scales.shape[1])
+    scales = scales.repeat_interleave(num_pieces, dim=1)
+    zeros = None if zeros is None else zeros.repeat_interleave(num_pieces, dim=1)
     panels, groups = -(-outputs // _PANEL), scales.shape[1]
     packed = weight.new_empty(panels, inputs * bits // 8, _PANEL)
     packed_scales = scales.new_empty(panels, groups, _PANEL)

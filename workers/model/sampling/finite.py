@@ -3,13 +3,10 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 
-from ...engine.plan import SequenceStep, StepPlan
-
-NOT_FINITE: Final = "the model's output is not finite"
+from ...engine.plan import NOT_FINITE, SequenceStep, StepPlan
 
 
 def _is_chunk(step: SequenceStep) -> bool:

@@ -53,7 +53,7 @@ class LogitsProcessors:
         if params.bad_words:
             self._bad_words.admit(step.sequence_id, params.bad_words, step.history)
         if params.grammar:
-            self.matchers.admit(step.sequence_id, params.grammar, step.history, step.num_prompt)
+            self.matchers.admit(step.sequence_id, params.grammar, step.history, step.num_prompt, params.grammar_owner)
         else:
             self.matchers.release(step.sequence_id)
         if params.logit_bias or params.needs_history:
