@@ -136,6 +136,10 @@ class RouterRuntime:
         self._registry.update(workers)
         await self._report_ready()
 
+    def update_loads(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
+        """Takes over loads that the directory has, see WorkerRegistry.update_loads."""
+        self._registry.update_loads(workers)
+
     async def keep_ready(self) -> None:
         """Reports at once, without end, that no decode worker can be reached any more, or one again."""
         changed = asyncio.Event()

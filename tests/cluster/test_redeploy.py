@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.cluster import redeploy
-from tandem.cluster.directory import RouterInfo
-from tandem.cluster.members import Continuity, Members
+from tandem.cluster.members import Continuity, Members, RouterInfo
 from tandem.cluster.status import following
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
