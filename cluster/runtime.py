@@ -29,6 +29,7 @@ from ..router.auth.watch import FileWatch
 from ..router.dispatch.convictions import Convictions
 from ..router.dispatch.dispatcher import Dispatcher
 from ..router.frontend.prepare import ServedModel
+from ..router.frontend.resume_policy import ResumePolicy
 from ..router.frontend.tokenizer import Tokenizer
 from ..router.request import LoraAdapter
 from ..router.scheduling.admission import Admission
@@ -215,7 +216,15 @@ def _service(
     monitor.watch(admission, dispatcher, registry)
     models = [_served_model(config, folder)]
     admin = _adapter_admin(config, adapters, registry, identity)
-    service = GenerationService(models, dispatcher, admission, resume_key, monitor.telemetry, admin)
+    service = GenerationService(
+        models,
+        dispatcher,
+        admission,
+        resume_key,
+        monitor.telemetry,
+        admin,
+        ResumePolicy(config.router.resume_seconds),
+    )
     return service, dispatcher
 
 

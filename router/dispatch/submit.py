@@ -41,7 +41,22 @@ def make_submit(
         grammar=request.grammar,
         priority=request.priority,
         pooling=request.pooling,
+        turn=_turn(request, first_choice, first_index),
     )
+
+
+def goes_ahead(request: TokenRequest, choice: int, first_index: int) -> bool:
+    """Returns whether what is left of a choice after so many tokens is computed before all other
+    prompts at a worker: its stream stands still because a worker was lost."""
+    is_own = _turn(request, choice, first_index) == worker_pb2.TURN_UNSPECIFIED
+    return first_index > 0 and is_own
+
+
+def _turn(request: TokenRequest, choice: int, first_index: int) -> "worker_pb2.Turn":
+    """Returns the turn at workers. Once a choice has more tokens than its client brought, the
+    service has interrupted it."""
+    brought = request.emitted[choice] if request.emitted else None
+    return request.turn if first_index == len(brought or ()) else worker_pb2.TURN_UNSPECIFIED
 
 
 def _adapter(request: TokenRequest) -> worker_pb2.Adapter | None:
@@ -58,6 +73,7 @@ def rest_of(request: TokenRequest, choice: int, emitted: Sequence[int]) -> Token
         prompt=(*request.prompt, *emitted),
         max_tokens=request.max_tokens - len(emitted),
         num_choices=1,
+        emitted=(),
     )
 
 

@@ -48,6 +48,7 @@ def parse_messages(body: bytes, request_id: str) -> MessagesRequest:
         **translated,
         request_id=request_id,
         is_streamed=bool(parsed.stream),
+        last_event_id=parsed.last_event_id,
         calls_once=choice is not None and bool(choice.disable_parallel_tool_use),
     )
 
