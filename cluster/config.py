@@ -20,7 +20,7 @@ from ..proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, STALL_S
 from ..router.adapters import MAX_ADAPTERS, AdapterName, LoraConfig
 from ..router.auth.config import SECTION, AbsolutePath, AuthConfig, TlsConfig
 from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserName
-from ..router.frontend.resume_policy import RESUME_SECONDS
+from ..router.resume.policy import RESUME_SECONDS
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
 from .scaling.config import SERVE_CONFIG_ONLY, ScalingConfig

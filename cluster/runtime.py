@@ -29,9 +29,9 @@ from ..router.auth.watch import FileWatch
 from ..router.dispatch.convictions import Convictions
 from ..router.dispatch.dispatcher import Dispatcher
 from ..router.frontend.prepare import ServedModel
-from ..router.frontend.resume_policy import ResumePolicy
 from ..router.frontend.tokenizer import Tokenizer
 from ..router.request import LoraAdapter
+from ..router.resume.policy import ResumePolicy
 from ..router.scheduling.admission import Admission
 from ..router.scheduling.registry import WorkerRegistry
 from ..workers.model.config import read_context_tokens

@@ -22,10 +22,10 @@ from ..adapters import AdapterAdmin, AdapterRegistry
 from ..auth.authenticator import Caller
 from ..deadline import before, deadline_passed
 from ..frontend.prepare import PreparedRequest, RequestContext, ServedModel, check_prompt, encode_prompt, prepare
-from ..frontend.resume import ResumeKey
-from ..frontend.resume_policy import ResumePolicy
 from ..output.processor import OutputProcessor
 from ..request import TokenSource
+from ..resume.policy import ResumePolicy
+from ..resume.tokens import ResumeKey
 from ..scheduling.admission import Admission
 from ..scheduling.capacity import Capacity
 from ..telemetry.requests import RequestFacts, RequestTelemetry

@@ -168,8 +168,7 @@ class Attempt:
         """Sends the first submit; call it right after `WorkerRegistry.place`. Raises Unavailable if the router
         closes."""
         num_tokens, decode_id = len(self._submit.token_ids), self.placement.decode
-        is_own = self._submit.turn == worker_pb2.TURN_UNSPECIFIED  # see submit.goes_ahead
-        ahead = self._submit.first_index > 0 and is_own
+        goes_ahead = self.part.goes_ahead
         if isinstance(self._opener, SuspendedChoice):
             self._registry.dispatched(decode_id, self.part, 0)
             self._kv = self._opener.kv
@@ -178,15 +177,15 @@ class Attempt:
             return
         if self.placement.prefill is None:
             self._submit.task = worker_pb2.TASK_WHOLE
-            self._registry.dispatched(decode_id, self.part, num_tokens, decodes=True, goes_ahead=ahead)
+            self._registry.dispatched(decode_id, self.part, num_tokens, decodes=True, goes_ahead=goes_ahead)
         else:
             self._submit.task = worker_pb2.TASK_PREFILL
             prefill = self.placement.prefill
             # A stream that stands still waits for no third worker.
-            if not ahead and (holder := self._registry.find_holder(self.part, prefill)):
+            if not goes_ahead and (holder := self._registry.find_holder(self.part, prefill)):
                 self._submit.prefix_holder.CopyFrom(holder)
             fetched = self._submit.prefix_holder.num_tokens
-            self._registry.dispatched(prefill, self.part, num_tokens, goes_ahead=ahead, fetched_tokens=fetched)
+            self._registry.dispatched(prefill, self.part, num_tokens, goes_ahead=goes_ahead, fetched_tokens=fetched)
             self._registry.dispatched(decode_id, self.part, 0)
         worker_id = self.placement.prefill or decode_id
         self._opener = self._send(worker_id, self._submit)

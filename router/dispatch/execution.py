@@ -26,7 +26,7 @@ from ..scheduling.registry import WorkerRegistry
 from .attempt import Attempt, Cause, Interruption, Parked, Submitter
 from .quarantine import Quarantine
 from .request_timer import RequestTimer
-from .submit import goes_ahead, make_submit, refusal, rest_of
+from .submit import make_submit, refusal, rest_of
 from .unread import Backlog, Wake
 from .worker_client import SuspendedChoice
 
@@ -209,8 +209,7 @@ class RequestExecution:
         emitted = [] if choice is None else self._emitted[choice]
         part = self._request if choice is None else rest_of(self._request, choice, emitted)
         lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
-        ahead = goes_ahead(self._request, choice or 0, len(emitted))
-        find = partial(self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, goes_ahead=ahead)
+        find = partial(self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, goes_ahead=part.goes_ahead)
         if (placement := self._quarantine.place(self, find, self._avoid())) is None:
             return False
         self._begin_attempt(part, choice or 0, len(emitted), placement)

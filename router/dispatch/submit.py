@@ -45,13 +45,6 @@ def make_submit(
     )
 
 
-def goes_ahead(request: TokenRequest, choice: int, first_index: int) -> bool:
-    """Returns whether what is left of a choice after so many tokens is computed before all other
-    prompts at a worker: its stream stands still because a worker was lost."""
-    is_own = _turn(request, choice, first_index) == worker_pb2.TURN_UNSPECIFIED
-    return first_index > 0 and is_own
-
-
 def _turn(request: TokenRequest, choice: int, first_index: int) -> "worker_pb2.Turn":
     """Returns the turn at workers. Once a choice has more tokens than its client brought, the
     service has interrupted it."""
@@ -74,6 +67,7 @@ def rest_of(request: TokenRequest, choice: int, emitted: Sequence[int]) -> Token
         max_tokens=request.max_tokens - len(emitted),
         num_choices=1,
         emitted=(),
+        goes_ahead=bool(emitted) and not _turn(request, choice, len(emitted)),
     )
 
 

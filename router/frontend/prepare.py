@@ -12,12 +12,9 @@ from ...proto.parameters import check_count, check_token_ids
 from ..auth.authenticator import Caller
 from ..auth.rate import Quota
 from ..request import LoraAdapter, TokenRequest
-from ..telemetry.trace import TraceContext
-from .chat import check_chat
-from .constraint import GrammarValidator
-from .event_ids import ChoiceMark, EventIdContent, check_event_id
-from .long_texts import LONG_FROM, in_thread
-from .resume import (
+from ..resume.event_ids import ChoiceMark, EventIdContent, check_event_id
+from ..resume.policy import ResumePolicy
+from ..resume.tokens import (
     ANSWER_BYTES,
     ChoiceProgress,
     ResumeBinding,
@@ -25,7 +22,10 @@ from .resume import (
     check_resume,
     digest_request,
 )
-from .resume_policy import ResumePolicy
+from ..telemetry.trace import TraceContext
+from .chat import check_chat
+from .constraint import GrammarValidator
+from .long_texts import LONG_FROM, in_thread
 from .tokenizer import Tokenizer
 from .tools import tool_call_constraint
 from .validation import (

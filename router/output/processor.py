@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError, TandemError
-from ..frontend.event_ids import ChoiceMark
 from ..frontend.prepare import PreparedRequest
-from ..frontend.resume import ChoiceProgress, ProgressSigner
 from ..frontend.tokenizer import Tokenizer
 from ..request import TokenDelta
+from ..resume.event_ids import ChoiceMark
+from ..resume.tokens import ChoiceProgress, ProgressSigner
 from .chat_parser import ChatParser
 from .detokenizer import CompletionText
 
@@ -58,10 +58,11 @@ class OutputProcessor:
         end."""
         request = self._request
         held: list[inference_pb2.GenerateResponse] = []  # until all completions have ended
+        marks = {} if request.is_held else request.marks  # those of an answer that is held are whole
         with self._charged(timeline, execution or nullcontext()):
             async with aclosing(deltas):
                 await self._restore()
-                async for delta in split_at(deltas, request.marks) if request.marks else deltas:
+                async for delta in split_at(deltas, marks) if marks else deltas:
                     if delta.choice not in self._open:
                         raise InternalError(_BROKEN)
                     if delta.prompt_logprobs:
@@ -133,12 +134,12 @@ class OutputProcessor:
     ) -> list[inference_pb2.GenerateResponse]:
         """Returns the messages after the end of all completions, the last with the usage."""
         request = self._request
-        # The usage comes with a message that the client does not have.
-        answers = sorted(held, key=lambda message: not self._is_known(message))
+        answers = list(held)
         if request.is_held:  # a message for each choice, so that the client has all of it or nothing
             answers = join_choices(held) if request.tokens.beam_search is not None else self._best(held)
             answers = [answer for answer in answers if answer.choice not in request.progress]
-            answers.sort(key=lambda message: not self._is_known(message))
+        # The usage comes with a message that the client does not have.
+        answers.sort(key=lambda message: not self._is_known(message))
         usage = answers[-1].usage
         usage.prompt_tokens = len(request.tokens.prompt)
         usage.cached_tokens = self._num_cached(timeline)

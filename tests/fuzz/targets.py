@@ -21,10 +21,10 @@ from tandem.router.api.openai.requests import parse_chat, parse_completion
 from tandem.router.api.openai_responses.requests import parse_responses
 from tandem.router.auth.keys import load_keys
 from tandem.router.frontend.chat import check_chat, json_object
-from tandem.router.frontend.event_ids import EventIdSigner, check_event_id
-from tandem.router.frontend.resume import ProgressSigner, ResumeBinding, ResumeKey, check_resume
-from tandem.router.frontend.resume_policy import ResumePolicy
 from tandem.router.frontend.validation import check_parameters
+from tandem.router.resume.event_ids import EventIdSigner, check_event_id
+from tandem.router.resume.policy import ResumePolicy
+from tandem.router.resume.tokens import ProgressSigner, ResumeBinding, ResumeKey, check_resume
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.model.checkpoint import read_tensors
 from tandem.workers.model.config import CheckpointError, parse_json, read_fields

@@ -12,9 +12,9 @@ import pytest
 from tandem.proto import errors, worker_pb2
 from tandem.router.api.http_server import HttpServer
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend import event_ids
 from tandem.router.frontend.prepare import ServedModel
-from tandem.router.frontend.resume_policy import MAX_USES, ResumePolicy
+from tandem.router.resume import event_ids
+from tandem.router.resume.policy import MAX_USES, ResumePolicy
 from tandem.tests.router.api.http_bodies import CHAT, MESSAGES, TEXT, body
 from tandem.tests.router.fake_source import FakeTokenSource
 

@@ -20,9 +20,9 @@ from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Caller
 from tandem.router.auth.rate import Quota
 from tandem.router.dispatch.submit import rest_of
-from tandem.router.frontend import event_ids
 from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
+from tandem.router.resume import event_ids
 from tandem.router.scheduling.capacity import required_capacity
 from tandem.tests.router.api.answers import Answers, request
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer

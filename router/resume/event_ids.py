@@ -15,8 +15,8 @@ from struct import Struct
 from typing import Any, Final
 
 from ...proto.errors import InternalError, InvalidArgument
-from .resume import ResumeBinding, ResumeKey, check_unfinished
-from .resume_policy import ResumePolicy
+from .policy import ResumePolicy
+from .tokens import ResumeBinding, ResumeKey, check_unfinished
 
 MAX_ID_BYTES: Final = 512  # of token ids within an event id
 MAX_EVENT_ID_CHARACTERS: Final = 4_096

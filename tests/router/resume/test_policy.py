@@ -3,8 +3,8 @@
 import pytest
 
 from tandem.proto.errors import InvalidArgument
-from tandem.router.frontend import resume_policy
-from tandem.router.frontend.resume_policy import MAX_USES, ResumePolicy
+from tandem.router.resume import policy as resume_policy
+from tandem.router.resume.policy import MAX_USES, ResumePolicy
 
 ANSWER = b"answer 1"
 

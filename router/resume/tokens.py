@@ -3,7 +3,7 @@
 A router keeps nothing for others. The client brings the token ids that it has, and the last resume token of each choice
 vouches for them: it names the request, its seed, and the count and hash of the ids, under a key that all routers of a
 service share. The client may read a token; it cannot change one. A token has a time, after which it expires, and names
-the answer that it is of, whose resumptions each router counts (resume_policy.py).
+the answer that it is of, whose resumptions each router counts (policy.py).
 """
 
 import hmac
@@ -17,7 +17,7 @@ from typing import Final
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.hashing import hash_prompt
-from .resume_policy import ResumePolicy
+from .policy import ResumePolicy
 
 _VERSION: Final = 2
 _DIGEST_BYTES: Final = 8  # of hashes under the MAC; whoever forges one has only made a prompt of their own choice
