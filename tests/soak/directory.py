@@ -56,9 +56,10 @@ def _local_ray() -> Iterator[None]:
 
 
 async def _measure(num_workers: int, num_routers: int, seconds: float) -> dict[str, float]:
-    heartbeats = ray.remote(num_cpus=0)(Heartbeats).remote(num_workers)
-    others = [ray.remote(num_cpus=0)(RouterMember).remote(number) for number in range(1, num_routers)]
-    for each in (heartbeats, *others):
+    numbers = range(1, num_routers)
+    actors: list[Any] = [ray.remote(num_cpus=0)(Heartbeats).remote(num_workers)]
+    actors += [ray.remote(num_cpus=0)(RouterMember).remote(number) for number in numbers]
+    for each in actors:
         each.run.remote()
     router = RouterMember(0)
     following = asyncio.create_task(router.run())
@@ -78,7 +79,7 @@ async def _measure(num_workers: int, num_routers: int, seconds: float) -> dict[s
         "loads_per_second": counts["loads"] / took,
     }
     following.cancel()
-    for each in (heartbeats, *others):
+    for each in actors:
         ray.kill(each)
     return figures
 
