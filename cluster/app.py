@@ -26,9 +26,9 @@ from ..router.api.console.feed import without_loads
 from ..router.dispatch.convictions import Convictions
 from ..workers.threads import go_first
 from .config import PoolRole, TandemConfig
-from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher, RouterInfo
+from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher
 from .local.environment import compute_environment
-from .members import Continuity, Members
+from .members import Continuity, Members, RouterInfo
 from .ranks import node_host, ray_dashboard_url, start_ranks
 from .scaling.reports import worker_report
 from .status import WorkerStatuses, describe_routers, drain_workers
@@ -183,10 +183,11 @@ class Router(Replica):
         host = node_host(config.host)
         self._convictions, self._adapters = Convictions(), await asyncio.to_thread(configured_adapters, config)
         with suppress(Unavailable):  # the list of members comes later
-            watcher, snapshot = DirectoryWatcher(), await self._directory.snapshot()
-            self._convictions.learn(snapshot.convicted)
-            self._adapters.learn(snapshot.adapters)
-            await self._members.update(watcher.apply(snapshot), watcher.routers)
+            watcher, changes = DirectoryWatcher(), await self._directory.changes()
+            self._convictions.learn(changes.convicted)
+            self._adapters.learn(changes.adapters)
+            watcher.apply(changes)
+            await self._members.update(watcher.workers, watcher.routers)
         runtime = await RouterRuntime.start(
             config,
             Path(folder),
@@ -211,8 +212,9 @@ class Router(Replica):
         self._authenticator = runtime.authenticator
         self._runtime = runtime
         files = (watch.run() for watch in runtime.watches)
-        sharing = self._directory.keep_sharing(self._convictions, self._adapters)
-        tasks = (self._watch(runtime), runtime.keep_ready(), runtime.console.run(), sharing, *files)
+        watcher = DirectoryWatcher()
+        sharing = self._directory.keep_sharing(watcher, self._convictions, self._adapters)
+        tasks = (self._watch(runtime, watcher), runtime.keep_ready(), runtime.console.run(), sharing, *files)
         self._run(partial(self._stop, runtime), *tasks)
 
     def check_health(self) -> None:
@@ -280,9 +282,8 @@ class Router(Replica):
         await runtime.stop(grace)
         await self._statuses.close()
 
-    async def _watch(self, runtime: "RouterRuntime") -> None:
+    async def _watch(self, runtime: "RouterRuntime", watcher: DirectoryWatcher) -> None:
         """Keeps the router's list of workers as the directory has it; while that is unavailable, the last one stays."""
-        watcher = DirectoryWatcher()
         while True:
             me = RouterInfo(
                 router_id=self._member_id,
@@ -293,10 +294,12 @@ class Router(Replica):
                 application=self._application,
             )
             try:
-                workers = await self._directory.watch(watcher, me, self._convictions, self._adapters)
+                has_moved = await self._directory.watch(watcher, me, self._convictions, self._adapters)
             except Unavailable as error:
                 log.warning("list of workers not refreshed: %s", error)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
                 continue
-            await self._members.update(workers, watcher.routers)
-            await runtime.update(self._members.fitting)
+            if has_moved:
+                await self._members.update(watcher.workers, watcher.routers)
+                await runtime.update(self._members.fitting)
+            runtime.update_loads(watcher.loads)

@@ -20,6 +20,7 @@ from ..proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, STALL_S
 from ..router.adapters import MAX_ADAPTERS, AdapterName, LoraConfig
 from ..router.auth.config import SECTION, AbsolutePath, AuthConfig, TlsConfig
 from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserName
+from ..router.resume.policy import RESUME_SECONDS
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
 from .scaling.config import SERVE_CONFIG_ONLY, ScalingConfig
@@ -115,6 +116,8 @@ class RouterConfig(BaseModel):
     max_queue_seconds: float = Field(default=30.0, ge=0.01, le=86_400, description=QUEUE_SECONDS_HELP)
     # How long a request that has lost its worker waits for one that can take it.
     park_seconds: float = Field(default=30.0, ge=0, le=3600)
+    # How long a client may resume a stream after what it got of it last, here or at another router.
+    resume_seconds: float = Field(default=RESUME_SECONDS, ge=1, le=86_400)
     # Names by which clients reach the status page and, where no key is needed, the HTTP server, beside addresses and
     # localhost; "*": any. Pages in browsers get in by DNS rebinding otherwise.
     host_names: HostNames = ()

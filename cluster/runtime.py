@@ -32,6 +32,7 @@ from ..router.dispatch.dispatcher import Dispatcher
 from ..router.frontend.prepare import ServedModel
 from ..router.frontend.tokenizer import Tokenizer
 from ..router.request import LoraAdapter
+from ..router.resume.policy import ResumePolicy
 from ..router.scheduling.admission import Admission
 from ..router.scheduling.registry import WorkerRegistry
 from ..workers.model.config import read_context_tokens
@@ -138,6 +139,10 @@ class RouterRuntime:
         self._registry.update(workers)
         await self._report_ready()
 
+    def update_loads(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
+        """Takes over loads that the directory has, see WorkerRegistry.update_loads."""
+        self._registry.update_loads(workers)
+
     async def keep_ready(self) -> None:
         """Reports at once, without end, that no decode worker can be reached any more, or one again."""
         changed = asyncio.Event()
@@ -213,7 +218,16 @@ def _service(
     monitor.watch(admission, dispatcher, registry)
     models = [_served_model(config, folder)]
     admin = _adapter_admin(config, adapters, registry, identity)
-    service = GenerationService(models, dispatcher, admission, resume_key, monitor.telemetry, admin, config.aliases)
+    service = GenerationService(
+        models,
+        dispatcher,
+        admission,
+        resume_key,
+        monitor.telemetry,
+        admin,
+        aliases=config.aliases,
+        resume_policy=ResumePolicy(config.router.resume_seconds),
+    )
     return service, dispatcher
 
 

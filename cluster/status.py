@@ -7,7 +7,7 @@ route of its name. Does not import Ray.
 import asyncio
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import grpc.aio
 from google.protobuf.message import Message
@@ -18,9 +18,7 @@ from ..proto.errors import InvalidArgument, Unavailable
 from ..proto.identity import PeerIdentity
 from ..proto.shared_result import SharedResult
 from ..router.request import LoraAdapter
-
-if TYPE_CHECKING:
-    from .directory import RouterInfo  # which imports Ray
+from .members import RouterInfo
 
 STATUS_SECONDS: Final = 1.0
 _FRESH_SECONDS: Final = 0.2
@@ -84,7 +82,7 @@ class WorkerStatuses:
         await asyncio.gather(*(channel.close() for channel in gone))
 
 
-def describe_routers(routers: Iterable["RouterInfo"], *, has_tls: bool) -> list[dict[str, str]]:
+def describe_routers(routers: Iterable[RouterInfo], *, has_tls: bool) -> list[dict[str, str]]:
     """Returns each router as plain data: its id, its addresses, and the URL of its console."""
     scheme = "https" if has_tls else "http"
     return [

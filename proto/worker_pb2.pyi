@@ -15,6 +15,12 @@ class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TASK_PREFILL: _ClassVar[Task]
     TASK_DECODE: _ClassVar[Task]
 
+class Turn(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TURN_UNSPECIFIED: _ClassVar[Turn]
+    TURN_FIRST_OF_PRIORITY: _ClassVar[Turn]
+    TURN_IN_ORDER: _ClassVar[Turn]
+
 class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FAILURE_KIND_UNSPECIFIED: _ClassVar[FailureKind]
@@ -36,6 +42,9 @@ TASK_UNSPECIFIED: Task
 TASK_WHOLE: Task
 TASK_PREFILL: Task
 TASK_DECODE: Task
+TURN_UNSPECIFIED: Turn
+TURN_FIRST_OF_PRIORITY: Turn
+TURN_IN_ORDER: Turn
 FAILURE_KIND_UNSPECIFIED: FailureKind
 FAILURE_KIND_INVALID: FailureKind
 FAILURE_KIND_FULL: FailureKind
@@ -92,7 +101,7 @@ class SessionRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., suspend: _Optional[_Union[Suspend, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "task", "token_ids", "first_index", "max_tokens", "sampling", "stop_token_ids", "ignore_eos", "cache_salt", "kv", "num_choices", "first_choice", "beam_search", "logprobs", "prompt_logprobs", "bad_words", "min_tokens", "grammar", "priority", "adapter", "pooling", "prefix_holder", "tenant")
+    __slots__ = ("request_id", "attempt", "task", "token_ids", "first_index", "max_tokens", "sampling", "stop_token_ids", "ignore_eos", "cache_salt", "kv", "num_choices", "first_choice", "beam_search", "logprobs", "prompt_logprobs", "bad_words", "min_tokens", "grammar", "priority", "adapter", "pooling", "prefix_holder", "tenant", "turn")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +126,7 @@ class Submit(_message.Message):
     POOLING_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HOLDER_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     task: Task
@@ -141,7 +151,8 @@ class Submit(_message.Message):
     pooling: _inference_pb2.Pooling
     prefix_holder: PrefixHolder
     tenant: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., first_index: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[KvHandle, _Mapping]] = ..., num_choices: _Optional[int] = ..., first_choice: _Optional[int] = ..., beam_search: _Optional[_Union[_inference_pb2.BeamSearch, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., min_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., priority: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., pooling: _Optional[_Union[_inference_pb2.Pooling, str]] = ..., prefix_holder: _Optional[_Union[PrefixHolder, _Mapping]] = ..., tenant: _Optional[bytes] = ...) -> None: ...
+    turn: Turn
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., first_index: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[KvHandle, _Mapping]] = ..., num_choices: _Optional[int] = ..., first_choice: _Optional[int] = ..., beam_search: _Optional[_Union[_inference_pb2.BeamSearch, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., min_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., priority: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., pooling: _Optional[_Union[_inference_pb2.Pooling, str]] = ..., prefix_holder: _Optional[_Union[PrefixHolder, _Mapping]] = ..., tenant: _Optional[bytes] = ..., turn: _Optional[_Union[Turn, str]] = ...) -> None: ...
 
 class PrefixHolder(_message.Message):
     __slots__ = ("address", "num_tokens", "block_size")

@@ -43,6 +43,8 @@ class TokenRequest:
     deadline: float | None = None  # time.monotonic() by which it must have ended
     # Of a request that was begun elsewhere, by choice, the ids that its caller has; None if the choice has ended.
     emitted: tuple[tuple[int, ...] | None, ...] = ()
+    goes_ahead: bool = False  # of all prompts at a worker: it stands still because a worker was lost
+    turn: "worker_pb2.Turn" = worker_pb2.TURN_UNSPECIFIED  # at workers, of a request that its client resumes
 
     @property
     def prefix_salt(self) -> bytes:

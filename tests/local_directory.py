@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from tandem.cluster.directory import Directory, DirectoryClient
+from tandem.cluster.directory import DirectoryClient
+from tandem.cluster.members import Directory
 
 
 class LocalDirectory(DirectoryClient):

@@ -66,21 +66,28 @@ ARROWS: dict[str, set[str]] = {
     "router.request": set(),
     "router.auth": set(),
     "router.deadline": set(),
+    "router.resume": set(),
     "router.client": set(),
     "router.scheduling": {"router.request"},
     "router.telemetry": set(),
     "router.dispatch": {"router.scheduling", "router.request", "router.deadline"},
     "router.frontend.chat_formats": set(),
-    "router.frontend": {"router.request", "router.auth", "router.telemetry", "router.frontend.chat_formats"},
-    "router.output": {"router.frontend", "router.frontend.chat_formats", "router.request"},
+    "router.frontend": {
+        "router.request",
+        "router.resume",
+        "router.auth",
+        "router.telemetry",
+        "router.frontend.chat_formats",
+    },
+    "router.output": {"router.frontend", "router.resume", "router.frontend.chat_formats", "router.request"},
     "router.api": {
         *("router.auth", "router.frontend", "router.output", "router.scheduling", "router.request", "router.deadline"),
-        *("router.adapters", "router.api.console", "router.telemetry"),
+        *("router.resume", "router.adapters", "router.api.console", "router.telemetry"),
     },
     "router.api.console": {"router.auth", "router.frontend", "router.telemetry"},
     "router.api.openai": {
         *("router.api", "router.api.console", "router.auth", "router.frontend", "router.output", "router.request"),
-        "router.telemetry",
+        *("router.resume", "router.telemetry"),
     },
     **{
         f"router.api.{name}": {"router.api", "router.api.openai", "router.frontend", "router.output"}
@@ -91,7 +98,7 @@ ARROWS: dict[str, set[str]] = {
     "": {"proto", "router.client", "cluster.local"},
     "cluster.config": {
         *("router.adapters", "router.auth", "router.scheduling", "workers.engine", "cluster.scaling.config"),
-        *("cluster.text_files", "router.frontend.chat_formats"),
+        *("cluster.text_files", "router.frontend.chat_formats", "router.resume"),
     },
     "cluster.store": {
         *("cluster.config", "router.adapters", "router.frontend", "router.request", "workers.kv_cache"),

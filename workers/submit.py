@@ -19,7 +19,7 @@ from ..proto.limits import (
 )
 from ..proto.parameters import ROWS, check_count, check_message, check_token_ids, parameters_of, value_of
 from .engine.plan import FirstTokens, Pooling, SamplingParams
-from .engine.sequence import BeamSearch, SequenceSpec, Task
+from .engine.sequence import BeamSearch, SequenceSpec, Task, Turn
 from .transfer.frames import MAX_FIRST_TOKENS, TransferError
 
 MAX_SUBMITTED_GRAMMAR_CHARACTERS: Final = 8 * MAX_GRAMMAR_CHARACTERS
@@ -29,6 +29,10 @@ _TASKS: Final = {
     worker_pb2.TASK_WHOLE: Task.WHOLE,
     worker_pb2.TASK_PREFILL: Task.PREFILL,
     worker_pb2.TASK_DECODE: Task.DECODE,
+}
+_TURNS: Final[Mapping[int, Turn]] = {
+    worker_pb2.TURN_UNSPECIFIED: Turn.BY_INDEX,
+    worker_pb2.TURN_FIRST_OF_PRIORITY: Turn.FIRST_OF_PRIORITY,
 }
 _POOLINGS: Final[Mapping[int, Pooling]] = {inference_pb2.POOLING_LAST: "last", inference_pb2.POOLING_MEAN: "mean"}
 _SAMPLING: Final = parameters_of("sampling")
@@ -71,6 +75,7 @@ def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimi
         beam=beam,
         stop_ids=stop_ids,
         priority=submit.priority,
+        turn=_TURNS.get(submit.turn, Turn.IN_ORDER),
         salt=adapter_salt(submit.cache_salt, submit.adapter.fingerprint),
         num_remote=submit.prefix_holder.num_tokens if task is Task.PREFILL else 0,
     )

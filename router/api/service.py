@@ -23,9 +23,10 @@ from ..adapters import AdapterAdmin, AdapterRegistry
 from ..auth.authenticator import Caller
 from ..deadline import before, deadline_passed
 from ..frontend.prepare import PreparedRequest, RequestContext, ServedModel, check_prompt, encode_prompt, prepare
-from ..frontend.resume import ResumeKey
 from ..output.processor import OutputProcessor
 from ..request import TokenSource
+from ..resume.policy import ResumePolicy
+from ..resume.tokens import ResumeKey
 from ..scheduling.admission import Admission
 from ..scheduling.capacity import Capacity
 from ..telemetry.requests import RequestFacts, RequestTelemetry
@@ -67,6 +68,7 @@ class GenerationService:
         telemetry: RequestTelemetry | None = None,
         adapters: AdapterAdmin | None = None,
         aliases: Collection[str] = (),
+        resume_policy: ResumePolicy | None = None,
     ) -> None:
         """`models`: at least one; all are names of what `source` generates with. `admission`, the dispatcher's, refuses
         requests before tokenization that it would refuse after it. `resume_key`: 32 secret bytes; services with the
@@ -79,6 +81,7 @@ class GenerationService:
         self._source = source
         self._admission = admission
         self._resume_key = ResumeKey(resume_key or secrets.token_bytes(32))
+        self._resume_policy = resume_policy or ResumePolicy()
         self.telemetry = telemetry or RequestTelemetry()
 
     @property
@@ -113,12 +116,18 @@ class GenerationService:
                 priority = caller.priority(request.priority)
                 self._admission.check_early(_estimated(request), caller.tenant, priority, context.deadline)
 
+        is_resumable = context.is_resumable or context.event_id is not None
         checked = prepare(
-            request, model, context, admit=admit, resume_key=self._resume_key if context.is_resumable else None
+            request,
+            model,
+            context,
+            admit=admit,
+            resume_key=self._resume_key if is_resumable else None,
+            resume_policy=self._resume_policy,
         )
         prepared = await before(context.deadline, checked)
         CURRENT_REQUEST.set((prepared.request_id, trace_id))
-        caller.quota.take_tokens(len(prepared.tokens.prompt))
+        caller.quota.take_tokens(len(prepared.tokens.prompt) + prepared.num_restored)
         return prepared
 
     def run(
@@ -218,5 +227,6 @@ def _estimated(request: inference_pb2.GenerateRequest) -> Capacity:
     num_generated = request.stopping.max_tokens or _TYPICAL_TOKENS
     num_choices = max(request.n, request.best_of, request.beam_search.width, 1)
     num_prompt = len(prompt.token_ids.ids) + characters // _CHARACTERS_PER_TOKEN
+    num_prompt += sum(len(each.token_ids) for each in request.resume)
     num_tokens = num_prompt + num_choices * min(num_generated, _TYPICAL_TOKENS)
     return Capacity(sequences=1, prompt_tokens=num_prompt, kv_tokens=num_tokens)

@@ -178,7 +178,7 @@ class Attempt:
         """Sends the first submit; call it right after `WorkerRegistry.place`. Raises Unavailable if the router
         closes."""
         num_tokens, decode_id = len(self._submit.token_ids), self.placement.decode
-        goes_ahead = self._submit.first_index > 0
+        goes_ahead = self.part.goes_ahead
         if isinstance(self._opener, SuspendedChoice):
             self._registry.dispatched(decode_id, self.part, 0)
             self._kv = self._opener.kv

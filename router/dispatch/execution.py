@@ -216,7 +216,7 @@ class RequestExecution:
         emitted = [] if choice is None else self._emitted[choice]
         part = self._request if choice is None else rest_of(self._request, choice, emitted)
         lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
-        find = partial(self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, goes_ahead=bool(emitted))
+        find = partial(self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, goes_ahead=part.goes_ahead)
         placement = None
         for avoided in self._avoid_first():
             if (placement := self._quarantine.place(self, find, avoided)) is not None:

@@ -43,7 +43,15 @@ def make_submit(
         priority=request.priority,
         pooling=request.pooling,
         tenant=hash_tenant(request.tenant),
+        turn=_turn(request, first_choice, first_index),
     )
+
+
+def _turn(request: TokenRequest, choice: int, first_index: int) -> "worker_pb2.Turn":
+    """Returns the turn at workers. Once a choice has more tokens than its client brought, the
+    service has interrupted it."""
+    brought = request.emitted[choice] if request.emitted else None
+    return request.turn if first_index == len(brought or ()) else worker_pb2.TURN_UNSPECIFIED
 
 
 def _adapter(request: TokenRequest) -> worker_pb2.Adapter | None:
@@ -60,6 +68,8 @@ def rest_of(request: TokenRequest, choice: int, emitted: Sequence[int]) -> Token
         prompt=(*request.prompt, *emitted),
         max_tokens=request.max_tokens - len(emitted),
         num_choices=1,
+        emitted=(),
+        goes_ahead=bool(emitted) and not _turn(request, choice, len(emitted)),
     )
 
 

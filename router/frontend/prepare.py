@@ -6,17 +6,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ...proto import inference_pb2, limits
+from ...proto import inference_pb2, limits, worker_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.parameters import check_count, check_token_ids
 from ..auth.authenticator import Caller
 from ..auth.rate import Quota
 from ..request import LoraAdapter, TokenRequest
+from ..resume.event_ids import ChoiceMark, EventIdContent, check_event_id
+from ..resume.policy import ResumePolicy
+from ..resume.tokens import (
+    ANSWER_BYTES,
+    ChoiceProgress,
+    ResumeBinding,
+    ResumeKey,
+    check_resume,
+    digest_request,
+)
 from ..telemetry.trace import TraceContext
 from .chat import check_chat
 from .constraint import GrammarValidator
 from .long_texts import LONG_FROM, in_thread
-from .resume import ChoiceProgress, ResumeBinding, ResumeKey, check_resume, digest_request
 from .tokenizer import Tokenizer
 from .tools import tool_call_constraint
 from .validation import (
@@ -53,8 +62,9 @@ class RequestContext:
     arrived: float  # when the server had the request
     deadline: float | None = None  # when the answer must have ended
     caller: Caller = field(default_factory=Caller)
-    is_resumable: bool = False  # whether the answer has resume tokens
-    resume: Sequence[inference_pb2.ResumedChoice] = ()  # of a header; otherwise the message has it
+    is_resumable: bool = False  # whether the answer's messages have resume tokens
+    # Of the event after which an HTTP stream is resumed; "": it begins, and its events have ids, too.
+    event_id: str | None = None
     trace: TraceContext | None = None  # that the caller follows the request in
     reduces_max_tokens: bool = False  # to what the prompt leaves of the context, where the API does so
 
@@ -75,9 +85,29 @@ class PreparedRequest:
     is_empty: bool  # max_tokens is 0: the one token that is generated is not answered
     chat: inference_pb2.Chat | None
     quota: Quota = field(default_factory=Quota)  # that the completions count against
-    resume: ResumeBinding | None = None  # what its resume tokens bind; None: it has none
-    progress: Mapping[int, ChoiceProgress] = field(default_factory=dict)  # by choice, if it was begun elsewhere
+    resume: ResumeBinding | None = None  # what its resume tokens or event ids bind; None: it has none
+    has_event_ids: bool = False  # instead of resume tokens
+    event: EventIdContent | None = None  # after which it is resumed; of an HTTP stream
+    # By choice, what the client has, if it was begun elsewhere and the ids are known; others are in `event`.
+    progress: Mapping[int, ChoiceProgress] = field(default_factory=dict)
+    num_brought: int | None = None  # tokens that the client has of an answer that was begun elsewhere
+    cached_tokens: int | None = None  # of the prompt when it was computed first, if that was elsewhere
     trace: TraceContext | None = None
+
+    @property
+    def marks(self) -> Mapping[int, ChoiceMark]:
+        """By choice, how much the client has of what is to be computed again."""
+        return self.event.marks if self.event is not None and self.event.ids is None else {}
+
+    @property
+    def num_restored(self) -> int:
+        """Tokens that were generated elsewhere and are computed again as a part of the prompt."""
+        return sum(len(ids) for ids in self.tokens.emitted if ids)
+
+    def give_back(self) -> None:
+        """Has the resumption not count, since the service could not begin with it."""
+        if self.resume is not None and self.num_brought is not None:
+            self.resume.policy.give_back(self.resume.answer, self.num_brought)
 
     @property
     def is_held(self) -> bool:
@@ -92,9 +122,10 @@ async def prepare(
     *,
     admit: Callable[[], None] = lambda: None,
     resume_key: ResumeKey | None = None,
+    resume_policy: ResumePolicy | None = None,
 ) -> PreparedRequest:
-    """Checks and tokenizes `request`. `admit` is called once all is checked that needs no tokens. `resume_key`: for an
-    answer with resume tokens.
+    """Checks and tokenizes `request`. `admit` is called once all is checked that needs no tokens. `resume_key`: of
+    resume tokens and event ids, if the answer is to have them; `resume_policy`: of all requests.
 
     Without `stopping.max_tokens` the completion of a text may have 16 tokens, the answer to a chat any number, as far
     as the context and the model's own default go. Raises InvalidArgument, which names the field by its path in the
@@ -134,7 +165,20 @@ async def prepare(
         return prepared
     weights = f"{model.name} {model.adapter.fingerprint.hex()}" if model.adapter else model.name
     digest = digest_request(request, prompt, max_tokens, f"{weights} {context.caller.tenant}")
-    return _resumed(prepared, request, resume_key, digest)
+    prepared = replace(
+        prepared,
+        resume=ResumeBinding(
+            key=resume_key,
+            policy=resume_policy or ResumePolicy(),
+            digest=digest,
+            seed=tokens.sampling.seed,
+            answer=secrets.token_bytes(ANSWER_BYTES),
+        ),
+        has_event_ids=context.event_id is not None,
+    )
+    if context.event_id:
+        return _resumed_after_event(prepared, context.event_id)
+    return _resumed(prepared, request.resume) if request.resume else prepared
 
 
 async def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
@@ -206,21 +250,69 @@ def _token_request(
     )
 
 
-def _resumed(
-    prepared: PreparedRequest, request: inference_pb2.GenerateRequest, key: ResumeKey, digest: bytes
-) -> PreparedRequest:
-    """Lets the request go on where it was interrupted elsewhere, if it was. Raises InvalidArgument."""
+def _resumed(prepared: PreparedRequest, given: Sequence[inference_pb2.ResumedChoice]) -> PreparedRequest:
+    """Resumes a request with the ids and the resume tokens that its client brings. Raises
+    InvalidArgument."""
+    binding = _bound(prepared)
+    key, policy = binding.key, binding.policy
+    found = check_resume(given, key, policy, binding.digest, prepared.num_answers)
+    num_tokens = sum(len(each.ids) for each in found.choices.values())
+    is_first = policy.use(found.answer, num_tokens, "resume")
+    begun = replace(
+        _begun(prepared, found.answer, found.seed, is_first=is_first),
+        num_brought=num_tokens,
+        cached_tokens=found.cached_tokens,
+    )
+    return _restored(begun, found.choices)
+
+
+def _resumed_after_event(prepared: PreparedRequest, event_id: str) -> PreparedRequest:
+    """Resumes a request after an event of an HTTP stream. Raises InvalidArgument."""
+    binding = _bound(prepared)
+    key, policy = binding.key, binding.policy
+    found = check_event_id(event_id, key, policy, binding.digest, prepared.num_answers)
+    num_tokens = sum(mark.num_tokens for mark in found.marks.values())
+    is_first = policy.use(found.answer, num_tokens, "resume")
+    begun = replace(
+        _begun(prepared, found.answer, found.seed, is_first=is_first),
+        num_brought=num_tokens,
+        cached_tokens=found.cached_tokens,
+        event=found,
+    )
+    if found.ids is None:
+        return begun
+    progress = {
+        number: ChoiceProgress(ids=ids, has_ended=found.marks[number].has_ended) for number, ids in found.ids.items()
+    }
+    return _restored(begun, progress)
+
+
+def _bound(prepared: PreparedRequest) -> ResumeBinding:
+    assert prepared.resume is not None
+    return prepared.resume
+
+
+def _begun(prepared: PreparedRequest, answer: bytes, seed: int, *, is_first: bool) -> PreparedRequest:
+    """Returns the request as one that has begun elsewhere. Its first resumption goes ahead of the
+    requests of its priority; whoever repeats it waits as others do."""
+    prepared.tokens.sampling.seed = seed
+    turn = worker_pb2.TURN_FIRST_OF_PRIORITY if is_first else worker_pb2.TURN_IN_ORDER
+    return replace(
+        prepared,
+        tokens=replace(prepared.tokens, turn=turn),
+        resume=replace(_bound(prepared), seed=seed, answer=answer),
+    )
+
+
+def _restored(prepared: PreparedRequest, progress: Mapping[int, ChoiceProgress]) -> PreparedRequest:
+    """Returns the request with what its client has of each choice."""
     tokens = prepared.tokens
-    progress = check_resume(request.resume, key, digest, prepared.num_answers)
-    for each in progress.values():
-        tokens.sampling.seed = each.seed
-    binding = ResumeBinding(key=key, digest=digest, seed=tokens.sampling.seed)
-    if progress and not prepared.is_held:  # else it starts again, with the same seed
+    if not prepared.is_held:  # else it starts again, with the same seed
         choices = [progress.get(choice) for choice in range(tokens.num_choices)]
         emitted = tuple(() if each is None else None if each.has_ended else each.ids for each in choices)
         prompt_logprobs = None if 0 in progress else tokens.prompt_logprobs  # the first message of choice 0 had them
         tokens = replace(tokens, emitted=emitted, prompt_logprobs=prompt_logprobs)
-    return replace(prepared, tokens=tokens, resume=binding, progress=progress)
+    return replace(prepared, tokens=tokens, progress=progress)
 
 
 async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, caller: Caller) -> str:

@@ -5,15 +5,17 @@ Knows nothing of dispatch and of APIs.
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from dataclasses import replace
 
 from ...proto import inference_pb2, worker_pb2
-from ...proto.errors import InternalError
+from ...proto.errors import InternalError, TandemError
 from ..frontend.prepare import PreparedRequest
-from ..frontend.resume import ChoiceProgress, ProgressSigner
 from ..frontend.tokenizer import Tokenizer
 from ..request import TokenDelta
+from ..resume.event_ids import ChoiceMark
+from ..resume.tokens import ChoiceProgress, ProgressSigner
 from .chat_parser import ChatParser
 from .detokenizer import CompletionText
 
@@ -37,7 +39,7 @@ class OutputProcessor:
         ended = {number for number, progress in self._progress.items() if progress.has_ended}
         self._open = {number: choice for number, choice in enumerate(self._choices) if number not in ended}
         # Of the prompt when it was computed first, if that was elsewhere; what is cached now is the answer, too.
-        self._cached_tokens = next((each.cached_tokens for each in request.progress.values()), None)
+        self._cached_tokens = request.cached_tokens
         self._has_begun = False  # a message was yielded
         self._signers: dict[int, ProgressSigner] = {}  # by choice
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []  # for the next message of choice 0
@@ -58,10 +60,11 @@ class OutputProcessor:
         end."""
         request = self._request
         held: list[inference_pb2.GenerateResponse] = []  # until all completions have ended
+        marks = {} if request.is_held else request.marks  # those of an answer that is held are whole
         with self._charged(timeline, execution or nullcontext()):
             async with aclosing(deltas):
                 await self._restore()
-                async for delta in deltas:
+                async for delta in split_at(deltas, marks) if marks else deltas:
                     if delta.choice not in self._open:
                         raise InternalError(_BROKEN)
                     if delta.prompt_logprobs:
@@ -75,7 +78,7 @@ class OutputProcessor:
                         self.finish_reasons.append(message.finish_reason)
                         if delta.finish_reason == _UNFINISHED:
                             self.ended.add(delta.choice)
-                    if self._open and not request.is_held:
+                    if self._open and not request.is_held and not self._is_last(message):
                         yield self._signed(message, timeline)
                         continue
                     held.append(message)
@@ -92,6 +95,10 @@ class OutputProcessor:
         try:
             with execution:
                 yield
+        except TandemError as error:
+            if error.retry_after is not None and not self.num_generated:
+                self._request.give_back()  # it was not the client that ended it
+            raise
         finally:
             timeline.request_id = self._request.request_id  # the source writes its own
             self._request.quota.take_tokens(self.num_generated)
@@ -101,6 +108,19 @@ class OutputProcessor:
         """Returns the tokens that were generated here, until now."""
         restored = sum(len(progress.ids) for progress in self._progress.values())
         return max(sum(choice.num_tokens for choice in self._choices) - restored, 0)
+
+    def _is_last(self, message: inference_pb2.GenerateResponse) -> bool:
+        """Returns whether the message is the client's last: the choices that go on are computed again, and the client
+        has them whole."""
+        if not self._request.marks or message.finish_reason == _UNFINISHED:
+            return False
+        whole = {number for number, mark in self._request.marks.items() if mark.has_ended}
+        return message.choice not in whole and self._open.keys() <= whole
+
+    def _is_known(self, message: inference_pb2.GenerateResponse) -> bool:
+        """Returns whether the message ends a choice that is computed again, and the client has it whole."""
+        mark = self._request.marks.get(message.choice)
+        return mark is not None and mark.has_ended
 
     async def _restore(self) -> None:
         """Brings each choice to where the client has it already."""
@@ -120,9 +140,11 @@ class OutputProcessor:
         if request.is_held:  # a message for each choice, so that the client has all of it or nothing
             answers = join_choices(held) if request.tokens.beam_search is not None else self._best(held)
             answers = [answer for answer in answers if answer.choice not in request.progress]
+        # The usage comes with a message that the client does not have.
+        answers.sort(key=lambda message: not self._is_known(message))
         usage = answers[-1].usage
         usage.prompt_tokens = len(request.tokens.prompt)
-        usage.cached_tokens = timeline.cached_tokens if self._cached_tokens is None else self._cached_tokens
+        usage.cached_tokens = self._num_cached(timeline)
         usage.reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
         usage.completion_tokens = timeline.completion_tokens = sum(choice.num_tokens for choice in self._choices)
         return answers
@@ -133,19 +155,20 @@ class OutputProcessor:
         """Adds the resume token, and to the first message what was cached of the prompt."""
         if not self._has_begun:
             self._has_begun = True
-            if self._cached_tokens is None:
-                self._cached_tokens = timeline.cached_tokens
-            message.cached_tokens = self._cached_tokens
+            self._cached_tokens = message.cached_tokens = self._num_cached(timeline)
         binding, number = self._request.resume, message.choice
-        if binding is not None:
+        if binding is not None and not self._request.has_event_ids:
             signer = self._signers.get(number)
             if signer is None:
                 emitted = self._progress[number].ids if number in self._progress else ()
                 signer = self._signers[number] = ProgressSigner(binding, number, emitted)
-            cached_tokens = self._cached_tokens or 0
             ids = message.token_ids[:]  # a list, which array reads three times as fast
-            message.resume_token = signer.sign(ids, message.finish_reason != _UNFINISHED, cached_tokens)
+            message.resume_token = signer.sign(ids, message.finish_reason != _UNFINISHED, self._num_cached(timeline))
         return message
+
+    def _num_cached(self, timeline: inference_pb2.Timeline) -> int:
+        """Returns the tokens of the prompt that were cached when it was computed first."""
+        return timeline.cached_tokens if self._cached_tokens is None else self._cached_tokens
 
     async def _push_prompt(self, scores: Sequence[worker_pb2.TokenScores]) -> None:
         """Takes the scores of the prompt after its first token."""
@@ -282,6 +305,35 @@ class _ChoiceOutput:
         if self._request.wants_logprobs:
             tokenizer = self._request.tokenizer
             response.logprobs.extend(_token_logprobs(tokenizer, token, scores) for token, scores in counted)
+
+
+async def split_at(
+    deltas: AsyncGenerator[TokenDelta, None], marks: Mapping[int, ChoiceMark]
+) -> AsyncGenerator[TokenDelta, None]:
+    """Yields the deltas, and two for one that has tokens before the mark of its choice and others
+    after it: so no message has tokens that the client has and others."""
+    async for delta in deltas:
+        mark = marks.get(delta.choice)
+        num_known = 0 if mark is None else mark.num_tokens - delta.first_index
+        if mark is None or not 0 < num_known < len(delta.ids):
+            yield delta
+            continue
+        yield replace(
+            delta,
+            ids=delta.ids[:num_known],
+            logprobs=delta.logprobs[:num_known],
+            finish_reason=_UNFINISHED,
+            score=0.0,
+        )
+        if mark.has_ended:  # by a stop string, after which tokens may come
+            continue
+        yield replace(
+            delta,
+            first_index=delta.first_index + num_known,
+            ids=delta.ids[num_known:],
+            logprobs=delta.logprobs[num_known:],
+            prompt_logprobs=(),
+        )
 
 
 def delivered(request: PreparedRequest) -> list[inference_pb2.GenerateResponse]:

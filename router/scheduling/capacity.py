@@ -45,6 +45,7 @@ def required_capacity(request: TokenRequest) -> Capacity:
     """Returns what a request needs of the pools if nothing of its prompt is cached. `kv_tokens`, the prompt and the
     tokens that it is expected to generate, also measure its work."""
     num_tokens, beam = len(request.prompt), request.beam_search
+    num_tokens += sum(len(ids) for ids in request.emitted if ids)  # computed as parts of prompts
     sequences = max(request.num_choices, beam.width if beam is not None else 1)
     return Capacity(
         sequences=sequences,

@@ -5,12 +5,12 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 from ...proto import worker_pb2
 from ..request import TokenRequest
 from .capacity import NO_CAPACITY, UNBOUNDED, Capacity, PrefillWork, required_capacity, used_capacity
+from .free_capacity import FreeCapacity
 from .policy import NEUTRAL_PREFILL, NEUTRAL_STEP_SECONDS, NEUTRAL_TRANSFER, Candidate, Placement, choose_holder, place
 from .prefix_index import Prefix, PrefixIndex
 from .rates import LinearCost, Rates
@@ -47,31 +47,52 @@ class WorkerRegistry:
         self._prefixes = PrefixIndex()
         self._prefill_rates = {role: Rates(NEUTRAL_PREFILL, typical=512, clock=clock) for role in (_PREFILL, _DECODE)}
         self._transfer_rates = Rates(NEUTRAL_TRANSFER, typical=2**24, clock=clock)
-        self._free = {_PREFILL: NO_CAPACITY, _DECODE: NO_CAPACITY}
+        self._free = FreeCapacity((_PREFILL, _DECODE), self._token_seconds)
         self._reserved: dict[str, Capacity] = {}
         self._total_reserved = NO_CAPACITY
         # Of the last placement, so that a prompt is hashed and looked up once: request, prefix, matched tokens by
         # worker.
         self._looked_up: tuple[TokenRequest, Prefix, dict[str, int]] | None = None
-        self._subscribers: list[Callable[[], object]] = []
 
     def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
-        """Takes over the directory's whole snapshot. A worker of a new epoch starts empty."""
-        listed = {info.worker_id: info for info in workers if info.role in self._free}
-        for worker_id in list(self._workers):
-            if worker_id not in listed or listed[worker_id].epoch != self._workers[worker_id].info.epoch:
+        """Takes over the directory's whole list. A worker of a new epoch starts empty."""
+        known, listed = self._workers, set()
+        for info in workers:
+            if info.role not in _OTHER:
+                continue
+            worker_id = info.worker_id
+            listed.add(worker_id)
+            worker = known.get(worker_id)
+            if worker is not None and worker.info.epoch != info.epoch:
                 self._remove(worker_id)
-        for worker_id, info in listed.items():
-            worker = self._workers.get(worker_id)
+                worker = None
             if worker is None:
-                worker = self._workers[worker_id] = WorkerState(info)
+                worker = known[worker_id] = WorkerState(info)
                 worker.report(info.load)
-                self._prefixes.add(worker_id, max(info.block_size, 1), info.load.total_blocks)
-            elif info.load.version > worker.load.version:  # a session may have reported more since that heartbeat
-                worker.report(info.load)
-            worker.info = info
-            self._recount(worker)
-        self._notify()
+                total_blocks = info.load.total_blocks
+                self._prefixes.add(worker_id, max(info.block_size, 1), total_blocks)
+            else:
+                worker.info = info
+                self._take_load(worker, info.load)
+            self._free.recount(worker)
+        for worker_id in known.keys() - listed:
+            self._remove(worker_id)
+        self._free.notify()
+
+    def update_loads(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
+        """Takes over the loads of listed workers from the directory; of each message only id,
+        epoch and load count."""
+        for info in workers:
+            worker = self._workers.get(info.worker_id)
+            if worker is not None and worker.info.epoch == info.epoch:
+                self._take_load(worker, info.load)
+                self._free.recount(worker)
+
+    def _take_load(self, worker: WorkerState, load: worker_pb2.WorkerLoad) -> None:
+        """Takes over a load from the directory, unless a session has reported the same or a
+        newer one."""
+        if load.version > worker.load.version:
+            worker.report(load)
 
     def report(self, worker_id: str, epoch: int, message: worker_pb2.SessionResponse) -> None:
         """Takes over what a worker's session reports of its load and prefix cache; ignored from another epoch."""
@@ -82,7 +103,7 @@ class WorkerRegistry:
             worker.report(message.load)
         if message.HasField("load") or worker.is_lost:
             was_lost, worker.is_lost = worker.is_lost, False
-            self._recount(worker)
+            self._free.recount(worker)
             if was_lost:
                 self.on_reach()
         if message.stored_blocks or message.evicted_blocks:
@@ -95,7 +116,7 @@ class WorkerRegistry:
         worker = self._workers.get(worker_id)
         if worker is not None and worker.info.epoch == epoch:
             worker.is_lost = True
-            self._recount(worker)
+            self._free.recount(worker)
             self._prefixes.add(worker_id, max(worker.info.block_size, 1), worker.info.load.total_blocks)
             self.on_reach()
 
@@ -103,7 +124,7 @@ class WorkerRegistry:
         """Records that a worker computed so many uncached tokens of a prompt in `seconds`."""
         if worker := self._workers.get(worker_id):
             self._prefill_rates[worker.info.role].observe(worker_id, num_tokens, seconds)
-            self._recount(worker)
+            self._free.recount(worker)
 
     def record_transfer(self, prefill_worker: str, decode_worker: str, num_bytes: int, seconds: float) -> None:
         """Records a KV transfer. It counts for both workers: a pair is as fast as its slower end."""
@@ -221,28 +242,28 @@ class WorkerRegistry:
             if used.prompt_tokens:
                 self.prefill_work.add(used.uncached_tokens, self._prefill_cost(worker).seconds(used.uncached_tokens))
             self._prefixes.expect(worker_id, prefix)
-            self._recount(worker)
+            self._free.recount(worker)
         if decodes:
             self.release(request.request_id)
-            self._notify()  # what was reserved did not take account of what is cached
+            self._free.notify()  # what was reserved did not take account of what is cached
 
     def prefilled(self, worker_id: str, request_id: str) -> None:
         """Counts the prompt of a request as computed; the request is still on the worker."""
         if worker := self._workers.get(worker_id):
             worker.prefilled(request_id)
-            self._recount(worker)
+            self._free.recount(worker)
 
     def ended(self, worker_id: str, request_id: str) -> None:
         """Counts the request on that worker no more. Idempotent."""
         worker = self._workers.get(worker_id)
         if worker and (prefix := worker.remove(request_id)):
             self._prefixes.settle(worker_id, prefix)
-            self._recount(worker)
+            self._free.recount(worker)
 
     def free(self, num_tokens: int = UNBOUNDED) -> Capacity | None:
         """Returns what all workers have free for a prompt of so many tokens, less what is reserved. None without a
         worker that takes requests. Where a pool has none, the other does its work."""
-        prefill, decode = self._free[_PREFILL], self._free[_DECODE]
+        prefill, decode = self._free.of(_PREFILL), self._free.of(_DECODE)
         if not decode.workers:
             decode = prefill
         if not decode.workers:
@@ -279,12 +300,7 @@ class WorkerRegistry:
 
     def subscribe(self, on_free: Callable[[], object]) -> Callable[[], None]:
         """Calls `on_free` whenever there may be more free capacity than before; returns what ends that."""
-        self._subscribers.append(on_free)
-        return partial(self._subscribers.remove, on_free)
-
-    def _notify(self) -> None:
-        for on_free in tuple(self._subscribers):
-            on_free()
+        return self._free.subscribe(on_free)
 
     def prefill_queue(self) -> LinearCost:
         """Returns the seconds until the workers that compute prompts have computed all that they have, and for each
@@ -311,7 +327,7 @@ class WorkerRegistry:
     @property
     def _computing(self) -> list[WorkerState]:
         """The workers that prompts are sent to."""
-        role = _PREFILL if self._free[_PREFILL].workers else _DECODE
+        role = _PREFILL if self._free.of(_PREFILL).workers else _DECODE
         return [worker for worker in self._workers.values() if worker.info.role == role and worker.takes_requests]
 
     def least_prefill_seconds(self) -> float:
@@ -321,17 +337,10 @@ class WorkerRegistry:
 
     def _remove(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id)
-        self._free[worker.info.role] -= worker.free
+        self._free.remove(worker)
         self._prefixes.remove(worker_id)
         self._prefill_rates[worker.info.role].forget(worker_id)
         self._transfer_rates.forget(worker_id)
-
-    def _recount(self, worker: WorkerState) -> None:
-        before = worker.free
-        worker.free = worker.measure_free(self._token_seconds(worker))
-        self._free[worker.info.role] += worker.free - before
-        if worker.free.exceeds(before):
-            self._notify()
 
     def _look_up(self, request: TokenRequest) -> tuple[TokenRequest, Prefix, dict[str, int]]:
         prefix = Prefix(request.prompt, request.prefix_salt)

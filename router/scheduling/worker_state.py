@@ -31,25 +31,35 @@ class WorkerState:
     requests: dict[str, tuple[Capacity, Prefix]] = field(default_factory=dict)  # by id: dispatched here and not ended
     ahead: set[str] = field(default_factory=set)  # ids: those of them whose prompts go ahead of what waits
     own: Capacity = NO_CAPACITY  # used by `requests`
-    others: Capacity = NO_CAPACITY
     uncached_rate: float = 1.0  # of the prompts dispatched here, the part that was not cached; a moving mean
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)  # as last reported
     free: Capacity = NO_CAPACITY
     is_lost: bool = False  # the session with it has broken, and no later one has brought anything
+    _others: Capacity | None = NO_CAPACITY  # None: not computed since the last report
+    _own_at_report: Capacity = NO_CAPACITY
 
     def report(self, load: worker_pb2.WorkerLoad) -> None:
         """Takes over the worker's report of its load, unless a newer one is known."""
         if load.version < self.load.version:
             return
         self.load = load
-        held_blocks = load.total_blocks - load.free_blocks - load.cached_blocks
-        reported = Capacity(
-            sequences=load.num_waiting + load.num_running,
-            prompts=load.num_waiting,
-            prompt_tokens=load.waiting_tokens,
-            kv_tokens=max(held_blocks, 0) * self.info.block_size,
-        )
-        self.others = (reported - self.own).clipped()
+        self._others, self._own_at_report = None, self.own
+
+    @property
+    def others(self) -> Capacity:
+        """What others have at the worker, by its last report. Computed when it is first read:
+        most reports are followed by newer ones before anybody places a request."""
+        if self._others is None:
+            load = self.load
+            held_blocks = load.total_blocks - load.free_blocks - load.cached_blocks
+            reported = Capacity(
+                sequences=load.num_waiting + load.num_running,
+                prompts=load.num_waiting,
+                prompt_tokens=load.waiting_tokens,
+                kv_tokens=max(held_blocks, 0) * self.info.block_size,
+            )
+            self._others = (reported - self._own_at_report).clipped()
+        return self._others
 
     def add(self, request_id: str, used: Capacity, prefix: Prefix, *, goes_ahead: bool = False) -> None:
         """Counts a request that is dispatched to the worker, in place of what it counted before. `goes_ahead`: its

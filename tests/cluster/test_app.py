@@ -18,9 +18,8 @@ from starlette.requests import Request
 from tandem.cluster import app, launch
 from tandem.cluster.cli.client import _worker_table
 from tandem.cluster.config import TandemConfig, load_config
-from tandem.cluster.directory import Directory
 from tandem.cluster.local.worker import worker_config
-from tandem.cluster.members import Continuity, Members
+from tandem.cluster.members import Continuity, Directory, Members
 from tandem.cluster.status import WorkerStatuses
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
@@ -47,7 +46,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[TandemConfig]:
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
     monkeypatch.setattr("tandem.workers.worker.Worker.start", fail)
     monkeypatch.setattr("tandem.cluster.runtime.RouterRuntime.start", fail)
-    monkeypatch.setattr("tandem.cluster.directory.DirectoryClient.snapshot", Directory().snapshot)
+    monkeypatch.setattr("tandem.cluster.directory.DirectoryClient.changes", Directory().changes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield load_config(None, {"model": "m", "host": "127.0.0.1"})

@@ -5,10 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tandem.cluster.directory import Directory, DirectoryWatcher, RouterInfo, Snapshot
+from tandem.cluster import members
+from tandem.cluster.directory import DirectoryWatcher
+from tandem.cluster.members import NOTHING, Changes, Directory, RouterInfo, Version
 from tandem.proto import worker_pb2
 from tandem.router.dispatch.convictions import Convictions
+from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.local_directory import LocalDirectory
 from tandem.tests.router.pools import request
 
@@ -25,11 +30,12 @@ class Clock:
 
 def worker(worker_id: str, *, epoch: int = 1, running: int = 0, version: int = 0, draining: bool = False) -> bytes:
     load = worker_pb2.WorkerLoad(num_running=running, version=version)
-    info = worker_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch, load=load, draining=draining)
+    role = worker_pb2.ROLE_DECODE
+    info = worker_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch, role=role, load=load, draining=draining)
     return info.SerializeToString(deterministic=True)
 
 
-def ids(snapshot: Snapshot) -> list[str]:
+def ids(snapshot: Changes) -> list[str]:
     return [worker_pb2.WorkerInfo.FromString(info).worker_id for info in snapshot.workers]
 
 
@@ -37,15 +43,17 @@ async def test_register_refresh_and_remove() -> None:
     directory = Directory(clock=Clock())
     await directory.register(worker("b"))
     await directory.register(worker("a"))
-    before = await directory.snapshot()
+    before = await directory.changes()
     assert ids(before) == ["a", "b"]
     await directory.register(worker("a"))
-    assert (await directory.snapshot()).version == before.version, "an unchanged heartbeat is no news"
+    assert (await directory.changes()).version == before.version, "an unchanged heartbeat is no news"
     await directory.register(worker("a", running=3))
-    assert (await directory.snapshot()).version > before.version
+    after = await directory.changes()
+    assert after.version.members == before.version.members, "a load is no news of the members"
+    assert after.version.loads > before.version.loads
     await directory.remove("b")
     await directory.remove("never-there")
-    assert ids(await directory.snapshot()) == ["a"]
+    assert ids(await directory.changes()) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +70,9 @@ async def test_an_older_report_is_ignored(newer: dict[str, Any], older: dict[str
     await directory.register(worker("a", **older))
     await directory.register(worker("a", **newer))
     await directory.register(worker("a", **older))
-    (info,) = (await directory.snapshot()).workers
-    assert info == worker("a", **newer)
+    (info,) = (await directory.changes()).workers
+    expected = worker_pb2.WorkerInfo.FromString(worker("a", **newer))
+    assert worker_pb2.WorkerInfo.FromString(info) == expected
 
 
 async def test_a_silent_worker_is_dropped_and_others_stay() -> None:
@@ -73,9 +82,9 @@ async def test_a_silent_worker_is_dropped_and_others_stay() -> None:
     for _ in range(9):
         clock.now += 1
         await directory.register(worker("alive"))
-    assert ids(await directory.snapshot()) == ["alive", "silent"]
+    assert ids(await directory.changes()) == ["alive", "silent"]
     clock.now += 1
-    assert ids(await directory.snapshot()) == ["alive"]
+    assert ids(await directory.changes()) == ["alive"]
 
 
 async def test_a_frozen_directory_does_not_drop_everybody_when_it_wakes() -> None:
@@ -85,17 +94,17 @@ async def test_a_frozen_directory_does_not_drop_everybody_when_it_wakes() -> Non
     await directory.register(worker("b"))
     clock.now += 60
     await directory.register(worker("a"))
-    assert ids(await directory.snapshot()) == ["a", "b"]
+    assert ids(await directory.changes()) == ["a", "b"]
     for _ in range(10):
         clock.now += 1
         await directory.register(worker("a"))
-    assert ids(await directory.snapshot()) == ["a"]
+    assert ids(await directory.changes()) == ["a"]
 
 
 async def test_watch_answers_at_once_when_there_is_news_and_else_waits_for_it() -> None:
     directory = Directory()
-    first = await directory.watch("", -1, timeout=60)
-    waiting = asyncio.create_task(directory.watch(first.incarnation, first.version, timeout=60))
+    first = await directory.watch(NOTHING, timeout=60)
+    waiting = asyncio.create_task(directory.watch(first.version, timeout=60))
     await asyncio.sleep(0)
     assert not waiting.done()
     await directory.register(worker("a"))
@@ -105,41 +114,42 @@ async def test_watch_answers_at_once_when_there_is_news_and_else_waits_for_it() 
 
 async def test_watch_ends_at_its_timeout() -> None:
     directory = Directory()
-    first = await directory.snapshot()
+    first = await directory.changes()
     async with asyncio.timeout(5):
-        same = await directory.watch(first.incarnation, first.version, timeout=0.05)
+        same = await directory.watch(first.version, timeout=0.05)
     assert (same.version, same.workers) == (first.version, ())
 
 
 async def test_watch_tells_of_an_expiry_that_nobody_announced() -> None:
     directory = Directory(expiry=0.2)
     await directory.register(worker("a"))
-    known = await directory.snapshot()
+    known = await directory.changes()
     async with asyncio.timeout(5):
-        assert ids(await directory.watch(known.incarnation, known.version, timeout=60)) == []
+        assert (await directory.watch(known.version, timeout=60)).removed == ("a",)
 
 
 async def test_a_router_is_registered_as_long_as_it_watches() -> None:
     clock = Clock()
     directory = Directory(expiry=10, clock=clock)
     routers = [RouterInfo(router_id=f"r{n}", grpc_address=f"h:{n}", http_address=f"h:{n + 10}") for n in range(2)]
-    first = await directory.watch("", -1, 60, routers[0])
+    first = await directory.watch(NOTHING, 60, routers[0])
     assert (first.routers, first.workers) == ((routers[0],), ())
-    waiting = asyncio.create_task(directory.watch(first.incarnation, first.version, 60, routers[0]))
+    waiting = asyncio.create_task(directory.watch(first.version, 60, routers[0]))
     await asyncio.sleep(0)
-    second = await directory.watch("", -1, 60, routers[1])
+    second = await directory.watch(NOTHING, 60, routers[1])
     async with asyncio.timeout(5):
-        assert (await waiting).routers == second.routers == tuple(routers)
+        assert (await waiting).routers == (routers[1],)
+    assert second.routers == tuple(routers)
     await directory.register(worker("a"))
     knows_a = replace(routers[1], num_workers=1)
-    assert (await directory.watch("", -1, 60, knows_a)).routers == (routers[0], knows_a)
+    assert (await directory.watch(NOTHING, 60, knows_a)).routers == (routers[0], knows_a)
     for _ in range(2):
         clock.now += 4
-        await directory.watch("", -1, 60, knows_a)
+        await directory.watch(NOTHING, 60, knows_a)
     clock.now += 4
-    assert (await directory.snapshot()).routers == (knows_a,), "the other has not watched for 10 s"
+    assert (await directory.changes()).routers == (knows_a,), "the other has not watched for 10 s"
     await directory.remove("r1")
-    assert (await directory.snapshot()).routers == ()
+    assert (await directory.changes()).routers == ()
 
 
 async def test_a_conviction_reaches_every_router_and_those_that_join() -> None:
@@ -151,7 +161,7 @@ async def test_a_conviction_reaches_every_router_and_those_that_join() -> None:
         await client.watch(watchers[number], routers[number], convictions[number])
     await client.watch(watchers[0], routers[0], convictions[0])  # it knows of the second one now
     waiting = asyncio.create_task(client.watch(watchers[1], routers[1], convictions[1]))
-    sharing = asyncio.create_task(client.keep_sharing(convictions[0]))
+    sharing = asyncio.create_task(client.keep_sharing(watchers[0], convictions[0]))
     await asyncio.sleep(0)
     convictions[0].convict(REQUEST)
     assert not convictions[1].is_convicted(REQUEST)
@@ -159,17 +169,20 @@ async def test_a_conviction_reaches_every_router_and_those_that_join() -> None:
         await waiting
     sharing.cancel()
     assert convictions[1].is_convicted(REQUEST)
-    version = (await directory.snapshot()).version
-    await directory.watch("", -1, 0.0, None, convictions[1].remaining())
-    assert (await directory.snapshot()).version == version, "what all know wakes nobody"
+    version = (await directory.changes()).version
+    await directory.share(convictions[1].remaining(), {})
+    assert (await directory.changes()).version == version, "what all know wakes nobody"
     again = LocalDirectory(Directory())  # one that has lost everything
-    await again.watch(watchers[1], routers[1], convictions[1])
+    for _ in range(2):  # with the first it notices that this directory is another one
+        await again.watch(watchers[1], routers[1], convictions[1])
     await again.watch(watchers[2], routers[2], convictions[2])
     assert convictions[2].is_convicted(REQUEST)
 
 
-def snapshot(incarnation: str, age: float, *workers: str) -> Snapshot:
-    return Snapshot(incarnation=incarnation, version=1, age=age, workers=tuple(worker(id_) for id_ in workers))
+def snapshot(incarnation: str, age: float, *workers: str) -> Changes:
+    version = Version(incarnation=incarnation, members=1, loads=1)
+    listed = tuple(worker(id_) for id_ in workers)
+    return Changes(version=version, is_whole=True, age=age, workers=listed)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +199,105 @@ def snapshot(incarnation: str, age: float, *workers: str) -> Snapshot:
         ([snapshot("x", 50, "a"), snapshot("y", 0), snapshot("z", 1, "b")], {"a", "b"}),
     ],
 )
-def test_the_workers_that_a_watcher_keeps(snapshots: list[Snapshot], believed: set[str]) -> None:
+def test_the_workers_that_a_watcher_keeps(snapshots: list[Changes], believed: set[str]) -> None:
     watcher = DirectoryWatcher(expiry=10)
-    workers = [watcher.apply(one) for one in snapshots][-1]
-    assert {info.worker_id for info in workers} == believed
-    assert len(workers) == len(believed)
-    assert (watcher.incarnation, watcher.version) == (snapshots[-1].incarnation, 1)
+    for one in snapshots:
+        watcher.apply(one)
+    assert {info.worker_id for info in watcher.workers} == believed
+    assert len(watcher.workers) == len(believed)
+    assert watcher.version == snapshots[-1].version
+
+
+async def test_heartbeats_with_other_loads_end_no_poll_before_its_time() -> None:
+    clock = Clock()
+    directory = Directory(clock=clock)
+    for number in range(300):
+        await directory.register(worker(f"w{number:03}", version=1))
+    known = (await directory.changes()).version
+    waiting = asyncio.create_task(directory.watch(known, timeout=60))
+    for number in range(299):
+        await directory.register(worker(f"w{number:03}", version=2, running=5))
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    clock.now += members.LOAD_SECONDS
+    await directory.register(worker("w001", version=3, running=6, draining=True))
+    async with asyncio.timeout(5):
+        found = await waiting
+    assert ids(found) == ["w001"], "the whole entry of one whose load is not all that has changed"
+    loads = [worker_pb2.WorkerInfo.FromString(each) for each in found.loads]
+    numbers = [*range(1), *range(2, 299)]
+    expected = [(f"w{number:03}", 1, 5) for number in numbers]
+    assert [(each.worker_id, each.epoch, each.load.num_running) for each in loads] == expected
+    assert (await directory.watch(found.version, timeout=0.0)).loads == ()
+
+
+async def test_loads_alone_end_a_poll_after_a_quarter_of_a_second() -> None:
+    directory = Directory()
+    await directory.register(worker("a"))
+    known = (await directory.changes()).version
+    await directory.register(worker("a", version=1, running=1))
+    async with asyncio.timeout(5):
+        found = await directory.watch(known, timeout=60)
+    assert (len(found.workers), len(found.loads)) == (0, 1)
+
+
+async def test_whoever_has_missed_more_than_is_remembered_gets_the_whole_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(members, "_MAX_REMOVED", 2)
+    directory, watchers = Directory(clock=Clock()), [DirectoryWatcher() for _ in range(2)]
+    for number in range(5):
+        await directory.register(worker(f"w{number}"))
+    for watcher in watchers:
+        watcher.apply(await directory.changes())
+    for number in range(3):
+        await directory.remove(f"w{number}")
+        watchers[0].apply(await directory.changes(watchers[0].version))
+    missed = await directory.changes(watchers[1].version)
+    assert missed.is_whole
+    watchers[1].apply(missed)
+    for watcher in watchers:
+        assert {info.worker_id for info in watcher.workers} == {"w3", "w4"}
+
+
+@given(st.lists(st.tuples(st.sampled_from("wldxrqcpn"), st.integers(0, 4)), max_size=60))
+def test_changes_add_up_to_the_whole_list(steps: list[tuple[str, int]]) -> None:
+    """Two routers that poll at different times know what one knows that has just come."""
+    asyncio.run(_check_changes(steps))
+
+
+async def _check_changes(steps: list[tuple[str, int]]) -> None:
+    clock = Clock()
+    directory, watchers = Directory(expiry=10, clock=clock), [DirectoryWatcher() for _ in range(2)]
+    registries = [WorkerRegistry() for _ in watchers]
+
+    async def poll(number: int) -> None:
+        watcher, registry = watchers[number], registries[number]
+        if watcher.apply(await directory.changes(watcher.version)):
+            registry.update(watcher.workers)
+        registry.update_loads(watcher.loads)
+
+    for version, (kind, number) in enumerate(steps, 1):
+        if kind in "wl":  # more likely than the others
+            await directory.register(worker(f"w{number}", version=version, running=version))
+        elif kind == "d":
+            await directory.register(worker(f"w{number}", version=version, draining=True))
+        elif kind == "x":
+            await directory.remove(f"w{number}")
+        elif kind == "n":
+            clock.now += 3
+        elif kind == "r":
+            router = RouterInfo(router_id=f"r{number}", grpc_address=str(version), http_address="")
+            await directory.watch(NOTHING, 0.0, router)
+        else:
+            await poll("qcp".index(kind) % 2)
+    whole = DirectoryWatcher()
+    whole.apply(await directory.changes())
+    expected = {info.worker_id: (info.draining, info.load.version, info.load.num_running) for info in whole.workers}
+    for number, watcher in enumerate(watchers):
+        await poll(number)
+        assert watcher.routers == whole.routers
+        assert expected == {
+            info.worker_id: (info.draining, load.version, load.num_running)
+            for info, load, _ in registries[number].loads()
+        }

@@ -11,9 +11,8 @@ import pytest
 
 from tandem.cluster import identity_file, redeploy
 from tandem.cluster.config import TandemConfig, load_config
-from tandem.cluster.directory import RouterInfo
 from tandem.cluster.identity_file import kept_salt
-from tandem.cluster.members import Continuity, Members
+from tandem.cluster.members import Continuity, Members, RouterInfo
 from tandem.cluster.status import following
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable

@@ -18,12 +18,13 @@ from tandem.router.api.anthropic.requests import parse_count_tokens, parse_messa
 from tandem.router.api.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tandem.router.api.openai.parsing import parse
 from tandem.router.api.openai.requests import parse_chat, parse_completion
-from tandem.router.api.openai.resume import parse_resume
 from tandem.router.api.openai_responses.requests import parse_responses
 from tandem.router.auth.keys import load_keys
 from tandem.router.frontend.chat import check_chat, json_object
-from tandem.router.frontend.resume import ProgressSigner, ResumeBinding, ResumeKey, check_resume
 from tandem.router.frontend.validation import check_parameters
+from tandem.router.resume.event_ids import EventIdSigner, check_event_id
+from tandem.router.resume.policy import ResumePolicy
+from tandem.router.resume.tokens import ProgressSigner, ResumeBinding, ResumeKey, check_resume
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.model.checkpoint import read_tensors
 from tandem.workers.model.config import CheckpointError, parse_json, read_fields
@@ -32,7 +33,9 @@ from tandem.workers.transfer import frames
 
 _KEY: Final = ResumeKey(b"k" * 32)
 _DIGEST: Final = b"d" * 8
-_RESUMED: Final = ProgressSigner(ResumeBinding(key=_KEY, digest=_DIGEST, seed=7), 0, ()).sign([1, 2], False, 0)
+_POLICY: Final = ResumePolicy()
+_BINDING: Final = ResumeBinding(key=_KEY, policy=_POLICY, digest=_DIGEST, seed=7, answer=b"a" * 8)
+_RESUMED: Final = ProgressSigner(_BINDING, 0, ()).sign([1, 2], False, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +64,20 @@ def resume_token(data: bytes) -> object:
     """Reads a token as it came, and one with the right signature."""
     given = [inference_pb2.ResumedChoice(resume_token=data, token_ids=[1, 2])]
     with suppress(InvalidArgument):
-        check_resume(given, _KEY, _DIGEST, 1)
+        check_resume(given, _KEY, _POLICY, _DIGEST, 1)
     signed = data[:-16] + _KEY.sign(data[:-16])
-    return check_resume([inference_pb2.ResumedChoice(resume_token=signed, token_ids=[1, 2])], _KEY, _DIGEST, 1)
+    given = [inference_pb2.ResumedChoice(resume_token=signed, token_ids=[1, 2])]
+    return check_resume(given, _KEY, _POLICY, _DIGEST, 1)
 
 
 def event_id(data: bytes) -> object:
-    return parse_resume({"last-event-id": data.decode("latin-1")})
+    return check_event_id(data.decode("latin-1"), _KEY, _POLICY, _DIGEST, 1)
+
+
+def _event_id() -> bytes:
+    signer = EventIdSigner(_BINDING, None)
+    signer.take(0, [1, 2_000], False)
+    return signer.sign(0)
 
 
 def generate_request(data: bytes) -> object:
@@ -148,7 +158,7 @@ TARGETS: Final = {
         ],
     ),
     "resume token": Target(read=resume_token, raises=(InvalidArgument,), seeds=[_RESUMED]),
-    "event id": Target(read=event_id, raises=(InvalidArgument,), seeds=[b"CgA=", b"agkKBXRva2VuEgA="]),
+    "event id": Target(read=event_id, raises=(InvalidArgument,), seeds=[b"CgA=", _event_id()]),
     "gRPC request": Target(
         read=generate_request,
         raises=(InvalidArgument, DecodeError),

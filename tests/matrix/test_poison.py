@@ -7,7 +7,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from tandem.cluster.directory import Directory, DirectoryWatcher, RouterInfo
+from tandem.cluster.directory import DirectoryWatcher
+from tandem.cluster.members import Directory, RouterInfo
 from tandem.proto.errors import InternalError
 from tandem.router.dispatch.convictions import Convictions
 from tandem.router.request import TokenRequest

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.directory import Directory, DirectoryWatcher, RouterInfo
+from tandem.cluster.directory import DirectoryWatcher
+from tandem.cluster.members import Directory, RouterInfo
 from tandem.proto.errors import InvalidArgument, NotFound, Overloaded, PermissionDenied, TandemError
 from tandem.proto.hashing import adapter_salt, hash_chain
 from tandem.router import adapters
@@ -103,7 +104,7 @@ async def test_routers_learn_from_each_other_through_the_directory_and_after_it_
         await directory.watch(*each)
     await directory.watch(watchers[0], infos[0], convictions[0], registries[0])  # it knows of the second one now
     waiting = asyncio.create_task(directory.watch(watchers[1], infos[1], convictions[1], registries[1]))
-    sharing = asyncio.create_task(directory.keep_sharing(convictions[0], registries[0]))
+    sharing = asyncio.create_task(directory.keep_sharing(watchers[0], convictions[0], registries[0]))
     await asyncio.sleep(0)
     registries[0].put(adapter("new"))
     async with asyncio.timeout(5):
@@ -111,7 +112,8 @@ async def test_routers_learn_from_each_other_through_the_directory_and_after_it_
     assert registries[1].get("new") == adapter("new")
     sharing.cancel()
     again = LocalDirectory(Directory())
-    await again.watch(watchers[1], infos[1], convictions[1], registries[1])
+    for _ in range(2):  # with the first it notices that this directory is another one
+        await again.watch(watchers[1], infos[1], convictions[1], registries[1])
     await again.watch(watchers[2], infos[2], convictions[2], registries[2])
     assert registries[2].get("new") == adapter("new")
 

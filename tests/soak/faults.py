@@ -121,7 +121,7 @@ class Nemesis:
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         ray.get(controller.get_pid.remote(), timeout=_ANSWER_SECONDS)
         directory = ray.get_actor(f"{self._service.config.name}-directory", namespace=NAMESPACE)
-        ray.get(directory.snapshot.remote(), timeout=_ANSWER_SECONDS)
+        ray.get(directory.changes.remote(), timeout=_ANSWER_SECONDS)
         application = serve.status().applications[self._service.config.name]
         states = {name: dict(each.replica_states) for name, each in application.deployments.items()}
         is_whole = application.status == "RUNNING" and all(set(each) == {"RUNNING"} for each in states.values())

@@ -7,7 +7,7 @@ import pytest
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.workers.engine.plan import SamplingParams
-from tandem.workers.engine.sequence import BeamSearch, SequenceSpec, Task
+from tandem.workers.engine.sequence import BeamSearch, SequenceSpec, Task, Turn
 from tandem.workers.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS, WorkerLimits, parse_submit
 
 LIMITS = WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
@@ -52,6 +52,20 @@ def test_a_submit_as_the_engine_takes_it() -> None:
     )
     assert parse(stop_token_ids=[5], ignore_eos=True).stop_ids == {5}
     assert parse(sampling={"top_k": 999}).sampling.top_k == LIMITS.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("given", "turn", "continues"),
+    [
+        (worker_pb2.TURN_UNSPECIFIED, Turn.BY_INDEX, True),
+        (worker_pb2.TURN_FIRST_OF_PRIORITY, Turn.FIRST_OF_PRIORITY, False),
+        (worker_pb2.TURN_IN_ORDER, Turn.IN_ORDER, False),
+        (77, Turn.IN_ORDER, False),
+    ],
+)
+def test_the_turn_of_what_was_begun_elsewhere(given: "worker_pb2.Turn", turn: Turn, continues: bool) -> None:
+    spec = parse(first_index=2, turn=given)
+    assert (spec.turn, spec.continues) == (turn, continues)
 
 
 def test_all_that_shapes_a_distribution() -> None:

@@ -23,6 +23,14 @@ class Task(enum.Enum):
     DECODE = "decode"  # receive the KV cache, then decode
 
 
+class Turn(enum.Enum):
+    """Says when a prompt is computed, of those that wait."""
+
+    BY_INDEX = "by_index"  # before all others if some of it was generated elsewhere, else by priority
+    FIRST_OF_PRIORITY = "first_of_priority"
+    IN_ORDER = "in_order"  # by priority
+
+
 class State(enum.Enum):
     """Names the state of a sequence.
 
@@ -80,6 +88,7 @@ class SequenceSpec:
     priority: int = 0
     salt: bytes = b""  # of its prefixes in the cache; another one for each adapter
     adapter: int = 0  # the number under which its adapter is loaded; 0 is none
+    turn: Turn = Turn.BY_INDEX
     num_remote: int = 0  # of the first tokens of a prompt that is computed here, those that another worker has cached
 
     @property
@@ -90,13 +99,13 @@ class SequenceSpec:
     @property
     def continues(self) -> bool:
         """Whether a stream that was interrupted elsewhere stands still until this has its first token."""
-        return self.first_index > 0
+        return self.first_index > 0 and self.turn is Turn.BY_INDEX
 
     @property
-    def order(self) -> tuple[bool, int]:
+    def order(self) -> tuple[bool, int, bool]:
         """Sorts what waits, for blocks or for a step: a stream that stands still goes ahead; then the higher
-        priority."""
-        return not self.continues, -self.priority
+        priority, and of one priority what is to go first."""
+        return not self.continues, -self.priority, self.turn is not Turn.FIRST_OF_PRIORITY
 
     @property
     def num_prompt(self) -> int:

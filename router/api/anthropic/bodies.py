@@ -6,7 +6,16 @@ from pydantic import Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
 from ....proto import limits
-from ..openai.bodies import Ignored, Int32, Name, Only, OpenModel, ReturnedModel, with_named_parameters
+from ..openai.bodies import (
+    Ignored,
+    Int32,
+    LastEventId,
+    Name,
+    Only,
+    OpenModel,
+    ReturnedModel,
+    with_named_parameters,
+)
 
 _MAX_BLOCKS: Final = limits.MAX_CHAT_MESSAGES
 """In the content of one message."""
@@ -158,6 +167,7 @@ class MessagesFields(CountTokensBody):
     """Declares the fields of POST /v1/messages that are no request parameters."""
 
     stream: bool | None = None
+    last_event_id: LastEventId = None
     metadata: Ignored[dict[str, Any]] = None
     service_tier: Only[Literal["auto", "standard_only"]] = None
 

@@ -36,7 +36,12 @@ def parse_messages(body: bytes, request_id: str) -> HttpRequest:
     set_parameters(translated["common"], parsed, PARAMETER_NAMES)
     if not translated["common"].stopping.HasField("max_tokens"):
         raise InvalidArgument("field required", "max_tokens")
-    return HttpRequest(**translated, request_id=request_id, is_streamed=bool(parsed.stream))
+    return HttpRequest(
+        **translated,
+        request_id=request_id,
+        is_streamed=bool(parsed.stream),
+        last_event_id=parsed.last_event_id,
+    )
 
 
 def parse_count_tokens(body: bytes) -> HttpRequest:

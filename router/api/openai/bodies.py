@@ -92,6 +92,13 @@ Name = Annotated[str, Field(json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{
 Texts = Annotated[list[str] | None, Field(max_length=limits.MAX_CONSTRAINT_CHOICES), FailFast()]
 Only = Annotated[_T | None, Field(description="No other value is supported.")]
 Ignored = Annotated[_T | None, Field(description="Accepted, without effect.")]
+LastEventId = Annotated[
+    str | None,
+    Field(
+        description="The id of the last event that came of a stream that broke, which goes on after"
+        ' it; "": events are to have ids.'
+    ),
+]
 _Text = Annotated[str, Field(min_length=1)]
 _TokenIds = Annotated[list[UInt32], Field(min_length=1)]
 
@@ -212,6 +219,7 @@ class Body(OpenModel):
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    last_event_id: LastEventId = None
     user: Ignored[str] = None
     metadata: Ignored[dict[str, Any]] = None
     safety_identifier: Ignored[str] = None

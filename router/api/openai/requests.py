@@ -48,6 +48,7 @@ class HttpRequest:
     request_id: str
     names: Mapping[str, str]  # names in this body of fields of GenerateRequest, where they differ from the usual
     is_streamed: bool
+    last_event_id: str | None = None  # see RequestContext.event_id
     has_prompt_logprobs: bool = False  # asked for by themselves, not by echo
     has_token_ids: bool = False  # of the prompts and of what is generated
 
@@ -75,7 +76,7 @@ class HttpRequest:
         if self.is_chat and path == "prompt":
             return "messages"
         if path.startswith("resume"):
-            return LAST_EVENT_ID
+            return LAST_EVENT_ID if self.last_event_id is None else "last_event_id"
         found = next((name for start, name in self.names.items() if path.startswith(start)), None)
         return http_field(path) if found is None else found
 
@@ -104,6 +105,7 @@ def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
         request_id=request_id,
         names=names,
         is_streamed=bool(parsed.stream),
+        last_event_id=parsed.last_event_id,
         has_prompt_logprobs=has_prompt_logprobs,
         has_token_ids=bool(parsed.return_token_ids),
     )
@@ -141,6 +143,7 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
         request_id=request_id,
         names=names,
         is_streamed=bool(parsed.stream),
+        last_event_id=parsed.last_event_id,
         has_prompt_logprobs=common.HasField("prompt_logprobs"),
         has_token_ids=bool(parsed.return_token_ids),
     )

@@ -21,7 +21,7 @@ from ..service import tandem_errors_only
 from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT
 from .parsing import http_field
 from .refused_body import RefusedBody
-from .resume import parse_resume
+from .resume import header_event_id
 from .streaming import OPENAI_FORM, AnswerForm
 
 _T = TypeVar("_T")
@@ -44,13 +44,11 @@ async def respond(
             check_request_id(request.headers.get(REQUEST_ID, ""))
             request_id = request.headers.get(REQUEST_ID) or request_id
             timeout = _timeout(request.headers.get(REQUEST_TIMEOUT))
-            resume = parse_resume(request.headers)
             context = RequestContext(
                 arrived=arrived,
                 deadline=None if timeout is None else arrived + timeout,
                 caller=request.state.caller,
-                is_resumable=resume is not None,
-                resume=resume or (),
+                event_id=header_event_id(request.headers),
                 trace=parse_traceparent(request.headers.get(TRACEPARENT)),
             )
             body = await _read(request)

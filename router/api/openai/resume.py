@@ -1,41 +1,45 @@
-"""Lets a stream over HTTP go on after it broke: the id of each event holds all that another router needs.
+"""Lets a stream over HTTP go on after it broke: each event has an id, and the request with the last one resumes it.
 
-Only for clients that ask for it by a header: an id has all token ids of the answer so far, so that those of a stream of
-n tokens have some 1.5 n² bytes together.
+Only for clients that ask for it. The id comes in a header or in the body: browsers and proxies bound headers, and some
+clients cannot set any.
 """
 
-from base64 import b64decode, urlsafe_b64encode
 from collections.abc import Mapping
-
-from google.protobuf.message import DecodeError
+from dataclasses import replace
+from typing import Final
 
 from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ...frontend.prepare import PreparedRequest, RequestContext
+from ...resume.event_ids import EventIdSigner
 from .openapi import LAST_EVENT_ID, RESUME
 from .requests import HttpRequest
 
+_UNFINISHED: Final = inference_pb2.FINISH_REASON_UNSPECIFIED
 
-def parse_resume(headers: Mapping[str, str]) -> list[inference_pb2.ResumedChoice] | None:
-    """Returns what the client has of an answer that it goes on with; None if its events need no ids. Raises
-    InvalidArgument."""
+
+def header_event_id(headers: Mapping[str, str]) -> str | None:
+    """Returns the id of the last event that the client has of a stream, "" if there is none and
+    events are to have ids; None if they need none."""
     event_id = headers.get(LAST_EVENT_ID)
-    if event_id is None:
-        return [] if headers.get(RESUME) == "1" else None
-    given = inference_pb2.GenerateRequest()
-    try:
-        given.ParseFromString(b64decode(event_id, "-_", validate=True))
-    except (ValueError, DecodeError):  # binascii.Error is a ValueError
-        given.Clear()
-    if not given.resume:
-        raise InvalidArgument("is no id of an event of this service", LAST_EVENT_ID)
-    return list(given.resume)
+    if event_id is None and headers.get(RESUME) == "1":
+        return ""
+    return event_id
 
 
-def check_resumable(request: HttpRequest, context: RequestContext) -> None:
-    """Raises InvalidArgument if the request asks for events with ids and for what does not go with them."""
-    if not context.is_resumable:
-        return
+def with_event_id(request: HttpRequest, context: RequestContext) -> RequestContext:
+    """Returns the context with the event id of the header or of the body. Raises InvalidArgument
+    if both have one and they differ, or if the request does not go with events that have ids."""
+    event_id, given = context.event_id, request.last_event_id
+    if event_id and given and event_id != given:
+        raise InvalidArgument("differs from that of the header", "last_event_id")
+    event_id = event_id or given if given is not None else event_id
+    if event_id is not None:
+        _check_resumable(request)
+    return replace(context, event_id=event_id)
+
+
+def _check_resumable(request: HttpRequest) -> None:
     if not request.is_streamed:
         raise InvalidArgument("goes with stream only", RESUME)
     if len(request.prompts) > 1:
@@ -45,22 +49,26 @@ def check_resumable(request: HttpRequest, context: RequestContext) -> None:
 
 
 class EventIds:
-    """Makes the ids of the events of one answer."""
+    """Makes the ids of the events of one answer, and tells which messages its client has."""
 
     def __init__(self, request: PreparedRequest) -> None:
-        self._is_wanted = request.resume is not None
-        self._state = inference_pb2.GenerateRequest()
-        self._choices: dict[int, inference_pb2.ResumedChoice] = {}
-        for choice, progress in request.progress.items():
-            self._choices[choice] = self._state.resume.add(resume_token=progress.token, token_ids=progress.ids)
+        self._signer: EventIdSigner | None = None
+        self._cached_tokens = request.cached_tokens
+        if request.has_event_ids and request.resume is not None:
+            self._signer = EventIdSigner(request.resume, request.event)
 
-    def add(self, event: bytes, message: inference_pb2.GenerateResponse) -> bytes:
-        """Returns the event of a message, or the last of its events, with its id."""
-        if not self._is_wanted:
+    def take(self, message: inference_pb2.GenerateResponse) -> bool:
+        """Takes the next message; returns whether the client has it. Raises InternalError if it differs from what the
+        client has."""
+        if self._signer is None:
+            return False
+        has_ended = message.finish_reason != _UNFINISHED
+        return self._signer.take(message.choice, message.token_ids, has_ended)
+
+    def add(self, event: bytes, timeline: inference_pb2.Timeline) -> bytes:
+        """Returns the event of the last message, or the last of its events, with its id."""
+        if self._signer is None:
             return event
-        if message.choice not in self._choices:
-            self._choices[message.choice] = self._state.resume.add()
-        given = self._choices[message.choice]
-        given.resume_token = message.resume_token
-        given.token_ids.extend(message.token_ids)
-        return event[:-1] + b"id: " + urlsafe_b64encode(self._state.SerializeToString()) + b"\n\n"
+        known = self._cached_tokens
+        event_id = self._signer.sign(timeline.cached_tokens if known is None else known)
+        return event[:-1] + b"id: " + event_id + b"\n\n"

@@ -21,7 +21,7 @@ from ..service import GenerationService, tandem_errors_only
 from .openapi import MAX_TOKENS, REQUEST_ID
 from .requests import HttpRequest
 from .responses import ResponseWriter, TokenIds, check_prompt_ids, check_prompt_logprobs, error_response
-from .resume import EventIds, check_resumable
+from .resume import EventIds, with_event_id
 
 _T = TypeVar("_T")
 
@@ -95,7 +95,8 @@ class GenerationResponse(Response):
         try:
             with tandem_errors_only():
                 accepted = await self._accept()
-                async with aclosing(self._messages(accepted)) as messages:
+                timelines = [inference_pb2.Timeline() for _ in accepted]
+                async with aclosing(self._messages(accepted, timelines)) as messages:
                     async for prompt, message in messages:
                         answers[prompt].append(message)
                 return Response(await self._made_writer(accepted).whole(answers), media_type="application/json")
@@ -127,25 +128,27 @@ class GenerationResponse(Response):
         with tandem_errors_only():
             accepted = await self._accept()
             writer = self._writer = cast(AnswerWriter, self._made_writer(accepted))
-            event_ids = EventIds(accepted[0])
+            event_ids, timelines = EventIds(accepted[0]), [inference_pb2.Timeline() for _ in accepted]
             if accepted[0].progress:
                 writer.restore(await asyncio.to_thread(delivered, accepted[0]))
-            async with aclosing(self._messages(accepted)) as messages:
+            async with aclosing(self._messages(accepted, timelines)) as messages:
                 async for prompt, message in messages:
+                    if event_ids.take(message):
+                        writer.restore([message])
+                        continue
                     if message.HasField("usage"):
                         usages.append(message.usage)
-                    yield event_ids.add(await writer.chunk(prompt, message), message)
+                    yield event_ids.add(await writer.chunk(prompt, message), timelines[prompt])
             yield writer.end(usages)
 
     async def _accept(self) -> list[PreparedRequest]:
         """Checks all prompts before the first runs: no part of a body that is refused is carried out."""
-        check_resumable(self._request, self._context)
+        self._context = with_event_id(self._request, self._context)
         context = replace(self._context, reduces_max_tokens=self._request.is_chat)
         accepted: list[PreparedRequest] = []
         check_num_sequences(len(self._request.prompts), self._request.common)
         size = 0
         for request in self._request.requests():
-            request.resume.extend(self._context.resume)
             accepted.append(await self._service.accept(request, context))
             tokens = accepted[-1].tokens
             if request.stopping.max_tokens > tokens.max_tokens:
@@ -159,9 +162,10 @@ class GenerationResponse(Response):
         return accepted
 
     def _messages(
-        self, accepted: Sequence[PreparedRequest]
+        self, accepted: Sequence[PreparedRequest], timelines: Sequence[inference_pb2.Timeline]
     ) -> AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]:
-        return _interleave([partial(self._service.run, each, inference_pb2.Timeline()) for each in accepted])
+        runs = zip(accepted, timelines, strict=True)
+        return _interleave([partial(self._service.run, each, timeline) for each, timeline in runs])
 
     def _made_writer(self, accepted: Sequence[PreparedRequest]) -> WholeWriter:
         model = self._request.common.model or self._service.base_name

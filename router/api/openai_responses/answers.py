@@ -34,6 +34,7 @@ class ResponsesWriter:
         self._head = _head(request, model)
         self._has_started = False
         self._sequence_number = 0  # of the next event
+        self._num_restored = 0  # tokens that the client had before
         self._output: list[dict[str, Any]] = []  # items; the last may go on
         self._open = ""  # the type of the text item that does
 
@@ -43,11 +44,10 @@ class ResponsesWriter:
 
     def restore(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
         """See AnswerWriter. Sequence numbers go on above those of the stream that broke."""
-        num_tokens = 1
         for message in delivered:
             list(self._events(message))
-            num_tokens += len(message.token_ids)
-        self._sequence_number = _MAX_EVENTS_PER_TOKEN * num_tokens
+            self._num_restored += len(message.token_ids)
+        self._sequence_number = _MAX_EVENTS_PER_TOKEN * (1 + self._num_restored)
 
     def end(self, _usages: Sequence[inference_pb2.Usage]) -> bytes:
         """See AnswerWriter."""

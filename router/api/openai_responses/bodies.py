@@ -7,7 +7,16 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from ....proto import limits
-from ..openai.bodies import Ignored, Name, NamedFunction, Only, OpenModel, ReturnedModel, with_named_parameters
+from ..openai.bodies import (
+    Ignored,
+    LastEventId,
+    Name,
+    NamedFunction,
+    Only,
+    OpenModel,
+    ReturnedModel,
+    with_named_parameters,
+)
 
 _MAX_PARTS: Final = limits.MAX_CHAT_MESSAGES
 """In the content of one message."""
@@ -191,6 +200,7 @@ class ResponsesFields(OpenModel):
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
+    last_event_id: LastEventId = None
     store: Annotated[Literal[False] | None, BeforeValidator(_store), WithJsonSchema({"enum": [False, None]})] = None
     previous_response_id: NotStored = None
     conversation: NotStored = None

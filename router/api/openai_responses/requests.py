@@ -56,6 +56,7 @@ def parse_responses(body: bytes, request_id: str) -> ResponsesRequest:
         request_id=request_id,
         names=names,
         is_streamed=bool(parsed.stream),
+        last_event_id=parsed.last_event_id,
     )
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.proto import errors
+from tandem.proto import errors, worker_pb2
 from tandem.router.api.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
+from tandem.router.resume import event_ids
+from tandem.router.resume.policy import MAX_USES, ResumePolicy
 from tandem.tests.router.api.http_bodies import CHAT, MESSAGES, TEXT, body
 from tandem.tests.router.fake_source import FakeTokenSource
 
@@ -20,6 +22,13 @@ KEY = b"k" * 32
 CALL = b'<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 ASKED = {"Tandem-Resume": "1"}
+
+
+@pytest.fixture(params=[event_ids.MAX_ID_BYTES, 0], ids=["ids of tokens", "counts"])
+def id_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Both forms of event ids: with the ids of tokens, and with their counts."""
+    monkeypatch.setattr(event_ids, "MAX_ID_BYTES", request.param)
+    return int(request.param)
 
 
 @pytest.fixture
@@ -40,8 +49,13 @@ async def stream(router: httpx.AsyncClient, path: str, fields: dict[str, Any], *
     """The events, each with its id."""
     answer = await router.post(path, json=body(path, stream=True, **fields), headers=ASKED | headers)
     assert answer.status_code == 200, answer.text
+    return parse(answer.text)
+
+
+def parse(text: str) -> list[tuple[str, Any]]:
+    """The events of a stream, each with its id."""
     found = []
-    for event in answer.text.strip().split("\n\n"):
+    for event in text.strip().split("\n\n"):
         data, _, event_id = event.partition("\nid: ")
         value = data.removeprefix("data: ")
         found.append((event_id, value if value == "[DONE]" else json.loads(value)))
@@ -68,10 +82,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"max_tokens": 6, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
     (CHAT, {"max_tokens": 12, "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 1, "prompt_logprobs": 0}),
     (CHAT, {"max_tokens": 150, "tools": TOOLS}),
+    (TEXT, {"max_tokens": 70, "n": 4, "stop": ["x", "ab"]}),
 ]
 
 
 @pytest.mark.parametrize(("path", "fields"), CASES)
+@pytest.mark.usefixtures("id_bytes")
 async def test_a_stream_goes_on_after_any_event(
     routers: list[httpx.AsyncClient], source: FakeTokenSource, path: str, fields: dict[str, Any]
 ) -> None:
@@ -88,6 +104,7 @@ async def test_a_stream_goes_on_after_any_event(
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.usefixtures("id_bytes")
 async def test_a_stream_of_agents_goes_on_after_any_event(
     routers: list[httpx.AsyncClient], source: FakeTokenSource, path: str
 ) -> None:
@@ -144,6 +161,9 @@ async def test_what_does_not_fit_is_refused(routers: list[httpx.AsyncClient], so
     refused: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         ("last-event-id", {}, {"Last-Event-ID": "!"}),
         ("last-event-id", {}, {"Last-Event-ID": "YWFh"}),
+        ("last-event-id", {}, {"Last-Event-ID": "A" * 50_000}),
+        ("last_event_id", {"last_event_id": "YWFh"}, {}),
+        ("last_event_id", {"last_event_id": "YWFh"}, {"Last-Event-ID": event_id}),
         ("last-event-id", {"max_tokens": 5}, {"Last-Event-ID": f"{event_id[:-8]}AAAAAAAA"}),
         ("last-event-id", {"max_tokens": 6}, {"Last-Event-ID": event_id}),
         ("last-event-id", {"max_tokens": 5}, {"Last-Event-ID": events[-2][0]}),  # nothing is left
@@ -155,3 +175,123 @@ async def test_what_does_not_fit_is_refused(routers: list[httpx.AsyncClient], so
         answer = await router.post(TEXT, json=body(TEXT, **{"stream": True, **fields}), headers=headers)
         assert (answer.status_code, answer.json()["error"]["param"]) == (errors.InvalidArgument.http_status, param)
     assert len(source.requests) == num_requests
+
+
+async def test_the_id_may_come_in_the_body(routers: list[httpx.AsyncClient]) -> None:
+    first, second = routers
+    fields = {"max_tokens": 12, "seed": 5}
+    expected = await stream(first, TEXT, fields)
+
+    async def ask(event_id: str) -> list[tuple[str, Any]]:
+        sent = body(TEXT, stream=True, last_event_id=event_id, **fields)
+        answer = await second.post(TEXT, json=sent)
+        assert answer.status_code == 200, answer.text
+        return parse(answer.text)
+
+    begun = await ask("")
+    assert [bool(event_id) for event_id, _ in begun] == [bool(each) for each, _ in expected]
+    rest = await ask(expected[4][0])
+    assert comparable(expected[:5] + rest) == comparable(expected)
+
+
+async def test_ids_are_bounded_and_the_stream_goes_on_after_each_of_them(
+    routers: list[httpx.AsyncClient], source: FakeTokenSource
+) -> None:
+    """Four choices with more tokens than an id has room for: resumed before and after that."""
+    first, second = routers
+    source.answers = [[97 + (7 * index + 5 * choice) % 26 for index in range(250)] for choice in range(4)]
+    fields = {"max_tokens": 250, "n": 4, "ignore_eos": True, "seed": 5}
+    expected = await stream(first, TEXT, fields)
+    ids = [event_id for event_id, _ in expected]
+    longest = max(map(len, ids))
+    assert longest < 2 * event_ids.MAX_ID_BYTES
+    assert longest < event_ids.MAX_EVENT_ID_CHARACTERS
+    assert len(ids[-2]) < longest / 3, "counts are shorter than ids"
+    num_bytes = sum(len(json.dumps(data)) for _, data in expected)
+    assert sum(map(len, ids)) < 5 * num_bytes
+    for at in (0, 3, *range(100, 1000, 97)):
+        rest = await stream(second, TEXT, fields, **{"Last-Event-ID": ids[at]})
+        assert comparable(expected[: at + 1] + rest) == comparable(expected)
+
+
+async def test_an_answer_that_is_computed_again_and_differs_is_an_error(
+    routers: list[httpx.AsyncClient],
+    source: FakeTokenSource,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_ids, "MAX_ID_BYTES", 0)
+    first, second = routers
+    source.answer = b"one answer"
+    fields = {"max_tokens": 8, "ignore_eos": True}
+    expected = await stream(first, TEXT, fields)
+    source.answer = b"one other answer"
+    for at, same in ((3, True), (6, False)):
+        answer = await second.post(
+            TEXT, json=body(TEXT, stream=True, **fields), headers={"Last-Event-ID": expected[at][0]}
+        )
+        assert (answer.status_code == 200) == same
+    assert "cannot be computed again" in answer.json()["error"]["message"]
+
+
+async def test_an_id_expires(model: ServedModel, source: FakeTokenSource) -> None:
+    now = 1000.0
+    policy = ResumePolicy(600, wall_clock=lambda: now)
+    service = GenerationService([model], source, resume_key=KEY, resume_policy=policy)
+    server = HttpServer(service)
+    address = await server.start("127.0.0.1:0")
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=20) as router:
+        events = await stream(router, TEXT, {"max_tokens": 5})
+        now = 1600.0
+        rest = await stream(router, TEXT, {"max_tokens": 5}, **{"Last-Event-ID": events[2][0]})
+        assert comparable(events[:3] + rest) == comparable(events)
+        now = 1601.0
+        answer = await router.post(
+            TEXT,
+            json=body(TEXT, stream=True, max_tokens=5),
+            headers={"Last-Event-ID": events[2][0]},
+        )
+        assert answer.status_code == errors.InvalidArgument.http_status
+        assert "has expired after 600 seconds" in answer.json()["error"]["message"]
+    await server.stop(0)
+
+
+@pytest.mark.usefixtures("id_bytes")
+async def test_an_id_is_used_a_few_times_and_only_the_first_goes_ahead(
+    routers: list[httpx.AsyncClient], source: FakeTokenSource
+) -> None:
+    first, second = routers
+    fields = {"max_tokens": 9, "ignore_eos": True, "seed": 5}
+    expected = await stream(first, TEXT, fields)
+    headers = {"Last-Event-ID": expected[2][0]}
+    sent = body(TEXT, stream=True, **fields)
+    answers = await asyncio.gather(*(second.post(TEXT, json=sent, headers=headers) for _ in range(6)))
+    statuses = sorted(answer.status_code for answer in answers)
+    assert statuses == [200] * MAX_USES + [400] * (6 - MAX_USES)
+    assert "was used 3 times" in max(answers, key=lambda each: each.status_code).text
+    turns = [asked.turn for asked in source.requests[1:]]
+    ahead, others = worker_pb2.TURN_FIRST_OF_PRIORITY, worker_pb2.TURN_IN_ORDER
+    assert sorted(turns) == [ahead] + [others] * (MAX_USES - 1)
+    later = {"Last-Event-ID": expected[4][0]}  # of one that has received more
+    assert (await second.post(TEXT, json=sent, headers=later)).status_code == 200
+    assert source.requests[-1].turn == others
+    assert (await second.post(TEXT, json=sent, headers=headers)).status_code == 400
+    assert (await first.post(TEXT, json=sent, headers=headers)).status_code == 200
+
+
+@pytest.mark.usefixtures("id_bytes")
+async def test_a_resumption_that_the_service_could_not_begin_does_not_count(
+    routers: list[httpx.AsyncClient], source: FakeTokenSource
+) -> None:
+    first, second = routers
+    fields = {"max_tokens": 9, "ignore_eos": True, "seed": 5}
+    expected = await stream(first, TEXT, fields)
+    headers, sent = {"Last-Event-ID": expected[2][0]}, body(TEXT, stream=True, **fields)
+    source.error = errors.Unavailable("no worker is ready")
+    for _ in range(2 * MAX_USES):
+        assert (await second.post(TEXT, json=sent, headers=headers)).status_code == 503
+    source.error = errors.InternalError("the worker failed")
+    assert (await second.post(TEXT, json=sent, headers=headers)).status_code == 500
+    assert source.requests[-1].turn == worker_pb2.TURN_FIRST_OF_PRIORITY
+    source.error = None
+    for status in [200] * (MAX_USES - 1) + [400]:
+        assert (await second.post(TEXT, json=sent, headers=headers)).status_code == status

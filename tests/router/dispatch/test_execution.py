@@ -104,7 +104,8 @@ def test_a_request_begun_elsewhere_goes_on_with_the_same_tokens(seed: int, pairs
     emitted = tuple(None if ended else ids for ids, ended in zip(begun, has_ended, strict=True))
     pools, caller = FakePools(random.Random(seed), pairs), Caller(len(cuts))
     caller.ids = [list(ids) for ids in begun]
-    execution, _ = start(pools, replace(request, emitted=emitted))
+    turn = worker_pb2.TURN_IN_ORDER
+    execution, _ = start(pools, replace(request, emitted=emitted, turn=turn))
     kill = True
     while not execution.done:
         if kill and pools.chance.random() < 0.1:
@@ -116,6 +117,9 @@ def test_a_request_begun_elsewhere_goes_on_with_the_same_tokens(seed: int, pairs
     assert caller.finished == {choice for choice, ended in enumerate(has_ended) if not ended}
     assert all(not submit.HasField("prompt_logprobs") for submit in pools.submits if submit.first_index)
     assert not pools.held
+    for submit in pools.submits:  # what the service interrupts goes ahead, what its client resumes does not
+        is_resumed = submit.first_index == len(begun[submit.first_choice])
+        assert submit.turn == (turn if is_resumed else worker_pb2.TURN_UNSPECIFIED)
 
 
 def test_a_choice_that_the_caller_ended_is_cancelled_at_its_next_tokens() -> None:

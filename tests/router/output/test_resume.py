@@ -5,7 +5,9 @@ import random
 import time
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -13,10 +15,15 @@ from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
+from tandem.router.api.openai.resume import EventIds
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Caller
+from tandem.router.auth.rate import Quota
+from tandem.router.dispatch.submit import rest_of
 from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
+from tandem.router.resume import event_ids
+from tandem.router.scheduling.capacity import required_capacity
 from tandem.tests.router.api.answers import Answers, request
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
 
@@ -47,6 +54,21 @@ async def answer(
     context = RequestContext(arrived=time.monotonic(), caller=Caller(tenant=tenant), is_resumable=True)
     prepared = await service.accept(message, context)
     return [each async for each in service.run(prepared, inference_pb2.Timeline())]
+
+
+async def answer_after(
+    message: inference_pb2.GenerateRequest, source: FakeTokenSource, event_id: str
+) -> list[tuple[inference_pb2.GenerateResponse, str]]:
+    """The messages of a router of its own that its client does not have, each with the id of its event."""
+    service = GenerationService([MODEL], source, resume_key=KEY)
+    context = RequestContext(arrived=time.monotonic(), event_id=event_id)
+    prepared = await service.accept(message, context)
+    ids, timeline = EventIds(prepared), inference_pb2.Timeline()
+    return [
+        (each, ids.add(b"\n", timeline).decode().removeprefix("id: ").strip())
+        async for each in service.run(prepared, timeline)
+        if not ids.take(each)
+    ]
 
 
 def resumed(message: inference_pb2.GenerateRequest, delivered: Answers) -> inference_pb2.GenerateRequest:
@@ -99,6 +121,7 @@ def make_source(seed: int, tokens_per_delta: int, num_choices: int, *, calls: bo
     logprobs=st.none() | st.integers(0, 2),
     kind=st.sampled_from(["text", "echo", "tools", "best_of", "beam", "one token"]),
     prompt_logprobs=st.booleans(),
+    id_bytes=st.sampled_from([None, 0, 20, event_ids.MAX_ID_BYTES]),
 )
 def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
     seed: int,
@@ -110,7 +133,9 @@ def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
     logprobs: int | None,
     kind: str,
     prompt_logprobs: bool,
+    id_bytes: int | None,
 ) -> None:
+    """By resume tokens or, over HTTP, by event ids with so many bytes of token ids at most."""
     fields: Fields = {"n": num_choices, "stopping": {"stop": stop, "min_tokens": min_tokens, "max_tokens": 120}}
     fields |= {"sampling": {"seed": seed}} if kind != "beam" else {"beam_search": {"width": 4}}
     if kind != "beam":
@@ -127,6 +152,10 @@ def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
     expected = asyncio.run(answer(message, source))
     delivered: Answers = []
     rest = expected
+    if id_bytes is not None:
+        with patch.object(event_ids, "MAX_ID_BYTES", id_bytes):
+            assert whole(after_events(message, source, cuts)) == whole(expected)
+        return
     for cut in cuts:  # each breaks what was left
         delivered += rest[: int(cut * len(rest))]
         if not delivered:  # a first try; its cached tokens count
@@ -134,6 +163,22 @@ def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
         rest = asyncio.run(answer(resumed(message, delivered), source))
     assert whole(delivered + rest) == whole(expected)
     assert bool(source.requests[-1].emitted) == (bool(delivered) and kind not in ("best_of", "beam"))
+
+
+def after_events(message: inference_pb2.GenerateRequest, source: FakeTokenSource, cuts: list[float]) -> Answers:
+    """What the client of an HTTP stream that breaks has in the end. Deltas are cut anew each time."""
+    event_id, delivered = "", Answers()
+    source.requests.clear()
+    rest = asyncio.run(answer_after(message, source, ""))
+    for cut in cuts:
+        if came := rest[: int(cut * len(rest))]:
+            delivered += [each for each, _ in came]
+            event_id = came[-1][1]
+        else:
+            source.requests.clear()
+        source.tokens_per_delta = source.tokens_per_delta % 4 + 1
+        rest = asyncio.run(answer_after(message, source, event_id))
+    return delivered + [each for each, _ in rest]
 
 
 def test_a_random_seed_is_kept() -> None:
@@ -233,5 +278,46 @@ def test_choices_that_do_not_fit_together_are_refused() -> None:
     unseeded = request(n=2, stopping={"max_tokens": 10})
     first, second = (asyncio.run(answer(unseeded, FakeTokenSource())) for _ in range(2))
     mixed = resumed(unseeded, [first[0], second[1]])
-    assert refusal(mixed)[1] == "resume: the tokens are of several runs, with different seeds"
+    assert refusal(mixed)[1] == "resume: the tokens are of several runs of the request"
     assert "nothing is left" in refusal(resumed(MESSAGE, DELIVERED))[1]
+
+
+@pytest.mark.parametrize(("num_came", "charged"), [(0, 2 + 10), (6, 2 + 6 + 4), (9, 2 + 9 + 1)])
+def test_what_is_computed_again_is_charged(num_came: int, charged: int) -> None:
+    """The tokens that the client has are a part of the prompt, or generated again."""
+    message = request(sampling={"seed": 7}, stopping={"max_tokens": 10, "ignore_eos": True})
+    sent = resumed(message, asyncio.run(answer(message, FakeTokenSource()))[:num_came])
+    assert asyncio.run(tokens_taken(sent, RequestContext(arrived=0.0, is_resumable=True))) == charged
+    event_id = ""
+    if num_came:
+        events = asyncio.run(answer_after(message, FakeTokenSource(), ""))
+        event_id = events[num_came - 1][1]
+    context = RequestContext(arrived=0.0, event_id=event_id)
+    assert asyncio.run(tokens_taken(message, context)) == charged
+    with patch.object(event_ids, "MAX_ID_BYTES", 0):
+        if num_came:
+            events = asyncio.run(answer_after(message, FakeTokenSource(), ""))
+            context = replace(context, event_id=events[num_came - 1][1])
+        assert asyncio.run(tokens_taken(message, context)) == 2 + 10
+
+
+async def tokens_taken(message: inference_pb2.GenerateRequest, context: RequestContext) -> int:
+    """How much of a minute's tokens a request takes."""
+    quota = Quota(clock=lambda: 0.0)
+    quota.resize(None, 1000, None)
+    context = replace(context, arrived=time.monotonic(), caller=Caller(quota=quota))
+    service = GenerationService([MODEL], FakeTokenSource(), resume_key=KEY)
+    prepared = await service.accept(message, context)
+    _ = [each async for each in service.run(prepared, inference_pb2.Timeline())]
+    return 1000 - int(quota.headers()["x-ratelimit-remaining-tokens"])
+
+
+def test_a_resumed_request_needs_room_for_what_its_client_has() -> None:
+    message = resumed(MESSAGE, DELIVERED[:7])
+    service = GenerationService([MODEL], FakeTokenSource(), resume_key=KEY)
+    context = RequestContext(arrived=time.monotonic(), is_resumable=True)
+    fresh, again = (asyncio.run(service.accept(each, context)).tokens for each in (MESSAGE, message))
+    needed, needed_again = required_capacity(fresh), required_capacity(again)
+    assert needed_again.prompt_tokens == needed.prompt_tokens + 7
+    assert needed_again.kv_tokens == needed.kv_tokens + 7
+    assert required_capacity(rest_of(again, 0, again.emitted[0] or ())).prompt_tokens == 2 + 4

@@ -9,8 +9,10 @@ from tandem.proto import worker_pb2
 from tandem.proto.hashing import hash_chain
 from tandem.proto.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tandem.router.request import TokenRequest
+from tandem.router.scheduling.capacity import Capacity
 from tandem.router.scheduling.policy import Placement
 from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.router.scheduling.worker_state import WorkerState
 from tandem.tests.router.pools import fill, info, report, request
 
 
@@ -347,6 +349,48 @@ def test_two_routers_count_each_others_requests_and_their_ends() -> None:
         described.load.CopyFrom(busy)
         registry.update([described])
         assert sequences_of(registry) == 10
+
+
+def test_loads_from_the_directory_count_unless_a_session_has_reported_newer_ones() -> None:
+    registry = registry_of(1, 1, max_sequences=10)
+    report(registry, "d0", load=load(num_running=4, version=2))
+
+    def learn(epoch: int, version: int, num_running: int) -> int:
+        newer = load(num_running=num_running, version=version)
+        registry.update_loads([worker_pb2.WorkerInfo(worker_id="d0", epoch=epoch, load=newer)])
+        return 10 - sequences_of(registry)
+
+    registry.update_loads([worker_pb2.WorkerInfo(worker_id="gone", epoch=1, load=load(version=9))])
+    epoch = registry.loads()[-1][0].epoch
+    assert learn(epoch, 2, 5) == 4
+    assert learn(epoch, 1, 5) == 4
+    assert learn(epoch + 1, 9, 5) == 4
+    assert learn(epoch, 3, 6) == 6
+
+
+def test_capacity_is_counted_when_it_is_read_or_somebody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[str] = []
+    count = WorkerState.measure_free
+
+    def measure_free(worker: WorkerState, token_seconds: float) -> Capacity:
+        counted.append(worker.info.worker_id)
+        return count(worker, token_seconds)
+
+    registry = registry_of(2, 2, max_sequences=10)
+    assert sequences_of(registry) == 20
+    monkeypatch.setattr(WorkerState, "measure_free", measure_free)
+    for version in range(1, 100):
+        report(registry, "d0", load=load(num_running=version % 5, version=version))
+    assert counted == []
+    assert sequences_of(registry) == 20 - 4
+    assert sequences_of(registry) == 20 - 4
+    assert counted == ["d0"]
+    woken: list[bool] = []
+    registry.subscribe(lambda: woken.append(True))
+    report(registry, "d0", load=load(num_running=1, version=100))
+    assert (woken, counted) == ([True], ["d0", "d0"])
 
 
 def sequences_of(registry: WorkerRegistry) -> int:

@@ -8,7 +8,7 @@ from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker, en
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.events import Admitted, Event, NewTokens
 from tandem.workers.engine.plan import FirstTokens, SamplingParams
-from tandem.workers.engine.sequence import BeamSearch, FinishReason, SequenceSpec, Task
+from tandem.workers.engine.sequence import BeamSearch, FinishReason, SequenceSpec, Task, Turn
 
 PROMPT = tuple(range(1, 11))
 
@@ -34,6 +34,7 @@ def spec(
     num_choices: int = 1,
     beam: BeamSearch | None = None,
     priority: int = 0,
+    turn: Turn = Turn.BY_INDEX,
 ) -> SequenceSpec:
     return SequenceSpec(
         id=number,
@@ -46,6 +47,7 @@ def spec(
         beam=beam,
         stop_ids=frozenset(stop_ids),
         priority=priority,
+        turn=turn,
         salt=salt,
     )
 

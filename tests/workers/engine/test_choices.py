@@ -23,7 +23,7 @@ from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.events import Admitted, Event, NewTokens, Preempted, PrefillFinished, Progress
 from tandem.workers.engine.plan import SamplingParams
-from tandem.workers.engine.sequence import FinishReason, Task
+from tandem.workers.engine.sequence import FinishReason, Task, Turn
 
 
 def choices_of(events: Sequence[Event], first: int, n: int) -> list[list[int]]:
@@ -356,3 +356,16 @@ def test_an_interrupted_stream_goes_before_prompts_that_wait_or_are_under_way(wo
     assert later[:3] == [3, 3, 3]
     assert set(later[3:]) == {1, 2}
     assert later[3:] == sorted(later[3:], reverse=True)
+
+
+def test_a_stream_that_its_client_resumes_keeps_its_priority(worker: MakeWorker) -> None:
+    """Once it goes before those of its priority; otherwise it waits as they do."""
+    target = worker(max_sequences=1, prefix_caching=False)
+    first, later = Turn.FIRST_OF_PRIORITY, Turn.IN_ORDER
+    asked = [(1, 0, Turn.BY_INDEX), (2, 5, Turn.BY_INDEX), (3, 0, later), (4, 0, first), (5, 5, first)]
+    for number, priority, turn in asked:
+        first_index = 0 if turn is Turn.BY_INDEX else 2
+        target.submit(spec(number, first_index=first_index, priority=priority, turn=turn, max_tokens=1))
+    target.submit(spec(6, first_index=2, max_tokens=1))  # interrupted by the service
+    admitted = [event.id for event in run(target) if isinstance(event, Admitted)]
+    assert admitted == [6, 5, 2, 4, 1, 3]

@@ -2,7 +2,8 @@
 
 A router keeps nothing for others. The client brings the token ids that it has, and the last resume token of each choice
 vouches for them: it names the request, its seed, and the count and hash of the ids, under a key that all routers of a
-service share. The client may read a token; it cannot change one.
+service share. The client may read a token; it cannot change one. A token has a time, after which it expires, and names
+the answer that it is of, whose resumptions each router counts (policy.py).
 """
 
 import hmac
@@ -16,12 +17,15 @@ from typing import Final
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.hashing import hash_prompt
+from .policy import ResumePolicy
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _DIGEST_BYTES: Final = 8  # of hashes under the MAC; whoever forges one has only made a prompt of their own choice
-_MAC_BYTES: Final = 16  # of HMAC-SHA256; RFC 2104 allows half
-_HEAD: Final = Struct(f"<B{_DIGEST_BYTES}sQB")  # version, digest of the request, seed, choice
-_STATE: Final = Struct("<?II")  # whether the choice has ended, its tokens, prompt tokens that were cached
+MAC_BYTES: Final = 16  # of HMAC-SHA256; RFC 2104 allows half
+ANSWER_BYTES: Final = 8  # random
+_HEAD: Final = Struct(f"<B{_DIGEST_BYTES}sQ{ANSWER_BYTES}sB")  # version, digest of the request, seed, answer, choice
+# Whether the choice has ended, its tokens, prompt tokens that were cached, and the time in seconds.
+_STATE: Final = Struct("<?III")
 _MAC_START: Final = _HEAD.size + _STATE.size + _DIGEST_BYTES  # after these two the hash of the ids
 
 
@@ -34,7 +38,12 @@ class ResumeKey:
     def sign(self, body: bytes) -> bytes:
         mac = self._mac.copy()
         mac.update(body)
-        return mac.digest()[:_MAC_BYTES]
+        return mac.digest()[:MAC_BYTES]
+
+    def signed_part(self, token: bytes) -> bytes | None:
+        """Returns what comes before the signature of bytes that end with one; None if it is not of this key."""
+        body = token[:-MAC_BYTES]
+        return body if hmac.compare_digest(token[-MAC_BYTES:], self.sign(body)) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +51,28 @@ class ResumeBinding:
     """Holds what all resume tokens of one request have in common."""
 
     key: ResumeKey
+    policy: ResumePolicy
     digest: bytes  # of the request
     seed: int
+    answer: bytes  # names the answer from its begin on, wherever it is resumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceProgress:
     """Holds how far a choice is, as its client and its resume token say."""
 
-    token: bytes
     ids: tuple[int, ...]
     has_ended: bool
-    cached_tokens: int  # of the prompt, when it was computed first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedAnswer:
+    """Holds an answer that its client has begun to receive."""
+
+    answer: bytes  # see ResumeBinding
     seed: int
+    cached_tokens: int  # of the prompt, when it was computed first
+    choices: dict[int, ChoiceProgress]  # that have begun, by number
 
 
 class ProgressSigner:
@@ -63,7 +81,8 @@ class ProgressSigner:
     def __init__(self, binding: ResumeBinding, choice: int, emitted: Sequence[int]) -> None:
         """`emitted`: the ids that its client has already."""
         self._key = binding.key
-        self._head = _HEAD.pack(_VERSION, binding.digest, binding.seed, choice)
+        self._now = binding.policy.now
+        self._head = _HEAD.pack(_VERSION, binding.digest, binding.seed, binding.answer, choice)
         self._ids = blake2b(array("I", emitted), digest_size=_DIGEST_BYTES)
         self._num_tokens = len(emitted)
 
@@ -71,7 +90,8 @@ class ProgressSigner:
         """Takes the next ids; returns the resume token after them."""
         self._ids.update(array("I", ids))
         self._num_tokens += len(ids)
-        body = self._head + _STATE.pack(has_ended, self._num_tokens, cached_tokens) + self._ids.digest()
+        state = _STATE.pack(has_ended, self._num_tokens, cached_tokens, self._now())
+        body = self._head + state + self._ids.digest()
         return body + self._key.sign(body)
 
 
@@ -89,39 +109,54 @@ def digest_request(request: inference_pb2.GenerateRequest, prompt: Sequence[int]
 
 
 def check_resume(
-    given: Sequence[inference_pb2.ResumedChoice], key: ResumeKey, digest: bytes, num_choices: int
-) -> dict[int, ChoiceProgress]:
-    """Returns the progress of each choice that has begun. Raises InvalidArgument if the tokens are not of this service,
-    this request and these ids, or of several runs of it, or if nothing is left to generate."""
+    given: Sequence[inference_pb2.ResumedChoice],
+    key: ResumeKey,
+    policy: ResumePolicy,
+    digest: bytes,
+    num_choices: int,
+) -> ResumedAnswer:
+    """Returns the answer with each choice that has begun; `given` has at least one. Raises InvalidArgument if the
+    tokens are not of this service, this request and these ids, have expired or are of several runs of the request, or
+    if nothing is left to generate."""
     found: dict[int, ChoiceProgress] = {}
+    runs: list[tuple[bytes, int, int]] = []
     for i, each in enumerate(given):
-        choice, progress = _check_choice(each, key, digest, f"resume[{i}]")
+        choice, progress, run = _check_choice(each, key, policy, digest, f"resume[{i}]")
         if choice in found:
             raise InvalidArgument(f"choice {choice} is there twice", f"resume[{i}]")
         found[choice] = progress
-    if len({progress.seed for progress in found.values()}) > 1:
-        raise InvalidArgument("the tokens are of several runs, with different seeds", "resume")
-    if len(found) == num_choices and all(progress.has_ended for progress in found.values()):
+        runs.append(run)
+    if len({(answer, seed) for answer, seed, _ in runs}) > 1:
+        raise InvalidArgument("the tokens are of several runs of the request", "resume")
+    answer, seed, cached_tokens = runs[0]
+    resumed = ResumedAnswer(answer=answer, seed=seed, cached_tokens=cached_tokens, choices=found)
+    check_unfinished([each.has_ended for each in found.values()], num_choices)
+    return resumed
+
+
+def check_unfinished(ended: Sequence[bool], num_choices: int) -> None:
+    """Raises InvalidArgument if so many choices have begun, and all have ended."""
+    if len(ended) == num_choices and all(ended):
         raise InvalidArgument("all choices have ended; nothing is left to generate", "resume")
-    return found
 
 
 def _check_choice(
-    given: inference_pb2.ResumedChoice, key: ResumeKey, digest: bytes, field: str
-) -> tuple[int, ChoiceProgress]:
+    given: inference_pb2.ResumedChoice, key: ResumeKey, policy: ResumePolicy, digest: bytes, field: str
+) -> tuple[int, ChoiceProgress, tuple[bytes, int, int]]:
     token, name = given.resume_token, f"{field}.resume_token"
-    body = token[:_MAC_START]
-    if len(token) != _MAC_START + _MAC_BYTES or not hmac.compare_digest(token[_MAC_START:], key.sign(body)):
+    body = key.signed_part(token)
+    if body is None or len(token) != _MAC_START + MAC_BYTES:
         raise InvalidArgument("is no resume token of this service", name)
-    version, found_digest, seed, choice = _HEAD.unpack_from(body)
+    version, found_digest, seed, answer, choice = _HEAD.unpack_from(body)
     if version != _VERSION:
         raise InvalidArgument("is of another version of the service", name)
     if found_digest != digest:
         raise InvalidArgument("belongs to another request: prompt or parameters differ", name)
-    has_ended, num_tokens, cached_tokens = _STATE.unpack_from(body, _HEAD.size)
+    has_ended, num_tokens, cached_tokens, signed = _STATE.unpack_from(body, _HEAD.size)
+    policy.check_age(signed, name)
     ids = tuple(given.token_ids)
     if len(ids) != num_tokens:
         raise InvalidArgument(f"has {len(ids)} ids; the resume token is of {num_tokens}", f"{field}.token_ids")
     if blake2b(array("I", ids), digest_size=_DIGEST_BYTES).digest() != body[-_DIGEST_BYTES:]:
         raise InvalidArgument("are not the ids that were sent", f"{field}.token_ids")
-    return choice, ChoiceProgress(token=token, ids=ids, has_ended=has_ended, cached_tokens=cached_tokens, seed=seed)
+    return choice, ChoiceProgress(ids=ids, has_ended=has_ended), (answer, seed, cached_tokens)

@@ -1,0 +1,190 @@
+"""Signs the ids of the events of an HTTP stream, and checks the one that a client brings back.
+
+An HTTP client has texts, not token ids. So an id has the token ids of all choices as long as they
+are few; beyond MAX_ID_BYTES it has of each choice the count and a hash of its ids alone. Then the
+router that resumes has the answer computed again, and answers what comes after these counts; the
+hashes show that it is the same answer. So all ids together are a few times as long as the events.
+"""
+
+from base64 import b64decode, urlsafe_b64encode
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from struct import Struct
+from typing import Any, Final
+
+from ...proto.errors import InternalError, InvalidArgument
+from .policy import ResumePolicy
+from .tokens import ResumeBinding, ResumeKey, check_unfinished
+
+MAX_ID_BYTES: Final = 512  # of token ids within an event id
+MAX_EVENT_ID_CHARACTERS: Final = 4_096
+"""An id of 32 choices has at most a third of that."""
+
+FIELD: Final = "resume"  # as errors name the event id; HTTP names the header or the field of the body
+
+_VERSION: Final = 129  # differs from that of a resume token, which has the same key
+_HASH_BYTES: Final = 4  # shows that an answer is not the same; under the signature nobody chooses one
+_HEAD: Final = Struct("<B8sQ8sIIB")  # version, request, seed, answer, time, cached tokens, choices
+_CHOICE: Final = Struct(f"<BI{_HASH_BYTES}s")  # number, twice its tokens and 1 if ended, hash of ids
+_OTHER_ANSWER: Final = "this answer cannot be computed again as it was; send the request without it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceMark:
+    """Says how much of a choice the client has, without its ids."""
+
+    num_tokens: int
+    has_ended: bool
+    digest: bytes  # of the ids
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Counts what the client has of one choice."""
+
+    num_tokens: int = 0
+    has_ended: bool = False
+    ids: Any = field(default_factory=lambda: blake2b(digest_size=_HASH_BYTES))
+
+    def add(self, ids: Sequence[int], has_ended: bool) -> bytes:
+        """Takes the next ids; returns them as bytes."""
+        packed = b"".join(map(_pack, ids))
+        self.ids.update(packed)
+        self.num_tokens += len(ids)
+        self.has_ended = has_ended
+        return packed
+
+    @property
+    def mark(self) -> ChoiceMark:
+        """What the client has, without the ids."""
+        digest = self.ids.digest()
+        return ChoiceMark(num_tokens=self.num_tokens, has_ended=self.has_ended, digest=digest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventIdContent:
+    """Holds what an event id says."""
+
+    answer: bytes  # see ResumeBinding
+    seed: int
+    cached_tokens: int  # of the prompt, when it was computed first
+    marks: dict[int, ChoiceMark]  # of the choices that have begun, by number
+    ids: dict[int, tuple[int, ...]] | None  # of each of these; None: they were too many
+
+
+class EventIdSigner:
+    """Makes the id of each event of one answer. Raises InternalError if an answer that is computed
+    again differs from what its client has."""
+
+    def __init__(self, binding: ResumeBinding, resumed: EventIdContent | None) -> None:
+        self._binding = binding
+        self._choices: dict[int, _Choice] = {}
+        self._carried: dict[int, bytearray] | None = {}  # ids by choice; None: they are too many
+        self._marks: dict[int, ChoiceMark] = {}  # of what is to be computed again
+        if resumed is None:
+            return
+        for number, mark in resumed.marks.items():
+            if resumed.ids is not None:
+                self._add(number, resumed.ids[number], mark.has_ended)
+            elif mark.num_tokens:
+                self._marks[number] = mark
+
+    def take(self, number: int, ids: Sequence[int], has_ended: bool) -> bool:
+        """Takes the next ids of a choice; returns whether the client has them already."""
+        self._add(number, ids, has_ended)
+        mark, choice = self._marks.get(number), self._choices[number]
+        if mark is None:
+            return False
+        if choice.num_tokens < mark.num_tokens and not has_ended:
+            return True
+        del self._marks[number]
+        if choice.mark != mark:
+            raise InternalError(_OTHER_ANSWER)
+        return True
+
+    def sign(self, cached_tokens: int) -> bytes:
+        """Returns the id after what was taken, and what the client has besides."""
+        binding = self._binding
+        marks = {number: each.mark for number, each in self._choices.items()} | self._marks
+        body = _HEAD.pack(
+            *(_VERSION, binding.digest, binding.seed, binding.answer),
+            *(binding.policy.now(), cached_tokens, len(marks)),
+        )
+        body += b"".join(
+            _CHOICE.pack(number, 2 * mark.num_tokens + mark.has_ended, mark.digest) for number, mark in marks.items()
+        )
+        if self._carried is not None and not self._marks:
+            body += b"".join(self._carried[number] for number in marks)
+        return urlsafe_b64encode(body + binding.key.sign(body))
+
+    def _add(self, number: int, ids: Sequence[int], has_ended: bool) -> None:
+        packed = self._choices.setdefault(number, _Choice()).add(ids, has_ended)
+        if self._carried is not None:
+            self._carried.setdefault(number, bytearray()).extend(packed)
+            if sum(map(len, self._carried.values())) > MAX_ID_BYTES:
+                self._carried = None
+
+
+def check_event_id(
+    event_id: str, key: ResumeKey, policy: ResumePolicy, digest: bytes, num_choices: int
+) -> EventIdContent:
+    """Returns what an event id says. Raises InvalidArgument if it is not of this service and this
+    request or has expired, or if nothing is left to generate."""
+    body = _signed_part(event_id, key)
+    version, found_digest, seed, answer, signed, cached_tokens, num_begun = _HEAD.unpack_from(body)
+    if version != _VERSION:
+        raise InvalidArgument("is of another version of the service", FIELD)
+    if found_digest != digest:
+        raise InvalidArgument("belongs to another request: prompt or parameters differ", FIELD)
+    policy.check_age(signed, FIELD)
+    marks = {}
+    for index in range(num_begun):
+        number, state, ids_digest = _CHOICE.unpack_from(body, _HEAD.size + index * _CHOICE.size)
+        marks[number] = ChoiceMark(num_tokens=state // 2, has_ended=bool(state % 2), digest=ids_digest)
+    check_unfinished([mark.has_ended for mark in marks.values()], num_choices)
+    return EventIdContent(
+        answer=answer,
+        seed=seed,
+        cached_tokens=cached_tokens,
+        marks=marks,
+        ids=_carried_ids(body[_HEAD.size + num_begun * _CHOICE.size :], marks),
+    )
+
+
+def _signed_part(event_id: str, key: ResumeKey) -> bytes:
+    body = None
+    if len(event_id) <= MAX_EVENT_ID_CHARACTERS:
+        with suppress(ValueError):  # of other characters, and binascii.Error
+            body = key.signed_part(b64decode(event_id, "-_", validate=True))
+    if not body or len(body) < _HEAD.size:
+        raise InvalidArgument("is no id of an event of this service", FIELD)
+    return body
+
+
+def _carried_ids(packed: bytes, marks: dict[int, ChoiceMark]) -> dict[int, tuple[int, ...]] | None:
+    if not packed and any(mark.num_tokens for mark in marks.values()):
+        return None
+    ids = _unpack(packed)
+    return {number: tuple(next(ids) for _ in range(mark.num_tokens)) for number, mark in marks.items()}
+
+
+def _pack(token: int) -> bytes:
+    """Returns an id in seven bits a byte, as protobuf has it: most take two or three bytes."""
+    packed = bytearray()
+    while token > 127:
+        packed.append(token & 127 | 128)
+        token >>= 7
+    packed.append(token)
+    return bytes(packed)
+
+
+def _unpack(packed: bytes) -> Iterator[int]:
+    token = shift = 0
+    for byte in packed:
+        token |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            yield token
+            token = shift = 0
