@@ -131,7 +131,7 @@ BOTH: list[tuple[str, str, tuple[Any, ...]]] = [
     ("model", "text", ("x" * 257,)),
     ("n", "whole", (-1, 0, limits.MAX_CHOICES + 1, 10**30)),
     ("best_of", "whole", (-1, 0, limits.MAX_CHOICES + 1, 2**32)),
-    ("max_tokens", "whole", (-5, 0, 512, limits.MAX_TOKENS + 1, 2**31, -(10**30))),
+    ("max_tokens", "whole", (-5, 0, 513, limits.MAX_TOKENS + 1, 2**31, -(10**30))),
     ("temperature", "whole number", (-0.001, 2.001, 1e300, *NOT_FINITE)),
     ("top_p", "whole number", (0, -1, 1.001, *NOT_FINITE)),
     ("top_k", "whole", (-2, 1_000_000 + 1, 2**31)),
@@ -195,7 +195,7 @@ CHAT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
 ]
 MESSAGES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("model", "text", ("x" * 257,)),
-    ("max_tokens", "whole", (-5, 0, 512, limits.MAX_TOKENS + 1, 2**31, None)),
+    ("max_tokens", "whole", (-5, 0, 513, limits.MAX_TOKENS + 1, 2**31, None)),
     ("temperature", "whole number", (-0.001, 2.001, *NOT_FINITE)),
     ("top_p", "whole number", (0, 1.001, *NOT_FINITE)),
     ("top_k", "whole", (-2, 2**31)),
