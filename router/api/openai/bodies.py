@@ -3,7 +3,7 @@
 The fields of request parameters are made of the rows of proto/parameters.py. null means absent everywhere. Bounds of
 numbers and strings are documentation here, all requests are checked in frontend/validation.py; those of lists and
 objects are enforced here, too, before objects are made of their entries. Fields with one value exist because clients
-send it.
+send it. One file because all bodies are made of the same kinds of fields and messages.
 """
 
 import math

@@ -131,7 +131,7 @@ BOTH: list[tuple[str, str, tuple[Any, ...]]] = [
     ("model", "text", ("x" * 257,)),
     ("n", "whole", (-1, 0, limits.MAX_CHOICES + 1, 10**30)),
     ("best_of", "whole", (-1, 0, limits.MAX_CHOICES + 1, 2**32)),
-    ("max_tokens", "whole", (-5, 0, 512, limits.MAX_TOKENS + 1, 2**31, -(10**30))),
+    ("max_tokens", "whole", (-5, 0, 513, limits.MAX_TOKENS + 1, 2**31, -(10**30))),
     ("temperature", "whole number", (-0.001, 2.001, 1e300, *NOT_FINITE)),
     ("top_p", "whole number", (0, -1, 1.001, *NOT_FINITE)),
     ("top_k", "whole", (-2, 1_000_000 + 1, 2**31)),
@@ -180,7 +180,7 @@ TEXT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
 ]
 CHAT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("messages", "list", ([], ["x"], [{"role": "user", "content": "x"}] * 1_025, None)),
-    ("max_completion_tokens", "whole", (-1, 0, 512)),
+    ("max_completion_tokens", "whole", (-1, 0, 513)),
     ("logprobs", "flag", ()),
     ("top_logprobs", "whole", (-1, 5, limits.MAX_LOGPROBS + 1)),
     ("tools", "list", ([{"type": "web"}], [{"type": "function"}], [{"type": "function", "function": FUNCTION}] * 2)),
@@ -195,7 +195,7 @@ CHAT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
 ]
 MESSAGES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("model", "text", ("x" * 257,)),
-    ("max_tokens", "whole", (-5, 0, 512, limits.MAX_TOKENS + 1, 2**31, None)),
+    ("max_tokens", "whole", (-5, 0, 513, limits.MAX_TOKENS + 1, 2**31, None)),
     ("temperature", "whole number", (-0.001, 2.001, *NOT_FINITE)),
     ("top_p", "whole number", (0, 1.001, *NOT_FINITE)),
     ("top_k", "whole", (-2, 2**31)),
@@ -212,7 +212,7 @@ MESSAGES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
 ]
 RESPONSES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("model", "text", ("x" * 257,)),
-    ("max_output_tokens", "whole", (-5, 0, 512, limits.MAX_TOKENS + 1, 2**31)),
+    ("max_output_tokens", "whole", (-5, 0, 513, limits.MAX_TOKENS + 1, 2**31)),
     ("temperature", "whole number", (-0.001, 2.001, *NOT_FINITE)),
     ("top_p", "whole number", (0, 1.001, *NOT_FINITE)),
     (
