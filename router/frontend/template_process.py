@@ -20,6 +20,7 @@ _MEMORY_BYTES: Final = 2**28  # of all renderings, beside what transformers take
 _MAX_REASON: Final = 200
 _MAX_TRIED: Final = 64  # templates and roles whose form of content is kept
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+_OTHER_ROLE: Final = "other"
 _MARK: Final = "tandem-content-mark"  # that no template writes by itself
 _CALL: Final = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
 
@@ -68,7 +69,7 @@ def _known_roles(conversations: list[list[dict[str, Any]]]) -> set[str]:
 def _known_role(message: dict[str, Any]) -> str:
     """Returns the role under which a message's form is tried: a client may make up any number of others."""
     role = message.get("role")
-    return role if role in _ROLES else "user"
+    return role if role in _ROLES else _OTHER_ROLE
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
