@@ -20,6 +20,8 @@ _MEMORY_BYTES: Final = 2**28  # of all renderings, beside what transformers take
 _MAX_REASON: Final = 200
 _MAX_TRIED: Final = 64  # templates and roles whose form of content is kept
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+_OTHER_ROLE: Final = "other"
+_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MARK: Final = "tandem-content-mark"  # that no template writes by itself
 _CALL: Final = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
 
@@ -50,9 +52,7 @@ def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]
 def _with_parts(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the variables with the content of messages as a list of one part, where the template takes that."""
     source = str(variables["chat_template"])
-    tokens = tuple(
-        (name, value) for name, value in sorted(variables.items()) if name.endswith("_token") and isinstance(value, str)
-    )
+    tokens = tuple((name, str(variables[name])) for name in _TOKENS if name in variables)
     takes_parts = {role: _takes_parts(source, tokens, role) for role in _known_roles(variables["conversations"])}
     conversations = [
         [_in_parts(each) if takes_parts[_known_role(each)] else each for each in messages]
@@ -68,7 +68,7 @@ def _known_roles(conversations: list[list[dict[str, Any]]]) -> set[str]:
 def _known_role(message: dict[str, Any]) -> str:
     """Returns the role under which a message's form is tried: a client may make up any number of others."""
     role = message.get("role")
-    return role if role in _ROLES else "user"
+    return role if role in _ROLES else _OTHER_ROLE
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -239,7 +239,7 @@ def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -
     allowed = tuple(name for name, same in _TORCH_DTYPES.items() if same == dtype)
     allowed = _FLOATS if set(allowed) <= set(_FLOATS) else allowed
     if stored.dtype not in allowed:
-        why = f"; {_OTHER_QUANTISATION}" if stored.dtype not in _FLOATS else ""
+        why = f"; {_OTHER_QUANTISATION}" if allowed == _FLOATS else ""
         raise CheckpointError(f"{where}: dtype {stored.dtype[:32]} is not supported, only {', '.join(allowed)}{why}")
 
 

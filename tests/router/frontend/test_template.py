@@ -122,20 +122,20 @@ async def test_a_template_that_drops_the_last_message_cannot_continue_it() -> No
 
 PARTS = (
     "{% for m in messages %}[{{ m.role }}]{% for part in m['content'] %}{% if part['type'] == 'text' %}"
-    " {{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
+    " {{ part.text }}{% endif %}{% endfor %}|{% endfor %}"
 )
 BY_MACRO = (
     "{% macro text(content) %}{% if content is string %}{{ content }}{% else %}"
     "{% for part in content %}{{ part.text }}{% endfor %}{% endif %}{% endmacro %}"
-    "{% for m in messages %}[{{ m.role }}] {{ text(m.content) }}\n{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}] {{ text(m.content) }}|{% endfor %}"
 )
 BY_ROLE = (
     "{% for m in messages %}[{{ m.role }}] {% if m.role == 'user' %}{{ m.content | map(attribute='text') | join }}"
-    "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}|{% endfor %}"
 )
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "[{{ m.role }}] {{ m.content[0].text }}\n{% endfor %}"
+    "[{{ m.role }}] {{ m.content[0].text }}|{% endfor %}"
 )
 
 
@@ -144,15 +144,15 @@ def test_a_template_gets_content_in_the_form_that_it_takes(renderer: TemplateRen
     """Of each role: a template may take the parts of some and the text of others."""
     roles = ("system", "user", "assistant", "tool", "critic")
     messages = [{"role": role, "content": f"text of {role}"} for role in roles]
-    expected = "".join(f"[{role}] text of {role}\n" for role in roles)
+    expected = "".join(f"[{role}] text of {role}|" for role in roles)
     assert render(renderer, template, {"conversations": [messages]}) == expected
     empty = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": ""}]
-    assert render(renderer, template, {"conversations": [empty]}).replace(" \n", "\n") == "[user] Look.\n[assistant]\n"
+    assert render(renderer, template, {"conversations": [empty]}).replace(" |", "|") == "[user] Look.|[assistant]|"
 
 
 def test_a_template_that_refuses_a_role_still_does(renderer: TemplateRenderer) -> None:
     messages = [{"role": "user", "content": "Look."}]
-    assert render(renderer, NO_SYSTEM, {"conversations": [messages]}) == "[user] Look.\n"
+    assert render(renderer, NO_SYSTEM, {"conversations": [messages]}) == "[user] Look.|"
     with pytest.raises(InvalidArgument, match="refuses these messages: no system"):
         render(renderer, NO_SYSTEM, {"conversations": [[{"role": "system", "content": "x"}, *messages]]})
 
