@@ -160,7 +160,7 @@ def ray_scratch() -> Iterator[str]:
 def _temporary_folders() -> Iterator[str]:
     with suppress(FileNotFoundError):  # none can be written
         yield os.path.abspath(gettempdir())
-    yield from ("/tmp", "/var/tmp", "/dev/shm")
+    yield from ("/tmp", "/var/tmp", "/dev/shm")  # nosec B108: mkdtemp makes a private folder there
 
 
 @contextmanager

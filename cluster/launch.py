@@ -40,7 +40,7 @@ from .status import following
 log = logging.getLogger(__name__)
 
 DEFAULT_STATUS_PORT: Final = 8000  # where KubeRay's probes ask Serve
-_SHARED_MEMORY: Final = "/dev/shm"
+_SHARED_MEMORY: Final = "/dev/shm"  # nosec B108: of Ray; nothing is written there by us
 OBJECT_STORE_BYTES: Final = 128 * 1024 * 1024  # nothing large passes through it
 FAILURE_CHECK_SECONDS: Final = 1.0
 HEALTH_SECONDS: Final = 10.0
