@@ -4,8 +4,8 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
-from dataclasses import replace
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,12 +14,12 @@ from tandem.proto import errors, worker_pb2
 from tandem.router.api.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.resume import event_ids
 from tandem.router.resume.policy import MAX_USES, ResumePolicy
-from tandem.tests.fleet import fake_rank, fleet
+from tandem.tests.fleet import split_fleet
 from tandem.tests.router.api.http_bodies import CHAT, MESSAGES, TEXT, body
-from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
-from tandem.workers.tp.rank import Rank
+from tandem.tests.router.fake_source import FakeTokenSource
 
 KEY = b"k" * 32
 CALL = b'<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -301,17 +301,11 @@ async def test_a_resumption_that_the_service_could_not_begin_does_not_count(
 
 
 @pytest.mark.usefixtures("id_bytes")
-async def test_streams_of_workers_go_on_after_each_event() -> None:
-    """Prefill and decode workers with real engines: what is generated again is the same answer."""
-
-    def byte_rank(_role: str) -> Rank:
-        rank = fake_rank()
-        cast(Any, rank.executor).vocab_size = 256
-        return replace(rank, vocab_size=256)
-
-    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=2_048)
+async def test_streams_of_workers_go_on_after_each_event(tiny_model: Path) -> None:
+    """Prefill and decode workers with a real model: what is generated again is the same answer."""
+    model = ServedModel(name="tiny", tokenizer=Tokenizer.load(tiny_model), context_tokens=2_048)
     fields = {"max_tokens": 60, "n": 4, "ignore_eos": True, "seed": 5, "temperature": 1.0}
-    async with fleet(1, 2, rank=byte_rank) as running:
+    async with split_fleet(tiny_model, {"prefill": [1], "decode": [1, 1]}) as running:
         services = [GenerationService([model], running.dispatcher, resume_key=KEY) for _ in range(2)]
         servers = [HttpServer(each) for each in services]
         addresses = [await server.start("127.0.0.1:0") for server in servers]
@@ -319,6 +313,7 @@ async def test_streams_of_workers_go_on_after_each_event() -> None:
         expected = await stream(first, TEXT, fields)
         texts = text_of(expected)
         assert sorted(texts) == [0, 1, 2, 3]
+        assert len(set(texts.values())) == 4
         for at in range(0, len(expected) - 2, 5):
             rest = await stream(second, TEXT, fields, **{"Last-Event-ID": expected[at][0]})
             assert text_of(expected[: at + 1] + rest) == texts
