@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +14,10 @@ from tandem.proto import errors, worker_pb2
 from tandem.router.api.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.resume import event_ids
 from tandem.router.resume.policy import MAX_USES, ResumePolicy
+from tandem.tests.fleet import split_fleet
 from tandem.tests.router.api.http_bodies import CHAT, MESSAGES, TEXT, body
 from tandem.tests.router.fake_source import FakeTokenSource
 
@@ -295,3 +298,31 @@ async def test_a_resumption_that_the_service_could_not_begin_does_not_count(
     source.error = None
     for status in [200] * (MAX_USES - 1) + [400]:
         assert (await second.post(TEXT, json=sent, headers=headers)).status_code == status
+
+
+@pytest.mark.usefixtures("id_bytes")
+async def test_streams_of_workers_go_on_after_each_event(tiny_model: Path) -> None:
+    """Prefill and decode workers with a real model: what is generated again is the same answer."""
+    model = ServedModel(name="tiny", tokenizer=Tokenizer.load(tiny_model), context_tokens=2_048)
+    fields = {"max_tokens": 60, "n": 4, "ignore_eos": True, "seed": 5, "temperature": 1.0}
+    async with split_fleet(tiny_model, {"prefill": [1], "decode": [1, 1]}) as running:
+        services = [GenerationService([model], running.dispatcher, resume_key=KEY) for _ in range(2)]
+        servers = [HttpServer(each) for each in services]
+        addresses = [await server.start("127.0.0.1:0") for server in servers]
+        first, second = (httpx.AsyncClient(base_url=f"http://{address}", timeout=60) for address in addresses)
+        expected = await stream(first, TEXT, fields)
+        texts = text_of(expected)
+        assert sorted(texts) == [0, 1, 2, 3]
+        assert len(set(texts.values())) == 4
+        for at in range(0, len(expected) - 2, 5):
+            rest = await stream(second, TEXT, fields, **{"Last-Event-ID": expected[at][0]})
+            assert text_of(expected[: at + 1] + rest) == texts
+        await asyncio.gather(*(server.stop(0) for server in servers))
+
+
+def text_of(events: list[tuple[str, Any]]) -> dict[int, str]:
+    """The text of each choice."""
+    texts: dict[int, str] = {}
+    for choice in (choice for _, data in events if data != "[DONE]" for choice in data["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
