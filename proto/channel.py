@@ -173,7 +173,7 @@ class PeerStream(Generic[Request, Response]):
         """Ends the call. Idempotent."""
         self._call.cancel()
 
-    def add_done_callback(self, callback: Callable[[], object]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Has `callback` called when the call has ended, however it does."""
         self._call.add_done_callback(lambda _call: callback())
 

@@ -2,12 +2,13 @@
 while its streams run."""
 
 import asyncio
-import multiprocessing
+import json
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,12 @@ async def cached_tokens(service: Any, key: str) -> int:
         return int(answer.usage.cached_tokens)
 
 
-def serve_once(address: str, overrides: dict[str, object], folder: Path, keys: list[str]) -> list[int]:
+def serve_once(address: str, overrides: dict[str, object], folder: str, keys: list[str]) -> list[int]:
     """Runs a service as a launcher of its own does; returns the cached tokens of a request with each key. Ends when
     the prompt is on disk for each."""
     from tandem.cluster.launch import start_service
 
-    with start_service(small_config(folder, "kept", overrides), str(folder), address=address) as service:
+    with start_service(small_config(Path(folder), "kept", overrides), folder, address=address) as service:
         found = [asyncio.run(cached_tokens(service, key)) for key in keys]
         disk, deadline = Path(str(overrides["prefill.kv_disk"])), time.monotonic() + 30
         while len(list(disk.glob("prefill-0/*.kv"))) < len(PROMPT) // 16 * len(keys):
@@ -129,6 +130,12 @@ def test_prefixes_on_disk_outlive_a_restart_for_their_tenant_alone(
         overrides |= {f"{pool}.kv_disk": str(tmp_path / "kv"), f"{pool}.kv_disk_gb": 0.1}
     found = []
     for keys in ([ada], [bob, ada]):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as launcher:
-            found += launcher.submit(serve_once, address, overrides, tiny_model, keys).result(180)
+        arguments = json.dumps([address, overrides, str(tiny_model), keys])
+        code = "import json, sys; from tandem.tests.e2e.test_keys import serve_once; "
+        code += "print(json.dumps(serve_once(*json.loads(sys.argv[1]))))"
+        launcher = subprocess.run(
+            [sys.executable, "-c", code, arguments], capture_output=True, text=True, timeout=180, check=False
+        )
+        assert launcher.returncode == 0, launcher.stderr
+        found += json.loads(launcher.stdout.splitlines()[-1])
     assert found == [0, 0, len(PROMPT) // 16 * 16]
