@@ -38,7 +38,9 @@ class KeyGate:
             try:
                 state = scope.setdefault("state", {})
                 connection = state.get(CONNECTION_STATE) or secrets.token_hex(16)
-                caller = self._authenticator.caller(_authorization(Headers(scope=scope)), connection)
+                host, port = scope.get("client") or ("", 0)
+                authorization = _authorization(Headers(scope=scope))
+                caller = self._authenticator.caller(authorization, connection, f"{host}:{port}")
                 state["caller"] = caller
                 if scope["path"] in _POLLED_PATHS:
                     caller.quota.poll()

@@ -148,8 +148,8 @@ class GrpcServer:
             SERVICE,
             {
                 "Generate": grpc.stream_stream_rpc_method_handler(self._generate, None, _serialize),
-                "Detokenize": unary(inference_pb2.DetokenizeRequest, service.detokenize),
-                "Tokenize": unary(inference_pb2.TokenizeRequest, service.tokenize),
+                "Detokenize": self._unary_by(inference_pb2.DetokenizeRequest, service.detokenize),
+                "Tokenize": self._unary_by(inference_pb2.TokenizeRequest, service.tokenize),
                 "ListModels": unary(inference_pb2.ListModelsRequest, service.list_models),
                 "LoadLoraAdapter": self._unary_by(inference_pb2.LoadLoraAdapterRequest, service.load_adapter),
                 "UnloadLoraAdapter": self._unary_by(inference_pb2.UnloadLoraAdapterRequest, service.unload_adapter),
@@ -263,7 +263,8 @@ class GrpcServer:
 
     def _caller(self, context: _Context) -> Caller:
         # gRPC names connections by address and port alone, which belong to another client later: each call is apart.
-        return self._authenticator.caller(_authorization(context.invocation_metadata()), secrets.token_hex(16))
+        authorization = _authorization(context.invocation_metadata())
+        return self._authenticator.caller(authorization, secrets.token_hex(16), context.peer())
 
     def _key_name(self, context: _Context) -> str:
         with suppress(Unauthenticated):  # a key that has expired since

@@ -1,30 +1,32 @@
 """Asks a process of its own, which is killed when it takes too long: whatever it is asked stops nobody else."""
 
 import signal
+import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Final
 
 _START_SECONDS: Final = 60.0
+_LENGTH_BYTES: Final = 8  # before each message, big-endian
+_CHUNK_BYTES: Final = 2**20
 
 
 def answer_requests(answer: Callable[[bytes], bytes]) -> None:
     """Answers one request after the other, as the `main` of a `ChildProcess`, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the service's to handle
-    connection = Connection(int(sys.argv[1]))
-    connection.send_bytes(b"ready")
-    while True:
-        try:
-            request = connection.recv_bytes()
-        except EOFError:
-            return
-        connection.send_bytes(answer(request))
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        _send(connection, b"ready", None)
+        while True:
+            try:
+                request = _receive(connection, None)
+            except EOFError:
+                return
+            _send(connection, answer(request), None)
 
 
 class ChildProcess:
@@ -35,7 +37,7 @@ class ChildProcess:
         """`module`, in this folder, calls `answer_requests`."""
         self._module = module
         self._lock = Lock()
-        self._connection: Connection | None = None
+        self._connection: socket.socket | None = None
         self.is_ready = False  # to answer; the process begins with imports that take a second
         self._end: Callable[[], object] = lambda: None
 
@@ -52,22 +54,22 @@ class ChildProcess:
             self._ready()
 
     def ask(self, request: bytes, seconds: float) -> bytes:
-        """Returns the reply. Raises TimeoutError if it takes longer, ChildProcessError if the process does not start,
-        and EOFError if the request ends it."""
+        """Returns the reply. Raises TimeoutError if sending the request and receiving the reply take longer together,
+        ChildProcessError if the process does not start, and EOFError if the request ends it."""
         with self._lock, self._dropped_on_error():
             connection = self._ready()
-            connection.send_bytes(request)
-            if not connection.poll(seconds):
-                raise TimeoutError
-            return connection.recv_bytes()
+            deadline = time.monotonic() + seconds
+            _send(connection, request, deadline)
+            return _receive(connection, deadline)
 
-    def _ready(self) -> Connection:
+    def _ready(self) -> socket.socket:
         """Returns the connection to a process that can answer."""
         connection = self._connection or self._start()
         if not self.is_ready:
-            if not connection.poll(_START_SECONDS):
-                raise ChildProcessError("it does not start")
-            connection.recv_bytes()
+            try:
+                _receive(connection, time.monotonic() + _START_SECONDS)
+            except TimeoutError:
+                raise ChildProcessError("it does not start") from None
             self.is_ready = True
         return connection
 
@@ -87,15 +89,52 @@ class ChildProcess:
         self._connection, self.is_ready = None, False
         self._end()
 
-    def _start(self) -> Connection:
-        self._connection, theirs = Pipe()
+    def _start(self) -> socket.socket:
+        self._connection, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-m", f"{__package__}.{self._module}", str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        self._end = weakref.finalize(self, _end, process)
+        self._end = weakref.finalize(self, _end, process, self._connection)
         return self._connection
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _send(connection: socket.socket, message: bytes, deadline: float | None) -> None:
+    """Sends a message. Raises TimeoutError at `deadline`, a time of time.monotonic(); None: waits for as long as it
+    takes."""
+    connection.settimeout(_remaining(deadline))
+    connection.sendall(len(message).to_bytes(_LENGTH_BYTES))  # the timeout is that of the whole call
+    connection.settimeout(_remaining(deadline))
+    connection.sendall(message)
+
+
+def _receive(connection: socket.socket, deadline: float | None) -> bytes:
+    """Receives a message. Raises TimeoutError likewise, and EOFError if the other end is closed."""
+    length = int.from_bytes(_receive_bytes(connection, _LENGTH_BYTES, deadline))
+    return _receive_bytes(connection, length, deadline)
+
+
+def _receive_bytes(connection: socket.socket, length: int, deadline: float | None) -> bytes:
+    found = bytearray()
+    while len(found) < length:
+        connection.settimeout(_remaining(deadline))
+        part = connection.recv(min(length - len(found), _CHUNK_BYTES))
+        if not part:
+            raise EOFError
+        found += part
+    return bytes(found)
+
+
+def _remaining(deadline: float | None) -> float | None:
+    """Returns the seconds that are left. Raises TimeoutError if there are none."""
+    if deadline is None:
+        return None
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError
+    return remaining
+
+
+def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
+    connection.close()
     process.kill()
     process.wait()

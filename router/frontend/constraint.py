@@ -5,7 +5,6 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NoReturn
 from weakref import WeakValueDictionary
 
@@ -14,6 +13,7 @@ import llguidance
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument, Overloaded, Unavailable
 from .child_process import ChildProcess
+from .fair_threads import FairThreads
 from .json_schemas import readable
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -30,6 +30,8 @@ _MAX_REWRITTEN: Final = 2 * limits.MAX_GRAMMAR_CHARACTERS
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 _CHILD: Final = ChildProcess("grammar_process")
+_CHECKS: Final = FairThreads("tandem-grammars", 1)
+"""Of all models of this process. Nothing else uses this thread: no other work may wait for a slow grammar."""
 
 
 class GrammarValidator:
@@ -52,7 +54,6 @@ class GrammarValidator:
         # The grammar by caller and constraint, the longest unused first. The caller's salt is part of the key: nobody
         # notices by the time what others have checked.
         self._cache: OrderedDict[tuple[bytes, bytes], str] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # no other work may wait for a slow grammar
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of tenants
 
     async def validate(
@@ -86,9 +87,8 @@ class GrammarValidator:
             async with asyncio.timeout(_MAX_WAITS * self._seconds), turn:
                 if key in self._cache:  # by a request that came at the same time
                     return self._cache[key]
-                loop = asyncio.get_running_loop()
-                asking = loop.run_in_executor(self._thread, self._ask, serialized, self._seconds)
-                grammar, reason = json.loads(await asking)
+                asked = _CHECKS.run(tenant, len(serialized), self._ask, serialized, self._seconds)
+                grammar, reason = json.loads(await asked)
         except TimeoutError:
             raise Overloaded(too_long) from None
         except EOFError:

@@ -12,19 +12,46 @@ Knows nothing of chats but that they are JSON.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Final
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from ...proto.errors import InvalidArgument
+from ...proto.limits import MAX_TOKENS
+
+_PIECE_CHARACTERS: Final = 8_192
+"""Of a long text, for one call of `re` or `str`, which never gives up the interpreter's lock (GIL): below 2 ms."""
+
+_PAUSE_SECONDS: Final = 1e-6
+"""Between two pieces. Without a pause a thread that waits for the lock gets it after 5 ms only."""
 
 _PRIVATE_USE: Final = range(0xE000, 0xF900)
+_PRIVATE_CHARACTER: Final = re.compile("[\ue000-\uf8ff]")
 _RENAMED: Final = 0xF0000  # the first character of the private-use planes
 _OPEN, _CLOSE = "\U0010fffe", "\U0010ffff"  # around a new name; noncharacters
 _SOLID: Final = re.compile(r"\S")
 _FIELD: Final = "prompt.chat"
+
+
+def encode_text(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Returns the token ids of a text. Raises InvalidArgument if there are more than a prompt may have.
+
+    Other threads run meanwhile: `encode_batch_fast` gives up the interpreter's lock, `encode` holds it."""
+    (found,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return _ids_of(found)
+
+
+def _ids_of(encoding: Encoding) -> list[int]:
+    """Returns the token ids. Raises InvalidArgument for more than a prompt may have: a list of millions takes long."""
+    if len(encoding) > MAX_TOKENS:
+        raise InvalidArgument(f"has {len(encoding)} tokens; the maximum is {MAX_TOKENS}", "prompt")
+    ids: list[int] = encoding.ids
+    return ids
 
 
 class Spellings:
@@ -32,17 +59,14 @@ class Spellings:
 
     def __init__(self, tokens: Iterable[str]) -> None:
         found = sorted({token for token in tokens if token.strip()}, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, found)) or r"(?!)")
+        self._pattern = re.compile(_pattern_of(found) if found else r"(?!)")
         self._begins = {token[:size] for token in found for size in range(1, len(token))}
         self._ends = {token[size:] for token in found for size in range(1, len(token))}
         self._longest = len(found[0]) if found else 0
 
     def positions(self, text: str) -> set[int]:
         """Returns one position in each spelling, also in overlapping ones."""
-        positions, begin = set(), 0
-        while match := self._pattern.search(text, begin):
-            positions.add(_solid(text, match.start()))
-            begin = match.start() + 1
+        positions = {_solid(text, begin) for begin in self._begins_in(text)}
         end = len(text.rstrip())  # a template may trim
         first = len(text) - len(text.lstrip())
         for size in range(1, min(self._longest, end - first) + 1):
@@ -52,13 +76,22 @@ class Spellings:
                 positions.add(first)
         return positions
 
+    def _begins_in(self, text: str) -> Iterator[int]:
+        """Yields where whole tokens begin. Searches piece by piece, and other threads run between two pieces."""
+        for begin, end in _pieces(text):
+            while match := self._pattern.search(text, begin, end + self._longest):
+                begin = match.start() + 1
+                if begin > end:
+                    break  # the next piece finds it, too
+                yield match.start()
+
 
 class Disguise:
     """Replaces a character of each spelling in the texts of one chat, and puts it back."""
 
     def __init__(self, everything: str) -> None:
         """`everything`: the chat as JSON, of which no character may stand for another."""
-        self._free = (chr(code) for code in _PRIVATE_USE if chr(code) not in everything)
+        self._everything = everything
         self._of_character: dict[str, str] = {}
 
     def put_on(self, value: Any, spellings: Spellings) -> Any:
@@ -74,7 +107,8 @@ class Disguise:
 
     def take_off(self, text: str) -> str:
         """Returns the text as it was."""
-        return text.translate({ord(stand_in): character for character, stand_in in self._of_character.items()})
+        characters = {ord(stand_in): character for character, stand_in in self._of_character.items()}
+        return "".join(text[begin:end].translate(characters) for begin, end in _pieces(text)) if characters else text
 
     @property
     def is_worn(self) -> bool:
@@ -89,6 +123,14 @@ class Disguise:
         for position in positions:
             characters[position] = self._stand_in(characters[position])
         return "".join(characters)
+
+    @cached_property
+    def _free(self) -> Iterator[str]:
+        """The private-use characters that the chat does not have."""
+        used = set[str]()
+        for begin, end in _pieces(self._everything):
+            used.update(_PRIVATE_CHARACTER.findall(self._everything, begin, end))
+        return (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
 
     def _stand_in(self, character: str) -> str:
         if character not in self._of_character:
@@ -112,26 +154,35 @@ class LiteralEncoder:
         """Returns the ids of a rendered text: tokens that it spells are structure, those in disguise are text.
 
         Raises InvalidArgument if the tokenizer has no other way to write one of them."""
-        found = self._backend.encode(rendered, add_special_tokens=False)
+        (found,) = self._backend.encode_batch([rendered], add_special_tokens=False)
         pieces, structure, end = [], [], 0
-        for token, (begin, until) in zip(found.ids, found.offsets, strict=True):
+        for index, token in enumerate(_ids_of(found)):
+            if token not in self._tokens:
+                continue
+            # Of few tokens; a list of the offsets of all takes long.
+            begin, until = found.token_to_chars(index) or (end, end)
             spelled = rendered[begin:until]
             # Another text that a normalizer turns into a token, such as one in full-width letters, is only spelled.
-            if token in self._tokens and spelled.strip() == self._tokens[token].strip():
+            if spelled.strip() == self._tokens[token].strip():
                 pieces += [disguise.take_off(rendered[end:begin]), spelled.replace(spelled.strip(), self._names[token])]
                 structure.append(token)
                 end = until
         text = "".join([*pieces, disguise.take_off(rendered[end:])])
         if text.count(_OPEN) != len(structure) or text.count(_CLOSE) != len(structure):
             raise InvalidArgument("has a noncharacter beside the spelling of a special token", _FIELD)
-        ids = [self._ids.get(token, token) for token in self._copy.encode(text, add_special_tokens=False).ids]
+        ids = [self._ids.get(token, token) for token in encode_text(self._copy, text, add_special_tokens=False)]
         if [token for token in ids if token in self._tokens] != structure:
             raise InvalidArgument("spells a special token that the tokenizer cannot write as text", _FIELD)
         return ids
 
+    def prepare(self) -> None:
+        """Makes the copy of the tokenizer, which holds the interpreter's lock for a second if the vocabulary is
+        large."""
+        _ = self._ids
+
     @cached_property
     def _copy(self) -> Backend:
-        """The tokenizer with other names for the tokens. Made when first needed: it takes as much memory again."""
+        """The tokenizer with other names for the tokens. It takes as much memory again."""
         tree = json.loads(self._backend.to_str())
         tree["post_processor"] = None
         names = {self._tokens[token]: name for token, name in self._names.items()}
@@ -162,6 +213,30 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
+
+
+def _pattern_of(tokens: Iterable[str]) -> str:
+    """Returns a pattern of texts, of which those with the same beginning share it: a search then tries one branch at
+    each character, not one for each token. A text that begins with another one of them needs no branch of its own."""
+    found = list[str]()
+    for token in sorted(tokens):
+        if not found or not token.startswith(found[-1]):
+            found.append(token)
+    if len(found) == 1:
+        return re.escape(found[0])
+    # Of the first and the last in order, hence of all.
+    shared = next(i for i, (a, b) in enumerate(zip(found[0], found[-1], strict=False)) if a != b)
+    rests = (token[shared:] for token in found)
+    branches = (_pattern_of(rest) for _, rest in groupby(rests, key=lambda rest: rest[0]))
+    return f"{re.escape(found[0][:shared])}(?:{'|'.join(branches)})"
+
+
+def _pieces(text: str) -> Iterator[tuple[int, int]]:
+    """Yields where the pieces of a text begin and end. Lets other threads run between two of them."""
+    for begin in range(0, len(text), _PIECE_CHARACTERS):
+        if begin:
+            time.sleep(_PAUSE_SECONDS)
+        yield begin, begin + _PIECE_CHARACTERS
 
 
 def _solid(text: str, begin: int) -> int:

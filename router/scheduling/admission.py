@@ -26,9 +26,9 @@ from typing import Final
 
 from ...proto.errors import InvalidArgument, Overloaded, TandemError
 from ...proto.metrics import NULL_METRICS, REFUSALS, Metrics
+from ..fair_queue import FairQueue, QueueEntry
 from ..request import TokenRequest
 from .capacity import NO_CAPACITY, Capacity, DrainRate, required_capacity
-from .fair_queue import FairQueue, QueueEntry
 from .registry import WorkerRegistry
 
 WAIT_TOLERANCE: Final = 10.0

@@ -3,7 +3,7 @@
 import gc
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
@@ -14,6 +14,7 @@ from .bodies import REASONS, OpenModel, ReturnedModel
 
 MAX_NAME: Final = 64  # characters that an error repeats of a name in a body
 
+_PIECE: Final = 4_096  # values of a long list that are written at a time
 _UNION_TAGS: Final = frozenset({"str", "NamedTool"})  # pydantic's path elements where a field has several types
 
 _FIELDS: Final = (
@@ -78,6 +79,13 @@ def json_text(value: Any, path: str) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         raise InvalidArgument("is not valid JSON, too deep, or has a number that is too long", path) from None
+
+
+def json_list(values: Sequence[Any]) -> str:
+    """Returns values as a list in JSON. Writes it piece by piece: `json.dumps` holds the interpreter's lock, for a
+    million tokens as long as 70 ms."""
+    pieces = (json.dumps(values[i : i + _PIECE])[1:-1] for i in range(0, len(values), _PIECE))
+    return f"[{', '.join(pieces)}]"
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

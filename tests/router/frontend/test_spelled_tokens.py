@@ -229,3 +229,26 @@ def test_a_prompt_of_spellings_takes_no_long_time() -> None:
     hidden = disguise.put_on(text, Spellings([START, END]))
     assert START not in hidden
     assert disguise.take_off(hidden) == text
+
+
+ALPHABET = st.text("ab<|[", max_size=4)
+
+
+@settings(max_examples=300)
+@given(st.lists(ALPHABET, max_size=8), st.text("ab<|[", max_size=60), st.integers(1, 9))
+def test_a_spelling_is_found_wherever_a_piece_ends(tokens: list[str], text: str, size: int) -> None:
+    """Also where one token begins with another, or they overlap."""
+    spellings = Spellings(tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem.router.frontend.spelled_tokens._PIECE_CHARACTERS", size)
+        found = list(spellings._begins_in(text))
+    wanted = [token for token in tokens if token]
+    assert found == [begin for begin in range(len(text)) if text[begin:].startswith(tuple(wanted))]
+
+
+def test_a_prompt_of_too_many_tokens_is_refused(tiny: Tokenizer) -> None:
+    """A list of millions of ids would stop all other threads while it is made."""
+    text = "\U0001f9ab" * 300_000  # four tokens each
+    for encode in (lambda: tiny._encode(text, False), lambda: tiny._spelled[2].encode(text, Disguise(text))):
+        with pytest.raises(InvalidArgument, match="has 1200000 tokens; the maximum is 1048576"):
+            encode()

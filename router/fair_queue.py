@@ -160,6 +160,14 @@ class FairQueue(Generic[T]):
         self.remove(entry)
         return entry
 
+    def charge(self, entry: T, num_tokens: int) -> None:
+        """Counts that an entry was more work than its `num_tokens` said, or less. Call it after `pop`."""
+        tags = self._tags.get(entry.priority, {})
+        if entry.tenant in tags:
+            tags[entry.tenant] += num_tokens
+        if self._key(entry) in self._backlogs:
+            self._put_turn(self._key(entry))
+
     def remove(self, entry: T) -> None:
         """Removes an entry, wherever it is in the queue; its tenant is not charged for it. Idempotent."""
         key, priority = self._key(entry), entry.priority

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.scheduling.fair_queue import FairQueue, QueueEntry, Ranking
+from tandem.router.fair_queue import FairQueue, QueueEntry, Ranking
 
 MANY = 1 << 40
 
@@ -171,3 +171,14 @@ def test_any_number_of_tenants_is_remembered_in_bounds() -> None:
         waiting.push(entry(f"tenant {n}"))
         assert waiting.pop().tenant == f"tenant {n}"
     assert len(waiting._tags[0]) <= 4096 + 1
+
+
+def test_work_that_was_more_than_expected_costs_its_tenant_turns() -> None:
+    waiting = queue()
+    for number in range(6):
+        waiting.push(entry("ab"[number % 2]))
+    first = waiting.pop()
+    waiting.charge(first, 2)
+    assert [waiting.pop().tenant for _ in range(5)] == ["b", "b", "b", "a", "a"]
+    waiting.charge(first, 5)  # nothing waits, so nothing is remembered
+    assert waiting.push(entry("a")) == []
