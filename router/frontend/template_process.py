@@ -93,7 +93,7 @@ def _takes_parts(source: str, tokens: tuple[tuple[str, str], ...], role: str) ->
             "assistant": [other, *tried, other],
             "tool": [other, call, *tried],
         }.get(role, [*tried, other])
-        variables = dict(tokens) | {"conversations": [conversation], "chat_template": source}
+        variables: dict[str, Any] = {**dict(tokens), "conversations": [conversation], "chat_template": source}
         try:
             texts: Any = render_jinja_template(**variables, add_generation_prompt=True)[0]
         except MemoryError:

@@ -36,7 +36,7 @@ _TORCH_DTYPES: Final = {
     "I64": torch.int64,
 }  # fmt: skip
 _FLOATS: Final = ("F32", "BF16", "F16")  # converted into one another
-_QUANTISED: Final = ("weight_packed", "qweight", "weight_scale", "weight_scale_inv", "weight")
+_QUANTISED: Final = ("weight_packed", "qweight")
 _OTHER_QUANTISATION: Final = "the weights are quantised in another way than quantization_config in config.json says"
 _COMPARED_BYTES: Final = 2**24  # of two tensors, at once
 
@@ -137,7 +137,7 @@ def _missing(folder: Path, name: str, stored: Mapping[str, StoredTensor]) -> Che
     prefix = f"{name.rpartition('.')[0]}."
     signs = [f"{prefix}{suffix}" for suffix in _QUANTISED if f"{prefix}{suffix}" in stored]
     text = f"{weights_file(folder)}: {name}: missing"
-    if not signs or signs[0] == name:
+    if not signs or not name.endswith(".weight"):
         return CheckpointError(text)
     return CheckpointError(f"{text}, but {signs[0]} is there: {_OTHER_QUANTISATION}")
 
