@@ -1,6 +1,8 @@
 """Manages the requests that routers submit to one worker: from the submit over the engine's events to the outputs.
 
 Lives in the worker's event loop. Knows nothing of servers.
+
+One file because however a request ends, in whichever thread and at whichever peer, all that it holds is freed here.
 """
 
 import asyncio
