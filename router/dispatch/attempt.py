@@ -335,10 +335,6 @@ class Attempt:
             # A worker reads a grammar before it admits the request.
             cause = Cause.CRASH if stream.may_have_begun or self._submit.grammar else Cause.GONE
         is_decoder = stream is self._decoder
-        was_accepted = is_decoder or self._submit.first_index > 0
-        if cause is Cause.INVALID and was_accepted and not stream.admitted:
-            # Another worker has computed some of it: only this one cannot, such as for want of KV cache.
-            cause = Cause.UNABLE
         if is_decoder:
             self._decoder = None
             self._num_fetches_failed += cause is Cause.TRANSFER
