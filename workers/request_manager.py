@@ -1,6 +1,8 @@
 """Manages the requests that routers submit to one worker: from the submit over the engine's events to the outputs.
 
 Lives in the worker's event loop. Knows nothing of servers.
+
+One file because however a request ends, in whichever thread and at whichever peer, all that it holds is freed here.
 """
 
 import asyncio
@@ -147,8 +149,10 @@ class RequestManager:
             if key in session.requests:
                 raise InvalidArgument("request_id: already in use")
             spec = parse_submit(submit, self._next_id, self.limits)
-        except InvalidArgument as error:
-            session.put_failure(key, worker_pb2.FAILURE_KIND_INVALID, str(error))
+        except (InvalidArgument, Unavailable) as error:
+            is_invalid = isinstance(error, InvalidArgument)
+            kind = worker_pb2.FAILURE_KIND_INVALID if is_invalid else worker_pb2.FAILURE_KIND_UNABLE
+            session.put_failure(key, kind, str(error))
             return
         first, num_choices = submit.first_choice, spec.beam.num_best if spec.beam else spec.num_choices
         request = WorkerRequest(spec, session, key, set(range(first, first + num_choices)))
@@ -334,7 +338,9 @@ class RequestManager:
         except Full:
             kind, message = worker_pb2.FAILURE_KIND_FULL, "queue full"
         except ValueError as error:
-            kind, message = worker_pb2.FAILURE_KIND_INVALID, str(error)
+            is_begun = request.spec.continues or request.spec.task is Task.DECODE  # elsewhere
+            kind = worker_pb2.FAILURE_KIND_UNABLE if is_begun else worker_pb2.FAILURE_KIND_INVALID
+            message = str(error)
         else:
             return
         self.thread.call_in_loop(partial(self._refuse, request, kind, message))

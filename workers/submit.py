@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..proto import inference_pb2, worker_pb2
-from ..proto.errors import InvalidArgument
+from ..proto.errors import InvalidArgument, Unavailable
 from ..proto.hashing import adapter_salt
 from ..proto.limits import (
     FINGERPRINT_BYTES,
@@ -55,7 +55,8 @@ class WorkerLimits:
 
 
 def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimits) -> SequenceSpec:
-    """Returns a submit as the engine takes it. Raises InvalidArgument, which names the field and the bound."""
+    """Returns a submit as the engine takes it. Raises InvalidArgument, which names the field and the bound, and
+    Unavailable for one that another worker has begun and for which this one has not enough KV cache."""
     task = _TASKS.get(submit.task)
     if task is None:
         raise InvalidArgument("unknown", "task")
@@ -101,7 +102,10 @@ def _check_prompt(submit: worker_pb2.Submit, task: Task, limits: WorkerLimits) -
     _check(num_tokens > 0, "token_ids", "must have at least one token")
     check_token_ids(submit.token_ids, limits.vocab_size, "token_ids")
     fits = submit.max_tokens >= 1 and num_tokens + submit.max_tokens <= context
-    _check(fits, "max_tokens", f"must be at least 1, and with the prompt at most {context}")
+    bound = f"must be at least 1, and with the prompt at most {context}"
+    if not fits and submit.max_tokens >= 1 and (task is Task.DECODE or submit.first_index > 0):
+        raise Unavailable(f"max_tokens: {bound}")
+    _check(fits, "max_tokens", bound)
     has_kv = bool(submit.kv.endpoints) and submit.kv.num_tokens == num_tokens
     _check(task is not Task.DECODE or has_kv, "kv", "does not name the KV cache of this prompt")
     _check(submit.first_index < num_tokens, "first_index", "must be below the number of token_ids")

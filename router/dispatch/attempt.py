@@ -12,6 +12,7 @@ from ...proto import worker_pb2
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.policy import Placement
 from ..scheduling.registry import WorkerRegistry
+from .causes import CAUSES, Cause
 from .request_timer import RequestTimer
 from .worker_client import SuspendedChoice, WorkerKey, WorkerStream
 
@@ -39,37 +40,6 @@ class ChoiceState(Enum):
     MOVING = auto()  # the decode worker waits for the KV cache, which the prefill worker holds
     DECODING = auto()
 
-
-class Cause(Enum):
-    """Why choices of an attempt were interrupted. The values tell who is blamed: whether the request avoids the worker
-    for a while, and whether the request itself may be at fault."""
-
-    INVALID = ("invalid", False, True)  # the worker refused the request: another would, too
-    FULL = ("full", True, False)  # the worker's queue or KV budget is full
-    GONE = ("gone", True, False)  # the worker drains, has left, or was lost before it can have begun with the request
-    CRASH = ("crash", True, True)  # the worker was lost after it may have begun
-    TRANSFER = ("transfer", False, False)  # the KV cache could not be fetched; which side failed is not known
-    PREEMPTED = ("preempted", False, False)  # the worker needed the blocks for older sequences
-    SUSPENDED = ("suspended", True, False)  # the worker drains, and holds the KV cache for another
-    # The model computed NaN or infinity. A second report of the same request ends it; it has harmed no worker, so it is
-    # no suspect, see Quarantine.
-    NOT_FINITE = ("not_finite", True, False)
-    UNABLE = ("unable", True, False)  # the worker cannot serve the request, by a fault of its own
-
-    def __init__(self, _name: str, avoids_worker: bool, blames_request: bool) -> None:
-        self.avoids_worker = avoids_worker
-        self.blames_request = blames_request
-
-
-_CAUSES: Final = {
-    worker_pb2.FAILURE_KIND_INVALID: Cause.INVALID,
-    worker_pb2.FAILURE_KIND_FULL: Cause.FULL,
-    worker_pb2.FAILURE_KIND_TRANSFER: Cause.TRANSFER,
-    worker_pb2.FAILURE_KIND_PREEMPTED: Cause.PREEMPTED,
-    worker_pb2.FAILURE_KIND_GONE: Cause.GONE,
-    worker_pb2.FAILURE_KIND_NOT_FINITE: Cause.NOT_FINITE,
-    worker_pb2.FAILURE_KIND_UNABLE: Cause.UNABLE,
-}
 
 _NO_REHAND: Final = {Cause.INVALID, Cause.NOT_FINITE}
 """After these nobody decodes with the same KV cache: it may be what is not finite."""
@@ -360,15 +330,11 @@ class Attempt:
             choice.cancel()
 
     def _failed(self, stream: WorkerStream | SuspendedChoice, failure: worker_pb2.Failure) -> None:
-        cause = _CAUSES.get(failure.kind)
+        cause = CAUSES.get(failure.kind)
         if cause is None:
             # A worker reads a grammar before it admits the request.
             cause = Cause.CRASH if stream.may_have_begun or self._submit.grammar else Cause.GONE
         is_decoder = stream is self._decoder
-        was_accepted = is_decoder or self._submit.first_index > 0
-        if cause is Cause.INVALID and was_accepted and not stream.admitted:
-            # Another worker has computed some of it: only this one cannot, such as for want of KV cache.
-            cause = Cause.UNABLE
         if is_decoder:
             self._decoder = None
             self._num_fetches_failed += cause is Cause.TRANSFER

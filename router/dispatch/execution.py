@@ -5,6 +5,8 @@ prefill worker still holds the KV cache, gives that to another decode worker; *r
 mostly hits in a prefix cache, and continues at the next index. While no worker can take them they are parked. Several
 choices share an attempt until one of them, or their worker, is lost; then each continues in an attempt of its own.
 Knows token ids, not text. Only `run` awaits.
+
+One file because whatever interrupts the request changes the same few fields of its choices between two deltas.
 """
 
 import asyncio
@@ -23,7 +25,8 @@ from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
 from ..scheduling.policy import Placement
 from ..scheduling.registry import WorkerRegistry
-from .attempt import Attempt, Cause, Interruption, Parked, Submitter
+from .attempt import Attempt, Interruption, Parked, Submitter
+from .causes import Cause
 from .quarantine import Quarantine
 from .request_timer import RequestTimer
 from .submit import make_submit, refusal, rest_of

@@ -132,7 +132,7 @@ class WorkerStream:
 class SuspendedChoice:
     """Holds a choice whose KV cache waits at the worker that decoded it; stands in for the stream of a prefill."""
 
-    may_have_begun = admitted = True
+    may_have_begun = True
 
     def __init__(self, stream: WorkerStream, choice: int, kv: worker_pb2.KvHandle) -> None:
         self.kv = kv

@@ -11,7 +11,7 @@ import pytest
 from tandem.proto import worker_pb2
 from tandem.proto.errors import InternalError, InvalidArgument
 from tandem.router.dispatch import execution
-from tandem.router.dispatch.attempt import Cause
+from tandem.router.dispatch.causes import Cause
 from tandem.router.dispatch.execution import RequestExecution
 from tandem.router.dispatch.submit import make_submit
 from tandem.tests.matrix.cases import Case

@@ -69,6 +69,21 @@ async def test_a_malformed_submit_is_refused_and_the_session_goes_on() -> None:
         assert session.tokens() == expected_tokens(range(20), 5, VOCAB)
 
 
+async def test_what_another_worker_has_begun_is_valid_even_if_it_is_too_long_for_this_one() -> None:
+    """Which may have less KV cache than the other."""
+    kv = worker_pb2.KvHandle(num_tokens=20, endpoints=["127.0.0.1:1"])
+    begun: dict[str, dict[str, Any]] = {
+        "a stream": {"first_index": 5},
+        "a prompt": {"task": worker_pb2.TASK_DECODE, "kv": kv},
+    }
+    async with worker_of(fake_rank()) as (_, session):
+        for name, fields in begun.items():
+            await session.send(submit(name, max_tokens=2048, **fields))
+            failure = await session.failure()
+            assert failure.kind == worker_pb2.FAILURE_KIND_UNABLE, name
+            assert failure.message.startswith("max_tokens: ")
+
+
 async def test_a_key_in_use_is_refused_and_its_owner_goes_on() -> None:
     async with worker_of(fake_rank(step_seconds=0.01)) as (_, session):
         await session.send(submit(max_tokens=20))

@@ -390,23 +390,6 @@ def test_a_fault_of_one_worker_ends_no_request_and_blames_none(pairs: bool) -> N
     assert execution not in quarantine
 
 
-@pytest.mark.parametrize("pairs", [False, True])
-def test_a_worker_that_refuses_what_another_has_begun_ends_no_stream(pairs: bool) -> None:
-    """It may have less KV cache than the other. What fails later, such as a grammar, is the request's fault."""
-    pools, caller = FakePools(random.Random(4), pairs), Caller(1)
-    execution, timeline = start(pools, choices_request(1))
-    caller.read_until(pools, execution, 3)
-    pools.running[-1].client.kill()
-    caller.read(execution)
-    fail_last(pools, worker_pb2.FAILURE_KIND_INVALID)
-    caller.read(execution)
-    assert [each.cause for each in timeline.interruptions] == ["crash", "unable"]
-    caller.read_until(pools, execution, len(caller.ids[0]) + 4)
-    fail_last(pools, worker_pb2.FAILURE_KIND_INVALID)
-    with pytest.raises(InvalidArgument):
-        caller.read(execution)
-
-
 def test_a_request_that_no_worker_can_serve_is_told_why_at_once() -> None:
     pools = FakePools(random.Random(4), pairs=False, decode=("d1", "d2"))
     execution, _ = start(pools, choices_request(1))

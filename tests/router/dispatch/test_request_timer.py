@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.metrics import INTERRUPTIONS, ITL, RECOVERIES, Metric
 from tandem.router.dispatch import request_timer
-from tandem.router.dispatch.attempt import Cause
+from tandem.router.dispatch.causes import Cause
 from tandem.router.dispatch.request_timer import RequestTimer
 from tandem.router.scheduling.policy import Placement
 from tandem.router.telemetry.requests import PARTS
