@@ -338,12 +338,17 @@ async def test_tokens_a_minute(service: Service, authenticator: Authenticator) -
     ],
 )
 async def test_whatever_tokenizes_is_charged(
-    authenticator: Authenticator, http: httpx.AsyncClient, path: str, said: dict[str, Any], num_tokens: int
+    authenticator: Authenticator,
+    http: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    said: dict[str, Any],
+    num_tokens: int,
 ) -> None:
     authenticator.replace([api_key("ada", tokens_per_minute=1_000_000_000)])
     quota = authenticator.caller("Bearer ada", "").quota
     taken = list[int]()
-    quota.take_tokens = taken.append  # type: ignore[method-assign]
+    monkeypatch.setattr(quota, "take_tokens", taken.append)
     await http.post(path, json=said, headers=bearer("ada"))
     assert sum(taken) == num_tokens
 

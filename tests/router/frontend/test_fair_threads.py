@@ -87,9 +87,11 @@ async def test_threads_go_to_different_callers(work: Work) -> None:
     await asyncio.gather(*tasks)
 
 
-@pytest.mark.parametrize("bound", [{"max_tasks": 4}, {"max_size": 40}])
-async def test_a_full_queue_refuses_the_caller_with_the_longest_backlog(work: Work, bound: dict[str, int]) -> None:
-    threads = FairThreads("test", 1, **bound)
+@pytest.mark.parametrize(("max_tasks", "max_size"), [(4, 1_000), (1_000, 40)])
+async def test_a_full_queue_refuses_the_caller_with_the_longest_backlog(
+    work: Work, max_tasks: int, max_size: int
+) -> None:
+    threads = FairThreads("test", 1, max_tasks=max_tasks, max_size=max_size)
     many = [start(threads, work, "mallory", f"m{number}", size=10) for number in range(5)]
     await work.begun(1)
     with pytest.raises(Overloaded, match="too much waits to be prepared") as caught:
