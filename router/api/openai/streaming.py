@@ -75,7 +75,8 @@ class GenerationResponse(Response):
     def __init__(
         self, service: GenerationService, request: HttpRequest, context: RequestContext, form: AnswerForm = OPENAI_FORM
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache"})
+        # nginx, which buffers answers unless this header says no, would hold back events.
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]  # not known yet
         self._service = service
         self._request = request
