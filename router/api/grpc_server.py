@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection as reflection_service
@@ -33,6 +33,7 @@ from ..frontend.prepare import RequestContext
 from ..telemetry.trace import TRACEPARENT, parse_traceparent
 from .audit import AuditLog, is_refusal
 from .health import HealthStatus
+from .large_messages import LARGE_FROM, parse_large, parse_message
 from .service import GenerationService, tandem_errors_only
 from .stall import StallTimer
 
@@ -200,7 +201,7 @@ class GrpcServer:
         timeline = inference_pb2.Timeline()
         try:
             with tandem_errors_only(), self._call(context) as caller:
-                message = await self._read(inference_pb2.GenerateRequest, context)
+                message = await self._read(inference_pb2.GenerateRequest, context, caller.tenant)
                 arrived, remaining = time.monotonic(), context.time_remaining()
                 deadline = None if remaining is None else arrived + remaining
                 request = await self._service.accept(
@@ -239,7 +240,7 @@ class GrpcServer:
         async def respond(_messages: object, context: _Context) -> Message:
             try:
                 with tandem_errors_only(), self._call(context) as caller:
-                    return await method(await self._read(kind, context), caller)
+                    return await method(await self._read(kind, context, caller.tenant), caller)
             except TandemError as error:
                 await _abort(context, error, inference_pb2.Timeline(), self._audit, self._key_name(context))
 
@@ -254,7 +255,7 @@ class GrpcServer:
             with caller.quota.call():
                 yield caller
 
-    async def _read(self, kind: type[_M], context: _Context) -> _M:
+    async def _read(self, kind: type[_M], context: _Context, tenant: str = "") -> _M:
         """Reads the message of a call. Raises InvalidArgument, and DeadlineExceeded if it does not come."""
         try:
             async with asyncio.timeout(self._message_seconds):
@@ -263,10 +264,9 @@ class GrpcServer:
             raise DeadlineExceeded(f"the message did not arrive within {self._message_seconds:g} seconds") from None
         if body is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")
-        try:
-            return kind.FromString(body)
-        except DecodeError:
-            raise InvalidArgument(f"the body is not a {kind.DESCRIPTOR.full_name}") from None
+        if len(body) < LARGE_FROM:
+            return parse_message(kind, body)
+        return await parse_large(tenant, parse_message, kind, body)
 
     def _caller(self, context: _Context) -> Caller:
         return self._authenticator.caller(_authorization(context.invocation_metadata()), context.peer())

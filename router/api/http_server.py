@@ -236,7 +236,7 @@ class HttpServer:
         """Answers with a LoRA adapter, too."""
 
         async def load(body: bytes, _request_id: str, context: RequestContext) -> Response:
-            parsed = parse(LoadLoraAdapterBody, body)
+            parsed = await off_loop(context, body, partial(parse, LoadLoraAdapterBody))
             message = inference_pb2.LoadLoraAdapterRequest(lora_name=parsed.lora_name, lora_path=parsed.lora_path)
             await self._service.load_adapter(message, context.caller)
             return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' added successfully.")
@@ -247,7 +247,7 @@ class HttpServer:
         """Answers with a LoRA adapter no more."""
 
         async def unload(body: bytes, _request_id: str, context: RequestContext) -> Response:
-            parsed = parse(UnloadLoraAdapterBody, body)
+            parsed = await off_loop(context, body, partial(parse, UnloadLoraAdapterBody))
             message = inference_pb2.UnloadLoraAdapterRequest(lora_name=parsed.lora_name)
             await self._service.unload_adapter(message, context.caller)
             return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' removed successfully.")
@@ -262,23 +262,23 @@ class HttpServer:
         context: RequestContext,
         form: AnswerForm = OPENAI_FORM,
     ) -> Response:
-        return GenerationResponse(self._service, await off_loop(body, parse_body, request_id), context, form)
+        return GenerationResponse(self._service, await off_loop(context, body, parse_body, request_id), context, form)
 
     async def _scores(self, body: bytes, request_id: str, context: RequestContext) -> Response:
-        parsed = await off_loop(body, partial(parse, ScoreBody))
+        parsed = await off_loop(context, body, partial(parse, ScoreBody))
         request = await make_score_request(parsed, self._service.model(parsed.model or "").tokenizer, request_id)
         return GenerationResponse(self._service, request, context, SCORE_FORM)
 
-    async def _token_count(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
-        parsed = await off_loop(body, parse_count_tokens)
+    async def _token_count(self, body: bytes, _request_id: str, context: RequestContext) -> Response:
+        parsed = await off_loop(context, body, parse_count_tokens)
         request = inference_pb2.TokenizeRequest(model=parsed.common.model, prompt=parsed.prompts[0])
         try:
             return JSONResponse({"input_tokens": len((await self._service.tokenize(request)).token_ids)})
         except TandemError as error:
             return ANTHROPIC_FORM.error_response(error, parsed.field)
 
-    async def _token_ids(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
-        request, parsed = await off_loop(body, parse_tokenize)
+    async def _token_ids(self, body: bytes, _request_id: str, context: RequestContext) -> Response:
+        request, parsed = await off_loop(context, body, parse_tokenize)
         ids = list((await self._service.tokenize(request)).token_ids)  # raises what is wrong with the request
         model = self._service.model(request.model)
         if parsed.prompt is not None and parsed.add_special_tokens is False:
@@ -293,8 +293,8 @@ class HttpServer:
         found = await in_thread(len(ids), answer) if len(ids) >= _THREAD_FROM_TOKENS else answer()
         return Response(found, media_type="application/json")
 
-    async def _text(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
-        parsed = await off_loop(body, partial(parse, DetokenizeBody))
+    async def _text(self, body: bytes, _request_id: str, context: RequestContext) -> Response:
+        parsed = await off_loop(context, body, partial(parse, DetokenizeBody))
         request = inference_pb2.DetokenizeRequest(model=parsed.model or "", token_ids=parsed.tokens)
         return JSONResponse({"prompt": (await self._service.detokenize(request)).text})
 

@@ -18,6 +18,7 @@ from ...frontend.prepare import RequestContext
 from ...frontend.validation import check_request_id
 from ...telemetry.trace import TRACEPARENT, parse_traceparent
 from ..browsers import check_json
+from ..large_messages import LARGE_FROM, parse_large
 from ..service import tandem_errors_only
 from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT
 from .parsing import MAX_NAME, http_field
@@ -29,7 +30,6 @@ _T = TypeVar("_T")
 
 _MAX_BODY_SECONDS: Final = 60
 _GZIP_BITS: Final = 16 + zlib.MAX_WBITS  # has zlib expect the header of a gzip file
-_THREAD_FROM_BYTES: Final = 65_536
 
 
 async def respond(
@@ -137,8 +137,8 @@ def _gunzip(body: bytes) -> bytes:
     return found
 
 
-async def off_loop(body: bytes, parse_body: Callable[..., _T], *args: Any) -> _T:
+async def off_loop(context: RequestContext, body: bytes, parse_body: Callable[..., _T], *args: Any) -> _T:
     """Parses a body; off the event loop where that takes more than some milliseconds."""
-    if len(body) < _THREAD_FROM_BYTES:
+    if len(body) < LARGE_FROM:
         return parse_body(body, *args)
-    return await asyncio.to_thread(parse_body, body, *args)
+    return await parse_large(context.caller.tenant, parse_body, body, *args)

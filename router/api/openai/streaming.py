@@ -14,7 +14,7 @@ from ....proto.errors import TandemError
 from ....proto.metrics import ERRORS
 from ...frontend.prepare import PreparedRequest, RequestContext
 from ...frontend.validation import answer_size, check_answer_size, check_num_sequences
-from ...output.processor import delivered
+from ...output.processor import JoinedAnswer, delivered
 from ..service import GenerationService, tandem_errors_only
 from .openapi import REQUEST_ID
 from .requests import HttpRequest
@@ -90,14 +90,15 @@ class GenerationResponse(Response):
 
     async def whole(self) -> Response:
         """Returns the response that is not streamed, once all is generated: the completions, or an error."""
-        answers: list[list[inference_pb2.GenerateResponse]] = [[] for _ in self._request.prompts]
+        answers = [JoinedAnswer() for _ in self._request.prompts]
         try:
             with tandem_errors_only():
                 accepted = await self._accept()
                 async with aclosing(self._messages(accepted)) as messages:
                     async for prompt, message in messages:
-                        answers[prompt].append(message)
-                return Response(await self._made_writer(accepted).whole(answers), media_type="application/json")
+                        answers[prompt].add(message)
+                joined = [answer.messages() for answer in answers]
+                return Response(await self._made_writer(accepted).whole(joined), media_type="application/json")
         except TandemError as error:
             return self._form.error_response(error, self._request.field)
 
