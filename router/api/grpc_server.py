@@ -27,6 +27,7 @@ from ...proto.limits import (
     MAX_STREAMS_PER_CONNECTION,
     STALL_SECONDS,
 )
+from ...proto.strangers import StrangerSweep
 from ..auth.authenticator import Authenticator, Caller
 from ..auth.tls import ServerTls
 from ..frontend.prepare import RequestContext
@@ -93,6 +94,7 @@ class GrpcServer:
         self._stall_seconds = stall_seconds
         self._message_seconds = message_seconds
         self._max_calls_per_address = max_calls_per_address
+        self._sweep = StrangerSweep(max_connections)
         self._calls: Counter[str] = Counter()  # under way, by address
         self._health_calls: Counter[str] = Counter()
         self._tls = tls
@@ -130,6 +132,8 @@ class GrpcServer:
             await self._server.stop(0)
             raise
         await self._server.start()
+        self._sweep.ports.add(port)
+        self._sweep.start()
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def set_serving(self, serving: bool) -> None:
@@ -142,6 +146,7 @@ class GrpcServer:
         """Accepts no more requests; cancels those that still run after `grace` seconds."""
         self._health.end()
         await self._server.stop(grace)
+        self._sweep.stop()
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         # No deserializer: grpc answers UNKNOWN to bytes that are no message, we INVALID_ARGUMENT. All take streams of
@@ -252,6 +257,7 @@ class GrpcServer:
         who calls. Raises Unauthenticated, and Overloaded if it is one too many."""
         with _counted(self._calls, context, self._max_calls_per_address):
             caller = self._caller(context)
+            self._sweep.admit(context.peer())
             with caller.quota.call():
                 yield caller
 

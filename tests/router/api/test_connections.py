@@ -395,6 +395,14 @@ async def test_grpc_takes_no_more_connections_than_its_bound_and_new_ones_when_s
         await list_models(servers.grpc_address)  # it tries again, and those that say nothing have been ended
 
 
+async def test_grpc_connections_without_a_call_keep_no_client_out(model: ServedModel) -> None:
+    async with serving(model, ConnectionBounds(max_connections=16)) as (servers, _), AsyncExitStack() as scope:
+        for _ in range(16):
+            _, writer = await scope.enter_async_context(connected(servers.grpc_address))
+            writer.write(HTTP2_PREFACE + HTTP2_SETTINGS)
+        await list_models(servers.grpc_address)  # it tries again
+
+
 async def refused_call(address: str) -> None:
     """Fails with the first connection that fails."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
