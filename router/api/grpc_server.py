@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection as reflection_service
 
 from ...proto import inference_pb2
-from ...proto.errors import DeadlineExceeded, InvalidArgument, Overloaded, TandemError, Unauthenticated, Unavailable
+from ...proto.errors import DeadlineExceeded, InvalidArgument, Overloaded, TandemError, Unauthenticated
 from ...proto.limits import (
     MAX_CONNECTIONS,
     MAX_CONNECTIONS_PER_ADDRESS,
@@ -99,7 +99,6 @@ class GrpcServer:
         self._health_calls: Counter[str] = Counter()
         self._tls = tls
         self._health = HealthStatus(("", SERVICE))
-        self._has_served = False  # was ready at least once
         self._authenticator = authenticator or Authenticator()
         self._server = grpc.aio.server(
             interceptors=[_KeyInterceptor(self._authenticator, self._audit)],
@@ -137,10 +136,8 @@ class GrpcServer:
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets what grpc.health.v1 answers, for the server and for the service. ListModels, which clients wait for as
-        well, is answered from the first time on."""
+        """Sets what grpc.health.v1 answers, for the server and for the service."""
         self._health.set(serving)
-        self._has_served |= serving
 
     async def stop(self, grace: float) -> None:
         """Accepts no more requests; cancels those that still run after `grace` seconds."""
@@ -158,7 +155,7 @@ class GrpcServer:
                 "Generate": grpc.stream_stream_rpc_method_handler(self._generate, None, _serialize),
                 "Detokenize": unary(inference_pb2.DetokenizeRequest, service.detokenize),
                 "Tokenize": unary(inference_pb2.TokenizeRequest, service.tokenize),
-                "ListModels": unary(inference_pb2.ListModelsRequest, self._list_models),
+                "ListModels": unary(inference_pb2.ListModelsRequest, service.list_models),
                 "LoadLoraAdapter": self._unary_by(inference_pb2.LoadLoraAdapterRequest, service.load_adapter),
                 "UnloadLoraAdapter": self._unary_by(inference_pb2.UnloadLoraAdapterRequest, service.unload_adapter),
             },
@@ -196,11 +193,6 @@ class GrpcServer:
             "Watch": grpc.stream_stream_rpc_method_handler(watch, None, _serialize),
         }
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers)
-
-    async def _list_models(self, request: inference_pb2.ListModelsRequest) -> inference_pb2.ListModelsResponse:
-        if not self._has_served:
-            raise Unavailable("the service is not ready")
-        return await self._service.list_models(request)
 
     async def _generate(self, _messages: object, context: _Context) -> None:
         timeline = inference_pb2.Timeline()

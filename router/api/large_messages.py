@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import Final, NoReturn, TypeVar
+from typing import Final, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from google.protobuf.descriptor import Descriptor
@@ -40,12 +40,13 @@ async def parse_large(tenant: str, parse: Callable[..., _T], *args: object) -> _
 
 def parse_message(kind: type[_M], data: bytes) -> _M:
     """Parses a message of protobuf. Raises InvalidArgument."""
+    described = cast(Descriptor, kind.DESCRIPTOR)
     if len(data) >= LARGE_FROM:
-        _scan(data, 0, len(data), kind.DESCRIPTOR, MAX_MESSAGE_ELEMENTS)
+        _scan(data, 0, len(data), described, MAX_MESSAGE_ELEMENTS)
     try:
         return kind.FromString(data)
     except DecodeError:
-        _refuse(kind.DESCRIPTOR)
+        _refuse(described)
 
 
 def check_json_elements(body: bytes) -> None:
