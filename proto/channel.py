@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from .identity import PeerIdentity
 from .limits import MAX_CONNECTIONS, MAX_INTERNAL_MESSAGE_BYTES
+from .strangers import StrangerSweep
 
 SILENCE_SECONDS: Final = 2.5
 """After so long without a word a worker is taken for frozen or cut off: its streams then go on within three seconds."""
@@ -218,16 +219,18 @@ def is_silence(error: grpc.aio.AioRpcError) -> bool:
 
 class PeerServer:
     """A server for other processes of the service, and for no one else: whoever does not prove that it is one of them
-    gets UNAUTHENTICATED before a byte of a message is read. The owner adds services and a port, starts and stops it."""
+    gets UNAUTHENTICATED before a byte of a message is read, and connections of strangers end before they take the
+    places of peers. The owner adds services and a port, starts and stops it."""
 
-    def __init__(self, identity: PeerIdentity) -> None:
-        self._guard = _Guard(identity)
+    def __init__(self, identity: PeerIdentity, max_connections: int = MAX_CONNECTIONS) -> None:
+        self._sweep = StrangerSweep(max_connections)
+        self._guard = _Guard(identity, self._sweep)
         self._tls = identity.tls
         options = PEER_OPTIONS + _keepalive(_PATIENT_SECONDS)
         options += (
             ("grpc.server_handshake_timeout_ms", round(1_000 * HANDSHAKE_SECONDS)),
             ("grpc.max_connection_idle_ms", round(1_000 * _IDLE_SECONDS)),
-            ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+            ("grpc.max_allowed_incoming_connections", max_connections),
         )
         self._server = grpc.aio.server(options=options, interceptors=(self._guard,))
 
@@ -251,10 +254,13 @@ class PeerServer:
 
     def _add_port(self, address: str) -> int:
         if self._tls is None:
-            return self._server.add_insecure_port(address)
-        shown = [(self._tls.key, self._tls.certificate)]
-        credentials = grpc.ssl_server_credentials(shown, self._tls.ca, require_client_auth=True)
-        return self._server.add_secure_port(address, credentials)
+            port = self._server.add_insecure_port(address)
+        else:
+            shown = [(self._tls.key, self._tls.certificate)]
+            credentials = grpc.ssl_server_credentials(shown, self._tls.ca, require_client_auth=True)
+            port = self._server.add_secure_port(address, credentials)
+        self._sweep.ports.add(port)
+        return port
 
     def answer_to(self, address: str) -> None:
         """Takes calls that were meant for this HOST:PORT, too: of a proxy that forwards them here."""
@@ -263,18 +269,21 @@ class PeerServer:
     async def start(self) -> None:
         """Begins to serve."""
         await self._server.start()
+        self._sweep.start()
 
     async def stop(self, grace: float) -> None:
         """Ends all calls, after `grace` seconds at most."""
         await self._server.stop(grace)
+        self._sweep.stop()
 
 
 class _Guard(grpc.aio.ServerInterceptor):
     """Lets in who proves to be of the service, and answers with a proof."""
 
-    def __init__(self, identity: PeerIdentity) -> None:
+    def __init__(self, identity: PeerIdentity, sweep: StrangerSweep) -> None:
         self.targets: list[str] = []
         self._identity = identity
+        self._sweep = sweep
 
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
@@ -285,7 +294,8 @@ class _Guard(grpc.aio.ServerInterceptor):
         if not self._identity.accepts(proof, handler_call_details.method, self.targets):
             return _REFUSE
         handler: _Handler | None = await continuation(handler_call_details)
-        return handler and _answering(handler, ((_PROOF, self._identity.answer(proof)),))
+        answer = ((_PROOF, self._identity.answer(proof)),)
+        return handler and _answering(handler, answer, self._sweep.admit)
 
 
 async def _refuse(requests: object, context: _Context) -> None:
@@ -296,14 +306,15 @@ async def _refuse(requests: object, context: _Context) -> None:
 _REFUSE: "Final[_Handler]" = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
-def _answering(handler: _Handler, answer: tuple[tuple[str, bytes]]) -> _Handler:
-    """Returns a handler, a coroutine function, that sends the metadata first. It parses messages itself: grpc answers
-    UNKNOWN to bytes that are none, and tells the exception."""
+def _answering(handler: _Handler, answer: tuple[tuple[str, bytes]], admit: Callable[[str], None]) -> _Handler:
+    """Returns a handler, a coroutine function, that sends the metadata first, and tells `admit` the peer. It parses
+    messages itself: grpc answers UNKNOWN to bytes that are none, and tells the exception."""
     behave: Any = handler.stream_stream or handler.unary_unary
     make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_unary_rpc_method_handler
     parse: Any = handler.request_deserializer
 
     async def answer_first(request: Any, context: _Context) -> Any:
+        admit(context.peer())
         await context.send_initial_metadata(answer)
         if parse is not None:
             messages = _Messages(request, parse, context)

@@ -2,6 +2,7 @@
 
     TandemError
     ├── InvalidArgument      INVALID_ARGUMENT     400   a field is wrong; `field` names it
+    │   └── UnknownEncoding  INVALID_ARGUMENT     415   the body is compressed in a way that is not decoded
     ├── TooLarge             RESOURCE_EXHAUSTED   413   the message itself is too large
     ├── NotFound             NOT_FOUND            404   unknown model
     ├── Overloaded           RESOURCE_EXHAUSTED   429   queue, KV budget or a key's limits; `retry_after`
@@ -45,6 +46,10 @@ class InvalidArgument(TandemError, code="INVALID_ARGUMENT", http_status=400):
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(f"{field}: {message}" if field else message)
         self.field = field
+
+
+class UnknownEncoding(InvalidArgument, code="INVALID_ARGUMENT", http_status=415):
+    """Reports a Content-Encoding that the service does not decode."""
 
 
 class TooLarge(TandemError, code="RESOURCE_EXHAUSTED", http_status=413):

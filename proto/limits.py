@@ -5,6 +5,9 @@ from typing import Final
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 """Of one gRPC message or HTTP body. A prompt of the longest context fits many times over."""
 
+MAX_MESSAGE_ELEMENTS: Final = 65_536
+"""Of one gRPC message, fields; of one HTTP body, strings, lists, objects and members. Parsing so many takes 50 ms."""
+
 MAX_PROMPT_CHARACTERS: Final = 1_000_000
 MAX_PROMPTS: Final = 128
 """In one HTTP body."""

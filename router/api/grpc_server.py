@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection as reflection_service
@@ -28,12 +28,14 @@ from ...proto.limits import (
     MAX_STREAMS_PER_CONNECTION,
     STALL_SECONDS,
 )
+from ...proto.strangers import StrangerSweep
 from ..auth.authenticator import Authenticator, Caller
 from ..auth.tls import ServerTls
 from ..frontend.prepare import RequestContext
 from ..telemetry.trace import TRACEPARENT, parse_traceparent
 from .audit import AuditLog, is_refusal
 from .health import HealthStatus
+from .large_messages import LARGE_FROM, parse_large, parse_message
 from .service import GenerationService, tandem_errors_only
 from .stall import StallTimer
 
@@ -93,6 +95,7 @@ class GrpcServer:
         self._stall_seconds = stall_seconds
         self._message_seconds = message_seconds
         self._max_calls_per_address = max_calls_per_address
+        self._sweep = StrangerSweep(max_connections)
         self._calls: Counter[str] = Counter()  # under way, by address
         self._health_calls: Counter[str] = Counter()
         self._tls = tls
@@ -129,6 +132,8 @@ class GrpcServer:
             await self._server.stop(0)
             raise
         await self._server.start()
+        self._sweep.ports.add(port)
+        self._sweep.start()
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def set_serving(self, serving: bool) -> None:
@@ -139,6 +144,7 @@ class GrpcServer:
         """Accepts no more requests; cancels those that still run after `grace` seconds."""
         self._health.end()
         await self._server.stop(grace)
+        self._sweep.stop()
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         # No deserializer: grpc answers UNKNOWN to bytes that are no message, we INVALID_ARGUMENT. All take streams of
@@ -193,7 +199,7 @@ class GrpcServer:
         timeline = inference_pb2.Timeline()
         try:
             with tandem_errors_only(), self._call(context) as caller:
-                message = await self._read(inference_pb2.GenerateRequest, context)
+                message = await self._read(inference_pb2.GenerateRequest, context, caller.turn)
                 arrived, remaining = time.monotonic(), context.time_remaining()
                 deadline = None if remaining is None else arrived + remaining
                 request = await self._service.accept(
@@ -232,7 +238,7 @@ class GrpcServer:
         async def respond(_messages: object, context: _Context) -> Message:
             try:
                 with tandem_errors_only(), self._call(context) as caller:
-                    return await method(await self._read(kind, context), caller)
+                    return await method(await self._read(kind, context, caller.turn), caller)
             except TandemError as error:
                 await _abort(context, error, inference_pb2.Timeline(), self._audit, self._key_name(context))
 
@@ -244,10 +250,11 @@ class GrpcServer:
         who calls. Raises Unauthenticated, and Overloaded if it is one too many."""
         with _counted(self._calls, context, self._max_calls_per_address):
             caller = self._caller(context)
+            self._sweep.admit(context.peer())
             with caller.quota.call():
                 yield caller
 
-    async def _read(self, kind: type[_M], context: _Context) -> _M:
+    async def _read(self, kind: type[_M], context: _Context, turn: str = "") -> _M:
         """Reads the message of a call. Raises InvalidArgument, and DeadlineExceeded if it does not come."""
         try:
             async with asyncio.timeout(self._message_seconds):
@@ -256,10 +263,9 @@ class GrpcServer:
             raise DeadlineExceeded(f"the message did not arrive within {self._message_seconds:g} seconds") from None
         if body is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")
-        try:
-            return kind.FromString(body)
-        except DecodeError:
-            raise InvalidArgument(f"the body is not a {kind.DESCRIPTOR.full_name}") from None
+        if len(body) < LARGE_FROM:
+            return parse_message(kind, body)
+        return await parse_large(turn, len(body), parse_message, kind, body)
 
     def _caller(self, context: _Context) -> Caller:
         # gRPC names connections by address and port alone, which belong to another client later: each call is apart.

@@ -28,6 +28,7 @@ from .anthropic.bodies import CountTokensBody, MessagesBody
 from .anthropic.requests import parse_count_tokens, parse_messages
 from .audit import AuditLog, is_refusal
 from .browsers import BrowserRules
+from .canonical import canonical
 from .connection import ConnectionBounds, HttpConnection
 from .console.feed import ConsoleFeed
 from .console.routes import console_endpoints
@@ -90,6 +91,7 @@ class HttpServer:
         self._service = service
         self._console = console or ConsoleFeed(service.telemetry)
         self._serving = False
+        self._has_served = False  # was ready at least once
         self._started_at = int(time.time())
         # uvicorn's own configuration of logging would close the handlers of the whole process, and with Ray Serve's a
         # replica cannot answer a controller that restarts, which then stops it.
@@ -115,8 +117,9 @@ class HttpServer:
         return await self._listener.start(address, shares_port=shares_port)
 
     def set_serving(self, serving: bool) -> None:
-        """Sets what /health answers."""
+        """Sets what /health answers. /v1/models, which clients wait for as well, is answered from the first time on."""
         self._serving = serving
+        self._has_served |= serving
 
     async def stop(self, grace: float) -> None:
         """Accepts no more requests; cancels those that still run after `grace` seconds."""
@@ -124,9 +127,9 @@ class HttpServer:
         await self._listener.stop(grace)
 
     def _app(self) -> FastAPI:
-        app = FastAPI(redoc_url=None)
+        app = FastAPI(redoc_url=None, redirect_slashes=False)
         app.openapi = lambda: document(app, _VERSION, _BODIES)  # type: ignore[method-assign]
-        generates, reads = (400, 401, 404, 413, 429, 500, 503, 504), (400, 401, 404, 413, 429)
+        generates, reads = (400, 401, 404, 413, 415, 429, 500, 503, 504), (400, 401, 404, 413, 415, 429)
         completion, chat = generation(CompletionBody, "completion"), generation(ChatBody, "chat completion")
         message = generation(MessagesBody, "message", ("id", "content", "stop_reason", "usage"))
         response = generation(ResponsesBody, "response", ("id", "output", "status", "usage"))
@@ -139,8 +142,8 @@ class HttpServer:
 
         add("/health", self._health, responses("", 503))
         add("/version", self._version, responses("", 401, 429))
-        add("/v1/models", self._models, responses("ModelList", 401, 429))
-        add("/v1/models/{name:path}", self._model, responses("Model", 401, 404, 429))
+        add("/v1/models", self._models, responses("ModelList", 401, 429, 503))
+        add("/v1/models/{name:path}", self._model, responses("Model", 401, 404, 429, 503))
         add("/v1/completions", self._complete, responses("", *generates), completion)
         add("/v1/chat/completions", self._chat, responses("", *generates), chat)
         add("/v1/responses", self._respond, responses("", *generates), response)
@@ -155,8 +158,8 @@ class HttpServer:
         add("/tokenize", self._tokenize, responses("TokenizeResponse", *reads), tokenize)
         add("/detokenize", self._detokenize, responses("DetokenizeResponse", *reads), detokenize)
         load, unload = command(LoadLoraAdapterBody), command(UnloadLoraAdapterBody)
-        add("/v1/load_lora_adapter", self._load_adapter, responses("", 400, 401, 413, 429, 503, 504), load)
-        add("/v1/unload_lora_adapter", self._unload_adapter, responses("", 400, 401, 404, 413, 429, 504), unload)
+        add("/v1/load_lora_adapter", self._load_adapter, responses("", 400, 401, 413, 415, 429, 503, 504), load)
+        add("/v1/unload_lora_adapter", self._unload_adapter, responses("", 400, 401, 404, 413, 415, 429, 504), unload)
         for path, answer in console_endpoints(self._console).items():
             app.add_route(path, answer, include_in_schema=False)
         app.add_exception_handler(HTTPException, _not_found)
@@ -166,7 +169,7 @@ class HttpServer:
         """Returns whether the service answers requests now."""
         if self._serving:
             return JSONResponse({"status": "ok"})
-        return error_response(Unavailable("the service is not ready"))
+        return _not_ready()
 
     async def _version(self) -> Response:
         """Returns the version of Tandem."""
@@ -174,10 +177,14 @@ class HttpServer:
 
     async def _models(self) -> Response:
         """Returns the models that are served."""
+        if not self._has_served:
+            return _not_ready()
         return JSONResponse({"object": "list", "data": list(map(self._card, self._service.models))})
 
     async def _model(self, name: str) -> Response:
         """Returns one of the models that are served."""
+        if not self._has_served:
+            return _not_ready()
         try:
             return JSONResponse(self._card(replace(self._service.model(name), name=name)))
         except TandemError:
@@ -231,7 +238,7 @@ class HttpServer:
         """Answers with a LoRA adapter, too."""
 
         async def load(body: bytes, _request_id: str, context: RequestContext) -> Response:
-            parsed = parse(LoadLoraAdapterBody, body)
+            parsed = await off_loop(context.caller.turn, body, partial(parse, LoadLoraAdapterBody))
             message = inference_pb2.LoadLoraAdapterRequest(lora_name=parsed.lora_name, lora_path=parsed.lora_path)
             await self._service.load_adapter(message, context.caller)
             return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' added successfully.")
@@ -242,7 +249,7 @@ class HttpServer:
         """Answers with a LoRA adapter no more."""
 
         async def unload(body: bytes, _request_id: str, context: RequestContext) -> Response:
-            parsed = parse(UnloadLoraAdapterBody, body)
+            parsed = await off_loop(context.caller.turn, body, partial(parse, UnloadLoraAdapterBody))
             message = inference_pb2.UnloadLoraAdapterRequest(lora_name=parsed.lora_name)
             await self._service.unload_adapter(message, context.caller)
             return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' removed successfully.")
@@ -312,7 +319,7 @@ class _Gate:
             self._app = CORSMiddleware(
                 app,
                 allow_origins=browsers.cors_origins,
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "HEAD", "POST"),
                 allow_headers=("*",),
                 allow_private_network=True,
                 expose_headers=(REQUEST_ID, MAX_TOKENS, "Retry-After"),
@@ -328,6 +335,7 @@ class _Gate:
                 self._audit.refused("http", (scope["client"] or ("",))[0], str(status), caller.key_name)
             await send(message)
 
+        scope = canonical(scope)
         try:
             self._browsers.check(Headers(scope=scope))
         except TandemError as error:
@@ -336,6 +344,10 @@ class _Gate:
             await response(scope, receive, report)
         else:
             await self._app(scope, receive, report)
+
+
+def _not_ready() -> JSONResponse:
+    return error_response(Unavailable("the service is not ready"))
 
 
 def _refusal(path: str, error: TandemError) -> JSONResponse:
@@ -348,13 +360,15 @@ async def _not_found(request: Request, error: Exception) -> Response:
     """Answers an unknown path or method in the form of the API that it would belong to."""
     if not isinstance(error, HTTPException):
         raise error
-    path, text = repr(request.url.path)[1:-1][:_MAX_PATH], error.detail
+    path, text, headers = repr(request.url.path)[1:-1][:_MAX_PATH], error.detail, dict(error.headers or {})
     if error.status_code == 404:
         text = f"{path}: there is no such path here; OpenAI's begin with /v1, and /docs lists all"
     elif error.status_code == 405:
         text = f"{path}: does not take {request.method[:16]}"
+        if headers.get("Allow") == "GET":
+            headers["Allow"] = "GET, HEAD"
     if request.url.path.startswith(_ANTHROPIC_PATH):
         body = anthropic_plain_error(error.status_code, text)
     else:
         body = plain_error(error.status_code, text, None, error.detail.lower().replace(" ", "_"))
-    return JSONResponse(body, error.status_code, error.headers)
+    return JSONResponse(body, error.status_code, headers)

@@ -18,11 +18,12 @@ from starlette.types import Receive, Scope, Send
 from ...proto.errors import TandemError
 from ...proto.shared_result import SharedResult
 from .browsers import BrowserRules
+from .canonical import canonical
 from .connection import ConnectionBounds, HttpConnection
 from .listener import HttpListener
 
 _MAX_IDLE_SECONDS: Final = 60
-_MAX_CONNECTIONS: Final = 64  # at a time; for a further one the one that has been idle for longest is ended
+_MAX_CONNECTIONS: Final = 64  # at a time; for a further one, one is ended, of whoever has the most
 _REQUEST_SECONDS: Final = 10.0  # for a whole request
 _SHARE: Final = 0.25  # of the event loop's time, that the figures may take, for whoever asks
 
@@ -45,9 +46,13 @@ class OpsServer:
         if metrics is not None:
             pages["/metrics"] = self._scrape
         self._app = Starlette(routes=[Route(path, page, methods=["GET"]) for path, page in pages.items()])
+        self._app.router.redirect_slashes = False
         # Probes are answered whatever strangers open: who finds a router not live ends it.
         bounds = ConnectionBounds(
-            request_seconds=_REQUEST_SECONDS, max_connections=_MAX_CONNECTIONS, max_per_address=_MAX_CONNECTIONS
+            request_seconds=_REQUEST_SECONDS,
+            max_connections=_MAX_CONNECTIONS,
+            max_per_address=_MAX_CONNECTIONS,
+            answers_give_way=True,
         )
         config = uvicorn.Config(
             self._checked,
@@ -80,7 +85,7 @@ class OpsServer:
         except TandemError as error:
             await JSONResponse({"error": error.message}, error.http_status)(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await self._app(canonical(scope), receive, send)
 
     async def _scrape(self, _request: Request) -> Response:
         assert self._metrics is not None  # else there is no route

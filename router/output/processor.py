@@ -5,9 +5,10 @@ Knows nothing of dispatch and of APIs.
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import replace
+from io import StringIO
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError, TandemError
@@ -59,7 +60,8 @@ class OutputProcessor:
         Raises InternalError if the source breaks its contract: no index is missing or repeated, nothing follows the
         end."""
         request = self._request
-        held: list[inference_pb2.GenerateResponse] = []  # until all completions have ended
+        held: list[inference_pb2.GenerateResponse] = []  # the last message of each completion
+        ranked = JoinedAnswer()  # all messages of a request whose completions are ranked when all have ended
         marks = {} if request.is_held else request.marks  # those of an answer that is held are whole
         with self._charged(timeline, execution or nullcontext()):
             async with aclosing(deltas):
@@ -81,12 +83,15 @@ class OutputProcessor:
                     if self._open and not request.is_held and not self._is_last(message):
                         yield self._signed(message, timeline)
                         continue
-                    held.append(message)
+                    if request.is_held:
+                        ranked.add(message)
+                    else:
+                        held.append(message)
                     if not self._open and delta.finish_reason == _UNFINISHED:
                         break  # by a stop string or a call: closing the source cancels the rest
         if self._open:
             raise InternalError(_BROKEN)
-        for message in self._last(held, timeline):
+        for message in self._last(ranked.messages() if request.is_held else held, timeline):
             yield self._signed(message, timeline)
 
     @contextmanager
@@ -351,26 +356,66 @@ def delivered(request: PreparedRequest) -> list[inference_pb2.GenerateResponse]:
     return messages
 
 
-def join_choices(messages: Sequence[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
+class JoinedAnswer:
+    """Joins the messages of one prompt as they come: it keeps one message of each completion, not one of each token."""
+
+    def __init__(self) -> None:
+        self._choices: dict[int, _JoinedChoice] = {}
+        self._usage: inference_pb2.Usage | None = None
+        self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
+
+    def add(self, message: inference_pb2.GenerateResponse) -> None:
+        """Takes the next message."""
+        if message.choice not in self._choices:
+            self._choices[message.choice] = _JoinedChoice(message)
+        self._choices[message.choice].add(message)
+        self._prompt_logprobs.extend(message.prompt_logprobs)
+        if message.HasField("usage"):
+            self._usage = message.usage
+
+    def messages(self) -> list[inference_pb2.GenerateResponse]:
+        """Returns a message for each completion, in the order of the choices. The first has the prompt's log
+        probabilities, the last the usage."""
+        joined = [choice.joined() for _, choice in sorted(self._choices.items())]
+        if joined:
+            joined[0].prompt_logprobs.extend(self._prompt_logprobs)
+        if joined and self._usage is not None:
+            joined[-1].usage.CopyFrom(self._usage)
+        return joined
+
+
+class _JoinedChoice:
+    def __init__(self, first: inference_pb2.GenerateResponse) -> None:
+        self._message = inference_pb2.GenerateResponse(request_id=first.request_id, choice=first.choice)
+        self._text = StringIO()  # a field of a message that grows would be copied for each token
+        self._reasoning = StringIO()
+
+    def add(self, part: inference_pb2.GenerateResponse) -> None:
+        joined = self._message
+        self._text.write(part.text)
+        self._reasoning.write(part.reasoning)
+        joined.token_ids.extend(part.token_ids)
+        joined.logprobs.extend(part.logprobs)
+        joined.tool_calls.extend(part.tool_calls)
+        joined.embedding.extend(part.embedding)
+        joined.finish_reason = part.finish_reason
+        joined.score = part.score
+        joined.stop_string = part.stop_string
+
+    def joined(self) -> inference_pb2.GenerateResponse:
+        self._message.text = self._text.getvalue()
+        self._message.reasoning = self._reasoning.getvalue()
+        return self._message
+
+
+def join_choices(messages: Iterable[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
     """Joins the messages of each completion, but for the prompt's log probabilities; in the order of the choices."""
-    choices: dict[int, list[inference_pb2.GenerateResponse]] = {}
+    choices: dict[int, _JoinedChoice] = {}
     for message in messages:
-        choices.setdefault(message.choice, []).append(message)
-    return [
-        inference_pb2.GenerateResponse(
-            request_id=parts[0].request_id,
-            text="".join(part.text for part in parts),
-            reasoning="".join(part.reasoning for part in parts),
-            token_ids=[token for part in parts for token in part.token_ids],
-            finish_reason=parts[-1].finish_reason,
-            choice=number,
-            logprobs=[entry for part in parts for entry in part.logprobs],
-            tool_calls=[call for part in parts for call in part.tool_calls],
-            score=parts[-1].score,
-            stop_string=parts[-1].stop_string,
-        )
-        for number, parts in sorted(choices.items())
-    ]
+        if message.choice not in choices:
+            choices[message.choice] = _JoinedChoice(message)
+        choices[message.choice].add(message)
+    return [choice.joined() for _, choice in sorted(choices.items())]
 
 
 def _prompt_logprobs(

@@ -44,7 +44,8 @@ class FakeTokenSource:
     tokens_per_delta: int = 1
     error: TandemError | Exception | None = None  # raised after `error_after` tokens
     error_after: int = 0
-    stall_after: int | None = None  # after so many tokens no more come, until the request is cancelled
+    stall_after: int | None = None  # after so many tokens no more come, until `goes_on` or the request is cancelled
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[TokenRequest] = field(default_factory=list)
     running: int = 0
     max_running: int = 0
@@ -90,7 +91,7 @@ class FakeTokenSource:
         if self.error is not None and start >= self.error_after:
             raise self.error
         if self.stall_after is not None and start >= self.stall_after:
-            await asyncio.Event().wait()
+            await self.goes_on.wait()
 
     def _deltas(self, request: TokenRequest, ended: Collection[int]) -> Iterator[TokenDelta]:
         completions = [self._tokens(request, choice) for choice in range(request.num_choices)]

@@ -196,3 +196,47 @@ async def test_a_stranger_at_the_address_of_a_worker_that_is_gone_gets_no_prompt
     assert stream.failure.kind == worker_pb2.FAILURE_KIND_GONE
     assert not heard
     assert not messages
+
+
+HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+async def test_connections_of_strangers_keep_no_peer_out() -> None:
+    """They speak HTTP/2, and call nothing. A peer that is there stays, and a new one gets in."""
+
+    async def echo(requests: AsyncIterator[bytes], context: Any) -> None:
+        async for request in requests:
+            await context.write(request)
+
+    server = PeerServer(IDENTITY, max_connections=16)
+    handler = grpc.method_handlers_generic_handler("echo", {"Echo": grpc.stream_stream_rpc_method_handler(echo)})
+    server.add_generic_rpc_handlers([handler])
+    address = server.bind("127.0.0.1", 0)
+    await server.start()
+    host, _, port = address.rpartition(":")
+    writers = []
+    async with asyncio.timeout(60), PeerChannel(address, IDENTITY) as first:
+        stream = first.stream_stream("/echo/Echo")()
+        await stream.write(b"1")
+        assert await stream.read() == b"1"
+        for _ in range(16):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(HTTP2_BEGIN)
+            writers.append(writer)
+        assert await echoed(address) == b"2"
+        await stream.write(b"3")
+        assert await stream.read() == b"3"
+        stream.cancel()
+    for writer in writers:
+        writer.close()
+    await server.stop(0)
+
+
+async def echoed(address: str) -> object:
+    """Returns the answer of an echo over a connection of its own, which is tried until there is one."""
+    while True:
+        async with PeerChannel(address, IDENTITY) as channel:
+            stream = channel.stream_stream("/echo/Echo")()
+            with suppress(grpc.aio.AioRpcError):
+                await stream.write(b"2")
+                return await stream.read()

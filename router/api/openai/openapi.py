@@ -71,6 +71,7 @@ _ERRORS: Final = {
     403: "The host or the origin of the request may not use the service, or the key may not do this.",
     404: "No such model.",
     413: "The body is too large.",
+    415: "The body has a Content-Encoding other than gzip.",
     429: "Queue or cache is full, or the key's limits are reached; see Retry-After.",
     500: "The service is at fault.",
     503: "No worker can take the request now; see Retry-After.",

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ....proto.errors import InvalidArgument
+from ..large_messages import check_json_elements
 from .bodies import REASONS, OpenModel, ReturnedModel
 
 MAX_NAME: Final = 64  # characters that an error repeats of a name in a body
@@ -45,6 +46,7 @@ def http_field(path: str) -> str:
 
 def parse(kind: type[_B], body: bytes) -> _B:
     """Returns the checked body. Raises InvalidArgument, which names the field as the body does."""
+    check_json_elements(body)
     try:
         with _without_collection():
             parsed = kind.model_validate_json(body)

@@ -3,7 +3,8 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -11,16 +12,16 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from ....proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, TandemError, TooLarge
+from ....proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, TandemError, TooLarge, UnknownEncoding
 from ....proto.limits import MAX_MESSAGE_BYTES
-from ...frontend.fair_threads import TEXTS
 from ...frontend.prepare import RequestContext
 from ...frontend.validation import check_request_id
 from ...telemetry.trace import TRACEPARENT, parse_traceparent
 from ..browsers import check_json
+from ..large_messages import LARGE_FROM, parse_large
 from ..service import tandem_errors_only
 from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT
-from .parsing import http_field
+from .parsing import MAX_NAME, http_field
 from .refused_body import RefusedBody
 from .resume import header_event_id
 from .streaming import OPENAI_FORM, AnswerForm
@@ -28,7 +29,7 @@ from .streaming import OPENAI_FORM, AnswerForm
 _T = TypeVar("_T")
 
 _MAX_BODY_SECONDS: Final = 60
-_THREAD_FROM_BYTES: Final = 65_536
+_GZIP_BITS: Final = 16 + zlib.MAX_WBITS  # has zlib expect the header of a gzip file
 
 
 async def respond(
@@ -40,6 +41,7 @@ async def respond(
     arrived = time.monotonic()
     request_id = uuid.uuid4().hex
     response: Response
+    is_read = False
     try:
         with tandem_errors_only():
             check_request_id(request.headers.get(REQUEST_ID, ""))
@@ -52,11 +54,17 @@ async def respond(
                 event_id=header_event_id(request.headers),
                 trace=parse_traceparent(request.headers.get(TRACEPARENT)),
             )
+            is_gzip = _is_gzip(request.headers.getlist("content-encoding"))
             body = await _read(request)
+            is_read = True
             check_json(request.headers)
+            if is_gzip:
+                body = await parse_large(context.caller.turn, len(body), _gunzip, body)
             response = await answer(body, request_id, context)
     except TooLarge as error:
-        response = RefusedBody(form.error_response(error, http_field))
+        response = form.error_response(error, http_field)
+        if not is_read:
+            response = RefusedBody(response)
     except TandemError as error:
         response = form.error_response(error, http_field)
     response.headers[REQUEST_ID] = request_id
@@ -92,11 +100,43 @@ async def _read(request: Request) -> bytes:
         raise DeadlineExceeded(f"the body did not arrive within {_MAX_BODY_SECONDS} seconds") from None
     except ClientDisconnect:
         raise Cancelled("the client has disconnected") from None
-    raise TooLarge(f"the body has more than {MAX_MESSAGE_BYTES} bytes")
+    raise _too_large()
+
+
+def _too_large() -> TooLarge:
+    return TooLarge(f"the body has more than {MAX_MESSAGE_BYTES} bytes")
+
+
+def _is_gzip(encodings: Sequence[str]) -> bool:
+    """Returns whether the body is compressed, by the values of Content-Encoding. Raises UnknownEncoding
+    for any encoding but one gzip."""
+    names = [name.strip().lower() for value in encodings for name in value.split(",")]
+    names = [name for name in names if name not in ("", "identity")]
+    if names and names not in (["gzip"], ["x-gzip"]):
+        shown = ", ".join(names)[:MAX_NAME]
+        raise UnknownEncoding(f"{shown!r} is not decoded here; send gzip, or no encoding", "Content-Encoding")
+    return bool(names)
+
+
+def _gunzip(body: bytes) -> bytes:
+    """Returns the decompressed body. Raises InvalidArgument if it is not one gzip file, and TooLarge if it is too large
+    decompressed, of which it decompresses no more than the bound."""
+    unpacking = zlib.decompressobj(_GZIP_BITS)
+    try:
+        found = unpacking.decompress(body, MAX_MESSAGE_BYTES + 1)
+    except zlib.error:
+        raise InvalidArgument("the body is not gzip data", "Content-Encoding") from None
+    if len(found) > MAX_MESSAGE_BYTES:
+        raise _too_large()
+    if not unpacking.eof:
+        raise InvalidArgument("the gzip data is not complete", "Content-Encoding")
+    if unpacking.unused_data:
+        raise InvalidArgument("there is data after the end of the gzip data", "Content-Encoding")
+    return found
 
 
 async def off_loop(turn: str, body: bytes, parse_body: Callable[..., _T], *args: Any) -> _T:
     """Parses a body; off the event loop, in the caller's turn, where that takes more than some milliseconds."""
-    if len(body) < _THREAD_FROM_BYTES:
+    if len(body) < LARGE_FROM:
         return parse_body(body, *args)
-    return await TEXTS.run(turn, len(body), parse_body, body, *args)
+    return await parse_large(turn, len(body), parse_body, body, *args)

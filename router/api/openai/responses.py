@@ -212,7 +212,7 @@ class ResponseWriter:
         return f', "token_ids": {_id_list(message.token_ids)}' if self._request.has_token_ids else ""
 
     def _event(self, choice: str, report: str = "") -> bytes:
-        usage = ""
+        usage = ', "usage": null' if self._includes_usage else ""  # as OpenAI documents
         if self._continuous_usage:
             usage = f', "usage": {json.dumps(_counts(self._prompt_tokens, self._completion_tokens))}'
         return f'{self._chunk_start}"choices": [{choice}]{report}{usage}}}\n\n'.encode()
@@ -255,6 +255,8 @@ def error_response(
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.http_status == 415:
+        headers["Accept-Encoding"] = "gzip"
     if error.http_status == 413:
         headers["Connection"] = "close"  # the rest of the body was not read
     return JSONResponse((body or error_body)(error, name), error.http_status, headers)

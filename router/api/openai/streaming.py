@@ -16,7 +16,7 @@ from ....proto.limits import MAX_PROMPTS
 from ....proto.metrics import ERRORS
 from ...frontend.prepare import PreparedRequest, RequestContext
 from ...frontend.validation import answer_size, check_answer_size, check_num_sequences
-from ...output.processor import delivered
+from ...output.processor import JoinedAnswer, delivered
 from ..service import GenerationService, tandem_errors_only
 from .openapi import MAX_TOKENS, REQUEST_ID
 from .requests import HttpRequest
@@ -77,7 +77,8 @@ class GenerationResponse(Response):
     def __init__(
         self, service: GenerationService, request: HttpRequest, context: RequestContext, form: AnswerForm = OPENAI_FORM
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache"})
+        # nginx, which buffers answers unless this header says no, would hold back events.
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]  # not known yet
         self._service = service
         self._request = request
@@ -91,15 +92,16 @@ class GenerationResponse(Response):
 
     async def whole(self) -> Response:
         """Returns the response that is not streamed, once all is generated: the completions, or an error."""
-        answers: list[list[inference_pb2.GenerateResponse]] = [[] for _ in self._request.prompts]
+        answers = [JoinedAnswer() for _ in self._request.prompts]
         try:
             with tandem_errors_only():
                 accepted = await self._accept()
                 timelines = [inference_pb2.Timeline() for _ in accepted]
                 async with aclosing(self._messages(accepted, timelines)) as messages:
                     async for prompt, message in messages:
-                        answers[prompt].append(message)
-                return Response(await self._made_writer(accepted).whole(answers), media_type="application/json")
+                        answers[prompt].add(message)
+                joined = [answer.messages() for answer in answers]
+                return Response(await self._made_writer(accepted).whole(joined), media_type="application/json")
         except TandemError as error:
             return self._form.error_response(error, self._request.field)
 

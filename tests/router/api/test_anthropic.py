@@ -213,6 +213,7 @@ async def test_a_key_in_its_own_header(model: ServedModel) -> None:
     servers = await ApiServers.start(
         GenerationService([model], FakeTokenSource(answer=b"x")), authenticator=Authenticator([api_key("ada")])
     )
+    await servers.set_serving(True)
     url = f"http://{servers.http_address}"
     async with anthropic.AsyncAnthropic(base_url=url, api_key="ada", max_retries=0) as client:
         assert (await ask(client)).stop_reason == "max_tokens"

@@ -1,8 +1,10 @@
 """Connections that take what is not theirs: slow, large, idle, too many, or not read."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 
 import grpc.aio
 import httpx
@@ -11,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.proto.limits import MAX_MESSAGE_BYTES
+from tandem.router.api import http_server
 from tandem.router.api.connection import ConnectionBounds
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
@@ -164,6 +167,143 @@ async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(model
         assert (await reader.readline()).startswith(b"HTTP/1.1 413")
 
 
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+async def answer_of(streams: Streams) -> bytes:
+    """Reads an answer that has a content-length; returns its status line."""
+    reader, _ = streams
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length:"))
+    await reader.readexactly(int(length.partition(b":")[2]))
+    return head.partition(b"\r\n")[0]
+
+
+async def late_body(scope: AsyncExitStack, address: str) -> Streams:
+    """Opens a connection on which the body of a request has ended after the answer."""
+    streams = await scope.enter_async_context(connected(address))
+    streams[1].write(HEALTH + b"Content-Length: 1\r\n\r\n")
+    assert await answer_of(streams) == b"http/1.1 200 ok"
+    streams[1].write(b"x")
+    return streams
+
+
+async def unread_pipeline(scope: AsyncExitStack, address: str) -> Streams:
+    """Opens a connection with thousands of requests whose answers nobody reads."""
+    streams = await scope.enter_async_context(connected(address))
+    streams[0]._transport.pause_reading()  # type: ignore[attr-defined]
+    streams[1].write((HEALTH + b"\r\n") * 4_000)
+    return streams
+
+
+@pytest.mark.parametrize("hold", [late_body, unread_pipeline])
+@pytest.mark.parametrize("bounds", [ConnectionBounds(max_connections=8), ConnectionBounds(max_per_address=8)])
+async def test_connections_whose_requests_are_answered_give_way(
+    model: ServedModel, bounds: ConnectionBounds, hold: Callable[[AsyncExitStack, str], Awaitable[Streams]]
+) -> None:
+    bounds = replace(bounds, per_address=Counter(), idle=defaultdict(OrderedDict))
+    async with serving(model, bounds) as (servers, _), AsyncExitStack() as scope:
+        for _ in range(8):
+            await hold(scope, servers.http_address)
+        for _ in range(8):
+            good = await scope.enter_async_context(connected(servers.http_address))
+            good[1].write(HEALTH + b"\r\n")
+            assert await answer_of(good) == b"http/1.1 200 ok"
+        assert bounds.per_address.total() <= 9
+
+
+async def test_a_connection_whose_body_ended_after_the_answer_is_used_again_or_ended(model: ServedModel) -> None:
+    async with serving(model, ConnectionBounds(head_seconds=0.3)) as (servers, _), AsyncExitStack() as scope:
+        streams = await late_body(scope, servers.http_address)
+        streams[1].write(HEALTH + b"\r\n")
+        assert await answer_of(streams) == b"http/1.1 200 ok"
+        streams = await late_body(scope, servers.http_address)
+        await drip(streams, b"\r\n")
+
+
+async def test_a_connection_whose_body_ended_after_the_answer_has_the_time_of_an_idle_one(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_MAX_IDLE_SECONDS", 0.3)
+    async with serving(model, ConnectionBounds()) as (servers, _), AsyncExitStack() as scope:
+        reader, _ = await late_body(scope, servers.http_address)
+        assert await reader.read() == b""
+
+
+async def test_all_requests_of_a_pipeline_are_answered_in_order(model: ServedModel) -> None:
+    """Bodies that are longer than what is parsed at a time are among them."""
+    async with serving(model, ConnectionBounds()) as (servers, _), connected(servers.http_address) as (reader, writer):
+        lines = []
+        for length in range(1, 101):
+            path = b"/none/" + b"x" * length
+            writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n" % path + b"y" * 5_000)
+            lines.append(b"/none/" + b"x" * min(length, 74) + b": ")
+        writer.write(HEALTH + b"Connection: close\r\n\r\n")
+        found = await reader.read()
+    assert [found.find(line) for line in lines] == sorted(found.find(line) for line in lines)
+    assert found.count(b"HTTP/1.1 404 Not Found") == 100
+    assert found.count(b"HTTP/1.1 200 OK") == 1
+
+
+async def test_a_pipeline_is_parsed_as_far_as_it_is_answered(model: ServedModel) -> None:
+    async with serving(model, ConnectionBounds()) as (servers, source), AsyncExitStack() as scope:
+        source.stall_after = 1
+        _, writer = await scope.enter_async_context(connected(servers.http_address))
+        text = b'{"prompt": "hi", "stream": true}'
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text + (HEALTH + b"\r\n") * 4_000)
+        await source.wait_running(1)
+        (connection,) = servers._http._listener._server.server_state.connections
+        assert 1 <= len(connection.pipeline) < 16
+
+
+async def test_what_follows_a_request_and_is_none_does_not_touch_its_answer(model: ServedModel) -> None:
+    async with serving(model, ConnectionBounds()) as (servers, source), connected(servers.http_address) as streams:
+        reader, writer = streams
+        source.stall_after = 1
+        text = b'{"prompt": "hi", "stream": true, "max_tokens": 3}'
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
+        found = await reader.readuntil(b"data: ")
+        writer.write(b"no request\r\n\r\n")
+        await writer.drain()
+        source.goes_on.set()
+        found += await reader.read()
+    assert found.count(b"HTTP/1.1 ") == 1
+    assert found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_a_client_of_a_pipeline_that_goes_cancels_what_runs(model: ServedModel) -> None:
+    async with serving(model, ConnectionBounds()) as (servers, source):
+        source.stall_after = 1
+        async with connected(servers.http_address) as (reader, writer):
+            text = b'{"prompt": "hi", "stream": true}'
+            head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text + HEALTH + b"\r\n")
+            await reader.readuntil(b"data: ")
+            (connection,) = servers._http._listener._server.server_state.connections
+            connection.abort()
+            await source.wait_running(0)
+        assert source.cancelled == 1
+
+
+def test_the_address_with_the_most_connections_gives_way() -> None:
+    """A connection of another address stays, for however long it has been idle."""
+
+    class Ended:
+        is_ended = False
+
+        def abort(self) -> None:
+            self.is_ended = True
+
+    bounds = ConnectionBounds(max_connections=4)
+    good, bad = Ended(), [Ended() for _ in range(4)]
+    bounds.enter("10.0.0.1", good)
+    for each in bad:
+        bounds.enter("10.0.0.2", each)
+    assert [each.is_ended for each in (good, *bad)] == [False, True, False, False, False]
+
+
 def silent_call(channel: grpc.aio.Channel, method: str = "Generate") -> grpc.aio.StreamStreamCall[bytes, bytes]:
     """Begins a call, and sends no message."""
     call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/tandem.v1.Inference/{method}")()
@@ -253,6 +393,14 @@ async def test_grpc_takes_no_more_connections_than_its_bound_and_new_ones_when_s
         with pytest.raises(grpc.aio.AioRpcError):
             await refused_call(servers.grpc_address)
         await list_models(servers.grpc_address)  # it tries again, and those that say nothing have been ended
+
+
+async def test_grpc_connections_without_a_call_keep_no_client_out(model: ServedModel) -> None:
+    async with serving(model, ConnectionBounds(max_connections=16)) as (servers, _), AsyncExitStack() as scope:
+        for _ in range(16):
+            _, writer = await scope.enter_async_context(connected(servers.grpc_address))
+            writer.write(HTTP2_PREFACE + HTTP2_SETTINGS)
+        await list_models(servers.grpc_address)  # it tries again
 
 
 async def refused_call(address: str) -> None:

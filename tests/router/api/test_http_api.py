@@ -115,7 +115,9 @@ async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
     prompts = ["/v1/embeddings", "/score", "/v1/score", "/tokenize", "/detokenize"]
     assert list(posts) == [TEXT, CHAT, *agents, *prompts, *adapters]
     for path in (TEXT, CHAT):
-        assert {"200", "400", "401", "403", "404", "413", "429", "500", "503", "504"} == set(posts[path]["responses"])
+        assert {"200", "400", "401", "403", "404", "413", "415", "429", "500", "503", "504"} == set(
+            posts[path]["responses"]
+        )
         reference = posts[path]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         schema = {"$ref": reference, "components": document["components"]}
         jsonschema.validate(body(path, stop="x", temperature=0.5, n=None), schema)

@@ -1,8 +1,10 @@
 import asyncio
 import contextlib
+import gzip
 import json
 import logging.handlers
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from tandem.proto import errors, limits
 from tandem.router.api.http_server import HttpServer
+from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body, events, streamed_text
@@ -336,6 +339,113 @@ async def test_health(service: Service, http: httpx.AsyncClient) -> None:
     await service.servers.set_serving(False)
     answer = await http.get("/health")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+async def test_models_are_listed_from_the_first_time_on_that_the_service_is_ready(model: ServedModel) -> None:
+    """Scripts wait for the list of models as others do for /health."""
+    servers = await ApiServers.start(GenerationService([model], FakeTokenSource()))
+    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}") as http:
+        for path in ("/v1/models", "/v1/models/", "/v1/models/tiny", "/v1/models/other"):
+            answer = await http.get(path)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        for serving in (True, False):
+            await servers.set_serving(serving)
+            assert (await http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
+            assert (await http.get("/v1/models/other")).status_code == 404
+    await servers.stop(0)
+
+
+async def test_head_is_answered_wherever_get_is(http: httpx.AsyncClient) -> None:
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    gets = [path.replace("{name}", "tiny") for path, methods in paths.items() if "get" in methods]
+    for path in (*gets, "/openapi.json", "/docs", "/console", "/console/data"):
+        expected, answer = await http.get(path), await http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["content-type"] == expected.headers["content-type"]
+    answer = await http.head(TEXT)
+    assert (answer.status_code, answer.headers["allow"], answer.content) == (405, "POST", b"")
+    assert (await http.post("/health")).headers["allow"] == "GET, HEAD"
+
+
+async def test_a_slash_at_the_end_of_a_path_changes_nothing(http: httpx.AsyncClient) -> None:
+    for path in ("/health", "/version", "/v1/models", "/v1/models/tiny", "/openapi.json", "/console"):
+        assert (await http.get(f"{path}/")).content == (await http.get(path)).content
+    for path in (TEXT, CHAT):
+        assert (await http.post(f"{path}/", json=body(path))).status_code == 200
+    assert (await http.get("/v1/nothing/")).status_code == 404
+
+
+async def test_a_stream_tells_proxies_not_to_buffer_it(http: httpx.AsyncClient) -> None:
+    for path in (TEXT, CHAT):
+        answer = await http.post(path, json=body(path, stream=True))
+        assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-cache", "no")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_http_1_0_gets_no_chunks(service: Service, stream: bool) -> None:
+    """The body of a stream ends with the connection."""
+    service.source.answer = b"hello"
+    reader, writer = await asyncio.open_connection(*service.http.split(":"))
+    content = json.dumps(body(TEXT, stream=stream)).encode()
+    writer.write(HEAD.replace(b"1.1", b"1.0") + b"content-length: %d\r\n\r\n" % len(content) + content)
+    head, _, found = (await asyncio.wait_for(reader.read(), WAIT)).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert b"transfer-encoding" not in head
+    if stream:
+        assert found.startswith(b"data: {")
+        assert found.endswith(b"data: [DONE]\n\n")
+    else:
+        assert json.loads(found)["choices"][0]["text"] == "hello"
+
+
+async def test_usage_is_null_before_the_chunk_that_has_it(http: httpx.AsyncClient) -> None:
+    for path in (TEXT, CHAT):
+        asked = body(path, stream=True, stream_options={"include_usage": True})
+        *others, last, _ = events(await http.post(path, json=asked))
+        assert others
+        assert {each["usage"] for each in others} == {None}
+        assert last["usage"]["completion_tokens"] > 0
+        assert "usage" not in events(await http.post(path, json=body(path, stream=True)))[0]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "GZIP", "x-gzip", "identity, gzip"])
+async def test_a_body_in_gzip_is_decoded(http: httpx.AsyncClient, encoding: str) -> None:
+    headers = {"content-encoding": encoding, "content-type": "application/json"}
+    for path in (TEXT, CHAT):
+        content = gzip.compress(json.dumps(body(path)).encode())
+        assert (await http.post(path, content=content, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "deflate", "gzip, gzip", "x" * 1_000])
+async def test_other_encodings_are_refused_by_name(http: httpx.AsyncClient, encoding: str) -> None:
+    headers = {"content-encoding": encoding, "content-type": "application/json"}
+    answer = await http.post(TEXT, content=b"x" * 100, headers=headers)
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "gzip")
+    error = answer.json()["error"]
+    assert (error["param"], error["type"]) == ("Content-Encoding", "invalid_request_error")
+    assert "send gzip" in error["message"]
+    assert len(error["message"]) < 200
+    assert (await http.post(TEXT, json=body(TEXT))).status_code == 200
+
+
+async def test_a_body_that_is_too_large_in_gzip_is_not_decompressed_to_its_end(http: httpx.AsyncClient) -> None:
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    for size in (limits.MAX_MESSAGE_BYTES + 1, 64 * limits.MAX_MESSAGE_BYTES):
+        content = gzip.compress(bytes(size))
+        tracemalloc.start()
+        answer = await http.post(TEXT, content=content, headers=headers)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert answer.status_code == 413
+        assert peak < 8 * limits.MAX_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize("content", [b"", b"x", gzip.compress(b"{}")[:-1], gzip.compress(b"{}") * 2])
+async def test_a_body_that_is_no_gzip_is_refused(http: httpx.AsyncClient, content: bytes) -> None:
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    answer = await http.post(TEXT, content=content, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Content-Encoding")
 
 
 async def test_no_such_path(http: httpx.AsyncClient) -> None:

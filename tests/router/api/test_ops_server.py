@@ -47,6 +47,27 @@ async def test_connections_of_a_stranger_keep_no_probe_out(address: str, said: b
                 assert (await http.get(path)).status_code == status
 
 
+async def test_requests_that_are_not_answered_yet_keep_no_probe_out(address: str) -> None:
+    """Of 64 connections that ask for the figures again and again, at any time all may wait for them."""
+    async with AsyncExitStack() as scope:
+        for _ in range(100):
+            _, writer = await scope.enter_async_context(connected(address))
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+        for _ in range(8):
+            async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as http:
+                assert (await http.get("/live")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/live", "/ready", "/metrics"])
+async def test_head_and_a_slash_at_the_end_of_a_path(address: str, path: str) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as http:
+        answer = await http.get(path)
+        assert ((await http.get(f"{path}/")).status_code, answer.text) == (answer.status_code, answer.text)
+        head = await http.head(path)
+        assert (head.status_code, head.content) == (answer.status_code, b"")
+        assert head.headers["content-length"] == answer.headers["content-length"]
+
+
 async def test_the_figures_are_rendered_once_for_all_who_ask(address: str, figures: Figures) -> None:
     async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as http:
         await asyncio.gather(*(http.get("/live") for _ in range(32)))  # has the connections open
