@@ -36,7 +36,7 @@ from .lora import LoRARequest
 from .outputs import RequestOutput
 
 if TYPE_CHECKING:
-    from ...router.frontend.prepare import PreparedRequest
+    from ...router.frontend.prepared import PreparedRequest
     from .engine import LocalEngine
 
 PromptText = str | Mapping[str, Any]

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument, TandemError
-from ...output.processor import join_choices
+from ...output.joined_answer import join_choices
 from .logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .parsing import http_field
 from .requests import HttpRequest, OpenAIRequest

@@ -10,7 +10,8 @@ from typing import Final
 
 from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
-from ...frontend.prepare import PreparedRequest, RequestContext
+from ...frontend.prepare import RequestContext
+from ...frontend.prepared import PreparedRequest
 from ...resume.event_ids import EventIdSigner
 from .openapi import LAST_EVENT_ID, RESUME
 from .requests import HttpRequest

@@ -14,9 +14,11 @@ from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ....proto.limits import MAX_PROMPTS
 from ....proto.metrics import ERRORS
-from ...frontend.prepare import PreparedRequest, RequestContext
+from ...frontend.prepare import RequestContext
+from ...frontend.prepared import PreparedRequest
 from ...frontend.validation import answer_size, check_answer_size, check_num_sequences
-from ...output.processor import JoinedAnswer, delivered
+from ...output.joined_answer import JoinedAnswer
+from ...output.processor import delivered
 from ..service import GenerationService, tandem_errors_only
 from .openapi import MAX_TOKENS, REQUEST_ID
 from .requests import HttpRequest

@@ -5,6 +5,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import grpc.aio
 import httpx
@@ -253,6 +254,7 @@ async def test_a_pipeline_is_parsed_as_far_as_it_is_answered(model: ServedModel)
         head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text + (HEALTH + b"\r\n") * 4_000)
         await source.wait_running(1)
+        connection: Any
         (connection,) = servers._http._listener._server.server_state.connections
         assert 1 <= len(connection.pipeline) < 16
 
@@ -281,6 +283,7 @@ async def test_a_client_of_a_pipeline_that_goes_cancels_what_runs(model: ServedM
             head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text + HEALTH + b"\r\n")
             await reader.readuntil(b"data: ")
+            connection: Any
             (connection,) = servers._http._listener._server.server_state.connections
             connection.abort()
             await source.wait_running(0)

@@ -268,7 +268,7 @@ async def test_other_names_of_the_model(model: ServedModel) -> None:
     for name in ("", "tiny", "org/tiny", "/models/tiny"):
         assert service.model(name) is model
         prompt = {"text": "x"}
-        answer = await service.tokenize(inference_pb2.TokenizeRequest(model=name, prompt=prompt))
+        answer = await service.tokenize(inference_pb2.TokenizeRequest(model=name, prompt=prompt), Caller())
         assert bytes(answer.token_ids) == b"x"
     with pytest.raises(NotFound, match=r"served: tiny, org/tiny, mine$"):
         service.model("other/tiny")
