@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from tandem.proto import worker_pb2
-from tandem.proto.channel import PeerChannel, PeerServer
+from tandem.proto.channel import PeerChannel, PeerServer, PeerStream
 from tandem.proto.hashing import hash_prompt
 from tandem.proto.identity import MAX_SKEW_SECONDS, PeerIdentity
 from tandem.router.dispatch.worker_client import WorkerClient
@@ -216,7 +216,7 @@ async def test_connections_of_strangers_keep_no_peer_out() -> None:
     host, _, port = address.rpartition(":")
     writers = []
     async with asyncio.timeout(60), PeerChannel(address, IDENTITY) as first:
-        stream: Any = first.stream_stream("/echo/Echo")()
+        stream: PeerStream[bytes, bytes] = first.stream_stream("/echo/Echo")()
         await stream.write(b"1")
         assert await stream.read() == b"1"
         for _ in range(16):
@@ -236,7 +236,7 @@ async def echoed(address: str) -> object:
     """Returns the answer of an echo over a connection of its own, which is tried until there is one."""
     while True:
         async with PeerChannel(address, IDENTITY) as channel:
-            stream: Any = channel.stream_stream("/echo/Echo")()
+            stream: PeerStream[bytes, bytes] = channel.stream_stream("/echo/Echo")()
             with suppress(grpc.aio.AioRpcError):
                 await stream.write(b"2")
                 return await stream.read()

@@ -5,7 +5,6 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import grpc.aio
 import httpx
@@ -15,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.proto.limits import MAX_MESSAGE_BYTES
 from tandem.router.api import http_server
-from tandem.router.api.connection import ConnectionBounds
+from tandem.router.api.connection import ConnectionBounds, HttpConnection
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
@@ -180,6 +179,13 @@ async def answer_of(streams: Streams) -> bytes:
     return head.partition(b"\r\n")[0]
 
 
+def only_connection(servers: ApiServers) -> HttpConnection:
+    """Returns the one HTTP connection that is open."""
+    (connection,) = servers._http._listener._server.server_state.connections
+    assert isinstance(connection, HttpConnection)
+    return connection
+
+
 async def late_body(scope: AsyncExitStack, address: str) -> Streams:
     """Opens a connection on which the body of a request has ended after the answer."""
     streams = await scope.enter_async_context(connected(address))
@@ -254,8 +260,7 @@ async def test_a_pipeline_is_parsed_as_far_as_it_is_answered(model: ServedModel)
         head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text + (HEALTH + b"\r\n") * 4_000)
         await source.wait_running(1)
-        connection: Any
-        (connection,) = servers._http._listener._server.server_state.connections
+        connection = only_connection(servers)
         assert 1 <= len(connection.pipeline) < 16
 
 
@@ -283,8 +288,7 @@ async def test_a_client_of_a_pipeline_that_goes_cancels_what_runs(model: ServedM
             head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text + HEALTH + b"\r\n")
             await reader.readuntil(b"data: ")
-            connection: Any
-            (connection,) = servers._http._listener._server.server_state.connections
+            connection = only_connection(servers)
             connection.abort()
             await source.wait_running(0)
         assert source.cancelled == 1
