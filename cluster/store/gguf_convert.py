@@ -55,7 +55,7 @@ def convert(gguf: Path, out: Path, dtype: str) -> None:
     does not know, or not whole, or that Tandem does not serve."""
     header = read_gguf_header(gguf)
     _check_splitting(header, gguf)
-    with TemporaryDirectory(prefix=".gguf.", dir=out) as folder:
+    with TemporaryDirectory(prefix=".gguf.", dir=out.parent) as folder:
         # transformers prefers what lies beside a file to what the file says.
         alone = Path(folder, gguf.name)
         alone.symlink_to(gguf.resolve())
