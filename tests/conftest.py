@@ -49,6 +49,8 @@ SHARING_PATHS: Final = (
     ),
     *(
         "router/api",
+        "router/frontend/test_child_process.py",
+        "router/frontend/test_interpreter_lock.py",
         "router/frontend/test_spelled_tokens.py",
         "router/frontend/test_constraint.py",
         "router/frontend/test_template.py",

@@ -18,6 +18,7 @@ from ...proto.errors import InternalError, InvalidArgument, TandemError
 from ...proto.identity import PeerIdentity
 from ...router.adapters import AdapterAdmin, AdapterRegistry
 from ...router.api.service import GenerationService, tandem_errors_only
+from ...router.auth.authenticator import Caller
 from ...router.client.request import generate_request, text_prompt, tokenize_request
 from ...router.client.results import Collector
 from ...router.client.types import Completion, ModelInfo, Options
@@ -143,7 +144,7 @@ class LocalEngine:
 
     async def tokenize(self, prompt: str, *, model: str = "") -> list[int]:
         """Returns the token ids that `generate` sees for a text."""
-        return list((await self.service.tokenize(tokenize_request(prompt, model, {}))).token_ids)
+        return list((await self.service.tokenize(tokenize_request(prompt, model, {}), Caller())).token_ids)
 
     async def list_models(self) -> list[ModelInfo]:
         """Returns the one model."""

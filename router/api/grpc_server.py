@@ -147,8 +147,8 @@ class GrpcServer:
             SERVICE,
             {
                 "Generate": grpc.stream_stream_rpc_method_handler(self._generate, None, _serialize),
-                "Detokenize": unary(inference_pb2.DetokenizeRequest, service.detokenize),
-                "Tokenize": unary(inference_pb2.TokenizeRequest, service.tokenize),
+                "Detokenize": self._unary_by(inference_pb2.DetokenizeRequest, service.detokenize),
+                "Tokenize": self._unary_by(inference_pb2.TokenizeRequest, service.tokenize),
                 "ListModels": unary(inference_pb2.ListModelsRequest, service.list_models),
                 "LoadLoraAdapter": self._unary_by(inference_pb2.LoadLoraAdapterRequest, service.load_adapter),
                 "UnloadLoraAdapter": self._unary_by(inference_pb2.UnloadLoraAdapterRequest, service.unload_adapter),

@@ -20,7 +20,7 @@ from ...proto.errors import NotFound, TandemError, Unavailable
 from ...proto.parameters import ROWS
 from ..auth.authenticator import Authenticator, Caller
 from ..auth.tls import ServerTls
-from ..frontend.long_texts import in_thread
+from ..frontend.fair_threads import TEXTS
 from ..frontend.prepare import RequestContext, ServedModel
 from .anthropic.answers import ANTHROPIC_FORM, anthropic_plain_error
 from .anthropic.bodies import CountTokensBody, MessagesBody
@@ -49,7 +49,7 @@ from .openai.embeddings import (
     parse_embeddings,
 )
 from .openai.openapi import REQUEST_ID, command, document, generation, request_body, responses
-from .openai.parsing import http_field, parse
+from .openai.parsing import http_field, json_list, parse
 from .openai.requests import HttpRequest, parse_chat, parse_completion, parse_tokenize
 from .openai.respond import off_loop, respond
 from .openai.responses import error_response, plain_error
@@ -255,41 +255,47 @@ class HttpServer:
         context: RequestContext,
         form: AnswerForm = OPENAI_FORM,
     ) -> Response:
-        return GenerationResponse(self._service, await off_loop(body, parse_body, request_id), context, form)
+        parsed = await off_loop(context.caller.turn, body, parse_body, request_id)
+        return GenerationResponse(self._service, parsed, context, form)
 
     async def _scores(self, body: bytes, request_id: str, context: RequestContext) -> Response:
-        parsed = await off_loop(body, partial(parse, ScoreBody))
-        request = await make_score_request(parsed, self._service.model(parsed.model or "").tokenizer, request_id)
+        parsed = await off_loop(context.caller.turn, body, partial(parse, ScoreBody))
+        tokenizer = self._service.model(parsed.model or "").tokenizer
+        request = await make_score_request(parsed, tokenizer, request_id, context.caller)
         return GenerationResponse(self._service, request, context, SCORE_FORM)
 
-    async def _token_count(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
-        parsed = await off_loop(body, parse_count_tokens)
+    async def _token_count(self, body: bytes, _request_id: str, context: RequestContext) -> Response:
+        parsed = await off_loop(context.caller.turn, body, parse_count_tokens)
         request = inference_pb2.TokenizeRequest(model=parsed.common.model, prompt=parsed.prompts[0])
         try:
-            return JSONResponse({"input_tokens": len((await self._service.tokenize(request)).token_ids)})
+            ids = await self._service.encode(request, context.caller, context.deadline)
+            return JSONResponse({"input_tokens": len(ids)})
         except TandemError as error:
             return ANTHROPIC_FORM.error_response(error, parsed.field)
 
-    async def _token_ids(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
-        request, parsed = await off_loop(body, parse_tokenize)
-        ids = list((await self._service.tokenize(request)).token_ids)  # raises what is wrong with the request
+    async def _token_ids(self, body: bytes, _request_id: str, context: RequestContext) -> Response:
+        caller = context.caller
+        request, parsed = await off_loop(caller.turn, body, parse_tokenize)
+        adds = parsed.prompt is None or parsed.add_special_tokens is not False
+        ids = await self._service.encode(request, caller, context.deadline, add_special_tokens=adds)
         model = self._service.model(request.model)
-        if parsed.prompt is not None and parsed.add_special_tokens is False:
-            ids = await model.tokenizer.encode(parsed.prompt, add_special_tokens=False)
 
         def answer() -> bytes:
-            found: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_tokens, "tokens": ids}
+            head = {"count": len(ids), "max_model_len": model.context_tokens}
+            text = f'{json.dumps(head)[:-1]}, "tokens": {json_list(ids)}'
             if parsed.return_token_strs:
-                found["token_strs"] = [model.tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
-            return json.dumps(found).encode()
+                strings = [model.tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
+                text += f', "token_strs": {json_list(strings)}'
+            return f"{text}}}".encode()
 
-        found = await in_thread(len(ids), answer) if len(ids) >= _THREAD_FROM_TOKENS else answer()
-        return Response(found, media_type="application/json")
+        body = await TEXTS.run(caller.turn, len(ids), answer) if len(ids) >= _THREAD_FROM_TOKENS else answer()
+        return Response(body, media_type="application/json")
 
-    async def _text(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
-        parsed = await off_loop(body, partial(parse, DetokenizeBody))
+    async def _text(self, body: bytes, _request_id: str, context: RequestContext) -> Response:
+        parsed = await off_loop(context.caller.turn, body, partial(parse, DetokenizeBody))
         request = inference_pb2.DetokenizeRequest(model=parsed.model or "", token_ids=parsed.tokens)
-        return JSONResponse({"prompt": (await self._service.detokenize(request)).text})
+        answer = await self._service.detokenize(request, context.caller, context.deadline)
+        return JSONResponse({"prompt": answer.text})
 
 
 class _Gate:

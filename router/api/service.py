@@ -3,7 +3,6 @@
 Knows nothing of gRPC, HTTP or workers.
 """
 
-import asyncio
 import logging
 import secrets
 import time
@@ -21,6 +20,7 @@ from ...proto.parameters import ROWS, check_count, check_token_ids, check_value
 from ..adapters import AdapterAdmin, AdapterRegistry
 from ..auth.authenticator import Caller
 from ..deadline import before, deadline_passed
+from ..frontend.fair_threads import TEXTS
 from ..frontend.prepare import PreparedRequest, RequestContext, ServedModel, check_prompt, encode_prompt, prepare
 from ..frontend.resume import ResumeKey
 from ..output.processor import OutputProcessor
@@ -33,6 +33,7 @@ from ..telemetry.trace import CURRENT_REQUEST
 _log = logging.getLogger(__name__)
 
 _THREAD_FROM_TOKENS: Final = 4_096
+_PIECE_TOKENS: Final = 8_192  # that go into a message in one call, which holds the interpreter's lock
 _MAX_LISTED: Final = 16  # names in an error
 
 _CHARACTERS_PER_TOKEN: Final = 4
@@ -112,7 +113,6 @@ class GenerationService:
         )
         prepared = await before(context.deadline, checked)
         CURRENT_REQUEST.set((prepared.request_id, trace_id))
-        caller.quota.take_tokens(len(prepared.tokens.prompt))
         return prepared
 
     def run(
@@ -130,22 +130,47 @@ class GenerationService:
         execution = self.telemetry.track(_facts(request), timeline, outputs)
         return outputs.run(self._source.generate(request.tokens, timeline, outputs.ended), timeline, execution)
 
-    async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
-        """Returns the token ids that `run` would see. Raises InvalidArgument or NotFound."""
-        tokenizer = self.model(request.model).tokenizer
-        await check_prompt(request.prompt, tokenizer)
-        ids = await encode_prompt(request.prompt, tokenizer)
-        return inference_pb2.TokenizeResponse(token_ids=ids)
+    async def tokenize(self, request: inference_pb2.TokenizeRequest, caller: Caller) -> inference_pb2.TokenizeResponse:
+        """Returns the token ids as `encode` does."""
+        ids = await self.encode(request, caller)
+        if len(ids) < _THREAD_FROM_TOKENS:
+            return inference_pb2.TokenizeResponse(token_ids=ids)
+        return await TEXTS.run(caller.turn, len(ids), _token_message, ids)
 
-    async def detokenize(self, request: inference_pb2.DetokenizeRequest) -> inference_pb2.DetokenizeResponse:
-        """Returns the text of token ids, without special tokens. Raises InvalidArgument or NotFound."""
+    async def encode(
+        self,
+        request: inference_pb2.TokenizeRequest,
+        caller: Caller,
+        deadline: float | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """Returns the token ids that `run` would see, and charges the caller for them as for a prompt.
+
+        Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded."""
+        tokenizer = self.model(request.model).tokenizer
+
+        async def checked_and_encoded() -> list[int]:
+            await check_prompt(request.prompt, tokenizer, caller.turn)
+            return await encode_prompt(request.prompt, tokenizer, caller, add_special_tokens=add_special_tokens)
+
+        return await before(deadline, checked_and_encoded())
+
+    async def detokenize(
+        self, request: inference_pb2.DetokenizeRequest, caller: Caller, deadline: float | None = None
+    ) -> inference_pb2.DetokenizeResponse:
+        """Returns the text of token ids, without special tokens, and charges the caller for them as for a prompt.
+
+        Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded."""
         tokenizer, ids = self.model(request.model).tokenizer, request.token_ids
         check_count(len(ids), limits.MAX_TOKENS, "ids", "token_ids")
-        check_token_ids(ids, tokenizer.vocab_size, "token_ids")
+        caller.quota.check_tokens()
         if len(ids) < _THREAD_FROM_TOKENS:
-            text = tokenizer.decode(ids)
+            check_token_ids(ids, tokenizer.vocab_size, "token_ids")
         else:
-            text = await asyncio.to_thread(tokenizer.decode, tuple(ids))
+            await TEXTS.run(caller.turn, len(ids), check_token_ids, ids, tokenizer.vocab_size, "token_ids")
+        text = await before(deadline, tokenizer.detokenize(ids, caller.turn))
+        caller.quota.take_tokens(len(ids))
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def list_models(self, _request: inference_pb2.ListModelsRequest) -> inference_pb2.ListModelsResponse:
@@ -185,6 +210,13 @@ class GenerationService:
         served = [model.name for model in self.models]
         more = f" and {len(served) - _MAX_LISTED} more" if len(served) > _MAX_LISTED else ""
         raise NotFound(f"model: {name!r} is not served here; served: {', '.join(served[:_MAX_LISTED])}{more}")
+
+
+def _token_message(ids: Sequence[int]) -> inference_pb2.TokenizeResponse:
+    message = inference_pb2.TokenizeResponse()
+    for begin in range(0, len(ids), _PIECE_TOKENS):
+        message.token_ids.extend(ids[begin : begin + _PIECE_TOKENS])
+    return message
 
 
 def _facts(request: PreparedRequest) -> RequestFacts:

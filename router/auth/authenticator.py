@@ -9,8 +9,10 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_network
 from typing import Final
+from urllib.parse import unquote
 
 from ...proto.errors import Unauthenticated
 from .keys import ApiKey, hash_key
@@ -28,11 +30,18 @@ class Caller:
     """Describes who calls, by what the key says; without one anonymously."""
 
     tenant: str = ""  # callers of one tenant take turns with others as one
+    address: str = ""  # without a key
     cache_salt: bytes = b""  # callers with the same share cached prefixes
     max_priority: int | None = None
     key_name: str = ""  # of the key, for operators
     sees_all: bool = True  # of the console: requests of all tenants, not only of this one
     quota: Quota = field(default_factory=Quota)
+
+    @property
+    def turn(self) -> str:
+        """The name by which the caller takes turns with others at being tokenized: its tenant; without a key its
+        address, since strangers are not one tenant."""
+        return self.tenant or self.address
 
     def priority(self, wanted: int) -> int:
         """Returns the priority of a request: what it asks for, as far as the key goes."""
@@ -85,10 +94,11 @@ class Authenticator:
         """Returns who calls. `authorization`: the header of the call; `connection`: a name that no other connection has
         at the time. Raises Unauthenticated."""
         if self._is_open:
+            address = _address(connection)
             if self._share:
-                return self._anonymous
+                return replace(self._anonymous, address=address)
             salt = self._salt("connection", connection)
-            return Caller(cache_salt=salt, sees_all=False, quota=self._anonymous.quota)
+            return Caller(address=address, cache_salt=salt, sees_all=False, quota=self._anonymous.quota)
         scheme, _, given = (authorization or "").strip().partition(" ")
         given = given.strip()
         if scheme.lower() != "bearer" or not given:
@@ -103,3 +113,15 @@ class Authenticator:
     def _salt(self, kind: str, name: str) -> bytes:
         """Returns a salt that nobody can compute who lacks the secret."""
         return hmac.digest(self._salts, f"{kind} {name}".encode(), "sha256")
+
+
+def _address(connection: str) -> str:
+    """Returns the address in `HOST:PORT`, or in gRPC's `ipv4:HOST:PORT` and `ipv6:[HOST]:PORT`; of IPv6 the network of
+    64 bits, all of whose addresses one host can have."""
+    host = unquote(connection).rpartition(":")[0].removeprefix("ipv4:").removeprefix("ipv6:").strip("[]")
+    if ":" not in host:
+        return host
+    try:
+        return str(ip_network((host.partition("%")[0], 64), strict=False))
+    except ValueError:
+        return host

@@ -5,7 +5,6 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NoReturn
 from weakref import WeakValueDictionary
 
@@ -14,6 +13,7 @@ import llguidance
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument, Overloaded, Unavailable
 from .child_process import ChildProcess
+from .fair_threads import FairThreads
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of llguidance: the separators of Python's json. Free white space would let a model write it for ever."""
@@ -28,6 +28,8 @@ _CACHE_CHARACTERS: Final = 8 * 2**20
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 _CHILD: Final = ChildProcess("grammar_process")
+_CHECKS: Final = FairThreads("tandem-grammars", 1)
+"""Of all models of this process. Nothing else uses this thread: no other work may wait for a slow grammar."""
 
 
 class GrammarValidator:
@@ -48,7 +50,6 @@ class GrammarValidator:
         self._seconds = seconds
         self._size = 0
         self._cache: OrderedDict[bytes, str] = OrderedDict()  # grammar by constraint, the longest unused first
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # no other work may wait for a slow grammar
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of tenants
 
     async def validate(self, constraint: inference_pb2.Constraint, field: str = "", tenant: str = "") -> str:
@@ -75,8 +76,7 @@ class GrammarValidator:
             async with asyncio.timeout(_MAX_WAITS * self._seconds), turn:
                 if key in self._cache:  # by a request that came at the same time
                     return self._cache[key]
-                loop = asyncio.get_running_loop()
-                grammar, reason = json.loads(await loop.run_in_executor(self._thread, self._ask, key, self._seconds))
+                grammar, reason = json.loads(await _CHECKS.run(tenant, len(key), self._ask, key, self._seconds))
         except TimeoutError:
             raise Overloaded(too_long) from None
         except EOFError:

@@ -1,5 +1,6 @@
 """Turns a request as it came into one that the dispatcher takes: checked, the prompt in tokens, defaults set."""
 
+import asyncio
 import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from ..request import LoraAdapter, TokenRequest
 from ..telemetry.trace import TraceContext
 from .chat import check_chat
 from .constraint import GrammarValidator
-from .long_texts import LONG_FROM, in_thread
+from .fair_threads import LONG_FROM, TEXTS
 from .resume import ChoiceProgress, ResumeBinding, ResumeKey, check_resume, digest_request
 from .tokenizer import Tokenizer
 from .tools import tool_call_constraint
@@ -29,6 +30,7 @@ from .validation import (
     num_generated,
 )
 
+_BYTES_PER_TOKEN: Final = 4  # of typical text
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's and vLLM's, of all that is no chat
 
 
@@ -99,13 +101,14 @@ async def prepare(
     message (`sampling.temperature`) and the bound, and Overloaded if a grammar takes too long to check."""
     tokenizer = model.tokenizer
     check_parameters(request, tokenizer.vocab_size)
-    await check_prompt(request.prompt, tokenizer)
+    turn = context.caller.turn
+    await check_prompt(request.prompt, tokenizer, turn)
     admit()
-    ids = await encode_prompt(request.prompt, tokenizer)
+    ids = await encode_prompt(request.prompt, tokenizer, context.caller)
     if not ids:
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
-    bad_words = await _encode_bad_words(request.sampling, tokenizer)
-    grammar = await _grammar(request, model, context.caller.tenant)
+    bad_words = await _encode_bad_words(request.sampling, tokenizer, turn)
+    grammar = await _grammar(request, model, turn)
     prompt, max_tokens = _fit_context(ids, request, model)
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
     tokens = _token_request(request, model, context, prompt, max_tokens, bad_words, grammar)
@@ -118,7 +121,7 @@ async def prepare(
         tokenizer=tokenizer,
         stop=tuple(request.stopping.stop),
         wants_logprobs=request.HasField("logprobs"),
-        echo=_echo(request, prompt, tokenizer, is_cut=len(prompt) < len(ids)),
+        echo=await _echo(request, prompt, tokenizer, turn, is_cut=len(prompt) < len(ids)),
         is_empty=max_tokens == 0,
         chat=request.prompt.chat if request.prompt.HasField("chat") else None,
         quota=context.caller.quota,
@@ -131,12 +134,13 @@ async def prepare(
     return _resumed(prepared, request, resume_key, digest)
 
 
-async def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
-    """Checks the bounds that need no encoding, of a long prompt in a thread. Raises InvalidArgument."""
+async def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer, turn: str = "") -> None:
+    """Checks the bounds that need no encoding, of a long prompt in a thread and in its caller's turn. Raises
+    InvalidArgument and Overloaded."""
     if (size := prompt.ByteSize()) < LONG_FROM:
         _check_prompt(prompt, tokenizer)
     else:
-        await in_thread(size, _check_prompt, prompt, tokenizer)
+        await TEXTS.run(turn, size, _check_prompt, prompt, tokenizer)
 
 
 def _check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
@@ -155,14 +159,28 @@ def _check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
             raise InvalidArgument("one of text, token_ids and chat must be set", "prompt")
 
 
-async def encode_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> list[int]:
-    """Returns the token ids of a checked prompt of any kind. Raises InvalidArgument if the chat template refuses it."""
-    if prompt.HasField("text"):
-        text = tokenizer.infill(prompt.text, prompt.suffix) if prompt.suffix else prompt.text
-        return await tokenizer.encode(text)
-    if prompt.HasField("chat"):
-        return await tokenizer.encode_chat(prompt.chat)
-    return list(prompt.token_ids.ids)
+async def encode_prompt(
+    prompt: inference_pb2.Prompt, tokenizer: Tokenizer, caller: Caller, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Returns the token ids of a checked prompt of any kind, and charges the caller for them, whatever becomes of them;
+    for a prompt that is refused or cancelled by its size.
+
+    Raises InvalidArgument if the chat template refuses it, and Overloaded if the caller has no tokens left or too much
+    waits to be tokenized."""
+    caller.quota.check_tokens()
+    try:
+        if prompt.HasField("text"):
+            text = tokenizer.infill(prompt.text, prompt.suffix) if prompt.suffix else prompt.text
+            ids = await tokenizer.encode(text, add_special_tokens=add_special_tokens, turn=caller.turn)
+        elif prompt.HasField("chat"):
+            ids = await tokenizer.encode_chat(prompt.chat, caller.turn)
+        else:
+            ids = list(prompt.token_ids.ids)
+    except (InvalidArgument, asyncio.CancelledError):  # it was work, too
+        caller.quota.take_tokens(prompt.ByteSize() // _BYTES_PER_TOKEN)
+        raise
+    caller.quota.take_tokens(len(ids))
+    return ids
 
 
 def _token_request(
@@ -217,7 +235,7 @@ def _resumed(
     return replace(prepared, tokens=tokens, resume=binding, progress=progress)
 
 
-async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, tenant: str) -> str:
+async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, turn: str) -> str:
     """Returns the grammar that the constraint, or else the tool choice of a checked chat, demands; "" for none."""
     constraint, field = request.constraint if request.HasField("constraint") else None, ""
     chat = request.prompt.chat if request.prompt.HasField("chat") else None
@@ -231,20 +249,19 @@ async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, t
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request.stopping, name):
             raise InvalidArgument("does not go with a constraint, which determines the end itself", f"stopping.{name}")
-    return await model.grammars.validate(constraint, field, tenant)
+    return await model.grammars.validate(constraint, field, turn)
 
 
 async def _encode_bad_words(
-    sampling: inference_pb2.SamplingParams, tokenizer: Tokenizer
+    sampling: inference_pb2.SamplingParams, tokenizer: Tokenizer, turn: str
 ) -> tuple[tuple[int, ...], ...]:
     """Encodes each text with and without a space before: tokenizers distinguish the first word of a text."""
+    texts = [text for word in sampling.bad_words for text in (word, f" {word.lstrip()}")]
     found: dict[tuple[int, ...], None] = {}
-    for i, word in enumerate(sampling.bad_words):
-        for text in (word, f" {word.lstrip()}"):
-            ids = tuple(await tokenizer.encode(text, add_special_tokens=False))
-            check_count(len(ids), limits.MAX_BAD_WORD_TOKENS, "tokens", f"sampling.bad_words[{i}]")
-            if ids:
-                found[ids] = None
+    for i, ids in enumerate(await tokenizer.encode_all(texts, add_special_tokens=False, turn=turn)):
+        check_count(len(ids), limits.MAX_BAD_WORD_TOKENS, "tokens", f"sampling.bad_words[{i // 2}]")
+        if ids:
+            found[tuple(ids)] = None
     return tuple(found)
 
 
@@ -279,8 +296,10 @@ def _default_max_tokens(request: inference_pb2.GenerateRequest, model: ServedMod
     return min(usual, int(model.defaults.get("stopping.max_tokens", usual)))
 
 
-def _echo(request: inference_pb2.GenerateRequest, prompt: list[int], tokenizer: Tokenizer, *, is_cut: bool) -> str:
+async def _echo(
+    request: inference_pb2.GenerateRequest, prompt: list[int], tokenizer: Tokenizer, turn: str, *, is_cut: bool
+) -> str:
     if not request.echo:
         return ""
     is_whole_text = request.prompt.HasField("text") and not is_cut
-    return request.prompt.text if is_whole_text else tokenizer.decode(prompt)
+    return request.prompt.text if is_whole_text else await tokenizer.detokenize(prompt, turn)

@@ -6,8 +6,8 @@ Imports neither torch nor code from the model's folder.
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,16 +23,20 @@ from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_PROMPT_CHARACTERS
 from .chat import active_tools, template_variables
 from .chat_formats import AUTO, CALL_MARKUP, call_format, thought_format
-from .long_texts import in_thread
-from .spelled_tokens import Disguise, LiteralEncoder, Spellings
+from .fair_threads import FairThreads, in_turn
+from .spelled_tokens import Disguise, LiteralEncoder, Spellings, encode_text
 from .template import TemplateRenderer
 
 _THREAD_FROM_CHARACTERS = 4_096
 """Byte-pair encoding takes about 1 ms for this many characters; longer texts leave the event loop."""
 
+_THREAD_FROM_TOKENS: Final = 4_096
+
 _TEMPLATE_SECONDS = 5.0
 _RENDERER: Final = TemplateRenderer()
 """Of all models of this process: it keeps nothing of theirs."""
+
+_RENDERINGS: Final = FairThreads("tandem-templates", 1)  # the renderer takes one chat at a time
 
 _TRUSTED_ROLES: Final = ("assistant", "system", "developer")
 """Whose messages may have what is no special token, but which templates write, such as <think>: the model wrote them,
@@ -109,6 +113,7 @@ class Tokenizer:
     async def wait_for_chats(self) -> None:
         """Waits until chats can be rendered at once, if the model has a template for them. Raises Unavailable."""
         if self._template.chat_template is not None:
+            await asyncio.to_thread(self._spelled[2].prepare)
             await asyncio.to_thread(_RENDERER.wait)
 
     def check_chat_template(self) -> None:
@@ -145,25 +150,50 @@ class Tokenizer:
             "prompt.suffix",
         )
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of `text`, by default with the special tokens that the tokenizer adds itself."""
+    async def encode(self, text: str, *, add_special_tokens: bool = True, turn: str = "") -> list[int]:
+        """Returns the token ids of `text`, by default with the special tokens that the tokenizer adds itself.
+
+        Long texts wait for the `turn` of their caller, see FairThreads.run. Raises InvalidArgument if the text has too
+        many tokens, and Overloaded if too many texts wait."""
         if len(text) < _THREAD_FROM_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        return await in_thread(len(text), self._encode, text, add_special_tokens)
+        return await in_turn(turn, len(text), self._encode, text, add_special_tokens)
 
-    async def encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
+    async def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, turn: str = ""
+    ) -> list[list[int]]:
+        """Returns the token ids of each text likewise; all texts together take one turn."""
+
+        def encode() -> list[list[int]]:
+            return [self._encode(text, add_special_tokens) for text in texts]
+
+        size = sum(map(len, texts))
+        return encode() if size < _THREAD_FROM_CHARACTERS else await in_turn(turn, size, encode)
+
+    async def encode_chat(self, chat: inference_pb2.Chat, turn: str = "") -> list[int]:
         """Returns the token ids of a checked chat as the model's template renders it, with the opening of the
         assistant's answer, or up to the end of the last message where that is to be continued.
 
-        Raises InvalidArgument if the model has no chat template, or the template refuses the messages, renders too many
-        characters, or does not end within 5 seconds."""
+        The chat waits for the `turn` of its caller. Raises InvalidArgument if the model has no chat template, or the
+        template refuses the messages, renders too many characters, or does not end within 5 seconds, and Overloaded if
+        too many chats wait."""
         # Always in a thread, which waits for the template's process.
-        return await in_thread(chat.ByteSize(), self._encode_chat, chat)
+        num_characters, encode = await _RENDERINGS.run(turn, chat.ByteSize(), self._render_chat, chat)
+        return encode() if num_characters < _THREAD_FROM_CHARACTERS else await in_turn(turn, num_characters, encode)
+
+    async def detokenize(self, ids: Sequence[int], turn: str = "") -> str:
+        """Returns the text of `ids` without special tokens. Long lists wait for the `turn` of their caller."""
+        if len(ids) < _THREAD_FROM_TOKENS:
+            return self.decode(ids)
+        return await in_turn(turn, len(ids), self.decode, ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Returns the text of `ids`, by default without special tokens; a cut character decodes to U+FFFD."""
         shown = [token for token in ids if token not in self.special_ids] if skip_special else list(ids)
-        text: str = self._backend.decode(shown, skip_special_tokens=False)
+        if len(shown) < _THREAD_FROM_TOKENS:
+            text: str = self._backend.decode(shown, skip_special_tokens=False)
+        else:  # gives up the interpreter's lock, which `decode` holds
+            (text,) = self._backend.decode_batch([shown], skip_special_tokens=False)
         return text
 
     def token_bytes(self, token: int) -> bytes:
@@ -180,15 +210,14 @@ class Tokenizer:
         return piece.replace(_WORD_START, " ").encode()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return encode_text(self._backend, text, add_special_tokens=add_special_tokens)
 
-    def _encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
+    def _render_chat(self, chat: inference_pb2.Chat) -> tuple[int, Callable[[], list[int]]]:
+        """Renders a chat. Returns how many characters the text has, and what encodes it."""
         variables = template_variables(chat)
         if chat.parse_special:
-            return self._encode(
-                self._render(chat, variables), add_special_tokens=False
-            )  # the template has written them
+            rendered = self._render(chat, variables)
+            return len(rendered), partial(self._encode, rendered, False)  # the template has written special tokens
         disguise = Disguise(json.dumps(variables, ensure_ascii=False))
         special, control, encoder = self._spelled
         (messages,) = variables.pop("conversations")
@@ -196,8 +225,8 @@ class Tokenizer:
         variables = {name: disguise.put_on(value, special) for name, value in variables.items()}
         rendered = self._render(chat, variables | {"conversations": [hidden]})
         if disguise.is_worn or self._normalizes_special:
-            return encoder.encode(rendered, disguise)
-        return self._encode(rendered, add_special_tokens=False)
+            return len(rendered), partial(encoder.encode, rendered, disguise)
+        return len(rendered), partial(self._encode, rendered, False)
 
     @cached_property
     def _spelled(self) -> tuple[Spellings, Spellings, LiteralEncoder]:

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
 from ....proto.parameters import check_count
+from ...auth.authenticator import Caller
 from ...frontend.tokenizer import Tokenizer
 from .bodies import PROMPT_SCHEMA, Ignored, OpenModel, parse_prompts
 from .parsing import parse
@@ -98,17 +99,25 @@ def parse_embeddings(body: bytes, request_id: str) -> EmbeddingsRequest:
     )
 
 
-async def make_score_request(body: ScoreBody, tokenizer: Tokenizer, request_id: str) -> ScoreRequest:
-    """Makes a prompt of each pair of texts: of the first text 1 with each text 2, or of as many of both. Raises
-    InvalidArgument."""
+async def make_score_request(body: ScoreBody, tokenizer: Tokenizer, request_id: str, caller: Caller) -> ScoreRequest:
+    """Makes a prompt of each pair of texts: of the first text 1 with each text 2, or of as many of both.
+
+    The prompts are charged when they are accepted. Raises InvalidArgument, and Overloaded if the caller has no tokens
+    left."""
     firsts, seconds = body.text_1, body.text_2
     if len(firsts) not in (1, len(seconds)):
         raise InvalidArgument(f"has {len(firsts)} texts; 1 or as many as text_2 are taken", "text_1")
     # Each text_1 stands before as many texts as there are: together they are bounded as if the body had them all.
     num_characters = len(seconds) // len(firsts) * sum(map(len, firsts)) + sum(map(len, seconds))
     check_count(num_characters, limits.MAX_MESSAGE_BYTES, "characters in all pairs", "text_1")
-    before = [await _encode(tokenizer, text, f"text_1[{i}]", is_first=True) for i, text in enumerate(firsts)]
-    after = [await _encode(tokenizer, text, f"text_2[{i}]", is_first=False) for i, text in enumerate(seconds)]
+    for field, texts in (("text_1", firsts), ("text_2", seconds)):
+        for i, text in enumerate(texts):
+            check_count(len(text), limits.MAX_PROMPT_CHARACTERS, "characters", f"{field}[{i}]")
+    caller.quota.check_tokens()
+    before = await tokenizer.encode_all(firsts, turn=caller.turn)
+    after = await tokenizer.encode_all(seconds, add_special_tokens=False, turn=caller.turn)
+    _check_not_empty(before, "text_1", before + after, caller)
+    _check_not_empty(after, "text_2", before + after, caller)
     before *= len(after) // len(before)
     common = inference_pb2.GenerateRequest(model=body.model or "", prompt_logprobs=0, stopping={"max_tokens": 0})
     return ScoreRequest(
@@ -121,12 +130,14 @@ async def make_score_request(body: ScoreBody, tokenizer: Tokenizer, request_id: 
     )
 
 
-async def _encode(tokenizer: Tokenizer, text: str, field: str, *, is_first: bool) -> list[int]:
-    check_count(len(text), limits.MAX_PROMPT_CHARACTERS, "characters", field)
-    ids = await tokenizer.encode(text, add_special_tokens=is_first)
-    if not ids:
-        raise InvalidArgument("has no tokens; at least 1 is needed", field)
-    return ids
+def _check_not_empty(
+    texts: Sequence[Sequence[int]], field: str, encoded: Sequence[Sequence[int]], caller: Caller
+) -> None:
+    """Raises InvalidArgument if a text has no tokens; the caller is then charged for all that was encoded."""
+    for i, ids in enumerate(texts):
+        if not ids:
+            caller.quota.take_tokens(sum(map(len, encoded)))
+            raise InvalidArgument("has no tokens; at least 1 is needed", f"{field}[{i}]")
 
 
 class EmbeddingsWriter(WholeWriter):

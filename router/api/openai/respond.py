@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from ....proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, TandemError, TooLarge
 from ....proto.limits import MAX_MESSAGE_BYTES
+from ...frontend.fair_threads import TEXTS
 from ...frontend.prepare import RequestContext
 from ...frontend.validation import check_request_id
 from ...telemetry.trace import TRACEPARENT, parse_traceparent
@@ -96,8 +97,8 @@ async def _read(request: Request) -> bytes:
     raise TooLarge(f"the body has more than {MAX_MESSAGE_BYTES} bytes")
 
 
-async def off_loop(body: bytes, parse_body: Callable[..., _T], *args: Any) -> _T:
-    """Parses a body; off the event loop where that takes more than some milliseconds."""
+async def off_loop(turn: str, body: bytes, parse_body: Callable[..., _T], *args: Any) -> _T:
+    """Parses a body; off the event loop, in the caller's turn, where that takes more than some milliseconds."""
     if len(body) < _THREAD_FROM_BYTES:
         return parse_body(body, *args)
-    return await asyncio.to_thread(parse_body, body, *args)
+    return await TEXTS.run(turn, len(body), parse_body, body, *args)

@@ -322,6 +322,54 @@ async def test_tokens_a_minute(service: Service, authenticator: Authenticator) -
         assert (await client.list_models())[0].id == "tiny"  # costs none
 
 
+@pytest.mark.parametrize(
+    ("path", "said", "num_tokens"),
+    [
+        ("/tokenize", {"prompt": "twelve bytes"}, 12),
+        ("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}, 22),
+        ("/detokenize", {"tokens": [104] * 9}, 9),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}, 22),
+        ("/v1/completions", {"model": "tiny", "prompt": "x" * 5_000, "max_tokens": 4}, 5_000),  # is refused
+        ("/tokenize", {"messages": [{"role": "x" * 60, "content": "y" * 3_932}]}, 1_000),  # the template refuses it
+        ("/score", {"model": "tiny", "text_1": "seven b", "text_2": ["eight by", ""]}, 15),  # is refused
+        ("/v1/embeddings", {"model": "tiny", "input": ["four", "five"]}, 8),
+    ],
+)
+async def test_whatever_tokenizes_is_charged(
+    authenticator: Authenticator,
+    http: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    said: dict[str, Any],
+    num_tokens: int,
+) -> None:
+    authenticator.replace([api_key("ada", tokens_per_minute=1_000_000_000)])
+    quota = authenticator.caller("Bearer ada", "").quota
+    taken = list[int]()
+    monkeypatch.setattr(quota, "take_tokens", taken.append)
+    await http.post(path, json=said, headers=bearer("ada"))
+    assert sum(taken) == num_tokens
+
+
+async def test_nothing_is_tokenized_without_tokens_left(
+    authenticator: Authenticator, http: httpx.AsyncClient, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    authenticator.replace([api_key("ada", tokens_per_minute=10), api_key("bob")])
+    ask: dict[str, Any] = {"headers": bearer("ada"), "json": {"prompt": "twelve bytes"}}
+    assert [(await http.post("/tokenize", **ask)).status_code for _ in range(2)] == [200, 429]
+    paths = BODIES | {"/v1/messages/count_tokens": BODIES["/v1/chat/completions"]}
+    for path, said in paths.items():
+        kept = {name: value for name, value in said.items() if "count" not in path or name != "max_tokens"}
+        answer = await http.post(path, json=kept, headers=bearer("ada"))
+        assert (path, answer.status_code) == (path, 429)
+        assert "10 tokens a minute" in answer.text
+    texts = inference_pb2.TokenizeRequest(prompt={"text": "hi"})
+    ids = inference_pb2.DetokenizeRequest(token_ids=[104])
+    for call in (stub.Tokenize(texts, metadata=metadata("ada")), stub.Detokenize(ids, metadata=metadata("ada"))):
+        assert await code_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await stub.Tokenize(texts, metadata=metadata("bob"))).token_ids == [104, 105]
+
+
 async def held_streams(service: Service, secret: str, number: int) -> tuple[list[asyncio.Task[str]], AsyncClient]:
     """So many streams, half of them over HTTP, each with its first token."""
     client = AsyncClient(service.grpc, api_key=secret, max_retries=0)

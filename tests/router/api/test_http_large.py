@@ -150,6 +150,8 @@ async def test_a_report_is_written_once_and_off_the_event_loop(
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL] * 120}] * 250}, "chat._check_tool_name"),
         (TEXT, {"prompt": [1] * 100_000}, "prepare.check_token_ids"),
         ("/tokenize", {"prompt": "x" * 100_000, "return_token_strs": True}, "tokenizer.Tokenizer.token_bytes"),
+        (TEXT, {"prompt": [1], "bad_words": ["x" * 200] * 100}, "tokenizer.encode_text"),
+        ("/score", {"text_1": "x" * 30_000, "text_2": ["x" * 4_000] * 100}, "tokenizer.encode_text"),
     ],
 )
 async def test_what_takes_long_of_a_large_body_leaves_the_event_loop_to_others(
@@ -160,9 +162,9 @@ async def test_what_takes_long_of_a_large_body_leaves_the_event_loop_to_others(
     place = f"tandem.router.frontend.{function}"
     original = resolve_name(place)
 
-    def noted(*arguments: Any) -> Any:
+    def noted(*arguments: Any, **options: Any) -> Any:
         ran.add(threading.current_thread())
-        return original(*arguments)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(place, noted)
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=60) as http:

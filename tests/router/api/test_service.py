@@ -162,12 +162,12 @@ async def test_a_broken_stream_never_ends_well(model: ServedModel, deltas: list[
 async def test_detokenize(model: ServedModel) -> None:
     service = GenerationService([model], FakeTokenSource())
     for body in ("grüß", "x" * 5_000):
-        answer = await service.detokenize(inference_pb2.DetokenizeRequest(token_ids=[*body.encode(), EOS_ID]))
+        answer = await service.detokenize(inference_pb2.DetokenizeRequest(token_ids=[*body.encode(), EOS_ID]), Caller())
         assert answer.text == body
     with pytest.raises(InvalidArgument, match="token_ids: 258 is not a token id"):
-        await service.detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 258]))
+        await service.detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 258]), Caller())
     with pytest.raises(NotFound):
-        await service.detokenize(inference_pb2.DetokenizeRequest(model="nope", token_ids=[1]))
+        await service.detokenize(inference_pb2.DetokenizeRequest(model="nope", token_ids=[1]), Caller())
 
 
 class Full(Admission):
@@ -228,19 +228,19 @@ async def test_models(model: ServedModel, tokenizer: Any) -> None:
         "other": 9,
     }
     with pytest.raises(NotFound, match="tiny, other"):
-        await both.tokenize(inference_pb2.TokenizeRequest(prompt={"text": "x"}))  # which one?
+        await both.tokenize(inference_pb2.TokenizeRequest(prompt={"text": "x"}), Caller())  # which one?
     with pytest.raises(NotFound, match="'nope'"):
-        await both.tokenize(inference_pb2.TokenizeRequest(model="nope", prompt={"text": "x"}))
+        await both.tokenize(inference_pb2.TokenizeRequest(model="nope", prompt={"text": "x"}), Caller())
     with pytest.raises(InvalidArgument, match=r"model: .*256"):
-        await both.tokenize(inference_pb2.TokenizeRequest(model="x" * 257, prompt={"text": "x"}))
-    answer = await both.tokenize(inference_pb2.TokenizeRequest(model="other", prompt={"text": "xyz"}))
+        await both.tokenize(inference_pb2.TokenizeRequest(model="x" * 257, prompt={"text": "x"}), Caller())
+    answer = await both.tokenize(inference_pb2.TokenizeRequest(model="other", prompt={"text": "xyz"}), Caller())
     assert bytes(answer.token_ids) == b"xyz"
 
 
 async def test_tokenize_returns_the_tokens_of_generate(model: ServedModel) -> None:
     source = FakeTokenSource(answer=b"x")
     chat = {"chat": {"messages": [{"role": "user", "content": "hello"}]}}
-    tokens = await GenerationService([model], source).tokenize(inference_pb2.TokenizeRequest(prompt=chat))
+    tokens = await GenerationService([model], source).tokenize(inference_pb2.TokenizeRequest(prompt=chat), Caller())
     await collect(model, source, request(prompt=chat))
     assert tuple(tokens.token_ids) == source.requests[0].prompt
 

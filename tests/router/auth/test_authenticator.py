@@ -64,6 +64,29 @@ def test_anonymous_callers_share_cached_prefixes_within_a_connection_alone() -> 
     assert {first.tenant, other.tenant} == {""}  # many connections do not make many tenants
 
 
+@pytest.mark.parametrize(
+    ("connection", "address"),
+    [
+        ("1.2.3.4:5", "1.2.3.4"),
+        ("ipv4:1.2.3.4:6", "1.2.3.4"),  # gRPC's form
+        ("2001:db8:1:2:3:4:5:6:7", "2001:db8:1:2::/64"),  # one host can have all addresses of the network
+        ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:8", "2001:db8:1:2::/64"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:8", "fe80::/64"),
+        ("no address:x:1", "no address:x"),
+        ("", ""),
+    ],
+)
+def test_anonymous_callers_take_turns_by_address(connection: str, address: str) -> None:
+    for share in (True, False):
+        caller = Authenticator(secret=SECRET, share_anonymous_prefixes=share).caller(None, connection)
+        assert (caller.tenant, caller.turn) == ("", address)
+
+
+def test_callers_with_a_key_take_turns_by_tenant() -> None:
+    authenticator = Authenticator([api_key("one", tenant="both"), api_key("two", tenant="both")])
+    assert {authenticator.caller(f"Bearer {name}", "1.2.3.4:5").turn for name in ("one", "two")} == {"both"}
+
+
 def test_priority_is_capped_by_the_key() -> None:
     caller = Authenticator([api_key("one", max_priority=3)]).caller("Bearer one", "")
     assert [caller.priority(wanted) for wanted in (-5, 3, 4, 100)] == [-5, 3, 3, 3]

@@ -249,6 +249,7 @@ def test_a_spelling_is_found_wherever_a_piece_ends(tokens: list[str], text: str,
 def test_a_prompt_of_too_many_tokens_is_refused(tiny: Tokenizer) -> None:
     """A list of millions of ids would stop all other threads while it is made."""
     text = "\U0001f9ab" * 300_000  # four tokens each
-    for encode in (lambda: tiny._encode(text, False), lambda: tiny._spelled[2].encode(text, Disguise(text))):
-        with pytest.raises(InvalidArgument, match="has 1200000 tokens; the maximum is 1048576"):
-            encode()
+    with pytest.raises(InvalidArgument, match="has 1200000 tokens; the maximum is 1048576"):
+        tiny._encode(text, False)
+    with pytest.raises(InvalidArgument, match="has 1200000 tokens; the maximum is 1048576"):
+        tiny._spelled[2].encode(text, Disguise(text))

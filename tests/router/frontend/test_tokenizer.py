@@ -3,7 +3,9 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, decoders, models, processors
@@ -133,7 +135,7 @@ async def test_many_very_long_texts_keep_no_other_text_and_no_chat_waiting(
 
     monkeypatch.setattr(Tokenizer, "_encode", encode_slowly)
     long = chat([{"role": "user", "content": "x" * 200_000}])
-    many = [asyncio.create_task(loaded.encode("x" * 200_000)) for _ in range(50)]
+    many = [asyncio.create_task(loaded.encode("x" * 200_000)) for _ in range(50)]  # of the same caller
     many += [asyncio.create_task(chats.encode_chat(long)) for _ in range(50)]
     try:
         async with asyncio.timeout(60):
@@ -143,6 +145,45 @@ async def test_many_very_long_texts_keep_no_other_text_and_no_chat_waiting(
     finally:
         end.set()
         await asyncio.gather(*many)
+
+
+async def test_many_ids_are_decoded_off_the_event_loop(loaded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, ran = Tokenizer.decode, list[threading.Thread]()
+
+    def noted(self: Tokenizer, ids: Sequence[int]) -> str:
+        ran.append(threading.current_thread())
+        return decode(self, ids)
+
+    monkeypatch.setattr(Tokenizer, "decode", noted)
+    text = "one two three " * 5_000
+    ids = await loaded.encode(text)
+    assert await loaded.detokenize(ids) == text
+    assert await loaded.detokenize(ids[:9]) == decode(loaded, ids[:9])
+    assert [each is threading.main_thread() for each in ran] == [False, True]
+
+
+async def test_another_caller_s_chat_waits_for_one_rendering_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, rendered, may_end = byte_tokenizer(), list[str](), threading.Semaphore(0)
+    has_begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def render(_self: Tokenizer, _chat: inference_pb2.Chat, variables: dict[str, Any]) -> str:
+        text: str = variables["conversations"][0][0]["content"]
+        rendered.append(text)
+        loop.call_soon_threadsafe(has_begun.set)
+        may_end.acquire()
+        return text
+
+    monkeypatch.setattr(Tokenizer, "_render", render)
+    mine = [chat([{"role": "user", "content": f"m{number}"}]) for number in range(50)]
+    many = [asyncio.create_task(tokenizer.encode_chat(each, "mallory")) for each in mine]
+    await has_begun.wait()
+    other = asyncio.create_task(tokenizer.encode_chat(chat([{"role": "user", "content": "a"}]), "ada"))
+    await asyncio.sleep(0)  # it has its place
+    may_end.release(51)
+    assert bytes(await other) == b"a"
+    await asyncio.gather(*many)
+    assert rendered.index("a") == 1
 
 
 @pytest.mark.parametrize(

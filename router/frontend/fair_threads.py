@@ -1,0 +1,156 @@
+"""Runs CPU-bound work of callers in a few threads, in which the callers take turns.
+
+The work of the caller that has used these threads for the least time is next (../fair_queue.py). So a caller with much
+work delays another by the work that runs at that moment, not by the work that waits. A text's characters count as
+microseconds until its work has been measured; tokenizing one takes about that long. The queue is bounded: when it is
+full, the caller with the longest backlog is refused.
+
+Knows nothing of tokens and templates.
+"""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any, Final, TypeVar
+
+from ...proto.errors import Overloaded
+from ..fair_queue import FairQueue, QueueEntry
+
+LONG_FROM: Final = 65_536
+"""Characters or bytes. The longest texts take a second or two to tokenize."""
+
+_MAX_TASKS: Final = 1_024
+_MAX_SIZE: Final = 32 * 2**20
+"""Of all texts that wait: about half a minute of work for one thread."""
+
+_MAX_SECONDS: Final = 60.0
+_MICROSECOND: Final = 1e-6
+
+_T = TypeVar("_T")
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Task(QueueEntry):
+    """Work that waits."""
+
+    work: Callable[[], Any]
+    result: "Future[Any]"
+
+
+class FairThreads:
+    """Runs work in at most `num_threads` threads. Thread-safe, and usable from several event loops."""
+
+    def __init__(
+        self,
+        name: str,
+        num_threads: int,
+        *,
+        max_tasks: int = _MAX_TASKS,
+        max_size: int = _MAX_SIZE,
+        max_seconds: float = _MAX_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_tasks` and `max_size` bound what waits; `max_seconds` bounds the wait for a result."""
+        self._num_threads = num_threads
+        self._max_seconds = max_seconds
+        self._clock = clock
+        self._queue: FairQueue[_Task] = FairQueue(max_tokens=max_size, max_requests=max_tasks)
+        self._running: Counter[str] = Counter()  # tasks, by caller
+        self._num_active = 0  # threads that look for work
+        self._lock = Lock()  # of the queue and both counts
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+
+    async def run(self, turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
+        """Returns the result of `work` with these arguments. `turn` names the caller, whose tasks run one after another
+        while others wait; `size`: characters or bytes.
+
+        Raises what `work` raises, and Overloaded if the queue is full or the result takes too long. If the caller is
+        cancelled, work that waits does not run."""
+        result: Future[_T] = Future()
+        task = _Task(tenant=turn, priority=0, num_tokens=max(size, 1), work=partial(work, *args), result=result)
+        scope = asyncio.timeout(self._max_seconds)
+        try:
+            self._push(task)
+            async with scope:
+                return await asyncio.wrap_future(result)
+        except TimeoutError:
+            if scope.expired():
+                raise self._overloaded("waited too long to be prepared") from None
+            raise
+        finally:
+            with self._lock:
+                self._queue.remove(task)
+
+    def _push(self, task: _Task) -> None:
+        """Puts a task into the queue, and starts a thread if one is free. Raises Overloaded."""
+        with self._lock:
+            displaced = self._queue.push(task)
+            starts = displaced is not None and self._num_active < self._num_threads
+            self._num_active += starts
+        if displaced is None:
+            raise self._overloaded("too much waits to be prepared")
+        for each in displaced:
+            if each.result.set_running_or_notify_cancel():
+                each.result.set_exception(self._overloaded("too much waits to be prepared"))
+        if starts:
+            self._threads.submit(self._work)
+
+    def _work(self) -> None:
+        """Runs one task after another until none waits."""
+        while (task := self._begin_next()) is not None:
+            began = self._clock()
+            try:
+                finish = partial(task.result.set_result, task.work())
+            except BaseException as error:  # for the caller to handle
+                finish = partial(task.result.set_exception, error)
+            self._end(task, self._clock() - began)
+            finish()
+
+    def _begin_next(self) -> _Task | None:
+        """Takes the task that is next. Without one the thread counts as free."""
+        with self._lock:
+            while self._queue:
+                task = self._queue.pop()
+                if task.result.set_running_or_notify_cancel():
+                    self._count_running(task.tenant, 1)
+                    return task
+            self._num_active -= 1
+            return None
+
+    def _end(self, task: _Task, seconds: float) -> None:
+        with self._lock:
+            self._count_running(task.tenant, -1)
+            self._queue.charge(task, round(seconds / _MICROSECOND) - task.num_tokens)
+
+    def _count_running(self, tenant: str, num_tasks: int) -> None:
+        self._running[tenant] += num_tasks
+        self._queue.set_running(tenant, self._running[tenant])
+        if not self._running[tenant]:
+            del self._running[tenant]
+
+    def _overloaded(self, message: str) -> Overloaded:
+        """Returns the error of a task without a place or a turn; the caller may come again when the queue is empty."""
+        seconds = self._queue.num_tokens * _MICROSECOND / self._num_threads
+        return Overloaded(f"{message}; send fewer or shorter prompts at a time", min(max(seconds, 1.0), _MAX_SECONDS))
+
+
+_SHARE: Final = max((os.cpu_count() or 1) // 2, 1)
+"""Half of the cores: the event loop and the compute threads of workers need cores, too."""
+
+TEXTS: Final = FairThreads("tandem-texts", min(_SHARE, 4))
+"""For short texts, and for work that takes milliseconds even on the largest body, such as parsing it."""
+
+_LONG_TEXTS: Final = FairThreads("tandem-long-texts", min(_SHARE, 2))
+
+
+async def in_turn(turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
+    """Returns the result of `work`, which encodes or decodes so many characters, bytes or tokens; see FairThreads.run.
+    Long texts have threads of their own, so that a short text never waits for a long one."""
+    threads = _LONG_TEXTS if size >= LONG_FROM else TEXTS
+    return await threads.run(turn, size, work, *args)
