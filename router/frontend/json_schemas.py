@@ -292,7 +292,8 @@ def _without_lookaheads(pattern: str) -> list[str]:
     """Returns patterns that together match what one with lookaheads at its beginning does; [] if there are none."""
     if not pattern.startswith("^"):
         return []
-    rest, others = pattern[1:], []
+    rest = pattern[1:]
+    others: list[str] = []
     while rest.startswith(("(?=", "(?!")):
         end = _closing(rest)
         body = rest[3:end]
