@@ -5,11 +5,13 @@ import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import psutil
 import pytest
 
+from tandem.cluster import redeploy
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.runtime import RouterRuntime
 from tandem.proto.errors import InvalidArgument, Unavailable
@@ -215,3 +217,39 @@ def config_with_ports(config: TandemConfig, address: str) -> TandemConfig:
     """Returns a configuration with this gRPC port and any HTTP port."""
     router = config.router.model_copy(update={"grpc_port": int(address.rpartition(":")[2]), "http_port": 0})
     return config.model_copy(update={"router": router})
+
+
+async def test_prefixes_on_disk_are_found_by_their_tenant_after_a_restart(
+    config: TandemConfig, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start makes another identity, of which no salt may come; see e2e/test_keys.py."""
+    monkeypatch.setattr("ray.nodes", lambda: [])
+    monkeypatch.setattr(redeploy, "open_checkpoint", lambda *args, **options: Mock())
+    ada, bob = (create_key(tmp_path / "keys.json", name=name, tenant=name) for name in ("ada", "bob"))
+    pool = config.decode.model_copy(update={"kv_disk": str(tmp_path / "kv"), "kv_disk_gb": 1.0})
+    auth = AuthConfig(keys_file=str(tmp_path / "keys.json"))
+    config = config.model_copy(update={"auth": auth, "decode": pool})
+    size, prompt = len(make_tokenizer()), list(range(5, 105))  # of six whole blocks
+    cached = []
+    for keys in ([ada], [bob, ada]):
+        began = redeploy.first_continuity(config, str(folder))
+        options: dict[str, Any] = {"kv_disk": str(tmp_path / "kv"), "kv_disk_bytes": 2**20}
+        async with fleet(0, 1, rank=lambda role: fake_rank(vocab_size=size), **options) as running:
+            router = await RouterRuntime.start(
+                *(config, folder, HOST),
+                identity=IDENTITY,
+                resume_key=began.resume_key,
+                cache_secret=began.cache_secret,
+            )
+            await router.update([worker.info() for worker in running.workers])
+            for key in keys:
+                async with AsyncClient(router.grpc_address, api_key=key) as client:
+                    answer = await client.generate(prompt, max_tokens=1, ignore_eos=True, timeout=10)
+                cached.append(answer.usage.cached_tokens)
+            disk = running.workers[0]._disk
+            assert disk is not None
+            async with asyncio.timeout(10):
+                while disk._writing is not None or len(disk._disk.files) < 6 * len(keys):
+                    await asyncio.sleep(0.005)
+            await router.stop(0)
+    assert cached == [0, 0, 96]
