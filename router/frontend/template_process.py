@@ -99,7 +99,7 @@ def _takes_parts(source: str, tokens: tuple[tuple[str, str], ...], role: str) ->
         except MemoryError:
             raise
         except Exception:  # a template can raise anything
-            continue
+            texts = [""]
         if _MARK in texts[0]:
             return as_parts
     return False
