@@ -222,7 +222,11 @@ def test_a_changed_token_is_refused(byte: int) -> None:
     )
 
 
-@pytest.mark.parametrize("token", [b"", b"x", DELIVERED[0].resume_token + b"x", DELIVERED[0].resume_token[:-1]])
+@pytest.mark.parametrize(
+    "token",
+    [b"", b"x", DELIVERED[0].resume_token + b"x", DELIVERED[0].resume_token[:-1]],
+    ids=["empty", "short", "longer", "shorter"],
+)
 def test_bytes_of_another_length_are_refused(token: bytes) -> None:
     message = resumed(MESSAGE, DELIVERED[:1])
     message.resume[0].resume_token = token
