@@ -68,8 +68,8 @@ SHARING_PATHS: Final = (
         f"workers/test_{name}.py"
         for name in ("adapters", "cache_reports", "choices", "damaged_messages", "disk_tier", "drain", "kv_handle")
     ),
-    *(f"workers/test_{name}.py" for name in ("figures", "peer_tls", "session", "strangers", "suspend", "worker")),
-    *("workers/test_prefix_transfer.py", "workers/test_speculative.py"),
+    *(f"workers/test_{name}.py" for name in ("figures", "malloc", "peer_tls", "session", "strangers", "suspend")),
+    *("workers/test_prefix_transfer.py", "workers/test_speculative.py", "workers/test_worker.py"),
     *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair", "piece_writer", "receiver")),
     *(f"workers/transfer/test_{name}.py" for name in ("second_fetch", "sender", "shared_memory", "toy_transport")),
     "workers/transfer/test_unequal.py",
