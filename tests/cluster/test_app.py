@@ -170,7 +170,7 @@ async def test_the_status_page_shows_the_load_of_workers_to_operators(
     router: Any = SimpleNamespace(_config=config, _authenticator=Authenticator(keys), status=status)
     headers = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {key}".encode())]
     answer = await app.Router.__call__(router, Request({"type": "http", "method": "GET", "headers": headers}))
-    (worker,) = json.loads(answer.body)["workers"]
+    (worker,) = json.loads(bytes(answer.body))["workers"]
     assert (worker["id"], worker["state"]) == ("w", "ready")
     assert ("load" in worker, "num_leases" in worker) == (sees_loads, sees_loads)
     cells = [next(iter(column.cells)) for column in _worker_table([worker]).columns]

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -158,14 +159,15 @@ def test_a_salt_that_others_may_know_is_not_used(
     else:
         folder.mkdir()
         lay_salt(tmp_path / "elsewhere")
-        {
+        faults: dict[str, Callable[[], object]] = {
             "readable": lambda: lay_salt(path, mode=0o640),
             "short": lambda: lay_salt(path, bytes(31)),
             "long": lambda: lay_salt(path, bytes(33)),
             "link": lambda: path.symlink_to(tmp_path / "elsewhere"),
             "folder": path.mkdir,
             "pipe": lambda: os.mkfifo(path, 0o600),
-        }[fault]()
+        }
+        faults[fault]()
     with caplog.at_level(logging.WARNING):
         assert redeploy.first_continuity(disk_config, "m").cache_secret is None
     (record,) = caplog.records
