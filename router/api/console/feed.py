@@ -75,9 +75,12 @@ class ConsoleFeed:
         Raises InvalidArgument."""
         described = await self._described.get()
         log, now = self.log, time.monotonic()
-        last = next(log.numbers)
-        number = self._parse(cursor, last)
+        number = self._parse(cursor, next(log.numbers))
         running = [each for each in log.running if _sees(caller, each.facts.tenant)]
+        ended = [each for each in log.ended.numbered_after(number) if _sees(caller, each[1]["tenant"])]
+        events = [each for each in log.events.numbered_after(number) if _sees_event(caller, each[1])]
+        samples = log.samples.numbered_after(number)
+        last = max((each for each, _ in (*ended, *events, *samples)), default=number)  # of what he sees
         found = {
             "cursor": f"{self._start}.{last}",
             "is_whole": number == 0,
@@ -85,9 +88,9 @@ class ConsoleFeed:
             "viewer": {"key": caller.key_name, "tenant": caller.tenant, "sees_all": caller.sees_all},
             "num_running": len(running),
             "running": [describe(each, now) for each in running[-MAX_RUNNING:]],
-            "ended": [each for each in log.ended.after(number) if _sees(caller, each["tenant"])],
-            "events": [each for each in log.events.after(number) if _sees_event(caller, each)],
-            "samples": [_sample_for(caller, each) for each in log.samples.after(number)],
+            "ended": [each for _, each in ended],
+            "events": [each for _, each in events],
+            "samples": [_sample_for(caller, each) for _, each in samples],
         }
         return f'{{"service": {described[caller.sees_all]}, {json.dumps(found)[1:]}'.encode()
 

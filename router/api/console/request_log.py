@@ -8,6 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any, Final, Generic, TypeVar
 
 from ...telemetry.requests import PARTS, EndedRequest, RequestTelemetry, RequestTotals, RunningRequest
@@ -64,12 +65,11 @@ class Ring(Generic[_T]):
 
     def after(self, number: int) -> list[_T]:
         """Returns the items with greater numbers, the oldest first."""
-        found = []
-        for each, item in reversed(self._items):
-            if each <= number:
-                break
-            found.append(item)
-        return found[::-1]
+        return [item for _, item in self.numbered_after(number)]
+
+    def numbered_after(self, number: int) -> list[tuple[int, _T]]:
+        """Returns the same, each with its number."""
+        return list(takewhile(lambda each: each[0] > number, reversed(self._items)))[::-1]
 
 
 class RequestLog:

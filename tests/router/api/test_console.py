@@ -250,12 +250,19 @@ async def test_a_cursor_does_not_tell_how_many_requests_of_others_have_ended(
     """Its number is a time, which grows alike with requests of others and without."""
     numbers = clock_numbers(iter([0.0, *[0.001] * 5, 1.0]).__next__)
     assert list(itertools.islice(numbers, 6)) == [FIRST_NUMBER + n for n in (*range(1000, 1005), 1_000_000)]
-    before = int((await data(keyed, key="ada"))["cursor"].partition(".")[2])
     began = time.monotonic()
+    feed.sample()
+    before = (await data(keyed, key="ada"))["cursor"]
     for _ in range(5):
         await keyed.post(TEXT, json=body(TEXT, max_tokens=2), headers=bearer("bob"))
-    after = int((await data(keyed, key="ada"))["cursor"].partition(".")[2])
-    assert 0 < after - before < (time.monotonic() - began + 1) * 1e6
+    assert (await data(keyed, key="ada"))["cursor"] == before
+    feed.sample()
+    found = await data(keyed, before, key="ada")
+    assert (len(found["samples"]), found["is_whole"]) == (1, False)
+    first, second = (int(cursor.partition(".")[2]) for cursor in (before, found["cursor"]))
+    assert 0 < second - first < (time.monotonic() - began + 1) * 1e6
+    beyond = before.partition(".")[0] + f".{second + 1}"  # says nothing of what others have
+    assert not (await data(keyed, beyond, key="ada"))["is_whole"]
 
 
 async def test_callers_without_a_key_see_no_requests_but_on_loopback(

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tandem.proto import worker_pb2
+from tandem.proto.channel import PeerStream
 from tandem.tests.fleet import fleet
 from tandem.tests.peers import IDENTITY, peer_server
 from tandem.tests.token_request import token_request
@@ -658,7 +659,7 @@ async def test_channels_to_ranks_that_nobody_answers_for_are_closed() -> None:
     address = gone.bind("127.0.0.1", 0)
     await gone.stop(0)
     for _ in range(2):
-        call: Any = channels.get(address).stream_stream("/tandem.v1.Nothing/Nothing")()
+        call: PeerStream[bytes, bytes] = channels.get(address).stream_stream("/tandem.v1.Nothing/Nothing")()
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
         await until(lambda: len(channels) == 0)
