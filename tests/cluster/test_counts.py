@@ -153,11 +153,7 @@ def check(page: MetricsPage, counts: Counts) -> None:
 def check_console(router: RouterRuntime, page: MetricsPage) -> None:
     """Fails unless the console's samples of the router add up to its counters."""
     router.console.sample()
-<<<<<<< HEAD
     samples = [each.of_all() for each in router.console.log.samples.after(0)]
-=======
-    samples = [sample.of_all() for sample in router.console.log.samples.after(0)]
->>>>>>> tiers
     assert sum(sample["tokens"] for sample in samples) == page.value("vllm:generation_tokens_total")
     assert sum(sample["prompt_tokens"] for sample in samples) == page.value("vllm:prompt_tokens_total")
     assert sum(sample["begun"] - sample["ended"] for sample in samples) == 0
