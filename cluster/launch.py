@@ -364,7 +364,9 @@ def _stop_service(config: TandemConfig, application: str) -> bool:
 
 def _check_gpus(config: TandemConfig) -> None:
     """Raises Unavailable if this machine has fewer GPUs than ranks that need one: Ray would wait for more."""
-    needed = config.prefill.num_ranks + config.decode.num_ranks if config.device == "cuda" else 0
+    if config.device != "cuda":
+        return
+    needed = config.prefill.num_ranks + config.decode.num_ranks
     found = round(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
     if needed > found:
         raise Unavailable(

@@ -21,7 +21,7 @@ from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
-from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
+from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
 from tandem.tests.tiny import make_tiny_model
 
 ROOT: Final = Path(__file__).parents[1]
@@ -52,7 +52,7 @@ class Script:
     ) -> AsyncGenerator[TokenDelta, None]:
         """See TokenSource."""
         prompt = bytes(token for token in request.prompt if token < 256).decode()
-        answer = next((completion.encode() for text, completion in _COMPLETIONS if text in prompt), None)
+        answer = next(([*completion.encode(), EOS_ID] for text, completion in _COMPLETIONS if text in prompt), None)
         async with aclosing(FakeTokenSource(answer=answer).generate(request, timeline, ended)) as deltas:
             async for delta in deltas:
                 yield delta

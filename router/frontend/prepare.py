@@ -91,7 +91,11 @@ async def prepare(
     ids = await encode_prompt(request.prompt, tokenizer, context.caller)
     if not ids:
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
-    check_token_ids(ids, tokenizer.vocab_size, "prompt")  # added tokens may lie beyond the embedding
+    if not request.prompt.HasField("token_ids"):  # which are checked; added tokens may lie beyond the embedding
+        if len(ids) < LONG_FROM:
+            check_token_ids(ids, tokenizer.vocab_size, "prompt")
+        else:
+            await TEXTS.run(turn, len(ids), check_token_ids, ids, tokenizer.vocab_size, "prompt")
     bad_words = await _encode_bad_words(request.sampling, tokenizer, turn)
     grammar = await _grammar(request, model, context.caller)
     prompt, max_tokens = _fit_context(ids, request, model, reduces=context.reduces_max_tokens)

@@ -116,7 +116,7 @@ async def test_a_router_binds_more_than_it_tells(config: TandemConfig, folder: P
     assert first.http_address == f"{HOST}:{router.http_port}"
     for host in (HOST, "127.0.0.2"):
         async with httpx.AsyncClient() as client:
-            assert (await client.get(f"http://{host}:{router.http_port}/v1/models")).status_code == 200
+            assert (await client.get(f"http://{host}:{router.http_port}/version")).status_code == 200
     second = await start(config, folder, 1, application="a.2", replaced=[(first.grpc_address, first.http_address)])
     assert second.http_address == first.http_address
     for each in (first, second):
@@ -158,7 +158,7 @@ async def test_any_host_name_will_do_where_a_key_is_needed(
     headers = {"Host": "models.example.com", "Authorization": f"Bearer {key}"}
     try:
         async with httpx.AsyncClient(base_url=f"http://{router.http_address}", headers=headers) as client:
-            assert (await client.get("/v1/models")).status_code == (200 if needs_key else 403)
+            assert (await client.get("/version")).status_code == (200 if needs_key else 403)
     finally:
         await router.stop(0)
 

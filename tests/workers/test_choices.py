@@ -307,7 +307,7 @@ async def test_a_grammar_is_compiled_for_the_tenant_of_its_request_and_used_for_
     async with worker_of(replace(fake_rank(), load_grammar=load)) as (_, session):
         for name in ("ada", "bob"):
             await session.send(submit(name, grammar="g", cache_salt=name.encode(), tenant=hash_tenant(name)))
-            await session.until(has_tokens)
+            await session.until(lambda output, name=name: output.request_id == name and has_tokens(output))
         assert sorted(compiled) == [("g", b"ada", hash_tenant("ada")), ("g", b"bob", hash_tenant("bob"))]
         await session.send(submit("long", tenant=bytes(17)))
         assert (await session.failure()).message == "tenant: has 17 bytes; at most 16 are taken"

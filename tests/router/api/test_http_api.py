@@ -75,7 +75,7 @@ async def test_tokens_of_texts_and_chats(service: Service, http: httpx.AsyncClie
     await http.post(CHAT, json=body(CHAT))
     assert list(service.source.requests[0].prompt) == answer["tokens"]
     answer = (await http.post("/detokenize", json={"model": "tiny", "tokens": [104, 195, 169, EOS_ID]})).json()
-    assert answer == {"prompt": "hé"}
+    assert answer == {"prompt": "hé<|end|>"}
 
 
 async def test_special_tokens_of_texts(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:

@@ -150,9 +150,9 @@ async def test_many_very_long_texts_keep_no_other_text_and_no_chat_waiting(
 async def test_many_ids_are_decoded_off_the_event_loop(loaded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     decode, ran = Tokenizer.decode, list[threading.Thread]()
 
-    def noted(self: Tokenizer, ids: Sequence[int]) -> str:
+    def noted(self: Tokenizer, ids: Sequence[int], **options: bool) -> str:
         ran.append(threading.current_thread())
-        return decode(self, ids)
+        return decode(self, ids, **options)
 
     monkeypatch.setattr(Tokenizer, "decode", noted)
     text = "one two three " * 5_000

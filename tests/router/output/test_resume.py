@@ -23,6 +23,7 @@ from tandem.router.dispatch.submit import rest_of
 from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.resume import event_ids
+from tandem.router.resume.policy import ResumePolicy
 from tandem.router.scheduling.capacity import required_capacity
 from tandem.tests.router.api.answers import Answers, request
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
@@ -46,11 +47,16 @@ class CachingSource(FakeTokenSource):
                 yield delta
 
 
+def ageless() -> ResumePolicy:
+    """Returns a policy for which no time passes: tokens are made when this file is read, minutes before."""
+    return ResumePolicy(wall_clock=lambda: 0.0)
+
+
 async def answer(
     message: inference_pb2.GenerateRequest, source: FakeTokenSource, *, key: bytes = KEY, tenant: str = ""
 ) -> Answers:
     """The answer of a router of its own."""
-    service = GenerationService([MODEL], source, resume_key=key)
+    service = GenerationService([MODEL], source, resume_key=key, resume_policy=ageless())
     context = RequestContext(arrived=time.monotonic(), caller=Caller(tenant=tenant), is_resumable=True)
     prepared = await service.accept(message, context)
     return [each async for each in service.run(prepared, inference_pb2.Timeline())]
@@ -60,7 +66,7 @@ async def answer_after(
     message: inference_pb2.GenerateRequest, source: FakeTokenSource, event_id: str
 ) -> list[tuple[inference_pb2.GenerateResponse, str]]:
     """The messages of a router of its own that its client does not have, each with the id of its event."""
-    service = GenerationService([MODEL], source, resume_key=KEY)
+    service = GenerationService([MODEL], source, resume_key=KEY, resume_policy=ageless())
     context = RequestContext(arrived=time.monotonic(), event_id=event_id)
     prepared = await service.accept(message, context)
     ids, timeline = EventIds(prepared), inference_pb2.Timeline()
@@ -310,7 +316,7 @@ async def tokens_taken(message: inference_pb2.GenerateRequest, context: RequestC
     quota = Quota(clock=lambda: 0.0)
     quota.resize(None, 1000, None)
     context = replace(context, arrived=time.monotonic(), caller=Caller(quota=quota))
-    service = GenerationService([MODEL], FakeTokenSource(), resume_key=KEY)
+    service = GenerationService([MODEL], FakeTokenSource(), resume_key=KEY, resume_policy=ageless())
     prepared = await service.accept(message, context)
     _ = [each async for each in service.run(prepared, inference_pb2.Timeline())]
     return 1000 - int(quota.headers()["x-ratelimit-remaining-tokens"])
@@ -318,7 +324,7 @@ async def tokens_taken(message: inference_pb2.GenerateRequest, context: RequestC
 
 def test_a_resumed_request_needs_room_for_what_its_client_has() -> None:
     message = resumed(MESSAGE, DELIVERED[:7])
-    service = GenerationService([MODEL], FakeTokenSource(), resume_key=KEY)
+    service = GenerationService([MODEL], FakeTokenSource(), resume_key=KEY, resume_policy=ageless())
     context = RequestContext(arrived=time.monotonic(), is_resumable=True)
     fresh, again = (asyncio.run(service.accept(each, context)).tokens for each in (MESSAGE, message))
     needed, needed_again = required_capacity(fresh), required_capacity(again)

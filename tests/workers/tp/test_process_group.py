@@ -120,6 +120,7 @@ SAMPLING_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "stop_ids": TOKENS,
     "min_length": IDS,
     "grammar": st.text(max_size=20),
+    "grammar_owner": st.binary(max_size=32),
     "logprobs": COUNTS,
     "prompt_logprobs": COUNTS,
     "pooling": st.sampled_from([None, "last", "mean"]),

@@ -242,7 +242,7 @@ class GrammarCache:
                     fields = json.loads(read)
                     text = json.dumps(_generated(fields, self._vocab_size))
                     self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self.end_ids))
-                except (ValueError, TypeError, KeyError):
+                except (ValueError, TypeError, KeyError, AttributeError):
                     raise ValueError("this model's tokenizer.json does not support grammars") from None
             return self._tokenizer
 
