@@ -8,6 +8,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,6 +39,10 @@ def is_failure(output: worker_pb2.Output) -> bool:
 
 def has_tokens(output: worker_pb2.Output) -> bool:
     return bool(output.tokens.ids)
+
+
+def has_tokens_of(request_id: str, output: worker_pb2.Output) -> bool:
+    return output.request_id == request_id and has_tokens(output)
 
 
 @asynccontextmanager
@@ -307,7 +312,7 @@ async def test_a_grammar_is_compiled_for_the_tenant_of_its_request_and_used_for_
     async with worker_of(replace(fake_rank(), load_grammar=load)) as (_, session):
         for name in ("ada", "bob"):
             await session.send(submit(name, grammar="g", cache_salt=name.encode(), tenant=hash_tenant(name)))
-            await session.until(lambda output, name=name: output.request_id == name and has_tokens(output))
+            await session.until(partial(has_tokens_of, name))
         assert sorted(compiled) == [("g", b"ada", hash_tenant("ada")), ("g", b"bob", hash_tenant("bob"))]
         await session.send(submit("long", tenant=bytes(17)))
         assert (await session.failure()).message == "tenant: has 17 bytes; at most 16 are taken"
