@@ -9,11 +9,14 @@ Knows nothing of tokens and templates.
 """
 
 import asyncio
+import ctypes
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -30,6 +33,8 @@ _MAX_SIZE: Final = 32 * 2**20
 """Of all texts that wait: about half a minute of work for one thread."""
 
 _MAX_SECONDS: Final = 60.0
+_RETURN_SECONDS: Final = 5.0
+_NICE: Final = 10  # of work that streams do not wait for
 _MICROSECOND: Final = 1e-6
 
 _T = TypeVar("_T")
@@ -54,9 +59,11 @@ class FairThreads:
         max_tasks: int = _MAX_TASKS,
         max_size: int = _MAX_SIZE,
         max_seconds: float = _MAX_SECONDS,
+        is_nice: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_tasks` and `max_size` bound what waits; `max_seconds` bounds the wait for a result."""
+        """`max_tasks` and `max_size` bound what waits; `max_seconds` bounds the wait for a result. `is_nice`: the
+        event loop, and workers on this machine, get the cores first."""
         self._num_threads = num_threads
         self._max_seconds = max_seconds
         self._clock = clock
@@ -64,7 +71,9 @@ class FairThreads:
         self._running: Counter[str] = Counter()  # tasks, by caller
         self._num_active = 0  # threads that look for work
         self._lock = Lock()  # of the queue and both counts
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._threads = ThreadPoolExecutor(
+            num_threads, thread_name_prefix=name, initializer=_be_nice if is_nice else None
+        )
 
     async def run(self, turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
         """Returns the result of `work` with these arguments. `turn` names the caller, whose tasks run one after another
@@ -124,6 +133,8 @@ class FairThreads:
             return None
 
     def _end(self, task: _Task, seconds: float) -> None:
+        if task.num_tokens >= LONG_FROM:
+            _FREED.release_later()
         with self._lock:
             self._count_running(task.tenant, -1)
             self._queue.charge(task, round(seconds / _MICROSECOND) - task.num_tokens)
@@ -140,13 +151,45 @@ class FairThreads:
         return Overloaded(f"{message}; send fewer or shorter prompts at a time", min(max(seconds, 1.0), _MAX_SECONDS))
 
 
+def _be_nice() -> None:
+    """Lowers the priority of this thread."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+class _FreedMemory:
+    """Returns freed memory to the system a while after work on large texts, of which glibc would keep most."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._timer: threading.Timer | None = None
+
+    def release_later(self) -> None:
+        """Returns memory in some seconds, when the results of the work are gone, too. Idempotent until then."""
+        with self._lock:
+            if self._timer is None:
+                self._timer = threading.Timer(_RETURN_SECONDS, self._trim)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _trim(self) -> None:
+        with self._lock:
+            self._timer = None
+        with suppress(AttributeError):  # another libc than glibc
+            ctypes.CDLL(None).malloc_trim(0)  # without the interpreter's lock
+
+
+_FREED: Final = _FreedMemory()
+
 _SHARE: Final = max((os.cpu_count() or 1) // 2, 1)
 """Half of the cores: the event loop and the compute threads of workers need cores, too."""
 
 TEXTS: Final = FairThreads("tandem-texts", min(_SHARE, 4))
 """For short texts, and for work that takes milliseconds even on the largest body, such as parsing it."""
 
-_LONG_TEXTS: Final = FairThreads("tandem-long-texts", min(_SHARE, 2))
+# Not nice: the lists of a million tokens are made under the interpreter's lock, which a nice thread would keep for long
+# when others have the cores.
+_LONG_TEXTS: Final = FairThreads("tandem-long-texts", min(_SHARE, 2), is_nice=False)
 
 
 async def in_turn(turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
