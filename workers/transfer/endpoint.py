@@ -57,7 +57,8 @@ class PeerChannels:
         self._identity = identity
         self._unused_seconds = unused_seconds
         self._channels: dict[str, PeerChannel] = {}  # by endpoint
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # of the channels without a call
+        self._unused_since: dict[str, float] = {}  # the loop's time when the last call ended, or none had begun
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -78,6 +79,7 @@ class PeerChannels:
             timer.cancel()
         channels = list(self._channels.values())
         self._channels.clear()
+        self._unused_since.clear()
         self._timers.clear()
         await asyncio.gather(*(channel.close() for channel in channels), *self._closing)
 
@@ -85,16 +87,21 @@ class PeerChannels:
         """Has the channel closed after a while, unless it has a call then or has had one meanwhile."""
         if endpoint not in self._channels:  # closed, which has ended its last call
             return
-        if timer := self._timers.pop(endpoint, None):
-            timer.cancel()
-        self._timers[endpoint] = asyncio.get_running_loop().call_later(
-            self._unused_seconds, self._close_unused, endpoint
-        )
+        loop = asyncio.get_running_loop()
+        self._unused_since[endpoint] = loop.time()
+        if endpoint not in self._timers:  # one for many calls: asyncio keeps the timers that are cancelled for long
+            self._timers[endpoint] = loop.call_later(self._unused_seconds, self._close_unused, endpoint)
 
     def _close_unused(self, endpoint: str) -> None:
         del self._timers[endpoint]
         if self._channels[endpoint].num_calls:
             return
+        loop = asyncio.get_running_loop()
+        until = self._unused_since[endpoint] + self._unused_seconds
+        if loop.time() < until:
+            self._timers[endpoint] = loop.call_at(until, self._close_unused, endpoint)
+            return
+        del self._unused_since[endpoint]
         closing = asyncio.create_task(self._channels.pop(endpoint).close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
