@@ -34,7 +34,7 @@ _MAX_SIZE: Final = 32 * 2**20
 
 _MAX_SECONDS: Final = 60.0
 _RETURN_SECONDS: Final = 5.0
-_NICE: Final = 10  # of work that streams do not wait for
+_RELEASE_FROM: Final = 32_768  # characters or bytes
 _MICROSECOND: Final = 1e-6
 
 _T = TypeVar("_T")
@@ -59,11 +59,9 @@ class FairThreads:
         max_tasks: int = _MAX_TASKS,
         max_size: int = _MAX_SIZE,
         max_seconds: float = _MAX_SECONDS,
-        is_nice: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_tasks` and `max_size` bound what waits; `max_seconds` bounds the wait for a result. `is_nice`: the
-        event loop, and workers on this machine, get the cores first."""
+        """`max_tasks` and `max_size` bound what waits; `max_seconds` bounds the wait for a result."""
         self._num_threads = num_threads
         self._max_seconds = max_seconds
         self._clock = clock
@@ -71,9 +69,7 @@ class FairThreads:
         self._running: Counter[str] = Counter()  # tasks, by caller
         self._num_active = 0  # threads that look for work
         self._lock = Lock()  # of the queue and both counts
-        self._threads = ThreadPoolExecutor(
-            num_threads, thread_name_prefix=name, initializer=_be_nice if is_nice else None
-        )
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(self, turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
         """Returns the result of `work` with these arguments. `turn` names the caller, whose tasks run one after another
@@ -133,7 +129,7 @@ class FairThreads:
             return None
 
     def _end(self, task: _Task, seconds: float) -> None:
-        if task.num_tokens >= LONG_FROM:
+        if task.num_tokens >= _RELEASE_FROM:
             _FREED.release_later()
         with self._lock:
             self._count_running(task.tenant, -1)
@@ -149,12 +145,6 @@ class FairThreads:
         """Returns the error of a task without a place or a turn; the caller may come again when the queue is empty."""
         seconds = self._queue.num_tokens * _MICROSECOND / self._num_threads
         return Overloaded(f"{message}; send fewer or shorter prompts at a time", min(max(seconds, 1.0), _MAX_SECONDS))
-
-
-def _be_nice() -> None:
-    """Lowers the priority of this thread."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class _FreedMemory:
@@ -184,12 +174,12 @@ _FREED: Final = _FreedMemory()
 _SHARE: Final = max((os.cpu_count() or 1) // 2, 1)
 """Half of the cores: the event loop and the compute threads of workers need cores, too."""
 
+# These threads have the priority of the event loop: one of a lower priority would keep the interpreter's lock for long
+# when others have the cores.
 TEXTS: Final = FairThreads("tandem-texts", min(_SHARE, 4))
 """For short texts, and for work that takes milliseconds even on the largest body, such as parsing it."""
 
-# Not nice: the lists of a million tokens are made under the interpreter's lock, which a nice thread would keep for long
-# when others have the cores.
-_LONG_TEXTS: Final = FairThreads("tandem-long-texts", min(_SHARE, 2), is_nice=False)
+_LONG_TEXTS: Final = FairThreads("tandem-long-texts", min(_SHARE, 2))
 
 
 async def in_turn(turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
