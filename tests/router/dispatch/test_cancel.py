@@ -133,8 +133,8 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
 
         quiet: list[int] = []
         await num_objects(8)  # fills the prefix caches of both decode workers
-        async with asyncio.timeout(5):  # as there, where its timer is one of those that are counted
-            quiet = held()
+        quiet = held()
+        quiet[1] += 1  # the timer of the timeout there
         counts = [await num_objects(10) for _ in range(3)]
         grown = [after - before for before, after in pairwise(counts)]
         assert min(grown) < 25, "a leak of one object in ten requests"
