@@ -12,12 +12,24 @@ if TYPE_CHECKING:
     from .router.client.types import Options as SamplingParams
     from .router.client.types import Tool
 
-__all__ = ["LLM", "AsyncClient", "Client", "ClientTls", "CompletionOutput", "LoRARequest", "RequestOutput"]
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "Client",
+    "ClientTls",
+    "CompletionOutput",
+    "LoRARequest",
+    "RequestOutput",
+]
 __all__ += ["SamplingParams", "Tool", "__version__", "connect", "errors"]
 __version__ = "0.1.0"
 
 _HOMES = dict.fromkeys(("AsyncClient", "Client", "ClientTls", "connect"), "router.client")
-_HOMES |= {"SamplingParams": "router.client.types", "Tool": "router.client.types", "LLM": "cluster.local.llm"}
+_HOMES |= {
+    "SamplingParams": "router.client.types",
+    "Tool": "router.client.types",
+    "LLM": "cluster.local.llm",
+}
 _HOMES |= {"LoRARequest": "cluster.local.lora"}
 _HOMES |= dict.fromkeys(("CompletionOutput", "RequestOutput"), "cluster.local.outputs")
 _NAMES = {"SamplingParams": "Options"}  # where the name is another there

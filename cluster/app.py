@@ -1,6 +1,8 @@
-"""Defines what the deployments of the Ray Serve application run: `Router`, and `WorkerPool` for both pools.
+"""Defines what the deployments of the Ray Serve application run: `Router`, and `WorkerPool` for
+both pools.
 
-One replica of a pool is one worker; one replica of the router hosts a gRPC and an HTTP server. Requests do not pass
+One replica of a pool is one worker; one replica of the router hosts a gRPC and an HTTP server.
+Requests do not pass
 through Serve: it places, watches and restarts.
 """
 
@@ -47,9 +49,12 @@ _LAST_SECONDS: Final = 0.5  # for the last calls of a worker that has failed
 
 
 class Replica:
-    """Holds what all deployments share: a member of the directory, and the background tasks that it cannot do without.
+    """Holds what all deployments share: a member of the directory, and the background tasks that it
+    cannot do without.
 
-    `_stop_server` is set once the start has succeeded: it stops what the replica runs within so many seconds."""
+    `_stop_server` is set once the start has succeeded: it stops what the replica runs within so
+    many seconds.
+    """
 
     _stop_server: Callable[[float], Awaitable[None]] | None = None
     _tasks: Sequence[asyncio.Task[None]] = ()
@@ -76,7 +81,9 @@ class Replica:
                 raise RuntimeError("a background task has ended")
 
     async def __del__(self) -> None:
-        """Stops the replica; Serve awaits this at a graceful stop, and also after a start that has failed."""
+        """Stops the replica; Serve awaits this at a graceful stop, and also after a start that has
+        failed.
+        """
         for task in self._tasks:
             task.cancel()
         if self._stop_server is None:
@@ -87,9 +94,12 @@ class Replica:
             log.warning("not removed from the directory: %s", error)
         await self._stop_server(self._config.grace_seconds)
 
-    def _run(self, stop: Callable[[float], Awaitable[None]], *tasks: Coroutine[Any, Any, None]) -> None:
-        """Ends a start that has succeeded. Exempts what was imported and loaded from garbage collection: a full
-        collection stops every stream for 0.1 s."""
+    def _run(
+        self, stop: Callable[[float], Awaitable[None]], *tasks: Coroutine[Any, Any, None]
+    ) -> None:
+        """Ends a start that has succeeded. Exempts what was imported and loaded from garbage
+        collection: a full collection stops every stream for 0.1 s.
+        """
         gc.collect()
         gc.freeze()
         self._stop_server = stop
@@ -102,9 +112,16 @@ class WorkerPool(Replica):
     _worker: "Worker | None" = None  # until the start has succeeded
 
     async def __init__(  # type: ignore[misc]
-        self, config: TandemConfig, folder: str, role: PoolRole, ranks_per_node: int, identity: PeerIdentity
+        self,
+        config: TandemConfig,
+        folder: str,
+        role: PoolRole,
+        ranks_per_node: int,
+        identity: PeerIdentity,
     ) -> None:
-        from ..workers.worker import Worker  # imports torch for seconds, which a router must not pay
+        from ..workers.worker import (
+            Worker,
+        )  # imports torch for seconds, which a router must not pay
         from .local.worker import rank_threads, worker_config
 
         super().__init__(config, role)
@@ -130,7 +147,12 @@ class WorkerPool(Replica):
             ranks=addresses,
             metrics=RayMetrics(config.served_name, role) if config.metrics else NULL_METRICS,
         )
-        self._run(worker.stop, self._exit_on_failure(worker), self._heartbeat(worker), report_figures(worker))
+        self._run(
+            worker.stop,
+            self._exit_on_failure(worker),
+            self._heartbeat(worker),
+            report_figures(worker),
+        )
 
     def check_health(self) -> None:
         """Raises if the worker can serve no more; Serve then replaces the replica."""
@@ -143,11 +165,15 @@ class WorkerPool(Replica):
         return {} if self._worker is None else worker_report(self._worker.info())
 
     async def _exit_on_failure(self, worker: "Worker") -> None:
-        """Ends the process when the engine has failed or lost a rank, which cannot be mended: Serve starts another."""
+        """Ends the process when the engine has failed or lost a rank, which cannot be mended: Serve
+        starts another.
+        """
         await worker.failed.wait()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_SECONDS):
-                await asyncio.gather(worker.stop(), self._directory.remove(worker.worker_id), return_exceptions=True)
+                await asyncio.gather(
+                    worker.stop(), self._directory.remove(worker.worker_id), return_exceptions=True
+                )
         os._exit(1)
 
     async def _heartbeat(self, worker: "Worker") -> None:
@@ -170,9 +196,16 @@ class Router(Replica):
     _runtime: "RouterRuntime | None" = None  # until the start has succeeded
 
     async def __init__(  # type: ignore[misc]
-        self, config: TandemConfig, folder: str, replicas: int, continuity: Continuity, *pools: object
+        self,
+        config: TandemConfig,
+        folder: str,
+        replicas: int,
+        continuity: Continuity,
+        *pools: object,
     ) -> None:
-        from .runtime import RouterRuntime  # imports transformers for a second, which binding this class must not pay
+        from .runtime import (
+            RouterRuntime,
+        )  # imports transformers for a second, which binding this class must not pay
 
         super().__init__(config, "router")
         await asyncio.to_thread(ensure_tokenizer, Path(folder))
@@ -181,7 +214,10 @@ class Router(Replica):
         members = self._members = Members(self._application, continuity.layout)
         self._statuses = WorkerStatuses(lambda: members.workers, continuity.identity)
         host = node_host(config.host)
-        self._convictions, self._adapters = Convictions(), await asyncio.to_thread(configured_adapters, config)
+        self._convictions, self._adapters = (
+            Convictions(),
+            await asyncio.to_thread(configured_adapters, config),
+        )
         with suppress(Unavailable):  # the list of members comes later
             watcher, changes = DirectoryWatcher(), await self._directory.changes()
             self._convictions.learn(changes.convicted)
@@ -214,7 +250,13 @@ class Router(Replica):
         files = (watch.run() for watch in runtime.watches)
         watcher = DirectoryWatcher()
         sharing = self._directory.keep_sharing(watcher, self._convictions, self._adapters)
-        tasks = (self._watch(runtime, watcher), runtime.keep_ready(), runtime.console.run(), sharing, *files)
+        tasks = (
+            self._watch(runtime, watcher),
+            runtime.keep_ready(),
+            runtime.console.run(),
+            sharing,
+            *files,
+        )
         self._run(partial(self._stop, runtime), *tasks)
 
     def check_health(self) -> None:
@@ -231,29 +273,39 @@ class Router(Replica):
         return {} if self._runtime is None else self._runtime.report_demand()
 
     async def __call__(self, request: Request) -> JSONResponse:
-        """Answers the status page, which only tells, to callers with a key if the service has keys; not to pages in
-        browsers. How busy the workers are it tells to keys of operators, and where there are no keys."""
+        """Answers the status page, which only tells, to callers with a key if the service has keys;
+        not to pages in browsers. How busy the workers are it tells to keys of operators, and where
+        there are no keys.
+        """
         if request.method not in ("GET", "HEAD"):
             return JSONResponse({"error": "only GET is answered"}, 405)
         try:
-            BrowserRules(host_names=(node_host(self._config.host), *self._config.router.host_names)).check(
-                request.headers
-            )
+            BrowserRules(
+                host_names=(node_host(self._config.host), *self._config.router.host_names)
+            ).check(request.headers)
             caller = self._authenticator.caller(request.headers.get("authorization"), "")
         except PermissionDenied as error:
             return JSONResponse({"error": error.message}, error.http_status)
         except Unauthenticated as error:
-            return JSONResponse({"error": error.message}, error.http_status, {"WWW-Authenticate": "Bearer"})
+            return JSONResponse(
+                {"error": error.message}, error.http_status, {"WWW-Authenticate": "Bearer"}
+            )
         service = await self.status()
-        return JSONResponse(without_loads(service) if caller.tenant and not caller.sees_all else service)
+        return JSONResponse(
+            without_loads(service) if caller.tenant and not caller.sees_all else service
+        )
 
     async def status(self) -> dict[str, Any]:
-        """Returns the service as plain data: every router with its addresses, every worker with its blocks and load."""
+        """Returns the service as plain data: every router with its addresses, every worker with its
+        blocks and load.
+        """
         return {
             "service": self._config.name,
             "model": self._config.served_name,
             "ray_dashboard": self._ray_dashboard,
-            "routers": describe_routers(self._members.routers, has_tls=self._config.router.tls is not None),
+            "routers": describe_routers(
+                self._members.routers, has_tls=self._config.router.tls is not None
+            ),
             "workers": await self._statuses.get(),
         }
 
@@ -264,26 +316,35 @@ class Router(Replica):
     async def wait_for_members(
         self, num_routers: int, num_prefill: int, num_decode: int, timeout: float
     ) -> tuple[list[str], list[str], list[str]]:
-        """Returns the gRPC, the HTTP and the ops addresses of this application's routers, once it has that many routers
-        and workers, and each router of the service knows all its workers. Raises TimeoutError."""
+        """Returns the gRPC, the HTTP and the ops addresses of this application's routers, once it
+        has that many routers and workers, and each router of the service knows all its workers.
+        Raises TimeoutError.
+        """
         await self._members.wait_complete(num_routers, num_prefill, num_decode, timeout)
         own = self._members.own_routers
-        addresses = zip(*((each.grpc_address, each.http_address, each.ops_address) for each in own), strict=True)
+        addresses = zip(
+            *((each.grpc_address, each.http_address, each.ops_address) for each in own), strict=True
+        )
         grpc, http, ops = map(list, addresses)
         return grpc, http, ops
 
     async def drain_others(self, seconds: float) -> int:
-        """Has the workers of the application that this one replaces drain; returns how many requests they have left
-        when they have none or after so many seconds."""
+        """Has the workers of the application that this one replaces drain; returns how many
+        requests they have left when they have none or after so many seconds.
+        """
         others = [each.address for each in self._members.other_workers]
-        return sum(count or 0 for count in await drain_workers(others, seconds, self._continuity.identity))
+        return sum(
+            count or 0 for count in await drain_workers(others, seconds, self._continuity.identity)
+        )
 
     async def _stop(self, runtime: "RouterRuntime", grace: float) -> None:
         await runtime.stop(grace)
         await self._statuses.close()
 
     async def _watch(self, runtime: "RouterRuntime", watcher: DirectoryWatcher) -> None:
-        """Keeps the router's list of workers as the directory has it; while that is unavailable, the last one stays."""
+        """Keeps the router's list of workers as the directory has it; while that is unavailable,
+        the last one stays.
+        """
         while True:
             me = RouterInfo(
                 router_id=self._member_id,
@@ -294,7 +355,9 @@ class Router(Replica):
                 application=self._application,
             )
             try:
-                has_moved = await self._directory.watch(watcher, me, self._convictions, self._adapters)
+                has_moved = await self._directory.watch(
+                    watcher, me, self._convictions, self._adapters
+                )
             except Unavailable as error:
                 log.warning("list of workers not refreshed: %s", error)
                 await asyncio.sleep(HEARTBEAT_SECONDS)

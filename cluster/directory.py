@@ -1,11 +1,12 @@
-"""Lists the workers and routers of a service: workers register with every heartbeat, routers with every long poll.
+"""Lists the workers and routers of a service: workers register with every heartbeat, routers with
+every long poll.
 
-With that routers also share which prompts have crashed workers, so that each of them refuses these, and which adapters
-were loaded and unloaded while they run.
+With that routers also share which prompts have crashed workers, so that each of them refuses these,
+and which adapters were loaded and unloaded while they run.
 
-`Directory` lists them; `open_directory` runs it as a named Ray actor, one for each service, and `DirectoryClient`
-calls that. `DirectoryWatcher` merges what has changed, and keeps a router from mistaking the emptiness of a directory
-that restarts for the loss of all workers.
+`Directory` lists them; `open_directory` runs it as a named Ray actor, one for each service, and
+`DirectoryClient` calls that. `DirectoryWatcher` merges what has changed, and keeps a router from
+mistaking the emptiness of a directory that restarts for the loss of all workers.
 """
 
 import asyncio
@@ -27,7 +28,9 @@ NAMESPACE: Final = "tandem"
 HEARTBEAT_SECONDS: Final = 1.0
 CALL_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 0.05
-"""Between two polls of a router. What many members change in this time, as when they all join, is one answer."""
+"""Between two polls of a router. What many members change in this time, as when they all join, is
+one answer.
+"""
 
 
 class DirectoryWatcher:
@@ -39,12 +42,16 @@ class DirectoryWatcher:
         self._carried: dict[str, worker_pb2.WorkerInfo] = {}
         self._routers: dict[str, RouterInfo] = {}
         self.version = NOTHING
-        self.loads: list[worker_pb2.WorkerInfo] = []  # of the last changes; with id, epoch and load alone
+        self.loads: list[
+            worker_pb2.WorkerInfo
+        ] = []  # of the last changes; with id, epoch and load alone
         self.may_know_more = True  # than the directory, of convictions and adapters
 
     @property
     def workers(self) -> list[worker_pb2.WorkerInfo]:
-        """The workers after the last changes. The load of each is that of its last other change: see `loads`."""
+        """The workers after the last changes. The load of each is that of its last other change:
+        see `loads`.
+        """
         return [*self._carried.values(), *self._current.values()]
 
     @property
@@ -53,9 +60,12 @@ class DirectoryWatcher:
         return tuple(self._routers[router_id] for router_id in sorted(self._routers))
 
     def apply(self, changes: Changes) -> bool:
-        """Takes over changes; returns whether the lists of workers or of routers differ from those before.
+        """Takes over changes; returns whether the lists of workers or of routers differ from those
+        before.
 
-        Workers that only an earlier incarnation knew are kept until this one is old enough to have their heartbeats."""
+        Workers that only an earlier incarnation knew are kept until this one is old enough to have
+        their heartbeats.
+        """
         num_carried = len(self._carried)
         is_other = changes.version.incarnation != self.version.incarnation
         if is_other:
@@ -82,8 +92,9 @@ class DirectoryWatcher:
 class DirectoryClient:
     """Calls the directory's actor with deadlines, and opens it again when it is lost.
 
-    Every method raises Unavailable if the directory does not answer in time; Ray restarts it, or a later call starts
-    a new one."""
+    Every method raises Unavailable if the directory does not answer in time; Ray restarts it, or a
+    later call starts a new one.
+    """
 
     def __init__(self, service: str) -> None:
         self._service = service
@@ -103,9 +114,10 @@ class DirectoryClient:
         convictions: Convictions,
         adapters: AdapterRegistry | None = None,
     ) -> bool:
-        """Registers the router, waits for a change, at most half the expiry, and has `watcher` take it over. Returns
-        whether the lists of workers or of routers have changed. The router and the directory learn the convictions and
-        the adapters that the other has."""
+        """Registers the router, waits for a change, at most half the expiry, and has `watcher` take
+        it over. Returns whether the lists of workers or of routers have changed. The router and the
+        directory learn the convictions and the adapters that the other has.
+        """
         adapters = adapters or AdapterRegistry()
         timeout = EXPIRY_SECONDS / 2
         await asyncio.sleep(self._next_poll - time.monotonic())  # not at all if that is over
@@ -118,10 +130,14 @@ class DirectoryClient:
         return watcher.apply(changes)
 
     async def keep_sharing(
-        self, watcher: DirectoryWatcher, convictions: Convictions, adapters: AdapterRegistry | None = None
+        self,
+        watcher: DirectoryWatcher,
+        convictions: Convictions,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
-        """Reports each conviction and each change of an adapter at once, without end; where that fails, the router's
-        next `watch` with this watcher does."""
+        """Reports each conviction and each change of an adapter at once, without end; where that
+        fails, the router's next `watch` with this watcher does.
+        """
         adapters, news = adapters or AdapterRegistry(), asyncio.Event()
         convictions.on_news = adapters.on_news = news.set
         while True:

@@ -1,5 +1,6 @@
-"""Keeps secrets of a service in files of the user who launches it: its identity, for the commands that talk to workers,
-and the salt of prefixes that KV cache on disk keeps beyond a restart."""
+"""Keeps secrets of a service in files of the user who launches it: its identity, for the commands
+that talk to workers, and the salt of prefixes that KV cache on disk keeps beyond a restart.
+"""
 
 import logging
 import os
@@ -22,8 +23,9 @@ log = logging.getLogger(__name__)
 
 
 def identity_path(status_url: str) -> Path:
-    """Returns the file of the service with this status page: in `$TANDEM_HOME/services`, else in `services` of the
-    user's cache folder."""
+    """Returns the file of the service with this status page: in `$TANDEM_HOME/services`, else in
+    `services` of the user's cache folder.
+    """
     home = os.environ.get("TANDEM_HOME")
     folder = Path(os.path.expanduser(home)) if home else user_cache_path("tandem")
     return folder / "services" / quote(status_url, safe="")
@@ -31,8 +33,9 @@ def identity_path(status_url: str) -> Path:
 
 @contextmanager
 def kept_identity(identity: PeerIdentity, status_url: str) -> Iterator[None]:
-    """Has the file there for as long as the context lasts, readable by this user alone; where it cannot be written,
-    logs that and goes on without it."""
+    """Has the file there for as long as the context lasts, readable by this user alone; where it
+    cannot be written, logs that and goes on without it.
+    """
     path = None
     try:
         path = identity_path(status_url)
@@ -55,7 +58,9 @@ def kept_identity(identity: PeerIdentity, status_url: str) -> Iterator[None]:
 
 
 def write_identity(path: Path, identity: PeerIdentity) -> None:
-    """Makes the file, readable by this user alone. Raises Unavailable if it is there already, or cannot be made."""
+    """Makes the file, readable by this user alone. Raises Unavailable if it is there already, or
+    cannot be made.
+    """
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(identity.to_text())
@@ -64,7 +69,9 @@ def write_identity(path: Path, identity: PeerIdentity) -> None:
 
 
 def read_identity(status_url: str, path: Path | None = None) -> PeerIdentity:
-    """Returns the identity of the service with this status page, from `path` if it is given. Raises NotFound."""
+    """Returns the identity of the service with this status page, from `path` if it is given. Raises
+    NotFound.
+    """
     try:
         return PeerIdentity.from_text((path or identity_path(status_url)).read_text())
     except (OSError, ValueError):
@@ -73,9 +80,12 @@ def read_identity(status_url: str, path: Path | None = None) -> PeerIdentity:
 
 
 def kept_salt(folders: Sequence[Path]) -> bytes:
-    """Returns the salt that is kept in these folders of KV cache, the same at each start; makes it at the first.
+    """Returns the salt that is kept in these folders of KV cache, the same at each start; makes it
+    at the first.
 
-    A folder that lacks it gets it. Raises Unavailable if it cannot be read or written, or others may read it."""
+    A folder that lacks it gets it. Raises Unavailable if it cannot be read or written, or others
+    may read it.
+    """
     try:
         found = {folder: _read_salt(folder / _SALT_FILE) for folder in folders}
         salt = next(filter(None, found.values()), None) or secrets.token_bytes(_SALT_BYTES)
@@ -95,7 +105,11 @@ def _read_salt(path: Path) -> bytes | None:
         return None
     try:
         status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        if (
+            not stat.S_ISREG(status.st_mode)
+            or status.st_uid != os.geteuid()
+            or status.st_mode & 0o077
+        ):
             raise OSError(0, "is no file of this user alone; remove it", str(path))
         salt = os.read(file, _SALT_BYTES + 1)
     finally:
@@ -106,11 +120,15 @@ def _read_salt(path: Path) -> bytes | None:
 
 
 def _write_salt(path: Path, salt: bytes) -> bytes:
-    """Writes a salt, unless another process has just written one; returns that which is there. Raises OSError."""
+    """Writes a salt, unless another process has just written one; returns that which is there.
+    Raises OSError.
+    """
     os.makedirs(path.parent, mode=0o700, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        with open(
+            os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb"
+        ) as file:
             file.write(salt)
             file.flush()
             os.fsync(file.fileno())

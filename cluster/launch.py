@@ -1,4 +1,6 @@
-"""Starts a service on a local Ray or on a running cluster, waits until it can answer, and stops it again."""
+"""Starts a service on a local Ray or on a running cluster, waits until it can answer, and stops it
+again.
+"""
 
 import logging
 import math
@@ -33,7 +35,14 @@ from .environment import cluster_address, own_ray_token, ray_scratch
 from .identity_file import kept_identity
 from .members import Continuity
 from .ranks import ray_dashboard_url
-from .redeploy import SuccessorWatch, applications_of, is_replaced, retire, running_application, take_over
+from .redeploy import (
+    SuccessorWatch,
+    applications_of,
+    is_replaced,
+    retire,
+    running_application,
+    take_over,
+)
 from .serve_app import build_app, count_routers
 from .status import following
 
@@ -46,7 +55,9 @@ FAILURE_CHECK_SECONDS: Final = 1.0
 HEALTH_SECONDS: Final = 10.0
 REACH_SECONDS: Final = 5.0
 ANSWER_SECONDS: Final = 2.0
-ORPHAN_SECONDS: Final = 40.0  # Ray ends all processes, this one too, 60 s after its GCS server has ended
+ORPHAN_SECONDS: Final = (
+    40.0  # Ray ends all processes, this one too, 60 s after its GCS server has ended
+)
 END_SECONDS: Final = 2.0
 DELETE_CHECK_SECONDS: Final = 0.1
 _ANY_HOST: Final = (None, str(IPv4Address(0)), str(IPv6Address(0)))
@@ -58,7 +69,9 @@ RouterAddresses = tuple[list[str], list[str], list[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Describes a running service: its API servers, HOST:PORT of each router, and the status page for operators."""
+    """Describes a running service: its API servers, HOST:PORT of each router, and the status page
+    for operators.
+    """
 
     config: TandemConfig
     grpc_addresses: Sequence[str]
@@ -83,12 +96,17 @@ class Service:
     @property
     def addresses(self) -> str:
         """Returns all addresses as `tandem serve` prints them."""
-        kinds = {"grpc": self.grpc_addresses, "http": self.http_addresses, "ops": self.ops_addresses}
+        kinds = {
+            "grpc": self.grpc_addresses,
+            "http": self.http_addresses,
+            "ops": self.ops_addresses,
+        }
         return " ".join(f"{kind}={','.join(addresses)}" for kind, addresses in kinds.items())
 
     def wait(self) -> None:
-        """Waits until a signal's handler raises, or another command has replaced the service. Raises Unavailable if a
-        Ray of the service's own ends."""
+        """Waits until a signal's handler raises, or another command has replaced the service.
+        Raises Unavailable if a Ray of the service's own ends.
+        """
         with ExitStack() as stack:
             replaced = os.eventfd(0)
             stack.callback(os.close, replaced)
@@ -106,11 +124,15 @@ class Service:
 
 
 @contextmanager
-def start_service(config: TandemConfig, folder: str, *, address: str | None = None) -> Iterator[Service]:
+def start_service(
+    config: TandemConfig, folder: str, *, address: str | None = None
+) -> Iterator[Service]:
     """Serves the model in `folder` while the context is open; on entry every router can answer.
 
-    Without `address` or RAY_ADDRESS a Ray of its own is started on this machine, and ends with it. On a cluster the
-    folder must be there on every node, and a service of its name is replaced: see `redeploy`. Raises Unavailable."""
+    Without `address` or RAY_ADDRESS a Ray of its own is started on this machine, and ends with it.
+    On a cluster the folder must be there on every node, and a service of its name is replaced: see
+    `redeploy`. Raises Unavailable.
+    """
     config.check_sizes_are_fixed()
     address = cluster_address(address)
     local = address is None
@@ -151,8 +173,9 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
 
 @contextmanager
 def _in_one_line(what: str) -> Iterator[None]:
-    """Makes Unavailable, whose text begins with `what`, of what Ray raises at a start that fails or takes too long,
-    which may be any exception."""
+    """Makes Unavailable, whose text begins with `what`, of what Ray raises at a start that fails or
+    takes too long, which may be any exception.
+    """
     try:
         yield
     except TandemError:
@@ -165,16 +188,25 @@ def _in_one_line(what: str) -> Iterator[None]:
 @contextmanager
 def _local_ray(config: TandemConfig) -> Iterator[list[psutil.Process]]:
     """Runs a Ray of this process's own; yields its processes without which it ends."""
-    options: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": config.dashboard}
+    options: dict[str, Any] = {
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "include_dashboard": config.dashboard,
+    }
     options |= _local_resources(config)
     with ray_scratch() as scratch, own_ray_token(scratch), ExitStack() as stack:
         if not os.access(_SHARED_MEMORY, os.W_OK):  # Ray's object store would abort
             options["_plasma_directory"] = scratch
         with _in_one_line("Ray did not start"):
             stack.enter_context(_ray(address="local", _temp_dir=scratch, **options))
-            if node := ray._private.worker._global_node:  # whose monitor reads all logs for drivers that show them
+            if (
+                node := ray._private.worker._global_node
+            ):  # whose monitor reads all logs for drivers that show them
                 node.kill_log_monitor(check_alive=False)
-        yield [process for process in _processes_of(scratch) if process.name() in ("gcs_server", "raylet")]
+        yield [
+            process
+            for process in _processes_of(scratch)
+            if process.name() in ("gcs_server", "raylet")
+        ]
 
 
 def _local_resources(config: TandemConfig) -> dict[str, Any]:
@@ -188,7 +220,9 @@ def _local_resources(config: TandemConfig) -> dict[str, Any]:
         totals["CPU"] += replicas * section.num_cpus
         for name, amount in section.resources.items():
             totals[name] += replicas * amount
-    whole = {name: math.ceil(amount) for name, amount in totals.items()}  # Ray takes no fraction of a node's resource
+    whole = {
+        name: math.ceil(amount) for name, amount in totals.items()
+    }  # Ray takes no fraction of a node's resource
     return {"num_cpus": max(os.cpu_count() or 1, whole.pop("CPU")), "resources": whole}
 
 
@@ -208,11 +242,15 @@ def _joined_ray(address: str) -> Iterator[list[psutil.Process]]:
 def _ray(**options: Any) -> Iterator[None]:
     """Runs Ray from init to shutdown, both in a thread of their own.
 
-    No signal interrupts init in that thread: an incomplete start would leave processes behind. The thread lives as long
-    as Ray, since the kernel kills Ray's processes with the thread that started them."""
+    No signal interrupts init in that thread: an incomplete start would leave processes behind. The
+    thread lives as long as Ray, since the kernel kills Ray's processes with the thread that started
+    them.
+    """
     with ThreadPoolExecutor(1, thread_name_prefix="tandem-ray") as thread:
         try:
-            start = thread.submit(ray.init, log_to_driver=False, logging_level=logging.ERROR, **options)
+            start = thread.submit(
+                ray.init, log_to_driver=False, logging_level=logging.ERROR, **options
+            )
             try:
                 start.result()
             finally:
@@ -232,8 +270,9 @@ def _restore_sigterm_handler() -> None:
 
 
 def _processes_of(scratch: str) -> list[psutil.Process]:
-    """Returns the processes of the Ray whose folder is `scratch`. They name it or, as workers, have their logs there;
-    whose children they are says nothing once the raylet has died."""
+    """Returns the processes of the Ray whose folder is `scratch`. They name it or, as workers, have
+    their logs there; whose children they are says nothing once the raylet has died.
+    """
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended meanwhile, or is another user's
@@ -249,7 +288,9 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """Waits for processes that were told to end, then kills the rest: a killed raylet leaves its agents behind."""
+    """Waits for processes that were told to end, then kills the rest: a killed raylet leaves its
+    agents behind.
+    """
     _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
@@ -264,8 +305,12 @@ def _start_serve(config: TandemConfig, *, local: bool) -> str:
     port = config.status_port or DEFAULT_STATUS_PORT
     if local and config.status_port is None and why_not_bound(host, port):
         port = free_port(host)
-    serve.start(proxy_location="HeadOnly", http_options={"host": without_brackets(host), "port": port})
-    client: Any = _get_global_client()  # of a Serve that ran already, perhaps; no public function tells its port
+    serve.start(
+        proxy_location="HeadOnly", http_options={"host": without_brackets(host), "port": port}
+    )
+    client: Any = (
+        _get_global_client()
+    )  # of a Serve that ran already, perhaps; no public function tells its port
     found = client.http_config
     if config.status_port not in (None, found.port):
         log.warning("status_port: Ray Serve runs already, on port %d", found.port)
@@ -275,7 +320,9 @@ def _start_serve(config: TandemConfig, *, local: bool) -> str:
 def _deploy(
     config: TandemConfig, folder: str, application: str, running: str | None, continuity: Continuity
 ) -> RouterAddresses:
-    """Deploys and waits until every router answers, and what ran before has ended; returns their addresses."""
+    """Deploys and waits until every router answers, and what ran before has ended; returns their
+    addresses.
+    """
     deadline = time.monotonic() + config.start_seconds
     alive = [_offer(node) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     nodes = [node for node in alive if node.resources.get("CPU")]
@@ -285,7 +332,9 @@ def _deploy(
     target = serve.RunTarget(target=app, name=application, route_prefix=f"/{application}")
     (router,) = serve.run_many([target], wait_for_applications_running=False)
     addresses = _wait(config, application, router, num_routers, deadline)
-    for address in addresses[0] if config.router.tls is None else ():  # whose CA and names are the clients' matter
+    for address in (
+        addresses[0] if config.router.tls is None else ()
+    ):  # whose CA and names are the clients' matter
         with Client(address, use_proxy=False) as client:
             if not client.health(timeout=HEALTH_SECONDS):
                 raise Unavailable(f"the service has started, but does not answer at {address}")
@@ -298,7 +347,9 @@ def _check_interfaces(config: TandemConfig) -> None:
     """Raises InvalidArgument if a router could be placed where it may not listen."""
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         if node["Alive"] and _offer(node).takes(config.router):
-            check_interface(config.auth, config.router.bind or config.host or node["NodeManagerAddress"])
+            check_interface(
+                config.auth, config.router.bind or config.host or node["NodeManagerAddress"]
+            )
 
 
 def _offer(node: Mapping[str, Any]) -> NodeOffer:
@@ -307,7 +358,11 @@ def _offer(node: Mapping[str, Any]) -> NodeOffer:
 
 
 def _wait(
-    config: TandemConfig, application: str, router: DeploymentHandle[Any], num_routers: int, deadline: float
+    config: TandemConfig,
+    application: str,
+    router: DeploymentHandle[Any],
+    num_routers: int,
+    deadline: float,
 ) -> RouterAddresses:
     """Waits until every router knows all workers; checks meanwhile whether Serve has given up."""
     ready = router.wait_for_members.remote(
@@ -336,15 +391,19 @@ def _reason(status: ApplicationStatusOverview) -> str:
 
 
 def _stop_service(config: TandemConfig, application: str) -> bool:
-    """Ends the application, and with the service's last one the directory, within the time that a graceful stop may
-    take; returns whether they have ended. One that has been replaced is left to the command that has replaced it."""
+    """Ends the application, and with the service's last one the directory, within the time that a
+    graceful stop may take; returns whether they have ended. One that has been replaced is left to
+    the command that has replaced it.
+    """
     answered, given_up = threading.Event(), threading.Event()
 
     def delete() -> None:
         if is_replaced(config.name, application):
             answered.set()
             return
-        serve.delete(application, _blocking=False)  # blocking, it would look once a second, for a minute
+        serve.delete(
+            application, _blocking=False
+        )  # blocking, it would look once a second, for a minute
         while not given_up.is_set() and application in serve.status().applications:
             answered.set()
             given_up.wait(DELETE_CHECK_SECONDS)
@@ -352,8 +411,8 @@ def _stop_service(config: TandemConfig, application: str) -> bool:
         if not given_up.is_set() and not applications_of(config.name):
             close_directory(config.name)  # now that no heartbeat would open it again
 
-    # In a thread, because calls to a Ray that has died never end. It must make none after the end of Ray. Without an
-    # answer, too, the streams that run have their time.
+    # In a thread, because calls to a Ray that has died never end. It must make none after the end
+    # of Ray. Without an answer, too, the streams that run have their time.
     thread = threading.Thread(target=delete, name="tandem-stop", daemon=True)
     thread.start()
     if answered.wait(min(max(ANSWER_SECONDS, config.grace_seconds), ORPHAN_SECONDS)):
@@ -363,7 +422,9 @@ def _stop_service(config: TandemConfig, application: str) -> bool:
 
 
 def _check_gpus(config: TandemConfig) -> None:
-    """Raises Unavailable if this machine has fewer GPUs than ranks that need one: Ray would wait for more."""
+    """Raises Unavailable if this machine has fewer GPUs than ranks that need one: Ray would wait
+    for more.
+    """
     if config.device != "cuda":
         return
     needed = config.prefill.num_ranks + config.decode.num_ranks
@@ -390,7 +451,10 @@ def _check_free(config: TandemConfig, host: str) -> None:
     """Raises Unavailable if a port that the service must have is taken on this machine."""
     ports = {"status_port": config.status_port or 0}
     if (config.router.replicas or 1) == 1:  # several routers take free ports where these are taken
-        ports |= {"router.grpc_port": config.router.grpc_port, "router.http_port": config.router.http_port}
+        ports |= {
+            "router.grpc_port": config.router.grpc_port,
+            "router.http_port": config.router.http_port,
+        }
     for key, port in ports.items():
         interface = (config.router.bind or host) if key.startswith("router.") else host
         if reason := why_not_bound(interface, port):

@@ -1,4 +1,5 @@
-"""Lists the members of a service: the directory of its workers and routers, and one router's view of it.
+"""Lists the members of a service: the directory of its workers and routers, and one router's view
+of it.
 
 `Directory` is plain asyncio and knows nothing of Ray. Workers are sent as serialized `WorkerInfo`.
 A member that is silent for `expiry` seconds is dropped. A directory that restarts is filled again
@@ -64,16 +65,22 @@ NOTHING: Final = Version(incarnation="", members=-1, loads=-1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """Holds what has changed in the directory after the version that the caller knows; `is_whole`: all that it has."""
+    """Holds what has changed in the directory after the version that the caller knows; `is_whole`:
+    all that it has.
+    """
 
     version: Version  # that is known with these changes
     is_whole: bool
     age: float  # seconds since this incarnation started
     workers: tuple[bytes, ...]  # serialized WorkerInfo
-    loads: tuple[bytes, ...] = ()  # of other workers: serialized WorkerInfo with id, epoch and load alone
+    loads: tuple[
+        bytes, ...
+    ] = ()  # of other workers: serialized WorkerInfo with id, epoch and load alone
     routers: tuple[RouterInfo, ...] = ()
     removed: tuple[str, ...] = ()  # ids of workers and routers
-    convicted: Mapping[bytes, float] = field(default_factory=dict)  # see Convictions.remaining; all or nothing
+    convicted: Mapping[bytes, float] = field(
+        default_factory=dict
+    )  # see Convictions.remaining; all or nothing
     adapters: Shared = field(default_factory=dict)  # see AdapterRegistry.shared; all or nothing
 
 
@@ -90,19 +97,31 @@ class _Entry:
 
 
 class Directory:
-    """Registers workers and routers, and tells others of them. Not thread-safe: one event loop makes all calls."""
+    """Registers workers and routers, and tells others of them. Not thread-safe: one event loop
+    makes all calls.
+    """
 
-    def __init__(self, expiry: float = EXPIRY_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, expiry: float = EXPIRY_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._expiry = expiry
         self._clock = clock
         self._started = self._awake = clock()
         self._version = Version(incarnation=uuid.uuid4().hex, members=0, loads=0)
-        self._entries: dict[str, _Entry] = {}  # by worker id or router id, the one that is silent for longest first
-        self._removed: dict[str, int] = {}  # by id, the version of the members that it left with; the oldest first
-        self._forgotten = -1  # the version of the members of the last removal that is not in `_removed`
+        self._entries: dict[
+            str, _Entry
+        ] = {}  # by worker id or router id, the one that is silent for longest first
+        self._removed: dict[
+            str, int
+        ] = {}  # by id, the version of the members that it left with; the oldest first
+        self._forgotten = (
+            -1
+        )  # the version of the members of the last removal that is not in `_removed`
         self._convictions = Convictions(clock)  # of all routers
         self._adapters = AdapterRegistry()  # loaded and unloaded at any of them
-        self._shared_changed = 0  # the version of the members that brought a conviction or an adapter
+        self._shared_changed = (
+            0  # the version of the members that brought a conviction or an adapter
+        )
         self._members_changed = asyncio.Event()
         self._loads_changed = asyncio.Event()
 
@@ -110,8 +129,10 @@ class Directory:
         return f"tandem directory of {len(self._entries)} workers and routers"
 
     async def register(self, info: bytes) -> None:
-        """Adds a worker or refreshes it; a heartbeat is the same call. One that was sent before the last is ignored:
-        of an earlier epoch, of an older load, or from before the worker was draining."""
+        """Adds a worker or refreshes it; a heartbeat is the same call. One that was sent before the
+        last is ignored: of an earlier epoch, of an older load, or from before the worker was
+        draining.
+        """
         parsed = worker_pb2.WorkerInfo.FromString(info)
         order = (parsed.epoch, parsed.load.version, parsed.draining)
         load = worker_pb2.WorkerInfo(load=parsed.load).SerializeToString(deterministic=True)
@@ -136,7 +157,9 @@ class Directory:
             is_whole=is_whole,
             age=self._clock() - self._started,
             # Two serialized messages, one after the other, are one that has the fields of both.
-            workers=tuple(each.info + each.load for each in news.values() if isinstance(each.info, bytes)),
+            workers=tuple(
+                each.info + each.load for each in news.values() if isinstance(each.info, bytes)
+            ),
             loads=tuple(_described_load(worker_id, each) for worker_id, each in load_news.items()),
             routers=tuple(each.info for each in news.values() if isinstance(each.info, RouterInfo)),
             removed=() if is_whole else self._removed_after(known.members),
@@ -145,8 +168,9 @@ class Directory:
         )
 
     async def share(self, convicted: Mapping[bytes, float], adapters: Shared) -> None:
-        """Learns what a router knows of convictions, see Convictions.remaining, and of adapters, see
-        AdapterRegistry.shared."""
+        """Learns what a router knows of convictions, see Convictions.remaining, and of adapters,
+        see AdapterRegistry.shared.
+        """
         news = self._convictions.learn(convicted), self._adapters.learn(adapters)
         if any(news):
             self._shared_changed = self._bump()
@@ -159,10 +183,12 @@ class Directory:
         convicted: Mapping[bytes, float] | None = None,
         adapters: Shared | None = None,
     ) -> Changes:
-        """Returns `changes` as soon as the members differ from those that the caller knows, after LOAD_SECONDS if loads
-        do, or after `timeout` seconds.
+        """Returns `changes` as soon as the members differ from those that the caller knows, after
+        LOAD_SECONDS if loads do, or after `timeout` seconds.
 
-        `router` is the caller: it is registered, or refreshed, by watching. The directory learns what it shares."""
+        `router` is the caller: it is registered, or refreshed, by watching. The directory learns
+        what it shares.
+        """
         if router is not None:
             self._refresh(router.router_id, router, b"", (0, 0, False))
         await self.share(convicted or {}, adapters or {})
@@ -171,7 +197,11 @@ class Directory:
             self._expire()
             has_loads = known.loads != self._version.loads
             until = began + min(timeout, LOAD_SECONDS if has_loads else timeout)
-            if self._lacks(known) or known.members != self._version.members or self._clock() >= until:
+            if (
+                self._lacks(known)
+                or known.members != self._version.members
+                or self._clock() >= until
+            ):
                 return await self.changes(known)
             event = self._members_changed if has_loads else self._loads_changed
             try:
@@ -185,7 +215,9 @@ class Directory:
         return known.incarnation != self._version.incarnation or known.members < self._forgotten
 
     def _newer(self, known: Version) -> tuple[dict[str, _Entry], dict[str, _Entry]]:
-        """Returns the members that have changed since then, and the workers of which only the load has."""
+        """Returns the members that have changed since then, and the workers of which only the load
+        has.
+        """
         news, loads = {}, {}
         for member_id, entry in self._entries.items():
             if entry.changed > known.members:
@@ -197,7 +229,9 @@ class Directory:
     def _removed_after(self, version: int) -> tuple[str, ...]:
         return tuple(member_id for member_id, removed in self._removed.items() if removed > version)
 
-    def _refresh(self, member_id: str, info: bytes | RouterInfo, load: bytes, order: _Order) -> None:
+    def _refresh(
+        self, member_id: str, info: bytes | RouterInfo, load: bytes, order: _Order
+    ) -> None:
         self._expire()
         known = self._entries.get(member_id)
         if known is not None and known.order > order:
@@ -234,7 +268,8 @@ class Directory:
     def _expire(self) -> None:
         now = self._clock()
         if now - self._awake > self._expiry / 2:
-            # No call for so long: this process was frozen, not every member silent. All of them get a fresh term.
+            # No call for so long: this process was frozen, not every member silent. All of them get
+            # a fresh term.
             for entry in self._entries.values():
                 entry.seen = now
         self._awake = now
@@ -261,15 +296,18 @@ class Members:
     """Holds what the directory lists; `update` whenever that has changed."""
 
     def __init__(self, application: str, layout: bytes) -> None:
-        """`application`: the deployment of the service that this router belongs to. `layout`: of the KV cache of its
-        model, as in WorkerInfo."""
+        """`application`: the deployment of the service that this router belongs to. `layout`: of
+        the KV cache of its model, as in WorkerInfo.
+        """
         self.workers: Sequence[worker_pb2.WorkerInfo] = ()
         self.routers: Sequence[RouterInfo] = ()
         self._application = application
         self._layout = layout
         self._changed = asyncio.Condition()
 
-    async def update(self, workers: Sequence[worker_pb2.WorkerInfo], routers: Sequence[RouterInfo]) -> None:
+    async def update(
+        self, workers: Sequence[worker_pb2.WorkerInfo], routers: Sequence[RouterInfo]
+    ) -> None:
         """Takes over the directory's lists."""
         async with self._changed:
             self.workers, self.routers = workers, routers
@@ -277,8 +315,9 @@ class Members:
 
     @property
     def fitting(self) -> list[worker_pb2.WorkerInfo]:
-        """The workers that have the model of this service: those of another, as after its files have changed, must not
-        continue its requests."""
+        """The workers that have the model of this service: those of another, as after its files
+        have changed, must not continue its requests.
+        """
         return [each for each in self.workers if each.layout == self._layout]
 
     @property
@@ -297,18 +336,31 @@ class Members:
         return [each for each in self.workers if each.application != self._application]
 
     def is_complete(self, num_routers: int, num_prefill: int, num_decode: int) -> bool:
-        """Returns whether this deployment has so many routers and workers, and every router knows all workers."""
-        ready = [each for each in self.fitting if not each.draining and each.application == self._application]
+        """Returns whether this deployment has so many routers and workers, and every router knows
+        all workers.
+        """
+        ready = [
+            each
+            for each in self.fitting
+            if not each.draining and each.application == self._application
+        ]
         counts = Counter(worker.role for worker in ready)
-        if counts[worker_pb2.ROLE_PREFILL] < num_prefill or counts[worker_pb2.ROLE_DECODE] < num_decode:
+        if (
+            counts[worker_pb2.ROLE_PREFILL] < num_prefill
+            or counts[worker_pb2.ROLE_DECODE] < num_decode
+        ):
             return False
         all_know = all(each.num_workers >= len(self.workers) for each in self.routers)
         return all_know and len(self.own_routers) >= num_routers
 
-    async def wait_complete(self, num_routers: int, num_prefill: int, num_decode: int, timeout: float) -> None:
+    async def wait_complete(
+        self, num_routers: int, num_prefill: int, num_decode: int, timeout: float
+    ) -> None:
         """Returns once `is_complete`. Raises TimeoutError."""
         async with asyncio.timeout(timeout), self._changed:
-            await self._changed.wait_for(lambda: self.is_complete(num_routers, num_prefill, num_decode))
+            await self._changed.wait_for(
+                lambda: self.is_complete(num_routers, num_prefill, num_decode)
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +371,9 @@ class Continuity:
     resume_key: bytes  # of the tokens with which clients go on at another router
     layout: bytes  # of the KV cache, as in WorkerInfo: a digest of the model, too
     ends_with_launcher: bool  # on a Ray of its own
-    cache_secret: bytes | None = None  # of which come the salts of the tenants' prefixes; None: of the resume key
+    cache_secret: bytes | None = (
+        None  # of which come the salts of the tenants' prefixes; None: of the resume key
+    )
 
     def __repr__(self) -> str:
         return "Continuity(...)"  # no secret in logs

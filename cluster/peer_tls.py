@@ -1,4 +1,6 @@
-"""Gives the processes of a service certificates for TLS between them: made at the launch, or read from files."""
+"""Gives the processes of a service certificates for TLS between them: made at the launch, or read
+from files.
+"""
 
 import ssl
 from collections.abc import Iterable
@@ -12,8 +14,10 @@ from .config import PeerTlsConfig
 
 
 def peer_tls(config: PeerTlsConfig, addresses: Iterable[str]) -> PeerTls | None:
-    """Returns what peers of a service on nodes with these addresses use; None for plaintext, which is the default only
-    where all nodes are loopback. Raises InvalidArgument if files are no certificates."""
+    """Returns what peers of a service on nodes with these addresses use; None for plaintext, which
+    is the default only where all nodes are loopback. Raises InvalidArgument if files are no
+    certificates.
+    """
     mode = config.mode or ("none" if all(map(is_loopback, addresses)) else "cluster")
     if mode == "none":
         return None
@@ -25,7 +29,11 @@ def _read_files(config: PeerTlsConfig) -> PeerTls:
     try:
         context.load_verify_locations(config.ca)
         context.load_cert_chain(str(config.certificate), config.key)
-        ca, certificate, key = (Path(str(path)).read_bytes() for path in (config.ca, config.certificate, config.key))
+        ca, certificate, key = (
+            Path(str(path)).read_bytes() for path in (config.ca, config.certificate, config.key)
+        )
     except (OSError, ValueError) as error:  # of ssl, too
-        raise InvalidArgument(f"peer_tls: no certificate with its key and its CA ({error})") from None
+        raise InvalidArgument(
+            f"peer_tls: no certificate with its key and its CA ({error})"
+        ) from None
     return PeerTls(ca=ca, certificate=certificate, key=key, name=config.name)

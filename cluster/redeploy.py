@@ -1,9 +1,11 @@
-"""Replaces a running service by another of the same name on the same Ray cluster, without a moment of no service.
+"""Replaces a running service by another of the same name on the same Ray cluster, without a moment
+of no service.
 
-Each deployment of a service is a Serve application of its own, see `status`. They share the directory, so the
-routers of both know the workers of both. The new one starts beside the old one; then the old workers drain, and their
-sequences move to the new ones; then the old application is deleted, whose routers let running streams end within their
-grace. New routers listen on the ports of the old ones meanwhile (see `runtime.PortClaim`).
+Each deployment of a service is a Serve application of its own, see `status`. They share the
+directory, so the routers of both know the workers of both. The new one starts beside the old one;
+then the old workers drain, and their sequences move to the new ones; then the old application is
+deleted, whose routers let running streams end within their grace. New routers listen on the ports
+of the old ones meanwhile (see `runtime.PortClaim`).
 """
 
 import hmac
@@ -42,8 +44,9 @@ def applications_of(service: str) -> list[str]:
 
 
 def running_application(service: str) -> str | None:
-    """Returns the application of a service that runs, None if there is none. Raises Unavailable if it is being
-    replaced."""
+    """Returns the application of a service that runs, None if there is none. Raises Unavailable if
+    it is being replaced.
+    """
     names = applications_of(service)
     if len(names) > 1:
         raise Unavailable(f"name: the service {service!r} is being replaced already")
@@ -51,8 +54,9 @@ def running_application(service: str) -> str | None:
 
 
 def take_over(config: TandemConfig, folder: str, running: str | None, *, local: bool) -> Continuity:
-    """Returns what the service takes over from the running application, or begins with. Raises Unavailable if it cannot
-    replace that."""
+    """Returns what the service takes over from the running application, or begins with. Raises
+    Unavailable if it cannot replace that.
+    """
     if running is None:
         return first_continuity(config, folder, local=local)
     layout = _layout(config, folder)
@@ -60,14 +64,17 @@ def take_over(config: TandemConfig, folder: str, running: str | None, *, local: 
         handle = serve.get_app_handle(running)
         found: Continuity = handle.continuity.remote().result(timeout_s=_CALL_SECONDS)
     except Exception as error:  # Ray raises what it likes
-        raise Unavailable("name: the service of this name runs, but does not answer; stop it first") from error
+        raise Unavailable(
+            "name: the service of this name runs, but does not answer; stop it first"
+        ) from error
     check_continuity(config.name, found, layout)
     return found
 
 
 def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) -> Continuity:
-    """Returns what a service begins with: with `identity_file` the same each time, without it only what keeps cached
-    prefixes beyond a restart. Raises NotFound if the file cannot be read."""
+    """Returns what a service begins with: with `identity_file` the same each time, without it only
+    what keeps cached prefixes beyond a restart. Raises NotFound if the file cannot be read.
+    """
     if config.identity_file is not None:
         identity = read_identity("", Path(config.identity_file))
     else:
@@ -83,11 +90,16 @@ def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) 
 
 
 def _kept_cache_secret(config: TandemConfig) -> bytes | None:
-    """Returns the secret of the tenants' salts if KV cache on disk outlives the identity; else None.
+    """Returns the secret of the tenants' salts if KV cache on disk outlives the identity; else
+    None.
 
-    The launcher keeps a salt beside that cache and hands the secret to all routers, and to those of a deployment that
-    replaces this one. Where the launcher cannot keep it, tenants find no prefix after a restart."""
-    folders = list(dict.fromkeys(Path(pool.kv_disk) for pool in config.pools.values() if pool.kv_disk))
+    The launcher keeps a salt beside that cache and hands the secret to all routers, and to those of
+    a deployment that replaces this one. Where the launcher cannot keep it, tenants find no prefix
+    after a restart.
+    """
+    folders = list(
+        dict.fromkeys(Path(pool.kv_disk) for pool in config.pools.values() if pool.kv_disk)
+    )
     if not folders or config.identity_file is not None or config.auth.keys_file is None:
         return None
     try:
@@ -100,7 +112,10 @@ def _kept_cache_secret(config: TandemConfig) -> bytes | None:
 
 def _layout(config: TandemConfig, folder: str) -> bytes:
     checkpoint = open_checkpoint(
-        Path(folder), config.model_impl, quantization=config.quantization, context_tokens=config.context_tokens
+        Path(folder),
+        config.model_impl,
+        quantization=config.quantization,
+        context_tokens=config.context_tokens,
     )
     return checkpoint.kv_layout(config.dtype, config.kv_cache_dtype).digest
 
@@ -108,18 +123,25 @@ def _layout(config: TandemConfig, folder: str) -> bytes:
 def check_continuity(service: str, running: Continuity, layout: bytes) -> None:
     """Raises Unavailable if the running service cannot be replaced by one with this layout."""
     if running.ends_with_launcher:
-        raise Unavailable(f"name: the service {service!r} ends with the command that started its Ray; stop it first")
+        raise Unavailable(
+            f"name: the service {service!r} ends with the command that started its Ray; stop it "
+            "first"
+        )
     if running.layout != layout:
         raise Unavailable(
-            f"name: the service {service!r} serves another model, dtype, quantization or kv_cache_dtype; stop it first"
+            f"name: the service {service!r} serves another model, dtype, quantization or "
+            "kv_cache_dtype; stop it first"
         )
 
 
 def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> None:
-    """Has the workers of a replaced application drain, and deletes it; `router` is of the one that replaces it. Waits
-    at most so many seconds for its end, beside the drain."""
+    """Has the workers of a replaced application drain, and deletes it; `router` is of the one that
+    replaces it. Waits at most so many seconds for its end, beside the drain.
+    """
     try:
-        left = router.drain_others.remote(DRAIN_SECONDS).result(timeout_s=DRAIN_SECONDS + _CALL_SECONDS)
+        left = router.drain_others.remote(DRAIN_SECONDS).result(
+            timeout_s=DRAIN_SECONDS + _CALL_SECONDS
+        )
         if left:
             log.warning("%d requests are left at the workers that are replaced", left)
     except Exception as error:  # whatever it is, the streams go on by being computed again

@@ -1,4 +1,6 @@
-"""Composes the objects of a router: tokenizer, registry, admission, dispatcher, API servers. Does not import Ray."""
+"""Composes the objects of a router: tokenizer, registry, admission, dispatcher, API servers. Does
+not import Ray.
+"""
 
 import asyncio
 import socket
@@ -99,14 +101,18 @@ class RouterRuntime:
         adapters: AdapterRegistry | None = None,
         describe: Callable[[], Awaitable[dict[str, Any]]] | None = None,
     ) -> Self:
-        """Binds both API servers on `router.bind`, else `host`; not SERVING until there is a decode worker.
+        """Binds both API servers on `router.bind`, else `host`; not SERVING until there is a decode
+        worker.
 
-        `resume_key`: the secret of all routers, with which each goes on with the others' requests. `cache_secret`: that
-        with which each knows the prefix caches of tenants; None: the same. `num_routers`: of the service, which may
-        share a host; see `_addresses`. `replaced`: both addresses of each router that those of `application` replace,
-        which both may have; then requests come at once, for which there are `workers`. `convictions`: see Dispatcher;
-        `adapters`: None has those of `config`; `describe`: see ConsoleFeed. Raises OSError or RuntimeError if all its
-        ports are taken, InvalidArgument if keys are needed or a file of them is wrong."""
+        `resume_key`: the secret of all routers, with which each goes on with the others' requests.
+        `cache_secret`: that with which each knows the prefix caches of tenants; None: the same.
+        `num_routers`: of the service, which may share a host; see `_addresses`. `replaced`: both
+        addresses of each router that those of `application` replace, which both may have; then
+        requests come at once, for which there are `workers`. `convictions`: see Dispatcher;
+        `adapters`: None has those of `config`; `describe`: see ConsoleFeed. Raises OSError or
+        RuntimeError if all its ports are taken, InvalidArgument if keys are needed or a file of
+        them is wrong.
+        """
         router, bind = config.router, config.router.bind or host
         check_interface(config.auth, bind)
         authenticator, watches = _authenticator(config.auth, bind, cache_secret or resume_key)
@@ -114,7 +120,9 @@ class RouterRuntime:
         monitor = _monitor(config, browsers := _browser_rules(config, host))
         admission = _admission(router, registry, monitor.metrics)
         shared = convictions, adapters or configured_adapters(config)
-        service, dispatcher = _service(config, folder, registry, admission, monitor, identity, resume_key, *shared)
+        service, dispatcher = _service(
+            config, folder, registry, admission, monitor, identity, resume_key, *shared
+        )
         with suppress(Unavailable):  # each chat then says so, and other requests are answered
             await service.model("").tokenizer.wait_for_chats()
         console = ConsoleFeed(service.telemetry, describe, registry.workers)
@@ -130,9 +138,24 @@ class RouterRuntime:
         )
         registry.update(workers)
         known = _rebound(replaced, host, bind)
-        claim = partial(PortClaim, application=application, shared={each for both in known for each in both})
-        servers, claims = await _listen(start_servers, claim, _addresses(router, bind, num_routers, known))
-        return cls(host, registry, admission, dispatcher, servers, authenticator, watches, monitor, console, claims)
+        claim = partial(
+            PortClaim, application=application, shared={each for both in known for each in both}
+        )
+        servers, claims = await _listen(
+            start_servers, claim, _addresses(router, bind, num_routers, known)
+        )
+        return cls(
+            host,
+            registry,
+            admission,
+            dispatcher,
+            servers,
+            authenticator,
+            watches,
+            monitor,
+            console,
+            claims,
+        )
 
     async def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
         """Replaces the registry's list of workers by the directory's."""
@@ -144,7 +167,9 @@ class RouterRuntime:
         self._registry.update_loads(workers)
 
     async def keep_ready(self) -> None:
-        """Reports at once, without end, that no decode worker can be reached any more, or one again."""
+        """Reports at once, without end, that no decode worker can be reached any more, or one
+        again.
+        """
         changed = asyncio.Event()
         self._registry.on_reach = changed.set
         while True:
@@ -159,18 +184,30 @@ class RouterRuntime:
             await self._servers.set_serving(can_serve)
 
     async def serve_ops(
-        self, port: int, *, num_routers: int = 1, application: str = "", replaced: Collection[str] = ()
+        self,
+        port: int,
+        *,
+        num_routers: int = 1,
+        application: str = "",
+        replaced: Collection[str] = (),
     ) -> None:
-        """Serves /metrics, /live and /ready beside the API servers: on `port`, of several routers of one host on those
-        after it, else on any free one. `replaced`: their addresses at the routers that this one replaces.
+        """Serves /metrics, /live and /ready beside the API servers: on `port`, of several routers
+        of one host on those after it, else on any free one. `replaced`: their addresses at the
+        routers that this one replaces.
 
-        A router that replaces another listens beside it, so for as long as both are there, either answers."""
-        wanted = [port + index for index in range(num_routers) if port and port + index <= _MAX_PORT]
+        A router that replaces another listens beside it, so for as long as both are there, either
+        answers.
+        """
+        wanted = [
+            port + index for index in range(num_routers) if port and port + index <= _MAX_PORT
+        ]
         kept = [_port(each) for each in replaced if each.rpartition(":")[0] == self._host]
         shared = [f"{self._bind}:{each}" for each in kept]
         for each in (*([] if port else kept), *wanted, 0):
             with suppress(OSError), ExitStack() as scope:
-                claim = scope.enter_context(closing(PortClaim(f"{self._bind}:{each}", application, shared)))
+                claim = scope.enter_context(
+                    closing(PortClaim(f"{self._bind}:{each}", application, shared))
+                )
                 bound = await self._monitor.ops.start(claim.address, shares_port=True)
                 self.ops_address = f"{self._host}:{_port(bound)}"
                 self._claims.push(scope.pop_all())
@@ -185,7 +222,9 @@ class RouterRuntime:
         self._monitor.ops.failure = "failed"
 
     async def stop(self, grace: float) -> None:
-        """Refuses new requests, gives running ones `grace` seconds, then ends everything. Who is cut reads why."""
+        """Refuses new requests, gives running ones `grace` seconds, then ends everything. Who is
+        cut reads why.
+        """
         self._is_stopping, self._monitor.ops.reason = True, "draining"
         self._dispatcher.announce_stop()
         await self._servers.set_serving(False)
@@ -232,7 +271,10 @@ def _service(
 
 
 def _adapter_admin(
-    config: TandemConfig, adapters: AdapterRegistry, registry: WorkerRegistry, identity: PeerIdentity
+    config: TandemConfig,
+    adapters: AdapterRegistry,
+    registry: WorkerRegistry,
+    identity: PeerIdentity,
 ) -> AdapterAdmin:
     async def try_on_workers(adapter: LoraAdapter) -> None:
         await load_on_workers(adapter, [worker.address for worker in registry.workers()], identity)
@@ -250,13 +292,16 @@ async def _listen(
     claim: Callable[[str], "PortClaim"],
     addresses: Iterable[tuple[str, str]],
 ) -> tuple[ApiServers, ExitStack]:
-    """Returns servers on the first two addresses that are free, and what gives them back. Raises OSError or
-    RuntimeError."""
+    """Returns servers on the first two addresses that are free, and what gives them back. Raises
+    OSError or RuntimeError.
+    """
     for both in addresses:
         try:
             with ExitStack() as scope:
                 claims = [scope.enter_context(closing(claim(each))) for each in both]
-                servers = await start_servers(grpc_address=claims[0].address, http_address=claims[1].address)
+                servers = await start_servers(
+                    grpc_address=claims[0].address, http_address=claims[1].address
+                )
                 return servers, scope.pop_all()
         except (OSError, RuntimeError) as error:
             taken = error
@@ -295,7 +340,9 @@ def _server_options(router: RouterConfig) -> dict[str, Any]:
         max_connections=router.max_connections,
         max_per_address=router.max_connections_per_address,
     )
-    compression = grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression
+    compression = (
+        grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression
+    )
     return {"reflection": router.reflection, "compression": compression, "bounds": bounds}
 
 
@@ -309,7 +356,9 @@ def _admission(router: RouterConfig, registry: WorkerRegistry, metrics: Metrics)
     )
 
 
-def _authenticator(auth: AuthConfig, host: str, secret: bytes) -> tuple[Authenticator, list[FileWatch[Any]]]:
+def _authenticator(
+    auth: AuthConfig, host: str, secret: bytes
+) -> tuple[Authenticator, list[FileWatch[Any]]]:
     if auth.keys_file is None:
         share = auth.share_anonymous_prefixes
         open_to_all = Authenticator(
@@ -319,7 +368,9 @@ def _authenticator(auth: AuthConfig, host: str, secret: bytes) -> tuple[Authenti
         )
         return open_to_all, []
     authenticator = Authenticator((), secret=secret)
-    return authenticator, [FileWatch([Path(auth.keys_file)], partial(load_keys, auth.keys_file), authenticator.replace)]
+    return authenticator, [
+        FileWatch([Path(auth.keys_file)], partial(load_keys, auth.keys_file), authenticator.replace)
+    ]
 
 
 def _server_tls(router: RouterConfig, watches: list[FileWatch[Any]]) -> ServerTls | None:
@@ -334,10 +385,13 @@ def _server_tls(router: RouterConfig, watches: list[FileWatch[Any]]) -> ServerTl
 def _addresses(
     router: RouterConfig, host: str, num_routers: int, replaced: Collection[tuple[str, str]]
 ) -> Iterator[tuple[str, str]]:
-    """Yields the addresses of both servers to try: the configured ports, and of several routers the ones after them; if
-    any port will do, first those (`replaced`) of routers on this host that are replaced.
+    """Yields the addresses of both servers to try: the configured ports, and of several routers the
+    ones after them; if any port will do, first those (`replaced`) of routers on this host that are
+    replaced.
 
-    So a router that is started in place of another, on the same host, has the address by which clients know that."""
+    So a router that is started in place of another, on the same host, has the address by which
+    clients know that.
+    """
     if not router.grpc_port and not router.http_port:
         yield from replaced
     for index in range(num_routers):
@@ -364,13 +418,17 @@ def _port(address: str) -> int:
 class PortClaim:
     """Holds the right to listen on HOST:PORT until it is closed, or this process ends.
 
-    A router binds its ports so that others may bind them, too (SO_REUSEPORT); which of them may is settled before. A
-    port belongs to one router, and to one router of the deployment that replaces its own."""
+    A router binds its ports so that others may bind them, too (SO_REUSEPORT); which of them may is
+    settled before. A port belongs to one router, and to one router of the deployment that replaces
+    its own.
+    """
 
     def __init__(self, address: str, application: str, shared: Collection[str]) -> None:
-        """Port 0 takes a free one. `shared`: addresses of routers that the ones of `application` replace.
+        """Port 0 takes a free one. `shared`: addresses of routers that the ones of `application`
+        replace.
 
-        Raises OSError if the port is taken."""
+        Raises OSError if the port is taken.
+        """
         host, _, port = address.rpartition(":")
         is_shared = address in shared
         if not is_shared:
@@ -378,8 +436,8 @@ class PortClaim:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
                 probe.bind((without_brackets(host), int(port)))
                 address = f"{host}:{probe.getsockname()[1]}"
-        # The probe lets a second one by until the first listens. A name of the abstract kind is bound once, and is free
-        # again however the process ends.
+        # The probe lets a second one by until the first listens. A name of the abstract kind is
+        # bound once, and is free again however the process ends.
         self._lock = socket.socket(socket.AF_UNIX)
         try:
             self._lock.bind(f"\0tandem {application if is_shared else ''} {address}")

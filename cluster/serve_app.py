@@ -1,13 +1,15 @@
-"""Builds the Ray Serve application: the deployments `Router`, `PrefillPool` and `DecodePool`, their places and sizes.
+"""Builds the Ray Serve application: the deployments `Router`, `PrefillPool` and `DecodePool`, their
+places and sizes.
 
 `build` is for whoever starts Serve by a configuration of its own, as KubeRay does:
 
     import_path: tandem.cluster.serve_app:build
     args: the keys of a configuration file
 
-Where `tandem serve` makes what the processes of a service share and hands it on, here nothing may be made: Serve builds
-anew whenever the arguments change, also while replicas of the last build run, and on any node. So the identity comes
-from a file, and what depends on nodes from the configuration alone: at this time not all of them have joined.
+Where `tandem serve` makes what the processes of a service share and hands it on, here nothing may
+be made: Serve builds anew whenever the arguments change, also while replicas of the last build run,
+and on any node. So the identity comes from a file, and what depends on nodes from the configuration
+alone: at this time not all of them have joined.
 """
 
 import warnings
@@ -43,18 +45,26 @@ _POOLS: Final[dict[PoolRole, str]] = {"prefill": PREFILL_POOL, "decode": DECODE_
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Returns the application that `args` configure. Raises InvalidArgument, NotFound or CheckpointError; Serve shows
-    their text as the status of the application.
+    """Returns the application that `args` configure. Raises InvalidArgument, NotFound or
+    CheckpointError; Serve shows their text as the status of the application.
 
-    How many replicas there are may also be said by `num_replicas` of the deployments Router, PrefillPool and DecodePool
-    in Serve's configuration: that starts and stops replicas, where other arguments replace all of them. Of a pool with
-    `autoscaling` the `autoscaling_policy` of the application decides, which Serve's configuration must name."""
+    How many replicas there are may also be said by `num_replicas` of the deployments Router,
+    PrefillPool and DecodePool in Serve's configuration: that starts and stops replicas, where other
+    arguments replace all of them. Of a pool with `autoscaling` the `autoscaling_policy` of the
+    application decides, which Serve's configuration must name.
+    """
     config = load_config(None, args)
     if config.identity_file is None:
         raise InvalidArgument("missing; make one with `tandem key identity`", "identity_file")
     config = with_draft_folder(config)
     folder = str(checked_folder(config))
-    return build_app(config, folder, _nodes(config), config.router.replicas or 1, first_continuity(config, folder))
+    return build_app(
+        config,
+        folder,
+        _nodes(config),
+        config.router.replicas or 1,
+        first_continuity(config, folder),
+    )
 
 
 def _nodes(config: TandemConfig) -> list[NodeOffer]:
@@ -71,11 +81,18 @@ def _nodes(config: TandemConfig) -> list[NodeOffer]:
 
 
 def build_app(
-    config: TandemConfig, folder: str, nodes: Sequence[NodeOffer], num_routers: int, continuity: Continuity
+    config: TandemConfig,
+    folder: str,
+    nodes: Sequence[NodeOffer],
+    num_routers: int,
+    continuity: Continuity,
 ) -> serve.Application:
-    """Returns the application that serves the model in `folder`, which every node must have at that path.
+    """Returns the application that serves the model in `folder`, which every node must have at that
+    path.
 
-    `nodes`: those of the cluster. Workers without a thread count of their own share the cores of their nodes."""
+    `nodes`: those of the cluster. Workers without a thread count of their own share the cores of
+    their nodes.
+    """
     pools = [
         _bind_pool(role, config, folder, nodes, continuity.identity)
         for role, pool in config.pools.items()
@@ -97,11 +114,17 @@ def count_routers(config: TandemConfig, nodes: Sequence[NodeOffer]) -> int:
 
 
 def _bind_pool(
-    role: PoolRole, config: TandemConfig, folder: str, nodes: Sequence[NodeOffer], identity: PeerIdentity
+    role: PoolRole,
+    config: TandemConfig,
+    folder: str,
+    nodes: Sequence[NodeOffer],
+    identity: PeerIdentity,
 ) -> serve.Application:
     pool = config.pools[role]
     options = _options(config, pool, compute_environment(pool))
-    options |= _number_options(pool.replicas, pool.max_replicas, pool.autoscaling or _reports_to(config))
+    options |= _number_options(
+        pool.replicas, pool.max_replicas, pool.autoscaling or _reports_to(config)
+    )
     gpus = {"GPU": 1.0} if config.device == "cuda" else {}
     if gpus:
         options["ray_actor_options"]["num_gpus"] = 1
@@ -109,26 +132,35 @@ def _bind_pool(
         bundle = {"CPU": max(pool.num_cpus, _LEAST_CPUS), **pool.resources, **gpus}
         options["placement_group_bundles"] = [bundle] * pool.tp
         options["placement_group_strategy"] = pool.placement
-        if labels := options["ray_actor_options"].pop("label_selector", None):  # the group has it instead
+        if labels := options["ray_actor_options"].pop(
+            "label_selector", None
+        ):  # the group has it instead
             options["placement_group_bundle_label_selector"] = [labels] * pool.tp
     deployment: Any = serve.deployment(WorkerPool, name=_POOLS[role], **options)
-    return cast(serve.Application, deployment.bind(config, folder, role, ranks_per_node(config, pool, nodes), identity))
+    return cast(
+        serve.Application,
+        deployment.bind(config, folder, role, ranks_per_node(config, pool, nodes), identity),
+    )
 
 
 def _reports_to(config: TandemConfig) -> ScalingConfig | None:
-    """Returns the ScalingConfig by which deployments without one of their own report to the policy of the application;
-    None if no pool has one."""
+    """Returns the ScalingConfig by which deployments without one of their own report to the policy
+    of the application; None if no pool has one.
+    """
     found = [pool.autoscaling for pool in config.pools.values() if pool.autoscaling is not None]
     return min(found, key=lambda each: each.window_seconds, default=None)
 
 
 def _number_options(fewest: int, most: int, scaling: ScalingConfig | None) -> dict[str, Any]:
-    """Returns the options that say how many replicas there are. With `scaling` they report to the policy of the
-    application; its delays are the policy's own."""
+    """Returns the options that say how many replicas there are. With `scaling` they report to the
+    policy of the application; its delays are the policy's own.
+    """
     if scaling is None:
         return {"num_replicas": fewest}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a metrics_interval_s that is not the default: nothing else sets it yet
+        warnings.simplefilter(
+            "ignore"
+        )  # of a metrics_interval_s that is not the default: nothing else sets it yet
         config = AutoscalingConfig(
             min_replicas=fewest,
             max_replicas=most,
@@ -137,14 +169,23 @@ def _number_options(fewest: int, most: int, scaling: ScalingConfig | None) -> di
             look_back_period_s=scaling.window_seconds,
             metrics_interval_s=scaling.window_seconds / _REPORTS_PER_WINDOW,
             policy=AutoscalingPolicy.model_validate(
-                {"policy_function": f"{keep.__module__}:{keep.__name__}", "policy_kwargs": scaling.model_dump()}
+                {
+                    "policy_function": f"{keep.__module__}:{keep.__name__}",
+                    "policy_kwargs": scaling.model_dump(),
+                }
             ),
         )
     return {"autoscaling_config": config}
 
 
-def _options(config: TandemConfig, section: RouterConfig | PoolConfig, environment: dict[str, str]) -> dict[str, Any]:
-    actor = {"num_cpus": section.num_cpus, "resources": section.resources, "runtime_env": {"env_vars": environment}}
+def _options(
+    config: TandemConfig, section: RouterConfig | PoolConfig, environment: dict[str, str]
+) -> dict[str, Any]:
+    actor = {
+        "num_cpus": section.num_cpus,
+        "resources": section.resources,
+        "runtime_env": {"env_vars": environment},
+    }
     if section.labels:
         actor["label_selector"] = section.labels
     return {

@@ -1,7 +1,8 @@
-"""Names the deployments of a service, and asks its workers themselves: for their status, to drain, to load adapters.
+"""Names the deployments of a service, and asks its workers themselves: for their status, to drain,
+to load adapters.
 
-Each deployment is a Serve application of its own, NAME, then NAME.2, NAME.3 and so on, with its status page at the
-route of its name. Does not import Ray.
+Each deployment is a Serve application of its own, NAME, then NAME.2, NAME.3 and so on, with its
+status page at the route of its name. Does not import Ray.
 """
 
 import asyncio
@@ -49,19 +50,24 @@ def service_of(application: str) -> str:
 
 
 class WorkerStatuses:
-    """Tells the status of the workers that a router knows. They are asked once for all who want it at about the same
-    time, over channels that are kept until a worker is gone."""
+    """Tells the status of the workers that a router knows. They are asked once for all who want it
+    at about the same time, over channels that are kept until a worker is gone.
+    """
 
-    def __init__(self, workers: Callable[[], Iterable[worker_pb2.WorkerInfo]], identity: PeerIdentity) -> None:
+    def __init__(
+        self, workers: Callable[[], Iterable[worker_pb2.WorkerInfo]], identity: PeerIdentity
+    ) -> None:
         self._workers = workers
         self._identity = identity
         self._channels: dict[str, PeerChannel] = {}  # by address
         self._described = SharedResult(self._describe, _FRESH_SECONDS)
 
     async def get(self) -> list[dict[str, Any]]:
-        """Returns each worker as plain data, sorted by id: the fields of GetStatusResponse and WorkerInfo by their
-        names, `id`, `role`, `state` (ready, draining, or silent for one that does not answer within a second), and
-        `transports` by the endpoint of each rank from which it has pulled KV cache."""
+        """Returns each worker as plain data, sorted by id: the fields of GetStatusResponse and
+        WorkerInfo by their names, `id`, `role`, `state` (ready, draining, or silent for one that
+        does not answer within a second), and `transports` by the endpoint of each rank from which
+        it has pulled KV cache.
+        """
         return await self._described.get()
 
     async def close(self) -> None:
@@ -71,7 +77,11 @@ class WorkerStatuses:
     async def _describe(self) -> list[dict[str, Any]]:
         ordered = sorted(self._workers(), key=lambda worker: worker.worker_id)
         await self._keep([worker.address for worker in ordered])
-        return list(await asyncio.gather(*(_describe(worker, self._channels[worker.address]) for worker in ordered)))
+        return list(
+            await asyncio.gather(
+                *(_describe(worker, self._channels[worker.address]) for worker in ordered)
+            )
+        )
 
     async def _keep(self, addresses: Collection[str]) -> None:
         """Has a channel to each of these addresses, and to no other."""
@@ -97,15 +107,21 @@ def describe_routers(routers: Iterable[RouterInfo], *, has_tls: bool) -> list[di
     ]
 
 
-async def drain_workers(addresses: Sequence[str], timeout: float, identity: PeerIdentity) -> list[int | None]:
-    """Has workers refuse new requests; returns how many each has left, when it has none or after the timeout, or None
-    for one that does not answer."""
+async def drain_workers(
+    addresses: Sequence[str], timeout: float, identity: PeerIdentity
+) -> list[int | None]:
+    """Has workers refuse new requests; returns how many each has left, when it has none or after
+    the timeout, or None for one that does not answer.
+    """
     return await asyncio.gather(*(_drain(address, timeout, identity) for address in addresses))
 
 
-async def load_on_workers(adapter: LoraAdapter, addresses: Sequence[str], identity: PeerIdentity) -> None:
-    """Has workers load an adapter. Raises InvalidArgument with the first reason why one cannot, Unavailable if none
-    answers; those that do not will load it with their first request."""
+async def load_on_workers(
+    adapter: LoraAdapter, addresses: Sequence[str], identity: PeerIdentity
+) -> None:
+    """Has workers load an adapter. Raises InvalidArgument with the first reason why one cannot,
+    Unavailable if none answers; those that do not will load it with their first request.
+    """
     message = worker_pb2.Adapter(folder=adapter.folder, fingerprint=adapter.fingerprint)
     reasons = await asyncio.gather(*(_load(address, message, identity) for address in addresses))
     if found := next(filter(None, reasons), ""):
@@ -119,7 +135,9 @@ async def _load(address: str, adapter: worker_pb2.Adapter, identity: PeerIdentit
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
         try:
             request = worker_pb2.LoadAdapterRequest(adapter=adapter)
-            response: worker_pb2.LoadAdapterResponse = await stub.LoadAdapter(request, timeout=_LOAD_SECONDS)
+            response: worker_pb2.LoadAdapterResponse = await stub.LoadAdapter(
+                request, timeout=_LOAD_SECONDS
+            )
         except grpc.aio.AioRpcError:
             return None
     return response.error
@@ -130,7 +148,9 @@ async def _drain(address: str, timeout: float, identity: PeerIdentity) -> int | 
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
         try:
             request = worker_pb2.DrainRequest(timeout_seconds=timeout)
-            response: worker_pb2.DrainResponse = await stub.Drain(request, timeout=timeout + _DRAIN_ANSWER_SECONDS)
+            response: worker_pb2.DrainResponse = await stub.Drain(
+                request, timeout=timeout + _DRAIN_ANSWER_SECONDS
+            )
         except grpc.aio.AioRpcError:
             return None
     return response.num_requests
@@ -153,7 +173,11 @@ async def _describe(worker: worker_pb2.WorkerInfo, channel: PeerChannel) -> dict
 
 
 def _scalars(message: Message) -> dict[str, Any]:
-    """Returns the fields of a message that hold a number, text, flag or bytes, these as hex digits, by name."""
+    """Returns the fields of a message that hold a number, text, flag or bytes, these as hex digits,
+    by name.
+    """
     names = [field.name for field in message.DESCRIPTOR.fields if field.message_type is None]
     values = {name: getattr(message, name) for name in names}
-    return {name: value.hex() if isinstance(value, bytes) else value for name, value in values.items()}
+    return {
+        name: value.hex() if isinstance(value, bytes) else value for name, value in values.items()
+    }

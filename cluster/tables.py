@@ -15,10 +15,13 @@ _CHARACTERS: Final = 150  # of a line where there is no terminal to fit into
 def make_table(
     *texts: str | Column, numbers: Iterable[str] = (), title: str | None = None, boxed: bool = True
 ) -> Table:
-    """Returns a table without rows that has columns of `texts`, then right-justified ones of `numbers`, which a narrow
-    terminal may fold if there is no box."""
+    """Returns a table without rows that has columns of `texts`, then right-justified ones of
+    `numbers`, which a narrow terminal may fold if there is no box.
+    """
     columns = [Column(name, justify="right", no_wrap=boxed) for name in numbers]
-    table = Table(*texts, *columns, title=title, title_justify="left", header_style="bold", pad_edge=boxed)
+    table = Table(
+        *texts, *columns, title=title, title_justify="left", header_style="bold", pad_edge=boxed
+    )
     if not boxed:
         table.box = None
     return table
@@ -32,9 +35,16 @@ def table_console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def progress_bar(what: str, total: int | None = None, *, shown: bool = True) -> Iterator[Progress]:
-    """Shows a progress bar on stderr, if that is a terminal or a notebook, and removes it at the end."""
+    """Shows a progress bar on stderr, if that is a terminal or a notebook, and removes it at the
+    end.
+    """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     disabled = not (shown and (console.is_terminal or console.is_jupyter))
     with Progress(*columns, console=console, transient=True, disable=disabled) as bar:
         bar.add_task(what, total=total)

@@ -1,5 +1,6 @@
-"""Reads and writes the text files that commands name, and parses YAML and lines of JSON. Files and lines are named in
-errors."""
+"""Reads and writes the text files that commands name, and parses YAML and lines of JSON. Files and
+lines are named in errors.
+"""
 
 import ssl
 from pathlib import Path
@@ -36,15 +37,18 @@ def write_text(path: Path, text: str, option: str, mode: Literal["w", "a"] = "w"
 
 
 def parse_lines(text: str, path: Path, line_type: type[_Line]) -> list[_Line]:
-    """Returns the lines of a file of JSON objects, without the empty ones. Raises InvalidArgument, which names the line
-    of `path`, also for a file without lines."""
+    """Returns the lines of a file of JSON objects, without the empty ones. Raises InvalidArgument,
+    which names the line of `path`, also for a file without lines.
+    """
     return [line for _, line in number_lines(text, path, line_type)]
 
 
 def number_lines(text: str, path: Path, line_type: type[_Line]) -> list[tuple[int, _Line]]:
     """Returns what `parse_lines` does, each line with its number in the file, from 1 on."""
     parsed = []
-    for number, line in enumerate(text.split("\n"), 1):  # strings in JSON may have other line separators
+    for number, line in enumerate(
+        text.split("\n"), 1
+    ):  # strings in JSON may have other line separators
         if not line.strip():
             continue
         try:
@@ -58,8 +62,9 @@ def number_lines(text: str, path: Path, line_type: type[_Line]) -> list[tuple[in
 
 
 def read_trust(path: Path | None, option: str) -> ssl.SSLContext | bool:
-    """Returns the certificates that a client takes, as aiohttp wants them: those under the CA that an option names, or
-    else those of the system. Raises InvalidArgument."""
+    """Returns the certificates that a client takes, as aiohttp wants them: those under the CA that
+    an option names, or else those of the system. Raises InvalidArgument.
+    """
     if path is None:
         return True
     try:
@@ -69,7 +74,9 @@ def read_trust(path: Path | None, option: str) -> ssl.SSLContext | bool:
 
 
 def _check_keys(root: yaml.Node | None, path: Path) -> None:
-    """Raises InvalidArgument for a key that a mapping has twice, of which YAML's readers keep the last one silently."""
+    """Raises InvalidArgument for a key that a mapping has twice, of which YAML's readers keep the
+    last one silently.
+    """
     found: list[yaml.Node] = [root] if root else []
     seen = set()  # nodes that aliases name again
     while found:
@@ -99,7 +106,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(data)
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror or 'cannot be read'}") from None
-    # PyYAML raises the last three for scalars that only look like a date or a number, and for tags that do not fit.
+    # PyYAML raises the last three for scalars that only look like a date or a number, and for tags
+    # that do not fit.
     except (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark is not None else ""

@@ -1,4 +1,6 @@
-"""Writes and reads hosts: in HOST:PORT an IPv6 address is in brackets, sockets take it without them."""
+"""Writes and reads hosts: in HOST:PORT an IPv6 address is in brackets, sockets take it without
+them.
+"""
 
 import errno
 import ipaddress
@@ -15,7 +17,9 @@ _REASONS: Final = {
 
 
 def in_brackets(host: str) -> str:
-    """Returns a host as HOST:PORT and URLs have it: an IPv6 address in brackets, anything else unchanged."""
+    """Returns a host as HOST:PORT and URLs have it: an IPv6 address in brackets, anything else
+    unchanged.
+    """
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
@@ -34,14 +38,18 @@ def open_socket(host: str) -> socket.socket:
     return socket.socket(_family(host))
 
 
-def listen(host: str, port: int, *, backlog: int | None = None, reuse_port: bool = False) -> socket.socket:
+def listen(
+    host: str, port: int, *, backlog: int | None = None, reuse_port: bool = False
+) -> socket.socket:
     """Returns a socket that listens on one interface; port 0 takes a free one. Raises OSError."""
     place = without_brackets(host), port
     return socket.create_server(place, family=_family(host), backlog=backlog, reuse_port=reuse_port)
 
 
 def why_not_bound(host: str, port: int) -> str:
-    """Returns why a port of this machine cannot be bound, as the end of a sentence; empty if it can."""
+    """Returns why a port of this machine cannot be bound, as the end of a sentence; empty if it
+    can.
+    """
     try:
         with open_socket(host) as probe:
             # As servers do: closed connections do not count.

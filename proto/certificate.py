@@ -14,7 +14,9 @@ _DAYS: Final = 3650  # a service that runs for longer is deployed again before
 
 
 def make_peer_tls(name: str) -> PeerTls:
-    """Makes a key and a certificate that all processes of one service share, and that no one else has."""
+    """Makes a key and a certificate that all processes of one service share, and that no one else
+    has.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC)

@@ -1,7 +1,7 @@
 """How Tandem's processes hold gRPC connections to each other, and refuse those of anybody else.
 
-A call costs each side two hashes of some bytes (`python -m tandem.workers.bench.identity`), a message of a stream
-nothing.
+A call costs each side two hashes of some bytes (`python -m tandem.workers.bench.identity`), a
+message of a stream nothing.
 """
 
 import asyncio
@@ -17,7 +17,9 @@ from .limits import MAX_CONNECTIONS, MAX_INTERNAL_MESSAGE_BYTES
 from .strangers import StrangerSweep
 
 SILENCE_SECONDS: Final = 2.5
-"""After so long without a word a worker is taken for frozen or cut off: its streams then go on within three seconds."""
+"""After so long without a word a worker is taken for frozen or cut off: its streams then go on
+within three seconds.
+"""
 
 _PATIENT_SECONDS: Final = 10.0  # where a lost peer is noticed in another way
 
@@ -33,7 +35,8 @@ PEER_OPTIONS: Final = (
     ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one try to connect may take
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A channel to a worker that has come back does not wait out the backoff of the channel before it.
+    # A channel to a worker that has come back does not wait out the backoff of the channel before
+    # it.
     ("grpc.use_local_subchannel_pool", 1),
     # A port that is taken is an error, and no proxy of the environment stands between two workers.
     ("grpc.so_reuseport", 0),
@@ -46,7 +49,9 @@ HANDSHAKE_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 300.0  # of a connection to a server without a call; a peer connects anew
 
 PROOF_SECONDS: Final = 10.0
-"""How long a peer may take to prove itself; one whose process stands still is noticed earlier, by its silence."""
+"""How long a peer may take to prove itself; one whose process stands still is noticed earlier, by
+its silence.
+"""
 
 _PROOF: Final = "tandem-proof-bin"  # metadata of a call, and of its answer
 _NOT_OURS: Final = "not a peer of this service"
@@ -61,11 +66,16 @@ Response = TypeVar("Response")
 class PeerChannel:
     """A channel to the process of this service at HOST:PORT, for stubs; who has made it closes it.
 
-    Proves with every call that this process is of the service. What another one answers is never seen: the call raises
-    an AioRpcError UNAUTHENTICATED."""
+    Proves with every call that this process is of the service. What another one answers is never
+    seen: the call raises an AioRpcError UNAUTHENTICATED.
+    """
 
-    def __init__(self, address: str, identity: PeerIdentity, silence_seconds: float = SILENCE_SECONDS) -> None:
-        """A peer that is frozen or cut off is noticed after at most so long; a dead one at once, by its socket."""
+    def __init__(
+        self, address: str, identity: PeerIdentity, silence_seconds: float = SILENCE_SECONDS
+    ) -> None:
+        """A peer that is frozen or cut off is noticed after at most so long; a dead one at once, by
+        its socket.
+        """
         self.num_calls = 0  # that have not ended
         self.on_unused: Callable[[], object] = lambda: None  # called when the last of them has
         self._address = address
@@ -139,8 +149,9 @@ class PeerChannel:
 
 
 class PeerStream(Generic[Request, Response]):
-    """One call with streams both ways, as grpc.aio has it, but that it sends nothing and returns nothing before the
-    peer has proved itself. From then on it adds nothing to a message."""
+    """One call with streams both ways, as grpc.aio has it, but that it sends nothing and returns
+    nothing before the peer has proved itself. From then on it adds nothing to a message.
+    """
 
     def __init__(
         self,
@@ -182,7 +193,9 @@ class PeerStream(Generic[Request, Response]):
         """Raises AioRpcError unless the peer proves to be of this service."""
         try:
             async with asyncio.timeout(PROOF_SECONDS):
-                if not _is_answered(await self._call.initial_metadata(), self._proof, self._identity):
+                if not _is_answered(
+                    await self._call.initial_metadata(), self._proof, self._identity
+                ):
                     await self._call.read()  # raises what has ended the call, if it has failed
                     raise _not_ours()
         except TimeoutError as error:
@@ -202,7 +215,9 @@ class PeerStream(Generic[Request, Response]):
 
     async def _send_later(self, requests: AsyncIterable[Request]) -> AsyncIterator[Request]:
         await asyncio.wait([self._proved])
-        if not self._proved.cancelled() and not self._proved.exception():  # else whoever reads is told
+        if (
+            not self._proved.cancelled() and not self._proved.exception()
+        ):  # else whoever reads is told
             async for request in requests:
                 yield request
 
@@ -218,9 +233,11 @@ def is_silence(error: grpc.aio.AioRpcError) -> bool:
 
 
 class PeerServer:
-    """A server for other processes of the service, and for no one else: whoever does not prove that it is one of them
-    gets UNAUTHENTICATED before a byte of a message is read, and connections of strangers end before they take the
-    places of peers. The owner adds services and a port, starts and stops it."""
+    """A server for other processes of the service, and for no one else: whoever does not prove that
+    it is one of them gets UNAUTHENTICATED before a byte of a message is read, and connections of
+    strangers end before they take the places of peers. The owner adds services and a port, starts
+    and stops it.
+    """
 
     def __init__(self, identity: PeerIdentity, max_connections: int = MAX_CONNECTIONS) -> None:
         self._sweep = StrangerSweep(max_connections)
@@ -238,13 +255,16 @@ class PeerServer:
         """Adds services, as generated code does."""
         self._server.add_generic_rpc_handlers(handlers)
 
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, _Handler]) -> None:
+    def add_registered_method_handlers(
+        self, service: str, handlers: Mapping[str, _Handler]
+    ) -> None:
         """Adds the methods of a service, as generated code does."""
         self._server.add_registered_method_handlers(service, handlers)
 
     def bind(self, host: str, port: int) -> str:
-        """Gives the server its one interface and port, 0 for a free one; returns HOST:PORT, where callers must call it.
-        Raises OSError if it is taken."""
+        """Gives the server its one interface and port, 0 for a free one; returns HOST:PORT, where
+        callers must call it. Raises OSError if it is taken.
+        """
         try:
             address = f"{host}:{self._add_port(f'{host}:{port}')}"
         except RuntimeError as error:
@@ -288,7 +308,9 @@ class _Guard(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> "_Handler | None":
-        proof = next((value for key, value in handler_call_details.invocation_metadata if key == _PROOF), b"")
+        proof = next(
+            (value for key, value in handler_call_details.invocation_metadata if key == _PROOF), b""
+        )
         if not isinstance(proof, bytes):
             return _REFUSE
         if not self._identity.accepts(proof, handler_call_details.method, self.targets):
@@ -306,11 +328,19 @@ async def _refuse(requests: object, context: _Context) -> None:
 _REFUSE: "Final[_Handler]" = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
-def _answering(handler: _Handler, answer: tuple[tuple[str, bytes]], admit: Callable[[str], None]) -> _Handler:
-    """Returns a handler, a coroutine function, that sends the metadata first, and tells `admit` the peer. It parses
-    messages itself: grpc answers UNKNOWN to bytes that are none, and tells the exception."""
+def _answering(
+    handler: _Handler, answer: tuple[tuple[str, bytes]], admit: Callable[[str], None]
+) -> _Handler:
+    """Returns a handler, a coroutine function, that sends the metadata first, and tells `admit` the
+    peer. It parses
+    messages itself: grpc answers UNKNOWN to bytes that are none, and tells the exception.
+    """
     behave: Any = handler.stream_stream or handler.unary_unary
-    make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_unary_rpc_method_handler
+    make = (
+        grpc.stream_stream_rpc_method_handler
+        if handler.stream_stream
+        else grpc.unary_unary_rpc_method_handler
+    )
     parse: Any = handler.request_deserializer
 
     async def answer_first(request: Any, context: _Context) -> Any:
@@ -343,7 +373,9 @@ class _Messages:
             await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, _NO_MESSAGE)
 
 
-def _is_answered(metadata: "grpc.aio.Metadata | None", proof: bytes, identity: PeerIdentity) -> bool:
+def _is_answered(
+    metadata: "grpc.aio.Metadata | None", proof: bytes, identity: PeerIdentity
+) -> bool:
     answer = metadata.get(_PROOF) if metadata else None
     return isinstance(answer, bytes) and identity.is_answer(answer, proof)
 
@@ -354,10 +386,15 @@ def _not_ours() -> grpc.aio.AioRpcError:
 
 
 def _keepalive(seconds: float) -> tuple[tuple[str, int], ...]:
-    """Has a connection break after at most so long without a word: a ping, when it was silent for 0.4 of it."""
+    """Has a connection break after at most so long without a word: a ping, when it was silent for
+    0.4 of it.
+    """
     interval, timeout = round(400 * seconds), round(600 * seconds)
     return (
         ("grpc.keepalive_time_ms", interval),
         ("grpc.keepalive_timeout_ms", timeout),
-        ("grpc.http2.ping_timeout_ms", timeout),  # in place of the other, which has no effect while this is a minute
+        (
+            "grpc.http2.ping_timeout_ms",
+            timeout,
+        ),  # in place of the other, which has no effect while this is a minute
     )

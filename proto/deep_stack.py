@@ -1,7 +1,7 @@
 """Runs recursive work in threads with large stacks.
 
-llguidance recurses over chains of rules. The longest that the bounds allow take less than 64 MiB, and would overflow
-the usual 8 MiB of a thread.
+llguidance recurses over chains of rules. The longest that the bounds allow take less than 64 MiB,
+and would overflow the usual 8 MiB of a thread.
 """
 
 import os
@@ -20,11 +20,12 @@ _stack_size = threading.Lock()  # threading.stack_size is a setting of the proce
 
 
 def on_deep_stack(work: Callable[[], T], nice: int = 0) -> T:
-    """Runs `work` in a thread of its own, at most two at a time, by so much nicer than others; returns or raises what
-    it does.
+    """Runs `work` in a thread of its own, at most two at a time, by so much nicer than others;
+    returns or raises what it does.
 
-    Switches off Rust's backtraces in this process unless RUST_LIB_BACKTRACE is set: where they are on, llguidance takes
-    one for each rule on the way to an error, minutes for a long chain."""
+    Switches off Rust's backtraces in this process unless RUST_LIB_BACKTRACE is set: where they are
+    on, llguidance takes one for each rule on the way to an error, minutes for a long chain.
+    """
     os.environ.setdefault("RUST_LIB_BACKTRACE", "0")  # Rust reads it at its first error
     done: Future[T] = Future()
 

@@ -2,18 +2,19 @@
 
     TandemError
     ├── InvalidArgument      INVALID_ARGUMENT     400   a field is wrong; `field` names it
-    │   └── UnknownEncoding  INVALID_ARGUMENT     415   the body is compressed in a way that is not decoded
-    ├── TooLarge             RESOURCE_EXHAUSTED   413   the message itself is too large
+    │   └── UnknownEncoding  INVALID_ARGUMENT     415   the body is compressed in a way that is not
+    decoded ├── TooLarge             RESOURCE_EXHAUSTED   413   the message itself is too large
     ├── NotFound             NOT_FOUND            404   unknown model
-    ├── Overloaded           RESOURCE_EXHAUSTED   429   queue, KV budget or a key's limits; `retry_after`
-    ├── Unavailable          UNAVAILABLE          503   no healthy worker, draining; `retry_after` seconds
-    ├── DeadlineExceeded     DEADLINE_EXCEEDED    504
+    ├── Overloaded           RESOURCE_EXHAUSTED   429   queue, KV budget or a key's limits;
+    `retry_after` ├── Unavailable          UNAVAILABLE          503   no healthy worker, draining;
+    `retry_after` seconds ├── DeadlineExceeded     DEADLINE_EXCEEDED    504
     ├── Cancelled            CANCELLED            499
     ├── Unauthenticated      UNAUTHENTICATED      401
     ├── PermissionDenied     PERMISSION_DENIED    403
     └── InternalError        INTERNAL             500   the service is at fault
 
-The text of an error never has a traceback, a path or an address of the service. Those with a `retry_after` are worth
+The text of an error never has a traceback, a path or an address of the service. Those with a
+`retry_after` are worth
 another try: the clients of router/client retry by it, servers send it along.
 """
 
@@ -23,7 +24,9 @@ from typing import ClassVar
 class TandemError(Exception):
     """Defines what all errors have.
 
-    `code` is the name of a gRPC status code; `retry_after`, in seconds, is None unless a later try may succeed."""
+    `code` is the name of a gRPC status code; `retry_after`, in seconds, is None unless a later try
+    may succeed.
+    """
 
     code: ClassVar[str]
     http_status: ClassVar[int]

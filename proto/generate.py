@@ -1,6 +1,7 @@
 """Generates the Python modules of this folder: `python proto/generate.py [--check]`.
 
---check generates elsewhere and exits 1 if the committed modules differ, so that nobody edits them by hand.
+--check generates elsewhere and exits 1 if the committed modules differ, so that nobody edits them
+by hand.
 """
 
 import filecmp
@@ -13,7 +14,9 @@ HERE = Path(__file__).resolve().parent
 
 
 def generate(out: Path) -> list[Path]:
-    """Writes *_pb2.py, *_pb2.pyi and *_pb2_grpc.py for every .proto file into `out`; returns their paths."""
+    """Writes *_pb2.py, *_pb2.pyi and *_pb2_grpc.py for every .proto file into `out`; returns their
+    paths.
+    """
     from grpc_tools import protoc  # only `make` needs the compiler; importing this module does not
 
     names = sorted(path.name for path in HERE.glob("*.proto"))
@@ -22,8 +25,11 @@ def generate(out: Path) -> list[Path]:
         raise SystemExit("protoc failed")
     made = sorted([*out.glob("*_pb2*.py"), *out.glob("*_pb2.pyi")])
     for path in made:
-        # protoc writes `import x_pb2` as if the folder were on sys.path; in the package the import is relative.
-        path.write_text(re.sub(r"^import (\w+_pb2)", r"from . import \1", path.read_text(), flags=re.MULTILINE))
+        # protoc writes `import x_pb2` as if the folder were on sys.path; in the package the import
+        # is relative.
+        path.write_text(
+            re.sub(r"^import (\w+_pb2)", r"from . import \1", path.read_text(), flags=re.MULTILINE)
+        )
     return made
 
 
@@ -33,7 +39,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         made = generate(Path(scratch))
-        stale = [p.name for p in made if not (HERE / p.name).exists() or not filecmp.cmp(p, HERE / p.name, False)]
+        stale = [
+            p.name
+            for p in made
+            if not (HERE / p.name).exists() or not filecmp.cmp(p, HERE / p.name, False)
+        ]
     if stale:
         raise SystemExit(f"run `make proto`: {', '.join(stale)} no longer match the .proto files")
 

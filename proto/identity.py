@@ -1,21 +1,25 @@
-"""Lets the processes of a service prove to each other that they belong to it. Pure; `channel` carries the proofs.
+"""Lets the processes of a service prove to each other that they belong to it. Pure; `channel`
+carries the proofs.
 
-All of them have one secret, which is made when the service is launched, and which never travels between peers: a caller
-that sent it would give it away to whoever answers at the address of a worker that has died, or at an address that
-somebody has made up. Instead every call has a message authentication code (HMAC-SHA256, RFC 2104), as an authenticator
-has in Kerberos (RFC 4120), and the callee answers with another before either side sends anything else:
+All of them have one secret, which is made when the service is launched, and which never travels
+between peers: a caller that sent it would give it away to whoever answers at the address of a
+worker that has died, or at an address that somebody has made up. Instead every call has a message
+authentication code (HMAC-SHA256, RFC 2104), as an authenticator has in Kerberos (RFC 4120), and the
+callee answers with another before either side sends anything else:
 
     caller -> callee   time | nonce | MAC("call", time, nonce, method, target)
     callee -> caller   MAC("answer", what the caller has sent)
 
-- The target is HOST:PORT as the caller dials it, and a server takes calls to its own address only. So whoever is called
-  in the place of a worker can neither use what it has got at another worker, nor fetch from there an answer to it.
-- The time bounds how long a proof is of use at a later server with the same address. Clocks of nodes may differ by
-  MAX_SKEW_SECONDS.
-- The method keeps a proof for one method from being used for another, the label an answer from being used as a call.
+- The target is HOST:PORT as the caller dials it, and a server takes calls to its own address only.
+  So whoever is called in the place of a worker can neither use what it has got at another worker,
+  nor fetch from there an answer to it.
+- The time bounds how long a proof is of use at a later server with the same address. Clocks of
+  nodes may differ by MAX_SKEW_SECONDS.
+- The method keeps a proof for one method from being used for another, the label an answer from
+  being used as a call.
 
-Who can read or change the packets between two peers is not kept from what follows the proofs: that takes TLS,
-for which `tls` has what both sides show.
+Who can read or change the packets between two peers is not kept from what follows the proofs: that
+takes TLS, for which `tls` has what both sides show.
 """
 
 import hmac
@@ -35,7 +39,9 @@ _MAC_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerTls:
-    """Holds what peers need for TLS on both sides, in PEM: the certificate is under the CA, and is for `name`."""
+    """Holds what peers need for TLS on both sides, in PEM: the certificate is under the CA, and is
+    for `name`.
+    """
 
     ca: bytes = field(repr=False)
     certificate: bytes = field(repr=False)
@@ -53,7 +59,9 @@ class PeerIdentity:
     def __post_init__(self) -> None:
         """Raises ValueError for a secret that could be guessed."""
         if len(self.secret) < SECRET_BYTES:
-            raise ValueError(f"secret: must have at least {SECRET_BYTES} bytes, got {len(self.secret)}")
+            raise ValueError(
+                f"secret: must have at least {SECRET_BYTES} bytes, got {len(self.secret)}"
+            )
 
     @classmethod
     def generate(cls, tls: PeerTls | None = None) -> Self:
@@ -68,7 +76,9 @@ class PeerIdentity:
             return cls(bytes.fromhex(secret))
         name, *files = tls
         ca, certificate, key = map(bytes.fromhex, files)
-        return cls(bytes.fromhex(secret), PeerTls(ca=ca, certificate=certificate, key=key, name=name))
+        return cls(
+            bytes.fromhex(secret), PeerTls(ca=ca, certificate=certificate, key=key, name=name)
+        )
 
     def to_text(self) -> str:
         """Returns all of it as a line of text, for a pipe or a file that nobody else reads."""
@@ -77,17 +87,23 @@ class PeerIdentity:
         return " ".join([self.secret.hex(), *words])
 
     def make_proof(self, method: str, target: str) -> bytes:
-        """Returns what a caller sends with one call of `method` (/SERVICE/METHOD) at `target` (HOST:PORT)."""
+        """Returns what a caller sends with one call of `method` (/SERVICE/METHOD) at `target`
+        (HOST:PORT).
+        """
         head = _HEAD.pack(time.time(), secrets.token_bytes(16))
         return head + self._call_mac(head, method, target)
 
     def accepts(self, proof: bytes, method: str, targets: Iterable[str]) -> bool:
-        """Returns whether a caller has made the proof, now, for this method at one of these targets."""
+        """Returns whether a caller has made the proof, now, for this method at one of these
+        targets.
+        """
         if len(proof) != _HEAD.size + _MAC_BYTES:
             return False
         head, mac = proof[: _HEAD.size], proof[_HEAD.size :]
         (sent, _) = _HEAD.unpack(head)
-        known = [hmac.compare_digest(self._call_mac(head, method, target), mac) for target in targets]
+        known = [
+            hmac.compare_digest(self._call_mac(head, method, target), mac) for target in targets
+        ]
         return any(known) and abs(time.time() - sent) <= MAX_SKEW_SECONDS
 
     def answer(self, proof: bytes) -> bytes:

@@ -1,4 +1,6 @@
-"""Holds the bounds on what a caller may send that are not those of one request parameter (parameters.py)."""
+"""Holds the bounds on what a caller may send that are not those of one request parameter
+(parameters.py).
+"""
 
 from typing import Final
 
@@ -6,21 +8,27 @@ MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 """Of one gRPC message or HTTP body. A prompt of the longest context fits many times over."""
 
 MAX_MESSAGE_ELEMENTS: Final = 65_536
-"""Of one gRPC message, fields; of one HTTP body, strings, lists, objects and members. Parsing so many takes 50 ms."""
+"""Of one gRPC message, fields; of one HTTP body, strings, lists, objects and members. Parsing so
+many takes 50 ms.
+"""
 
 MAX_PROMPT_CHARACTERS: Final = 1_000_000
 MAX_PROMPTS: Final = 128
 """In one HTTP body."""
 
 MAX_TEXTS: Final = 2_048
-"""In one HTTP body of which nothing is generated: texts to embed or to score. As many as OpenAI takes."""
+"""In one HTTP body of which nothing is generated: texts to embed or to score. As many as OpenAI
+takes.
+"""
 
 MAX_ANSWER_SEQUENCES: Final = 256
 """Completions of all prompts of one HTTP body together."""
 
 MAX_ANSWER_SIZE: Final = 2**22
-"""Of one answer, all completions of all prompts together: a token counts 1, or 8 for its log probability and for each
-alternative. So many log probabilities are about 40 MB, as text or as objects."""
+"""Of one answer, all completions of all prompts together: a token counts 1, or 8 for its log
+probability and for each alternative. So many log probabilities are about 40 MB, as text or as
+objects.
+"""
 
 LOGPROB_SIZE: Final = 8
 
@@ -83,6 +91,8 @@ STALL_SECONDS: Final = 30.0
 
 
 def mixed_chunk(most: int, num_sequences: int) -> int:
-    """Returns how many prompt tokens, of at most `most`, a step computes beside decodes in a worker of so many
-    sequences, waiting ones too: with few sequences about a third, since their steps are short."""
+    """Returns how many prompt tokens, of at most `most`, a step computes beside decodes in a worker
+    of so many
+    sequences, waiting ones too: with few sequences about a third, since their steps are short.
+    """
     return min(most, -(-most // 3) + num_sequences)

@@ -1,8 +1,9 @@
 """The table of metrics: what a service counts and measures, and how whoever counts reports it.
 
-A new metric is a line here and a call of `Metrics`. Routers serve theirs under /metrics; those named `vllm:` have the
-names, labels and buckets of vLLM V1, so that its dashboards work. Workers hand theirs to Ray, which serves them on the
-metrics port of each node with `ray_` before the name. No series is counted in two places, so sums over routers and over
+A new metric is a line here and a call of `Metrics`. Routers serve theirs under /metrics; those
+named `vllm:` have the names, labels and buckets of vLLM V1, so that its dashboards work. Workers
+hand theirs to Ray, which serves them on the metrics port of each node with `ray_` before the name.
+No series is counted in two places, so sums over routers and over
 workers are right. Labels have few values: never an id, a tenant or a text.
 """
 
@@ -15,20 +16,112 @@ from typing import Final, Literal, Protocol
 Values = tuple[str, ...]
 """All values that a label has; empty: as many as the installed transports or the status codes."""
 
-_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_SECONDS: Final = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
 _TTFT: Final = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(
+        0.001,
+        0.005,
+        0.01,
+        0.02,
+        0.04,
+        0.06,
+        0.08,
+        0.1,
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        2.5,
+        5.0,
+        7.5,
+        10.0,
+        20.0,
+        40.0,
+        80.0,
+    ),
     *(160.0, 640.0, 2560.0),
 )
 _TPOT: Final = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(
+        0.01,
+        0.025,
+        0.05,
+        0.075,
+        0.1,
+        0.15,
+        0.2,
+        0.3,
+        0.4,
+        0.5,
+        0.75,
+        1.0,
+        2.5,
+        5.0,
+        7.5,
+        10.0,
+        20.0,
+        40.0,
+        80.0,
+    ),
 )
 _LATENCY: Final = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(
+        0.3,
+        0.5,
+        0.8,
+        1.0,
+        1.5,
+        2.0,
+        2.5,
+        5.0,
+        10.0,
+        15.0,
+        20.0,
+        30.0,
+        40.0,
+        50.0,
+        60.0,
+        120.0,
+        240.0,
+        480.0,
+        960.0,
+    ),
     *(1920.0, 7680.0),
 )
-_STEP_TOKENS: Final = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
-_TOKENS: Final = tuple(float(digit * 10**exponent) for exponent in range(7) for digit in (1, 2, 5))[:19]  # to a million
+_STEP_TOKENS: Final = (
+    1.0,
+    8.0,
+    16.0,
+    32.0,
+    64.0,
+    128.0,
+    256.0,
+    512.0,
+    1024.0,
+    2048.0,
+    4096.0,
+    8192.0,
+    16384.0,
+)
+_TOKENS: Final = tuple(float(digit * 10**exponent) for exponent in range(7) for digit in (1, 2, 5))[
+    :19
+]  # to a million
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +153,12 @@ def _add(
 ) -> Metric:
     source: Literal["router", "worker"] = "worker" if worker else "router"
     metric = Metric(
-        name=name, kind=kind, source=source, help=text, labels=MappingProxyType(dict(labels)), buckets=buckets
+        name=name,
+        kind=kind,
+        source=source,
+        help=text,
+        labels=MappingProxyType(dict(labels)),
+        buckets=buckets,
     )
     _table.append(metric)
     return metric
@@ -74,11 +172,14 @@ def _gauge(name: str, text: str, worker: bool = False, **labels: Values) -> Metr
     return _add("gauge", name, text, labels, worker)
 
 
-def _histogram(name: str, buckets: tuple[float, ...], text: str, worker: bool = False, **labels: Values) -> Metric:
+def _histogram(
+    name: str, buckets: tuple[float, ...], text: str, worker: bool = False, **labels: Values
+) -> Metric:
     return _add("histogram", name, text, labels, worker, buckets)
 
 
-# --- routers: requests ------------------------------------------------------------------------------------------------
+# --- routers: requests
+# ------------------------------------------------------------------------------------------------
 
 RUNNING = _gauge("vllm:num_requests_running", "Requests of this router that workers have.")
 WAITING = _gauge("vllm:num_requests_waiting", "Requests that wait in this router.")
@@ -91,59 +192,106 @@ KV_CACHE_USAGE = _gauge(
     "vllm:kv_cache_usage_perc",
     "The part of the decode workers' blocks that is in use; 1 is all. The same in each router.",
 )
-PROMPT_TOKENS = _counter("vllm:prompt_tokens_total", "Prompt tokens of requests with a first token.")
-CACHED_TOKENS = _counter("vllm:prompt_tokens_cached_total", "Those of them that came from a prefix cache.")
-GENERATION_TOKENS = _counter("vllm:generation_tokens_total", "Generated tokens that are part of an answer.")
+PROMPT_TOKENS = _counter(
+    "vllm:prompt_tokens_total", "Prompt tokens of requests with a first token."
+)
+CACHED_TOKENS = _counter(
+    "vllm:prompt_tokens_cached_total", "Those of them that came from a prefix cache."
+)
+GENERATION_TOKENS = _counter(
+    "vllm:generation_tokens_total", "Generated tokens that are part of an answer."
+)
 FINISHED = _counter(
     "vllm:request_success_total",
-    "Completions that have ended: n for a request with n; abort: the client has left; error: none can go on.",
+    "Completions that have ended: n for a request with n; abort: the client has left; error: none "
+    "can go on.",
     finished_reason=("stop", "length", "abort", "error"),
 )
-PREEMPTIONS = _counter("vllm:num_preemptions_total", "Requests whose blocks a worker needed for older ones.")
-PREFIX_QUERIES = _counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in a prefix cache.")
+PREEMPTIONS = _counter(
+    "vllm:num_preemptions_total", "Requests whose blocks a worker needed for older ones."
+)
+PREFIX_QUERIES = _counter(
+    "vllm:prefix_cache_queries_total", "Prompt tokens looked up in a prefix cache."
+)
 PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "Those of them that were found.")
-TTFT = _histogram("vllm:time_to_first_token_seconds", _TTFT, "From the arrival of a request to its first token.")
+TTFT = _histogram(
+    "vllm:time_to_first_token_seconds", _TTFT, "From the arrival of a request to its first token."
+)
 ITL = _histogram(
-    "vllm:inter_token_latency_seconds", _TPOT, "Between two tokens of a choice, counted when its request ends."
+    "vllm:inter_token_latency_seconds",
+    _TPOT,
+    "Between two tokens of a choice, counted when its request ends.",
 )
 TPOT = _histogram(
-    "vllm:request_time_per_output_token_seconds", _TPOT, "The mean time of a token after the first, by request."
+    "vllm:request_time_per_output_token_seconds",
+    _TPOT,
+    "The mean time of a token after the first, by request.",
 )
-E2E = _histogram("vllm:e2e_request_latency_seconds", _LATENCY, "From the arrival of a request to its last token.")
-QUEUE_TIME = _histogram("vllm:request_queue_time_seconds", _LATENCY, "In the queues of the router and its workers.")
+E2E = _histogram(
+    "vllm:e2e_request_latency_seconds", _LATENCY, "From the arrival of a request to its last token."
+)
+QUEUE_TIME = _histogram(
+    "vllm:request_queue_time_seconds", _LATENCY, "In the queues of the router and its workers."
+)
 PREFILL_TIME = _histogram(
-    "vllm:request_prefill_time_seconds", _LATENCY, "From admission, or the end of a restore, to the first token."
+    "vllm:request_prefill_time_seconds",
+    _LATENCY,
+    "From admission, or the end of a restore, to the first token.",
 )
-DECODE_TIME = _histogram("vllm:request_decode_time_seconds", _LATENCY, "From the decode worker's batch to the end.")
-INFERENCE_TIME = _histogram("vllm:request_inference_time_seconds", _LATENCY, "At workers, without their queues.")
+DECODE_TIME = _histogram(
+    "vllm:request_decode_time_seconds", _LATENCY, "From the decode worker's batch to the end."
+)
+INFERENCE_TIME = _histogram(
+    "vllm:request_inference_time_seconds", _LATENCY, "At workers, without their queues."
+)
 REQUEST_PROMPT = _histogram("vllm:request_prompt_tokens", _TOKENS, "Prompt tokens of a request.")
-REQUEST_GENERATION = _histogram("vllm:request_generation_tokens", _TOKENS, "Generated tokens of a request.")
-REQUEST_COMPUTED = _histogram(
-    "vllm:request_prefill_kv_computed_tokens", _TOKENS, "Prompt tokens of a request that no prefix cache had."
+REQUEST_GENERATION = _histogram(
+    "vllm:request_generation_tokens", _TOKENS, "Generated tokens of a request."
 )
-REQUEST_MAX_TOKENS = _histogram("vllm:request_params_max_tokens", _TOKENS, "max_tokens of a request.")
+REQUEST_COMPUTED = _histogram(
+    "vllm:request_prefill_kv_computed_tokens",
+    _TOKENS,
+    "Prompt tokens of a request that no prefix cache had.",
+)
+REQUEST_MAX_TOKENS = _histogram(
+    "vllm:request_params_max_tokens", _TOKENS, "max_tokens of a request."
+)
 REQUEST_MAX_GENERATION = _histogram(
-    "vllm:request_max_num_generation_tokens", _TOKENS, "Generated tokens of the longest choice a request may have."
+    "vllm:request_max_num_generation_tokens",
+    _TOKENS,
+    "Generated tokens of the longest choice a request may have.",
 )
 REQUEST_N = _histogram("vllm:request_params_n", (1.0, 2.0, 5.0, 10.0, 20.0), "n of a request.")
 ITERATION_TOKENS = _histogram(
-    "vllm:iteration_tokens_total", _STEP_TOKENS, "Outputs for this router of one engine step, tokens and others."
+    "vllm:iteration_tokens_total",
+    _STEP_TOKENS,
+    "Outputs for this router of one engine step, tokens and others.",
 )
-SPEC_DRAFTS = _counter("vllm:spec_decode_num_drafts_total", "Steps of a completion that verified guessed tokens.")
-SPEC_DRAFT_TOKENS = _counter("vllm:spec_decode_num_draft_tokens_total", "Tokens that were guessed for them.")
+SPEC_DRAFTS = _counter(
+    "vllm:spec_decode_num_drafts_total", "Steps of a completion that verified guessed tokens."
+)
+SPEC_DRAFT_TOKENS = _counter(
+    "vllm:spec_decode_num_draft_tokens_total", "Tokens that were guessed for them."
+)
 SPEC_ACCEPTED_TOKENS = _counter(
-    "vllm:spec_decode_num_accepted_tokens_total", "Those of them that were right and are part of an answer."
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "Those of them that were right and are part of an answer.",
 )
 REFUSALS = _counter(
     "tandem_refusals_total",
-    "Requests that were not let in: full: the queue; predicted: they would have waited too long; waited: they have.",
+    "Requests that were not let in: full: the queue; predicted: they would have waited too long; "
+    "waited: they have.",
     reason=("full", "predicted", "waited"),
 )
 ERRORS = _counter(
-    "tandem_errors_total", "Calls that ended with an error, by gRPC code or HTTP status.", api=("grpc", "http"), code=()
+    "tandem_errors_total",
+    "Calls that ended with an error, by gRPC code or HTTP status.",
+    api=("grpc", "http"),
+    code=(),
 )
 
-# --- routers: faults, transfers ---------------------------------------------------------------------------------------
+# --- routers: faults, transfers
+# ---------------------------------------------------------------------------------------
 
 INTERRUPTIONS = _counter(
     "tandem_interruptions_total",
@@ -155,44 +303,67 @@ INTERRUPTIONS = _counter(
 )
 RECOVERIES = _counter(
     "tandem_recoveries_total",
-    "Attempts after an interruption: with the KV cache of the prefill worker, with that of a suspended choice, or by "
+    "Attempts after an interruption: with the KV cache of the prefill worker, with that of a "
+    "suspended choice, or by "
     "computing prompt and tokens again.",
     kind=("rehand", "suspended", "replay"),
 )
 LOST_WORKERS = _counter(
-    "tandem_lost_workers_total", "Sessions with workers that have broken: these have died, or cannot be reached."
+    "tandem_lost_workers_total",
+    "Sessions with workers that have broken: these have died, or cannot be reached.",
 )
 KV_SECONDS = _histogram(
-    "tandem_kv_transfer_seconds", _SECONDS, "How long the KV cache of a request was on its way.", transport=()
+    "tandem_kv_transfer_seconds",
+    _SECONDS,
+    "How long the KV cache of a request was on its way.",
+    transport=(),
 )
-KV_BYTES = _counter("tandem_kv_transfer_bytes_total", "Bytes of KV cache that workers have pulled.", transport=())
+KV_BYTES = _counter(
+    "tandem_kv_transfer_bytes_total", "Bytes of KV cache that workers have pulled.", transport=()
+)
 WORKERS = _gauge(
     "tandem_workers",
-    "Workers that this router knows; lost: the session with it has broken. About the same in each router.",
+    "Workers that this router knows; lost: the session with it has broken. About the same in each "
+    "router.",
     pool=("prefill", "decode"),
     state=("ready", "draining", "lost"),
 )
 READY = _gauge("tandem_ready", "1 while /ready answers 200.")
-TASKS = _gauge("tandem_tasks", "Asyncio tasks of this process; those of a worker are on the status page.")
+TASKS = _gauge(
+    "tandem_tasks", "Asyncio tasks of this process; those of a worker are on the status page."
+)
 
-# --- workers, through Ray ---------------------------------------------------------------------------------------------
+# --- workers, through Ray
+# ---------------------------------------------------------------------------------------------
 
 BLOCKS = _gauge(
-    "tandem_blocks", "Blocks of KV cache.", worker=True, state=("free", "cached", "owned", "leased", "reserved")
+    "tandem_blocks",
+    "Blocks of KV cache.",
+    worker=True,
+    state=("free", "cached", "owned", "leased", "reserved"),
 )
-SEQUENCES = _gauge("tandem_sequences", "Sequences of a worker.", worker=True, state=("running", "waiting"))
+SEQUENCES = _gauge(
+    "tandem_sequences", "Sequences of a worker.", worker=True, state=("running", "waiting")
+)
 LEASES = _gauge("tandem_leases", "KV caches that wait for a decode worker.", worker=True)
 TRANSFERS = _gauge("tandem_kv_transfers", "KV transfers under way, in or out.", worker=True)
 UNBALANCED = _gauge(
-    "tandem_unbalanced", "1 if blocks are held that no sequence names, or the other way round.", worker=True
+    "tandem_unbalanced",
+    "1 if blocks are held that no sequence names, or the other way round.",
+    worker=True,
 )
 STEP_SECONDS = _histogram("tandem_step_seconds", _SECONDS, "One step of the engine.", worker=True)
-STEP_TOKENS = _histogram("tandem_step_tokens", _STEP_TOKENS, "Tokens computed in one step.", worker=True)
+STEP_TOKENS = _histogram(
+    "tandem_step_tokens", _STEP_TOKENS, "Tokens computed in one step.", worker=True
+)
 SUSPENDS = _counter("tandem_suspends_total", "Choices that were suspended.", worker=True)
-RECOMPUTED = _counter("tandem_recomputed_tokens_total", "Tokens computed again after an interruption.", worker=True)
+RECOMPUTED = _counter(
+    "tandem_recomputed_tokens_total", "Tokens computed again after an interruption.", worker=True
+)
 RESTORED = _counter(
     "tandem_kv_restored_tokens_total",
-    "Prompt tokens whose KV cache was not on the device, and came from a lower tier or from another worker.",
+    "Prompt tokens whose KV cache was not on the device, and came from a lower tier or from "
+    "another worker.",
     worker=True,
     tier=("host", "disk", "remote"),
 )
@@ -202,17 +373,25 @@ KV_FAILURES = _counter(
     worker=True,
     transport=(),
 )
-GRAPH_REPLAYS = _counter("tandem_gpu_graph_replays_total", "Steps that ran as a CUDA graph.", worker=True)
-GPU_MEMORY = _gauge("tandem_gpu_memory_bytes", "Memory of the worker's GPU.", worker=True, state=("used", "free"))
+GRAPH_REPLAYS = _counter(
+    "tandem_gpu_graph_replays_total", "Steps that ran as a CUDA graph.", worker=True
+)
+GPU_MEMORY = _gauge(
+    "tandem_gpu_memory_bytes", "Memory of the worker's GPU.", worker=True, state=("used", "free")
+)
 GPU_UTILIZATION = _gauge(
-    "tandem_gpu_utilization", "The part of the time in which the GPU computes; 1 is all.", worker=True
+    "tandem_gpu_utilization",
+    "The part of the time in which the GPU computes; 1 is all.",
+    worker=True,
 )
 
 METRICS: Final = tuple(_table)
 
 
 class Metrics(Protocol):
-    """Takes what is counted. Calls cost about a microsecond: one for a message or a request, none for a token."""
+    """Takes what is counted. Calls cost about a microsecond: one for a message or a request, none
+    for a token.
+    """
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         """Adds to a counter."""
@@ -257,6 +436,8 @@ class BucketCounts:
 
     def report(self, metrics: Metrics, metric: Metric) -> None:
         """Reports all observations, those of a bucket by their mean, which is in the same bucket."""
-        for bound, count, total in zip((*self.bounds, float("inf")), self.counts, self.sums, strict=True):
+        for bound, count, total in zip(
+            (*self.bounds, float("inf")), self.counts, self.sums, strict=True
+        ):
             if count:
                 metrics.observe(metric, min(total / count, bound), count)

@@ -1,9 +1,9 @@
 """Holds the table of request parameters: one row describes a parameter for all APIs.
 
-From the rows derive the checks of router and worker, the defaults, the fields of the HTTP bodies and of the OpenAPI
-document, the translation of bodies and client options to messages, the options of the command line, and
-docs/parameters.md, which `python -m tandem.proto.parameters` prints. The prompt is no row: texts, token ids and chats
-are checked where they are tokenized.
+From the rows derive the checks of router and worker, the defaults, the fields of the HTTP bodies
+and of the OpenAPI document, the translation of bodies and client options to messages, the options
+of the command line, and docs/parameters.md, which `python -m tandem.proto.parameters` prints. The
+prompt is no row: texts, token ids and chats are checked where they are tokenized.
 """
 
 import math
@@ -18,7 +18,16 @@ from . import limits
 from .errors import InvalidArgument
 
 Kind = Literal[
-    "bool", "int32", "uint32", "uint64", "float", "string", "json", "strings", "token_ids", "logit_bias"
+    "bool",
+    "int32",
+    "uint32",
+    "uint64",
+    "float",
+    "string",
+    "json",
+    "strings",
+    "token_ids",
+    "logit_bias",
 ]  # "json": a string that holds JSON; "logit_bias": map<uint32, float>
 _LISTS: Final = {"strings": "strings", "token_ids": "ids", "logit_bias": "tokens"}
 _PIECE_TOKENS: Final = 8_192
@@ -30,10 +39,11 @@ _PARENTS: Final = ("", "sampling", "stopping", "beam_search")
 class RequestParameter:
     """Describes one request parameter.
 
-    `bounds` are those of a number, or each value of a map; `max_items` the entries of a list or map;
-    `max_characters` a string or each string of a list, which then has at least one. `default` is the value of an unset
-    field, None where unset has a meaning of its own; a default other than 0 needs presence (`optional`) in the message,
-    and so does one whose place the model's generation_config.json takes.
+    `bounds` are those of a number, or each value of a map; `max_items` the entries of a list or
+    map; `max_characters` a string or each string of a list, which then has at least one. `default`
+    is the value of an unset field, None where unset has a meaning of its own; a default other than
+    0 needs presence (`optional`) in the message, and so does one whose place the model's
+    generation_config.json takes.
     """
 
     field: str  # its path in tandem.v1.GenerateRequest
@@ -44,12 +54,18 @@ class RequestParameter:
     max_items: int = 0
     max_characters: int = 0
     default: float | None = 0
-    zero_is_unset: bool = False  # 0 stands for unset in the message; HTTP bodies leave the field out instead
+    zero_is_unset: bool = (
+        False  # 0 stands for unset in the message; HTTP bodies leave the field out instead
+    )
     name: str = ""  # in all APIs but gRPC, if it is not the last part of `field`
-    completions: tuple[str, ...] | None = None  # names in /v1/completions, the first that is given counts; (): none
+    completions: tuple[str, ...] | None = (
+        None  # names in /v1/completions, the first that is given counts; (): none
+    )
     chat: tuple[str, ...] | None = None  # the same in /v1/chat/completions; None: as `completions`
     flag: str = ""  # of the command line, if it is not made of the name
-    generation_config: str = ""  # its name in a model's generation_config.json, whose value takes the default's place
+    generation_config: str = (
+        ""  # its name in a model's generation_config.json, whose value takes the default's place
+    )
 
     @cached_property
     def leaf(self) -> str:
@@ -89,7 +105,9 @@ _LOGPROBS: Final = (0, limits.MAX_LOGPROBS)
 
 
 def _constraint(leaf: str, kind: Kind, meaning: str, *names: str) -> RequestParameter:
-    """Makes the row of a constraint, of which a request has at most one; `names` are those in HTTP bodies."""
+    """Makes the row of a constraint, of which a request has at most one; `names` are those in HTTP
+    bodies.
+    """
     return RequestParameter(
         f"constraint.{leaf}",
         kind,
@@ -103,15 +121,27 @@ def _constraint(leaf: str, kind: Kind, meaning: str, *names: str) -> RequestPara
 
 PARAMETERS: Final = (
     RequestParameter(
-        "model", "string", "One of the served names; may be absent if only one is served.", max_characters=256
+        "model",
+        "string",
+        "One of the served names; may be absent if only one is served.",
+        max_characters=256,
     ),
     RequestParameter(
-        "request_id", "string", "Names the request in logs and timelines.", max_characters=128, completions=()
+        "request_id",
+        "string",
+        "Names the request in logs and timelines.",
+        max_characters=128,
+        completions=(),
     ),
     RequestParameter(
-        "priority", "int32", "The greatest goes first; over HTTP, as in vLLM, the least.", bounds=(-100, 100)
+        "priority",
+        "int32",
+        "The greatest goes first; over HTTP, as in vLLM, the least.",
+        bounds=(-100, 100),
     ),
-    RequestParameter("truncate_prompt", "bool", "Keeps the end of a prompt that does not fit the context."),
+    RequestParameter(
+        "truncate_prompt", "bool", "Keeps the end of a prompt that does not fit the context."
+    ),
     RequestParameter(
         "truncate_prompt_tokens",
         "int32",
@@ -121,14 +151,20 @@ PARAMETERS: Final = (
     RequestParameter(
         "stopping.max_tokens",
         "int32",
-        "Tokens to generate at most; 0 only with echo or prompt_logprobs. Unset: of a chat to the end of the context, "
+        "Tokens to generate at most; 0 only with echo or prompt_logprobs. Unset: of a chat to the "
+        "end of the context, "
         "of another prompt 16.",
         bounds=(0, limits.MAX_TOKENS),
         default=None,
         chat=("max_completion_tokens", "max_tokens"),
         generation_config="max_new_tokens",
     ),
-    RequestParameter("stopping.min_tokens", "int32", "No end before so many tokens.", bounds=(0, limits.MAX_TOKENS)),
+    RequestParameter(
+        "stopping.min_tokens",
+        "int32",
+        "No end before so many tokens.",
+        bounds=(0, limits.MAX_TOKENS),
+    ),
     RequestParameter(
         "stopping.stop",
         "strings",
@@ -145,7 +181,12 @@ PARAMETERS: Final = (
     ),
     RequestParameter("stopping.ignore_eos", "bool", "Goes on after an end-of-sequence token."),
     RequestParameter(
-        "sampling.temperature", "float", "0 is greedy.", bounds=(0, 2), default=1, generation_config="temperature"
+        "sampling.temperature",
+        "float",
+        "0 is greedy.",
+        bounds=(0, 2),
+        default=1,
+        generation_config="temperature",
     ),
     RequestParameter(
         "sampling.top_k",
@@ -187,13 +228,23 @@ PARAMETERS: Final = (
         generation_config="repetition_penalty",
     ),
     RequestParameter(
-        "sampling.presence_penalty", "float", "Taken from the logits of generated tokens.", bounds=(-2, 2)
+        "sampling.presence_penalty",
+        "float",
+        "Taken from the logits of generated tokens.",
+        bounds=(-2, 2),
     ),
     RequestParameter(
-        "sampling.frequency_penalty", "float", "Taken from the logit for each generated occurrence.", bounds=(-2, 2)
+        "sampling.frequency_penalty",
+        "float",
+        "Taken from the logit for each generated occurrence.",
+        bounds=(-2, 2),
     ),
     RequestParameter(
-        "sampling.logit_bias", "logit_bias", "Added to logits, by token id.", bounds=(-100, 100), max_items=1_024
+        "sampling.logit_bias",
+        "logit_bias",
+        "Added to logits, by token id.",
+        bounds=(-100, 100),
+        max_items=1_024,
     ),
     RequestParameter(
         "sampling.bad_words",
@@ -203,7 +254,9 @@ PARAMETERS: Final = (
         max_characters=256,
         flag="--bad-word",
     ),
-    RequestParameter("sampling.seed", "uint64", "Same seed, same tokens. Unset: a random one.", default=None),
+    RequestParameter(
+        "sampling.seed", "uint64", "Same seed, same tokens. Unset: a random one.", default=None
+    ),
     RequestParameter(
         "n",
         "uint32",
@@ -226,10 +279,16 @@ PARAMETERS: Final = (
         name="beam_width",
     ),
     RequestParameter(
-        "beam_search.length_penalty", "float", "Exponent of the length in beam scores.", bounds=(-10, 10), default=1
+        "beam_search.length_penalty",
+        "float",
+        "Exponent of the length in beam scores.",
+        bounds=(-10, 10),
+        default=1,
     ),
     RequestParameter(
-        "beam_search.early_stopping", "bool", "Ends the beam search when `width` hypotheses are complete."
+        "beam_search.early_stopping",
+        "bool",
+        "Ends the beam search when `width` hypotheses are complete.",
     ),
     RequestParameter(
         "logprobs",
@@ -239,13 +298,28 @@ PARAMETERS: Final = (
         default=None,
         chat=("top_logprobs",),
     ),
-    RequestParameter("prompt_logprobs", "uint32", "The same for the prompt's tokens.", bounds=_LOGPROBS, default=None),
-    RequestParameter("echo", "bool", "Repeats the prompt before each completion; not in chats.", chat=()),
+    RequestParameter(
+        "prompt_logprobs",
+        "uint32",
+        "The same for the prompt's tokens.",
+        bounds=_LOGPROBS,
+        default=None,
+    ),
+    RequestParameter(
+        "echo", "bool", "Repeats the prompt before each completion; not in chats.", chat=()
+    ),
     _constraint("json_schema", "json", "The completion is JSON of this schema.", "guided_json"),
     _constraint("json_object", "bool", "The completion is a JSON object."),
-    _constraint("regex", "string", "The whole completion matches this regular expression.", "guided_regex"),
+    _constraint(
+        "regex", "string", "The whole completion matches this regular expression.", "guided_regex"
+    ),
     _constraint("choice", "strings", "The completion is one of these texts.", "guided_choice"),
-    _constraint("grammar", "string", "The completion matches this Lark grammar of llguidance.", "guided_grammar"),
+    _constraint(
+        "grammar",
+        "string",
+        "The completion matches this Lark grammar of llguidance.",
+        "guided_grammar",
+    ),
 )
 ROWS: Final[Mapping[str, RequestParameter]] = {row.field: row for row in PARAMETERS}
 """The rows by field."""
@@ -257,20 +331,32 @@ def float32(number: float) -> float:
 
 
 def parameters_of(parent: str) -> tuple[RequestParameter, ...]:
-    """Returns the rows whose fields lie in one message: "sampling", or "" for GenerateRequest itself."""
+    """Returns the rows whose fields lie in one message: "sampling", or "" for GenerateRequest
+    itself.
+    """
     return tuple(row for row in PARAMETERS if row.field.rpartition(".")[0] == parent)
 
 
-_CHECKED: Final = {parent: tuple(row for row in parameters_of(parent) if row.kind != "bool") for parent in _PARENTS}
+_CHECKED: Final = {
+    parent: tuple(row for row in parameters_of(parent) if row.kind != "bool") for parent in _PARENTS
+}
 
 
 def value_of(message: Any, row: RequestParameter) -> Any:
-    """Returns the value of the row's field in the message that holds it; the default if it is unset."""
-    return row.default if row.has_presence and not message.HasField(row.leaf) else getattr(message, row.leaf)
+    """Returns the value of the row's field in the message that holds it; the default if it is
+    unset.
+    """
+    return (
+        row.default
+        if row.has_presence and not message.HasField(row.leaf)
+        else getattr(message, row.leaf)
+    )
 
 
 def set_value(request: Any, row: RequestParameter, value: Any) -> None:
-    """Sets the row's field of a GenerateRequest. Raises TypeError or ValueError for a value that does not fit it."""
+    """Sets the row's field of a GenerateRequest. Raises TypeError or ValueError for a value that
+    does not fit it.
+    """
     parent, _, leaf = row.field.rpartition(".")
     message = getattr(request, parent) if parent else request
     message.MergeFrom(type(message)(**{leaf: value}))
@@ -282,19 +368,26 @@ def check_request(request: Any) -> None:
     Raises InvalidArgument, which names the field and the bound."""
     for parent, rows in _CHECKED.items():
         if not parent or request.HasField(parent):
-            check_message(getattr(request, parent) if parent else request, rows, f"{parent}." if parent else "")
+            check_message(
+                getattr(request, parent) if parent else request,
+                rows,
+                f"{parent}." if parent else "",
+            )
 
 
 def check_message(message: Any, rows: Iterable[RequestParameter], prefix: str = "") -> None:
-    """Checks the fields of a message that has them under the rows' last names; `prefix` is put before their names in
-    errors. Raises InvalidArgument."""
+    """Checks the fields of a message that has them under the rows' last names; `prefix` is put
+    before their names in errors. Raises InvalidArgument.
+    """
     for row in rows:
         value = value_of(message, row)
         if value is not None:
             check_value(row, value, prefix + row.leaf)
 
 
-def check_value(row: RequestParameter, value: Any, field: str, *, minimum: float | None = None) -> None:
+def check_value(
+    row: RequestParameter, value: Any, field: str, *, minimum: float | None = None
+) -> None:
     """Checks a value against its row; `minimum` takes the place of the row's own.
 
     Raises InvalidArgument, which names `field` and the bound."""
@@ -325,11 +418,15 @@ def check_length(text: str, most: int, field: str) -> None:
 
 
 def check_token_ids(ids: Collection[int], vocab_size: int, field: str) -> None:
-    """Raises InvalidArgument unless all are token ids. Looks at piece by piece, and other threads run between them."""
+    """Raises InvalidArgument unless all are token ids. Looks at piece by piece, and other threads
+    run between them.
+    """
     left = iter(ids)
     while piece := list(islice(left, _PIECE_TOKENS)):
         if max(piece) >= vocab_size:
-            raise InvalidArgument(f"{max(piece)} is not a token id; the vocabulary has {vocab_size} tokens", field)
+            raise InvalidArgument(
+                f"{max(piece)} is not a token id; the vocabulary has {vocab_size} tokens", field
+            )
 
 
 def _check_number(row: RequestParameter, value: float, field: str, minimum: float | None) -> None:
@@ -354,7 +451,17 @@ one by the same name, unless the service runs with `generation_config: none`; a 
 
 def markdown() -> str:
     """Returns the table as docs/parameters.md has it."""
-    head = ("gRPC field", "type", "bounds", "default", "completions", "chat", "Python", "command line", "meaning")
+    head = (
+        "gRPC field",
+        "type",
+        "bounds",
+        "default",
+        "completions",
+        "chat",
+        "Python",
+        "command line",
+        "meaning",
+    )
     lines = [head, ("---",) * len(head), *(_cells(row) for row in PARAMETERS)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"{_HEAD}\n{table}\n"
@@ -379,7 +486,9 @@ def _bounds(row: RequestParameter) -> Iterator[str]:
     if row.max_items:
         yield f"at most {row.max_items} entries"
     if row.max_characters:
-        yield f"at most {row.max_characters} characters" + (" each" if row.kind == "strings" else "")
+        yield f"at most {row.max_characters} characters" + (
+            " each" if row.kind == "strings" else ""
+        )
 
 
 if __name__ == "__main__":

@@ -11,11 +11,16 @@ _LONGEST_SECONDS: Final = 1.0
 
 
 class SharedResult(Generic[_T]):
-    """Holds the last result of `compute`. Who asks while it is computed, or is fresh, gets the same."""
+    """Holds the last result of `compute`. Who asks while it is computed, or is fresh, gets the
+    same.
+    """
 
-    def __init__(self, compute: Callable[[], Awaitable[_T]], seconds: float = 0.0, share: float = 1.0) -> None:
-        """A result is fresh for `seconds`, or, up to a second, so long that to compute results takes no more than
-        `share` of the time."""
+    def __init__(
+        self, compute: Callable[[], Awaitable[_T]], seconds: float = 0.0, share: float = 1.0
+    ) -> None:
+        """A result is fresh for `seconds`, or, up to a second, so long that to compute results
+        takes no more than `share` of the time.
+        """
         self._compute = compute
         self._seconds = seconds
         self._share = share

@@ -1,8 +1,8 @@
 """Ends connections of strangers to a server of peers before they take the places of peers.
 
-gRPC tells Python of calls, never of connections, and refuses new ones when there are too many. So a stranger could
-keep all peers out with connections that never prove anything. The kernel knows each connection, and the first
-accepted call of a peer says which one is the peer's.
+gRPC tells Python of calls, never of connections, and refuses new ones when there are too many. So a
+stranger could keep all peers out with connections that never prove anything. The kernel knows each
+connection, and the first accepted call of a peer says which one is the peer's.
 """
 
 import asyncio
@@ -16,21 +16,26 @@ from urllib.parse import unquote
 import psutil
 
 _SWEEP_SECONDS: Final = 1.0
-"""No event tells of a connection without a call, so the connections are counted this often. A peer makes its first
-call as soon as it has connected."""
+"""No event tells of a connection without a call, so the connections are counted this often. A peer
+makes its first call as soon as it has connected.
+"""
 
 _Peer: TypeAlias = tuple[str, int]  # address and port
 
 
 class StrangerSweep:
-    """Ends connections to one server that have had no accepted call for a while, when there are many connections."""
+    """Ends connections to one server that have had no accepted call for a while, when there are
+    many connections.
+    """
 
     def __init__(self, max_connections: int) -> None:
         """It begins when a quarter of the connections that the server takes are in use."""
         self.ports: set[int] = set()  # of the server
         self._most = max_connections // 4
         self._known: set[_Peer] = set()
-        self._suspects: Mapping[_Peer, int] = {}  # connections that had no accepted call at the last sweep
+        self._suspects: Mapping[
+            _Peer, int
+        ] = {}  # connections that had no accepted call at the last sweep
         self._task: asyncio.Task[None] | None = None
 
     def admit(self, peer: str) -> None:
@@ -65,7 +70,9 @@ class StrangerSweep:
 
 
 def _connections_to(ports: set[int]) -> dict[_Peer, int]:
-    """Returns the file descriptor of each connection that this process has accepted at one of the ports."""
+    """Returns the file descriptor of each connection that this process has accepted at one of the
+    ports.
+    """
     return {
         (_plain(each.raddr.ip), each.raddr.port): each.fd
         for each in psutil.Process().net_connections("tcp")

@@ -1,6 +1,7 @@
 """Knows the LoRA adapters that a service answers with, and loads and unloads them while it runs.
 
-Knows nothing of what is in an adapter's folder: who makes the service says how to read and to try one.
+Knows nothing of what is in an adapter's folder: who makes the service says how to read and to try
+one.
 """
 
 import asyncio
@@ -24,34 +25,46 @@ _NAME: Final = r"^[a-zA-Z0-9_][a-zA-Z0-9_.:/@+-]{0,127}$"
 AdapterName = Annotated[str, Field(pattern=_NAME)]
 
 Shared = Mapping[str, tuple[int, LoraAdapter | None]]
-"""By name the number of the last change, and what it has made of the name; None if it was unloaded."""
+"""By name the number of the last change, and what it has made of the name; None if it was unloaded.
+"""
 
 
 class LoraConfig(BaseModel):
-    """Configures LoRA adapters: how many, how large, and which may be loaded while the service runs."""
+    """Configures LoRA adapters: how many, how large, and which may be loaded while the service
+    runs.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     max_loras: int = Field(default=8, ge=1, le=1024)  # that a worker holds at once
     max_lora_rank: int = Field(default=64, ge=1, le=1024)
-    # Operators may load adapters from the folders below this one, which is at the same path on every node; None: nobody
-    # may load any.
-    folder: Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(os.path.abspath)] | None = None
+    # Operators may load adapters from the folders below this one, which is at the same path on
+    # every node; None: nobody may load any.
+    folder: (
+        Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(os.path.abspath)] | None
+    ) = None
 
 
 class AdapterRegistry:
-    """Holds the adapters of a service by name, as one of its routers knows them. Routers share what was loaded and
-    unloaded while they run: of two changes of a name the one with the higher number counts. Awaits nothing."""
+    """Holds the adapters of a service by name, as one of its routers knows them. Routers share what
+    was loaded and
+    unloaded while they run: of two changes of a name the one with the higher number counts. Awaits
+    nothing.
+    """
 
     def __init__(self, configured: Iterable[LoraAdapter] = ()) -> None:
-        self.on_news: Callable[[], object] = lambda: None  # called after a change of this router's own
+        self.on_news: Callable[[], object] = lambda: (
+            None
+        )  # called after a change of this router's own
         self._configured = {adapter.name: adapter for adapter in configured}
         self._changes: dict[str, tuple[int, LoraAdapter | None]] = {}
 
     @property
     def adapters(self) -> list[LoraAdapter]:
         """All adapters that are served, by name."""
-        found = self._configured | {name: adapter for name, (_, adapter) in self._changes.items() if adapter}
+        found = self._configured | {
+            name: adapter for name, (_, adapter) in self._changes.items() if adapter
+        }
         unloaded = {name for name, (_, adapter) in self._changes.items() if adapter is None}
         return [found[name] for name in sorted(found.keys() - unloaded)]
 
@@ -75,7 +88,11 @@ class AdapterRegistry:
 
     def learn(self, shared: Shared) -> bool:
         """Takes over what another router's `shared` has returned. Returns whether anything was new."""
-        newer = {name: change for name, change in shared.items() if _order(change) > _order(self._changes.get(name))}
+        newer = {
+            name: change
+            for name, change in shared.items()
+            if _order(change) > _order(self._changes.get(name))
+        }
         self._changes |= newer
         self._forget()
         return not newer.keys().isdisjoint(self._changes)
@@ -87,7 +104,9 @@ class AdapterRegistry:
         self.on_news()
 
     def _forget(self) -> None:
-        """Forgets the oldest that were unloaded and are not configured, which every router has learned long ago."""
+        """Forgets the oldest that were unloaded and are not configured, which every router has
+        learned long ago.
+        """
         unloaded = [
             (number, name)
             for name, (number, adapter) in self._changes.items()
@@ -115,9 +134,10 @@ class AdapterAdmin:
         read: Callable[[str, Path], LoraAdapter] = lambda name, folder: _refuse(),
         try_on_workers: Callable[[LoraAdapter], Awaitable[None]] = lambda adapter: _refuse(),
     ) -> None:
-        """Only from folders below `folder`, which is None where nobody may load any. `read` returns the adapter of a
-        name in a folder, in a thread; `try_on_workers` has the workers load it. Both raise InvalidArgument for one that
-        cannot be used."""
+        """Only from folders below `folder`, which is None where nobody may load any. `read` returns
+        the adapter of a name in a folder, in a thread; `try_on_workers` has the workers load it.
+        Both raise InvalidArgument for one that cannot be used.
+        """
         self.registry = registry
         self._folder = None if folder is None else Path(folder).resolve()
         self._read = read
@@ -125,11 +145,15 @@ class AdapterAdmin:
         self._changing = asyncio.Lock()
 
     async def load(self, caller: Caller, name: str, path: str, taken: Collection[str] = ()) -> None:
-        """Serves the adapter in the folder `path`, absolute or below the configured one, as `name`, which must not be
-        one of those `taken`. Raises PermissionDenied, InvalidArgument or Overloaded."""
+        """Serves the adapter in the folder `path`, absolute or below the configured one, as `name`,
+        which must not be one of those `taken`. Raises PermissionDenied, InvalidArgument or
+        Overloaded.
+        """
         root = self._root(caller)
         if not re.fullmatch(_NAME, name):
-            raise InvalidArgument("must be 1 to 128 letters, digits and any of _.:/@+-", "lora_name")
+            raise InvalidArgument(
+                "must be 1 to 128 letters, digits and any of _.:/@+-", "lora_name"
+            )
         async with self._changing:
             if name in taken or self.registry.get(name):
                 raise InvalidArgument(f"{name!r} is served already; unload it first", "lora_name")
@@ -139,7 +163,9 @@ class AdapterAdmin:
             self.registry.put(adapter)
 
     async def unload(self, caller: Caller, name: str) -> None:
-        """Serves an adapter no more; requests with it that run go on. Raises PermissionDenied or NotFound."""
+        """Serves an adapter no more; requests with it that run go on. Raises PermissionDenied or
+        NotFound.
+        """
         self._root(caller)
         async with self._changing:
             if not self.registry.get(name):
@@ -147,7 +173,9 @@ class AdapterAdmin:
             self.registry.remove(name)
 
     def _root(self, caller: Caller) -> Path:
-        """Returns the folder below which adapters may lie. Raises PermissionDenied unless the caller may change any."""
+        """Returns the folder below which adapters may lie. Raises PermissionDenied unless the
+        caller may change any.
+        """
         if self._folder is None:
             _refuse()
         if not caller.sees_all:
@@ -160,8 +188,12 @@ def _refuse() -> NoReturn:
 
 
 def _below(root: Path, path: str) -> Path:
-    """Returns the folder that a path names, which links may not lead out of `root`. Raises InvalidArgument."""
-    wrong = InvalidArgument("must name a folder below the one that is configured (lora.folder)", "lora_path")
+    """Returns the folder that a path names, which links may not lead out of `root`. Raises
+    InvalidArgument.
+    """
+    wrong = InvalidArgument(
+        "must name a folder below the one that is configured (lora.folder)", "lora_path"
+    )
     try:
         folder = (root / path).resolve()
         if folder.is_relative_to(root) and folder != root and folder.is_dir():

@@ -16,7 +16,9 @@ def deadline_passed() -> DeadlineExceeded:
 
 
 async def before(deadline: float | None, result: Awaitable[_T]) -> _T:
-    """Awaits `result`; cancels it and raises DeadlineExceeded when time.monotonic() reaches `deadline`, if any."""
+    """Awaits `result`; cancels it and raises DeadlineExceeded when time.monotonic() reaches
+    `deadline`, if any.
+    """
     if deadline is None:
         return await result
     scope = asyncio.timeout(deadline - time.monotonic())

@@ -1,12 +1,14 @@
-"""Orders what waits: a bounded queue, by priority, then fair among tenants, then first come, first served.
+"""Orders what waits: a bounded queue, by priority, then fair among tenants, then first come, first
+served.
 
-Fair means first that the tenant goes next of which least runs: so of two that wait none holds more than half for long,
-however long its requests run (max-min fairness). Between tenants of which as much runs it is start-time fair queueing
-(Goyal et al., 1996) on tokens with equal weights: every tenant of a priority has a tag, the tokens that it was served
-so far; the least tag is next. A tenant that was away continues at the present tag of its priority: it gets no credit.
-When the queue is full, the tenant with the longest backlog gives way to one with a shorter one (longest queue drop,
-Suter et al., 1998), and a lower priority to a higher. Every operation is O(log n).
-Knows nothing of time and I/O.
+Fair means first that the tenant goes next of which least runs: so of two that wait none holds more
+than half for long, however long its requests run (max-min fairness). Between tenants of which as
+much runs it is start-time fair queueing (Goyal et al., 1996) on tokens with equal weights: every
+tenant of a priority has a tag, the tokens that it was served so far; the least tag is next. A
+tenant that was away continues at the present tag of its priority: it gets no credit. When the queue
+is full, the tenant with the longest backlog gives way to one with a shorter one (longest queue
+drop, Suter et al., 1998), and a lower priority to a higher. Every operation is O(log n). Knows
+nothing of time and I/O.
 """
 
 import heapq
@@ -17,7 +19,9 @@ from itertools import count
 from typing import Final, Generic, TypeVar
 
 _MAX_IDLE_TENANTS: Final = 4_096
-"""Tenants without a backlog, of one priority, whose tags are remembered; then those served least are forgotten."""
+"""Tenants without a backlog, of one priority, whose tags are remembered; then those served least
+are forgotten.
+"""
 
 _Backlog = tuple[int, str]  # priority, tenant
 
@@ -66,7 +70,9 @@ class Ranking(Generic[K]):
 
 
 class FairQueue(Generic[T]):
-    """Holds at most `max_requests` entries of at most `max_tokens` tokens; one that is larger may only wait alone."""
+    """Holds at most `max_requests` entries of at most `max_tokens` tokens; one that is larger may
+    only wait alone.
+    """
 
     def __init__(self, *, max_tokens: int, max_requests: int) -> None:
         self._max_tokens = max_tokens
@@ -76,8 +82,12 @@ class FairQueue(Generic[T]):
         self._backlogs: dict[_Backlog, OrderedDict[T, None]] = {}  # none is empty
         self._backlog_tokens: Counter[_Backlog] = Counter()
         self._running: dict[str, float] = {}  # of each tenant, how much; only what is above 0
-        self._turns: Ranking[_Backlog] = Ranking()  # the highest priority first, then the least running, then the tag
-        self._longest: Ranking[_Backlog] = Ranking()  # the lowest priority first, then the largest share
+        self._turns: Ranking[_Backlog] = (
+            Ranking()
+        )  # the highest priority first, then the least running, then the tag
+        self._longest: Ranking[_Backlog] = (
+            Ranking()
+        )  # the lowest priority first, then the largest share
         # By priority, while it has a backlog.
         self._tokens: Counter[int] = Counter()
         self._num_backlogs: Counter[int] = Counter()
@@ -92,9 +102,11 @@ class FairQueue(Generic[T]):
         return (entry for backlog in self._backlogs.values() for entry in backlog)
 
     def displaced_by(self, entry: QueueEntry) -> list[T] | None:
-        """Returns the entries that `push` would remove for it: the last ones of the longest backlog of the lowest
-        priority, as many as the bounds ask for. None if it has no place: they would not be enough, or their tenant
-        would then have less than that of an entry of the same priority."""
+        """Returns the entries that `push` would remove for it: the last ones of the longest backlog
+        of the lowest priority, as many as the bounds ask for. None if it has no place: they would
+        not be enough, or their tenant would then have less than that of an entry of the same
+        priority.
+        """
         excess_tokens = self.num_tokens + entry.num_tokens - self._max_tokens
         excess_requests = self._num_requests + 1 - self._max_requests
         longest = self._longest.first()
@@ -116,7 +128,9 @@ class FairQueue(Generic[T]):
         return None
 
     def push(self, entry: T) -> list[T] | None:
-        """Adds an entry and returns those that were removed for it; None, having done nothing, if it has no place."""
+        """Adds an entry and returns those that were removed for it; None, having done nothing, if
+        it has no place.
+        """
         displaced = self.displaced_by(entry)
         if displaced is None:
             return None
@@ -127,7 +141,9 @@ class FairQueue(Generic[T]):
             self._backlogs[key] = OrderedDict()
             self._num_backlogs[entry.priority] += 1
             tags = self._tags.setdefault(entry.priority, {})
-            tags[entry.tenant] = max(self._present.get(entry.priority, 0.0), tags.get(entry.tenant, 0.0))
+            tags[entry.tenant] = max(
+                self._present.get(entry.priority, 0.0), tags.get(entry.tenant, 0.0)
+            )
             self._put_turn(key)
         self._backlogs[key][entry] = None
         self._count(entry, 1)
@@ -161,7 +177,9 @@ class FairQueue(Generic[T]):
         return entry
 
     def charge(self, entry: T, num_tokens: int) -> None:
-        """Counts that an entry was more work than its `num_tokens` said, or less. Call it after `pop`."""
+        """Counts that an entry was more work than its `num_tokens` said, or less. Call it after
+        `pop`.
+        """
         tags = self._tags.get(entry.priority, {})
         if entry.tenant in tags:
             tags[entry.tenant] += num_tokens
@@ -169,7 +187,9 @@ class FairQueue(Generic[T]):
             self._put_turn(self._key(entry))
 
     def remove(self, entry: T) -> None:
-        """Removes an entry, wherever it is in the queue; its tenant is not charged for it. Idempotent."""
+        """Removes an entry, wherever it is in the queue; its tenant is not charged for it.
+        Idempotent.
+        """
         key, priority = self._key(entry), entry.priority
         backlog = self._backlogs.get(key, OrderedDict())
         if entry not in backlog:
@@ -192,23 +212,30 @@ class FairQueue(Generic[T]):
                 del tags[tenant]
 
     def tokens_ahead(self, entry: QueueEntry) -> int:
-        """Estimates the tokens of work that go before a new entry, if nothing else comes: of each other tenant no more
-        than of its own."""
+        """Estimates the tokens of work that go before a new entry, if nothing else comes: of each
+        other tenant no more than of its own.
+        """
         key, priority = self._key(entry), entry.priority
         higher = sum(num_tokens for other, num_tokens in self._tokens.items() if other > priority)
         own = self._backlog_tokens[key]
         num_others = self._num_backlogs[priority] - (key in self._backlogs)
-        return higher + own + min(self._tokens[priority] - own, num_others * (own + entry.num_tokens))
+        return (
+            higher + own + min(self._tokens[priority] - own, num_others * (own + entry.num_tokens))
+        )
 
     def _put_turn(self, key: _Backlog) -> None:
         priority, tenant = key
-        self._turns.put(key, -priority, self._running.get(tenant, 0.0), self._tags[priority][tenant])
+        self._turns.put(
+            key, -priority, self._running.get(tenant, 0.0), self._tags[priority][tenant]
+        )
 
     def _key(self, entry: QueueEntry) -> _Backlog:
         return entry.priority, entry.tenant
 
     def _share(self, key: _Backlog, new: QueueEntry | None = None) -> float:
-        """Returns the part of the queue's two bounds that a backlog takes, with a new entry if given, added up."""
+        """Returns the part of the queue's two bounds that a backlog takes, with a new entry if
+        given, added up.
+        """
         num_tokens, num_requests = self._backlog_tokens[key], len(self._backlogs.get(key, ()))
         if new is not None:
             num_tokens, num_requests = num_tokens + new.num_tokens, num_requests + 1

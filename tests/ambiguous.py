@@ -14,5 +14,7 @@ AMBIGUOUS: Final = {
     "repeated": "start: (((/[a-z]/){0,30}){0,30}){0,30}",
     "counted": LLMatcher.grammar_from_regex("(a{1000}){1000}"),
     "remembered": LLMatcher.grammar_from_regex("(.*a.{40}b)|(.*b.{50}c)|(.*[^a].{60}d)"),
-    "lexemes": "start: (" + "|".join(f"/[a-z]*{chr(97 + i % 26)}[a-z]{{{i // 26}}}/" for i in range(200)) + ")+",
+    "lexemes": "start: ("
+    + "|".join(f"/[a-z]*{chr(97 + i % 26)}[a-z]{{{i // 26}}}/" for i in range(200))
+    + ")+",
 }

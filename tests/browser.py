@@ -11,8 +11,20 @@ import pytest
 
 _PROGRAMS: Final = ("chromium", "chromedriver")
 _FLAGS: Final = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-dev-shm-usage",
+    ),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--hide-scrollbars",
+    ),
 )
 START_SECONDS: Final = 60
 
@@ -20,12 +32,18 @@ START_SECONDS: Final = 60
 def missing() -> str:
     """Returns what has to be installed before a browser can be driven; empty if nothing."""
     absent = [program for program in _PROGRAMS if shutil.which(program) is None]
-    return f"{' and '.join(absent)} missing: apt-get install chromium chromium-driver" if absent else ""
+    return (
+        f"{' and '.join(absent)} missing: apt-get install chromium chromium-driver"
+        if absent
+        else ""
+    )
 
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Runs a browser with a new, empty profile; yields its driver. Skips the test outside CI if there is none."""
+    """Runs a browser with a new, empty profile; yields its driver. Skips the test outside CI if
+    there is none.
+    """
     if reason := missing():
         if os.environ.get("CI"):
             pytest.fail(reason)
@@ -50,7 +68,9 @@ def chromium() -> Iterator[Any]:
 
 
 def set_window(driver: Any, width: int, height: int = 900, *, theme: str = "light") -> None:
-    """Sets the page's size in CSS pixels, also below the least size of a window, and the theme that it prefers."""
+    """Sets the page's size in CSS pixels, also below the least size of a window, and the theme that
+    it prefers.
+    """
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     features = [{"name": "prefers-color-scheme", "value": theme}]
@@ -58,12 +78,21 @@ def set_window(driver: Any, width: int, height: int = 900, *, theme: str = "ligh
 
 
 def paint_times(driver: Any) -> dict[str, float]:
-    """Returns the milliseconds from the start of the page's load to its first paint, and to that of its contents."""
-    script = "return performance.getEntriesByType('paint').map(entry => [entry.name, entry.startTime])"
+    """Returns the milliseconds from the start of the page's load to its first paint, and to that of
+    its contents.
+    """
+    script = (
+        "return performance.getEntriesByType('paint').map(entry => [entry.name, entry.startTime])"
+    )
     return {name: float(time) for name, time in driver.execute_script(script)}
 
 
 def problems(driver: Any) -> list[str]:
-    """Returns what the page has reported as wrong since the last call: errors of scripts, and what the policy of its
-    contents has refused."""
-    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+    """Returns what the page has reported as wrong since the last call: errors of scripts, and what
+    the policy of its contents has refused.
+    """
+    return [
+        entry["message"]
+        for entry in driver.get_log("browser")
+        if entry["level"] in ("SEVERE", "WARNING")
+    ]

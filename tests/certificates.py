@@ -22,12 +22,18 @@ class Certificate:
         """Writes PEM files; returns the path of the certificate."""
         certificate.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
         if key is not None:
-            form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+            form = (
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
             key.write_bytes(self.key.private_bytes(*form))
         return certificate
 
 
-def make_certificate(name: str, issuer: Certificate | None = None, address: str = "127.0.0.1") -> Certificate:
+def make_certificate(
+    name: str, issuer: Certificate | None = None, address: str = "127.0.0.1"
+) -> Certificate:
     """Returns a CA, or with an issuer a certificate for an address."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])

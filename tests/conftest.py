@@ -1,13 +1,15 @@
 """Settings that every test runs under, and the tiers of tests.
 
-`make quick` (`pytest --quick`) runs the tests that need no network, no process and no model. Those that do are named by
-SHARING_PATHS and ALONE_PATHS, or marked `io` one by one. Any other test that opens a connection or starts a process
-fails, and so does `--quick` when anything imports torch, so a new test belongs to the quick tier unless it must not.
-Tests of properties that leave the number of examples to Hypothesis's profile try fewer under `--quick`.
+`make quick` (`pytest --quick`) runs the tests that need no network, no process and no model. Those
+that do are named by SHARING_PATHS and ALONE_PATHS, or marked `io` one by one. Any other test that
+opens a connection or starts a process fails, and so does `--quick` when anything imports torch, so
+a new test belongs to the quick tier unless it must not. Tests of properties that leave the number
+of examples to Hypothesis's profile try fewer under `--quick`.
 
-`make test` runs all but the tests of ALONE_PATHS in three processes side by side (`pytest --sharing -n 3`; a quarter of
-their time they wait), then these one by one (`pytest --alone`). `pytest` without an option runs all one by one.
-`make soak`, `make matrix` and `make pods` run the tests marked `soak`, `matrix` and `pods`, which nothing else does.
+`make test` runs all but the tests of ALONE_PATHS in three processes side by side (`pytest --sharing
+-n 3`; a quarter of their time they wait), then these one by one (`pytest --alone`). `pytest`
+without an option runs all one by one. `make soak`, `make matrix` and `make pods` run the tests
+marked `soak`, `matrix` and `pods`, which nothing else does.
 """
 
 import gc
@@ -61,25 +63,49 @@ SHARING_PATHS: Final = (
     *("cluster/bench/test_bench.py", "cluster/cli/test_cli_client.py", "matrix"),
     *(f"cluster/test_{name}.py" for name in ("counts", "metrics", "runtime", "status")),
     *("router/client", "router/scheduling/test_simulation.py"),
-    *(f"router/dispatch/test_{name}.py" for name in ("cancel", "dispatcher", "drain", "faults", "not_finite")),
+    *(
+        f"router/dispatch/test_{name}.py"
+        for name in ("cancel", "dispatcher", "drain", "faults", "not_finite")
+    ),
     "router/dispatch/test_rehand.py",
     *("workers/bench", "workers/engine/test_beam.py", "workers/model", "workers/tp"),
     *(
         f"workers/test_{name}.py"
-        for name in ("adapters", "cache_reports", "choices", "damaged_messages", "disk_tier", "drain", "kv_handle")
+        for name in (
+            "adapters",
+            "cache_reports",
+            "choices",
+            "damaged_messages",
+            "disk_tier",
+            "drain",
+            "kv_handle",
+        )
     ),
-    *(f"workers/test_{name}.py" for name in ("figures", "malloc", "peer_tls", "session", "strangers", "suspend")),
+    *(
+        f"workers/test_{name}.py"
+        for name in ("figures", "malloc", "peer_tls", "session", "strangers", "suspend")
+    ),
     *("workers/test_prefix_transfer.py", "workers/test_speculative.py", "workers/test_worker.py"),
-    *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair", "piece_writer", "receiver")),
-    *(f"workers/transfer/test_{name}.py" for name in ("second_fetch", "sender", "shared_memory", "toy_transport")),
+    *(
+        f"workers/transfer/test_{name}.py"
+        for name in ("connections", "nixl", "pair", "piece_writer", "receiver")
+    ),
+    *(
+        f"workers/transfer/test_{name}.py"
+        for name in ("second_fetch", "sender", "shared_memory", "toy_transport")
+    ),
     "workers/transfer/test_unequal.py",
 )
-"""Files and folders of tests that may use network, processes, models or many seconds, but share the machine with other
-tests."""
+"""Files and folders of tests that may use network, processes, models or many seconds, but share the
+machine with other tests.
+"""
 
 ALONE_PATHS: Final = (
     *("cluster/cli/test_serve.py", "gpu", "k8s/test_pods.py", "k8s/test_serve_app.py", "soak"),
-    *(f"e2e/test_{name}.py" for name in ("cluster", "console", "keys", "redeploy", "routers", "tensor_parallel")),
+    *(
+        f"e2e/test_{name}.py"
+        for name in ("cluster", "console", "keys", "redeploy", "routers", "tensor_parallel")
+    ),
     "e2e/test_tls.py",
 )
 """Those that want it for themselves: whole services on Ray, and what is to happen in time."""
@@ -87,7 +113,14 @@ ALONE_PATHS: Final = (
 IO_PATHS: Final = SHARING_PATHS + ALONE_PATHS
 """Those that are not in the quick tier."""
 
-_IO_EVENTS: Final = {"socket.bind", "socket.connect", "subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"}
+_IO_EVENTS: Final = {
+    "socket.bind",
+    "socket.connect",
+    "subprocess.Popen",
+    "os.fork",
+    "os.posix_spawn",
+    "os.system",
+}
 """Audit events of the interpreter that a quick test must not cause."""
 
 hypothesis.settings.register_profile("every", deadline=None)
@@ -99,8 +132,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of the clusters that tests
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-# OpenMP threads that spin for long while another engine of the process wants the core cost a factor of 5 and more;
-# threads that sleep at once cost one of 2.
+# OpenMP threads that spin for long while another engine of the process wants the core cost a factor
+# of 5 and more; threads that sleep at once cost one of 2.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 # A shell's background jobs ignore SIGINT, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -117,9 +150,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="only tests without network, processes and models")
+    parser.addoption(
+        "--quick", action="store_true", help="only tests without network, processes and models"
+    )
     parser.addoption("--sharing", action="store_true", help="only tests that may run beside others")
-    parser.addoption("--alone", action="store_true", help="only tests that want the machine for themselves")
+    parser.addoption(
+        "--alone", action="store_true", help="only tests that want the machine for themselves"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -131,7 +168,9 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch  # a second that the quick tier does not pay
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels of the GPU path run here, too: slowly
+        os.environ.setdefault(
+            "TRITON_INTERPRET", "1"
+        )  # the kernels of the GPU path run here, too: slowly
 
 
 @pytest.hookimpl(wrapper=True)
@@ -153,29 +192,38 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     ignored = [
         config.getoption("--quick") and is_below(collection_path, IO_PATHS),
         config.getoption("--sharing") and is_below(collection_path, ALONE_PATHS),
-        config.getoption("--alone") and collection_path.is_file() and not is_below(collection_path, ALONE_PATHS),
+        config.getoption("--alone")
+        and collection_path.is_file()
+        and not is_below(collection_path, ALONE_PATHS),
     ]
     return True if any(ignored) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--quick"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("io")])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.get_closest_marker("io")]
+        )
         items[:] = [item for item in items if not item.get_closest_marker("io")]
         if "torch" in sys.modules:
             raise pytest.UsageError("a file of the quick tier imports torch; see tests/conftest.py")
 
 
 def is_below(path: Path, entries: Collection[str]) -> bool:
-    """Returns whether `entries`, paths in the folder of the tests, name the file or folder, or a folder above it."""
+    """Returns whether `entries`, paths in the folder of the tests, name the file or folder, or a
+    folder above it.
+    """
     relative = path.relative_to(TESTS) if path.is_relative_to(TESTS) else path
     return any(relative.is_relative_to(entry) for entry in entries)
 
 
 class IoGuard:
-    """Fails a test outside the I/O tier that opens a connection, starts a process or, if `forbid_torch`, imports torch.
+    """Fails a test outside the I/O tier that opens a connection, starts a process or, if
+    `forbid_torch`, imports torch.
 
-    Sees what Python itself does in the main thread: threads there may belong to the services of other tests."""
+    Sees what Python itself does in the main thread: threads there may belong to the services of
+    other tests.
+    """
 
     def __init__(self, *, forbid_torch: bool) -> None:
         self._forbid_torch = forbid_torch
@@ -194,6 +242,11 @@ class IoGuard:
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if self._guarded is None:
             return
-        is_io = event in _IO_EVENTS or (self._forbid_torch and event == "import" and args[0] == "torch")
+        is_io = event in _IO_EVENTS or (
+            self._forbid_torch and event == "import" and args[0] == "torch"
+        )
         if is_io and threading.current_thread() is threading.main_thread():
-            pytest.fail(f"{self._guarded} is in the quick tier, but causes {event}{args!r}; see tests/conftest.py")
+            pytest.fail(
+                f"{self._guarded} is in the quick tier, but causes {event}{args!r}; see "
+                "tests/conftest.py"
+            )

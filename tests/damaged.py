@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 NUM_INPUTS = 500
 LEAK = re.compile(
-    r"Traceback|File \"|\.py\b|\bline \d|/(?:work|tmp|home|usr|root|opt)/|127\.0\.0\.1|localhost|0x[0-9a-f]{6}"
+    r"Traceback|File \"|\.py\b|\bline "
+    r"\d|/(?:work|tmp|home|usr|root|opt)/|127\.0\.0\.1|localhost|0x[0-9a-f]{6}"
 )
 
 

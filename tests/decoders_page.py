@@ -1,4 +1,6 @@
-"""`python -m tandem.tests.decoders_page` tests every decoder of the table and writes docs/transformers.md; minutes."""
+"""`python -m tandem.tests.decoders_page` tests every decoder of the table and writes
+docs/transformers.md; minutes.
+"""
 
 import sys
 import tempfile
@@ -47,7 +49,9 @@ and over two ranks where there is a plan. `make test` tests all of them, over tw
 
 def main() -> int:
     """Returns 1 if a decoder fails, and then leaves the page as it is."""
-    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(
+        mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         rows = list(pool.map(table_row, sorted(DECODERS)))
     if failed := [row for row in rows if "differ" in row]:
         print(*failed, sep="\n", file=sys.stderr)

@@ -1,4 +1,6 @@
-"""Provides the demo model for tests: its folder, ranks, varied prompts, and transformers as the reference."""
+"""Provides the demo model for tests: its folder, ranks, varied prompts, and transformers as the
+reference.
+"""
 
 import functools
 import gc
@@ -9,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from tandem.cluster.store.store import get_model
 from tandem.tests.peers import IDENTITY
@@ -41,10 +48,13 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def rank(**config: Any) -> Rank:
-    """Returns a loaded rank in float32, with fields of RankConfig as given. Threads are the process's: give each of two
-    workers one of two cores."""
+    """Returns a loaded rank in float32, with fields of RankConfig as given. Threads are the
+    process's: give each of two workers one of two cores.
+    """
     gc.collect()  # the parts of a worker know each other: those of the tests before keep gigabytes
-    return load_rank(RankConfig(model=str(folder()), identity=IDENTITY, **({"dtype": "float32"} | config)))
+    return load_rank(
+        RankConfig(model=str(folder()), identity=IDENTITY, **({"dtype": "float32"} | config))
+    )
 
 
 def prompts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -70,8 +80,10 @@ def transformers_model() -> PreTrainedModel:
 
 @torch.inference_mode()
 def likeliest(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """Returns what the model chooses greedily after the prompt, and after it and the first 1, 2, ... of `tokens`, the
-    last excepted. These are `tokens` if and only if they are what it generates, which would take a step for each."""
+    """Returns what the model chooses greedily after the prompt, and after it and the first 1, 2,
+    ... of `tokens`, the last excepted. These are `tokens` if and only if they are what it
+    generates, which would take a step for each.
+    """
     ids = torch.tensor([[*prompt, *tokens[:-1]]])  # [1, num_tokens]
     chosen: list[int] = model(ids, logits_to_keep=len(tokens)).logits[0].argmax(-1).tolist()
     return chosen

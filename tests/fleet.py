@@ -35,7 +35,9 @@ def fake_rank(
     vocab_size: int = VOCAB,
     **fake: object,
 ) -> Rank:
-    """A rank whose tokens are a function of all tokens before, and whose KV memory notices every misplaced byte."""
+    """A rank whose tokens are a function of all tokens before, and whose KV memory notices every
+    misplaced byte.
+    """
     executor = FakeExecutor(num_blocks, block_size, vocab_size=vocab_size, **fake)  # type: ignore[arg-type]
     return Rank(
         executor=executor,
@@ -50,7 +52,9 @@ def fake_rank(
 
 @dataclass(slots=True)
 class Fleet:
-    """A running set of workers. One that a test has broken leaves `workers`: it is stopped, but not audited."""
+    """A running set of workers. One that a test has broken leaves `workers`: it is stopped, but not
+    audited.
+    """
 
     workers: list[Worker]
     registry: WorkerRegistry
@@ -62,8 +66,12 @@ class Fleet:
         (tokens,), timeline = await self.choices(request)
         return tokens, timeline
 
-    async def choices(self, request: TokenRequest) -> tuple[list[list[int]], inference_pb2.Timeline]:
-        """All tokens of each choice of a request, checked to have contiguous indices and exactly one end."""
+    async def choices(
+        self, request: TokenRequest
+    ) -> tuple[list[list[int]], inference_pb2.Timeline]:
+        """All tokens of each choice of a request, checked to have contiguous indices and exactly
+        one end.
+        """
         timeline = inference_pb2.Timeline()
         tokens: list[list[int]] = [[] for _ in range(request.num_choices)]
         ended: set[int] = set()
@@ -82,7 +90,9 @@ class Fleet:
         found = []
         for worker in self.workers:
             async with peer_channel(worker.address) as channel:
-                found.append(await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest(), timeout=10))
+                found.append(
+                    await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest(), timeout=10)
+                )
         return found
 
     async def check_idle(self, timeout: float = 5.0) -> None:
@@ -105,9 +115,17 @@ def worker_stub(channel: PeerChannel) -> WorkerStub:
 def is_idle(status: worker_pb2.GetStatusResponse) -> bool:
     """Whether there is no request, lease or transfer, and every block is free or cached."""
     load = status.info.load
-    held = load.owned_blocks + load.leased_blocks + load.reserved_blocks + load.num_waiting + load.num_running
+    held = (
+        load.owned_blocks
+        + load.leased_blocks
+        + load.reserved_blocks
+        + load.num_waiting
+        + load.num_running
+    )
     adds_up = load.free_blocks + load.cached_blocks == load.total_blocks
-    return adds_up and not (held or status.num_requests or status.num_leases or status.num_transfers)
+    return adds_up and not (
+        held or status.num_requests or status.num_leases or status.num_transfers
+    )
 
 
 @asynccontextmanager
@@ -121,8 +139,9 @@ async def fleet(
     metrics: Metrics = NULL_METRICS,
     **config: Any,
 ) -> AsyncIterator[Fleet]:
-    """Starts workers of `rank(role)` and a dispatcher that sees them all; on leaving checks that they are idle. Every
-    second worker schedules a step while the one before runs, as on a GPU."""
+    """Starts workers of `rank(role)` and a dispatcher that sees them all; on leaving checks that
+    they are idle. Every second worker schedules a step while the one before runs, as on a GPU.
+    """
     settings = worker_config(**config)
     roles = ["prefill"] * prefill + ["decode"] * decode
     workers = [
@@ -142,18 +161,27 @@ async def fleet(
 
 @asynccontextmanager
 async def split_fleet(
-    folder: Path, tp: Mapping[str, Sequence[int]], *, park_seconds: float = PARK_SECONDS, **config: Any
+    folder: Path,
+    tp: Mapping[str, Sequence[int]],
+    *,
+    park_seconds: float = PARK_SECONDS,
+    **config: Any,
 ) -> AsyncIterator[Fleet]:
-    """Like `fleet`, with workers whose ranks share a real model, in float32: `tp` has for each role the number of ranks
-    of each of its workers. All ranks are in this process."""
-    settings = worker_config(str(folder), **({"dtype": "float32", "kv_cache_bytes": 2**22} | config))
+    """Like `fleet`, with workers whose ranks share a real model, in float32: `tp` has for each role
+    the number of ranks of each of its workers. All ranks are in this process.
+    """
+    settings = worker_config(
+        str(folder), **({"dtype": "float32", "kv_cache_bytes": 2**22} | config)
+    )
     workers, ranks = [], []
     for role, sizes in tp.items():
         for n, size in enumerate(sizes):
             others = [await RankServer.start(settings.rank) for _ in range(1, size)]
             ranks += others
             addresses = [rank.address for rank in others]
-            workers.append(await Worker.start(settings, worker_id=f"{role}-{n}", role=role, ranks=addresses))
+            workers.append(
+                await Worker.start(settings, worker_id=f"{role}-{n}", role=role, ranks=addresses)
+            )
     try:
         async with _running(workers, ranks, park_seconds) as running:
             yield running
@@ -175,7 +203,9 @@ async def _running(
 ) -> AsyncIterator[Fleet]:
     registry = WorkerRegistry()
     registry.update(worker.info() for worker in workers)
-    dispatcher = Dispatcher(registry, Unlimited(registry), identity=IDENTITY, park_seconds=park_seconds)
+    dispatcher = Dispatcher(
+        registry, Unlimited(registry), identity=IDENTITY, park_seconds=park_seconds
+    )
     running = Fleet(list(workers), registry, dispatcher, list(ranks))
     try:
         yield running

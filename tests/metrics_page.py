@@ -19,8 +19,14 @@ class MetricsPage:
         self.samples: list[Sample] = [sample for family in families for sample in family.samples]
 
     def value(self, name: str, **labels: str) -> float:
-        """Returns the sum of the series with this name and these labels, of which there must be one."""
-        found = [each.value for each in self.samples if each.name == name and labels.items() <= each.labels.items()]
+        """Returns the sum of the series with this name and these labels, of which there must be
+        one.
+        """
+        found = [
+            each.value
+            for each in self.samples
+            if each.name == name and labels.items() <= each.labels.items()
+        ]
         assert found, f"no series {name} {labels}"
         return sum(found)
 
@@ -28,7 +34,9 @@ class MetricsPage:
 async def scrape(*addresses: str) -> MetricsPage:
     """Returns what is shown at these addresses, HOST:PORT."""
     async with httpx.AsyncClient(timeout=WAIT) as http:
-        answers = await asyncio.gather(*(http.get(f"http://{address}/metrics") for address in addresses))
+        answers = await asyncio.gather(
+            *(http.get(f"http://{address}/metrics") for address in addresses)
+        )
     assert [answer.status_code for answer in answers] == [200] * len(addresses)
     return MetricsPage(*(answer.text for answer in answers))
 

@@ -1,12 +1,16 @@
-"""Lists the functions that a prompt, a token and a KV handle pass, and checks the lists against the source.
+"""Lists the functions that a prompt, a token and a KV handle pass, and checks the lists against the
+source.
 
-Run as a module, it prints how many functions and files each path has: `python -m tandem.tests.paths`.
+Run as a module, it prints how many functions and files each path has: `python -m
+tandem.tests.paths`.
 
-A path has one function a line, `module:qualified.name`, in the order in which the data passes them. Each is linked to
-the one before it: one of the two mentions the other's name, because it calls or returns to it. A line may name two
-exceptions: `< name` links to an earlier function of the path instead, `~ word` is a hand-over (a queue, a stream, a
-callback) that both functions mention. A helper that only checks the data, or derives a part of it and returns, is not
-listed.
+A path has one function a line, `module:qualified.name`, in the order in which the data passes them.
+Each is linked to
+the one before it: one of the two mentions the other's name, because it calls or returns to it. A
+line may name two
+exceptions: `< name` links to an earlier function of the path instead, `~ word` is a hand-over (a
+queue, a stream, a callback) that both functions mention. A helper that only checks the data, or
+derives a part of it and returns, is not listed.
 """
 
 import ast
@@ -109,7 +113,9 @@ class Step:
 
     @property
     def name(self) -> str:
-        """What a caller writes: the function's own name, of `__init__` the class, of `__call__` an instance."""
+        """What a caller writes: the function's own name, of `__init__` the class, of `__call__` an
+        instance.
+        """
         owner, _, name = self.function.rpartition(".")
         snake = re.sub(r"(?<!^)(?=[A-Z])", "_", owner).lower()
         return {"__init__": owner, "__call__": f"_{snake}"}.get(name, name)
@@ -122,7 +128,12 @@ def parse(path: str) -> list[Step]:
         target, *options = re.split(r" (?=[<~] )", line.strip())
         module, _, function = target.partition(":")
         named = {option[0]: option[2:] for option in options}
-        step = Step(module=module, function=function, linked_to=named.get("<", ""), hand_over=named.get("~", ""))
+        step = Step(
+            module=module,
+            function=function,
+            linked_to=named.get("<", ""),
+            hand_over=named.get("~", ""),
+        )
         steps.append(step)
     return steps
 
@@ -136,13 +147,19 @@ def source_of(step: Step, root: Path = ROOT) -> str | None:
     node: ast.AST | None = ast.parse(text)
     for name in step.function.split("."):
         kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = (child for child in ast.walk(node) if isinstance(child, kinds) and child.name == name) if node else ()
+        found = (
+            (child for child in ast.walk(node) if isinstance(child, kinds) and child.name == name)
+            if node
+            else ()
+        )
         node = next(iter(found), None)
     return None if node is None else ast.get_source_segment(text, node)
 
 
 def problems(steps: list[Step], root: Path = ROOT) -> list[str]:
-    """Returns one line for each function that does not exist, or is not linked to the one before it."""
+    """Returns one line for each function that does not exist, or is not linked to the one before
+    it.
+    """
     found = []
     sources: dict[str, str] = {}
     before: Step | None = None
@@ -151,7 +168,11 @@ def problems(steps: list[Step], root: Path = ROOT) -> list[str]:
         if source is None:
             found.append(f"{step.module}:{step.function} does not exist")
         elif before is not None:
-            other = next((one for one in steps if one.function == step.linked_to), before) if step.linked_to else before
+            other = (
+                next((one for one in steps if one.function == step.linked_to), before)
+                if step.linked_to
+                else before
+            )
             if not _are_linked(step, source, other, sources.get(other.function, "")):
                 found.append(f"{step.function} is not linked to {other.function}")
         sources[step.function] = source or ""
@@ -171,7 +192,9 @@ def _mentions(source: str, word: str) -> bool:
 
 def count(steps: list[Step]) -> tuple[int, int]:
     """Returns the numbers of different functions and files."""
-    return len({(step.module, step.function) for step in steps}), len({step.module for step in steps})
+    return len({(step.module, step.function) for step in steps}), len(
+        {step.module for step in steps}
+    )
 
 
 def main() -> None:
@@ -179,7 +202,10 @@ def main() -> None:
     for name, (path, most_functions, most_files) in PATHS.items():
         steps = parse(path)
         functions, files = count(steps)
-        print(f"{name}: {functions} functions (at most {most_functions}), {files} files (at most {most_files})")
+        print(
+            f"{name}: {functions} functions (at most {most_functions}), {files} files (at most "
+            f"{most_files})"
+        )
         for problem in problems(steps):
             print(f"  {problem}")
 

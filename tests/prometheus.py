@@ -16,31 +16,50 @@ import yaml
 from tandem.tests.k8s.manifests import need
 
 WAIT = 30.0
-DASHBOARD = Path(__file__).parents[1] / "k8s" / "components" / "monitoring" / "tandem-dashboard.json"
+DASHBOARD = (
+    Path(__file__).parents[1] / "k8s" / "components" / "monitoring" / "tandem-dashboard.json"
+)
 
 VLLM_EXPRESSIONS = [
-    # Those of examples/online_serving/prometheus_grafana/grafana.json of vLLM, from the first panel to the last.
+    # Those of examples/online_serving/prometheus_grafana/grafana.json of vLLM, from the first panel
+    # to the last.
     *(
         expression
-        for name in ("e2e_request_latency_seconds", "inter_token_latency_seconds", "time_to_first_token_seconds")
+        for name in (
+            "e2e_request_latency_seconds",
+            "inter_token_latency_seconds",
+            "time_to_first_token_seconds",
+        )
         for expression in (
             *(
-                f"histogram_quantile({quantile}, sum by(le) (rate(vllm:{name}_bucket{{MODEL}}[1m])))"
+                f"histogram_quantile({quantile}, sum by(le) "
+                f"(rate(vllm:{name}_bucket{{MODEL}}[1m])))"
                 for quantile in (0.99, 0.95, 0.9, 0.5)
             ),
             f"rate(vllm:{name}_sum{{MODEL}}[1m]) / rate(vllm:{name}_count{{MODEL}}[1m])",
         )
     ),
     *(f"rate(vllm:{name}_tokens_total{{MODEL}}[1m])" for name in ("prompt", "generation")),
-    *(f"vllm:{name}{{MODEL}}" for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")),
-    *(f"sum by(le) (increase(vllm:request_{name}_tokens_bucket{{MODEL}}[1m]))" for name in ("prompt", "generation")),
+    *(
+        f"vllm:{name}{{MODEL}}"
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    ),
+    *(
+        f"sum by(le) (increase(vllm:request_{name}_tokens_bucket{{MODEL}}[1m]))"
+        for name in ("prompt", "generation")
+    ),
     "sum by(finished_reason) (increase(vllm:request_success_total{MODEL}[1m]))",
-    *(f"rate(vllm:request_{name}_time_seconds_sum{{MODEL}}[1m])" for name in ("queue", "prefill", "decode")),
+    *(
+        f"rate(vllm:request_{name}_time_seconds_sum{{MODEL}}[1m])"
+        for name in ("queue", "prefill", "decode")
+    ),
     "rate(vllm:request_max_num_generation_tokens_sum{MODEL}[1m])",
     # Others of V1, which newer dashboards show.
     "rate(vllm:request_inference_time_seconds_sum{MODEL}[1m])",
-    "histogram_quantile(0.99, sum by(le) (rate(vllm:request_time_per_output_token_seconds_bucket{MODEL}[1m])))",
-    "rate(vllm:prefix_cache_hits_total{MODEL}[1m]) / rate(vllm:prefix_cache_queries_total{MODEL}[1m])",
+    "histogram_quantile(0.99, sum by(le) "
+    "(rate(vllm:request_time_per_output_token_seconds_bucket{MODEL}[1m])))",
+    "rate(vllm:prefix_cache_hits_total{MODEL}[1m]) / "
+    "rate(vllm:prefix_cache_queries_total{MODEL}[1m])",
 ]
 
 
@@ -53,7 +72,10 @@ def dashboard_expressions(model_name: str) -> list[str]:
     """Returns every expression of our dashboard, with its variables set."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     expressions = [target["expr"] for panel in panels for target in panel.get("targets", ())]
-    return [each.replace("$model_name", model_name).replace("$__rate_interval", "1m") for each in expressions]
+    return [
+        each.replace("$model_name", model_name).replace("$__rate_interval", "1m")
+        for each in expressions
+    ]
 
 
 @contextmanager
@@ -62,13 +84,18 @@ def prometheus(folder: Path, jobs: Mapping[str, Sequence[str]]) -> Iterator["Pro
     config = {
         "global": {"scrape_interval": "1s"},
         "scrape_configs": [
-            {"job_name": job, "static_configs": [{"targets": list(targets)}]} for job, targets in jobs.items()
+            {"job_name": job, "static_configs": [{"targets": list(targets)}]}
+            for job, targets in jobs.items()
         ],
     }
     path, log = folder / "prometheus.yml", folder / "prometheus.log"
     path.write_text(yaml.safe_dump(config))
     program = need("prometheus", "prometheus")
-    arguments = [f"--config.file={path}", f"--storage.tsdb.path={folder / 'data'}", "--web.listen-address=127.0.0.1:0"]
+    arguments = [
+        f"--config.file={path}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        "--web.listen-address=127.0.0.1:0",
+    ]
     with (
         log.open("w") as output,
         subprocess.Popen([program, *arguments], stderr=output) as process,
@@ -91,8 +118,12 @@ class Prometheus:
         self._num_targets = num_targets
 
     def query(self, expression: str) -> list[float]:
-        """Returns the value of each series that the expression has now, but for those that are no number."""
-        answer: dict[str, Any] = httpx.get(f"{self._url}/api/v1/query", params={"query": expression}).json()
+        """Returns the value of each series that the expression has now, but for those that are no
+        number.
+        """
+        answer: dict[str, Any] = httpx.get(
+            f"{self._url}/api/v1/query", params={"query": expression}
+        ).json()
         assert answer["status"] == "success", answer
         values = [float(series["value"][1]) for series in answer["data"]["result"]]
         return [value for value in values if not math.isnan(value)]

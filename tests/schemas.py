@@ -1,4 +1,6 @@
-"""Makes random JSON schemas with short documents, so that a model with random weights reaches their end."""
+"""Makes random JSON schemas with short documents, so that a model with random weights reaches their
+end.
+"""
 
 import random
 from typing import Any
@@ -8,7 +10,9 @@ _PATTERNS = ("^[a-f]{3}$", "^[0-9]{2}-[0-9]{2}$", "^(red|green|blue)$")
 
 
 def random_schema(seed: int, depth: int = 2) -> dict[str, Any]:
-    """Returns the schema of an object with up to `depth` levels below it. Equal seeds give equal schemas."""
+    """Returns the schema of an object with up to `depth` levels below it. Equal seeds give equal
+    schemas.
+    """
     return _object(random.Random(seed), depth)
 
 
@@ -57,7 +61,12 @@ def _object_below(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _array(rng: random.Random, depth: int) -> dict[str, Any]:
     least = rng.randint(0, 2)
-    return {"type": "array", "items": _value(rng, depth - 1), "minItems": least, "maxItems": least + rng.randint(0, 2)}
+    return {
+        "type": "array",
+        "items": _value(rng, depth - 1),
+        "minItems": least,
+        "maxItems": least + rng.randint(0, 2),
+    }
 
 
 def _either(rng: random.Random, depth: int) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Takes the pictures of the console that the docs show: `python -m tandem.tests.screenshots FOLDER`.
+"""Takes the pictures of the console that the docs show: `python -m tandem.tests.screenshots
+FOLDER`.
 
-Serves the demo model on this machine, with requests that run, and drives Debian's Chromium. Prints how long the page
-has taken to its first paint.
+Serves the demo model on this machine, with requests that run, and drives Debian's Chromium. Prints
+how long the page has taken to its first paint.
 """
 
 import sys
@@ -39,7 +40,12 @@ def main(folder: Path) -> None:
     prepare_ray_environment(None)
     from tandem.cluster.launch import start_service  # imports Ray, which reads the environment
 
-    overrides: dict[str, object] = {"model": MODEL, "name": "demo", "router.grpc_port": 0, "router.http_port": 0}
+    overrides: dict[str, object] = {
+        "model": MODEL,
+        "name": "demo",
+        "router.grpc_port": 0,
+        "router.http_port": 0,
+    }
     overrides |= {"router.local_prefill_tokens": 0, "prefill.replicas": 1, "decode.replicas": 2}
     overrides |= {"prefill.num_threads": 1, "decode.num_threads": 1}  # of a machine with few cores
     config = load_config(None, overrides)
@@ -48,9 +54,13 @@ def main(folder: Path) -> None:
         _load(service.grpc_address),
         chromium() as driver,
     ):
-        set_window(driver, *WIDE)  # before the page decides whether to fold the playground's parameters
+        set_window(
+            driver, *WIDE
+        )  # before the page decides whether to fold the playground's parameters
         driver.get(service.console_url)
-        print({name: f"{milliseconds:.0f} ms" for name, milliseconds in paint_times(driver).items()})
+        print(
+            {name: f"{milliseconds:.0f} ms" for name, milliseconds in paint_times(driver).items()}
+        )
         time.sleep(LOAD_SECONDS)  # so that the charts have something to show
         for name, view, size, theme in PICTURES:
             set_window(driver, *size, theme=theme)
@@ -75,7 +85,11 @@ def _load(address: str) -> Iterator[None]:
             turn = number
             while not ends.is_set():
                 text = PROMPTS[turn % len(PROMPTS)] * (1 + turn % 7)
-                client.chat([{"role": "user", "content": text}], max_tokens=20 + 37 * (turn % 5), timeout=120)
+                client.chat(
+                    [{"role": "user", "content": text}],
+                    max_tokens=20 + 37 * (turn % 5),
+                    timeout=120,
+                )
                 turn += 1
                 ends.wait(0.3 * (turn % 4))
 

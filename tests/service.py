@@ -21,8 +21,15 @@ ACTIVITY: Final = ("num_requests", "num_jobs", "num_leases", "num_transfers")
 
 
 def small_config(model: Path, name: str, overrides: Mapping[str, object]) -> TandemConfig:
-    """Returns the configuration of a service beside others on this machine, whose cores are not its own."""
-    common: dict[str, object] = {"model": str(model), "dtype": "float32", "name": name, "status_port": free_port()}
+    """Returns the configuration of a service beside others on this machine, whose cores are not its
+    own.
+    """
+    common: dict[str, object] = {
+        "model": str(model),
+        "dtype": "float32",
+        "name": name,
+        "status_port": free_port(),
+    }
     common |= {"router.grpc_port": 0, "router.http_port": 0}
     common |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
     common |= {f"{pool}.kv_cache_gb": 0.05 for pool in ("prefill", "decode")}
@@ -36,11 +43,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def expected_tokens(model: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+def expected_tokens(
+    model: Path, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> list[list[int]]:
     """Returns what transformers generates greedily, in one batch with padding on the left."""
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])  # [prompts, longest]
+    ids = torch.tensor(
+        [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    )  # [prompts, longest]
     kept = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     out = reference.generate(
         ids,
@@ -68,13 +79,17 @@ def workers(status_url: str) -> list[dict[str, Any]]:
 
 
 def wait_until_idle(status_url: str, seconds: float = 10) -> None:
-    """Fails unless every worker soon holds no request, lease, transfer or block, and its blocks are consistent."""
+    """Fails unless every worker soon holds no request, lease, transfer or block, and its blocks are
+    consistent.
+    """
     deadline = time.monotonic() + seconds
     while True:
         found = workers(status_url)
         assert all(worker.get("integrity_ok", worker.get("balanced")) for worker in found)
         loads = [worker["load"] for worker in found]
-        held = [load["owned_blocks"] + load["leased_blocks"] + load["reserved_blocks"] for load in loads]
+        held = [
+            load["owned_blocks"] + load["leased_blocks"] + load["reserved_blocks"] for load in loads
+        ]
         held += [worker[name] for worker in found for name in worker if name in ACTIVITY]
         if not any(held):
             return

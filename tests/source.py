@@ -36,7 +36,9 @@ class Module:
 
     @cached_property
     def imports(self) -> list[str]:
-        """The absolute dotted names of everything imported anywhere in the file, functions and TYPE_CHECKING too."""
+        """The absolute dotted names of everything imported anywhere in the file, functions and
+        TYPE_CHECKING too.
+        """
         return list(imported_names(self))
 
 
@@ -46,9 +48,15 @@ Rule = Callable[[list[Module]], list[str]]
 @cache
 def package_modules() -> list[Module]:
     outside = ("tests", "build", "dist")
-    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in outside]
+    folders = [
+        path
+        for path in ROOT.iterdir()
+        if path.is_dir() and path.name[0] != "." and path.name not in outside
+    ]
     modules = []
-    for path in sorted([*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]):
+    for path in sorted(
+        [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
+    ):
         parts = path.relative_to(ROOT).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(("tandem", *(parts[:-1] if is_package else parts)))
@@ -68,4 +76,7 @@ def imported_names(module: Module) -> Iterator[str]:
 
 def made_up(**sources: str) -> list[Module]:
     """Modules by names with `__` for the dot: `router__policy` is tandem.router.scheduling.policy."""
-    return [Module(name=f"tandem.{name.replace('__', '.')}", source=source) for name, source in sources.items()]
+    return [
+        Module(name=f"tandem.{name.replace('__', '.')}", source=source)
+        for name, source in sources.items()
+    ]

@@ -1,4 +1,6 @@
-"""Serves the gRPC API with responses that a test defines; tokens are bytes. For tests of clients and commands."""
+"""Serves the gRPC API with responses that a test defines; tokens are bytes. For tests of clients
+and commands.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +46,9 @@ class StubService:
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     tokenized: list[str] = field(default_factory=list)
 
-    def generate(self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Responses:
+    def generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Responses:
         self.requests.append(request)
         timeline = inference_pb2.Timeline(request_id="stub", completion_tokens=7)
         context.set_trailing_metadata((("tandem-timeline-bin", timeline.SerializeToString()),))
@@ -53,7 +57,9 @@ class StubService:
         except Refusal as refusal:
             context.abort(refusal.code, refusal.text)
 
-    def tokenize(self, request: inference_pb2.TokenizeRequest, _: object) -> inference_pb2.TokenizeResponse:
+    def tokenize(
+        self, request: inference_pb2.TokenizeRequest, _: object
+    ) -> inference_pb2.TokenizeResponse:
         self.tokenized.append(request.prompt.text)
         return inference_pb2.TokenizeResponse(token_ids=[256, *request.prompt.text.encode()])
 
@@ -63,7 +69,9 @@ class StubService:
 
 
 @contextmanager
-def stub_service(answer: Callable[[inference_pb2.GenerateRequest], Responses]) -> Iterator[StubService]:
+def stub_service(
+    answer: Callable[[inference_pb2.GenerateRequest], Responses],
+) -> Iterator[StubService]:
     """Runs a StubService on a free port of this machine."""
     stub = StubService(answer)
     messages = inference_pb2
@@ -71,13 +79,17 @@ def stub_service(answer: Callable[[inference_pb2.GenerateRequest], Responses]) -
         "Generate": grpc.unary_stream_rpc_method_handler(
             stub.generate, messages.GenerateRequest.FromString, _serialize
         ),
-        "Tokenize": grpc.unary_unary_rpc_method_handler(stub.tokenize, messages.TokenizeRequest.FromString, _serialize),
+        "Tokenize": grpc.unary_unary_rpc_method_handler(
+            stub.tokenize, messages.TokenizeRequest.FromString, _serialize
+        ),
         "ListModels": grpc.unary_unary_rpc_method_handler(
             stub.list_models, messages.ListModelsRequest.FromString, _serialize
         ),
     }
     server = grpc.server(ThreadPoolExecutor(8))
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tandem.v1.Inference", methods),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("tandem.v1.Inference", methods),)
+    )
     stub.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

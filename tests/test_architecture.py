@@ -1,6 +1,7 @@
 """Checks the architecture from the source: arrows, bans, cycles, sizes, names, packages.
 
-Every rule is a function from modules to complaints, and every rule has a control that it must complain about.
+Every rule is a function from modules to complaints, and every rule has a control that it must
+complain about.
 """
 
 import ast
@@ -17,7 +18,8 @@ REASON_FOR_LENGTH = "One file because"  # begins the sentence in the docstring o
 MAX_FUNCTION_STATEMENTS = 40  # the docstring not counted
 MAX_FOLDER_FILES = 16  # __init__ included
 
-# The folders, or single modules, that a folder may import; its own modules always, those below it only if named.
+# The folders, or single modules, that a folder may import; its own modules always, those below it
+# only if named.
 ARROWS: dict[str, set[str]] = {
     "proto": set(),
     "workers.kv_cache": set(),
@@ -44,12 +46,20 @@ ARROWS: dict[str, set[str]] = {
     },
     "workers.model.generic": {
         *("workers.engine", "workers.kv_cache"),
-        *(f"workers.model.{name}" for name in ("attention", "config", "footprint", "layers", "models", "module")),
+        *(
+            f"workers.model.{name}"
+            for name in ("attention", "config", "footprint", "layers", "models", "module")
+        ),
         *("workers.model.kernels", "workers.model.parallel", "workers.model.quant"),
     },
-    "workers.model.registry": {*(f"workers.model.{name}" for name in ("config", "generic", "models", "quant"))},
+    "workers.model.registry": {
+        *(f"workers.model.{name}" for name in ("config", "generic", "models", "quant"))
+    },
     "workers.model.loader": {
-        *(f"workers.model.{name}" for name in ("checkpoint", "config", "device", "layers", "models", "module")),
+        *(
+            f"workers.model.{name}"
+            for name in ("checkpoint", "config", "device", "layers", "models", "module")
+        ),
         *(f"workers.model.{name}" for name in ("parallel", "quant", "registry")),
         "workers.malloc",
     },
@@ -74,32 +84,74 @@ ARROWS: dict[str, set[str]] = {
     "router.dispatch": {"router.scheduling", "router.request", "router.deadline"},
     "router.frontend.chat_formats": set(),
     "router.frontend": {
-        *("router.auth", "router.fair_queue", "router.request", "router.resume", "router.telemetry"),
+        *(
+            "router.auth",
+            "router.fair_queue",
+            "router.request",
+            "router.resume",
+            "router.telemetry",
+        ),
         "router.frontend.chat_formats",
     },
-    "router.output": {"router.frontend", "router.resume", "router.frontend.chat_formats", "router.request"},
+    "router.output": {
+        "router.frontend",
+        "router.resume",
+        "router.frontend.chat_formats",
+        "router.request",
+    },
     "router.api": {
-        *("router.auth", "router.frontend", "router.output", "router.scheduling", "router.request", "router.deadline"),
+        *(
+            "router.auth",
+            "router.frontend",
+            "router.output",
+            "router.scheduling",
+            "router.request",
+            "router.deadline",
+        ),
         *("router.resume", "router.adapters", "router.api.console", "router.telemetry"),
     },
     "router.api.console": {"router.auth", "router.frontend", "router.telemetry"},
     "router.api.openai": {
-        *("router.api", "router.api.console", "router.auth", "router.frontend", "router.output", "router.request"),
+        *(
+            "router.api",
+            "router.api.console",
+            "router.auth",
+            "router.frontend",
+            "router.output",
+            "router.request",
+        ),
         *("router.resume", "router.telemetry"),
     },
     **{
-        f"router.api.{name}": {"router.api", "router.api.openai", "router.frontend", "router.output"}
+        f"router.api.{name}": {
+            "router.api",
+            "router.api.openai",
+            "router.frontend",
+            "router.output",
+        }
         for name in ("anthropic", "openai_responses")
     },
     "router": {"router.frontend", "router.request", "router.deadline"},
     "router.adapters": {"router.auth", "router.request"},
     "": {"proto", "router.client", "cluster.local"},
     "cluster.config": {
-        *("router.adapters", "router.auth", "router.scheduling", "workers.engine", "cluster.scaling.config"),
+        *(
+            "router.adapters",
+            "router.auth",
+            "router.scheduling",
+            "workers.engine",
+            "cluster.scaling.config",
+        ),
         *("cluster.text_files", "router.frontend.chat_formats", "router.resume"),
     },
     "cluster.store": {
-        *("cluster.config", "router.adapters", "router.frontend", "router.request", "workers.kv_cache"),
+        *(
+            "cluster.config",
+            "router.adapters",
+            "router.frontend",
+            "router.request",
+            "workers.kv_cache",
+        ),
         *("workers.model", "workers.model.adapter_folder"),
         *(f"workers.model.{name}" for name in ("config", "footprint", "loader", "registry")),
     },
@@ -130,14 +182,26 @@ ARROWS["workers.tp"] = {
     "workers.malloc",
 }
 FOLDERS = {
-    name: [other for other in ARROWS if other.split(".")[0] == name] for name in ("workers", "router", "cluster")
+    name: [other for other in ARROWS if other.split(".")[0] == name]
+    for name in ("workers", "router", "cluster")
 }
 ARROWS["workers"] = {*FOLDERS["workers"]}
 ARROWS["workers.bench"] = {*FOLDERS["workers"], "workers"}
-ARROWS["cluster"] = {*FOLDERS["workers"], "workers", *FOLDERS["router"], *FOLDERS["cluster"], "cluster.local"}
+ARROWS["cluster"] = {
+    *FOLDERS["workers"],
+    "workers",
+    *FOLDERS["router"],
+    *FOLDERS["cluster"],
+    "cluster.local",
+}
 ARROWS["cluster.bench.router"] = {*ARROWS["cluster"], "cluster"}
 ARROWS["cluster.bench.console"] = {"cluster.bench", "cluster.bench.router", "cluster.tables"}
-ARROWS["cluster.bench.null_worker"] = {"cluster.bench.router", "workers", "workers.engine", "workers.tp"}
+ARROWS["cluster.bench.null_worker"] = {
+    "cluster.bench.router",
+    "workers",
+    "workers.engine",
+    "workers.tp",
+}
 # The rest of cluster/ knows of Ray; what runs the engine without it knows nothing of the rest.
 ARROWS["cluster.local"] = {
     *(*FOLDERS["workers"], "workers", *FOLDERS["router"], "cluster.config", "cluster.store"),
@@ -159,20 +223,41 @@ NOT_IN = {
 }
 
 # What can run code found in bytes.
-FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "marshal", "dill", "shelve", "ray.cloudpickle", "torch.load", "yaml.load"}
+FORBIDDEN_IMPORTS = {
+    "pickle",
+    "cloudpickle",
+    "marshal",
+    "dill",
+    "shelve",
+    "ray.cloudpickle",
+    "torch.load",
+    "yaml.load",
+}
 FORBIDDEN_IMPORTS |= {"yaml.unsafe_load", "yaml.full_load", "builtins.eval", "builtins.exec"}
-FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "ray.cloudpickle"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "torch.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "ray.cloudpickle",
+}
 FORBIDDEN_NAMES = {call.rpartition(".")[2] for call in FORBIDDEN_CALLS}
 
 
 def folder_of(name: str) -> str:
-    """The entry of ARROWS that is the module or its folder; `` is the package's root. Unknown: its own name."""
+    """The entry of ARROWS that is the module or its folder; `` is the package's root. Unknown: its
+    own name.
+    """
     inner = name.partition(".")[2]
     return next((folder for folder in (inner, inner.rpartition(".")[0]) if folder in ARROWS), name)
 
 
 def edges(modules: list[Module]) -> dict[str, set[str]]:
-    """Which module of ours imports which: names inside modules are cut back to the module that holds them."""
+    """Which module of ours imports which: names inside modules are cut back to the module that
+    holds them.
+    """
     known = {module.name for module in modules}
 
     def holder(name: str) -> str:
@@ -181,7 +266,8 @@ def edges(modules: list[Module]) -> dict[str, set[str]]:
         return name
 
     return {
-        module.name: {holder(name) for name in module.imports if name.split(".")[0] == "tandem"} - {module.name}
+        module.name: {holder(name) for name in module.imports if name.split(".")[0] == "tandem"}
+        - {module.name}
         for module in modules
     }
 
@@ -194,7 +280,11 @@ def breaks_arrows(modules: list[Module]) -> list[str]:
             complaints.append(f"{name} lies in a folder that the arrows do not know")
             continue
         allowed = ARROWS[folder] | {folder}
-        complaints += [f"{name} imports {target}" for target in sorted(targets) if folder_of(target) not in allowed]
+        complaints += [
+            f"{name} imports {target}"
+            for target in sorted(targets)
+            if folder_of(target) not in allowed
+        ]
     return complaints
 
 
@@ -216,7 +306,9 @@ def has_folder_cycle(modules: list[Module]) -> list[str]:
     """Complains about a cycle among the entries of ARROWS, so about one inside a folder too."""
     graph: dict[str, set[str]] = {}
     for name, targets in edges(modules).items():
-        graph.setdefault(folder_of(name), set()).update({folder_of(target) for target in targets} - {folder_of(name)})
+        graph.setdefault(folder_of(name), set()).update(
+            {folder_of(target) for target in targets} - {folder_of(name)}
+        )
     return cycle_in(graph)
 
 
@@ -239,20 +331,31 @@ def decodes_code(modules: list[Module]) -> list[str]:
                 last = node.attr if isinstance(node, ast.Attribute) else node.id
                 if last in FORBIDDEN_NAMES and ast.unparse(node) in FORBIDDEN_CALLS:
                     complaints.append(f"{module.name}:{node.lineno} uses {ast.unparse(node)}")
-            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and ast.unparse(node.value) != "False":
+            if (
+                isinstance(node, ast.keyword)
+                and node.arg == "trust_remote_code"
+                and ast.unparse(node.value) != "False"
+            ):
                 complaints.append(f"{module.name}:{node.lineno} trusts remote code")
     return complaints
 
 
 def is_too_long(modules: list[Module]) -> list[str]:
-    """Complains about functions of many statements, and about long files whose docstring gives no reason."""
+    """Complains about functions of many statements, and about long files whose docstring gives no
+    reason.
+    """
     complaints = []
     for module in modules:
         if module.is_generated:
             continue
         num_lines = len(module.source.splitlines())
-        if num_lines > MAX_FILE_LINES and REASON_FOR_LENGTH not in (ast.get_docstring(module.tree) or ""):
-            complaints.append(f"{module.name} has {num_lines} lines; its docstring does not say `{REASON_FOR_LENGTH}`")
+        if num_lines > MAX_FILE_LINES and REASON_FOR_LENGTH not in (
+            ast.get_docstring(module.tree) or ""
+        ):
+            complaints.append(
+                f"{module.name} has {num_lines} lines; its docstring does not say "
+                f"`{REASON_FOR_LENGTH}`"
+            )
         for node in module.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_statements = sum(isinstance(each, ast.stmt) for each in ast.walk(node)) - 1
@@ -264,10 +367,21 @@ def is_too_long(modules: list[Module]) -> list[str]:
 
 def has_full_folders(modules: list[Module]) -> list[str]:
     counts = Counter(module.package for module in modules if not module.is_generated)
-    return [f"{package} has {count} files" for package, count in counts.items() if count > MAX_FOLDER_FILES]
+    return [
+        f"{package} has {count} files"
+        for package, count in counts.items()
+        if count > MAX_FOLDER_FILES
+    ]
 
 
-RULES: list[Rule] = [breaks_arrows, breaks_library_bans, has_cycle, has_folder_cycle, decodes_code, is_too_long]
+RULES: list[Rule] = [
+    breaks_arrows,
+    breaks_library_bans,
+    has_cycle,
+    has_folder_cycle,
+    decodes_code,
+    is_too_long,
+]
 RULES += [has_full_folders]
 
 
@@ -283,14 +397,27 @@ def test_the_package_keeps_the_rule(rule: Rule) -> None:
 
 def test_the_scan_sees_the_package() -> None:
     names = {module.name for module in package_modules()}
-    assert {"tandem", "tandem.proto.errors", "tandem.workers.engine.plan", "tandem.cluster.store.store"} <= names
-    imported = {"proto.errors", "cluster.local.llm", "cluster.store.quantize", "cluster.store.store"}
+    assert {
+        "tandem",
+        "tandem.proto.errors",
+        "tandem.workers.engine.plan",
+        "tandem.cluster.store.store",
+    } <= names
+    imported = {
+        "proto.errors",
+        "cluster.local.llm",
+        "cluster.store.quantize",
+        "cluster.store.store",
+    }
     imported |= {"cluster.tables", "cluster.text_files", "workers.model.config"}
-    assert edges(package_modules())["tandem.cluster.cli.model"] == {f"tandem.{each}" for each in imported}
+    assert edges(package_modules())["tandem.cluster.cli.model"] == {
+        f"tandem.{each}" for each in imported
+    }
 
 
 def test_proto_is_a_namespace_folder() -> None:
-    # With an __init__.py it would hide the `proto` of proto-plus that Ray imports, whenever the root is on sys.path.
+    # With an __init__.py it would hide the `proto` of proto-plus that Ray imports, whenever the
+    # root is on sys.path.
     assert (ROOT / "proto" / "errors.py").exists()
     assert not (ROOT / "proto" / "__init__.py").exists()
 
@@ -309,8 +436,17 @@ CONTROLS: list[tuple[Rule, dict[str, str]]] = [
     (breaks_arrows, {"workers__worker": "from tandem.router.request import Request"}),
     (breaks_arrows, {"workers__tp__rank": "from .. import worker", "workers__worker": ""}),
     (breaks_arrows, {"workers__tp__rank": "from ..worker import Worker", "workers__worker": ""}),
-    (breaks_arrows, {"workers__kv_cache__layout": "from ..engine import plan", "workers__engine__plan": ""}),
-    (breaks_arrows, {"router__scheduling__policy": "from ..dispatch import attempt", "router__dispatch__attempt": ""}),
+    (
+        breaks_arrows,
+        {"workers__kv_cache__layout": "from ..engine import plan", "workers__engine__plan": ""},
+    ),
+    (
+        breaks_arrows,
+        {
+            "router__scheduling__policy": "from ..dispatch import attempt",
+            "router__dispatch__attempt": "",
+        },
+    ),
     (breaks_arrows, {"cluster__store__hub": "from ..cli import main", "cluster__cli__main": ""}),
     (breaks_arrows, {"workers__model__runner": "from ..transfer import wire"}),
     (breaks_arrows, {"workers__transfer__wire": "def f():\n    from ..model.kv import KvCache"}),
@@ -328,10 +464,17 @@ CONTROLS: list[tuple[Rule, dict[str, str]]] = [
     (breaks_library_bans, {"router__policy": "from torch import Tensor"}),
     (breaks_library_bans, {"router__policy": "import ray.serve"}),
     (has_cycle, {"router__a": "from . import b", "router__b": "from .a import x"}),
-    (has_cycle, {"router__a": "from .b import x", "router__b": "def f():\n    from tandem.router import a"}),
     (
         has_cycle,
-        {"router__a": "from .b import x", "router__b": "import tandem.router.c", "router__c": "from . import a"},
+        {"router__a": "from .b import x", "router__b": "def f():\n    from tandem.router import a"},
+    ),
+    (
+        has_cycle,
+        {
+            "router__a": "from .b import x",
+            "router__b": "import tandem.router.c",
+            "router__c": "from . import a",
+        },
     ),
     (
         has_folder_cycle,
@@ -343,7 +486,11 @@ CONTROLS: list[tuple[Rule, dict[str, str]]] = [
     ),
     (
         has_folder_cycle,
-        {"cluster__cli__a": "from ..eval import b", "cluster__eval__b": "from ..cli import c", "cluster__cli__c": ""},
+        {
+            "cluster__cli__a": "from ..eval import b",
+            "cluster__eval__b": "from ..cli import c",
+            "cluster__cli__c": "",
+        },
     ),
     (decodes_code, {"cluster__x": "import pickle"}),
     (decodes_code, {"cluster__x": "from ray import cloudpickle"}),
@@ -355,7 +502,10 @@ CONTROLS: list[tuple[Rule, dict[str, str]]] = [
     (decodes_code, {"cluster__x": "import yaml\nyaml.load('x', yaml.SafeLoader)"}),
     (decodes_code, {"cluster__x": "f(trust_remote_code=True)"}),
     (is_too_long, {"cluster__x": "x = 1\n" * (MAX_FILE_LINES + 1)}),
-    (is_too_long, {"cluster__x": "async def f():\n" + "    x = 1\n" * (MAX_FUNCTION_STATEMENTS + 1)}),
+    (
+        is_too_long,
+        {"cluster__x": "async def f():\n" + "    x = 1\n" * (MAX_FUNCTION_STATEMENTS + 1)},
+    ),
     (has_full_folders, {f"cluster__x{number}": "" for number in range(MAX_FOLDER_FILES + 1)}),
 ]
 

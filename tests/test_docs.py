@@ -1,4 +1,6 @@
-"""Checks the pages: their length, that what they name exists, and that they state no ratio to a peer."""
+"""Checks the pages: their length, that what they name exists, and that they state no ratio to a
+peer.
+"""
 
 import re
 from pathlib import Path
@@ -26,6 +28,9 @@ def test_what_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text()
     links = [(ROOT / page).parent / link for link in re.findall(r"\]\(([\w./-]+)\)", text)]
     files = [
-        ROOT / name for name in re.findall(r"`((?:tests|cluster|workers|router|proto|docs|k8s)/[\w./]+)[:`]", text)
+        ROOT / name
+        for name in re.findall(
+            r"`((?:tests|cluster|workers|router|proto|docs|k8s)/[\w./]+)[:`]", text
+        )
     ]
     assert [str(path) for path in links + files if not path.exists()] == []

@@ -1,5 +1,6 @@
-"""Runs the examples of README.md, docs/clients.md and docs/offline.md, against a service with scripted completions, or
-with a tiny model in their own process."""
+"""Runs the examples of README.md, docs/clients.md and docs/offline.md, against a service with
+scripted completions, or with a tiny model in their own process.
+"""
 
 import asyncio
 import os
@@ -31,7 +32,8 @@ _BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TEMPLATE = (
     "{% if tools %}{{ '<tools>' + (tools | tojson) + '</tools>' }}{% endif %}"
     "{% for message in messages %}{{ '[' + message['role'] + '] ' + message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + (call | tojson) + '</tool_call>' }}{% endfor %}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + (call | tojson) + "
+    "'</tool_call>' }}{% endfor %}"
     "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
@@ -52,8 +54,13 @@ class Script:
     ) -> AsyncGenerator[TokenDelta, None]:
         """See TokenSource."""
         prompt = bytes(token for token in request.prompt if token < 256).decode()
-        answer = next(([*completion.encode(), EOS_ID] for text, completion in _COMPLETIONS if text in prompt), None)
-        async with aclosing(FakeTokenSource(answer=answer).generate(request, timeline, ended)) as deltas:
+        answer = next(
+            ([*completion.encode(), EOS_ID] for text, completion in _COMPLETIONS if text in prompt),
+            None,
+        )
+        async with aclosing(
+            FakeTokenSource(answer=answer).generate(request, timeline, ended)
+        ) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -81,17 +88,23 @@ def examples() -> list[Example]:
 
 @pytest.fixture(scope="module")
 def addresses() -> Iterator[dict[str, str]]:
-    """Returns the real addresses, by those that the pages name. The service runs in a thread of its own."""
+    """Returns the real addresses, by those that the pages name. The service runs in a thread of its
+    own.
+    """
     started: dict[str, str] = {}
     ready = threading.Event()
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
 
     async def serve() -> None:
-        model = ServedModel(name="smollm2-135m-instruct", tokenizer=byte_tokenizer(_TEMPLATE), context_tokens=2048)
+        model = ServedModel(
+            name="smollm2-135m-instruct", tokenizer=byte_tokenizer(_TEMPLATE), context_tokens=2048
+        )
         server = await ApiServers.start(GenerationService([model], Script()))
         await server.set_serving(True)
-        started.update({"127.0.0.1:50051": server.grpc_address, "127.0.0.1:8080": server.http_address})
+        started.update(
+            {"127.0.0.1:50051": server.grpc_address, "127.0.0.1:8080": server.http_address}
+        )
         ready.set()
         await stop.wait()
         await server.stop(0)
@@ -126,9 +139,15 @@ def test_example(example: Example, addresses: dict[str, str], model: Path, tmp_p
     code = example.code
     for written, real in (*addresses.items(), ('LLM("smollm2-135m-instruct"', f'LLM("{model}"')):
         code = code.replace(written, real)
-    command = [sys.executable, "-W", "error", "-c", code] if example.language == "python" else ["bash", "-c", code]
+    command = (
+        [sys.executable, "-W", "error", "-c", code]
+        if example.language == "python"
+        else ["bash", "-c", code]
+    )
     environment: dict[str, Any] = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
     if expected := _EXPECTED.get(next((text for text in _EXPECTED if text in code), "")):

@@ -7,15 +7,51 @@ import pytest
 
 from tandem.tests.source import ROOT, Module, Rule, made_up, package_modules
 
-# Names that this project alone used for what vLLM, SGLang, PyTorch or the papers call otherwise: words that no
-# identifier may have as one of its parts, and whole identifiers.
+# Names that this project alone used for what vLLM, SGLang, PyTorch or the papers call otherwise:
+# words that no identifier may have as one of its parts, and whole identifiers.
 PRIVATE_WORDS = {
-    *("door", "doors", "exporter", "flight", "hear", "inlet", "inlets", "ledger", "leg", "legs", "mover", "outlet"),
+    *(
+        "door",
+        "doors",
+        "exporter",
+        "flight",
+        "hear",
+        "inlet",
+        "inlets",
+        "ledger",
+        "leg",
+        "legs",
+        "mover",
+        "outlet",
+    ),
     *("outlets", "puller", "shaping", "ship", "stopwatch", "tell", "ways"),
 }
 PRIVATE_NAMES = {
-    *("Choices", "DirectoryView", "Job", "Jobs", "Joined", "KnownWorker", "Leader", "Means", "Opened", "Opening"),
-    *("Outcome", "RankLink", "Room", "Run", "WorkerLink", "add_up", "draw", "follow", "job", "jobs", "means"),
+    *(
+        "Choices",
+        "DirectoryView",
+        "Job",
+        "Jobs",
+        "Joined",
+        "KnownWorker",
+        "Leader",
+        "Means",
+        "Opened",
+        "Opening",
+    ),
+    *(
+        "Outcome",
+        "RankLink",
+        "Room",
+        "Run",
+        "WorkerLink",
+        "add_up",
+        "draw",
+        "follow",
+        "job",
+        "jobs",
+        "means",
+    ),
 }
 
 
@@ -27,24 +63,35 @@ def shares_class_names(modules: list[Module]) -> list[str]:
         for node in module.nodes:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 owners.setdefault(node.name, []).append(module.name)
-    return [f"{name} is in {' and '.join(found)}" for name, found in owners.items() if len(found) > 1]
+    return [
+        f"{name} is in {' and '.join(found)}" for name, found in owners.items() if len(found) > 1
+    ]
 
 
 def uses_private_names(modules: list[Module]) -> list[str]:
     return [
-        f"{module.name} has {name}" for module in modules for name in sorted(identifiers(module)) if is_private(name)
+        f"{module.name} has {name}"
+        for module in modules
+        for name in sorted(identifiers(module))
+        if is_private(name)
     ]
 
 
 def is_private(name: str) -> bool:
-    """Whether it is a private name, or has a private word as a part, other than the `flight` of `in_flight`."""
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name.replace("in_flight", "").replace("InFlight", ""))
+    """Whether it is a private name, or has a private word as a part, other than the `flight` of
+    `in_flight`.
+    """
+    words = re.findall(
+        r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name.replace("in_flight", "").replace("InFlight", "")
+    )
     private = name.strip("_") in PRIVATE_NAMES or name.endswith("_there")
     return private or not PRIVATE_WORDS.isdisjoint(word.lower() for word in words)
 
 
 def identifiers(module: Module) -> set[str]:
-    """The names that the module defines: of itself, classes, functions, parameters, variables and attributes."""
+    """The names that the module defines: of itself, classes, functions, parameters, variables and
+    attributes.
+    """
     if module.name.endswith("_proto"):
         return set(re.findall(r"[A-Za-z_]\w*", re.sub(r"//.*|\"[^\"]*\"", "", module.source)))
     names = set() if module.is_generated else {module.name.rpartition(".")[2]}
@@ -63,7 +110,9 @@ def identifiers(module: Module) -> set[str]:
 def proto_modules() -> list[Module]:
     """The .proto files, which only the rules of names read."""
     files = sorted((ROOT / "proto").glob("*.proto"))
-    return [Module(name=f"tandem.proto.{path.stem}_proto", source=path.read_text()) for path in files]
+    return [
+        Module(name=f"tandem.proto.{path.stem}_proto", source=path.read_text()) for path in files
+    ]
 
 
 RULES: list[Rule] = [shares_class_names, uses_private_names]
@@ -75,11 +124,16 @@ def test_the_package_keeps_the_rule(rule: Rule) -> None:
 
 
 def test_the_scan_sees_the_protos() -> None:
-    assert {"GenerateRequest", "SamplingParams"} <= {name for module in proto_modules() for name in identifiers(module)}
+    assert {"GenerateRequest", "SamplingParams"} <= {
+        name for module in proto_modules() for name in identifiers(module)
+    }
 
 
 CONTROLS: list[tuple[Rule, dict[str, str]]] = [
-    (shares_class_names, {"cluster__x": "class Same: ...", "router__api__y": "def f():\n    class Same: ..."}),
+    (
+        shares_class_names,
+        {"cluster__x": "class Same: ...", "router__api__y": "def f():\n    class Same: ..."},
+    ),
     (uses_private_names, {"cluster__x": "class Exporter: ..."}),
     (uses_private_names, {"cluster__x": "def open_doors(): ..."}),
     (uses_private_names, {"cluster__x": "def f(puller_id): ..."}),

@@ -1,6 +1,8 @@
-"""Checks from the source what makes whole classes of defects impossible; each rule has controls that it must refuse.
+"""Checks from the source what makes whole classes of defects impossible; each rule has controls
+that it must refuse.
 
-That nothing decodes code from bytes is a rule of test_architecture.py."""
+That nothing decodes code from bytes is a rule of test_architecture.py.
+"""
 
 import ast
 import re
@@ -27,13 +29,37 @@ SECRET_WORDS = {
         "headers",
         "ids",
     ),
-    *("key", "keys", "messages", "metadata", "password", "prompt", "prompts", "request", "salt", "secret"),
+    *(
+        "key",
+        "keys",
+        "messages",
+        "metadata",
+        "password",
+        "prompt",
+        "prompts",
+        "request",
+        "salt",
+        "secret",
+    ),
     *("text", "texts", "token", "tokens"),
 }
-"""Parts of the names of what a caller sent, or is given; but a request's id names it in logs, and is printable."""
+"""Parts of the names of what a caller sent, or is given; but a request's id names it in logs, and
+is printable.
+"""
 
-SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn"}
-TEMPLATES = {"jinja2.Environment", "jinja2.Template", "jinja2.environment.Environment", "jinja2.environment.Template"}
+SHELLS = {
+    "os.system",
+    "os.popen",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "pty.spawn",
+}
+TEMPLATES = {
+    "jinja2.Environment",
+    "jinja2.Template",
+    "jinja2.environment.Environment",
+    "jinja2.environment.Template",
+}
 
 
 def calls(module: Module) -> Iterator[ast.Call]:
@@ -42,8 +68,9 @@ def calls(module: Module) -> Iterator[ast.Call]:
 
 
 def asserts_of_callers(modules: list[Module]) -> list[str]:
-    """Complains of an assert that may check what came from outside: `python -O` removes it. Allowed are those that tell
-    a type to the type checker, and `check_integrity`."""
+    """Complains of an assert that may check what came from outside: `python -O` removes it. Allowed
+    are those that tell a type to the type checker, and `check_integrity`.
+    """
     complaints = []
     for module in modules:
         integrity = [
@@ -52,9 +79,13 @@ def asserts_of_callers(modules: list[Module]) -> list[str]:
             if isinstance(node, ast.FunctionDef) and node.name == "check_integrity"
         ]
         for node in module.nodes:
-            if not isinstance(node, ast.Assert) or any(begin <= node.lineno <= end for begin, end in integrity):
+            if not isinstance(node, ast.Assert) or any(
+                begin <= node.lineno <= end for begin, end in integrity
+            ):
                 continue
-            if not re.fullmatch(r"[\w.]+ is not None|isinstance\([\w.]+, [\w.]+\)", ast.unparse(node.test)):
+            if not re.fullmatch(
+                r"[\w.]+ is not None|isinstance\([\w.]+, [\w.]+\)", ast.unparse(node.test)
+            ):
                 complaints.append(f"{module.name}:{node.lineno} asserts {ast.unparse(node.test)}")
     return complaints
 
@@ -63,7 +94,9 @@ def runs_a_shell(modules: list[Module]) -> list[str]:
     complaints = []
     for module in modules:
         for call in calls(module):
-            shell = any(each.arg == "shell" and ast.unparse(each.value) != "False" for each in call.keywords)
+            shell = any(
+                each.arg == "shell" and ast.unparse(each.value) != "False" for each in call.keywords
+            )
             if shell or ast.unparse(call.func) in SHELLS:
                 complaints.append(f"{module.name}:{call.lineno} runs a shell")
         complaints += [f"{module.name} imports {name}" for name in module.imports if name in SHELLS]
@@ -77,17 +110,27 @@ def receives_pickles(modules: list[Module]) -> list[str]:
         for module in modules
         for call in calls(module)
         if (isinstance(call.func, ast.Attribute) and call.func.attr == "recv" and not call.args)
-        or any(each.arg == "allow_pickle" and ast.unparse(each.value) != "False" for each in call.keywords)
+        or any(
+            each.arg == "allow_pickle" and ast.unparse(each.value) != "False"
+            for each in call.keywords
+        )
     ]
 
 
 def renders_outside_the_sandbox(modules: list[Module]) -> list[str]:
-    return [f"{module.name} imports {name}" for module in modules for name in module.imports if name in TEMPLATES]
+    return [
+        f"{module.name} imports {name}"
+        for module in modules
+        for name in module.imports
+        if name in TEMPLATES
+    ]
 
 
 def logs_what_callers_sent(modules: list[Module]) -> list[str]:
-    """Complains of a log call with a variable that may hold a key or a text; of print in what serves; and where texts
-    and keys are known, which workers never see, of tracebacks, whose last line is the text of an exception."""
+    """Complains of a log call with a variable that may hold a key or a text; of print in what
+    serves; and where texts and keys are known, which workers never see, of tracebacks, whose last
+    line is the text of an exception.
+    """
     complaints = []
     for module in modules:
         for call in calls(module):
@@ -95,8 +138,14 @@ def logs_what_callers_sent(modules: list[Module]) -> list[str]:
             owner = ast.unparse(call.func).split(".")[-2] if method else ""
             if method in LOG_METHODS and owner in LOGGERS:
                 names = secret_names(call)
-                traced = method == "exception" or any(each.arg in ("exc_info", "stack_info") for each in call.keywords)
-                names += ["a traceback"] if traced and not module.name.startswith("tandem.workers.") else []
+                traced = method == "exception" or any(
+                    each.arg in ("exc_info", "stack_info") for each in call.keywords
+                )
+                names += (
+                    ["a traceback"]
+                    if traced and not module.name.startswith("tandem.workers.")
+                    else []
+                )
                 complaints += [f"{module.name}:{call.lineno} logs {name}" for name in names]
             elif ast.unparse(call.func) == "print" and re.match(
                 r"tandem\.(router|proto|workers(?!\.bench))", module.name
@@ -106,7 +155,9 @@ def logs_what_callers_sent(modules: list[Module]) -> list[str]:
 
 
 def secret_names(call: ast.Call) -> list[str]:
-    """The identifiers in the arguments that have a secret word as a part, but those in type(...) and len(...)."""
+    """The identifiers in the arguments that have a secret word as a part, but those in type(...)
+    and len(...).
+    """
     found: list[str] = []
 
     def visit(node: ast.AST) -> None:
@@ -114,7 +165,13 @@ def secret_names(call: ast.Call) -> list[str]:
             return
         if isinstance(node, ast.Attribute) and node.attr == "request_id":
             return
-        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        name = (
+            node.id
+            if isinstance(node, ast.Name)
+            else node.attr
+            if isinstance(node, ast.Attribute)
+            else ""
+        )
         if SECRET_WORDS & set(name.lower().split("_")):
             found.append(name)
         for child in ast.iter_child_nodes(node):
@@ -126,7 +183,8 @@ def secret_names(call: ast.Call) -> list[str]:
 
 
 FLOORS = {
-    "aiohttp": "3.13.3",  # CVE-2025-53643, CVE-2025-69223: request smuggling, unpacked bodies without a bound
+    # CVE-2025-53643, CVE-2025-69223: request smuggling, unpacked bodies without a bound
+    "aiohttp": "3.13.3",
     "filelock": "3.20.3",  # CVE-2025-68146: links in place of lock files
     "h11": "0.16.0",  # CVE-2025-43859: request smuggling
     "jinja2": "3.1.6",  # CVE-2025-27516: out of the sandbox
@@ -142,7 +200,10 @@ FLOORS = {
 
 def versions(lines: list[str], operator: str) -> dict[str, Version]:
     split = [line.partition(operator) for line in lines if operator in line]
-    return {name.partition("[")[0].lower(): Version(version.partition(",")[0]) for name, _, version in split}
+    return {
+        name.partition("[")[0].lower(): Version(version.partition(",")[0])
+        for name, _, version in split
+    }
 
 
 def test_no_dependency_may_be_older_than_its_repair() -> None:
@@ -154,7 +215,12 @@ def test_no_dependency_may_be_older_than_its_repair() -> None:
     assert set(floors) <= set(pins)
 
 
-RULES: list[Rule] = [asserts_of_callers, runs_a_shell, receives_pickles, renders_outside_the_sandbox]
+RULES: list[Rule] = [
+    asserts_of_callers,
+    runs_a_shell,
+    receives_pickles,
+    renders_outside_the_sandbox,
+]
 RULES += [logs_what_callers_sent]
 
 
@@ -177,7 +243,10 @@ CONTROLS: list[tuple[Rule, str]] = [
     (renders_outside_the_sandbox, "from jinja2 import Template"),
     (logs_what_callers_sent, "_log.debug('%s', prompt)"),
     (logs_what_callers_sent, "log.info(f'key {self.api_key[:4]}')"),
-    (logs_what_callers_sent, "logging.getLogger('x').error('%r', x)\n_log.error('x', extra={'a': request.text})"),
+    (
+        logs_what_callers_sent,
+        "logging.getLogger('x').error('%r', x)\n_log.error('x', extra={'a': request.text})",
+    ),
     (logs_what_callers_sent, "_log.exception('failed')"),
     (logs_what_callers_sent, "_log.error('failed', exc_info=error)"),
     (logs_what_callers_sent, "print(x)"),

@@ -1,4 +1,6 @@
-"""Tests the guard of the quick tier, see conftest.py: these tests belong to it and try what it forbids."""
+"""Tests the guard of the quick tier, see conftest.py: these tests belong to it and try what it
+forbids.
+"""
 
 import asyncio
 import socket

@@ -1,7 +1,7 @@
 """Makes tiny random models in Hugging Face folders: real files, a real tokenizer, random weights.
 
-The weights are scaled so that activations stay near 1, logits spread over several units and greedy output varies
-instead of repeating one token.
+The weights are scaled so that activations stay near 1, logits spread over several units and greedy
+output varies instead of repeating one token.
 """
 
 from pathlib import Path
@@ -57,7 +57,12 @@ TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "olmo2": (Olmo2Config, {}),
     "granite": (
         GraniteConfig,
-        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
     ),
     "phi3": (Phi3Config, {"sliding_window": 24, "original_max_position_embeddings": 2048}),
     "gemma2": (Gemma2Config, {**ALTERNATING, "query_pre_attn_scalar": 12}),
@@ -66,7 +71,12 @@ TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {"num_local_experts": 4}),
     "qwen3_moe": (
         Qwen3MoeConfig,
-        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
     ),
     "gpt_oss": (GptOssConfig, {**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
@@ -78,13 +88,19 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def make_tiny_model(
-    folder: Path, family: str = "llama", *, seed: int = 0, dtype: str = "float32", **config_overrides: Any
+    folder: Path,
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    **config_overrides: Any,
 ) -> Path:
-    """Writes a random model of one of FAMILIES into `folder` (made if missing) and returns the folder.
+    """Writes a random model of one of FAMILIES into `folder` (made if missing) and returns the
+    folder.
 
     Keyword arguments go to the transformers config class, for example `num_hidden_layers=3`,
-    `tie_word_embeddings=True` or `rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}`.
-    Equal arguments give equal files.
+    `tie_word_embeddings=True` or `rope_parameters={"rope_type": "linear", "rope_theta": 10000.0,
+    "factor": 4.0}`. Equal arguments give equal files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
@@ -99,7 +115,9 @@ def make_tiny_model(
     return folder
 
 
-def _config(family: str, tokenizer: PreTrainedTokenizerBase, overrides: dict[str, Any]) -> PretrainedConfig:
+def _config(
+    family: str, tokenizer: PreTrainedTokenizerBase, overrides: dict[str, Any]
+) -> PretrainedConfig:
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     values = SIZES | special | {"tie_word_embeddings": False}
     if family in ("qwen2", "cohere2", "phi3"):

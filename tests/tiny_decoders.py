@@ -1,4 +1,6 @@
-"""The decoders of transformers that the Transformers implementation is tested with, each as a tiny random model."""
+"""The decoders of transformers that the Transformers implementation is tested with, each as a tiny
+random model.
+"""
 
 from pathlib import Path
 from typing import Any, Final
@@ -35,13 +37,45 @@ _ALTERNATING: Final[dict[str, Any]] = {
 }
 
 _PLAIN: Final = (
-    *("apertus", "arcee", "biogpt", "bitnet", "cohere", "cwm", "ernie4_5", "exaone4", "flint", "gemma", "glm", "glm4"),
-    *("gpt2", "gpt_bigcode", "gpt_neox", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "laguna"),
+    *(
+        "apertus",
+        "arcee",
+        "biogpt",
+        "bitnet",
+        "cohere",
+        "cwm",
+        "ernie4_5",
+        "exaone4",
+        "flint",
+        "gemma",
+        "glm",
+        "glm4",
+    ),
+    *(
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "granite",
+        "helium",
+        "hunyuan_v1_dense",
+        "hyperclovax",
+        "jais2",
+        "laguna",
+    ),
     *("llama", "mellum", "nemotron", "olmo2", "opt", "phi3", "qwen2", "stablelm", "starcoder2"),
 )
 _WINDOWED: Final = ("cohere2", "gemma2", "gemma3_text", "granite_swa", "ministral", "mistral")
 _SPARSE: Final = (
-    *("afmoe", "aria_text", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "gpt_oss"),
+    *(
+        "afmoe",
+        "aria_text",
+        "cohere2_moe",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "glm4_moe",
+        "gpt_oss",
+    ),
     *("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "qwen3_moe"),
 )
 
@@ -63,7 +97,9 @@ def tiny_config(kind: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def make_tiny_decoder(folder: Path, kind: str, *, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a random model of a `model_type` of transformers into `folder` (made if missing); returns the folder."""
+    """Writes a random model of a `model_type` of transformers into `folder` (made if missing);
+    returns the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}

@@ -27,8 +27,10 @@ def write_gguf(
     values: Mapping[str, str | float] = {},
     pre: str | None = "default",
 ) -> Path:
-    """Writes the model of a folder, its matrices as `kind`, and `values`, further metadata, whose names begin with that
-    of the architecture. `pre`: how the tokenizer splits texts. Returns the file."""
+    """Writes the model of a folder, its matrices as `kind`, and `values`, further metadata, whose
+    names begin with that
+    of the architecture. `pre`: how the tokenizer splits texts. Returns the file.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = model.config
     architecture = _ARCHITECTURES[config.model_type]
@@ -86,7 +88,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int, pre: 
     if pre is not None:
         writer.add_tokenizer_pre(pre)
     writer.add_token_list([tokens.get(index, f"[PAD{index}]") for index in range(vocab_size)])
-    writer.add_token_types([_CONTROL if index in special else _NORMAL for index in range(vocab_size)])
+    writer.add_token_types(
+        [_CONTROL if index in special else _NORMAL for index in range(vocab_size)]
+    )
     writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)

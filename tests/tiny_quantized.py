@@ -1,5 +1,7 @@
-"""Writes tiny models in quantised formats of checkpoints, each beside the same model with the weights that its numbers
-stand for. Both are made from the formats' definitions, without the code under test."""
+"""Writes tiny models in quantised formats of checkpoints, each beside the same model with the
+weights that its numbers stand for. Both are made from the formats' definitions, without the code
+under test.
+"""
 
 import json
 from collections.abc import Callable
@@ -12,7 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from tandem.tests.tiny import make_tiny_model
 
-SIZES: Final[dict[str, Any]] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8}
+SIZES: Final[dict[str, Any]] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+}
 FLOAT8: Final = torch.float8_e4m3fn
 
 Array = np.ndarray[Any, Any]
@@ -32,8 +38,12 @@ class Numbers(NamedTuple):
         return (centred * self.scales.double()[:, self.groups]).float()
 
 
-def rounded(weight: torch.Tensor, bits: int, group_size: int, symmetric: bool, act_order: bool = False) -> Numbers:
-    """Rounds to nearest, with scales that float16 and bfloat16 have both; `act_order` shuffles the groups."""
+def rounded(
+    weight: torch.Tensor, bits: int, group_size: int, symmetric: bool, act_order: bool = False
+) -> Numbers:
+    """Rounds to nearest, with scales that float16 and bfloat16 have both; `act_order` shuffles the
+    groups.
+    """
     data = weight.double().numpy()
     outputs, inputs = data.shape
     groups = np.arange(inputs) // group_size
@@ -48,13 +58,21 @@ def rounded(weight: torch.Tensor, bits: int, group_size: int, symmetric: bool, a
             low = -high
         scale = torch.from_numpy((high - low) / (2**bits - 1)).bfloat16().half().double().numpy()
         scales[:, group] = scale
-        zeros[:, group] = 2 ** (bits - 1) if symmetric else np.clip(np.rint(-low / scale), 0, 2**bits - 1)
+        zeros[:, group] = (
+            2 ** (bits - 1) if symmetric else np.clip(np.rint(-low / scale), 0, 2**bits - 1)
+        )
     numbers = np.clip(np.rint(data / scales[:, groups]) + zeros[:, groups], 0, 2**bits - 1)
-    return Numbers(numbers.astype(np.int64), torch.from_numpy(scales).float(), zeros.astype(np.int64), groups)
+    return Numbers(
+        numbers.astype(np.int64), torch.from_numpy(scales).float(), zeros.astype(np.int64), groups
+    )
 
 
-def pack(numbers: Array, bits: int, axis: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Packs numbers along an axis into words of 32 bits, number order[j] of each word in its jth lowest bits."""
+def pack(
+    numbers: Array, bits: int, axis: int, order: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Packs numbers along an axis into words of 32 bits, number order[j] of each word in its jth
+    lowest bits.
+    """
     per_word = 32 // bits
     moved = np.moveaxis(numbers, axis, -1)
     moved = np.pad(moved, [(0, 0), (0, -moved.shape[-1] % per_word)])
@@ -66,7 +84,9 @@ def pack(numbers: Array, bits: int, axis: int, order: tuple[int, ...] | None = N
 
 def gptq(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
     bits, size = config["bits"], config["group_size"]
-    made = rounded(weight, bits, weight.shape[1] if size < 0 else size, config["sym"], config["desc_act"])
+    made = rounded(
+        weight, bits, weight.shape[1] if size < 0 else size, config["sym"], config["desc_act"]
+    )
     stored_zeros = made.zeros - (config["checkpoint_format"] == "gptq") & 2**bits - 1
     return {
         f"{name}.qweight": pack(made.numbers.T, bits, 0),
@@ -86,7 +106,9 @@ def awq(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensor
     }, made.restored()
 
 
-def compressed(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+def compressed(
+    name: str, weight: torch.Tensor, config: dict[str, Any]
+) -> tuple[Tensors, torch.Tensor]:
     (group,) = config["config_groups"].values()
     args = group["weights"]
     if args["type"] == "float":
@@ -95,7 +117,11 @@ def compressed(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple
         stored, scales, restored = float8(weight, *block)
         scales = scales.flatten() if args["strategy"] == "tensor" else scales
         return {f"{name}.weight": stored, f"{name}.weight_scale": scales}, restored
-    bits, size, act_order = args["num_bits"], args["group_size"] or weight.shape[1], args["actorder"] == "group"
+    bits, size, act_order = (
+        args["num_bits"],
+        args["group_size"] or weight.shape[1],
+        args["actorder"] == "group",
+    )
     made = rounded(weight, bits, size, args["symmetric"], act_order)
     tensors = {f"{name}.weight_scale": made.scales.bfloat16()}
     if config["format"] == "int-quantized":
@@ -117,7 +143,8 @@ def float8(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns numbers, scales of blocks, and what they stand for."""
     rows, columns = (
-        np.arange(size) // (block or size) for size, block in zip(weight.shape, (outputs, inputs), strict=True)
+        np.arange(size) // (block or size)
+        for size, block in zip(weight.shape, (outputs, inputs), strict=True)
     )
     scales = torch.zeros(rows.max() + 1, columns.max() + 1)
     for row in range(len(scales)):
@@ -128,13 +155,23 @@ def float8(
     return stored, scales, stored.float() * expanded
 
 
-def block_float8(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+def block_float8(
+    name: str, weight: torch.Tensor, config: dict[str, Any]
+) -> tuple[Tensors, torch.Tensor]:
     stored, scales, restored = float8(weight, *config["weight_block_size"])
     return {f"{name}.weight": stored, f"{name}.weight_scale_inv": scales}, restored
 
 
-def gptq_config(bits: int = 4, size: int = 64, *, sym: bool = True, order: bool = False, v: str = "") -> dict[str, Any]:
-    fields = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": sym, "desc_act": order}
+def gptq_config(
+    bits: int = 4, size: int = 64, *, sym: bool = True, order: bool = False, v: str = ""
+) -> dict[str, Any]:
+    fields = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": size,
+        "sym": sym,
+        "desc_act": order,
+    }
     return fields | {"checkpoint_format": f"gptq{v}", "lm_head": False, "damp_percent": 0.01}
 
 
@@ -142,10 +179,26 @@ def compressed_config(
     form: str, bits: int, strategy: str, size: int | None = None, *, sym: bool = True, order: str | None = None,
     kind: str = "int", activations: int | None = None, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    weights = {"num_bits": bits, "type": kind, "strategy": strategy, "group_size": size, "symmetric": sym}
+    weights = {
+        "num_bits": bits,
+        "type": kind,
+        "strategy": strategy,
+        "group_size": size,
+        "symmetric": sym,
+    }
     weights |= {"actorder": order, "dynamic": False, "observer": "minmax"} | more
-    inputs = {"num_bits": activations, "type": kind, "strategy": "token", "dynamic": True, "symmetric": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs if activations else None}
+    inputs = {
+        "num_bits": activations,
+        "type": kind,
+        "strategy": "token",
+        "dynamic": True,
+        "symmetric": True,
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs if activations else None,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -156,8 +209,19 @@ def compressed_config(
     }
 
 
-AWQ: Final = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
-FP8: Final = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [48, 32]}
+AWQ: Final = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 64,
+    "zero_point": True,
+    "version": "gemm",
+}
+FP8: Final = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [48, 32],
+}
 
 FORMATS: Final[dict[str, dict[str, Any]]] = {
     "W8A8 channels": compressed_config("int-quantized", 8, "channel", activations=8),
@@ -166,7 +230,10 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
     "W4A8": compressed_config("int-quantized", 4, "group", 32, activations=8),
     "W8A16 channels": compressed_config("pack-quantized", 8, "channel"),
     "W8A16 groups": compressed_config("pack-quantized", 8, "group", 128),
-    **{f"W4A16 {size}": compressed_config("pack-quantized", 4, "group", size) for size in (32, 64, 128)},
+    **{
+        f"W4A16 {size}": compressed_config("pack-quantized", 4, "group", size)
+        for size in (32, 64, 128)
+    },
     "W4A16 channels": compressed_config("pack-quantized", 4, "channel"),
     "W4A16 asymmetric": compressed_config("pack-quantized", 4, "group", 64, sym=False),
     "W4A16 act-order": compressed_config("pack-quantized", 4, "group", 32, order="group"),
@@ -174,7 +241,9 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
     "FP8 channels": compressed_config("float-quantized", 8, "channel", kind="float", activations=8),
     "FP8 tensor": compressed_config("float-quantized", 8, "tensor", kind="float", activations=8),
     "FP8 groups": compressed_config("float-quantized", 8, "group", 64, kind="float", activations=8),
-    "FP8 blocks": compressed_config("float-quantized", 8, "block", kind="float", block_structure=[32, 48]),
+    "FP8 blocks": compressed_config(
+        "float-quantized", 8, "block", kind="float", block_structure=[32, 48]
+    ),
     "fp8": FP8,
     "GPTQ": gptq_config(),
     "GPTQ asymmetric": gptq_config(size=32, sym=False),
@@ -189,7 +258,9 @@ DEQUANTISED: Final = {name for name in FORMATS if "act-order" in name}
 """Those that no kernel takes."""
 FLOATS: Final = {name for name in FORMATS if "FP8" in name or name == "fp8"}
 
-_WRITERS: Final[dict[str, Callable[[str, torch.Tensor, dict[str, Any]], tuple[Tensors, torch.Tensor]]]] = {
+_WRITERS: Final[
+    dict[str, Callable[[str, torch.Tensor, dict[str, Any]], tuple[Tensors, torch.Tensor]]]
+] = {
     "gptq": gptq,
     "awq": awq,
     "compressed-tensors": compressed,
@@ -197,16 +268,23 @@ _WRITERS: Final[dict[str, Callable[[str, torch.Tensor, dict[str, Any]], tuple[Te
 }
 
 
-def make_quantized_model(folder: Path, config: dict[str, Any], **overrides: Any) -> tuple[Path, Path]:
-    """Writes a tiny model in the format of a quantization_config. Returns its folder and that of the same model with
-    the plain weights that its numbers stand for."""
-    quantized, plain = (make_tiny_model(folder / name, **(SIZES | overrides)) for name in ("quantized", "plain"))
+def make_quantized_model(
+    folder: Path, config: dict[str, Any], **overrides: Any
+) -> tuple[Path, Path]:
+    """Writes a tiny model in the format of a quantization_config. Returns its folder and that of
+    the same model with the plain weights that its numbers stand for.
+    """
+    quantized, plain = (
+        make_tiny_model(folder / name, **(SIZES | overrides)) for name in ("quantized", "plain")
+    )
     weights = load_file(plain / "model.safetensors")
     stored: Tensors = {}
     restored: Tensors = {}
     for name, weight in weights.items():
         if "_proj.weight" in name:
-            tensors, restored[name] = _WRITERS[config["quant_method"]](name.removesuffix(".weight"), weight, config)
+            tensors, restored[name] = _WRITERS[config["quant_method"]](
+                name.removesuffix(".weight"), weight, config
+            )
             stored |= tensors
         else:
             stored[name] = restored[name] = weight

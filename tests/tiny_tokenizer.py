@@ -8,25 +8,33 @@ EOS_ID = 1
 VOCAB_SIZE = 512
 
 _CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '[' + message['role'] + '] ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '[' + message['role'] + '] ' + message['content'] + '\\n' "
+    "}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
 
 _CORPUS = (
-    "The quick brown fox jumps over the lazy dog, and the dog answers the fox with another question. "
-    "What is the capital of France? The capital of France is Paris, and the river through it is the Seine. "
+    "The quick brown fox jumps over the lazy dog, and the dog answers the fox with another "
+    "question. "
+    "What is the capital of France? The capital of France is Paris, and the river through it is "
+    "the Seine. "
     "Der Fluss fließt durch die Stadt; las ciudades están llenas de gente; "
     "сегодня хорошая погода; 今日は良い天気です。 "
-    "A cache holds what was computed before, so that nobody has to compute the same numbers again and again. "
+    "A cache holds what was computed before, so that nobody has to compute the same numbers again "
+    "and again. "
 )
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a byte-level BPE tokenizer of at most VOCAB_SIZE tokens: every text round trips; 0 is BOS, 1 is EOS."""
+    """Returns a byte-level BPE tokenizer of at most VOCAB_SIZE tokens: every text round trips; 0 is
+    BOS, 1 is EOS.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"), behavior="isolated"),
+            pre_tokenizers.Split(
+                Regex(r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"), behavior="isolated"
+            ),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -1,4 +1,6 @@
-"""Makes the requests of tests of a router and its workers; without torch, which the quick tier does not import."""
+"""Makes the requests of tests of a router and its workers; without torch, which the quick tier does
+not import.
+"""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +10,9 @@ from tandem.proto import inference_pb2
 from tandem.router.request import TokenRequest
 
 
-def token_request(prompt: Sequence[int], max_tokens: int = 16, *, name: str = "", **fields: object) -> TokenRequest:
+def token_request(
+    prompt: Sequence[int], max_tokens: int = 16, *, name: str = "", **fields: object
+) -> TokenRequest:
     """A greedy request, but for the fields given."""
     request = TokenRequest(
         request_id=name or f"request-{time.monotonic_ns()}",

@@ -10,11 +10,17 @@ from tandem.workers.worker import WorkerConfig
 
 
 def worker_config(model: str = "", **values: Any) -> WorkerConfig:
-    """A WorkerConfig from the fields of WorkerConfig, Budgets and RankConfig together, as JSON may have them."""
+    """A WorkerConfig from the fields of WorkerConfig, Budgets and RankConfig together, as JSON may
+    have them.
+    """
     if isinstance(values.get("speculative"), dict):
         values["speculative"] = SpeculativeConfig(**values["speculative"])
-    budgets = {field.name: values.pop(field.name) for field in fields(Budgets) if field.name in values}
+    budgets = {
+        field.name: values.pop(field.name) for field in fields(Budgets) if field.name in values
+    }
     own = {each.name: values.pop(each.name) for each in fields(WorkerConfig) if each.name in values}
     return WorkerConfig(
-        rank=RankConfig(model=model, **({"identity": IDENTITY} | values)), budgets=Budgets(**budgets), **own
+        rank=RankConfig(model=model, **({"identity": IDENTITY} | values)),
+        budgets=Budgets(**budgets),
+        **own,
     )

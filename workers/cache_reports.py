@@ -9,15 +9,18 @@ Tier = Literal["memory", "disk"]
 
 
 class CacheReports:
-    """Follows which hashes are in each tier, and reports to sessions those that come into the first or leave the last.
-    Lives in one event loop."""
+    """Follows which hashes are in each tier, and reports to sessions those that come into the first
+    or leave the last. Lives in one event loop.
+    """
 
     def __init__(
         self,
         on_stored: Callable[[Sequence[bytes]], object] = lambda stored: None,
         on_evicted: Callable[[Sequence[bytes]], object] = lambda evicted: None,
     ) -> None:
-        """`on_stored` and `on_evicted` are called with the hashes that have come into memory and left it, in order."""
+        """`on_stored` and `on_evicted` are called with the hashes that have come into memory and
+        left it, in order.
+        """
         self.sessions: set[RouterSession] = set()  # `start` the reports of each
         self._on_stored = on_stored
         self._on_evicted = on_evicted
@@ -29,7 +32,10 @@ class CacheReports:
 
     def change(self, tier: Tier, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
         """Takes in the changes of one tier."""
-        known, elsewhere = self._hashes[tier], self._hashes["disk" if tier == "memory" else "memory"]
+        known, elsewhere = (
+            self._hashes[tier],
+            self._hashes["disk" if tier == "memory" else "memory"],
+        )
         added = [digest for digest in dict.fromkeys(stored) if digest not in known]
         removed = [digest for digest in dict.fromkeys(evicted) if digest in known]
         known.update(added)

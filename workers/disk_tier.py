@@ -1,4 +1,6 @@
-"""Keeps a worker's KV cache on disk: writes what it computes, behind its steps, and brings back what a prompt needs."""
+"""Keeps a worker's KV cache on disk: writes what it computes, behind its steps, and brings back
+what a prompt needs.
+"""
 
 import asyncio
 import itertools
@@ -22,10 +24,14 @@ from .tp.rank_disk import RankDisk
 
 logger = logging.getLogger(__name__)
 
-_OPEN_SECONDS: Final = 20.0  # of a group, whose other ranks wait for rank 0 for `collective_seconds`
+_OPEN_SECONDS: Final = (
+    20.0  # of a group, whose other ranks wait for rank 0 for `collective_seconds`
+)
 _LOAD_SECONDS: Final = 5.0  # for the blocks of a prompt; the rest of them is computed
 _RETRY_SECONDS: Final = 60.0  # after which a disk that was slow or has failed is tried again
-_COMMAND_SECONDS: Final = 30.0  # timeout of a command to the engine, which runs it between two steps
+_COMMAND_SECONDS: Final = (
+    30.0  # timeout of a command to the engine, which runs it between two steps
+)
 _NUM_LEASED: Final = 4  # blocks that are being written at once: few, since others may wait for them
 _MAX_TRIED: Final = 256  # blocks that one command looks for in the KV cache, at 1 us each
 _MAX_UNWRITTEN: Final = 4_096  # blocks that wait: a busy worker writes as many within a minute
@@ -34,47 +40,61 @@ _WEIGHT: Final = 0.3  # of the newest batch in the measured speed
 
 
 class DiskTier:
-    """Keeps every block of the prefix cache in a file of each rank, as long as there is room, see `RankDisk`.
+    """Keeps every block of the prefix cache in a file of each rank, as long as there is room, see
+    `RankDisk`.
 
-    A block is here if every rank has its part. Each rank decides alone what leaves its folder, whose bound is an equal
-    share of the worker's, and reports to rank 0 what has come and gone.
+    A block is here if every rank has its part. Each rank decides alone what leaves its folder,
+    whose bound is an equal share of the worker's, and reports to rank 0 what has come and gone.
 
-    Blocks are written as soon as they are computed, a few at a time, leased meanwhile. If the disk is slower than the
-    engine, the blocks of the newest step come first, since they stay in the KV cache for longest. Blocks that leave the
-    KV cache before their turn are not written, nor the oldest of those that wait, if these are too many. A prompt's
-    blocks are read back if that is predicted to be faster than computing them. No failure of a disk fails a request.
+    Blocks are written as soon as they are computed, a few at a time, leased meanwhile. If the disk
+    is slower than the engine, the blocks of the newest step come first, since they stay in the KV
+    cache for longest. Blocks that leave the KV cache before their turn are not written, nor the
+    oldest of those that wait, if these are too many. A prompt's blocks are read back if that is
+    predicted to be faster than computing them. No failure of a disk fails a request.
 
-    Lives in one event loop, but for `count`."""
+    Lives in one event loop, but for `count`.
+    """
 
     def __init__(self, disk: RankDisk, block_size: int, clients: Sequence[RankClient] = ()) -> None:
         """`disk` is that of rank 0, `clients` are the other ranks. See `open`."""
-        self.on_change: Callable[[Iterable[bytes], Iterable[bytes]], object] = lambda stored, evicted: None
+        self.on_change: Callable[[Iterable[bytes], Iterable[bytes]], object] = (
+            lambda stored, evicted: None
+        )
         self._disk = disk
         self._clients = clients
-        self._elsewhere: list[set[bytes]] = [set() for _ in clients]  # the hashes that each other rank has
+        self._elsewhere: list[set[bytes]] = [
+            set() for _ in clients
+        ]  # the hashes that each other rank has
         for client, known in zip(clients, self._elsewhere, strict=True):
             client.disk_changed = partial(self._changed, known)
         self._block_size = block_size
         self._num_read = max(1, _READ_BYTES // disk.block_bytes)  # blocks
-        self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # the newest step first, each in its own order
+        self._unwritten: OrderedDict[bytes, None] = (
+            OrderedDict()
+        )  # the newest step first, each in its own order
         self._writing: asyncio.Task[None] | None = None
         self._closing = False
         self._no_writes_before = self._no_reads_before = 0.0  # time.monotonic()
-        self._bytes_per_second = 0.0  # of reading a rank's part, with checks and copies; 0 if unknown
+        self._bytes_per_second = (
+            0.0  # of reading a rank's part, with checks and copies; 0 if unknown
+        )
         self._measured = 0.0  # time.monotonic()
 
     @classmethod
     async def open(
         cls, folder: str, role: str, kv: KvStore, max_bytes: int, clients: Sequence[RankClient] = ()
     ) -> Self:
-        """Opens the folders of all ranks, which share max_bytes. Raises ValueError as `BlockFiles.open` does, also for
-        a group of which a rank takes too long."""
+        """Opens the folders of all ranks, which share max_bytes. Raises ValueError as
+        `BlockFiles.open` does, also for a group of which a rank takes too long.
+        """
         share = max_bytes // (len(clients) + 1)
         try:
             async with asyncio.timeout(_OPEN_SECONDS if clients else None):
                 opening = partial(RankDisk.open, folder, role, kv, max_bytes=share)
                 tier = cls(await in_thread(opening, "tandem-disk-open"), kv.block_size, clients)
-                command = worker_pb2.OpenDisk(folder=folder, role=role, max_bytes=share, number=tier._disk.files.number)
+                command = worker_pb2.OpenDisk(
+                    folder=folder, role=role, max_bytes=share, number=tier._disk.files.number
+                )
                 try:
                     await asyncio.gather(*(client.ask(0, open_disk=command) for client in clients))
                 except BaseException:
@@ -82,13 +102,17 @@ class DiskTier:
                     raise
                 return tier
         except TimeoutError:
-            raise ValueError(f"kv_disk: {folder}: takes more than {_OPEN_SECONDS:g} seconds to open") from None
+            raise ValueError(
+                f"kv_disk: {folder}: takes more than {_OPEN_SECONDS:g} seconds to open"
+            ) from None
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._disk.files and all(digest in known for known in self._elsewhere)
 
     def report(self) -> None:
-        """Calls `on_change` with the hashes that came and went since the last call; those that are there at first."""
+        """Calls `on_change` with the hashes that came and went since the last call; those that are
+        there at first.
+        """
         self._report(*self._disk.files.take_changes())
 
     def count(self, chain: Sequence[bytes], compute_seconds: float) -> int:
@@ -102,9 +126,11 @@ class DiskTier:
         return sum(1 for _ in itertools.takewhile(self.__contains__, chain))
 
     async def load(self, event: Admitted, group: KvGroup) -> int:
-        """Fills the blocks that a sequence is importing, on every rank. Returns how many tokens these are, from the
-        first on: fewer if a file is missing or damaged, or time is up; until `KvGroup.stop` other ranks may then still
-        write to the blocks."""
+        """Fills the blocks that a sequence is importing, on every rank. Returns how many tokens
+        these are, from the
+        first on: fewer if a file is missing or damaged, or time is up; until `KvGroup.stop` other
+        ranks may then still write to the blocks.
+        """
         num_filled, started = 0, time.monotonic()
         blocks = event.blocks[event.num_cached // self._block_size :]
         try:
@@ -112,22 +138,31 @@ class DiskTier:
                 while num_filled < len(event.importing):
                     wanted = event.importing[num_filled : num_filled + self._num_read]
                     targets = blocks[num_filled : num_filled + len(wanted)]
-                    parts = group.read_disk(event.id, worker_pb2.DiskBlocks(hashes=wanted, blocks=targets))
+                    parts = group.read_disk(
+                        event.id, worker_pb2.DiskBlocks(hashes=wanted, blocks=targets)
+                    )
                     num_read = min(await asyncio.gather(self._disk.read(wanted, targets), *parts))
                     num_filled += num_read
                     if num_read < len(wanted):
                         break
         except TimeoutError:
-            logger.warning("KV cache on disk: reading takes too long; none is read for %g seconds", _RETRY_SECONDS)
+            logger.warning(
+                "KV cache on disk: reading takes too long; none is read for %g seconds",
+                _RETRY_SECONDS,
+            )
             self._no_reads_before = time.monotonic() + _RETRY_SECONDS
         finally:
             self.report()
         if num_filled:
-            self._measure(num_filled * self._disk.block_bytes / max(time.monotonic() - started, 1e-6))
+            self._measure(
+                num_filled * self._disk.block_bytes / max(time.monotonic() - started, 1e-6)
+            )
         return num_filled * self._block_size
 
     def keep(self, digests: Iterable[bytes], thread: EngineThread) -> None:
-        """Has blocks written that have just entered the KV cache of the engine in `thread`, in this order."""
+        """Has blocks written that have just entered the KV cache of the engine in `thread`, in this
+        order.
+        """
         if self._closing or time.monotonic() < self._no_writes_before:
             return
         new = [digest for digest in digests if digest not in self]
@@ -145,7 +180,9 @@ class DiskTier:
             self._unwritten.pop(digest, None)
 
     async def close(self) -> None:
-        """Ends writing, after the block that is being written, while the engine's thread still runs."""
+        """Ends writing, after the block that is being written, while the engine's thread still
+        runs.
+        """
         self._closing = True
         self._unwritten.clear()
         if self._writing is not None:
@@ -156,9 +193,15 @@ class DiskTier:
         try:
             while self._unwritten:
                 await self._write_some(thread)
-        except (OSError, TimeoutError, RuntimeError) as error:  # of the disk; of an engine that does not answer
+        except (
+            OSError,
+            TimeoutError,
+            RuntimeError,
+        ) as error:  # of the disk; of an engine that does not answer
             logger.warning(
-                "KV cache on disk: writing failed; none is written for %g seconds: %s", _RETRY_SECONDS, error
+                "KV cache on disk: writing failed; none is written for %g seconds: %s",
+                _RETRY_SECONDS,
+                error,
             )
             self._no_writes_before = time.monotonic() + _RETRY_SECONDS
             self._unwritten.clear()
@@ -185,21 +228,28 @@ class DiskTier:
                 if self._closing:
                     break
                 await self._write(digest, block)
-        finally:  # in the engine's thread behind the other command, even if this one waited too long for it
+        # in the engine's thread behind the other command, even if this one waited too long for it
+        finally:
             thread.post(lambda engine: engine.unlease_cached([block for block, _ in leased]))
             self.report()
 
     async def _write(self, digest: bytes, block: int) -> None:
-        """Writes a block on every rank. Returns, or raises, only when none of them reads it any more: what another
-        sequence writes to it must not come into a file. Raises OSError if a disk refuses it."""
+        """Writes a block on every rank. Returns, or raises, only when none of them reads it any
+        more: what another sequence writes to it must not come into a file. Raises OSError if a disk
+            refuses it.
+        """
         command = worker_pb2.DiskBlocks(hashes=[digest], blocks=[block])
         parts = [client.ask(0, write_disk=command) for client in self._clients]
-        for result in await asyncio.gather(self._disk.write(digest, block), *parts, return_exceptions=True):
+        for result in await asyncio.gather(
+            self._disk.write(digest, block), *parts, return_exceptions=True
+        ):
             if isinstance(result, BaseException):
                 raise result
 
     def _changed(self, known: set[bytes], changes: worker_pb2.DiskChanges) -> None:
-        """Takes in what has come to and gone from the disk of another rank, which has the hashes `known`."""
+        """Takes in what has come to and gone from the disk of another rank, which has the hashes
+        `known`.
+        """
         known |= set(changes.stored)
         known -= set(changes.evicted)
         self._report(changes.stored, changes.evicted)
@@ -216,10 +266,14 @@ class DiskTier:
 
 
 def reports_of(disk: DiskTier | None, thread: EngineThread) -> CacheReports:
-    """Returns the reports of a worker's prefix cache; has what comes into it kept on the disk, if there is one."""
+    """Returns the reports of a worker's prefix cache; has what comes into it kept on the disk, if
+    there is one.
+    """
     if disk is None:
         return CacheReports()
-    reports = CacheReports(on_stored=lambda stored: disk.keep(stored, thread), on_evicted=disk.forget)
+    reports = CacheReports(
+        on_stored=lambda stored: disk.keep(stored, thread), on_evicted=disk.forget
+    )
     disk.on_change = partial(reports.change, "disk")
     disk.report()
     return reports

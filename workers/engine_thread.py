@@ -15,12 +15,15 @@ from .watchdog import Watchdog
 class EngineThread:
     """Steps the engine whenever it has work, and waits on a condition when it has none.
 
-    `post(command)` runs the command in the thread between two steps, in order. If a step raises, the thread ends,
-    `failed(error)` runs in the event loop and `failure` is the exception.
+    `post(command)` runs the command in the thread between two steps, in order. If a step raises,
+    the thread ends, `failed(error)` runs in the event loop and `failure` is the exception.
     """
 
     def __init__(
-        self, engine: Engine, failed: Callable[[BaseException], None], progress: Watchdog | None = None
+        self,
+        engine: Engine,
+        failed: Callable[[BaseException], None],
+        progress: Watchdog | None = None,
     ) -> None:
         """`progress` is marked at each command and step."""
         self._engine = engine
@@ -34,10 +37,14 @@ class EngineThread:
         self.failure: BaseException | None = None
 
     def start(self, deliver: Callable[[list[Event]], None]) -> None:
-        """Starts the thread. `deliver(events)` runs in the event loop, in order, as soon as a step knows the events."""
+        """Starts the thread. `deliver(events)` runs in the event loop, in order, as soon as a step
+        knows the events.
+        """
         call_in_loop: Callable[..., object] = self._loop.call_soon_threadsafe
         emit = partial(call_in_loop, deliver)
-        self._thread = threading.Thread(target=self._run, args=(emit,), name="tandem-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(emit,), name="tandem-engine", daemon=True
+        )
         self._thread.start()
 
     def post(self, command: Callable[[Engine], object]) -> None:
@@ -55,8 +62,9 @@ class EngineThread:
         self._loop.call_soon_threadsafe(callback)
 
     async def call(self, command: Callable[[Engine], None], timeout: float) -> None:
-        """Runs `command` like `post` and waits for it, up to `timeout` seconds. Raises what it raised, TimeoutError if
-        it did not run in time, RuntimeError if the thread has ended."""
+        """Runs `command` like `post` and waits for it, up to `timeout` seconds. Raises what it
+        raised, TimeoutError if it did not run in time, RuntimeError if the thread has ended.
+        """
         result: Future[None] = Future()
         done = asyncio.wrap_future(result)
 
@@ -79,16 +87,23 @@ class EngineThread:
             done.cancel()
 
     async def settle(self, timeout: float) -> None:
-        """Waits until the step has ended that was in flight when the last command ran, and may still be filling blocks
-        which that command has found: those that it restores from host memory. Raises what `call` raises."""
+        """Waits until the step has ended that was in flight when the last command ran, and may
+        still be filling blocks
+        which that command has found: those that it restores from host memory. Raises what `call`
+        raises.
+        """
         await self.call(lambda engine: None, timeout)
 
     async def stop(self, timeout: float) -> None:
-        """Ends the thread after its current step. Raises TimeoutError if the step does not end in time."""
+        """Ends the thread after its current step. Raises TimeoutError if the step does not end in
+        time.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        await asyncio.wait((self._ended,), timeout=timeout)  # by no other thread: at its end a process starts none
+        await asyncio.wait(
+            (self._ended,), timeout=timeout
+        )  # by no other thread: at its end a process starts none
         if not self._ended.done():
             raise TimeoutError("the engine's step does not end")
         self._thread.join()
@@ -104,7 +119,9 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._ended.set_result, None)
 
     def _take_commands(self) -> bool:
-        """Runs posted commands and waits until there is work; returns False when the thread is to end."""
+        """Runs posted commands and waits until there is work; returns False when the thread is to
+        end.
+        """
         while True:
             with self._wake:
                 while not (self._commands or self._stopping or self._engine.has_work):

@@ -55,11 +55,16 @@ class WorkerFigures:
             self._report_gpu(metrics)
 
     def _report_gpu(self, metrics: Metrics) -> None:
-        replays, self._num_reported = self.num_graph_replays() - self._num_reported, self.num_graph_replays()
+        replays, self._num_reported = (
+            self.num_graph_replays() - self._num_reported,
+            self.num_graph_replays(),
+        )
         if replays:
             metrics.add(GRAPH_REPLAYS, replays)
         free, total = torch.cuda.mem_get_info()
         metrics.set(GPU_MEMORY, free, state="free")
         metrics.set(GPU_MEMORY, total - free, state="used")
-        with suppress(ModuleNotFoundError, RuntimeError):  # without NVIDIA's package for it, or on a part of a GPU
+        with suppress(
+            ModuleNotFoundError, RuntimeError
+        ):  # without NVIDIA's package for it, or on a part of a GPU
             metrics.set(GPU_UTILIZATION, torch.cuda.utilization() / _PERCENT)

@@ -24,10 +24,12 @@ class _Compilation:
 
 
 class GrammarCompiler:
-    """Compiles each grammar once for all requests of an owner that want it at the time. Lives in one event loop.
+    """Compiles each grammar once for all requests of an owner that want it at the time. Lives in
+    one event loop.
 
-    Two are compiled at a time, and one of each tenant. The others of a tenant wait behind that one, so another tenant
-    waits for one grammar of each tenant at most."""
+    Two are compiled at a time, and one of each tenant. The others of a tenant wait behind that one,
+    so another tenant waits for one grammar of each tenant at most.
+    """
 
     def __init__(self, load_grammar: Callable[[str, bytes, bytes], object]) -> None:
         """See `Rank.load_grammar`."""
@@ -37,11 +39,12 @@ class GrammarCompiler:
         self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # of tenants
 
     async def compile(self, text: str, owner: bytes = b"", tenant: bytes = b"") -> object:
-        """Returns what keeps a grammar compiled. A compilation that has not begun is given up when nobody waits for it
-        any more.
+        """Returns what keeps a grammar compiled. A compilation that has not begun is given up when
+        nobody waits for it any more.
 
-        Raises InvalidArgument if the grammar is wrong, queue.Full if the memory for grammars is in use, Unavailable if
-        this worker cannot compile it for another reason."""
+        Raises InvalidArgument if the grammar is wrong, queue.Full if the memory for grammars is in
+        use, Unavailable if this worker cannot compile it for another reason.
+        """
         key = owner, text
         if (compilation := self._compiling.get(key)) is None:
             task = asyncio.create_task(self._compile(key, tenant))
@@ -52,7 +55,11 @@ class GrammarCompiler:
             return await asyncio.shield(compilation.task)
         except ValueError as error:
             raise InvalidArgument(str(error), "grammar") from error
-        except (OSError, MemoryError, RuntimeError) as error:  # of the file, of the process's memory or threads
+        except (
+            OSError,
+            MemoryError,
+            RuntimeError,
+        ) as error:  # of the file, of the process's memory or threads
             logger.exception("a grammar cannot be compiled")
             raise Unavailable("grammar: cannot be compiled by this worker") from error
         finally:
@@ -66,7 +73,9 @@ class GrammarCompiler:
         async with turn, self._slots:
             self._compiling[key].has_begun = True
             owner, text = key
-            return await in_thread(partial(self._load_grammar, text, owner, tenant), "tandem-grammar")
+            return await in_thread(
+                partial(self._load_grammar, text, owner, tenant), "tandem-grammar"
+            )
 
     def _ended(self, key: tuple[bytes, str], task: asyncio.Task[object]) -> None:
         self._forget(key, task)

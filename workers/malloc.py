@@ -15,10 +15,14 @@ _HUGE_PAGE: Final = 2 << 20
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep up to 256 MiB of freed memory for later allocations. Does nothing without glibc.
+    """Lets glibc keep up to 256 MiB of freed memory for later allocations. Does nothing without
+    glibc.
 
-    By default it returns megabytes to the kernel at once, and to get them again page by page costs several times what
-    copying into them does: with frames of 1 MiB, gRPC alone is at 1.0 GB/s, with this setting at 2.9 GB/s."""
+    By default it returns megabytes to the kernel at once, and to get them again page by page costs
+    several times what
+    copying into them does: with frames of 1 MiB, gRPC alone is at 1.0 GB/s, with this setting at
+    2.9 GB/s.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
@@ -26,11 +30,13 @@ def keep_freed_memory() -> None:
 
 
 def use_huge_pages(tensors: Iterable[torch.Tensor]) -> None:
-    """Moves the memory of tensors into pages of 2 MiB, as far as the kernel can, with what lies beside them in the same
-    pages. Does nothing on kernels that cannot.
+    """Moves the memory of tensors into pages of 2 MiB, as far as the kernel can, with what lies
+    beside them in the same pages. Does nothing on kernels that cannot.
 
-    To read weights from pages of 4 KiB is to look up each of them first, which on a virtual machine takes two dozen
-    reads: products of few rows took a tenth longer."""
+    To read weights from pages of 4 KiB is to look up each of them first, which on a virtual machine
+    takes two dozen
+    reads: products of few rows took a tenth longer.
+    """
     madvise = ctypes.CDLL(None).madvise
     for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.layout is torch.strided:

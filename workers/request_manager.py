@@ -1,8 +1,10 @@
-"""Manages the requests that routers submit to one worker: from the submit over the engine's events to the outputs.
+"""Manages the requests that routers submit to one worker: from the submit over the engine's events
+to the outputs.
 
 Lives in the worker's event loop. Knows nothing of servers.
 
-One file because however a request ends, in whichever thread and at whichever peer, all that it holds is freed here.
+One file because however a request ends, in whichever thread and at whichever peer, all that it
+holds is freed here.
 """
 
 import asyncio
@@ -49,15 +51,20 @@ from .watchdog import CANARY_ID, Canary
 logger = logging.getLogger(__name__)
 
 _LEAVING: Final = "worker is going away"
-_PREPARE_SECONDS: Final = 60.0  # that a request waits for its adapter and its grammar, also behind those of others
+_PREPARE_SECONDS: Final = (
+    60.0  # that a request waits for its adapter and its grammar, also behind those of others
+)
 _LOAD_SECONDS: Final = 0.01
-"""How often a session reports the load while no request comes or ends: to read it of 64 sequences takes 9 us, as long
-as to queue seven tokens."""
+"""How often a session reports the load while no request comes or ends: to read it of 64 sequences
+takes 9 us, as long as to queue seven tokens.
+"""
 
 
 @dataclass(eq=False, kw_only=True)
 class RequestManager:
-    """Holds the sessions of routers, and the requests that the worker has accepted and not yet ended."""
+    """Holds the sessions of routers, and the requests that the worker has accepted and not yet
+    ended.
+    """
 
     thread: EngineThread
     kv: KvGroup
@@ -66,13 +73,17 @@ class RequestManager:
     adapters: AdapterCache
     kv_handle: Callable[[], worker_pb2.KvHandle]  # with this worker's epoch, layout and endpoints
     load: Callable[[], worker_pb2.WorkerLoad]
-    failed: Callable[[BaseException], None]  # called for a defect, after which the worker cannot be used
+    failed: Callable[
+        [BaseException], None
+    ]  # called for a defect, after which the worker cannot be used
     canary: Canary
     reports: CacheReports
     importer: PrefixImporter
     metrics: Metrics = NULL_METRICS
     is_leaving: bool = field(init=False, default=False)  # new requests are refused
-    num_recomputed_tokens: int = field(init=False, default=0)  # of requests with tokens from elsewhere
+    num_recomputed_tokens: int = field(
+        init=False, default=0
+    )  # of requests with tokens from elsewhere
     _requests: set[WorkerRequest] = field(init=False, default_factory=set)
     # Request and choice, by sequence id.
     _sequences: dict[int, tuple[WorkerRequest, int]] = field(init=False, default_factory=dict)
@@ -101,9 +112,12 @@ class RequestManager:
         commands: AsyncIterator[worker_pb2.SessionRequest],
         send: Callable[[worker_pb2.SessionResponse], Awaitable[None]],
     ) -> None:
-        """Serves one router: executes its commands and sends the outputs of its requests, the load, and the prefix
-        cache, the whole of it first. However the stream ends, its requests end with it."""
-        # Before any command is read: the router then knows of a worker that dies in its first step that it had lived.
+        """Serves one router: executes its commands and sends the outputs of its requests, the load,
+        and the prefix cache, the whole of it first. However the stream ends, its requests end with
+        it.
+        """
+        # Before any command is read: the router then knows of a worker that dies in its first step
+        # that it had lived.
         await send(worker_pb2.SessionResponse(load=self.load()))
         session = RouterSession()
         self.reports.sessions.add(session)
@@ -126,7 +140,9 @@ class RequestManager:
             if isinstance(error, Exception):
                 logger.error("a session has failed", exc_info=error)
 
-    async def _read(self, session: RouterSession, commands: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+    async def _read(
+        self, session: RouterSession, commands: AsyncIterator[worker_pb2.SessionRequest]
+    ) -> None:
         """Executes a router's commands until it ends the stream."""
         try:
             async for command in commands:
@@ -154,14 +170,19 @@ class RequestManager:
             kind = worker_pb2.FAILURE_KIND_INVALID if is_invalid else worker_pb2.FAILURE_KIND_UNABLE
             session.put_failure(key, kind, str(error))
             return
-        first, num_choices = submit.first_choice, spec.beam.num_best if spec.beam else spec.num_choices
+        first, num_choices = (
+            submit.first_choice,
+            spec.beam.num_best if spec.beam else spec.num_choices,
+        )
         request = WorkerRequest(spec, session, key, set(range(first, first + num_choices)))
         request.adapter = submit.adapter if submit.HasField("adapter") else None
         request.holder = submit.prefix_holder
         request.tenant = submit.tenant
         self._next_id += spec.num_choices
         self._requests.add(request)
-        self._sequences |= {spec.id + number: (request, first + number) for number in range(spec.num_choices)}
+        self._sequences |= {
+            spec.id + number: (request, first + number) for number in range(spec.num_choices)
+        }
         session.requests[key] = request
         submitted = time.monotonic()
         if spec.task is Task.DECODE:
@@ -189,17 +210,23 @@ class RequestManager:
                 self.thread.post(lambda engine: engine.cancel_choice(request.spec.id, number))
 
     def suspend(self, session: RouterSession, suspend: worker_pb2.Suspend) -> None:
-        """Suspends all choices of a request, or refuses one that has not begun. Ignores one that has ended."""
+        """Suspends all choices of a request, or refuses one that has not begun. Ignores one that
+        has ended.
+        """
         request = session.requests.get((suspend.request_id, suspend.attempt))
         if request is None:
             return
         if request.fetch is not None and not request.fetch.done():
             self._refuse(request, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
-        else:  # a fetch that has just ended is acknowledged, so nobody else has the cache: `_fetched` first commits it
+        # a fetch that has just ended is acknowledged, so nobody else has the cache: `_fetched`
+        # first commits it
+        else:
             asyncio.get_running_loop().call_soon(self.thread.post, partial(self._suspend, request))
 
     def end(self, request: WorkerRequest) -> None:
-        """Removes a request and frees what it holds, in any state: first its transfers stop using its blocks."""
+        """Removes a request and frees what it holds, in any state: first its transfers stop using
+        its blocks.
+        """
         if request not in self._requests:
             return
         self._requests.discard(request)
@@ -213,7 +240,9 @@ class RequestManager:
             self._idle.set()
 
     def release(self, sequence_id: int) -> None:
-        """Ends a finished prefill or a suspended choice whose lease was acknowledged or has expired."""
+        """Ends a finished prefill or a suspended choice whose lease was acknowledged or has
+        expired.
+        """
         request, choice = self._sequences.get(sequence_id, (None, 0))
         if request is not None and choice in request.suspended:
             self._end_choice(request, choice)
@@ -221,8 +250,9 @@ class RequestManager:
             self.end(request)
 
     def fail_all(self, failed: bool = False) -> None:
-        """Ends every request at once, so that routers may submit it elsewhere, and closes the sessions. `failed`: the
-        engine has, maybe by one of the requests."""
+        """Ends every request at once, so that routers may submit it elsewhere, and closes the
+        sessions. `failed`: the engine has, maybe by one of the requests.
+        """
         self.leave()
         kind = worker_pb2.FAILURE_KIND_WORKER if failed else worker_pb2.FAILURE_KIND_GONE
         for request in list(self._requests):
@@ -231,7 +261,9 @@ class RequestManager:
             session.close()
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Turns events of a step into outputs of their sessions; each session's share leaves as one message."""
+        """Turns events of a step into outputs of their sessions; each session's share leaves as one
+        message.
+        """
         try:
             for event in events:
                 if isinstance(event, CacheChanged):
@@ -251,12 +283,18 @@ class RequestManager:
                         if event.finish is not None:
                             self._end_choice(request, choice)
                     case Admitted() if event.importing:
-                        loading = self.kv.load(event.id, self.importer.load(event, request.spec, request.holder))
-                        loading.add_done_callback(partial(self._loaded, request, event, time.monotonic()))
+                        loading = self.kv.load(
+                            event.id, self.importer.load(event, request.spec, request.holder)
+                        )
+                        loading.add_done_callback(
+                            partial(self._loaded, request, event, time.monotonic())
+                        )
                     case Admitted():
                         request.session.put(request.key, admitted=self._admitted(request, event))
                     case Progress():
-                        self.kv.progress(event.id, event.num_computed, event.num_ahead, event.num_layers)
+                        self.kv.progress(
+                            event.id, event.num_computed, event.num_ahead, event.num_layers
+                        )
                     case PrefillFinished():
                         if request.spec.beam is not None:
                             tokens = worker_pb2.Tokens(prefill_seconds=event.prefill_seconds)
@@ -271,19 +309,27 @@ class RequestManager:
                     case Preempted() if request.spec.beam is not None:
                         self._refuse(request, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted")
                     case Preempted() if choice in request.choices:
-                        request.session.put_failure(request.key, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted", choice)
+                        request.session.put_failure(
+                            request.key, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted", choice
+                        )
                         self._end_choice(request, choice)
-        except Exception as error:  # a defect: the events after it are lost, so no request may wait for them
+        except (
+            Exception
+        ) as error:  # a defect: the events after it are lost, so no request may wait for them
             self.failed(error)
 
     def _not_finite(self, request: WorkerRequest, reason: str) -> None:
-        """Ends a request for which the model computed no numbers. The canary tells whether this worker is broken."""
+        """Ends a request for which the model computed no numbers. The canary tells whether this
+        worker is broken.
+        """
         self._refuse(request, worker_pb2.FAILURE_KIND_NOT_FINITE, reason)
         self.canary.run()
 
     def _admitted(self, request: WorkerRequest, event: Admitted) -> worker_pb2.Admitted:
         """Starts the transfers of an admitted sequence."""
-        message = worker_pb2.Admitted(queue_seconds=event.queue_seconds, cached_tokens=event.num_cached)
+        message = worker_pb2.Admitted(
+            queue_seconds=event.queue_seconds, cached_tokens=event.num_cached
+        )
         spec = request.spec
         self.metrics.add(RESTORED, event.num_restored, tier="host")
         if spec.task is not Task.DECODE and spec.first_index > 0:
@@ -311,7 +357,9 @@ class RequestManager:
         handle = self.kv_handle()
         handle.num_tokens = len(tokens)
         handle.transfer_id = secrets.token_bytes(16)
-        self.kv.offer(sequence_id, handle.transfer_id, blocks, len(tokens), hash_prompt(tokens, salt))
+        self.kv.offer(
+            sequence_id, handle.transfer_id, blocks, len(tokens), hash_prompt(tokens, salt)
+        )
         return handle
 
     def _end_choice(self, request: WorkerRequest, choice: int) -> None:
@@ -323,16 +371,24 @@ class RequestManager:
 
     def _free(self, sequence_id: int) -> None:
         """Frees what a sequence holds as soon as no transfer uses its blocks."""
-        self.kv.stop(sequence_id, lambda: self.thread.post(lambda engine: engine.cancel(sequence_id)))
+        self.kv.stop(
+            sequence_id, lambda: self.thread.post(lambda engine: engine.cancel(sequence_id))
+        )
 
     def _suspend(self, request: WorkerRequest, engine: Engine) -> None:
-        """Suspends the sequences of a request, in the engine's thread; refuses the request if none has begun."""
+        """Suspends the sequences of a request, in the engine's thread; refuses the request if none
+        has begun.
+        """
         first = request.spec.id
         if not sum(map(engine.suspend, range(first, first + request.spec.num_choices))):
-            self.thread.call_in_loop(partial(self._refuse, request, worker_pb2.FAILURE_KIND_GONE, _LEAVING))
+            self.thread.call_in_loop(
+                partial(self._refuse, request, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
+            )
 
     def _enqueue(self, request: WorkerRequest, submitted: float, engine: Engine) -> None:
-        """Submits to the engine, in its thread between two steps; the wait for it counts as queueing."""
+        """Submits to the engine, in its thread between two steps; the wait for it counts as
+        queueing.
+        """
         try:
             engine.submit(request.spec, submitted)
         except Full:
@@ -346,10 +402,12 @@ class RequestManager:
         self.thread.call_in_loop(partial(self._refuse, request, kind, message))
 
     async def _prepare(self, request: WorkerRequest, submitted: float) -> None:
-        """Loads a request's adapter and compiles its grammar, and then submits to the engine. May take seconds.
+        """Loads a request's adapter and compiles its grammar, and then submits to the engine. May
+        take seconds.
 
-        Only a grammar that is wrong is the request's fault. The adapter is one that the service offers, and the time
-        that all this takes is the worker's."""
+        Only a grammar that is wrong is the request's fault. The adapter is one that the service
+        offers, and the time that all this takes is the worker's.
+        """
         missing, sampling = "adapter: is not loaded", request.spec.sampling
         try:
             async with asyncio.timeout(_PREPARE_SECONDS):
@@ -374,8 +432,9 @@ class RequestManager:
             self.thread.post(partial(self._enqueue, request, submitted))
 
     async def load_adapter(self, adapter: worker_pb2.Adapter) -> int:
-        """Returns the number of an adapter, loaded and, while a request has it, kept. Raises Unavailable or
-        queue.Full."""
+        """Returns the number of an adapter, loaded and, while a request has it, kept. Raises
+        Unavailable or queue.Full.
+        """
         in_use = {request.adapter.fingerprint for request in self._requests if request.adapter}
         return await self.adapters.load(adapter, in_use)
 
@@ -400,16 +459,22 @@ class RequestManager:
                 request.session.put(request.key, kv_received=received)
                 self.thread.post(lambda engine: engine.commit_import(request.spec.id, first_tokens))
 
-    def _loaded(self, request: WorkerRequest, event: Admitted, began: float, task: "asyncio.Task[int]") -> None:
+    def _loaded(
+        self, request: WorkerRequest, event: Admitted, began: float, task: "asyncio.Task[int]"
+    ) -> None:
         """Starts a sequence with what has come, as soon as nothing writes to its blocks any more."""
         if task.cancelled() or request not in self._requests:
             return
-        if error := task.exception():  # a defect: what the disk or another worker does is no failure
+        if (
+            error := task.exception()
+        ):  # a defect: what the disk or another worker does is no failure
             self.failed(error)
         else:
             self.kv.stop(event.id, partial(self._start, request, event, began, task.result()))
 
-    def _start(self, request: WorkerRequest, event: Admitted, began: float, num_tokens: int) -> None:
+    def _start(
+        self, request: WorkerRequest, event: Admitted, began: float, num_tokens: int
+    ) -> None:
         if request not in self._requests:
             return
         self.metrics.add(RESTORED, num_tokens, tier="remote" if event.from_remote else "disk")

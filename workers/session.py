@@ -1,4 +1,6 @@
-"""Holds one router's Session stream into a worker: its requests, and its outputs that wait to be sent."""
+"""Holds one router's Session stream into a worker: its requests, and its outputs that wait to be
+sent.
+"""
 
 import asyncio
 import itertools
@@ -40,21 +42,30 @@ class WorkerRequest:
     preparing: asyncio.Task[None] | None = None  # loads its adapter, compiles its grammar
     grammar: object = None  # a reference that keeps it compiled
     fetch: asyncio.Task[FetchResult] | None = None  # of its KV cache from another worker
-    holder: worker_pb2.PrefixHolder = field(default_factory=worker_pb2.PrefixHolder)  # of more of its prompt than here
-    suspended: dict[int, int] = field(default_factory=dict)  # choices whose KV cache is on offer: their sequence ids
+    holder: worker_pb2.PrefixHolder = field(
+        default_factory=worker_pb2.PrefixHolder
+    )  # of more of its prompt than here
+    suspended: dict[int, int] = field(
+        default_factory=dict
+    )  # choices whose KV cache is on offer: their sequence ids
 
 
 @dataclass(slots=True, eq=False)
 class RouterSession:
-    """Collects the outputs of one stream and the changes of the prefix cache; they leave as one message a step."""
+    """Collects the outputs of one stream and the changes of the prefix cache; they leave as one
+    message a step.
+    """
 
     requests: dict[RequestKey, WorkerRequest] = field(default_factory=dict)
     _outputs: list[worker_pb2.Output] = field(default_factory=list)
-    # An output whose prompt log probabilities are being converted, and the request's later outputs, which wait for it.
+    # An output whose prompt log probabilities are being converted, and the request's later outputs,
+    # which wait for it.
     _unfinished: dict[RequestKey, list[worker_pb2.Output]] = field(default_factory=dict)
     _has_large: bool = False  # an output that waits has log probabilities of a prompt
     _reports_cache: bool = False
-    _changes: dict[bytes, bool] = field(default_factory=dict)  # by block hash, whether it was stored or evicted
+    _changes: dict[bytes, bool] = field(
+        default_factory=dict
+    )  # by block hash, whether it was stored or evicted
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _woken: bool = False
     _closed: bool = False
@@ -65,15 +76,20 @@ class RouterSession:
         self._unfinished.get(key, self._outputs).append(output)
         self._ready.set()
 
-    def put_failure(self, key: RequestKey, kind: "worker_pb2.FailureKind", message: str, choice: int = 0) -> None:
+    def put_failure(
+        self, key: RequestKey, kind: "worker_pb2.FailureKind", message: str, choice: int = 0
+    ) -> None:
         """Queues the failure of a request or, if it was preempted, of one choice."""
         self.put(key, choice, failure=worker_pb2.Failure(kind=kind, message=message))
 
     def put_tokens(self, key: RequestKey, choice: int, event: NewTokens) -> None:
-        """Queues generated tokens of one choice. Log probabilities of a long prompt are converted piece by piece, so
-        that the event loop serves other requests in between."""
+        """Queues generated tokens of one choice. Log probabilities of a long prompt are converted
+        piece by piece, so that the event loop serves other requests in between.
+        """
         output = worker_pb2.Output(request_id=key[0], attempt=key[1], choice=choice)
-        tokens = output.tokens  # field by field: 1.2 us, where a constructor of all fields takes 2.5
+        tokens = (
+            output.tokens
+        )  # field by field: 1.2 us, where a constructor of all fields takes 2.5
         tokens.first_index = event.first_index
         tokens.ids.extend(event.token_ids)
         tokens.finish_reason = _FINISH[event.finish]
@@ -114,7 +130,9 @@ class RouterSession:
         self.change_cache(hashes, ())
 
     def change_cache(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
-        """Queues hashes that entered and left the prefix cache; before `start_cache_reports` it does nothing."""
+        """Queues hashes that entered and left the prefix cache; before `start_cache_reports` it
+        does nothing.
+        """
         if not self._reports_cache:
             return
         for digest, is_stored in (*((d, True) for d in stored), *((d, False) for d in evicted)):
@@ -135,9 +153,12 @@ class RouterSession:
         self._ready.set()
 
     async def take(self) -> worker_pb2.SessionResponse | None:
-        """Returns everything queued, waiting for the first item, but of a large cache only as much as a message takes;
-        None when the session is closed."""
-        while not (self._outputs or self._changes or self._woken or (self._closed and not self._unfinished)):
+        """Returns everything queued, waiting for the first item, but of a large cache only as much
+        as a message takes; None when the session is closed.
+        """
+        while not (
+            self._outputs or self._changes or self._woken or (self._closed and not self._unfinished)
+        ):
             self._ready.clear()
             await self._ready.wait()
         self._woken = False

@@ -1,4 +1,6 @@
-"""Checks what a router submits and turns it into the engine's form. The worker trusts no router to have checked it."""
+"""Checks what a router submits and turns it into the engine's form. The worker trusts no router to
+have checked it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +19,14 @@ from ..proto.limits import (
     MAX_GRAMMAR_CHARACTERS,
     MAX_TENANT_BYTES,
 )
-from ..proto.parameters import ROWS, check_count, check_message, check_token_ids, parameters_of, value_of
+from ..proto.parameters import (
+    ROWS,
+    check_count,
+    check_message,
+    check_token_ids,
+    parameters_of,
+    value_of,
+)
 from .engine.plan import FirstTokens, Pooling, SamplingParams
 from .engine.sequence import BeamSearch, SequenceSpec, Task, Turn
 from .transfer.frames import MAX_FIRST_TOKENS, TransferError
@@ -34,12 +43,21 @@ _TURNS: Final[Mapping[int, Turn]] = {
     worker_pb2.TURN_UNSPECIFIED: Turn.BY_INDEX,
     worker_pb2.TURN_FIRST_OF_PRIORITY: Turn.FIRST_OF_PRIORITY,
 }
-_POOLINGS: Final[Mapping[int, Pooling]] = {inference_pb2.POOLING_LAST: "last", inference_pb2.POOLING_MEAN: "mean"}
+_POOLINGS: Final[Mapping[int, Pooling]] = {
+    inference_pb2.POOLING_LAST: "last",
+    inference_pb2.POOLING_MEAN: "mean",
+}
 _SAMPLING: Final = parameters_of("sampling")
 _BEAM_SEARCH: Final = parameters_of("beam_search")
 _TOP_LEVEL: Final = tuple(
     ROWS[field]
-    for field in ("stopping.stop_token_ids", "stopping.min_tokens", "priority", "logprobs", "prompt_logprobs")
+    for field in (
+        "stopping.stop_token_ids",
+        "stopping.min_tokens",
+        "priority",
+        "logprobs",
+        "prompt_logprobs",
+    )
 )
 """Parameters that a submit has under the same last name as a request."""
 
@@ -55,16 +73,24 @@ class WorkerLimits:
 
 
 def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimits) -> SequenceSpec:
-    """Returns a submit as the engine takes it. Raises InvalidArgument, which names the field and the bound, and
-    Unavailable for one that another worker has begun and for which this one has not enough KV cache."""
+    """Returns a submit as the engine takes it. Raises InvalidArgument, which names the field and
+    the bound, and Unavailable for one that another worker has begun and for which this one has not
+    enough KV cache.
+    """
     task = _TASKS.get(submit.task)
     if task is None:
         raise InvalidArgument("unknown", "task")
     check_message(submit, _TOP_LEVEL)
     _check_prompt(submit, task, limits)
     _check_choices(submit, limits)
-    stop_ids = frozenset(submit.stop_token_ids) | (frozenset() if submit.ignore_eos else limits.eos_ids)
-    beam = _parse_beam_search(submit, len(stop_ids), limits.vocab_size) if submit.HasField("beam_search") else None
+    stop_ids = frozenset(submit.stop_token_ids) | (
+        frozenset() if submit.ignore_eos else limits.eos_ids
+    )
+    beam = (
+        _parse_beam_search(submit, len(stop_ids), limits.vocab_size)
+        if submit.HasField("beam_search")
+        else None
+    )
     return SequenceSpec(
         id=sequence_id,
         task=task,
@@ -83,7 +109,9 @@ def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimi
 
 
 def check_first_tokens(spec: SequenceSpec, first: FirstTokens, vocab_size: int) -> None:
-    """Raises TransferError unless the engine can continue with `first`, which another worker has sampled."""
+    """Raises TransferError unless the engine can continue with `first`, which another worker has
+    sampled.
+    """
     try:
         spec.check_first_tokens(first)
     except ValueError as error:
@@ -110,7 +138,11 @@ def _check_prompt(submit: worker_pb2.Submit, task: Task, limits: WorkerLimits) -
     _check(task is not Task.DECODE or has_kv, "kv", "does not name the KV cache of this prompt")
     _check(submit.first_index < num_tokens, "first_index", "must be below the number of token_ids")
     most = submit.first_index + submit.max_tokens
-    _check(submit.min_tokens <= most, "min_tokens", "must be at most first_index and max_tokens together")
+    _check(
+        submit.min_tokens <= most,
+        "min_tokens",
+        "must be at most first_index and max_tokens together",
+    )
     if submit.HasField("prefix_holder"):
         holder = submit.prefix_holder
         is_known = holder.num_tokens <= num_tokens and holder.block_size >= 1
@@ -134,20 +166,30 @@ def _check_choices(submit: worker_pb2.Submit, limits: WorkerLimits) -> None:
 
 
 def _parse_beam_search(submit: worker_pb2.Submit, num_stop_ids: int, vocab_size: int) -> BeamSearch:
-    beam, num_best, most = submit.beam_search, max(submit.num_choices, 1), min(MAX_BEAM_WIDTH, vocab_size)
+    beam, num_best, most = (
+        submit.beam_search,
+        max(submit.num_choices, 1),
+        min(MAX_BEAM_WIDTH, vocab_size),
+    )
     check_message(beam, _BEAM_SEARCH, "beam_search.")
     _check(beam.width <= most, "beam_search.width", f"must be at most {most}")
     _check(num_best <= beam.width, "num_choices", "must be at most beam_search.width")
     _check(submit.first_choice == 0, "first_choice", "must be 0 with beam_search")
     has_logprobs = submit.HasField("logprobs") or submit.HasField("prompt_logprobs")
-    _check(not has_logprobs and not submit.grammar, "beam_search", "goes without logprobs, prompt_logprobs and grammar")
+    _check(
+        not has_logprobs and not submit.grammar,
+        "beam_search",
+        "goes without logprobs, prompt_logprobs and grammar",
+    )
     fits = beam.width + num_stop_ids <= MAX_FIRST_TOKENS
     _check(fits, "stop_token_ids", f"must with beam_search.width be at most {MAX_FIRST_TOKENS}")
     penalty = value_of(beam, ROWS["beam_search.length_penalty"])
     return BeamSearch(num_best=num_best, length_penalty=penalty, early_stopping=beam.early_stopping)
 
 
-def _parse_sampling(submit: worker_pb2.Submit, stop_ids: frozenset[int], vocab_size: int) -> SamplingParams:
+def _parse_sampling(
+    submit: worker_pb2.Submit, stop_ids: frozenset[int], vocab_size: int
+) -> SamplingParams:
     """Returns how tokens are sampled. A beam search samples none and ignores `submit.sampling`."""
     check_count(len(submit.grammar), MAX_SUBMITTED_GRAMMAR_CHARACTERS, "characters", "grammar")
     logprobs = submit.logprobs if submit.HasField("logprobs") else None
@@ -157,8 +199,12 @@ def _parse_sampling(submit: worker_pb2.Submit, stop_ids: frozenset[int], vocab_s
     num_prompt = len(submit.token_ids) - submit.first_index
     has_min_tokens = submit.min_tokens > submit.first_index
     return replace(
-        SamplingParams(temperature=0) if submit.HasField("beam_search") else _parse_parameters(submit, vocab_size),
-        stop_ids=tuple(sorted(token for token in stop_ids if token < vocab_size)) if has_min_tokens else (),
+        SamplingParams(temperature=0)
+        if submit.HasField("beam_search")
+        else _parse_parameters(submit, vocab_size),
+        stop_ids=tuple(sorted(token for token in stop_ids if token < vocab_size))
+        if has_min_tokens
+        else (),
         min_length=num_prompt + submit.min_tokens if has_min_tokens else 0,
         grammar=submit.grammar,
         grammar_owner=submit.cache_salt if submit.grammar else b"",
@@ -172,8 +218,14 @@ def _parse_pooling(submit: worker_pb2.Submit) -> Pooling | None:
     if not submit.pooling:
         return None
     _check(submit.pooling in _POOLINGS, "pooling", "is not known")
-    is_plain = submit.max_tokens == 1 and submit.num_choices <= 1 and not submit.HasField("beam_search")
-    _check(is_plain and submit.task != worker_pb2.TASK_DECODE, "pooling", "goes with one choice and max_tokens 1 only")
+    is_plain = (
+        submit.max_tokens == 1 and submit.num_choices <= 1 and not submit.HasField("beam_search")
+    )
+    _check(
+        is_plain and submit.task != worker_pb2.TASK_DECODE,
+        "pooling",
+        "goes with one choice and max_tokens 1 only",
+    )
     return _POOLINGS[submit.pooling]
 
 
@@ -196,9 +248,15 @@ def _parse_bad_words(
 ) -> tuple[tuple[int, ...], ...]:
     """`given`: the submit's repeated TokenIds."""
     _check(not sampling.bad_words, "sampling.bad_words", "must be empty; token ids go in bad_words")
-    check_count(len(given), 2 * MAX_BAD_WORDS, "token sequences", "bad_words")  # each with and without a space before
+    check_count(
+        len(given), 2 * MAX_BAD_WORDS, "token sequences", "bad_words"
+    )  # each with and without a space before
     words = tuple(tuple(word.ids) for word in given)
     for i, word in enumerate(words):
-        _check(1 <= len(word) <= MAX_BAD_WORD_TOKENS, f"bad_words[{i}]", f"must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
+        _check(
+            1 <= len(word) <= MAX_BAD_WORD_TOKENS,
+            f"bad_words[{i}]",
+            f"must have 1 to {MAX_BAD_WORD_TOKENS} tokens",
+        )
         check_token_ids(word, vocab_size, f"bad_words[{i}]")
     return words

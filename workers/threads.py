@@ -1,5 +1,6 @@
-"""Counts the cores that this process may use, tells the kernel which threads go first, and runs blocking work beside an
-event loop."""
+"""Counts the cores that this process may use, tells the kernel which threads go first, and runs
+blocking work beside an event loop.
+"""
 
 import asyncio
 import ctypes
@@ -20,17 +21,22 @@ _DEFAULT_SLICE: Final = 0
 
 
 def go_first() -> None:
-    """Asks the kernel for its shortest time slices for this process's threads, and so for those that they start.
+    """Asks the kernel for its shortest time slices for this process's threads, and so for those
+    that they start.
 
-    A thread that a message wakes then interrupts one with a longer slice that computes on its core. It would else wait
-    for the end of that slice, of about three milliseconds (EEVDF scheduler, Linux 6.12; older kernels ignore it)."""
+    A thread that a message wakes then interrupts one with a longer slice that computes on its core.
+    It would else wait for the end of that slice, of about three milliseconds (EEVDF scheduler,
+    Linux 6.12; older kernels ignore it).
+    """
     with suppress(FileNotFoundError):
         for thread in os.listdir("/proc/self/task"):
             _set_time_slice(int(thread), _SHORTEST_SLICE)
 
 
 def let_others_first() -> None:
-    """Gives the calling thread, and those that it starts, the kernel's default time slice again: it computes."""
+    """Gives the calling thread, and those that it starts, the kernel's default time slice again: it
+    computes.
+    """
     _set_time_slice(threading.get_native_id(), _DEFAULT_SLICE)
 
 
@@ -42,21 +48,26 @@ def _set_time_slice(thread: int, nanoseconds: int) -> None:
     with suppress(ProcessLookupError):  # the thread has ended
         policy, niceness = os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)
         if policy == os.SCHED_OTHER:
-            # struct sched_attr: size, policy, flags, niceness, priority, runtime (here the slice), deadline, period
+            # struct sched_attr: size, policy, flags, niceness, priority, runtime (here the slice),
+            # deadline, period
             attributes = struct.pack("=IIQiIQQQ", 48, policy, 0, niceness, 0, nanoseconds, 0, 0)
             ctypes.CDLL(None).syscall(number, thread, attributes, 0)
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Returns how many cores this process may compute with, at least 1: its CPU set, but no more than the CPU quotas of
-    its cgroup (v2 `cpu.max`, v1 `cpu.cfs_quota_us`) and of the groups above it, rounded down: a thread beyond a quota
-    makes all threads stop when it is used up. `root` holds proc and sys."""
+    """Returns how many cores this process may compute with, at least 1: its CPU set, but no more
+    than the CPU quotas of its cgroup (v2 `cpu.max`, v1 `cpu.cfs_quota_us`) and of the groups above
+    it, rounded down: a thread beyond a quota makes all threads stop when it is used up. `root`
+    holds proc and sys.
+    """
     quotas = [quota for group in cgroups("cpu", root) if (quota := _quota(group)) is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in quotas)]))
 
 
 def cgroups(controller: str, root: Path = Path("/")) -> list[Path]:
-    """Returns the folders of this process's cgroup of a controller, v1 and v2, and of the groups above it."""
+    """Returns the folders of this process's cgroup of a controller, v1 and v2, and of the groups
+    above it.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -68,7 +79,8 @@ def cgroups(controller: str, root: Path = Path("/")) -> list[Path]:
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / path.strip("/")
-        # In a container the path may be the host's, of which the mount shows only the container's own part.
+        # In a container the path may be the host's, of which the mount shows only the container's
+        # own part.
         found += [folder for folder in (group, *group.parents) if folder.is_relative_to(mount)]
     return found
 
@@ -95,11 +107,12 @@ def settle(done: "asyncio.Future[Any]", result: object, error: BaseException | N
 
 
 def in_thread(work: Callable[[], T], name: str, *, nice: int = 0) -> "asyncio.Future[T]":
-    """Runs `work` in a daemon thread of its own, which ends with it, by so much nicer than others; a cancelled future
-    is not waited for.
+    """Runs `work` in a daemon thread of its own, which ends with it, by so much nicer than others;
+    a cancelled future is not waited for.
 
-    A pool's thread would stay: while a thread that has computed lives, libgomp counts its OpenMP team beside the
-    engine's, assumes that the machine is overcommitted and lets no thread spin."""
+    A pool's thread would stay: while a thread that has computed lives, libgomp counts its OpenMP
+    team beside the engine's, assumes that the machine is overcommitted and lets no thread spin.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

@@ -29,11 +29,15 @@ _CANARY: Final = SequenceSpec(  # a prefill and a decode
     sampling=SamplingParams(temperature=0.0),
 )
 
-_COUNTED_SECONDS: Final = 4.0  # at most, between two looks; twice the period of Serve's health checks
+_COUNTED_SECONDS: Final = (
+    4.0  # at most, between two looks; twice the period of Serve's health checks
+)
 _MAX_STEPS: Final = 4_096  # that are remembered until somebody takes them
 
 StepLog = deque[tuple[float, int]]
-"""The last steps: the seconds and the tokens of each. The engine's thread appends, the event loop takes."""
+"""The last steps: the seconds and the tokens of each. The engine's thread appends, the event loop
+takes.
+"""
 
 
 def new_step_log() -> StepLog:
@@ -41,9 +45,11 @@ def new_step_log() -> StepLog:
 
 
 class Watchdog:
-    """Holds when the engine's thread last began a command or a step, or finished layers of one; 0 while it is idle.
+    """Holds when the engine's thread last began a command or a step, or finished layers of one; 0
+    while it is idle.
 
-    The thread writes it, the event loop reads it."""
+    The thread writes it, the event loop reads it.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -68,7 +74,9 @@ class Watchdog:
     def stalled_seconds(self) -> float:
         """Returns for how long there has been work without progress.
 
-        A time in which nobody looked counts only in part: then the whole process, or its machine, was held up."""
+        A time in which nobody looked counts only in part: then the whole process, or its machine,
+        was held up.
+        """
         now, stamp = self._clock(), self._stamp
         if stamp != self._seen:
             self._seen, self._stalled = stamp, 0.0
@@ -79,9 +87,13 @@ class Watchdog:
 
 
 class WatchedExecutor(Executor):
-    """Marks the progress of another executor's steps: where it reports layers, a long chunk is no hang. Logs each."""
+    """Marks the progress of another executor's steps: where it reports layers, a long chunk is no
+    hang. Logs each.
+    """
 
-    def __init__(self, executor: Executor, progress: Watchdog, steps: StepLog | None = None) -> None:
+    def __init__(
+        self, executor: Executor, progress: Watchdog, steps: StepLog | None = None
+    ) -> None:
         self._executor = executor
         self._progress = progress
         self._steps = new_step_log() if steps is None else steps
@@ -118,11 +130,13 @@ class WatchedExecutor(Executor):
 
 
 class Canary:
-    """Has the engine compute a sequence of the worker's own, which tells a worker's fault from a request's.
+    """Has the engine compute a sequence of the worker's own, which tells a worker's fault from a
+    request's.
 
-    A request for which the model computes NaN may be the only one. The canary's prompt is always the same: where the
-    model computes NaN for it, the worker is broken. So no request can make a sound worker fail by its own NaN.
-    Lives in the event loop."""
+    A request for which the model computes NaN may be the only one. The canary's prompt is always
+    the same: where the model computes NaN for it, the worker is broken. So no request can make a
+    sound worker fail by its own NaN. Lives in the event loop.
+    """
 
     def __init__(
         self,
@@ -130,7 +144,9 @@ class Canary:
         call_in_loop: Callable[[Callable[[], None]], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """`post` and `call_in_loop`: see EngineThread. `failed` is called if the model computes NaN for the canary."""
+        """`post` and `call_in_loop`: see EngineThread. `failed` is called if the model computes NaN
+        for the canary.
+        """
         self._post = post
         self._call_in_loop = call_in_loop
         self._failed = failed
@@ -138,8 +154,10 @@ class Canary:
         self.is_due = False  # it did not find a place, or was preempted, since it was last wanted
 
     def run(self) -> None:
-        """Starts the canary unless it is under way. In an engine whose queue is full it does not find a place: that
-        engine is busy, and `Watchdog` tells whether it is stuck. The canary then stays due."""
+        """Starts the canary unless it is under way. In an engine whose queue is full it does not
+        find a place: that engine is busy, and `Watchdog` tells whether it is stuck. The canary then
+        stays due.
+        """
         if not self._is_running:
             self._is_running, self.is_due = True, False
             self._post(self._submit)
@@ -155,7 +173,9 @@ class Canary:
             self._end(is_due=False)
 
     def _submit(self, engine: Engine) -> None:
-        """Submits the canary, in the engine's thread, where no error may escape that is not the engine's own."""
+        """Submits the canary, in the engine's thread, where no error may escape that is not the
+        engine's own.
+        """
         try:
             engine.submit(_CANARY)
         except Full:

@@ -1,6 +1,7 @@
 """Runs one worker: an engine, its KV cache, and the gRPC service for routers and other workers.
 
-Runs in any process that has an event loop; needs no Ray. Knows nothing of text, of pools or of other workers' load.
+Runs in any process that has an event loop; needs no Ray. Knows nothing of text, of pools or of
+other workers' load.
 """
 
 import asyncio
@@ -45,7 +46,9 @@ logger = logging.getLogger(__name__)
 _GOODBYE_SECONDS = 0.5  # for routers to read what happens to their requests
 _COMMAND_SECONDS = 30.0  # timeout of a command to the engine, which runs it between two steps
 _MAX_DRAIN_SECONDS = 86_400.0
-_CHECK_SHARE = 0.02  # of the time may go into checks of the engine, however often its status is asked for
+_CHECK_SHARE = (
+    0.02  # of the time may go into checks of the engine, however often its status is asked for
+)
 
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
@@ -60,11 +63,15 @@ class WorkerConfig:
     kv_disk_bytes: int = 0
     lease_seconds: float = 30.0  # how long a finished prefill's KV cache is kept without a reader
     hang_seconds: float = 10.0  # without progress of the engine, after which it is taken to hang
-    canary_seconds: float = 30.0  # without work, after which a health check has the engine make a step
+    canary_seconds: float = (
+        30.0  # without work, after which a health check has the engine make a step
+    )
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
-    """Serves `tandem.v1.Worker` and the KV endpoint on one port. Make one with `start`, end it with `stop`."""
+    """Serves `tandem.v1.Worker` and the KV endpoint on one port. Make one with `start`, end it with
+    `stop`.
+    """
 
     def __init__(
         self,
@@ -133,7 +140,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                 rank.load_adapter,
                 self._coordinator.clients,
                 max_loras=config.rank.max_loras,
-                unload=lambda number: self._thread.post(lambda engine: engine.unload_adapter(number)),
+                unload=lambda number: self._thread.post(
+                    lambda engine: engine.unload_adapter(number)
+                ),
             ),
             kv_handle=self._kv_handle,
             load=self.load,
@@ -155,18 +164,26 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         metrics: Metrics = NULL_METRICS,
         listens: bool = True,
     ) -> Self:
-        """Loads the model, binds the port and serves, as the only worker of this process. `ranks` are the addresses of
-        the `RankServer`s of ranks 1, 2, ... of the group, which have the same RankConfig. Without `listens` there is no
+        """Loads the model, binds the port and serves, as the only worker of this process. `ranks`
+        are the addresses of the `RankServer`s of ranks 1, 2, ... of the group, which have the same
+        RankConfig. Without `listens` there is no
         port: all requests come by `serve_session`.
 
-        Raises what `TpCoordinator.load` raises, such as CheckpointError for a bad model folder, and OSError for a port
-        that is taken."""
+        Raises what `TpCoordinator.load` raises, such as CheckpointError for a bad model folder, and
+        OSError for a port that is taken.
+        """
         keep_freed_memory()
         enter_device(config.rank.device)  # this thread reads and writes KV cache
         coordinator, rank = await TpCoordinator.load(config.rank, ranks)
         try:
             worker = await cls.serve(
-                rank, config, worker_id=worker_id, role=role, coordinator=coordinator, metrics=metrics, listens=listens
+                rank,
+                config,
+                worker_id=worker_id,
+                role=role,
+                coordinator=coordinator,
+                metrics=metrics,
+                listens=listens,
             )
         except BaseException:
             await coordinator.close()
@@ -187,13 +204,24 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         metrics: Metrics = NULL_METRICS,
         listens: bool = True,
     ) -> Self:
-        """Serves a loaded rank. `frame_hook` wraps the frames that the KV sender yields, for fault tests."""
+        """Serves a loaded rank. `frame_hook` wraps the frames that the KV sender yields, for fault
+        tests.
+        """
         coordinator = coordinator or TpCoordinator()
         disk = None
         if config.kv_disk:
-            disk = await DiskTier.open(config.kv_disk, role, rank.kv, config.kv_disk_bytes, coordinator.clients)
+            disk = await DiskTier.open(
+                config.kv_disk, role, rank.kv, config.kv_disk_bytes, coordinator.clients
+            )
         worker = cls(
-            rank, config, coordinator, disk, worker_id=worker_id, role=role, frame_hook=frame_hook, metrics=metrics
+            rank,
+            config,
+            coordinator,
+            disk,
+            worker_id=worker_id,
+            role=role,
+            frame_hook=frame_hook,
+            metrics=metrics,
         )
         if listens:
             worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
@@ -206,16 +234,18 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         return worker
 
     async def drain(self, seconds: float) -> int:
-        """Refuses new requests from now on and reports so to routers at once; running ones go on. Returns how many
-        requests are left when none is or after so many seconds."""
+        """Refuses new requests from now on and reports so to routers at once; running ones go on.
+        Returns how many requests are left when none is or after so many seconds.
+        """
         self._requests.leave()
         if seconds > 0:
             await self._requests.wait_idle(seconds)
         return len(self._requests)
 
     async def stop(self, grace: float = 0.0) -> None:
-        """Refuses new requests, gives running ones up to `grace` seconds, then ends everything. Raises TimeoutError if
-        the engine's step does not end."""
+        """Refuses new requests, gives running ones up to `grace` seconds, then ends everything.
+        Raises TimeoutError if the engine's step does not end.
+        """
         deadline = time.monotonic() + grace
         await self.drain(grace)  # the server still runs meanwhile: decode workers fetch KV cache
         self._requests.fail_all()  # a session that merely breaks would count as a crash
@@ -231,29 +261,40 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             await self._kv.close()
 
     def check_health(self) -> None:
-        """Raises RuntimeError if the engine has failed or hangs, or has computed NaN for its canary. Called now and
-        then in the event loop. An engine that has been idle for long gets the canary, whose steps fail or hang if no
-        others would succeed."""
+        """Raises RuntimeError if the engine has failed or hangs, or has computed NaN for its
+        canary. Called now and then in the event loop. An engine that has been idle for long gets
+        the canary, whose steps fail or hang if no others would succeed.
+        """
         hang_seconds = self._config.hang_seconds
         if self._failure is None and self._progress.stalled_seconds() > hang_seconds:
-            self._fail(TimeoutError(f"no progress of the engine for {hang_seconds:g} seconds (hang_seconds)"))
+            self._fail(
+                TimeoutError(
+                    f"no progress of the engine for {hang_seconds:g} seconds (hang_seconds)"
+                )
+            )
         if self._failure is not None:
             raise RuntimeError(f"the engine of {self.worker_id} has failed") from self._failure
         if self._canary.is_due or self._progress.idle_seconds() >= self._config.canary_seconds:
             self._canary.run()
 
     async def report_figures(self, with_integrity: bool) -> None:
-        """Reports what the worker's metrics are now; call it every few seconds. Whether the engine is intact takes a
-        moment between two of its steps."""
+        """Reports what the worker's metrics are now; call it every few seconds. Whether the engine
+        is intact takes a moment between two of its steps.
+        """
         self._figures.report(self._metrics)
         if with_integrity:
             with suppress(TimeoutError):  # the watchdog sees to an engine that does not answer
                 self._metrics.set(UNBALANCED, not await self._integrity.get())
 
     def load(self) -> worker_pb2.WorkerLoad:
-        """Returns a snapshot for placement. Reads each counter of the engine's thread once; since the engine may move
-        blocks between two reads, the free ones are the rest."""
-        requests, blocks, total = self._engine.requests, self._engine.blocks(), self._rank.num_blocks
+        """Returns a snapshot for placement. Reads each counter of the engine's thread once; since
+        the engine may move blocks between two reads, the free ones are the rest.
+        """
+        requests, blocks, total = (
+            self._engine.requests,
+            self._engine.blocks(),
+            self._rank.num_blocks,
+        )
         blocks[BlockState.FREE] = max(total - sum(blocks.values()) + blocks[BlockState.FREE], 0)
         load = worker_pb2.WorkerLoad(
             version=self._last_load.version,
@@ -308,13 +349,17 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     async def GetStatus(
         self,
         request: worker_pb2.GetStatusRequest,
-        context: grpc.aio.ServicerContext[worker_pb2.GetStatusRequest, worker_pb2.GetStatusResponse],
+        context: grpc.aio.ServicerContext[
+            worker_pb2.GetStatusRequest, worker_pb2.GetStatusResponse
+        ],
     ) -> worker_pb2.GetStatusResponse:
         """Answers `status`, see the proto."""
         return await self.status()
 
     async def status(self) -> worker_pb2.GetStatusResponse:
-        """Counts everything that could leak, and says whether the engine was intact when that was last checked."""
+        """Counts everything that could leak, and says whether the engine was intact when that was
+        last checked.
+        """
         integrity_ok = await self._integrity.get()
         return worker_pb2.GetStatusResponse(
             info=self.info(),
@@ -342,13 +387,17 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     async def LoadAdapter(
         self,
         request: worker_pb2.LoadAdapterRequest,
-        context: grpc.aio.ServicerContext[worker_pb2.LoadAdapterRequest, worker_pb2.LoadAdapterResponse],
+        context: grpc.aio.ServicerContext[
+            worker_pb2.LoadAdapterRequest, worker_pb2.LoadAdapterResponse
+        ],
     ) -> worker_pb2.LoadAdapterResponse:
         """Loads an adapter ahead of the requests that use it, see the proto."""
         return worker_pb2.LoadAdapterResponse(error=await self.load_adapter(request.adapter))
 
     async def load_adapter(self, adapter: worker_pb2.Adapter) -> str:
-        """Loads an adapter unless others are in use on all places; returns why it cannot be used, or nothing."""
+        """Loads an adapter unless others are in use on all places; returns why it cannot be used,
+        or nothing.
+        """
         try:
             with suppress(Full):
                 await self._requests.load_adapter(adapter)
@@ -359,7 +408,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     async def LeasePrefix(
         self,
         request_iterator: AsyncIterator[worker_pb2.LeasePrefixRequest],
-        context: grpc.aio.ServicerContext[worker_pb2.LeasePrefixRequest, worker_pb2.LeasePrefixResponse],
+        context: grpc.aio.ServicerContext[
+            worker_pb2.LeasePrefixRequest, worker_pb2.LeasePrefixResponse
+        ],
     ) -> None:
         """Leases a cached prefix to another worker, see the proto."""
         await self._lender.serve(request_iterator, context.write)
@@ -369,13 +420,17 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.DrainRequest,
         context: grpc.aio.ServicerContext[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
     ) -> worker_pb2.DrainResponse:
-        """Drains this worker, see the proto. It goes on to refuse, and to answer, until it is stopped."""
+        """Drains this worker, see the proto. It goes on to refuse, and to answer, until it is
+        stopped.
+        """
         seconds = min(max(0.0, request.timeout_seconds), _MAX_DRAIN_SECONDS)  # 0 for NaN
         return worker_pb2.DrainResponse(num_requests=await self.drain(seconds))
 
     def _kv_handle(self) -> worker_pb2.KvHandle:
         return worker_pb2.KvHandle(
-            epoch=self.epoch, layout=self._rank.kv.layout.digest, endpoints=[self.address, *self._coordinator.endpoints]
+            epoch=self.epoch,
+            layout=self._rank.kv.layout.digest,
+            endpoints=[self.address, *self._coordinator.endpoints],
         )
 
     def _fail(self, error: BaseException) -> None:

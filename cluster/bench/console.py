@@ -1,7 +1,9 @@
-"""Measures what pages of the console that poll cost a router: `python -m tandem.cluster.bench.console`.
+"""Measures what pages of the console that poll cost a router: `python -m
+tandem.cluster.bench.console`.
 
-The router and its worker, which computes nothing, are processes of their own, as in `bench.router`. Streams run
-meanwhile, so that there is something to tell, with so few tokens that the router has hardly anything else to do. It has
+The router and its worker, which computes nothing, are processes of their own, as in `bench.router`.
+Streams run meanwhile, so that there is something to tell, with so few tokens that the router has
+hardly anything else to do. It has
 one event loop, so it can take one core: what polling takes of that is its share of the router.
 """
 
@@ -33,16 +35,23 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command()
 def main(
-    pages: Annotated[list[int], typer.Option(help="Pages that poll at the same time; may be given several times.")] = [  # noqa: B006
+    pages: Annotated[
+        list[int],
+        typer.Option(help="Pages that poll at the same time; may be given several times."),
+    ] = [  # noqa: B006
         1,
         10,
     ],
     streams: Annotated[int, typer.Option(help="Streams that run meanwhile.")] = 32,
     seconds: Annotated[float, typer.Option(help="Of each number of pages in a round.")] = 4.0,
-    rounds: Annotated[int, typer.Option(help="With and without pages by turns; the medians count.")] = 3,
+    rounds: Annotated[
+        int, typer.Option(help="With and without pages by turns; the medians count.")
+    ] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure the router's CPU time with pages that poll once a second, and without: about a minute."""
+    """Measure the router's CPU time with pages that poll once a second, and without: about a
+    minute.
+    """
     identity = PeerIdentity.generate()
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -64,7 +73,9 @@ def main(
 async def _measure(
     router: ChildProcess, pages: list[int], streams: int, seconds: float, rounds: int
 ) -> list[dict[str, Any]]:
-    """Returns the router's CPU time in percent of a core for each number of pages, the first of which is 0."""
+    """Returns the router's CPU time in percent of a core for each number of pages, the first of
+    which is 0.
+    """
     grpc_url, http_url = router[1].split()
     load = [asyncio.create_task(_stream(grpc_url)) for _ in range(streams)]
     found: dict[int, list[float]] = {number: [] for number in pages}
@@ -74,7 +85,10 @@ async def _measure(
             for _ in range(rounds):
                 for number in pages:
                     answers: list[float] = []
-                    polls = [asyncio.create_task(_poll(session, http_url, answers)) for _ in range(number)]
+                    polls = [
+                        asyncio.create_task(_poll(session, http_url, answers))
+                        for _ in range(number)
+                    ]
                     await asyncio.sleep(_POLL_SECONDS)  # the first answers, which have everything
                     answers.clear()
                     before, begin = cpu_seconds(router[0]), time.monotonic()
@@ -111,7 +125,9 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
 
 
 async def _stream(url: str) -> None:
-    async with open_target(ServerAddress(url=url, model="null"), ignore_eos=True) as stream_completion:
+    async with open_target(
+        ServerAddress(url=url, model="null"), ignore_eos=True
+    ) as stream_completion:
         while True:
             await stream_completion(BenchPrompt(prompt=_PROMPT, max_tokens=_MAX_TOKENS), [])
 

@@ -1,4 +1,6 @@
-"""Sends the load of a benchmark and measures it: closed or open loop, rounds of two servers in turn."""
+"""Sends the load of a benchmark and measures it: closed or open loop, rounds of two servers in
+turn.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -21,22 +23,27 @@ async def run_bench(
 ) -> list[list[Summary]]:
     """Measures the servers in turn; returns the rounds of each.
 
-    All get the same arrival times and prompts of the same lengths, but never the same random prompts: if two URLs
-    belong to one service, its prefix cache would favour the second.
+    All get the same arrival times and prompts of the same lengths, but never the same random
+    prompts: if two URLs belong to one service, its prefix cache would favour the second.
 
-    `report` is called after each round. Raises InvalidArgument for a bad file, and Unavailable if a server answers no
-    warm-up request."""
+    `report` is called after each round. Raises InvalidArgument for a bad file, and Unavailable if a
+    server answers no warm-up request.
+    """
     prompts, addresses = Prompts(options.workload), options.addresses
     async with AsyncExitStack() as stack:
         targets = [
-            await stack.enter_async_context(open_target(address, ignore_eos=options.workload.ignore_eos))
+            await stack.enter_async_context(
+                open_target(address, ignore_eos=options.workload.ignore_eos)
+            )
             for address in addresses
         ]
         for address, target in zip(addresses, targets, strict=True):
             await _warm_up(address, target, prompts, options.load)
         rounds: list[list[Summary]] = [[] for _ in targets]
         for number in range(options.rounds):
-            for turn, (address, target, summaries) in enumerate(zip(addresses, targets, rounds, strict=True)):
+            for turn, (address, target, summaries) in enumerate(
+                zip(addresses, targets, rounds, strict=True)
+            ):
                 own = prompts.of_round(number * len(targets) + turn, options.load)
                 before = ThreadTimes.take()
                 records = await send_load(target, own, options.load, options.workload.seed + number)
@@ -49,7 +56,9 @@ async def run_bench(
 async def send_load(
     target: StreamCompletion, prompts: Iterator[BenchPrompt], load: LoadOptions, seed: int
 ) -> list[RequestRecord]:
-    """Sends one round and waits for every response, each at most `load.timeout` seconds. At least one is sent."""
+    """Sends one round and waits for every response, each at most `load.timeout` seconds. At least
+    one is sent.
+    """
     if load.rate is not None:
         return await _open_loop(target, prompts, arrival_offsets(load.rate, seed), load)
     return await _closed_loop(target, prompts, load)
@@ -58,7 +67,9 @@ async def send_load(
 async def _closed_loop(
     target: StreamCompletion, prompts: Iterator[BenchPrompt], load: LoadOptions
 ) -> list[RequestRecord]:
-    """Keeps `load.concurrency` requests under way: each caller sends its next one when the one before has ended."""
+    """Keeps `load.concurrency` requests under way: each caller sends its next one when the one
+    before has ended.
+    """
     records: list[RequestRecord] = []
     end = perf_counter() + (load.seconds or float("inf"))
 
@@ -75,7 +86,10 @@ async def _closed_loop(
 
 
 async def _open_loop(
-    target: StreamCompletion, prompts: Iterator[BenchPrompt], offsets: Iterator[float], load: LoadOptions
+    target: StreamCompletion,
+    prompts: Iterator[BenchPrompt],
+    offsets: Iterator[float],
+    load: LoadOptions,
 ) -> list[RequestRecord]:
     """Sends each request at its arrival time, whether or not those before have ended."""
     records: list[RequestRecord] = []
@@ -105,7 +119,9 @@ async def _measure(target: StreamCompletion, prompt: BenchPrompt, timeout: float
     except RequestFailed as error:
         failure = error
     except TimeoutError:
-        failure = RequestFailed("timeout", f"not complete after {timeout:g} s, {len(chunk_times)} chunks came")
+        failure = RequestFailed(
+            "timeout", f"not complete after {timeout:g} s, {len(chunk_times)} chunks came"
+        )
     return RequestRecord(
         started=started,
         ended=perf_counter(),
@@ -116,7 +132,9 @@ async def _measure(target: StreamCompletion, prompt: BenchPrompt, timeout: float
     )
 
 
-async def _warm_up(address: ServerAddress, target: StreamCompletion, prompts: Prompts, load: LoadOptions) -> None:
+async def _warm_up(
+    address: ServerAddress, target: StreamCompletion, prompts: Prompts, load: LoadOptions
+) -> None:
     if not load.warmup:
         return
     concurrency = min(load.warmup, load.concurrency or _WARMUP_CONCURRENCY)

@@ -1,8 +1,9 @@
-"""Computes the figures of a benchmark from the times of its requests: pure functions, which read no clock.
+"""Computes the figures of a benchmark from the times of its requests: pure functions, which read no
+clock.
 
-Latencies other than a refusal's are those of completed requests; the rates are those of a whole round, which
-lasts from the start of its first request to the end of its last. Definitions and names are those of `vllm bench serve`,
-so that both tools give the same figures for the same server.
+Latencies other than a refusal's are those of completed requests; the rates are those of a whole
+round, which lasts from the start of its first request to the end of its last. Definitions and names
+are those of `vllm bench serve`, so that both tools give the same figures for the same server.
 """
 
 import statistics
@@ -17,15 +18,22 @@ import numpy as np
 LATENCIES: Final = ("ttft", "tpot", "itl", "e2e", "refusal")
 REFUSALS: Final = ("RESOURCE_EXHAUSTED", "HTTP 429")
 """Kinds of failure that mean overload."""
-RATES: Final = ("request_throughput", "output_throughput", "total_throughput", "goodput", "slo_attainment")
+RATES: Final = (
+    "request_throughput",
+    "output_throughput",
+    "total_throughput",
+    "goodput",
+    "slo_attainment",
+)
 _QUANTILES: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 _MAX_DETAIL: Final = 200  # characters of a server's error text
 _TAIL: Final = {"p99.9": 99.9}  # of gaps alone: there are enough of them
 
 
 class RequestFailed(Exception):
-    """Says why a request did not complete: `kind` in a few words, the same for every failure of the kind, and `detail`,
-    what the server said in one line."""
+    """Says why a request did not complete: `kind` in a few words, the same for every failure of the
+    kind, and `detail`, what the server said in one line.
+    """
 
     def __init__(self, kind: str, detail: object = "") -> None:
         super().__init__(kind)
@@ -39,7 +47,9 @@ class RequestRecord:
 
     started: float  # sent
     ended: float  # answered or given up
-    chunk_times: Sequence[float]  # arrival of each chunk that bears tokens; not empty if it completed
+    chunk_times: Sequence[
+        float
+    ]  # arrival of each chunk that bears tokens; not empty if it completed
     prompt_tokens: int
     output_tokens: int
     failure: RequestFailed | None = None
@@ -79,8 +89,9 @@ class FailureCount:
 class Summary:
     """Holds the figures of one round.
 
-    `figures` holds the RATES (goodput and slo_attainment only under an SLO), `late_ms`, and {mean, p50, p90, p99, max}
-    of each of LATENCIES as `mean_ttft_ms` and so on, `p99.9_itl_ms` besides; latencies that no request had are absent.
+    `figures` holds the RATES (goodput and slo_attainment only under an SLO), `late_ms`, and {mean,
+    p50, p90, p99, max} of each of LATENCIES as `mean_ttft_ms` and so on, `p99.9_itl_ms` besides;
+    latencies that no request had are absent.
     """
 
     duration: float  # seconds
@@ -90,11 +101,15 @@ class Summary:
     output_tokens: int
     failures: tuple[FailureCount, ...]  # the most frequent first
     figures: Mapping[str, float]
-    busy_threads: Mapping[str, int] = field(default_factory=dict)  # of this machine, by process name
+    busy_threads: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of this machine, by process name
 
 
 def summarize(records: Sequence[RequestRecord], slo: Mapping[str, float]) -> Summary:
-    """Returns the figures of a round of one request or more. `slo`: limits in ms on ttft, tpot, e2e; empty for none."""
+    """Returns the figures of a round of one request or more. `slo`: limits in ms on ttft, tpot,
+    e2e; empty for none.
+    """
     completed = [record for record in records if record.failure is None]
     duration = max(record.ended for record in records) - min(record.started for record in records)
     prompt_tokens = sum(record.prompt_tokens for record in completed)
@@ -108,7 +123,11 @@ def summarize(records: Sequence[RequestRecord], slo: Mapping[str, float]) -> Sum
     if slo:
         good = sum(meets(record, slo) for record in records)
         figures |= {"goodput": good / duration, "slo_attainment": good / len(records)}
-    refusals = [each.ended - each.started for each in records if each.failure and each.failure.kind in REFUSALS]
+    refusals = [
+        each.ended - each.started
+        for each in records
+        if each.failure and each.failure.kind in REFUSALS
+    ]
     values = {
         "ttft": [record.ttft for record in completed],
         "tpot": [tpot for record in completed if (tpot := record.tpot) is not None],
@@ -130,7 +149,9 @@ def summarize(records: Sequence[RequestRecord], slo: Mapping[str, float]) -> Sum
 
 
 def meets(record: RequestRecord, slo: Mapping[str, float]) -> bool:
-    """Returns whether the request completed within every limit (ms). One token has no TPOT and meets any limit."""
+    """Returns whether the request completed within every limit (ms). One token has no TPOT and
+    meets any limit.
+    """
     if record.failure is not None:
         return False
     found = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2e": record.e2e}
@@ -142,22 +163,31 @@ def count_failures(failures: Iterable[RequestFailed | None]) -> tuple[FailureCou
     found = [failure for failure in failures if failure is not None]
     examples = {failure.kind: failure.detail for failure in reversed(found)}
     counts = Counter(failure.kind for failure in found).most_common()
-    return tuple(FailureCount(kind=kind, count=count, example=examples[kind]) for kind, count in counts)
+    return tuple(
+        FailureCount(kind=kind, count=count, example=examples[kind]) for kind, count in counts
+    )
 
 
 def medians(rounds: Sequence[Summary]) -> dict[str, float]:
     """Returns the median of each figure over the rounds that have it."""
     names = dict.fromkeys(name for each in rounds for name in each.figures)
-    return {name: statistics.median(each.figures[name] for each in rounds if name in each.figures) for name in names}
+    return {
+        name: statistics.median(each.figures[name] for each in rounds if name in each.figures)
+        for name in names
+    }
 
 
 def ratios(ours: Mapping[str, float], peers: Mapping[str, float]) -> dict[str, float]:
     """Returns ours / peers for the figures that both have, except where the peer's is 0."""
-    return {name: ours[name] / peers[name] for name in ours if peers.get(name) and name != "late_ms"}
+    return {
+        name: ours[name] / peers[name] for name in ours if peers.get(name) and name != "late_ms"
+    }
 
 
 def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Returns mean, quantiles (interpolated between two values) and maximum in ms; empty for no value."""
+    """Returns mean, quantiles (interpolated between two values) and maximum in ms; empty for no
+    value.
+    """
     if not seconds:
         return {}
     quantiles = _QUANTILES | (_TAIL if name == "itl" else {})

@@ -1,6 +1,8 @@
-"""Serves a worker with the real engine and no model, for `bench.router`: `python -m tandem.cluster.bench.null_worker`.
+"""Serves a worker with the real engine and no model, for `bench.router`: `python -m
+tandem.cluster.bench.null_worker`.
 
-A module of its own, since it imports torch: the router of a measurement, and who measures, need not.
+A module of its own, since it imports torch: the router of a measurement, and who measures, need
+not.
 """
 
 import sys
@@ -32,7 +34,9 @@ async def serve(step_seconds: float) -> None:
         eos_ids=frozenset(),
     )
     budgets = Budgets(max_sequences=_MAX_STREAMS, max_waiting=_MAX_STREAMS)
-    config = WorkerConfig(rank=RankConfig(model="", identity=identity, transports=()), budgets=budgets)
+    config = WorkerConfig(
+        rank=RankConfig(model="", identity=identity, transports=()), budgets=budgets
+    )
     worker = await Worker.serve(rank, config, worker_id="null", role="decode")
     await until_stdin_ends(worker.address)
     await worker.stop()

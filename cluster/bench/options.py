@@ -44,11 +44,15 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Describes when the requests are sent, and how many. Exactly one of `concurrency` and `rate` is set."""
+    """Describes when the requests are sent, and how many. Exactly one of `concurrency` and `rate`
+    is set.
+    """
 
     concurrency: int | None = None  # closed loop: requests under way at any time
     rate: float | None = None  # open loop: requests/s, Poisson arrivals
-    num_prompts: int | None = DEFAULT_NUM_PROMPTS  # in one round; None: as many as `seconds` allow, or a file holds
+    num_prompts: int | None = (
+        DEFAULT_NUM_PROMPTS  # in one round; None: as many as `seconds` allow, or a file holds
+    )
     seconds: float | None = None  # no request of a round starts later
     warmup: int = 1  # requests to each server before the first round, not measured
     timeout: float = 300.0  # seconds for one request
@@ -66,7 +70,9 @@ class BenchOptions:
 
 
 def parse_address(text: str, option: str, model: str = "") -> ServerAddress:
-    """Parses URL[=MODEL], where MODEL wins over `model`. Raises InvalidArgument that names the option."""
+    """Parses URL[=MODEL], where MODEL wins over `model`. Raises InvalidArgument that names the
+    option.
+    """
     url, _, named = text.partition("=")
     try:
         parts = urlsplit(url)
@@ -74,7 +80,9 @@ def parse_address(text: str, option: str, model: str = "") -> ServerAddress:
     except ValueError:
         raise InvalidArgument(f"has an invalid host or port: {url}", option) from None
     if parts.scheme not in SCHEMES or not parts.hostname:
-        raise InvalidArgument(f"must be grpc(s)://HOST:PORT or http(s)://HOST:PORT, not {url}", option)
+        raise InvalidArgument(
+            f"must be grpc(s)://HOST:PORT or http(s)://HOST:PORT, not {url}", option
+        )
     if parts.scheme in ("grpc", "grpcs") and port is None:
         raise InvalidArgument(f"has no port: {url}", option)
     return ServerAddress(url=url.rstrip("/").removesuffix("/v1"), model=named or model)
@@ -90,7 +98,9 @@ def parse_slo(text: str) -> dict[str, float]:
         try:
             limits[name] = float(number)
         except ValueError:
-            raise InvalidArgument(f"{name} must be a number of ms, not {number!r}", "--slo") from None
+            raise InvalidArgument(
+                f"{name} must be a number of ms, not {number!r}", "--slo"
+            ) from None
         if not 0 < limits[name] < math.inf:
             raise InvalidArgument(f"{name} must be above 0 ms", "--slo")
     return limits

@@ -18,18 +18,32 @@ _UNITS: Final = {
     "goodput": "good requests/s",
     "slo_attainment": "share of good requests",
 }
-_TITLES: Final = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end to end", "refusal": "refusal"}
+_TITLES: Final = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2e": "end to end",
+    "refusal": "refusal",
+}
 
 
 def to_json(options: BenchOptions, measured: Sequence[Sequence[Summary]]) -> dict[str, Any]:
-    """Returns the options, each round, the median of each figure, and the ratios to the peer if there is one."""
+    """Returns the options, each round, the median of each figure, and the ratios to the peer if
+    there is one.
+    """
     middles = [medians(rounds) for rounds in measured]
     return {
-        "workload": asdict(options.workload) | {"file": str(options.workload.file) if options.workload.file else None},
+        "workload": asdict(options.workload)
+        | {"file": str(options.workload.file) if options.workload.file else None},
         "load": asdict(options.load),
         "slo_ms": dict(options.slo),
         "servers": [
-            {"url": address.url, "model": address.model, "rounds": list(map(asdict, rounds)), "median": median}
+            {
+                "url": address.url,
+                "model": address.model,
+                "rounds": list(map(asdict, rounds)),
+                "median": median,
+            }
             for address, rounds, median in zip(options.addresses, measured, middles, strict=True)
         ],
         "ratios": ratios(middles[0], middles[1]) if len(middles) > 1 else None,
@@ -39,19 +53,31 @@ def to_json(options: BenchOptions, measured: Sequence[Sequence[Summary]]) -> dic
 def round_line(summary: Summary) -> str:
     """Returns the main figures of one round in one line."""
     figures = summary.figures
-    parts = [f"{summary.num_completed} of {summary.num_requests} requests in {summary.duration:.1f} s"]
+    parts = [
+        f"{summary.num_completed} of {summary.num_requests} requests in {summary.duration:.1f} s"
+    ]
     parts.append(f"{figures['output_throughput']:.1f} output tokens/s")
     parts += [
-        f"mean {_TITLES[name]} {figures[key]:.1f} ms" for name in LATENCIES if (key := f"mean_{name}_ms") in figures
+        f"mean {_TITLES[name]} {figures[key]:.1f} ms"
+        for name in LATENCIES
+        if (key := f"mean_{name}_ms") in figures
     ]
     return ", ".join(parts)
 
 
 def report(options: BenchOptions, measured: Sequence[Sequence[Summary]]) -> list[Table | str]:
-    """Returns what to print: rates and latencies of one server, or of two beside each other with ratios; failures."""
-    shown: list[Table | str] = [_completed(*each) for each in zip(options.addresses, measured, strict=True)]
+    """Returns what to print: rates and latencies of one server, or of two beside each other with
+    ratios; failures.
+    """
+    shown: list[Table | str] = [
+        _completed(*each) for each in zip(options.addresses, measured, strict=True)
+    ]
     figures = [medians(rounds) for rounds in measured]
-    shown += [_comparison(*figures)] if len(figures) > 1 else [_rates(figures[0], options.slo), _latencies(figures[0])]
+    shown += (
+        [_comparison(*figures)]
+        if len(figures) > 1
+        else [_rates(figures[0], options.slo), _latencies(figures[0])]
+    )
     failures = make_table("server", "round", "kind", "requests", "for example", title="Failures")
     for address, rounds in zip(options.addresses, measured, strict=True):
         for number, summary in enumerate(rounds, 1):
@@ -84,14 +110,20 @@ def _latencies(figures: Mapping[str, float]) -> Table:
     table = make_table("", numbers=STATISTICS, title="Latencies (ms)")
     for name in LATENCIES:
         if name != "refusal" or "mean_refusal_ms" in figures:
-            table.add_row(_TITLES[name], *(_number(figures.get(f"{each}_{name}_ms")) for each in STATISTICS))
+            table.add_row(
+                _TITLES[name], *(_number(figures.get(f"{each}_{name}_ms")) for each in STATISTICS)
+            )
     return table
 
 
 def _comparison(own: Mapping[str, float], peers: Mapping[str, float]) -> Table:
     table = make_table("", numbers=["server", "peer", "ratio"], title="Medians of the rounds")
     names = {name: _UNITS[name] for name in RATES}
-    names |= {f"{each}_{name}_ms": f"{each} {_TITLES[name]} ms" for name in LATENCIES for each in STATISTICS}
+    names |= {
+        f"{each}_{name}_ms": f"{each} {_TITLES[name]} ms"
+        for name in LATENCIES
+        for each in STATISTICS
+    }
     quotients = ratios(own, peers)
     for name, title in names.items():
         if name in own or name in peers:

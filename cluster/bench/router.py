@@ -1,7 +1,8 @@
-"""Measures the router's CPU time a token, with a worker that computes nothing: `python -m tandem.cluster.bench.router`.
+"""Measures the router's CPU time a token, with a worker that computes nothing: `python -m
+tandem.cluster.bench.router`.
 
-Three processes on this machine: a worker with the real engine and no model, a router with both API servers, and this
-one, which reads streams and the CPU times of the others.
+Three processes on this machine: a worker with the real engine and no model, a router with both API
+servers, and this one, which reads streams and the CPU times of the others.
 """
 
 import asyncio
@@ -54,23 +55,31 @@ _MODEL: Final = "null"
 _PROMPT: Final = "The quick brown fox jumps over the lazy dog."
 _START_SECONDS: Final = 60.0
 _MODULE: Final = "tandem.cluster.bench.router"
-_WORKER_MODULE: Final = "tandem.cluster.bench.null_worker"  # imports torch, which the others need not
+_WORKER_MODULE: Final = (
+    "tandem.cluster.bench.null_worker"  # imports torch, which the others need not
+)
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command("run")
 def main(
-    streams: Annotated[list[int], typer.Option(help="Streams at the same time; may be given several times.")] = [  # noqa: B006
+    streams: Annotated[
+        list[int], typer.Option(help="Streams at the same time; may be given several times.")
+    ] = [  # noqa: B006
         1,
         64,
         512,
     ],
     tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 512,
     rounds: Annotated[int, typer.Option(help="Of each case; the best one counts.")] = 3,
-    step_ms: Annotated[float, typer.Option(help="How long the worker takes for a token of all streams.")] = 0.0,
+    step_ms: Annotated[
+        float, typer.Option(help="How long the worker takes for a token of all streams.")
+    ] = 0.0,
     metrics: Annotated[bool, typer.Option(help="Whether the router counts.")] = True,
-    with_keys: Annotated[bool, typer.Option("--keys", help="Let in callers with an API key alone.")] = False,
+    with_keys: Annotated[
+        bool, typer.Option("--keys", help="Let in callers with an API key alone.")
+    ] = False,
     with_tls: Annotated[bool, typer.Option("--tls", help="TLS at the API servers.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -84,7 +93,10 @@ def main(
         ):
             costs = [
                 max(
-                    (asyncio.run(_measure(api, access, router, worker, number, tokens)) for _ in range(rounds)),
+                    (
+                        asyncio.run(_measure(api, access, router, worker, number, tokens))
+                        for _ in range(rounds)
+                    ),
                     key=itemgetter("tokens_per_second"),
                 )
                 for api in _APIS
@@ -93,11 +105,20 @@ def main(
     if as_json:
         typer.echo(json.dumps(costs, indent=2))
         return
-    numbers = ("streams", "tokens/s", "tokens/message", "router us/token", "worker us/token", "client us/token")
+    numbers = (
+        "streams",
+        "tokens/s",
+        "tokens/message",
+        "router us/token",
+        "worker us/token",
+        "client us/token",
+    )
     table = make_table("API", numbers=numbers, boxed=False)
     for cost in costs:
         api, num_streams, per_second, *others = cost.values()
-        table.add_row(api, str(num_streams), f"{per_second:,.0f}", *(f"{number:.1f}" for number in others))
+        table.add_row(
+            api, str(num_streams), f"{per_second:,.0f}", *(f"{number:.1f}" for number in others)
+        )
     table_console().print(table)
 
 
@@ -115,21 +136,27 @@ def compare(
     streams: Annotated[int, typer.Option(help="Streams at the same time.")] = 32,
     tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 512,
     rounds: Annotated[int, typer.Option(help="With and without by turns; the medians count.")] = 9,
-    step_ms: Annotated[float, typer.Option(help="How long the worker takes for a token of all streams.")] = 3.0,
+    step_ms: Annotated[
+        float, typer.Option(help="How long the worker takes for a token of all streams.")
+    ] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure what metrics, keys or TLS cost a router: CPU time of a token in two of them, with and without, which one
-    worker serves by turns.
+    """Measure what metrics, keys or TLS cost a router: CPU time of a token in two of them, with and
+    without, which one worker serves by turns.
 
-    Tokens that wait for the client are merged into one message, so the cost is that of the feature only where both have
-    as many in a message: give a step more time (--step-ms) until that is 1."""
+    Tokens that wait for the client are merged into one message, so the cost is that of the feature
+    only where both have
+    as many in a message: give a step more time (--step-ms) until that is 1.
+    """
     identity = PeerIdentity.generate()
     with (
         tempfile.TemporaryDirectory() as scratch,
         tempfile.TemporaryDirectory() as empty,
         worker_process(identity, step_ms) as worker,
     ):
-        access = _Access.make(Path(scratch), keys=feature == Feature.KEYS, tls=feature == Feature.TLS)
+        access = _Access.make(
+            Path(scratch), keys=feature == Feature.KEYS, tls=feature == Feature.TLS
+        )
         without_metrics = _flag(feature != Feature.METRICS)
         with (
             router_process(identity, worker, scratch) as one,
@@ -156,8 +183,9 @@ def _compare(
     tokens: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Returns the CPU time of a token in both routers, and how much more the first takes than the other: the median of
-    the rounds, each of which has both, one after the other."""
+    """Returns the CPU time of a token in both routers, and how much more the first takes than the
+    other: the median of the rounds, each of which has both, one after the other.
+    """
     times: tuple[list[float], list[float]] = ([], [])
     merged: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds):
@@ -179,13 +207,17 @@ def _compare(
 
 @app.command(hidden=True)
 def serve_router(worker: str, scratch: Path, metrics: bool = True) -> None:
-    """Runs the router: reads its identity from stdin, prints its gRPC and HTTP addresses, ends with its stdin."""
+    """Runs the router: reads its identity from stdin, prints its gRPC and HTTP addresses, ends with
+    its stdin.
+    """
     counts = PrometheusMetrics(_MODEL) if metrics else NULL_METRICS
     run_as_replica(_serve_router(worker, _Access(scratch), counts))
 
 
 def run_as_replica(work: Coroutine[Any, Any, None]) -> None:
-    """Runs what a replica of Ray Serve runs, on the event loop that Ray takes: its TLS is not written in Python."""
+    """Runs what a replica of Ray Serve runs, on the event loop that Ray takes: its TLS is not
+    written in Python.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(work)
 
@@ -200,7 +232,9 @@ class _Access:
     @classmethod
     def make(cls, folder: Path, *, keys: bool, tls: bool) -> "_Access":
         """Makes the files in an empty folder."""
-        access = cls(folder, create_key(folder / "keys.json", name="bench", tenant="bench") if keys else "")
+        access = cls(
+            folder, create_key(folder / "keys.json", name="bench", tenant="bench") if keys else ""
+        )
         if tls:
             made = make_peer_tls("localhost")
             access.tls.certificate.write_bytes(made.certificate)
@@ -225,7 +259,9 @@ class _Access:
             return ServerAddress(url=url, model=_MODEL, api_key=self.api_key)
         scheme, _, place = url.partition("://")
         secure = f"{scheme}s://localhost:{place.rpartition(':')[2]}"
-        return ServerAddress(url=secure, model=_MODEL, api_key=self.api_key, tls_ca=self.tls.certificate)
+        return ServerAddress(
+            url=secure, model=_MODEL, api_key=self.api_key, tls_ca=self.tls.certificate
+        )
 
 
 def _flag(metrics: bool) -> str:
@@ -233,7 +269,9 @@ def _flag(metrics: bool) -> str:
 
 
 ChildProcess = tuple[int, str]
-"""The id of a process of the benchmark, and what it has printed: one address, or those of both API servers."""
+"""The id of a process of the benchmark, and what it has printed: one address, or those of both API
+servers.
+"""
 
 
 def worker_process(identity: PeerIdentity, step_ms: float) -> AbstractContextManager[ChildProcess]:
@@ -244,14 +282,18 @@ def worker_process(identity: PeerIdentity, step_ms: float) -> AbstractContextMan
 def router_process(
     identity: PeerIdentity, worker: ChildProcess, folder: str, *flags: str
 ) -> AbstractContextManager[ChildProcess]:
-    """Runs a router of the worker while the context lasts; `folder` has the files of its keys and certificates."""
+    """Runs a router of the worker while the context lasts; `folder` has the files of its keys and
+    certificates.
+    """
     return _child_process(identity, _MODULE, "serve-router", worker[1], folder, *flags)
 
 
 @contextmanager
 def _child_process(identity: PeerIdentity, *command: str) -> Iterator[ChildProcess]:
     arguments = [sys.executable, "-m", *command]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         print(identity.to_text(), file=process.stdin, flush=True)
@@ -275,7 +317,9 @@ async def _serve_router(worker: str, access: _Access, metrics: Metrics) -> None:
     service = GenerationService([model], dispatcher, telemetry=RequestTelemetry(metrics))
     statuses = WorkerStatuses(registry.workers, identity)
     console = ConsoleFeed(service.telemetry, partial(_describe, statuses), registry.workers)
-    server = await ApiServers.start(service, authenticator=access.authenticator(), tls=tls, console=console)
+    server = await ApiServers.start(
+        service, authenticator=access.authenticator(), tls=tls, console=console
+    )
     await server.set_serving(True)
     sampling = asyncio.create_task(console.run())
     gc.collect()
@@ -298,23 +342,33 @@ async def until_stdin_ends(addresses: str) -> None:
 
 
 async def _measure(
-    api: str, access: _Access, router: ChildProcess, worker: ChildProcess, num_streams: int, num_tokens: int
+    api: str,
+    access: _Access,
+    router: ChildProcess,
+    worker: ChildProcess,
+    num_streams: int,
+    num_tokens: int,
 ) -> dict[str, Any]:
-    """Returns the figures of one round over an API, grpc or http; the times are CPU microseconds a token. Tokens that
-    wait for the client are merged into one message."""
+    """Returns the figures of one round over an API, grpc or http; the times are CPU microseconds a
+    token. Tokens that wait for the client are merged into one message.
+    """
     address = access.address(router[1].split()[_APIS.index(api)])
     processes = (router[0], worker[0], os.getpid())
 
     async def read_all(stream_completion: StreamCompletion, length: int) -> int:
         chunk_times: list[float] = []
         prompt = BenchPrompt(prompt=_PROMPT, max_tokens=length)
-        counts = await asyncio.gather(*(stream_completion(prompt, chunk_times) for _ in range(num_streams)))
+        counts = await asyncio.gather(
+            *(stream_completion(prompt, chunk_times) for _ in range(num_streams))
+        )
         if {count for _, count in counts} != {length}:
             raise RuntimeError(f"{counts} tokens, {length} were requested of each stream")
         return len(chunk_times)
 
     async with open_target(address, ignore_eos=True) as stream_completion:
-        await read_all(stream_completion, 2)  # so that the connections are there: a handshake is not of a token
+        await read_all(
+            stream_completion, 2
+        )  # so that the connections are there: a handshake is not of a token
         before = list(map(cpu_seconds, processes))
         begin = time.perf_counter()
         num_messages = await read_all(stream_completion, num_tokens)
@@ -329,7 +383,9 @@ async def _measure(
 
 def cpu_seconds(pid: int) -> float:
     """Returns the CPU time that a process has taken until now."""
-    return time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid(3) has it: /proc counts in ticks of 10 ms
+    return time.clock_gettime(
+        ~pid << 3 | 2
+    )  # as clock_getcpuclockid(3) has it: /proc counts in ticks of 10 ms
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Sends requests to the servers that a benchmark measures, and notes when the chunks of each response arrive."""
+"""Sends requests to the servers that a benchmark measures, and notes when the chunks of each
+response arrive.
+"""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,22 +24,32 @@ _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 _MAX_BODY_BYTES: Final = 64 * 1024
 
 StreamCompletion = Callable[[BenchPrompt, list[float]], Awaitable[tuple[int, int]]]
-"""Sends a request, appends the time (perf_counter) of each chunk that bears tokens to the list, and returns the numbers
-of prompt tokens and output tokens as the server counts them. Raises RequestFailed. May be called concurrently."""
+"""Sends a request, appends the time (perf_counter) of each chunk that bears tokens to the list, and
+returns the numbers of prompt tokens and output tokens as the server counts them. Raises
+RequestFailed. May be called concurrently.
+"""
 
 
 @asynccontextmanager
-async def open_target(address: ServerAddress, *, ignore_eos: bool) -> AsyncIterator[StreamCompletion]:
-    """Connects to a server. Raises Unavailable if it must be asked for its model and does not answer."""
+async def open_target(
+    address: ServerAddress, *, ignore_eos: bool
+) -> AsyncIterator[StreamCompletion]:
+    """Connects to a server. Raises Unavailable if it must be asked for its model and does not
+    answer.
+    """
     if address.url.startswith("grpc"):
         tls = ClientTls(ca=address.tls_ca)
-        async with AsyncClient(address.url, api_key=address.api_key, tls=tls, max_retries=0) as client:
+        async with AsyncClient(
+            address.url, api_key=address.api_key, tls=tls, max_retries=0
+        ) as client:
             yield _stream_over_grpc(client, address.model, ignore_eos)
         return
     connector = aiohttp.TCPConnector(limit=0, ssl=read_trust(address.tls_ca, "--tls-ca"))
     headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
     timeout = aiohttp.ClientTimeout()
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=headers
+    ) as session:
         model = address.model or await _first_model(session, address.url)
         yield _stream_over_http(session, f"{address.url}/v1/completions", model, ignore_eos)
 
@@ -51,7 +63,9 @@ def _stream_over_grpc(client: AsyncClient, model: str, ignore_eos: bool) -> Stre
     async def stream_completion(prompt: BenchPrompt, chunk_times: list[float]) -> tuple[int, int]:
         usage = None
         try:
-            async with client.stream(prompt.prompt, **Options(**common, max_tokens=prompt.max_tokens)) as stream:
+            async with client.stream(
+                prompt.prompt, **Options(**common, max_tokens=prompt.max_tokens)
+            ) as stream:
                 async for delta in stream:
                     if delta.token_ids:
                         chunk_times.append(perf_counter())
@@ -65,10 +79,14 @@ def _stream_over_grpc(client: AsyncClient, model: str, ignore_eos: bool) -> Stre
     return stream_completion
 
 
-def _stream_over_http(session: aiohttp.ClientSession, url: str, model: str, ignore_eos: bool) -> StreamCompletion:
+def _stream_over_http(
+    session: aiohttp.ClientSession, url: str, model: str, ignore_eos: bool
+) -> StreamCompletion:
     """Returns the StreamCompletion of an OpenAI-compatible server's /v1/completions."""
     common: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
-    common |= {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if ignore_eos else {})
+    common |= {"stream_options": {"include_usage": True}} | (
+        {"ignore_eos": True} if ignore_eos else {}
+    )
 
     async def stream_completion(prompt: BenchPrompt, chunk_times: list[float]) -> tuple[int, int]:
         body = common | {"prompt": prompt.prompt, "max_tokens": prompt.max_tokens}
@@ -81,7 +99,9 @@ def _stream_over_http(session: aiohttp.ClientSession, url: str, model: str, igno
                 async for data in response.content.iter_any():
                     events.feed(data, perf_counter())
         except aiohttp.ClientConnectorError as error:
-            raise RequestFailed("cannot connect", f"nobody answers at {error.host}:{error.port}") from None
+            raise RequestFailed(
+                "cannot connect", f"nobody answers at {error.host}:{error.port}"
+            ) from None
         except (aiohttp.ClientError, ConnectionError) as error:
             raise RequestFailed("stream cut", error) from None
         own = len(prompt.prompt) if isinstance(prompt.prompt, list) else 0
@@ -94,15 +114,19 @@ class CompletionEvents:
     """Parses the server-sent events of one streamed completion, in pieces of any size. Does no I/O."""
 
     def __init__(self, chunk_times: list[float]) -> None:
-        """`chunk_times` receives the time of each chunk that has a choice. The text of the choice may be empty, as that
-        of a special token or of half a character is; `vllm bench serve` counts such chunks too."""
+        """`chunk_times` receives the time of each chunk that has a choice. The text of the choice
+        may be empty, as that of a special token or of half a character is; `vllm bench serve`
+        counts such chunks too.
+        """
         self._chunk_times = chunk_times
         self._rest = b""
         self._usage: dict[str, Any] = {}
         self._done = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Parses the data that arrived at `now`. Raises RequestFailed for an error event and for an invalid event."""
+        """Parses the data that arrived at `now`. Raises RequestFailed for an error event and for an
+        invalid event.
+        """
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MAX_LINE_BYTES:
             raise RequestFailed("bad answer", f"a line of more than {_MAX_LINE_BYTES} bytes")
@@ -111,10 +135,11 @@ class CompletionEvents:
                 self._event(line[5:].strip(), now)
 
     def token_counts(self, prompt_tokens: int) -> tuple[int, int]:
-        """Returns the numbers of prompt tokens and output tokens, after the end of the stream. If the server sent no
-        usage these are `prompt_tokens` and one token a chunk.
+        """Returns the numbers of prompt tokens and output tokens, after the end of the stream. If
+        the server sent no usage these are `prompt_tokens` and one token a chunk.
 
-        Raises RequestFailed if the stream ended too early."""
+        Raises RequestFailed if the stream ended too early.
+        """
         if not self._done:
             raise RequestFailed("stream cut", "the stream ended without [DONE]")
         if not self._chunk_times:
@@ -157,12 +182,18 @@ def _error_message(error: object) -> object:
 
 async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
-        async with session.get(f"{url}/v1/models", timeout=aiohttp.ClientTimeout(total=_LIST_SECONDS)) as response:
+        async with session.get(
+            f"{url}/v1/models", timeout=aiohttp.ClientTimeout(total=_LIST_SECONDS)
+        ) as response:
             response.raise_for_status()
             return str((await response.json(content_type=None))["data"][0]["id"])
     except aiohttp.ClientConnectorError:
         raise Unavailable(f"nobody answers at {url}") from None
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise Unavailable(f"{url} does not list its models: {error or 'no answer in time'}; give --model") from None
+        raise Unavailable(
+            f"{url} does not list its models: {error or 'no answer in time'}; give --model"
+        ) from None
     except (ValueError, LookupError, TypeError):
-        raise Unavailable(f"{url}/v1/models is not an OpenAI-compatible list of models; give --model") from None
+        raise Unavailable(
+            f"{url}/v1/models is not an OpenAI-compatible list of models; give --model"
+        ) from None

@@ -1,4 +1,6 @@
-"""Counts the threads of this machine that compute during a measurement, so that a comparison can state both sides'."""
+"""Counts the threads of this machine that compute during a measurement, so that a comparison can
+state both sides'.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -34,11 +36,18 @@ class ThreadTimes:
                 names[process.pid] = PurePath((process.cmdline() or [process.name()])[0]).name
             except psutil.Error:
                 continue
-            seconds |= {(process.pid, thread.id): thread.user_time + thread.system_time for thread in threads}
+            seconds |= {
+                (process.pid, thread.id): thread.user_time + thread.system_time
+                for thread in threads
+            }
         return cls(perf_counter(), seconds, names)
 
     def count_busy(self, since: "ThreadTimes") -> dict[str, int]:
         """Returns, by process name, how many threads had at least a quarter of a core `since` then."""
         least = _BUSY_SHARE * (self.taken - since.taken)
-        busy = (key for key, seconds in self.seconds.items() if seconds - since.seconds.get(key, 0.0) >= least)
+        busy = (
+            key
+            for key, seconds in self.seconds.items()
+            if seconds - since.seconds.get(key, 0.0) >= least
+        )
         return dict(sorted(Counter(self.names[process] for process, _ in busy).items()))

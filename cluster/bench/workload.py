@@ -31,7 +31,9 @@ class Prompts:
         self._lines: list[BenchPrompt] = []
         if (path := workload.file) is not None:
             self._lines = [
-                each if each.max_tokens else BenchPrompt(prompt=each.prompt, max_tokens=workload.output_len)
+                each
+                if each.max_tokens
+                else BenchPrompt(prompt=each.prompt, max_tokens=workload.output_len)
                 for each in parse_lines(read_text(path, "--file"), path, BenchPrompt)
             ]
 
@@ -40,9 +42,12 @@ class Prompts:
         return self._endless(_WARMUP)
 
     def of_round(self, number: int, load: LoadOptions) -> Iterator[BenchPrompt]:
-        """Returns the prompts of round `number`, from 0 up; each round has others unless they come from a file.
+        """Returns the prompts of round `number`, from 0 up; each round has others unless they come
+        from a file.
 
-        If their number is known they are made before the round begins, so that this takes none of its time."""
+        If their number is known they are made before the round begins, so that this takes none of
+        its time.
+        """
         endless = self._endless(_ROUNDS + number)
         if load.num_prompts is None:
             return endless if load.seconds is not None else iter(self._lines)
@@ -55,7 +60,9 @@ class Prompts:
 
 
 def arrival_offsets(rate: float, seed: int) -> Iterator[float]:
-    """Yields without end the arrival times of a Poisson process of `rate` requests/s, in seconds after its start."""
+    """Yields without end the arrival times of a Poisson process of `rate` requests/s, in seconds
+    after its start.
+    """
     random = np.random.default_rng(seed)
     now = 0.0
     while True:
@@ -64,7 +71,9 @@ def arrival_offsets(rate: float, seed: int) -> Iterator[float]:
 
 
 def _random_prompts(workload: Workload, stream: int) -> Iterator[BenchPrompt]:
-    prefix = _ids(np.random.default_rng([workload.seed, _PREFIX]), workload.prefix_len, workload.vocab_size)
+    prefix = _ids(
+        np.random.default_rng([workload.seed, _PREFIX]), workload.prefix_len, workload.vocab_size
+    )
     random = np.random.default_rng([workload.seed, stream])
     while True:
         own = _ids(random, workload.input_len, workload.vocab_size)

@@ -1,4 +1,6 @@
-"""Prints completions: streamed, as a table of log probabilities, as JSON, and where their time went."""
+"""Prints completions: streamed, as a table of log probabilities, as JSON, and where their time
+went.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -17,12 +19,17 @@ from ..tables import make_table, table_console
 
 _USAGE: Final = ("prompt_tokens", "completion_tokens", "cached_tokens")
 _PARTS: Final = {"KV wait" if part == "kv_transfer" else part: f"{part}_seconds" for part in PARTS}
-_TIMES: Final = _PARTS | {"total": "end_to_end_seconds", "TTFT": "ttft_seconds", "TPOT": "tpot_seconds"}
+_TIMES: Final = _PARTS | {
+    "total": "end_to_end_seconds",
+    "TTFT": "ttft_seconds",
+    "TPOT": "tpot_seconds",
+}
 
 
 def print_stream(stream: Stream) -> None:
-    """Prints the text of the first choice as it is streamed. Raises a TandemError, after a line end if any text has
-    been printed."""
+    """Prints the text of the first choice as it is streamed. Raises a TandemError, after a line end
+    if any text has been printed.
+    """
     printed = False
     try:
         for delta in stream:
@@ -73,7 +80,9 @@ def completion_json(completion: Completion) -> dict[str, Any]:
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:
-    fields = {name: getattr(choice, name) for name in ("text", "token_ids", "finish_reason", "score")}
+    fields = {
+        name: getattr(choice, name) for name in ("text", "token_ids", "finish_reason", "score")
+    }
     return fields | {"logprobs": [_token_json(each) for each in choice.logprobs]}
 
 
@@ -106,11 +115,12 @@ def _number(given: Logprob) -> str:
 
 
 def timeline_table(rows: Iterable[tuple[str, inference_pb2.Timeline]]) -> Table:
-    """Returns a table with one line for each named request. Times are in ms; those from tokenize to decode add up to
-    total.
+    """Returns a table with one line for each named request. Times are in ms; those from tokenize to
+    decode add up to total.
 
-    The KV columns are the bytes moved, the rate while they were moving, and how long the request waited for them; "by"
-    is the transport."""
+    The KV columns are the bytes moved, the rate while they were moving, and how long the request
+    waited for them; "by" is the transport.
+    """
     numbers = (*_TIMES, "KV MB", "KV GB/s", "by", "prompt", "cached", "tokens")
     table = make_table("request", numbers=numbers, title="Where the time went (ms)")
     for name, timeline in rows:

@@ -15,35 +15,61 @@ _CONCURRENCY = 32
 
 
 def batch(
-    requests: Annotated[Path, typer.Argument(metavar="INPUT", help="JSONL in the format of OpenAI's batches.")],
+    requests: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="JSONL in the format of OpenAI's batches.")
+    ],
     output: Annotated[Path, typer.Argument(help="JSONL; what it has already is kept.")],
-    model: Annotated[str | None, typer.Option(help="Run this model here: what `tandem serve` takes.")] = None,
-    url: Annotated[str | None, typer.Option(help="Ask the service at http(s)://HOST:PORT instead.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Run this model here: what `tandem serve` takes.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Ask the service at http(s)://HOST:PORT instead.")
+    ] = None,
     tp: Annotated[int, typer.Option(help="With --model: processes that share it.")] = 1,
-    dtype: Annotated[str, typer.Option(help="With --model: float32, bfloat16 or float16.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="With --model: float32, bfloat16 or float16.")
+    ] = "bfloat16",
     device: Annotated[str, typer.Option(help="With --model: cpu or cuda.")] = "cpu",
-    kv_cache_gb: Annotated[float, typer.Option(help="With --model: GiB of KV cache of each process.")] = 1.0,
-    context_tokens: Annotated[int | None, typer.Option(help="With --model: of a prompt and its completion.")] = None,
+    kv_cache_gb: Annotated[
+        float, typer.Option(help="With --model: GiB of KV cache of each process.")
+    ] = 1.0,
+    context_tokens: Annotated[
+        int | None, typer.Option(help="With --model: of a prompt and its completion.")
+    ] = None,
     max_sequences: Annotated[int, typer.Option(help="With --model: sequences in one batch.")] = 64,
-    served_model_name: Annotated[str | None, typer.Option(help="With --model: its name in the requests.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="With --url: requests under way at once.")] = _CONCURRENCY,
-    patience: Annotated[float, typer.Option(min=0, help="With --url: seconds to wait for a busy service.")] = 600.0,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="With --model: its name in the requests.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="With --url: requests under way at once.")
+    ] = _CONCURRENCY,
+    patience: Annotated[
+        float, typer.Option(min=0, help="With --url: seconds to wait for a busy service.")
+    ] = 600.0,
     api_key_file: o.ApiKeyFile = None,
     tls_ca: o.TlsCa = None,
 ) -> None:
     """Answer the requests of INPUT, each by a line of OUTPUT, in the order in which they end.
 
-    A line of INPUT: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}; the other url
-    is /v1/completions. A line of OUTPUT has the custom_id, and a response with status_code and body, also of a request
-    that is refused. A command that was interrupted or killed goes on when it is given again: no request is answered
-    twice, none is lost.
+    A line of INPUT: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body":
+    {...}}; the other url is /v1/completions. A line of OUTPUT has the custom_id, and a response
+    with status_code and body, also of a request that is refused. A command that was interrupted or
+    killed goes on when it is given again: no request is answered twice, none is lost.
     """
     if (model is None) == (url is None):
         raise InvalidArgument("give either --model or --url", "--model")
     found = read_requests(requests)
     with BatchOutput(output, [request.custom_id for request in found]) as answers:
         if url is not None:
-            work = _ask(url.rstrip("/"), o.read_api_key(api_key_file), tls_ca, found, answers, concurrency, patience)
+            work = _ask(
+                url.rstrip("/"),
+                o.read_api_key(api_key_file),
+                tls_ca,
+                found,
+                answers,
+                concurrency,
+                patience,
+            )
             counts = asyncio.run(work)
         else:
             from ..local.llm import LLM

@@ -53,53 +53,105 @@ ends early, has no token or takes longer than --timeout. Prompts are sent with t
 
 def bench(
     url: Annotated[
-        str, typer.Option(help="grpc(s)://HOST:PORT of a Tandem service, http(s)://HOST:PORT of OpenAI's API.")
+        str,
+        typer.Option(
+            help="grpc(s)://HOST:PORT of a Tandem service, http(s)://HOST:PORT of OpenAI's API."
+        ),
     ],
-    model: Annotated[str, typer.Option(help="The model's name; otherwise the first one served.")] = "",
+    model: Annotated[
+        str, typer.Option(help="The model's name; otherwise the first one served.")
+    ] = "",
     api_key_file: Annotated[
-        Path | None, typer.Option(help="A file with the API key for --url; else TANDEM_API_KEY. A peer gets none.")
+        Path | None,
+        typer.Option(
+            help="A file with the API key for --url; else TANDEM_API_KEY. A peer gets none."
+        ),
     ] = None,
-    tls_ca: Annotated[Path | None, typer.Option(help="The CA of the certificate of --url, in PEM.")] = None,
-    peer: Annotated[str, typer.Option(help="URL[=MODEL] of a second server: rounds in turn, ratios of medians.")] = "",
-    rounds: Annotated[int | None, typer.Option(help="Rounds of each server; with a peer 3, else 1.")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Closed loop: requests under way at any time.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Open loop: requests/s, with Poisson arrivals.")] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="The CA of the certificate of --url, in PEM.")
+    ] = None,
+    peer: Annotated[
+        str, typer.Option(help="URL[=MODEL] of a second server: rounds in turn, ratios of medians.")
+    ] = "",
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds of each server; with a peer 3, else 1.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Closed loop: requests under way at any time.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Open loop: requests/s, with Poisson arrivals.")
+    ] = None,
     num_prompts: Annotated[
         int | None,
-        typer.Option(help=f"Requests in a round; else until --seconds, or the file once, or {DEFAULT_NUM_PROMPTS}."),
+        typer.Option(
+            help=f"Requests in a round; else until --seconds, or the file once, or {DEFAULT_NUM_PROMPTS}."
+        ),
     ] = None,
-    seconds: Annotated[float | None, typer.Option(help="No request of a round starts after so many seconds.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="No request of a round starts after so many seconds.")
+    ] = None,
     warmup: Annotated[int, typer.Option(help="Requests before the first round, not measured.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds for one request; then it counts as failed.")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for one request; then it counts as failed.")
+    ] = 300.0,
     workload: Annotated[str, typer.Option(help="random, shared-prefix or file.")] = "random",
     input_len: Annotated[int, typer.Option(help="Random tokens of a prompt.")] = 128,
     output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
-    prefix_len: Annotated[int, typer.Option(help="shared-prefix: tokens before them, the same in all prompts.")] = 0,
-    vocab_size: Annotated[int, typer.Option(help="Random token ids are below; the model's vocabulary or less.")] = 8192,
-    file: Annotated[Path | None, typer.Option(help='file: lines of {"prompt": text or ids, "max_tokens": N}.')] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Generate --output-len tokens even past the end.")] = True,
-    seed: Annotated[int, typer.Option(help="Same seed, same prompts (prefix caches may know them) and arrivals.")] = 0,
-    slo: Annotated[str, typer.Option(help="Limits in ms for the goodput, as ttft=200,tpot=50,e2e=5000.")] = "",
-    json_to: Annotated[str, typer.Option("--json", help="Write all results to this file; - is stdout.")] = "",
+    prefix_len: Annotated[
+        int, typer.Option(help="shared-prefix: tokens before them, the same in all prompts.")
+    ] = 0,
+    vocab_size: Annotated[
+        int, typer.Option(help="Random token ids are below; the model's vocabulary or less.")
+    ] = 8192,
+    file: Annotated[
+        Path | None, typer.Option(help='file: lines of {"prompt": text or ids, "max_tokens": N}.')
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Generate --output-len tokens even past the end.")
+    ] = True,
+    seed: Annotated[
+        int,
+        typer.Option(help="Same seed, same prompts (prefix caches may know them) and arrivals."),
+    ] = 0,
+    slo: Annotated[
+        str, typer.Option(help="Limits in ms for the goodput, as ttft=200,tpot=50,e2e=5000.")
+    ] = "",
+    json_to: Annotated[
+        str, typer.Option("--json", help="Write all results to this file; - is stdout.")
+    ] = "",
 ) -> None:
     """Measure a running service under load."""
-    server = replace(parse_address(url, "--url", model), api_key=o.read_api_key(api_key_file), tls_ca=tls_ca)
+    server = replace(
+        parse_address(url, "--url", model), api_key=o.read_api_key(api_key_file), tls_ca=tls_ca
+    )
     addresses = [server, *([parse_address(peer, "--peer")] if peer else [])]
     lengths = {"input_len": input_len, "prefix_len": prefix_len, "output_len": output_len}
-    prompts = Workload(kind=workload, vocab_size=vocab_size, file=file, ignore_eos=ignore_eos, seed=seed, **lengths)
+    prompts = Workload(
+        kind=workload, vocab_size=vocab_size, file=file, ignore_eos=ignore_eos, seed=seed, **lengths
+    )
     if num_prompts is None and seconds is None and file is None:
         num_prompts = DEFAULT_NUM_PROMPTS
     load = LoadOptions(
-        concurrency=concurrency, rate=rate, num_prompts=num_prompts, seconds=seconds, warmup=warmup, timeout=timeout
+        concurrency=concurrency,
+        rate=rate,
+        num_prompts=num_prompts,
+        seconds=seconds,
+        warmup=warmup,
+        timeout=timeout,
     )
     if rounds is None:
         rounds = _ROUNDS_WITH_PEER if peer else 1
-    options = BenchOptions(addresses=addresses, workload=prompts, load=load, rounds=rounds, slo=parse_slo(slo))
+    options = BenchOptions(
+        addresses=addresses, workload=prompts, load=load, rounds=rounds, slo=parse_slo(slo)
+    )
     _run(check_options(options), json_to)
 
 
 def _run(options: BenchOptions, json_to: str) -> None:
-    from ..bench.load import run_bench  # imports aiohttp and numpy, which other commands do not need
+    from ..bench.load import (
+        run_bench,
+    )  # imports aiohttp and numpy, which other commands do not need
     from ..bench.report import report, round_line, to_json
 
     def report_round(address: ServerAddress, number: int, summary: "Summary") -> None:

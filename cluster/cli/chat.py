@@ -22,14 +22,41 @@ from .answers import print_timeline
 from .conversation import Conversation, open_keyboard, read_question
 
 SETTABLE: Final = (
-    *("model", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "bad_words", "seed", "max_tokens", "min_tokens", "stop", "priority", "template_kwargs"),
+    *(
+        "model",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "presence_penalty",
+    ),
+    *(
+        "frequency_penalty",
+        "bad_words",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "priority",
+        "template_kwargs",
+    ),
 )
 """The options that /set accepts."""
 
 
 @o.request_options(
-    *("model", "max_tokens", "stop", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *(
+        "model",
+        "max_tokens",
+        "stop",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+    ),
     *("presence_penalty", "frequency_penalty", "seed"),
     max_tokens=512,
     temperature=0.0,
@@ -44,8 +71,10 @@ def chat(
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
     timeline: o.ShowTimeline = False,
 ) -> None:
-    """Chat with the model, which sees the whole conversation. /help lists the commands. Ctrl-C cuts an answer short,
-    Ctrl-D ends the chat. In a pipe each line is a question, and the first error ends the chat."""
+    """Chat with the model, which sees the whole conversation. /help lists the commands. Ctrl-C cuts
+    an answer short, Ctrl-D ends the chat. In a pipe each line is a question, and the first error
+    ends the chat.
+    """
     options = cast(ChatOptions, o.given_options(context.params))
     console = table_console(stderr=True)
     interactive = sys.stdin.isatty()
@@ -53,7 +82,9 @@ def chat(
         o.connect(Client, target, api_key_file, tls_ca, tls_certificate, tls_key) as client,
         open_keyboard() as read_line,
     ):
-        session = ChatSession(client, options, console, Conversation(system), always_timeline=timeline)
+        session = ChatSession(
+            client, options, console, Conversation(system), always_timeline=timeline
+        )
         if interactive:
             console.print("/help lists the commands, Ctrl-D ends the chat", style="dim")
         while not session.ended:
@@ -75,8 +106,9 @@ def chat(
 
 @dataclass(slots=True)
 class ChatSession:
-    """Runs a chat: sends each line that `take` gets, or carries out its command. Answers go to stdout, all else to
-    `console`."""
+    """Runs a chat: sends each line that `take` gets, or carries out its command. Answers go to
+    stdout, all else to `console`.
+    """
 
     client: Client
     options: ChatOptions
@@ -87,16 +119,18 @@ class ChatSession:
     ended: bool = False
 
     def take(self, line: str) -> None:
-        """Handles a question, or a command if it begins with one slash. Raises a TandemError, after which the session
-        can continue."""
+        """Handles a question, or a command if it begins with one slash. Raises a TandemError, after
+        which the session can continue.
+        """
         if line.startswith("/") and not line.startswith("//"):
             self._command(*line[1:].partition(" ")[::2])
         elif line:
             self._ask(line.removeprefix("/") if line.startswith("//") else line)
 
     def _ask(self, question: str) -> None:
-        """Streams the answer to stdout, the model's thoughts to stderr, and keeps the answer in the conversation, also
-        if it is cut off or fails."""
+        """Streams the answer to stdout, the model's thoughts to stderr, and keeps the answer in the
+        conversation, also if it is cut off or fails.
+        """
         self.conversation.ask(question)
         self.timeline = None
         answer = ""
@@ -175,7 +209,9 @@ class ChatSession:
             print_timeline(self.timeline)
 
     def set(self, assignment: str) -> None:
-        """Sets an option, such as temperature 0.7; without VALUE: its default; without NAME: lists the options."""
+        """Sets an option, such as temperature 0.7; without VALUE: its default; without NAME: lists
+        the options.
+        """
         name, _, value = assignment.partition(" ")
         if not name:
             self._print("  ".join(f"{key}={value}" for key, value in self.options.items()))

@@ -1,5 +1,6 @@
-"""`tandem generate`, `tandem status` and `tandem dashboard`: requests a completion of a service, shows its state, and
-where its pages are."""
+"""`tandem generate`, `tandem status` and `tandem dashboard`: requests a completion of a service,
+shows its state, and where its pages are.
+"""
 
 import json
 import socket
@@ -45,13 +46,16 @@ def generate(
     tls_certificate: o.TlsCertificate = None,
     tls_key: o.TlsKey = None,
     timeout: o.Timeout = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the text.")
+    ] = False,
     timeline: o.ShowTimeline = False,
 ) -> None:
     """Continue a text, greedily unless a temperature or several completions are asked for.
 
-    The continuation streams to stdout; several completions are printed one below the other, when all are complete.
-    Tables of log probabilities and times go to stderr."""
+    The continuation streams to stdout; several completions are printed one below the other, when
+    all are complete. Tables of log probabilities and times go to stderr.
+    """
     options = o.given_options(context.params)
     if not options.keys() & {"n", "best_of", "beam_width"}:
         options.setdefault("temperature", 0.0)
@@ -73,11 +77,15 @@ def generate(
 
 
 def status(
-    url: Annotated[str, typer.Option(help="The status page, as `tandem serve` names it.")] = DEFAULT_STATUS_URL,
+    url: Annotated[
+        str, typer.Option(help="The status page, as `tandem serve` names it.")
+    ] = DEFAULT_STATUS_URL,
     api_key_file: o.ApiKeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a running service: routers, pools, workers, their blocks and load, the transports between them."""
+    """Show a running service: routers, pools, workers, their blocks and load, the transports
+    between them.
+    """
     _, service = fetch_status(url, o.read_api_key(api_key_file))
     if as_json:
         typer.echo(json.dumps(service, indent=2))
@@ -85,7 +93,10 @@ def status(
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{service['service']}: {service['model']}")
     for router in service["routers"]:
-        console.print(f"router {router['id']}  grpc={router['grpc']} http={router['http']} ops={router['ops']}")
+        console.print(
+            f"router {router['id']}  grpc={router['grpc']} http={router['http']} "
+            f"ops={router['ops']}"
+        )
     console.print(_worker_table(service["workers"]))
     if any(worker["transports"] for worker in service["workers"]):
         console.print(_transport_table(service["workers"]))
@@ -103,8 +114,10 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def fetch_status(url: str, api_key: str = "") -> tuple[str, Any]:
-    """Returns the URL of the status page and what it says. A service that has been replaced has another page than
-    before: that one, then. Raises InvalidArgument, Unauthenticated or Unavailable."""
+    """Returns the URL of the status page and what it says. A service that has been replaced has
+    another page than
+    before: that one, then. Raises InvalidArgument, Unauthenticated or Unavailable.
+    """
     _check_url(url)
     with suppress(NotFound):
         return url, _fetch_json(url, api_key)
@@ -120,31 +133,41 @@ def _check_url(url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return
-    raise InvalidArgument(f"must be http://HOST:PORT/NAME, as `tandem serve` prints it, got {url!r}", "--url")
+    raise InvalidArgument(
+        f"must be http://HOST:PORT/NAME, as `tandem serve` prints it, got {url!r}", "--url"
+    )
 
 
 def _pages_beside(url: str) -> list[str]:
-    """Returns the status pages of all deployments of the service whose page was this, the oldest first: it serves while
-    a younger one starts."""
+    """Returns the status pages of all deployments of the service whose page was this, the oldest
+    first: it serves while a younger one starts.
+    """
     root, _, application = url.rstrip("/").rpartition("/")
     try:
         routes = list(_fetch_json(f"{root}/-/routes"))
     except (NotFound, TypeError):
         return []
     service = service_of(application)
-    return [f"{root}/{name}" for name in in_order(service, (str(route).removeprefix("/") for route in routes))]
+    return [
+        f"{root}/{name}"
+        for name in in_order(service, (str(route).removeprefix("/") for route in routes))
+    ]
 
 
 def _fetch_json(url: str, api_key: str = "") -> Any:
     """Returns what a URL answers. Raises NotFound, Unauthenticated or Unavailable."""
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    request = urllib.request.Request(
+        url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {}
+    )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=STATUS_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         if error.code == Unauthenticated.http_status:
-            raise Unauthenticated("the status page needs an API key: TANDEM_API_KEY or --api-key-file") from None
+            raise Unauthenticated(
+                "the status page needs an API key: TANDEM_API_KEY or --api-key-file"
+            ) from None
         if error.code == NotFound.http_status:
             raise NotFound(f"nothing is at {url}") from None
         raise Unavailable(f"no service answers at {url}: {error.reason}") from None
@@ -154,7 +177,18 @@ def _fetch_json(url: str, api_key: str = "") -> Any:
 
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:
-    numbers = ("running", "waiting", "total", "free", "cached", "owned", "leased", "reserved", "leases", "transfers")
+    numbers = (
+        "running",
+        "waiting",
+        "total",
+        "free",
+        "cached",
+        "owned",
+        "leased",
+        "reserved",
+        "leases",
+        "transfers",
+    )
     table = make_table("pool", "worker", "state", numbers=numbers, boxed=False)
     for worker in workers:
         load = worker.get("load", {})  # which only an operator's key shows
@@ -166,7 +200,9 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def _transport_table(workers: list[dict[str, Any]]) -> Table:
-    """Returns a table of the ranks from which each worker has pulled KV cache, and the transport that it used."""
+    """Returns a table of the ranks from which each worker has pulled KV cache, and the transport
+    that it used.
+    """
     table = make_table("worker", "pulls from", "transport", boxed=False)
     for worker in workers:
         for endpoint, transport in worker["transports"].items():
@@ -175,7 +211,9 @@ def _transport_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def dashboard(
-    url: Annotated[str, typer.Option(help="The status page, as `tandem serve` names it.")] = DEFAULT_STATUS_URL,
+    url: Annotated[
+        str, typer.Option(help="The status page, as `tandem serve` names it.")
+    ] = DEFAULT_STATUS_URL,
     api_key_file: o.ApiKeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -202,18 +240,34 @@ def dashboard(
 def _lines(pages: dict[str, Any]) -> list[str]:
     rows = [("console", each) for each in pages["consoles"]]
     rows.append(("status page", pages["status_page"]))
-    rows.append(("Ray dashboard", pages["ray_dashboard"] or "not started; tandem serve --dashboard starts it"))
-    rows.append(("Grafana", pages["grafana"] or "none that Ray's dashboard tells of (RAY_GRAFANA_HOST, no token)"))
+    rows.append(
+        (
+            "Ray dashboard",
+            pages["ray_dashboard"] or "not started; tandem serve --dashboard starts it",
+        )
+    )
+    rows.append(
+        (
+            "Grafana",
+            pages["grafana"] or "none that Ray's dashboard tells of (RAY_GRAFANA_HOST, no token)",
+        )
+    )
     lines = [f"{name + ':':15}{where}" for name, where in rows]
     tunnel = ssh_command(where for _, where in rows if "://" in where)
     return [*lines, f"{'from elsewhere:':15}{tunnel}"] if tunnel else lines
 
 
 def ssh_command(urls: Iterable[str]) -> str:
-    """Returns the command with which another machine reaches those URLs that are on loopback here; empty if none is."""
+    """Returns the command with which another machine reaches those URLs that are on loopback here;
+    empty if none is.
+    """
     places = [urlsplit(url) for url in urls]
     local = sorted(
-        {(place.port, place.hostname) for place in places if place.port and is_loopback(place.hostname or "")}
+        {
+            (place.port, place.hostname)
+            for place in places
+            if place.port and is_loopback(place.hostname or "")
+        }
     )
     tunnels = "".join(f" -L {port}:{in_brackets(host or '')}:{port}" for port, host in local)
     return f"ssh{tunnels} {socket.gethostname()}" if tunnels else ""
@@ -230,8 +284,9 @@ def _has_page(url: str) -> bool:
 
 
 def fetch_grafana(ray_dashboard: str) -> str | None:
-    """Returns the address of the Grafana that Ray's dashboard shows charts of; None if there is none that answers it,
-    or if the dashboard wants a token."""
+    """Returns the address of the Grafana that Ray's dashboard shows charts of; None if there is
+    none that answers it, or if the dashboard wants a token.
+    """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(ray_dashboard + _GRAFANA_PATH, timeout=_PAGE_SECONDS) as answer:

@@ -1,4 +1,6 @@
-"""Holds the turns of a chat, and reads questions: from a terminal, with editing and a persistent history, or a pipe."""
+"""Holds the turns of a chat, and reads questions: from a terminal, with editing and a persistent
+history, or a pipe.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -47,9 +49,10 @@ class Conversation:
 
 
 def read_question(read_line: Callable[[str], str]) -> str:
-    '''Returns one question: a line that ends in a backslash continues on the next, and a question that begins with
-    """ ends at the next """. `read_line` gets a prompt and returns a line without its end, or raises EOFError at the
-    end of the input, which this raises too unless the question has begun.'''
+    '''Returns one question: a line that ends in a backslash continues on the next, and a question
+    that begins with
+    """ ends at the next """. `read_line` gets a prompt and returns a line without its end, or
+    raises EOFError at the end of the input, which this raises too unless the question has begun.'''
     line = read_line("> ")
     if line.lstrip().startswith(QUOTES):
         return _quoted(line.lstrip().removeprefix(QUOTES), read_line)
@@ -72,8 +75,10 @@ def _quoted(line: str, read_line: Callable[[str], str]) -> str:
 
 @contextmanager
 def open_keyboard() -> Iterator[Callable[[str], str]]:
-    """Yields a function that shows a prompt, on a terminal only, and returns the next line; it raises EOFError at the
-    end and KeyboardInterrupt for Ctrl-C. The history is written when the block ends."""
+    """Yields a function that shows a prompt, on a terminal only, and returns the next line; it
+    raises EOFError at the end and KeyboardInterrupt for Ctrl-C. The history is written when the
+    block ends.
+    """
     if sys.stdin.isatty() and sys.stdout.isatty():
         with _history(platformdirs.user_state_path("tandem") / "chat_history"):
             yield input
@@ -89,8 +94,9 @@ def _read_line(prompt: str) -> str:
 
 @contextmanager
 def _history(path: Path) -> Iterator[None]:
-    """Keeps the lines that `input` reads in a file that only the user can read. If it cannot be read or written, the
-    history ends with the process."""
+    """Keeps the lines that `input` reads in a file that only the user can read. If it cannot be
+    read or written, the history ends with the process.
+    """
     import readline  # changes `input` and the terminal: only where a user types
 
     readline.set_history_length(HISTORY_LINES)

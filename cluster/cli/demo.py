@@ -1,4 +1,6 @@
-"""`make demo`: serves the demo model with two workers, sends four prompts at once, and shows the timeline of each."""
+"""`make demo`: serves the demo model with two workers, sends four prompts at once, and shows the
+timeline of each.
+"""
 
 import asyncio
 import sys
@@ -24,7 +26,8 @@ from .serve import stopped_by_signals
 
 MODEL: Final = "smollm2-135m-instruct"
 PROMPTS: Final = (
-    "What is the name of the capital of France?",  # the first choice of each token is clear: no rounding changes it
+    # the first choice of each token is clear: no rounding changes it
+    "What is the name of the capital of France?",
     "Name three fruits and say what colour each of them has.",
     "Explain in two sentences why the sky is blue.",
     "Write a short poem about two friends who share their work.",
@@ -64,14 +67,22 @@ def _serve_and_ask(console: Console, folder: str) -> int:
     prepare_ray_environment(None)
     from ..launch import start_service  # imports Ray, which reads the environment
 
-    overrides: dict[str, object] = {"model": MODEL, "name": "demo", "router.grpc_port": 0, "router.http_port": 0}
-    # The prompts are short enough to be prefilled by the decode worker; the demo shows the transfer between the pools.
+    overrides: dict[str, object] = {
+        "model": MODEL,
+        "name": "demo",
+        "router.grpc_port": 0,
+        "router.http_port": 0,
+    }
+    # The prompts are short enough to be prefilled by the decode worker; the demo shows the transfer
+    # between the pools.
     config = load_config(None, overrides | {"router.local_prefill_tokens": 0})
     console.print(f"Starting {MODEL}: 1 prefill worker, 1 decode worker ...")
     with start_service(config, folder) as service:
         console.print(f"ready: {service.addresses}\n", highlight=False)
         answers = Answers()
-        with Live(answers, console=console, refresh_per_second=12):  # not on a terminal: prints them once, at the end
+        with Live(
+            answers, console=console, refresh_per_second=12
+        ):  # not on a terminal: prints them once, at the end
             completions = asyncio.run(_ask_all(service.grpc_address, answers))
         rows = [(f"[{i + 1}]", completion.timeline) for i, completion in enumerate(completions)]
         console.print(timeline_table(rows))
@@ -87,7 +98,9 @@ async def _ask_all(address: str, answers: Answers) -> list[Completion]:
 
         async def ask(request: int) -> Completion:
             messages = [{"role": "user", "content": PROMPTS[request]}]
-            async with client.stream_chat(messages, temperature=0.0, max_tokens=MAX_TOKENS) as stream:
+            async with client.stream_chat(
+                messages, temperature=0.0, max_tokens=MAX_TOKENS
+            ) as stream:
                 async for delta in stream:
                     answers.texts[request] += delta.text
                 return await stream.completion()
@@ -103,7 +116,9 @@ def verify(completions: Sequence[Completion]) -> list[str]:
     for i, completion in enumerate(completions):
         parts, whole = total_of_parts(completion.timeline), completion.timeline.end_to_end_seconds
         if whole <= 0 or abs(parts - whole) > TOLERANCE * whole:
-            problems.append(f"[{i + 1}] the parts of the timeline make {parts:.4f} s of {whole:.4f} s")
+            problems.append(
+                f"[{i + 1}] the parts of the timeline make {parts:.4f} s of {whole:.4f} s"
+            )
     return problems
 
 

@@ -34,17 +34,25 @@ def perplexity(
     tls_certificate: o.TlsCertificate = None,
     tls_key: o.TlsKey = None,
     model: o.Model = None,
-    window: Annotated[int | None, typer.Option(min=2, help="Tokens; by default the context less one.")] = None,
-    stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; by default half of one.")] = None,
+    window: Annotated[
+        int | None, typer.Option(min=2, help="Tokens; by default the context less one.")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens between windows; by default half of one.")
+    ] = None,
     concurrency: Concurrency = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Score a text: the perplexity of its tokens, each with at least WINDOW - STRIDE tokens before it."""
+    """Score a text: the perplexity of its tokens, each with at least WINDOW - STRIDE tokens before
+    it.
+    """
     text = read_text(file, "file")
 
     async def measure() -> Perplexity:
         with progress_bar("windows") as bar:
-            async with o.connect(AsyncClient, target, api_key_file, tls_ca, tls_certificate, tls_key) as client:
+            async with o.connect(
+                AsyncClient, target, api_key_file, tls_ca, tls_certificate, tls_key
+            ) as client:
                 return await measure_perplexity(
                     client,
                     text,
@@ -52,7 +60,9 @@ def perplexity(
                     stride=stride,
                     model=model or "",
                     concurrency=concurrency,
-                    on_window=lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total),
+                    on_window=lambda done, total: bar.update(
+                        bar.task_ids[0], completed=done, total=total
+                    ),
                 )
 
     found = asyncio.run(measure())
@@ -67,33 +77,47 @@ def perplexity(
 
 
 @eval_app.command()
-@o.request_options("model", "max_tokens", "stop", "temperature", "seed", max_tokens=128, temperature=0.0)
+@o.request_options(
+    "model", "max_tokens", "stop", "temperature", "seed", max_tokens=128, temperature=0.0
+)
 def generate(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="JSONL: prompt or messages, and reference or references.")],
+    file: Annotated[
+        Path, typer.Argument(help="JSONL: prompt or messages, and reference or references.")
+    ],
     target: o.Target = o.DEFAULT_TARGET,
     api_key_file: o.ApiKeyFile = None,
     tls_ca: o.TlsCa = None,
     tls_certificate: o.TlsCertificate = None,
     tls_key: o.TlsKey = None,
     concurrency: Concurrency = 8,
-    output: Annotated[Path | None, typer.Option(help="Write the cases with their answers here, as JSONL.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the cases with their answers here, as JSONL.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer the prompts of FILE and compare with the references: BLEU, chrF, ROUGE, exact match, F1."""
+    """Answer the prompts of FILE and compare with the references: BLEU, chrF, ROUGE, exact match,
+    F1.
+    """
     import_libraries()  # before the model has worked for minutes
     cases = parse_lines(read_text(file, "file"), file, Case)
     options: Options = o.given_options(context.params)
 
     async def complete() -> list[Completion]:
         with progress_bar("completions", len(cases)) as bar:
-            async with o.connect(AsyncClient, target, api_key_file, tls_ca, tls_certificate, tls_key) as client:
-                return await complete_cases(client, cases, options, concurrency, lambda: bar.advance(bar.task_ids[0]))
+            async with o.connect(
+                AsyncClient, target, api_key_file, tls_ca, tls_certificate, tls_key
+            ) as client:
+                return await complete_cases(
+                    client, cases, options, concurrency, lambda: bar.advance(bar.task_ids[0])
+                )
 
     completions = asyncio.run(complete())
     if output is not None:
         write_completions(output, cases, completions)
-    scores = score_texts([each.text for each in completions], [each.all_references for each in cases])
+    scores = score_texts(
+        [each.text for each in completions], [each.all_references for each in cases]
+    )
     _print_figures({"cases": len(cases)} | asdict(scores), as_json)
 
 
@@ -105,5 +129,7 @@ def _print_figures(figures: dict[str, Any], as_json: bool) -> None:
     table.add_column(style="bold")
     table.add_column(justify="right")
     for name, value in figures.items():
-        table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.4f}")
+        table.add_row(
+            name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
+        )
     Console(highlight=False).print(table)

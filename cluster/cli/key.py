@@ -14,7 +14,9 @@ from ..config import PeerTlsConfig
 from ..identity_file import write_identity
 from ..tables import make_table
 
-key_app = typer.Typer(help="Keep the file of API keys; make the identity of a service.", no_args_is_help=True)
+key_app = typer.Typer(
+    help="Keep the file of API keys; make the identity of a service.", no_args_is_help=True
+)
 
 _DIGITS: Final = 12  # of a digest: enough to find its key
 
@@ -26,15 +28,23 @@ KeyName = Annotated[str, typer.Argument(help="The key's name.")]
 def create_command(
     file: KeysFile,
     name: KeyName,
-    tenant: Annotated[str | None, typer.Option(help="Whose key it is; by default the name.")] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Whose key it is; by default the name.")
+    ] = None,
     max_priority: Annotated[int, typer.Option(help="The highest priority of its requests.")] = 0,
     requests_per_minute: Annotated[int | None, typer.Option(help="Calls, at each router.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Of prompts and completions, at each router.")] = None,
-    max_streams: Annotated[int | None, typer.Option(help="Calls at a time, at each router.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Of prompts and completions, at each router.")
+    ] = None,
+    max_streams: Annotated[
+        int | None, typer.Option(help="Calls at a time, at each router.")
+    ] = None,
     operator: Annotated[
         bool, typer.Option("--operator", help="It sees the requests of all tenants in the console.")
     ] = False,
-    expires: Annotated[str | None, typer.Option(help="A date or time in ISO form; UTC if it has no zone.")] = None,
+    expires: Annotated[
+        str | None, typer.Option(help="A date or time in ISO form; UTC if it has no zone.")
+    ] = None,
 ) -> None:
     """Add a key to FILE, which is made if it is not there, and print the key. It is stored nowhere."""
     key = create_key(
@@ -59,7 +69,9 @@ def list_command(file: KeysFile) -> None:
     for key in load_keys(file):
         limits = (key.requests_per_minute, key.tokens_per_minute, key.max_streams)
         cells = ["-" if limit is None else str(limit) for limit in limits]
-        table.add_row(key.name, key.tenant, _expiry(key), key.sha256[:_DIGITS], str(key.max_priority), *cells)
+        table.add_row(
+            key.name, key.tenant, _expiry(key), key.sha256[:_DIGITS], str(key.max_priority), *cells
+        )
     console = Console()
     if not console.is_terminal:
         console.width = 4096  # do not wrap lines in a pipe
@@ -74,14 +86,24 @@ def revoke_command(file: KeysFile, name: KeyName) -> None:
 
 @key_app.command("identity")
 def identity_command(
-    file: Annotated[Path, typer.Argument(help="The file to make, for `identity_file` of a configuration.")],
-    tls: Annotated[bool, typer.Option(help="With a key and a certificate, so that peers speak TLS.")] = True,
+    file: Annotated[
+        Path, typer.Argument(help="The file to make, for `identity_file` of a configuration.")
+    ],
+    tls: Annotated[
+        bool, typer.Option(help="With a key and a certificate, so that peers speak TLS.")
+    ] = True,
 ) -> None:
-    """Make the identity of a service: the secret by which its processes know each other. It must stay one."""
-    write_identity(file, PeerIdentity.generate(make_peer_tls(PeerTlsConfig().name) if tls else None))
+    """Make the identity of a service: the secret by which its processes know each other. It must
+    stay one.
+    """
+    write_identity(
+        file, PeerIdentity.generate(make_peer_tls(PeerTlsConfig().name) if tls else None)
+    )
 
 
 def _expiry(key: ApiKey) -> str:
     if key.expires is None:
         return "-"
-    return f"{key.expires:%Y-%m-%d %H:%M %Z}" + (" (expired)" if key.has_expired(time.time()) else "")
+    return f"{key.expires:%Y-%m-%d %H:%M %Z}" + (
+        " (expired)" if key.has_expired(time.time()) else ""
+    )

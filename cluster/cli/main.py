@@ -1,7 +1,7 @@
 """`tandem`: serves a model, queries a service, manages models.
 
-Commands that need Ray or torch import them when they run, so that `--help` and the clients start at once. Every
-expected failure is one line on stderr and exit code 2 (bad input) or 1 (the rest).
+Commands that need Ray or torch import them when they run, so that `--help` and the clients start at
+once. Every expected failure is one line on stderr and exit code 2 (bad input) or 1 (the rest).
 """
 
 import gc
@@ -46,7 +46,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Takes the options before a command."""
@@ -56,14 +59,27 @@ app.add_typer(model_app, name="model")
 app.add_typer(key_app, name="key")
 app.add_typer(plan_app, name="plan")
 app.add_typer(eval_app, name="eval")
-for command in (generate, chat, batch, status, dashboard, drain, serve, check, check_config, quantize):
+for command in (
+    generate,
+    chat,
+    batch,
+    status,
+    dashboard,
+    drain,
+    serve,
+    check,
+    check_config,
+    quantize,
+):
     app.command()(command)
 app.command(epilog=DEFINITIONS)(bench)
 
 
 def main() -> None:
     """Runs the `tandem` command; its entry point."""
-    gc.set_threshold(100_000)  # what a command imports is no garbage: looking through it takes 0.3 s of `check`
+    gc.set_threshold(
+        100_000
+    )  # what a command imports is no garbage: looking through it takes 0.3 s of `check`
     _open_standard_files()
     try:
         try:
@@ -99,8 +115,9 @@ def _describe(error: Exception) -> str:
 
 
 def _open_standard_files() -> None:
-    """Opens /dev/null for what the caller has closed of stdin, stdout and stderr: other files would get their numbers,
-    and Python has None in their place."""
+    """Opens /dev/null for what the caller has closed of stdin, stdout and stderr: other files would
+    get their numbers, and Python has None in their place.
+    """
     for number in range(3):
         try:
             os.fstat(number)

@@ -21,13 +21,17 @@ _GROUP_SIZE: Final = 64  # of int4
 _WINDOW: Final = 2_048  # tokens
 _CHARACTERS: Final = 100_000  # of the text that is measured if none is named,
 _CALIBRATION_CHARACTERS: Final = 200_000  # and of the one that is read by gptq
-_DOCSTRING_CHARACTERS: Final = 500  # of a docstring of that, at least: short ones say the same again and again
+_DOCSTRING_CHARACTERS: Final = (
+    500  # of a docstring of that, at least: short ones say the same again and again
+)
 
 model_app = typer.Typer(help="Fetch and list the built-in models.", no_args_is_help=True)
 
 
 @model_app.command("get")
-def get_command(name: Annotated[str, typer.Argument(help="A name that `tandem model list` shows.")]) -> None:
+def get_command(
+    name: Annotated[str, typer.Argument(help="A name that `tandem model list` shows.")],
+) -> None:
     """Fetch a built-in model unless it is here already, and print its folder."""
     typer.echo(get_model(name, progress=True))
 
@@ -50,20 +54,27 @@ def quantize(
     out: Annotated[Path, typer.Argument(help="The folder to write, which must not exist.")],
     scheme: Annotated[str, typer.Option(help="int8 or int4.")] = "int4",
     group_size: Annotated[
-        int | None, typer.Option(min=8, help="Inputs that share a scale: by default 64 in int4, all in int8.")
+        int | None,
+        typer.Option(min=8, help="Inputs that share a scale: by default 64 in int4, all in int8."),
     ] = None,
     method: Annotated[
         str, typer.Option(help="rtn: round to nearest; gptq: by what a text makes of the layers.")
     ] = "rtn",
     calibration: Annotated[
-        Path | None, typer.Option(help="A text for gptq like what the model will read, not that of Python's modules.")
+        Path | None,
+        typer.Option(
+            help="A text for gptq like what the model will read, not that of Python's modules."
+        ),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="Measure on this text, not on Python's own reference.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Measure on this text, not on Python's own reference.")
+    ] = None,
 ) -> None:
-    """Round the linear weights of MODEL, write OUT in the format of compressed-tensors, and print the perplexity of
-    a text before and after.
+    """Round the linear weights of MODEL, write OUT in the format of compressed-tensors, and print
+    the perplexity of a text before and after.
 
-    Embeddings, norms and the head stay as they are. Neither perplexity nor gptq should see the text of the other.
+    Embeddings, norms and the head stay as they are. Neither perplexity nor gptq should see the text
+    of the other.
     """
     for option, value, values in (("--scheme", scheme, SCHEMES), ("--method", method, METHODS)):
         if value not in values:
@@ -74,31 +85,48 @@ def quantize(
         raise InvalidArgument("must be a multiple of 8", "--group-size")
     seen = None
     if method == "gptq":
-        seen = _python_docstrings() if calibration is None else read_text(calibration, "--calibration")
+        seen = (
+            _python_docstrings() if calibration is None else read_text(calibration, "--calibration")
+        )
     measured = _python_reference() if text is None else read_text(text, "--text")
     folder = resolve_model(model, progress=True)
-    from ..store.quantize import BITS, QuantizationScheme, quantize_model  # with torch, which takes a second
+    from ..store.quantize import (
+        BITS,
+        QuantizationScheme,
+        quantize_model,
+    )  # with torch, which takes a second
 
     if group_size is None and scheme == "int4":
         group_size = _GROUP_SIZE
     made = QuantizationScheme(bits=BITS[scheme], group_size=group_size)
     if out.exists():
         raise InvalidArgument(f"{out} exists", "OUT")
-    before = _perplexity(folder, measured)  # first: a text that cannot be measured is refused before hours of rounding
+    before = _perplexity(
+        folder, measured
+    )  # first: a text that cannot be measured is refused before hours of rounding
     with progress_bar("layers") as bar:
         quantize_model(
-            folder, out, made, seen, lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total)
+            folder,
+            out,
+            made,
+            seen,
+            lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total),
         )
     after = _perplexity(out, measured)
     change = 100 * (after / before - 1)
-    typer.echo(f"{out}: {scheme}, {method}: perplexity {before:.3f} before, {after:.3f} after ({change:+.2f} %)")
+    typer.echo(
+        f"{out}: {scheme}, {method}: perplexity {before:.3f} before, {after:.3f} after "
+        f"({change:+.2f} %)"
+    )
 
 
 def _perplexity(folder: Path, text: str) -> float:
     from ...workers.model.config import read_context_tokens
     from ..local.llm import LLM
 
-    with LLM(str(folder), max_model_len=min(read_context_tokens(folder), _WINDOW), max_num_seqs=4) as llm:
+    with LLM(
+        str(folder), max_model_len=min(read_context_tokens(folder), _WINDOW), max_num_seqs=4
+    ) as llm:
         return llm.perplexity(text)[0]
 
 
@@ -106,9 +134,15 @@ def _python_docstrings() -> str:
     """Returns another text that comes with Python: what its modules say of themselves."""
     library = Path(os.__file__).parent
     files = sorted([*library.glob("*.py"), *library.glob("*/*.py")])
-    files = [file for file in files if file.parent.name not in ("site-packages", "dist-packages", "test", "pydoc_data")]
+    files = [
+        file
+        for file in files
+        if file.parent.name not in ("site-packages", "dist-packages", "test", "pydoc_data")
+    ]
     found = (ast.get_docstring(ast.parse(file.read_bytes())) for file in files)
-    return "\n\n".join(text for text in found if text and len(text) >= _DOCSTRING_CHARACTERS)[:_CALIBRATION_CHARACTERS]
+    return "\n\n".join(text for text in found if text and len(text) >= _DOCSTRING_CHARACTERS)[
+        :_CALIBRATION_CHARACTERS
+    ]
 
 
 def _python_reference() -> str:

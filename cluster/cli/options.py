@@ -1,4 +1,6 @@
-"""Makes the options of `tandem generate`, `chat` and `eval`, those of requests from the table of parameters."""
+"""Makes the options of `tandem generate`, `chat` and `eval`, those of requests from the table of
+parameters.
+"""
 
 import inspect
 import os
@@ -19,18 +21,33 @@ _Client = TypeVar("_Client")
 
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
-Target = Annotated[str, typer.Option(help="HOST:PORT of the service's gRPC server; with TLS grpcs://HOST:PORT.")]
+Target = Annotated[
+    str, typer.Option(help="HOST:PORT of the service's gRPC server; with TLS grpcs://HOST:PORT.")
+]
 ApiKeyFile = Annotated[
-    Path | None, typer.Option(help="A file that holds the API key; otherwise TANDEM_API_KEY.", show_default=False)
+    Path | None,
+    typer.Option(
+        help="A file that holds the API key; otherwise TANDEM_API_KEY.", show_default=False
+    ),
 ]
-TlsCa = Annotated[Path | None, typer.Option(help="The CA of the service's certificate, in PEM.", show_default=False)]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(help="The CA of the service's certificate, in PEM.", show_default=False),
+]
 TlsCertificate = Annotated[
-    Path | None, typer.Option(help="Our own certificate, for a service that demands one.", show_default=False)
+    Path | None,
+    typer.Option(help="Our own certificate, for a service that demands one.", show_default=False),
 ]
-TlsKey = Annotated[Path | None, typer.Option(help="The key of our own certificate.", show_default=False)]
-Model = Annotated[str | None, typer.Option(help="One of the served names; may be absent if only one is served.")]
+TlsKey = Annotated[
+    Path | None, typer.Option(help="The key of our own certificate.", show_default=False)
+]
+Model = Annotated[
+    str | None, typer.Option(help="One of the served names; may be absent if only one is served.")
+]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until the request is given up.")]
-ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Print on stderr where the time went.")]
+ShowTimeline = Annotated[
+    bool, typer.Option("--timeline", help="Print on stderr where the time went.")
+]
 
 _TYPES: Final = {
     **{"bool": bool, "float": float | None, "string": str | None, "json": str | None},
@@ -44,11 +61,15 @@ _NOTES: Final = {
 _READ_FROM_FILES: Final = ("json_schema", "grammar")  # @FILE
 
 
-def request_options(*names: str, **defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds the options of request parameters, by their client names, to a command; without names all.
+def request_options(
+    *names: str, **defaults: object
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds the options of request parameters, by their client names, to a command; without names
+    all.
 
-    The command does not receive them: `given_options` takes them from its typer.Context. `defaults` are those of single
-    options, which are absent otherwise."""
+    The command does not receive them: `given_options` takes them from its typer.Context. `defaults`
+    are those of single options, which are absent otherwise.
+    """
     rows = [row for row in PARAMETERS if not names or row.client_name in names]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -62,7 +83,9 @@ def request_options(*names: str, **defaults: object) -> Callable[[Callable[..., 
             command(**{name: given[name] for name in own})
 
         run.__signature__ = inspect.Signature([*taken, *added])  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*taken, *added)}
+        run.__annotations__ = {
+            parameter.name: parameter.annotation for parameter in (*taken, *added)
+        }
         return run
 
     return decorate
@@ -75,12 +98,15 @@ def _parameter(row: RequestParameter, defaults: Mapping[str, object]) -> inspect
     default = defaults.get(name, False if row.kind == "bool" else None)
     kind: Any = _TYPES[row.kind]
     annotation = Annotated[kind, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def read_api_key(file: Path | None) -> str:
-    """Returns the API key: of the file, or else of the environment. Other users see a command's arguments, so no
-    option takes the key itself. Raises InvalidArgument."""
+    """Returns the API key: of the file, or else of the environment. Other users see a command's
+    arguments, so no option takes the key itself. Raises InvalidArgument.
+    """
     if file is None:
         return os.environ.get(API_KEY_VARIABLE, "")
     return read_text(file, "api-key-file").strip()
@@ -94,7 +120,9 @@ def connect(
     tls_certificate: Path | None,
     tls_key: Path | None,
 ) -> _Client:
-    """Returns a Client or an AsyncClient with what these options say. Raises InvalidArgument as `read_api_key`."""
+    """Returns a Client or an AsyncClient with what these options say. Raises InvalidArgument as
+    `read_api_key`.
+    """
     tls = ClientTls(ca=tls_ca, certificate=tls_certificate, key=tls_key)
     return client(target, api_key=read_api_key(api_key_file), tls=tls)
 

@@ -1,6 +1,8 @@
-"""`tandem check` and `tandem plan memory`: whether a model would run and what it takes, before anything is started.
+"""`tandem check` and `tandem plan memory`: whether a model would run and what it takes, before
+anything is started.
 
-Imports no Ray."""
+Imports no Ray.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +32,9 @@ plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Holds what each of `tp` ranks keeps, in bytes; with a draft model, which is whole on rank 0, what rank 0 does."""
+    """Holds what each of `tp` ranks keeps, in bytes; with a draft model, which is whole on rank 0,
+    what rank 0 does.
+    """
 
     tp: int
     weights: int
@@ -38,26 +42,37 @@ class RankMemory:
     kv_on_all_ranks: int  # of a token
     num_copies: int  # of a KV head's cache, on all ranks together, but for the draft model's
 
-    def kv_cache(self, num_bytes: int, block_size: int, context_tokens: int) -> tuple[int, int, int]:
-        """Returns what the weights leave of the `num_bytes` that the rank may use, negative if they do not fit; the
-        tokens that whole blocks of the rest hold, every rank its heads of each; and how many sequences of
-        `context_tokens` fit at once."""
+    def kv_cache(
+        self, num_bytes: int, block_size: int, context_tokens: int
+    ) -> tuple[int, int, int]:
+        """Returns what the weights leave of the `num_bytes` that the rank may use, negative if they
+        do not fit; the tokens that whole blocks of the rest hold, every rank its heads of each; and
+        how many sequences of `context_tokens` fit at once.
+        """
         rest = num_bytes - self.weights
         num_blocks = max(rest, 0) // (block_size * self.kv_per_token)
         return rest, num_blocks * block_size, num_blocks // -(-context_tokens // block_size)
 
 
 def rank_memory(
-    config: ModelConfig, tp: int, dtype: str, kv_cache_dtype: str = "auto", draft: ModelConfig | None = None
+    config: ModelConfig,
+    tp: int,
+    dtype: str,
+    kv_cache_dtype: str = "auto",
+    draft: ModelConfig | None = None,
 ) -> RankMemory:
-    """Computes what each rank keeps. Raises InvalidArgument if the model's heads cannot be split so."""
+    """Computes what each rank keeps. Raises InvalidArgument if the model's heads cannot be split
+    so.
+    """
     from ...workers.model.loader import weight_bytes  # with torch, which takes a second
 
     try:
         check_config_split(config, tp)
     except ValueError as error:
         raise InvalidArgument(f"--{error}") from None
-    per_rank, whole = (kv_bytes_per_token(config, ranks, dtype, kv_cache_dtype) for ranks in (tp, 1))
+    per_rank, whole = (
+        kv_bytes_per_token(config, ranks, dtype, kv_cache_dtype) for ranks in (tp, 1)
+    )
     draft_kv = kv_bytes_per_token(draft, 1, dtype) if draft else 0
     return RankMemory(
         tp=tp,
@@ -71,23 +86,36 @@ def rank_memory(
 @plan_app.command("memory")
 def memory_command(
     model: Annotated[str, typer.Argument(help="What `tandem serve` takes.")],
-    tp: Annotated[list[int] | None, typer.Option(help="Ranks; several times for several rows.")] = None,
+    tp: Annotated[
+        list[int] | None, typer.Option(help="Ranks; several times for several rows.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     quantization: Annotated[
         str | None, typer.Option(help="Of the weights, when they are loaded: int8, int4 or fp8.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto (--dtype), int8 or fp8.")] = "auto",
-    draft_model: Annotated[str | None, typer.Option(help="That of `tandem serve --speculative draft=`.")] = None,
-    gpu_memory_gb: Annotated[float | None, typer.Option(help="GiB of memory of each rank's device.")] = None,
-    utilization: Annotated[float, typer.Option(help="The part of it for weights and KV cache.")] = 0.9,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Of the KV cache: auto (--dtype), int8 or fp8.")
+    ] = "auto",
+    draft_model: Annotated[
+        str | None, typer.Option(help="That of `tandem serve --speculative draft=`.")
+    ] = None,
+    gpu_memory_gb: Annotated[
+        float | None, typer.Option(help="GiB of memory of each rank's device.")
+    ] = None,
+    utilization: Annotated[
+        float, typer.Option(help="The part of it for weights and KV cache.")
+    ] = 0.9,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
-    context_tokens: Annotated[int | None, typer.Option(help="Of a sequence; by default the model's own.")] = None,
+    context_tokens: Annotated[
+        int | None, typer.Option(help="Of a sequence; by default the model's own.")
+    ] = None,
 ) -> None:
     """Show what MODEL takes on each of its ranks: weights, KV cache per token, tokens that fit.
 
-    Without --tp: 1, 2, 4 and 8 ranks, as far as they divide the query heads. With --draft-model: on rank 0, which alone
-    holds that one, too, whole; no rank has more tokens than rank 0. In bfloat16 on CPUs a model whose head is tied to
-    its embedding holds the latter twice, and the figure here has it once.
+    Without --tp: 1, 2, 4 and 8 ranks, as far as they divide the query heads. With --draft-model: on
+    rank 0, which alone holds that one, too, whole; no rank has more tokens than rank 0. In bfloat16
+    on CPUs a model whose head is tied to its embedding holds the latter twice, and the figure here
+    has it once.
     """
     if dtype not in ITEM_BYTES:
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
@@ -102,7 +130,9 @@ def memory_command(
     folder = resolve_model(model, dtype=dtype, progress=True)
     from ...workers.model.loader import open_checkpoint
 
-    config = open_checkpoint(folder, quantization=quantization, context_tokens=context_tokens).config
+    config = open_checkpoint(
+        folder, quantization=quantization, context_tokens=context_tokens
+    ).config
     draft = _open_draft(draft_model, config, dtype) if draft_model else None
     sizes = tp or [each for each in DEFAULT_TPS if _divides(each, config)]
     rows = [rank_memory(config, each, dtype, kv_cache_dtype, draft) for each in sizes]
@@ -115,11 +145,16 @@ def memory_command(
     table_console().print(memory_table(rows, budget))
     for row in rows:
         if budget and row.weights > budget[0]:
-            typer.echo(f"tp {row.tp}: the weights alone, {_size(row.weights)}, do not fit {_size(budget[0])}")
+            typer.echo(
+                f"tp {row.tp}: the weights alone, {_size(row.weights)}, do not fit "
+                f"{_size(budget[0])}"
+            )
 
 
 def _open_draft(name: str, model: ModelConfig, dtype: str) -> ModelConfig:
-    """Returns the configuration of a model that is to draft for `model`. Raises InvalidArgument if it cannot."""
+    """Returns the configuration of a model that is to draft for `model`. Raises InvalidArgument if
+    it cannot.
+    """
     from ...workers.model.loader import open_checkpoint
 
     try:
@@ -132,14 +167,18 @@ def _open_draft(name: str, model: ModelConfig, dtype: str) -> ModelConfig:
 
 def check(
     model: Annotated[str, typer.Argument(help="What `tandem serve` takes.")],
-    tp: Annotated[list[int] | None, typer.Option(help="Ranks; several times for several rows.")] = None,
+    tp: Annotated[
+        list[int] | None, typer.Option(help="Ranks; several times for several rows.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    model_impl: Annotated[str, typer.Option(help="auto, tandem or transformers; see docs/transformers.md.")] = "auto",
+    model_impl: Annotated[
+        str, typer.Option(help="auto, tandem or transformers; see docs/transformers.md.")
+    ] = "auto",
 ) -> None:
     """Say whether MODEL would run, and how: by which code, its size, memory on each rank, context.
 
-    Reads config.json and the headers of the weights, no weights. Exit code 0 if it would run, 1 if it is refused; then
-    one line says which file, which field and why.
+    Reads config.json and the headers of the weights, no weights. Exit code 0 if it would run, 1 if
+    it is refused; then one line says which file, which field and why.
     """
     if dtype not in ITEM_BYTES:
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
@@ -162,7 +201,8 @@ def check(
     num_parameters = sum(map(prod, weight_shapes(replace(config, quantization={})).values()))
     typer.echo(f"{model}: runs, {_implementation(config)}")
     typer.echo(
-        f"{num_parameters:,} parameters, stored as {config.dtype}; context of {config.max_position_embeddings:,} tokens"
+        f"{num_parameters:,} parameters, stored as {config.dtype}; context of "
+        f"{config.max_position_embeddings:,} tokens"
     )
     for scheme in weight_schemes(config, dtype):
         typer.echo(f"weights: {scheme}")
@@ -191,8 +231,9 @@ def _implementation(config: ModelConfig) -> str:
 
 
 def memory_table(rows: Sequence[RankMemory], budget: tuple[int, int, int] | None) -> Table:
-    """Returns one line for each number of ranks; what fits is shown if there is a budget: the bytes of one rank, the
-    tokens of a block and those of a sequence."""
+    """Returns one line for each number of ranks; what fits is shown if there is a budget: the bytes
+    of one rank, the tokens of a block and those of a sequence.
+    """
     columns = ["tp", "weights", "KV a token", "on all ranks", "copies of KV"]
     if budget:
         columns += ["for KV cache", "tokens", f"sequences of {budget[2]:,}"]

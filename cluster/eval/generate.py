@@ -1,4 +1,6 @@
-"""Generates completions for the prompts of a JSONL file, which holds a reference for each: `tandem eval generate`."""
+"""Generates completions for the prompts of a JSONL file, which holds a reference for each: `tandem
+eval generate`.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -14,7 +16,9 @@ from .gather import map_concurrently
 
 
 class Case(BaseModel):
-    """Holds a line of the file: `prompt` or `messages`, `reference` or `references`. More keys are ignored."""
+    """Holds a line of the file: `prompt` or `messages`, `reference` or `references`. More keys are
+    ignored.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -43,10 +47,16 @@ async def complete_cases(
     concurrency: int,
     on_completion: Callable[[], None] = lambda: None,
 ) -> list[Completion]:
-    """Returns the completions in the order of the cases; calls `on_completion` after each. Raises a TandemError."""
+    """Returns the completions in the order of the cases; calls `on_completion` after each. Raises a
+    TandemError.
+    """
 
     async def complete(case: Case) -> Completion:
-        call = client.chat(case.messages, **options) if case.messages else client.generate(case.prompt, **options)
+        call = (
+            client.chat(case.messages, **options)
+            if case.messages
+            else client.generate(case.prompt, **options)
+        )
         completion = await call
         on_completion()
         return completion

@@ -1,4 +1,6 @@
-"""Computes the perplexity of a text under the served model, from prompt log probabilities over sliding windows."""
+"""Computes the perplexity of a text under the served model, from prompt log probabilities over
+sliding windows.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +13,9 @@ from ...router.client.types import Completion, ModelInfo, Options
 from .gather import map_concurrently
 
 Window = tuple[int, int, int]
-"""The tokens of one forward pass: where they begin and end in the text, and from which on they are scored."""
+"""The tokens of one forward pass: where they begin and end in the text, and from which on they are
+scored.
+"""
 
 
 class ScoringClient(Protocol):
@@ -49,19 +53,25 @@ class Perplexity:
 
 
 def sliding_windows(num_tokens: int, window: int, stride: int) -> list[Window]:
-    """Returns windows of `window` tokens, `stride` apart, the last cut at the end. Each token is scored in the first
-    window that has it, after at least `window - stride` tokens where the text has them. A token that begins its window
+    """Returns windows of `window` tokens, `stride` apart, the last cut at the end. Each token is
+    scored in the first window that has it, after at least `window - stride` tokens where the text
+    has them. A token that begins its window
     is not scored: the first of all, and with a stride of a whole window the first of each.
 
-    This is the method of "Perplexity of fixed-length models" in transformers' documentation, except that its example
-    counts one token too few of each window but the first in the mean. Raises InvalidArgument."""
+    This is the method of "Perplexity of fixed-length models" in transformers' documentation, except
+    that its example counts one token too few of each window but the first in the mean. Raises
+    InvalidArgument.
+    """
     if window < 2:
         raise InvalidArgument("must be at least 2 tokens", "window")
     if not 1 <= stride <= window:
         raise InvalidArgument(f"must be from 1 to the window's {window} tokens", "stride")
     starts = range(0, max(num_tokens - window, 0) + stride, stride)
     ends = [min(start + window, num_tokens) for start in starts]
-    return [(start, end, max(last, start + 1)) for start, end, last in zip(starts, ends, [0, *ends[:-1]], strict=True)]
+    return [
+        (start, end, max(last, start + 1))
+        for start, end, last in zip(starts, ends, [0, *ends[:-1]], strict=True)
+    ]
 
 
 async def measure_perplexity(
@@ -74,13 +84,16 @@ async def measure_perplexity(
     concurrency: int = 4,
     on_window: Callable[[int, int], None] = lambda done, total: None,
 ) -> Perplexity:
-    """Scores `text` through a client. `window`: tokens, at most and by default one less than the model's context,
-    since a prompt must leave one token to generate; `stride`: by default half a window. `on_window(windows done,
-    windows in all)` is called after each. Raises a TandemError."""
+    """Scores `text` through a client. `window`: tokens, at most and by default one less than the
+    model's context, since a prompt must leave one token to generate; `stride`: by default half a
+    window. `on_window(windows done, windows in all)` is called after each. Raises a TandemError.
+    """
     longest = await _context_tokens(client, model) - 1
     window = window or longest
     if window > longest:
-        raise InvalidArgument(f"must be at most {longest} tokens, one less than the model's context", "window")
+        raise InvalidArgument(
+            f"must be at most {longest} tokens, one less than the model's context", "window"
+        )
     ids = await tokenize_long(client, text, model)
     if len(ids) < 2:
         raise InvalidArgument("has fewer than two tokens", "text")
@@ -105,13 +118,17 @@ async def measure_perplexity(
 
 
 async def tokenize_long(client: ScoringClient, text: str, model: str) -> list[int]:
-    """Returns the token ids of a text of any length. A text longer than the service accepts is sent in pieces that end
-    at line ends, where possible; special tokens that the tokenizer puts before a text are kept for the first only."""
+    """Returns the token ids of a text of any length. A text longer than the service accepts is sent
+    in pieces that end at line ends, where possible; special tokens that the tokenizer puts before a
+    text are kept for the first only.
+    """
     pieces = _pieces(text, limits.MAX_PROMPT_CHARACTERS)
     ids = await client.tokenize(pieces[0], model=model)
     if len(pieces) > 1:
         a, b = await client.tokenize("a", model=model), await client.tokenize("b", model=model)
-        num_special = next(i for i, pair in enumerate(zip([*a, -1], [*b, -2], strict=False)) if pair[0] != pair[1])
+        num_special = next(
+            i for i, pair in enumerate(zip([*a, -1], [*b, -2], strict=False)) if pair[0] != pair[1]
+        )
         for piece in pieces[1:]:
             ids += (await client.tokenize(piece, model=model))[num_special:]
     return ids
@@ -140,5 +157,7 @@ async def _score(client: ScoringClient, ids: Sequence[int], window: Window, mode
     found = [each.token.logprob for each in answer.prompt_logprobs[score_from - begin :]]
     numbers = [each for each in found if each is not None]
     if len(numbers) != end - score_from:
-        raise InternalError("the service did not return a log probability for every token of the prompt")
+        raise InternalError(
+            "the service did not return a log probability for every token of the prompt"
+        )
     return -math.fsum(numbers)

@@ -1,4 +1,6 @@
-"""Scores generated texts against references: BLEU and chrF by sacrebleu, ROUGE by rouge-score, exact match, F1."""
+"""Scores generated texts against references: BLEU and chrF by sacrebleu, ROUGE by rouge-score,
+exact match, F1.
+"""
 
 import re
 import string
@@ -14,7 +16,9 @@ from ...proto.errors import Unavailable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Holds scores from 0 to 100, higher is better. With several references, all but BLEU and chrF take the best."""
+    """Holds scores from 0 to 100, higher is better. With several references, all but BLEU and chrF
+    take the best.
+    """
 
     bleu: float  # of the corpus; Papineni et al., 2002
     chrf: float  # of the corpus; Popović, 2015
@@ -26,7 +30,9 @@ class Scores:
 
 
 def score_texts(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
-    """Scores each text against its references, at least one. Raises Unavailable without the extra `eval`."""
+    """Scores each text against its references, at least one. Raises Unavailable without the extra
+    `eval`.
+    """
     sacrebleu, rouge_scorer = import_libraries()
     streams = list(zip_longest(*references))
     scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
@@ -38,14 +44,16 @@ def score_texts(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Sc
         rouge1=100 * fmean(each["rouge1"].fmeasure for each in rouges),
         rouge2=100 * fmean(each["rouge2"].fmeasure for each in rouges),
         rouge_l=100 * fmean(each["rougeL"].fmeasure for each in rouges),
-        exact_match=100 * fmean(max(exact_match(text, ref) for ref in refs) for text, refs in pairs),
+        exact_match=100
+        * fmean(max(exact_match(text, ref) for ref in refs) for text, refs in pairs),
         f1=100 * fmean(max(word_f1(text, ref) for ref in refs) for text, refs in pairs),
     )
 
 
 def normalise_answer(text: str) -> str:
-    """Returns lower case without punctuation, articles and repeated white space, as SQuAD's evaluation script does
-    (Rajpurkar et al., 2016)."""
+    """Returns lower case without punctuation, articles and repeated white space, as SQuAD's
+    evaluation script does (Rajpurkar et al., 2016).
+    """
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
@@ -56,8 +64,9 @@ def exact_match(text: str, reference: str) -> bool:
 
 
 def word_f1(text: str, reference: str) -> float:
-    """Returns the harmonic mean of precision and recall of the normalised words, from 0 to 1; as SQuAD 2.0 does, 1 if
-    neither text has any (Rajpurkar et al., 2018)."""
+    """Returns the harmonic mean of precision and recall of the normalised words, from 0 to 1; as
+    SQuAD 2.0 does, 1 if neither text has any (Rajpurkar et al., 2018).
+    """
     found, wanted = normalise_answer(text).split(), normalise_answer(reference).split()
     if not found or not wanted:
         return float(found == wanted)
@@ -66,11 +75,15 @@ def word_f1(text: str, reference: str) -> float:
 
 
 def import_libraries() -> tuple[Any, Any]:
-    """Returns sacrebleu and rouge_scorer, after a second. Raises Unavailable if the extra `eval` is not installed."""
+    """Returns sacrebleu and rouge_scorer, after a second. Raises Unavailable if the extra `eval` is
+    not installed.
+    """
     try:
         import sacrebleu
         from rouge_score import rouge_scorer
     except ImportError:
-        text = "tandem eval generate needs sacrebleu and rouge-score: pip install 'tandem-llm[eval]'"
+        text = (
+            "tandem eval generate needs sacrebleu and rouge-score: pip install 'tandem-llm[eval]'"
+        )
         raise Unavailable(text) from None
     return sacrebleu, rouge_scorer

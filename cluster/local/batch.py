@@ -1,7 +1,9 @@
-"""Answers the requests of a file in the format of OpenAI's batches, whatever interrupts that: begun again, it goes on.
+"""Answers the requests of a file in the format of OpenAI's batches, whatever interrupts that: begun
+again, it goes on.
 
-A line of the output is written when its request has been answered, and whole. What a killed run leaves is whole lines,
-in any order, and at most one that is cut, at the end. The next run removes that one and answers what has no line.
+A line of the output is written when its request has been answered, and whole. What a killed run
+leaves is whole lines, in any order, and at most one that is cut, at the end. The next run removes
+that one and answers what has no line.
 """
 
 import asyncio
@@ -85,7 +87,9 @@ def read_requests(path: Path) -> list[BatchRequest]:
             raise InvalidArgument("body.stream: a batch has no streams", f"{path}:{number}")
         first = lines.setdefault(request.custom_id, number)
         if first != number:
-            raise InvalidArgument(f"custom_id: {request.custom_id!r} is that of line {first}, too", f"{path}:{number}")
+            raise InvalidArgument(
+                f"custom_id: {request.custom_id!r} is that of line {first}, too", f"{path}:{number}"
+            )
     return [request for _, request in numbered]
 
 
@@ -93,10 +97,12 @@ class BatchOutput:
     """Appends to a file of answers, which nobody else may do meanwhile. A context manager."""
 
     def __init__(self, path: Path, requests: Collection[str]) -> None:
-        """Opens the file, removes a last line that is cut, and reads which of `requests`, custom ids, have an answer.
+        """Opens the file, removes a last line that is cut, and reads which of `requests`, custom
+        ids, have an answer.
 
-        Raises InvalidArgument if it cannot be written, another process writes it, or has lines of something else;
-        it stays as it is then."""
+        Raises InvalidArgument if it cannot be written, another process writes it, or has lines of
+        something else; it stays as it is then.
+        """
         self._path = path
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -114,7 +120,11 @@ class BatchOutput:
 
     def append(self, request: BatchRequest, answer: BatchAnswer) -> None:
         """Writes one line. Raises InvalidArgument if the file cannot be written."""
-        response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
+        response = {
+            "status_code": answer.status,
+            "request_id": answer.request_id,
+            "body": answer.body,
+        }
         line = {"id": _ID + uuid.uuid4().hex, "custom_id": request.custom_id, "response": response}
         data = json.dumps(line | {"error": None}).encode() + b"\n"
         try:
@@ -142,11 +152,19 @@ class BatchOutput:
             raise InvalidArgument(f"{self._path}: not UTF-8", "output") from None
         for number, line in number_lines(text, self._path, BatchAnswerLine) if text.strip() else ():
             if line.custom_id in answered or line.custom_id not in requests:
-                what = "has two answers" if line.custom_id in answered else "is no request of the input"
-                raise InvalidArgument(f"custom_id: {line.custom_id!r} {what}", f"{self._path}:{number}")
+                what = (
+                    "has two answers"
+                    if line.custom_id in answered
+                    else "is no request of the input"
+                )
+                raise InvalidArgument(
+                    f"custom_id: {line.custom_id!r} {what}", f"{self._path}:{number}"
+                )
             answered.add(line.custom_id)
         if not (tail.startswith(_HEAD) or _HEAD.startswith(tail)):
-            raise InvalidArgument(f"{self._path}: its last line, which has no end, is no answer", "output")
+            raise InvalidArgument(
+                f"{self._path}: its last line, which has no end, is no answer", "output"
+            )
         if tail:
             os.ftruncate(self._file, whole)
         return answered
@@ -164,10 +182,12 @@ async def answer_requests(
     patience_seconds: float,
     on_answer: Callable[[], object] = lambda: None,
 ) -> BatchCounts:
-    """Has all requests without an answer answered, `concurrency` at a time; a request that is refused gets the refusal
-    as its answer. A service that is busy or away is asked again, `patience_seconds` long from the first failure on.
+    """Has all requests without an answer answered, `concurrency` at a time; a request that is
+    refused gets the refusal as its answer. A service that is busy or away is asked again,
+    `patience_seconds` long from the first failure on.
 
-    Raises Unavailable if it is still away then."""
+    Raises Unavailable if it is still away then.
+    """
     rest = [request for request in requests if request.custom_id not in output.answered]
     counts = BatchCounts(total=len(requests), skipped=len(requests) - len(rest))
 
@@ -183,7 +203,9 @@ async def answer_requests(
 
 
 async def _send_patiently(send: SendRequest, request: BatchRequest, seconds: float) -> BatchAnswer:
-    deadline: float | None = None  # a request may take longer than the patience before its service goes away
+    deadline: float | None = (
+        None  # a request may take longer than the patience before its service goes away
+    )
     while True:
         try:
             answer = await send(request)

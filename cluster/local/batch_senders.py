@@ -11,7 +11,13 @@ from typing import Any, Final
 
 import aiohttp
 
-from ...proto.errors import InvalidArgument, PermissionDenied, TandemError, Unauthenticated, Unavailable
+from ...proto.errors import (
+    InvalidArgument,
+    PermissionDenied,
+    TandemError,
+    Unauthenticated,
+    Unavailable,
+)
 from ...router.api.openai.openapi import REQUEST_ID
 from ...router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion
 from ...router.api.openai.responses import error_response
@@ -26,7 +32,9 @@ _PARSERS: Final[Mapping[str, Callable[[bytes, str], OpenAIRequest]]] = {
     "/v1/chat/completions": parse_chat,
 }
 _CONNECT_SECONDS: Final = 10.0
-_GONE_SECONDS: Final = 60  # without a sign of the server's machine; an answer itself may take as long as it takes
+_GONE_SECONDS: Final = (
+    60  # without a sign of the server's machine; an answer itself may take as long as it takes
+)
 _PROBE_SECONDS: Final = 10
 
 
@@ -40,19 +48,29 @@ def engine_sender(service: GenerationService) -> SendRequest:
         except TandemError as error:
             response: Any = error_response(error)
         else:
-            response = await GenerationResponse(service, parsed, RequestContext(arrived=time.monotonic())).whole()
-        return BatchAnswer(status=response.status_code, body=json.loads(response.body), request_id=request_id)
+            response = await GenerationResponse(
+                service, parsed, RequestContext(arrived=time.monotonic())
+            ).whole()
+        return BatchAnswer(
+            status=response.status_code, body=json.loads(response.body), request_id=request_id
+        )
 
     return send
 
 
 @asynccontextmanager
 async def service_sender(url: str, api_key: str, tls_ca: Path | None) -> AsyncIterator[SendRequest]:
-    """Yields what posts requests to the server at `url`. Raises InvalidArgument for a CA that cannot be read."""
+    """Yields what posts requests to the server at `url`. Raises InvalidArgument for a CA that
+    cannot be read.
+    """
     timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    connector = aiohttp.TCPConnector(limit=0, ssl=read_trust(tls_ca, "--tls-ca"), socket_factory=_open_socket)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+    connector = aiohttp.TCPConnector(
+        limit=0, ssl=read_trust(tls_ca, "--tls-ca"), socket_factory=_open_socket
+    )
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=headers
+    ) as session:
 
         async def send(request: BatchRequest) -> BatchAnswer:
             try:
@@ -65,7 +83,9 @@ async def service_sender(url: str, api_key: str, tls_ca: Path | None) -> AsyncIt
             except (aiohttp.ClientError, OSError, TimeoutError):
                 raise Unavailable(f"nobody answers at {url}") from None
             if status == Unauthenticated.http_status:
-                raise Unauthenticated("the service needs an API key: TANDEM_API_KEY or --api-key-file")
+                raise Unauthenticated(
+                    "the service needs an API key: TANDEM_API_KEY or --api-key-file"
+                )
             if status == PermissionDenied.http_status:
                 raise PermissionDenied("the service does not take these requests")
             return BatchAnswer(
@@ -86,7 +106,9 @@ def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _GONE_SECONDS // 2)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _GONE_SECONDS // 2 // _PROBE_SECONDS)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _GONE_SECONDS)  # of what was sent
+    opened.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _GONE_SECONDS
+    )  # of what was sent
     return opened
 
 

@@ -1,6 +1,8 @@
-"""Runs a worker, and what a router does for its requests, in one event loop: an engine for the process that holds it.
+"""Runs a worker, and what a router does for its requests, in one event loop: an engine for the
+process that holds it.
 
-The parts are those of the service, but that there is one worker, no server in front of it, and no bound on who waits.
+The parts are those of the service, but that there is one worker, no server in front of it, and no
+bound on who waits.
 """
 
 import asyncio
@@ -46,24 +48,39 @@ _FAILED: Final = "the engine has failed; make a new one"
 
 
 class LocalEngine:
-    """Generates as a service does. Make one with `start`, end it with `close`; lives in one event loop."""
+    """Generates as a service does. Make one with `start`, end it with `close`; lives in one event
+    loop.
+    """
 
     def __init__(
-        self, worker: Worker, tokenizer: Tokenizer, config: TandemConfig, defaults: Mapping[str, float]
+        self,
+        worker: Worker,
+        tokenizer: Tokenizer,
+        config: TandemConfig,
+        defaults: Mapping[str, float],
     ) -> None:
         registry = WorkerRegistry()
         registry.update([worker.info()])
         admission = Admission(
-            registry, max_queued_tokens=_UNBOUNDED, max_queued_requests=_UNBOUNDED, max_queue_seconds=_LONG_SECONDS
+            registry,
+            max_queued_tokens=_UNBOUNDED,
+            max_queued_requests=_UNBOUNDED,
+            max_queue_seconds=_LONG_SECONDS,
         )
         model = ServedModel(
-            name=config.served_name, tokenizer=tokenizer, context_tokens=worker.info().context_tokens, defaults=defaults
+            name=config.served_name,
+            tokenizer=tokenizer,
+            context_tokens=worker.info().context_tokens,
+            defaults=defaults,
         )
         self.defaults = defaults
         self._worker = worker
         self._adapters, self._max_lora_rank = AdapterRegistry(), config.lora.max_lora_rank
         self._dispatcher = Dispatcher(
-            registry, admission, identity=PeerIdentity.generate(), connect=lambda *_: LocalChannel(worker)
+            registry,
+            admission,
+            identity=PeerIdentity.generate(),
+            connect=lambda *_: LocalChannel(worker),
         )
         adapters = AdapterAdmin(self._adapters)
         self._model_names = (model.name, *config.aliases)
@@ -75,19 +92,28 @@ class LocalEngine:
 
     @classmethod
     async def start(cls, config: TandemConfig, folder: Path) -> Self:
-        """Loads the model in `folder` as `config.decode` says, its ranks but the first as processes of their own.
+        """Loads the model in `folder` as `config.decode` says, its ranks but the first as processes
+        of their own.
 
-        Raises what `Worker.start` raises, Unavailable if another rank does not start, and ValueError for a folder
-        without a tokenizer."""
+        Raises what `Worker.start` raises, Unavailable if another rank does not start, and
+        ValueError for a folder without a tokenizer.
+        """
         pool = config.decode
         async with AsyncExitStack() as scope:
             threads = rank_threads(pool.num_threads, pool.tp, 0)
-            own = worker_config(config, "decode", str(folder), threads, PeerIdentity.generate(), host=_HOST)
-            # A process that waits for its user does no work of its own; the user may read what the process may.
-            own = replace(own, canary_seconds=math.inf, rank=replace(own.rank, adapter_folders=("/",)))
+            own = worker_config(
+                config, "decode", str(folder), threads, PeerIdentity.generate(), host=_HOST
+            )
+            # A process that waits for its user does no work of its own; the user may read what the
+            # process may.
+            own = replace(
+                own, canary_seconds=math.inf, rank=replace(own.rank, adapter_folders=("/",))
+            )
             parsers = config.tool_call_parser, config.reasoning_parser
             tokenizer = await asyncio.to_thread(Tokenizer.load, folder, *parsers)
-            ranks = await scope.enter_async_context(local_ranks(own.rank, pool.tp - 1, compute_environment(pool)))
+            ranks = await scope.enter_async_context(
+                local_ranks(own.rank, pool.tp - 1, compute_environment(pool))
+            )
             worker = await Worker.start(own, worker_id="local", ranks=ranks, listens=False)
             scope.push_async_callback(worker.stop)
             engine = cls(worker, tokenizer, config, generation_defaults(config, folder))
@@ -102,8 +128,9 @@ class LocalEngine:
         await self._scope.aclose()
 
     async def prepare(self, request: inference_pb2.GenerateRequest) -> PreparedRequest:
-        """Checks and tokenizes a request. Raises InvalidArgument, NotFound for another model's name, and InternalError
-        once the engine has failed."""
+        """Checks and tokenizes a request. Raises InvalidArgument, NotFound for another model's
+        name, and InternalError once the engine has failed.
+        """
         self._check_failed()
         return await self.service.accept(request, RequestContext(arrived=time.monotonic()))
 
@@ -121,7 +148,9 @@ class LocalEngine:
     async def messages(
         self, request: PreparedRequest, timeline: inference_pb2.Timeline
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Yields what `GenerationService.run` does. Raises InternalError once the engine has failed."""
+        """Yields what `GenerationService.run` does. Raises InternalError once the engine has
+        failed.
+        """
         self._check_failed()  # the request would wait for another worker
         try:
             with tandem_errors_only():
@@ -144,11 +173,15 @@ class LocalEngine:
 
     async def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
         """Continues a text or token ids, as an AsyncClient does."""
-        return await self.complete(await self.prepare(generate_request(text_prompt(prompt), options)))
+        return await self.complete(
+            await self.prepare(generate_request(text_prompt(prompt), options))
+        )
 
     async def tokenize(self, prompt: str, *, model: str = "") -> list[int]:
         """Returns the token ids that `generate` sees for a text."""
-        return list((await self.service.tokenize(tokenize_request(prompt, model, {}), Caller())).token_ids)
+        return list(
+            (await self.service.tokenize(tokenize_request(prompt, model, {}), Caller())).token_ids
+        )
 
     async def list_models(self) -> list[ModelInfo]:
         """Returns the one model."""

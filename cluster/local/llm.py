@@ -3,11 +3,12 @@
     from tandem import LLM, SamplingParams
 
     with LLM("smollm2-135m-instruct") as llm:
-        for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8, temperature=0)):
+        for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8,
+        temperature=0)):
             print(output.prompt, output.outputs[0].text)
 
-The engine, the parameters and their bounds are those of the service, and so are the tokens. Errors are those of
-`tandem.errors`. torch is imported when an LLM is made.
+The engine, the parameters and their bounds are those of the service, and so are the tokens. Errors
+are those of `tandem.errors`. torch is imported when an LLM is made.
 """
 
 import gc
@@ -48,10 +49,22 @@ Parameters = Options | Sequence[Options] | None
 """Sampling parameters: of all prompts, one for each, or the defaults."""
 
 _KEYS: Final = {
-    **{"tensor_parallel_size": "decode.tp", "max_model_len": "context_tokens", "max_num_seqs": "decode.max_sequences"},
+    **{
+        "tensor_parallel_size": "decode.tp",
+        "max_model_len": "context_tokens",
+        "max_num_seqs": "decode.max_sequences",
+    },
     **{"enable_prefix_caching": "prefix_caching", "kv_cache_gb": "decode.kv_cache_gb"},
-    **{"kv_host_gb": "decode.kv_host_gb", "block_size": "decode.block_size", "num_threads": "decode.num_threads"},
-    **{"kv_disk": "decode.kv_disk", "kv_disk_gb": "decode.kv_disk_gb", "speculative_config": "speculative"},
+    **{
+        "kv_host_gb": "decode.kv_host_gb",
+        "block_size": "decode.block_size",
+        "num_threads": "decode.num_threads",
+    },
+    **{
+        "kv_disk": "decode.kv_disk",
+        "kv_disk_gb": "decode.kv_disk_gb",
+        "speculative_config": "speculative",
+    },
     **{"max_loras": "lora.max_loras", "max_lora_rank": "lora.max_lora_rank"},
 }
 """The keys of the configuration that are not called as the arguments are."""
@@ -67,9 +80,11 @@ _LOOK_AHEAD: Final = 2
 
 
 class LLM:
-    """Generates with a model in this process. Thread-safe; close it, or use it as a context manager.
+    """Generates with a model in this process. Thread-safe; close it, or use it as a context
+    manager.
 
-    All prompts of a call share one batch, which sequences join and leave as they begin and end."""
+    All prompts of a call share one batch, which sequences join and leave as they begin and end.
+    """
 
     def __init__(
         self,
@@ -96,21 +111,32 @@ class LLM:
         max_loras: int = 8,
         max_lora_rank: int = 64,
     ) -> None:
-        """Loads `model`: a built-in name, a folder, a GGUF file or a hub id, as `tandem serve` takes it.
+        """Loads `model`: a built-in name, a folder, a GGUF file or a hub id, as `tandem serve`
+        takes it.
 
-        `tensor_parallel_size`: processes of this machine that share the model. `quantization`: of the weights, when
-        they are loaded: int8, int4 or fp8; None takes them as they are. `kv_cache_dtype`: auto (`dtype`), int8 or fp8.
-        `speculative_config`: as in vLLM, such as {"method": "ngram", "num_speculative_tokens": 5}. `max_model_len`: the
-        longest prompt plus completion; None is the model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each
-        process. `kv_host_gb`: the same, of host memory for what leaves it. `kv_disk`: a folder that keeps it beyond the
-        process, in `kv_disk_gb`. `num_threads`: of each process; None shares the cores. `numerics`: fast or exact, as
-        in the configuration of a service. `generation_config`: auto takes what parameters leave out from the model's
-        file, or none. `served_model_name`: what the requests of a batch may call the model. `max_loras`: held at once.
+        `tensor_parallel_size`: processes of this machine that share the model. `quantization`: of
+        the weights, when
+        they are loaded: int8, int4 or fp8; None takes them as they are. `kv_cache_dtype`: auto
+        (`dtype`), int8 or fp8. `speculative_config`: as in vLLM, such as {"method": "ngram",
+        "num_speculative_tokens": 5}. `max_model_len`: the longest prompt plus completion; None is
+        the model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each
+        process. `kv_host_gb`: the same, of host memory for what leaves it. `kv_disk`: a folder that
+        keeps it beyond the
+        process, in `kv_disk_gb`. `num_threads`: of each process; None shares the cores. `numerics`:
+        fast or exact, as in the configuration of a service. `generation_config`: auto takes what
+        parameters leave out from the model's
+        file, or none. `served_model_name`: what the requests of a batch may call the model.
+        `max_loras`: held at once.
 
-        Raises InvalidArgument for a wrong argument, CheckpointError for a wrong folder, NotFound or Unavailable for one
-        that cannot be had."""
-        given: dict[str, object] = {name: value for name, value in locals().items() if name != "self"}
-        given["speculative_config"] = dict(speculative_config) if speculative_config is not None else None
+        Raises InvalidArgument for a wrong argument, CheckpointError for a wrong folder, NotFound or
+        Unavailable for one that cannot be had.
+        """
+        given: dict[str, object] = {
+            name: value for name, value in locals().items() if name != "self"
+        }
+        given["speculative_config"] = (
+            dict(speculative_config) if speculative_config is not None else None
+        )
         with _naming_arguments():
             self._loop, engine = _start(_configure(given))
         self._running: LocalEngine | None = engine
@@ -125,10 +151,12 @@ class LLM:
         progress: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[RequestOutput]:
-        """Continues texts, or token ids, in their order, with an adapter if one is named. `progress` shows a bar on a
-        terminal and in notebooks.
+        """Continues texts, or token ids, in their order, with an adapter if one is named.
+        `progress` shows a bar on a terminal and in notebooks.
 
-        Nothing runs before all prompts are checked: InvalidArgument names the one that is wrong, as `prompts[3]`."""
+        Nothing runs before all prompts are checked: InvalidArgument names the one that is wrong, as
+        `prompts[3]`.
+        """
         if (prompts is None) == (prompt_token_ids is None):
             raise InvalidArgument("give either prompts or prompt_token_ids", "prompts")
         given: Any = prompts if prompt_token_ids is None else prompt_token_ids
@@ -152,8 +180,9 @@ class LLM:
         lora_request: LoRARequest | None = None,
         **options: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
-        """Answers one conversation, or several in their order; otherwise as `generate`. `options`: tools, tool_choice,
-        template_kwargs, continue_final_message, parse_special."""
+        """Answers one conversation, or several in their order; otherwise as `generate`. `options`:
+        tools, tool_choice, template_kwargs, continue_final_message, parse_special.
+        """
         if unknown := options.keys() - TemplateOptions.__annotations__.keys():
             raise InvalidArgument("there is no such option here", min(unknown))
         chats: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
@@ -163,23 +192,37 @@ class LLM:
                 made.append(chat_prompt(chat, options))
         return self._complete("messages", made, sampling_params, progress, lora_request)
 
-    def stream(self, prompt: str | Sequence[int], sampling_params: Options | None = None) -> "LocalStream":
-        """Continues a text or token ids piece by piece: iterate over the result, and close it to end earlier."""
+    def stream(
+        self, prompt: str | Sequence[int], sampling_params: Options | None = None
+    ) -> "LocalStream":
+        """Continues a text or token ids piece by piece: iterate over the result, and close it to
+        end earlier.
+        """
         request = generate_request(text_prompt(prompt), sampling_params or Options())
         return LocalStream(self, self._loop.run(self._engine.prepare(request)))
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: Options | None = None, **options: Unpack[TemplateOptions]
+        self,
+        messages: Sequence[Message],
+        sampling_params: Options | None = None,
+        **options: Unpack[TemplateOptions],
     ) -> "LocalStream":
         """Answers a conversation piece by piece, as `stream`."""
         request = generate_request(chat_prompt(messages, options), sampling_params or Options())
         return LocalStream(self, self._loop.run(self._engine.prepare(request)))
 
     def perplexity(
-        self, texts: str | Sequence[str], *, window: int | None = None, stride: int | None = None, progress: bool = True
+        self,
+        texts: str | Sequence[str],
+        *,
+        window: int | None = None,
+        stride: int | None = None,
+        progress: bool = True,
     ) -> list[float]:
-        """Returns the perplexity of each text, by the windows of `tandem eval perplexity`: `window` tokens, by default
-        the context less one, and `stride` tokens apart, by default half a window."""
+        """Returns the perplexity of each text, by the windows of `tandem eval perplexity`: `window`
+        tokens, by default the context less one, and `stride` tokens apart, by default half a
+        window.
+        """
         listed, engine = [texts] if isinstance(texts, str) else texts, self._engine
 
         async def measure(text: str) -> float:
@@ -193,7 +236,9 @@ class LLM:
     def answer_batch(
         self, requests: Sequence[BatchRequest], output: BatchOutput, *, progress: bool = True
     ) -> BatchCounts:
-        """Answers those requests of a batch that `output` has no answer of. `tandem batch` does this."""
+        """Answers those requests of a batch that `output` has no answer of. `tandem batch` does
+        this.
+        """
         from .batch_senders import engine_sender
 
         with progress_bar("requests", len(requests), shown=progress) as bar:
@@ -209,8 +254,13 @@ class LLM:
             return self._loop.run(work)
 
     def get_default_sampling_params(self) -> Options:
-        """Returns the parameters that the model's generation_config.json names: what is left out has these values."""
-        return cast(Options, {ROWS[field].client_name: value for field, value in self._engine.defaults.items()})
+        """Returns the parameters that the model's generation_config.json names: what is left out
+        has these values.
+        """
+        return cast(
+            Options,
+            {ROWS[field].client_name: value for field, value in self._engine.defaults.items()},
+        )
 
     def close(self) -> None:
         """Ends all requests and frees the model, its processes and its memory. Idempotent."""
@@ -242,9 +292,15 @@ class LLM:
         texts: Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts, whose argument is called `name`."""
-        given = parameters if isinstance(parameters, Sequence) else [parameters or Options()] * len(prompts)
+        given = (
+            parameters
+            if isinstance(parameters, Sequence)
+            else [parameters or Options()] * len(prompts)
+        )
         if len(given) != len(prompts):
-            raise InvalidArgument(f"has {len(given)} entries for {len(prompts)} prompts", "sampling_params")
+            raise InvalidArgument(
+                f"has {len(given)} entries for {len(prompts)} prompts", "sampling_params"
+            )
         if lora_request is not None:
             model = self._loop.run(self._engine.use_adapter(lora_request))
             given = [Options(**(each | {"model": model})) for each in given]
@@ -303,10 +359,18 @@ class LocalStream:
 
 
 def _configure(given: Mapping[str, object]) -> TandemConfig:
-    """Returns the configuration of a service with one worker that no other one fetches from. Raises InvalidArgument."""
+    """Returns the configuration of a service with one worker that no other one fetches from. Raises
+    InvalidArgument.
+    """
     values = {_KEYS.get(name, name): value for name, value in given.items()}
-    values |= {"prefill.replicas": 0, "kv_transports": (), "decode.mixed_chunk_tokens": _CHUNK_TOKENS}
-    values |= {"hang_seconds": 120.0}  # no other worker could take over, and what else runs here may need the cores
+    values |= {
+        "prefill.replicas": 0,
+        "kv_transports": (),
+        "decode.mixed_chunk_tokens": _CHUNK_TOKENS,
+    }
+    values |= {
+        "hang_seconds": 120.0
+    }  # no other worker could take over, and what else runs here may need the cores
     return load_config(overrides=values)
 
 
@@ -335,7 +399,9 @@ def _stop(loop: LoopThread, engine: "LocalEngine") -> None:
 
 
 def _stop_collected(loop: LoopThread, engine: "LocalEngine") -> None:
-    """Stops the engine of an LLM that nobody has closed. Any thread may collect it, one that ends with it too."""
+    """Stops the engine of an LLM that nobody has closed. Any thread may collect it, one that ends
+    with it too.
+    """
     if threading.current_thread() is threading.main_thread():
         _stop(loop, engine)
     else:
@@ -355,7 +421,9 @@ async def _answer(
         with _naming_prompt(name, i):
             prepared.append(await engine.prepare(generate_request(prompt, parameters[i])))
 
-    async def complete(numbered: "tuple[int, PreparedRequest]") -> "tuple[PreparedRequest, Completion]":
+    async def complete(
+        numbered: "tuple[int, PreparedRequest]",
+    ) -> "tuple[PreparedRequest, Completion]":
         i, request = numbered
         with _naming_prompt(name, i):
             completion = await engine.complete(request)
@@ -384,7 +452,11 @@ def _naming_prompt(name: str, index: int) -> Iterator[None]:
     try:
         yield
     except InvalidArgument as error:
-        field = f"{name}[{index}]" if error.field.startswith("prompt") else f"{name}[{index}], {error.field}"
+        field = (
+            f"{name}[{index}]"
+            if error.field.startswith("prompt")
+            else f"{name}[{index}], {error.field}"
+        )
         raise InvalidArgument(error.message.removeprefix(f"{error.field}: "), field) from error
 
 

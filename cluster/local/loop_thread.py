@@ -16,19 +16,25 @@ _END_SECONDS: Final = 30.0
 
 
 class LoopThread:
-    """Runs coroutines for threads that wait for them. Begins when it is made, ends with `stop` or the process."""
+    """Runs coroutines for threads that wait for them. Begins when it is made, ends with `stop` or
+    the process.
+    """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()  # of the next one: what is enqueued before it is set is cancelled and ends
+        self._lock = (
+            threading.Lock()
+        )  # of the next one: what is enqueued before it is set is cancelled and ends
         self._stopping = False
         self._waiting: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns the result of `work`, which runs in the loop. A caller that is interrupted while it waits, as by
-        KeyboardInterrupt, cancels the work, and goes on when that has ended. Raises Unavailable after `stop`."""
+        """Returns the result of `work`, which runs in the loop. A caller that is interrupted while
+        it waits, as by KeyboardInterrupt, cancels the work, and goes on when that has ended. Raises
+        Unavailable after `stop`.
+        """
         ended: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
 

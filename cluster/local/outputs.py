@@ -4,7 +4,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ...router.client.types import Choice, Completion, FinishReason, Timeline, TokenLogprobs, ToolCall
+from ...router.client.types import (
+    Choice,
+    Completion,
+    FinishReason,
+    Timeline,
+    TokenLogprobs,
+    ToolCall,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +35,9 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    stop_reason: str | int | None = None  # the stop string, or the id of the stop token that was asked for
+    stop_reason: str | int | None = (
+        None  # the stop string, or the id of the stop token that was asked for
+    )
     cumulative_logprob: float | None = None  # of all tokens, if log probabilities were asked for
     logprobs: list[LogprobsByToken] | None = None  # one for each of token_ids
     tool_calls: tuple[ToolCall, ...] = ()  # their text is not in `text`
@@ -36,8 +45,12 @@ class CompletionOutput:
     reasoning: str = ""  # what the model thought before it spoke, in a chat; not in `text`
 
     @classmethod
-    def from_choice(cls, index: int, choice: Choice, stop_ids: Collection[int], *, has_logprobs: bool) -> Self:
-        stopped = choice.token_ids[-1] if choice.token_ids and choice.finish_reason != "length" else None
+    def from_choice(
+        cls, index: int, choice: Choice, stop_ids: Collection[int], *, has_logprobs: bool
+    ) -> Self:
+        stopped = (
+            choice.token_ids[-1] if choice.token_ids and choice.finish_reason != "length" else None
+        )
         known = [each.token.logprob or 0.0 for each in choice.logprobs]
         return cls(
             index=index,
@@ -63,7 +76,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     timeline: Timeline  # where the time went
-    prompt_logprobs: list[LogprobsByToken | None] | None = None  # one for each token of the prompt; the first has none
+    prompt_logprobs: list[LogprobsByToken | None] | None = (
+        None  # one for each token of the prompt; the first has none
+    )
     finished: bool = True
 
     @classmethod
@@ -76,8 +91,9 @@ class RequestOutput:
         *,
         has_logprobs: bool,
     ) -> Self:
-        """`stop_ids`: tokens that were asked to end completions. `has_logprobs`: of the completions, which without
-        tokens do not show whether they were asked for."""
+        """`stop_ids`: tokens that were asked to end completions. `has_logprobs`: of the
+        completions, which without tokens do not show whether they were asked for.
+        """
         scores = completion.prompt_logprobs
         return cls(
             request_id=completion.request_id,

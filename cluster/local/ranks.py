@@ -23,9 +23,12 @@ _END_SECONDS: Final = 5.0
 
 
 @asynccontextmanager
-async def local_ranks(config: RankConfig, count: int, environment: Mapping[str, str]) -> AsyncIterator[list[str]]:
-    """Yields the addresses of so many ranks, which wait for rank 0; they end with the context, and with this process
-    however that ends. Raises Unavailable if one does not start."""
+async def local_ranks(
+    config: RankConfig, count: int, environment: Mapping[str, str]
+) -> AsyncIterator[list[str]]:
+    """Yields the addresses of so many ranks, which wait for rank 0; they end with the context, and
+    with this process however that ends. Raises Unavailable if one does not start.
+    """
     processes: list[Process] = []
     try:
         for _ in range(count):
@@ -44,7 +47,9 @@ async def _start(config: RankConfig, environment: Mapping[str, str]) -> Process:
         start_new_session=True,  # Ctrl-C in a terminal, or in a notebook, is rank 0's to handle
     )
     assert process.stdin is not None
-    process.stdin.write(_encode(config).encode() + b"\n")  # stays open: its end is that of this process
+    process.stdin.write(
+        _encode(config).encode() + b"\n"
+    )  # stays open: its end is that of this process
     return process
 
 
@@ -76,7 +81,10 @@ def _encode(config: RankConfig) -> str:
 
 def _decode(line: str) -> RankConfig:
     values = json.loads(line)
-    identity, transports = PeerIdentity.from_text(values.pop("identity")), tuple(values.pop("transports"))
+    identity, transports = (
+        PeerIdentity.from_text(values.pop("identity")),
+        tuple(values.pop("transports")),
+    )
     return RankConfig(**values, identity=identity, transports=transports)
 
 

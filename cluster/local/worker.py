@@ -9,25 +9,35 @@ from ...workers.tp.rank import RankConfig
 from ...workers.worker import WorkerConfig
 from ..config import PoolRole, TandemConfig
 
-# Niceness on CPUs. A prefill step may wait for other processes on its cores; a decode step may not, nor may the threads
-# that communicate.
+# Niceness on CPUs. A prefill step may wait for other processes on its cores; a decode step may not,
+# nor may the threads that communicate.
 _PREFILL_NICE: Final = 10
 _GIB: Final = 1024**3
 
 
 def rank_threads(num_threads: int | None, ranks_per_node: int, num_cpus: float) -> int:
-    """Returns how many threads a rank in this process computes with: `num_threads` if it is given, else its share of
-    the cores that this process may use, at most the `num_cpus` that it has reserved in Ray (below 1: no bound).
+    """Returns how many threads a rank in this process computes with: `num_threads` if it is given,
+    else its share of the cores that this process may use, at most the `num_cpus` that it has
+    reserved in Ray (below 1: no bound).
 
-    More threads than cores would spin against each other: OpenMP loses factors of 5 to 50 that way."""
+    More threads than cores would spin against each other: OpenMP loses factors of 5 to 50 that way.
+    """
     share = max(1, available_cores() // ranks_per_node)
     return num_threads or (min(share, int(num_cpus)) if num_cpus >= 1 else share)
 
 
 def worker_config(
-    config: TandemConfig, role: PoolRole, folder: str, num_threads: int, identity: PeerIdentity, *, host: str
+    config: TandemConfig,
+    role: PoolRole,
+    folder: str,
+    num_threads: int,
+    identity: PeerIdentity,
+    *,
+    host: str,
 ) -> WorkerConfig:
-    """Returns the configuration of a worker of the pool `role` that serves the model in `folder` and binds `host`."""
+    """Returns the configuration of a worker of the pool `role` that serves the model in `folder`
+    and binds `host`.
+    """
     pool = config.pools[role]
     rank = RankConfig(
         model=folder,

@@ -1,4 +1,6 @@
-"""Makes the reports of routers and workers by which the pools are sized: figures by the names that the policy reads."""
+"""Makes the reports of routers and workers by which the pools are sized: figures by the names that
+the policy reads.
+"""
 
 from typing import Final
 
@@ -7,9 +9,15 @@ from ...router.scheduling.admission import Admission
 from ...router.scheduling.capacity import NO_CAPACITY, required_capacity
 from ...router.scheduling.registry import WorkerRegistry
 
-PREFILL_TOKENS: Final = "prefill_tokens"  # of prompts that were sent to workers since the start, less what was cached
-PREFILL_SECONDS: Final = "prefill_seconds"  # that one worker takes for these, as predicted when they were sent
-WAITING_PREFILL_TOKENS: Final = "waiting_prefill_tokens"  # of prompts that wait for workers to compute them
+PREFILL_TOKENS: Final = (
+    "prefill_tokens"  # of prompts that were sent to workers since the start, less what was cached
+)
+PREFILL_SECONDS: Final = (
+    "prefill_seconds"  # that one worker takes for these, as predicted when they were sent
+)
+WAITING_PREFILL_TOKENS: Final = (
+    "waiting_prefill_tokens"  # of prompts that wait for workers to compute them
+)
 WAITING_SEQUENCES: Final = "waiting_sequences"  # that wait for workers to decode them
 WAITING_KV_TOKENS: Final = "waiting_kv_tokens"  # the same
 SEQUENCES: Final = "sequences"  # that a worker has, with those that wait there
@@ -20,9 +28,14 @@ STEP_SECONDS: Final = "step_seconds"  # mean of a worker's steps with decodes; 0
 
 
 def router_report(admission: Admission, registry: WorkerRegistry) -> dict[str, float]:
-    """Returns what a router asks for. What waits, waits for the pool that lacks what the request at the head of the
-    queue needs; of its prompts as much is taken to be cached as of those before."""
-    work, free, first = registry.prefill_work, registry.free() or NO_CAPACITY, admission.queue.first()
+    """Returns what a router asks for. What waits, waits for the pool that lacks what the request at
+    the head of the queue needs; of its prompts as much is taken to be cached as of those before.
+    """
+    work, free, first = (
+        registry.prefill_work,
+        registry.free() or NO_CAPACITY,
+        admission.queue.first(),
+    )
     waiting = sum((required_capacity(entry.request) for entry in admission.queue), NO_CAPACITY)
     lacks_prefill = first is not None and free.prompt_tokens <= 0
     lacks_decode = first is not None and (
@@ -31,7 +44,9 @@ def router_report(admission: Admission, registry: WorkerRegistry) -> dict[str, f
     return {
         PREFILL_TOKENS: work.uncached_tokens,
         PREFILL_SECONDS: work.seconds,
-        WAITING_PREFILL_TOKENS: waiting.prompt_tokens * registry.uncached_rate if lacks_prefill else 0.0,
+        WAITING_PREFILL_TOKENS: waiting.prompt_tokens * registry.uncached_rate
+        if lacks_prefill
+        else 0.0,
         WAITING_SEQUENCES: waiting.sequences if lacks_decode else 0,
         WAITING_KV_TOKENS: waiting.kv_tokens if lacks_decode else 0,
     }

@@ -1,8 +1,10 @@
 """Computes how many workers a pool needs. Pure: knows no clock, no Ray and no workers.
 
-Needs are absolute, never a change of what there is, so workers that still start are not asked for twice. Then, as with
-Kubernetes' HorizontalPodAutoscaler, the number rises to the least that was needed throughout the delay, and falls to
-the most: what is needed for a moment changes nothing, and after a rise there is no fall before its delay is over.
+Needs are absolute, never a change of what there is, so workers that still start are not asked for
+twice. Then, as with Kubernetes' HorizontalPodAutoscaler, the number rises to the least that was
+needed throughout the delay, and falls to
+the most: what is needed for a moment changes nothing, and after a rise there is no fall before its
+delay is over.
 """
 
 import math
@@ -13,11 +15,14 @@ from typing import Final
 from .config import ScalingConfig
 
 _SPREAD: Final = 0.1
-"""Numbers of sequences that differ by less than this part of their mean say little about the cost of one more."""
+"""Numbers of sequences that differ by less than this part of their mean say little about the cost
+of one more.
+"""
 
 _TOLERANCE: Final = 0.1
-"""The part by which there may be too few workers, as in Kubernetes: a load that varies a little about the bound between
-two numbers must not change them."""
+"""The part by which there may be too few workers, as in Kubernetes: a load that varies a little
+about the bound between two numbers must not change them.
+"""
 
 _ROUNDING: Final = 1e-9
 
@@ -34,7 +39,9 @@ class PrefillDemand:
     worker_rate: float  # a second, that one worker computes; 0: not known
 
     def workers(self, config: ScalingConfig) -> float:
-        """Returns how many workers it takes: for what arrives, and for what waits within the time to catch up."""
+        """Returns how many workers it takes: for what arrives, and for what waits within the time
+        to catch up.
+        """
         wanted = self.arriving + self.waiting / config.catch_up_seconds
         return wanted / (self.worker_rate * config.utilization) if self.worker_rate > 0 else 0.0
 
@@ -51,17 +58,24 @@ class DecodeDemand:
     def workers(self, config: ScalingConfig) -> float:
         """Returns how many workers it takes, for the sequences or for their KV cache."""
         amounts = ((self.sequences, self.worker_sequences), (self.kv_tokens, self.worker_kv_tokens))
-        return max(asked / (each * config.utilization) if each > 0 else 0.0 for asked, each in amounts)
+        return max(
+            asked / (each * config.utilization) if each > 0 else 0.0 for asked, each in amounts
+        )
 
 
-def sequences_within(tpot_seconds: float | None, max_sequences: int, steps: Sequence[tuple[float, float]]) -> float:
-    """Returns how many sequences a worker decodes with steps of at most `tpot_seconds`; 1 if even those of one take
-    longer.
+def sequences_within(
+    tpot_seconds: float | None, max_sequences: int, steps: Sequence[tuple[float, float]]
+) -> float:
+    """Returns how many sequences a worker decodes with steps of at most `tpot_seconds`; 1 if even
+    those of one take longer.
 
-    `steps` are numbers of sequences, at least 1, with the seconds of a step. A step costs something fixed, to read the
-    weights, and something for each sequence: a line through them, by least squares. Where the numbers hardly differ
-    nothing tells the two parts apart; then all of it is taken to be for the sequences, which asks for too many workers
-    rather than too few. Without steps: `max_sequences`."""
+    `steps` are numbers of sequences, at least 1, with the seconds of a step. A step costs something
+    fixed, to read the
+    weights, and something for each sequence: a line through them, by least squares. Where the
+    numbers hardly differ nothing tells the two parts apart; then all of it is taken to be for the
+    sequences, which asks for too many workers
+    rather than too few. Without steps: `max_sequences`.
+    """
     if tpot_seconds is None or not steps:
         return max_sequences
     amount = sum(number for number, _ in steps) / len(steps)
@@ -69,7 +83,9 @@ def sequences_within(tpot_seconds: float | None, max_sequences: int, steps: Sequ
     variance = sum((number - amount) ** 2 for number, _ in steps) / len(steps)
     covariance = sum((number - amount) * (taken - seconds) for number, taken in steps) / len(steps)
     pull = (_SPREAD * amount) ** 2
-    each = min(max((covariance + pull * seconds / amount) / (variance + pull), 0.0), seconds / amount)
+    each = min(
+        max((covariance + pull * seconds / amount) / (variance + pull), 0.0), seconds / amount
+    )
     fixed = seconds - each * amount
     if each * max_sequences + fixed <= tpot_seconds:
         return max_sequences
@@ -77,8 +93,9 @@ def sequences_within(tpot_seconds: float | None, max_sequences: int, steps: Sequ
 
 
 def bounded(workers: float, current: int, fewest: int, most: int) -> int:
-    """Returns the whole number of workers that are enough, within the bounds. `current`, how many there shall be by
-    now, is also enough for a little more."""
+    """Returns the whole number of workers that are enough, within the bounds. `current`, how many
+    there shall be by now, is also enough for a little more.
+    """
     if math.isnan(workers) or current < workers <= current * (1 + _TOLERANCE):
         workers = current
     return min(max(math.ceil(min(workers, most) - _ROUNDING), fewest), most)
@@ -87,8 +104,9 @@ def bounded(workers: float, current: int, fewest: int, most: int) -> int:
 def settle(
     now: float, needed: int, past: Sequence[Need], current: int, config: ScalingConfig
 ) -> tuple[int, list[Need]]:
-    """Returns how many workers there shall be, and the `past` for the next call. `current`: how many there shall be by
-    now; `needed`: how many would be enough at this moment."""
+    """Returns how many workers there shall be, and the `past` for the next call. `current`: how
+    many there shall be by now; `needed`: how many would be enough at this moment.
+    """
     needs = [*past] if past and past[-1][1] == needed else [*past, (now, needed)]
     least = _within(needs, now - config.up_delay_seconds)
     most = _within(needs, now - config.down_delay_seconds)

@@ -19,8 +19,12 @@ def configured_adapters(config: TandemConfig) -> AdapterRegistry:
 
 
 def named_adapter(max_rank: int, field: str, name: str, folder: Path) -> LoraAdapter:
-    """Reads an adapter; `field` is what names the folder. Raises InvalidArgument if it cannot be used."""
+    """Reads an adapter; `field` is what names the folder. Raises InvalidArgument if it cannot be
+    used.
+    """
     try:
-        return LoraAdapter(name=name, folder=str(folder), fingerprint=read_adapter(folder, max_rank).fingerprint)
+        return LoraAdapter(
+            name=name, folder=str(folder), fingerprint=read_adapter(folder, max_rank).fingerprint
+        )
     except CheckpointError as error:
         raise InvalidArgument(str(error), field) from None

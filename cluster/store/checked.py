@@ -12,11 +12,13 @@ from .store import resolve_model
 
 
 def checked_folder(config: TandemConfig) -> Path:
-    """Returns the model's folder, fetched if it has to be, after the check that it can be served as configured, and
-    split over the ranks of each pool. `config` is as `with_draft_folder` returns it.
+    """Returns the model's folder, fetched if it has to be, after the check that it can be served as
+    configured, and split over the ranks of each pool. `config` is as `with_draft_folder` returns
+    it.
 
     Raises CheckpointError, or InvalidArgument for a `tp` that does not divide the model's heads, a
-    `context_tokens` beyond the model's, and an adapter that cannot be used."""
+    `context_tokens` beyond the model's, and an adapter that cannot be used.
+    """
     from ...router.frontend.tokenizer import Tokenizer  # with transformers, which takes a second
     from ...workers.model.adapter import check_adapter
     from ...workers.model.loader import open_checkpoint  # with torch, which does, too
@@ -57,12 +59,16 @@ def checked_folder(config: TandemConfig) -> Path:
 
 
 def with_draft_folder(config: TandemConfig) -> TandemConfig:
-    """Returns the configuration with the folder of the draft model, if it has one, which is fetched if it has to be, in
-    the place of its name. Raises what `resolve_model` raises, its text naming the field."""
+    """Returns the configuration with the folder of the draft model, if it has one, which is fetched
+    if it has to be, in the place of its name. Raises what `resolve_model` raises, its text naming
+    the field.
+    """
     if config.speculative is None or config.speculative.model is None:
         return config
     try:
-        folder = resolve_model(config.speculative.model, dtype=config.dtype, progress=True).resolve()
+        folder = resolve_model(
+            config.speculative.model, dtype=config.dtype, progress=True
+        ).resolve()
     except (TandemError, CheckpointError) as error:
         raise type(error)(f"speculative.model: {str(error).removeprefix('model: ')}") from None
     draft = config.speculative.model_copy(update={"model": str(folder)})

@@ -1,4 +1,6 @@
-"""Reads what a model's folder says of requests that leave parameters out: generation_config.json, as vLLM reads it."""
+"""Reads what a model's folder says of requests that leave parameters out: generation_config.json,
+as vLLM reads it.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +16,12 @@ _INSTEAD: Final = "; with generation_config: none the file is left out"
 
 
 def generation_defaults(config: TandemConfig, folder: Path) -> dict[str, float]:
-    """Returns the defaults of a service, by field of proto/parameters.py. What the file does not name, or with
-    `generation_config: none` everything, has the default of the table. The end-of-sequence tokens are read elsewhere.
+    """Returns the defaults of a service, by field of proto/parameters.py. What the file does not
+    name, or with `generation_config: none` everything, has the default of the table. The
+    end-of-sequence tokens are read elsewhere.
 
-    Raises CheckpointError, naming the field and its bound, for a value that no request could have."""
+    Raises CheckpointError, naming the field and its bound, for a value that no request could have.
+    """
     path = folder / FILE
     if config.generation_config == "none" or not path.exists():
         return {}
@@ -32,7 +36,9 @@ def generation_defaults(config: TandemConfig, folder: Path) -> dict[str, float]:
             try:
                 check_value(row, value, name, minimum=1 if name == "max_new_tokens" else None)
             except InvalidArgument as error:
-                raise CheckpointError(f"{FILE}: {error.message}, is {value!r:.60}{_INSTEAD}") from None
+                raise CheckpointError(
+                    f"{FILE}: {error.message}, is {value!r:.60}{_INSTEAD}"
+                ) from None
             found[row.field] = value
     return found
 

@@ -1,8 +1,10 @@
-"""Converts a GGUF file into a folder of safetensors: `python -m tandem.cluster.store.gguf_convert FILE DTYPE`.
+"""Converts a GGUF file into a folder of safetensors: `python -m tandem.cluster.store.gguf_convert
+FILE DTYPE`.
 
-The result, written to the working folder, is what `save_pretrained` makes: config.json, model.safetensors,
-tokenizer.json, tokenizer_config.json, chat_template.jinja. transformers converts; this module adds what it leaves out
-(scaled RoPE, end-of-turn tokens, splitting of digits), and refuses a file of which it would leave out more.
+The result, written to the working folder, is what `save_pretrained` makes: config.json,
+model.safetensors, tokenizer.json, tokenizer_config.json, chat_template.jinja. transformers
+converts; this module adds what it leaves out (scaled RoPE, end-of-turn tokens, splitting of
+digits), and refuses a file of which it would leave out more.
 """
 
 import json
@@ -51,8 +53,9 @@ _F32: Final = 0
 
 
 def convert(gguf: Path, out: Path, dtype: str) -> None:
-    """Writes the model of `gguf` to the existing folder `out`. Raises CheckpointError for a file that transformers
-    does not know, or not whole, or that Tandem does not serve."""
+    """Writes the model of `gguf` to the existing folder `out`. Raises CheckpointError for a file
+    that transformers does not know, or not whole, or that Tandem does not serve.
+    """
     header = read_gguf_header(gguf)
     _check_splitting(header, gguf)
     with TemporaryDirectory(prefix=".gguf.", dir=out.parent) as folder:
@@ -64,9 +67,14 @@ def convert(gguf: Path, out: Path, dtype: str) -> None:
 
 def _convert(gguf: Path, header: GgufHeader, out: Path, dtype: str) -> None:
     """Converts a file that is alone in its folder. Raises as `convert`."""
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(gguf.parent),
+        "gguf_file": gguf.name,
+    }
     config = AutoConfig.from_pretrained(**source)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
+    config.architectures = [
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)
+    ]
     config.dtype = getattr(torch, dtype)
     if key_length := header.of_model("attention.key_length"):
         config.head_dim = key_length
@@ -96,14 +104,16 @@ def _convert(gguf: Path, header: GgufHeader, out: Path, dtype: str) -> None:
 
 
 def _check_splitting(header: GgufHeader, gguf: Path) -> None:
-    """Raises CheckpointError for a byte-level tokenizer that splits texts in a way that is not known here:
-    transformers would split them as GPT-2 does, and the model would read other tokens."""
+    """Raises CheckpointError for a byte-level tokenizer that splits texts in a way that is not
+    known here: transformers would split them as GPT-2 does, and the model would read other tokens.
+    """
     pre = header.values.get(_PRE)
     if header.values.get("tokenizer.ggml.model") != "gpt2":
         return
     if pre is None:
         raise CheckpointError(
-            f"{gguf.name}: {_PRE}: is missing, so nothing says how texts are split; convert the model anew"
+            f"{gguf.name}: {_PRE}: is missing, so nothing says how texts are split; convert the "
+            "model anew"
         )
     known = (*GGUF_PRE_TOKENIZER_SPLITS, *_GPT2_SPLIT, *_DIGITS_APART, *_SAME_SPLIT)
     if pre not in known:
@@ -111,7 +121,8 @@ def _check_splitting(header: GgufHeader, gguf: Path) -> None:
 
 
 def _restore_splitting(tokenizer: Tokenizer, header: GgufHeader) -> None:
-    """Restores the splitting of texts where transformers, when it reads GGUF, takes GPT-2's for another one.
+    """Restores the splitting of texts where transformers, when it reads GGUF, takes GPT-2's for
+    another one.
 
     Without it two blanks before a number become two tokens where the model was trained on one.
     """
@@ -119,51 +130,72 @@ def _restore_splitting(tokenizer: Tokenizer, header: GgufHeader) -> None:
     if header.values.get("tokenizer.ggml.model") != "gpt2":
         return
     if pre in _DIGITS_APART:
-        tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+        tokenizer.pre_tokenizer = Sequence(
+            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+        )
     elif pre in _SAME_SPLIT:
         pattern = Regex(GGUF_PRE_TOKENIZER_SPLITS[_SAME_SPLIT[pre]])
         split = Split(pattern, behavior="isolated")
-        tokenizer.pre_tokenizer = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+        tokenizer.pre_tokenizer = Sequence(
+            [split, ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
 
 
 def _drop_invented_tokens(folder: Path, num_tokens: int) -> None:
-    """Drops special tokens that transformers' classes add to a vocabulary without them: the model has no rows for
-    these."""
+    """Drops special tokens that transformers' classes add to a vocabulary without them: the model
+    has no rows for these.
+    """
     path, config_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
     fields, config = json.loads(path.read_bytes()), json.loads(config_path.read_bytes())
     invented = [token["content"] for token in fields["added_tokens"] if token["id"] >= num_tokens]
     if invented:
-        fields["added_tokens"] = [token for token in fields["added_tokens"] if token["id"] < num_tokens]
+        fields["added_tokens"] = [
+            token for token in fields["added_tokens"] if token["id"] < num_tokens
+        ]
         path.write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
         kept = {name: value for name, value in config.items() if value not in invented}
         config_path.write_text(json.dumps(kept, ensure_ascii=False), encoding="utf-8")
 
 
 def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
-    """Restores the scaling of rotary embeddings, which transformers drops when it reads GGUF: without it a model knows
-    short prompts only. Raises CheckpointError for one that is not known."""
+    """Restores the scaling of rotary embeddings, which transformers drops when it reads GGUF:
+    without it a model knows short prompts only. Raises CheckpointError for one that is not known.
+    """
     if not getattr(config, "rope_parameters", None):
         return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    target = config.rope_parameters.get("full_attention", config.rope_parameters)  # which alone is scaled
+    target = config.rope_parameters.get(
+        "full_attention", config.rope_parameters
+    )  # which alone is scaled
     if (rotated := header.of_model("rope.dimension_count", head_dim)) < head_dim:
         target["partial_rotary_factor"] = rotated / head_dim
     kind = header.of_model("rope.scaling.type", "none")
-    original = header.of_model("rope.scaling.original_context_length", config.max_position_embeddings)
+    original = header.of_model(
+        "rope.scaling.original_context_length", config.max_position_embeddings
+    )
     rope: dict[str, Any]
-    factors = [_read_factors(gguf, header.tensors.get(name)) for name in (*_ROPE_FACTORS, _ROPE_FREQS)]
+    factors = [
+        _read_factors(gguf, header.tensors.get(name)) for name in (*_ROPE_FACTORS, _ROPE_FREQS)
+    ]
     if factors[0] and factors[1]:
         rope = {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
         rope["attention_factor"] = header.of_model("rope.scaling.attn_factor", 1.0)
     elif factors[2]:  # of Llama 3.1, already computed: what each frequency is divided by
-        rope = {"rope_type": "longrope", "short_factor": factors[2], "long_factor": factors[2], "attention_factor": 1.0}
+        rope = {
+            "rope_type": "longrope",
+            "short_factor": factors[2],
+            "long_factor": factors[2],
+            "attention_factor": 1.0,
+        }
     elif kind in ("linear", "yarn"):
         rope = {"rope_type": kind, "factor": header.of_model("rope.scaling.factor", 1.0)}
     elif kind == "none":
         return
     else:
         field = f"{header.architecture}.rope.scaling.type"
-        raise CheckpointError(f"{gguf.name}: {field}: {kind!r:.60} is not supported, only linear, yarn and longrope")
+        raise CheckpointError(
+            f"{gguf.name}: {field}: {kind!r:.60} is not supported, only linear, yarn and longrope"
+        )
     if rope["rope_type"] != "linear":
         rope["original_max_position_embeddings"] = original
         if hasattr(config, "original_max_position_embeddings"):
@@ -179,13 +211,18 @@ def _read_factors(gguf: Path, tensor: GgufTensor | None) -> list[float]:
 
 
 def _check_size(folder: Path, header: GgufHeader, name: str) -> None:
-    """Checks, before the model is built, that it takes each number of the file, and that there are no more of them.
+    """Checks, before the model is built, that it takes each number of the file, and that there are
+    no more of them.
 
-    transformers leaves out tensors that it does not know, and gives those that it misses random values."""
+    transformers leaves out tensors that it does not know, and gives those that it misses random
+    values.
+    """
     config = load_model_config(folder)
     taken = sum(map(math.prod, weight_shapes(config).values()))
     aside = (_ROPE_FREQS, *_ROPE_FACTORS)
-    held = sum(math.prod(tensor.shape) for key, tensor in header.tensors.items() if key not in aside)
+    held = sum(
+        math.prod(tensor.shape) for key, tensor in header.tensors.items() if key not in aside
+    )
     if taken != held:
         text = f"holds {held} numbers, of which {config.architecture} of transformers would take {taken}"
         raise CheckpointError(f"{name}: tensors: {text}")
@@ -197,7 +234,10 @@ def _check_tokenizer(tokenizer: Any, header: GgufHeader) -> None:
     if tokenizer.eos_token_id != header.values.get(_ENDS[0]):
         raise CheckpointError(f"{_ENDS[0]}: became {tokenizer.eos_token!r:.60}")
     is_byte_level = header.values.get("tokenizer.ggml.model") == "gpt2"
-    if is_byte_level and tokenizer.decode(tokenizer.encode(_PROBE, add_special_tokens=False)) != _PROBE:
+    if (
+        is_byte_level
+        and tokenizer.decode(tokenizer.encode(_PROBE, add_special_tokens=False)) != _PROBE
+    ):
         raise CheckpointError("tokenizer.ggml.tokens: does not decode to the text that it encoded")
 
 
@@ -209,7 +249,10 @@ def main(gguf: Path, dtype: str) -> None:
         sys.exit(f"ERROR: {error}")
     except Exception as error:  # whatever a hostile file does to transformers
         reason = " ".join(str(error).replace(str(gguf), gguf.name).split())
-        sys.exit(f"ERROR: transformers {transformers.__version__} cannot read it: {type(error).__name__} {reason:.200}")
+        sys.exit(
+            f"ERROR: transformers {transformers.__version__} cannot read it: "
+            f"{type(error).__name__} {reason:.200}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Reads the header of a GGUF file, each count, length and place checked against a bound and the size of the file.
+"""Reads the header of a GGUF file, each count, length and place checked against a bound and the
+size of the file.
 
-The readers of transformers and gguf trust these numbers: a file of a hundred bytes that claims 2**60 entries would keep
-them busy, or fill the memory, for hours. So this one goes first, and what it lets by, they can read.
+The readers of transformers and gguf trust these numbers: a file of a hundred bytes that claims
+2**60 entries would keep them busy, or fill the memory, for hours. So this one goes first, and what
+it lets by, they can read.
 """
 
 import math
@@ -74,8 +76,9 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Raises CheckpointError, one line naming file and field, for a file that is no GGUF, is cut, or claims what it
-    cannot hold."""
+    """Raises CheckpointError, one line naming file and field, for a file that is no GGUF, is cut,
+    or claims what it cannot hold.
+    """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _HeaderReader(path.name, data).read()
@@ -103,7 +106,9 @@ class _HeaderReader:
         self._place = 4
         version = self._number(_KIND)
         if version not in _VERSIONS:
-            raise self._error(f"version {version} is not supported, only {' and '.join(map(str, _VERSIONS))}")
+            raise self._error(
+                f"version {version} is not supported, only {' and '.join(map(str, _VERSIONS))}"
+            )
         num_tensors = self._count("tensor_count", _MAX_TENSORS)
         values = self._values(self._count("metadata_kv_count", _MAX_VALUES))
         tensors = self._tensors(num_tensors, self._alignment(values))
@@ -147,14 +152,23 @@ class _HeaderReader:
                 raise self._error("is there twice")
             num_dimensions = self._number(_KIND)
             if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
-                raise self._error(f"has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible")
+                raise self._error(
+                    f"has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible"
+                )
             shape = tuple(self._number(_COUNT) for _ in range(num_dimensions))
             found[name] = self._number(_KIND), shape, self._number(_COUNT)
         start = -(-self._place // alignment) * alignment
-        return self._placed({name: self._tensor(name, *each, start) for name, each in found.items()})
+        return self._placed(
+            {name: self._tensor(name, *each, start) for name, each in found.items()}
+        )
 
-    def _tensor(self, name: str, kind: int, shape: tuple[int, ...], offset: int, start: int) -> GgufTensor:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # imports for some tenths of a second
+    def _tensor(
+        self, name: str, kind: int, shape: tuple[int, ...], offset: int, start: int
+    ) -> GgufTensor:
+        from gguf.constants import (
+            GGML_QUANT_SIZES,
+            GGMLQuantizationType,
+        )  # imports for some tenths of a second
 
         self._field = name
         if kind not in [*GGMLQuantizationType]:
@@ -163,7 +177,9 @@ class _HeaderReader:
         if 0 in shape or shape[0] % block:
             raise self._error(f"shape {list(shape)} does not fit blocks of {block}")
         begin = start + offset
-        return GgufTensor(kind=kind, shape=shape, begin=begin, end=begin + math.prod(shape) // block * block_bytes)
+        return GgufTensor(
+            kind=kind, shape=shape, begin=begin, end=begin + math.prod(shape) // block * block_bytes
+        )
 
     def _placed(self, tensors: dict[str, GgufTensor]) -> dict[str, GgufTensor]:
         """Checks that the tensors lie in the file, none over another."""
@@ -174,12 +190,18 @@ class _HeaderReader:
                 raise self._error("lies over another tensor")
             last = tensor.end
             if last > len(self._data):
-                raise self._error(f"truncated: ends at byte {last} of a file of {len(self._data)} bytes")
+                raise self._error(
+                    f"truncated: ends at byte {last} of a file of {len(self._data)} bytes"
+                )
         return tensors
 
     def _alignment(self, values: Mapping[str, Any]) -> int:
         self._field, alignment = _ALIGNMENT, values.get(_ALIGNMENT, 32)
-        if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        if (
+            type(alignment) is not int
+            or not 1 <= alignment <= _MAX_ALIGNMENT
+            or alignment & (alignment - 1)
+        ):
             raise self._error(f"must be a power of 2 up to {_MAX_ALIGNMENT}, is {alignment!r:.60}")
         return alignment
 
@@ -189,11 +211,15 @@ class _HeaderReader:
             raise self._error("is missing, or no text")
         self._field, num_files = "split.count", values.get("split.count", 1)
         if num_files not in (0, 1):
-            raise self._error(f"is a part of {num_files!r:.60} files; join them first: llama-gguf-split --merge")
+            raise self._error(
+                f"is a part of {num_files!r:.60} files; join them first: llama-gguf-split --merge"
+            )
         self._field = f"{architecture}.block_count"
         num_layers = values.get(self._field)
         if type(num_layers) is not int or not 1 <= num_layers <= len(tensors):
-            raise self._error(f"must be from 1 to the number of tensors, {len(tensors)}, is {num_layers!r:.60}")
+            raise self._error(
+                f"must be from 1 to the number of tensors, {len(tensors)}, is {num_layers!r:.60}"
+            )
 
     def _count(self, field: str, most: int) -> int:
         number = int(self._number(_COUNT))
@@ -218,7 +244,9 @@ class _HeaderReader:
     def _skip(self, num_bytes: int) -> None:
         self._place += num_bytes
         if self._place > len(self._data):
-            raise self._error(f"truncated: the header goes beyond the file's {len(self._data)} bytes")
+            raise self._error(
+                f"truncated: the header goes beyond the file's {len(self._data)} bytes"
+            )
         if self._place > _MAX_HEADER_BYTES:
             raise self._error(f"the header is larger than {_MAX_HEADER_BYTES} bytes")
 

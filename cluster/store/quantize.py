@@ -1,4 +1,6 @@
-"""Writes a model with rounded weights as a folder of compressed-tensors, which Tandem and vLLM load."""
+"""Writes a model with rounded weights as a folder of compressed-tensors, which Tandem and vLLM
+load.
+"""
 
 import json
 import os
@@ -46,18 +48,33 @@ class QuantizationScheme:
 
     @property
     def is_packed(self) -> bool:
-        """Returns whether numbers lie packed in words: weights of a byte with one scale an output do not (W8A8)."""
+        """Returns whether numbers lie packed in words: weights of a byte with one scale an output
+        do not (W8A8).
+        """
         return self.bits < 8 or self.group_size is not None
 
     def grid(self, inputs: int) -> Grid:
         """Returns the numbers that there are for an output of so many inputs."""
-        return Grid(bits=self.bits, group_size=self.group_size or inputs, zero_points=self.zero_points)
+        return Grid(
+            bits=self.bits, group_size=self.group_size or inputs, zero_points=self.zero_points
+        )
 
     def config(self) -> dict[str, Any]:
         """Returns the quantization_config."""
         strategy = "channel" if self.group_size is None else "group"
-        weights = {"num_bits": self.bits, "type": "int", "symmetric": not self.zero_points, "strategy": strategy}
-        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        weights = {
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": not self.zero_points,
+            "strategy": strategy,
+        }
+        inputs = {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "token",
+            "dynamic": True,
+        }
         group = {
             "targets": ["Linear"],
             "weights": weights | {"dynamic": False, "group_size": self.group_size},
@@ -84,12 +101,16 @@ class QuantizationScheme:
             f"{name}.weight_shape": torch.tensor(rounded.numbers.shape),
         }
         if self.zero_points:
-            zeros = functional.pad(rounded.zeros, (0, 0, 0, -len(rounded.zeros) % (_WORD_BITS // self.bits)))
+            zeros = functional.pad(
+                rounded.zeros, (0, 0, 0, -len(rounded.zeros) % (_WORD_BITS // self.bits))
+            )
             tensors[f"{name}.weight_zero_point"] = self._packed(zeros.t()).t().contiguous()
         return tensors
 
     def _packed(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Packs numbers [rows, columns] uint8 into words [rows, words] int32, the first in the lowest bits."""
+        """Packs numbers [rows, columns] uint8 into words [rows, words] int32, the first in the
+        lowest bits.
+        """
         if self.bits == 4:
             numbers = numbers[:, 0::2] | numbers[:, 1::2] << 4
         return numbers.contiguous().view(torch.int32)
@@ -102,24 +123,29 @@ def quantize_model(
     calibration: str | None = None,
     on_layer: OnLayer = lambda done, total: None,
 ) -> None:
-    """Writes the model of `folder` to `out`, which must not exist: rounded to nearest, or with a `calibration` text by
-    GPTQ. What is rounded are the linear maps of the layers; embeddings, norms and the head stay as they are.
+    """Writes the model of `folder` to `out`, which must not exist: rounded to nearest, or with a
+    `calibration` text by GPTQ. What is rounded are the linear maps of the layers; embeddings, norms
+    and the head stay as they are.
 
-    Raises CheckpointError for a model that cannot be rounded, InvalidArgument for an argument that does not suit it."""
+    Raises CheckpointError for a model that cannot be rounded, InvalidArgument for an argument that
+    does not suit it.
+    """
     if out.exists():
         raise InvalidArgument(f"{out} exists", "OUT")
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config
     if config.quantization or config.experts or config.transformers:
         raise CheckpointError(
-            "config.json: only plain weights of families of Tandem's own, without experts, are rounded"
+            "config.json: only plain weights of families of Tandem's own, without experts, are "
+            "rounded"
         )
     names = linear_weights(config)
     for name in names:
         inputs = checkpoint.tensors[f"{name}.weight"].shape[1]
         if inputs % (scheme.group_size or 8):
             raise InvalidArgument(
-                f"{scheme.group_size or 8} does not divide the {inputs} inputs of {name}", "--group-size"
+                f"{scheme.group_size or 8} does not divide the {inputs} inputs of {name}",
+                "--group-size",
             )
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted({stored.file for stored in checkpoint.tensors.values()}):
@@ -146,9 +172,12 @@ def quantize_model(
 
 
 def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
-    """Copies all but the weights, with the scheme in config.json; of folders within only chat templates, since others
-    may hold the model in other formats."""
-    kept = [path for path in folder.iterdir() if path.name.endswith(_KEPT_SUFFIXES)] + list(folder.glob("*/*.jinja"))
+    """Copies all but the weights, with the scheme in config.json; of folders within only chat
+    templates, since others may hold the model in other formats.
+    """
+    kept = [path for path in folder.iterdir() if path.name.endswith(_KEPT_SUFFIXES)] + list(
+        folder.glob("*/*.jinja")
+    )
     for path in kept:
         if path.is_file() and not path.name.endswith(_INDEX_SUFFIX):
             target = out / path.relative_to(folder)
@@ -163,12 +192,15 @@ def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
 def _round_layers(
     folder: Path, names: list[str], scheme: QuantizationScheme, calibration: str, on_layer: OnLayer
 ) -> Iterator[tuple[str, Rounded]]:
-    """Yields the maps rounded by GPTQ, each at the moment when its inputs are known: those that the rounded maps before
-    it, also of its own layer, make of the calibration text."""
+    """Yields the maps rounded by GPTQ, each at the moment when its inputs are known: those that the
+    rounded maps before it, also of its own layer, make of the calibration text.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
-    ids = tokenizer(calibration, return_tensors="pt").input_ids[0][: _SEQUENCE_TOKENS * _MAX_SEQUENCES]
+    ids = tokenizer(calibration, return_tensors="pt").input_ids[0][
+        : _SEQUENCE_TOKENS * _MAX_SEQUENCES
+    ]
     length = min(_SEQUENCE_TOKENS, model.config.max_position_embeddings)
     if len(ids) < length:
         raise InvalidArgument(f"has {len(ids)} tokens, fewer than {length}", "--calibration")
@@ -186,10 +218,15 @@ def _round_layers(
 
 
 def _round_when_called(
-    module: nn.Linear, name: str, inputs: "_Inputs", scheme: QuantizationScheme, found: dict[str, Rounded]
+    module: nn.Linear,
+    name: str,
+    inputs: "_Inputs",
+    scheme: QuantizationScheme,
+    found: dict[str, Rounded],
 ) -> None:
-    """Has a map rounded when it is called, and multiply the first half of its inputs by the plain weight, the second
-    half by the rounded one."""
+    """Has a map rounded when it is called, and multiply the first half of its inputs by the plain
+    weight, the second half by the rounded one.
+    """
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         target = module.weight + module.weight @ inputs.correction(x)
@@ -201,8 +238,10 @@ def _round_when_called(
 
 
 class _Inputs:
-    """Sums up inputs x [2 * sequences, tokens, inputs], of which the first half is what plain weights made of a text,
-    and the second half what rounded ones made of it. Maps that follow each other often have the same."""
+    """Sums up inputs x [2 * sequences, tokens, inputs], of which the first half is what plain
+    weights made of a text, and the second half what rounded ones made of it. Maps that follow each
+    other often have the same.
+    """
 
     def __init__(self) -> None:
         self._x: torch.Tensor | None = None  # what the sums are of
@@ -214,8 +253,9 @@ class _Inputs:
         return self._hessian
 
     def correction(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns C [inputs, inputs], with which W + W C makes of the rounded inputs, in the mean, what W makes of the
-        plain ones (as GPTAQ, arXiv 2504.02692, has it)."""
+        """Returns C [inputs, inputs], with which W + W C makes of the rounded inputs, in the mean,
+        what W makes of the plain ones (as GPTAQ, arXiv 2504.02692, has it).
+        """
         self._sum(x)
         return self._correction
 

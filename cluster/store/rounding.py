@@ -1,6 +1,8 @@
-"""Rounds linear weights to integers with a scale for each output and group of inputs: to nearest, or by GPTQ (arXiv
-2210.17323), which lets the weights that are not rounded yet make up for the errors of those that are, and after it by
-turns of coordinate descent (QuantEase, arXiv 2309.01885) and the best scales for the numbers so found."""
+"""Rounds linear weights to integers with a scale for each output and group of inputs: to nearest,
+or by GPTQ (arXiv 2210.17323), which lets the weights that are not rounded yet make up for the
+errors of those that are, and after it by turns of coordinate descent (QuantEase, arXiv 2309.01885)
+and the best scales for the numbers so found.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -10,14 +12,17 @@ import torch
 _DAMPING: Final = 0.01  # of the mean of the Hessian's diagonal
 _COLUMNS: Final = 128  # whose errors reach the columns behind them at once
 _SHARES: Final = tuple(1 - step / 50 for step in range(25))  # of a group's range that are tried
-_SWEEPS: Final = 4  # of coordinate descent; each changes about half as many numbers as the one before
+_SWEEPS: Final = (
+    4  # of coordinate descent; each changes about half as many numbers as the one before
+)
 _REFITS: Final = 3  # of the scales, each followed by coordinate descent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Says which numbers there are: 0 to 2**bits - 1, of which the middle stands for 0, or with zero points one of
-    each group's own. Groups of `group_size` inputs share a scale."""
+    """Says which numbers there are: 0 to 2**bits - 1, of which the middle stands for 0, or with
+    zero points one of each group's own. Groups of `group_size` inputs share a scale.
+    """
 
     bits: int
     group_size: int
@@ -48,23 +53,31 @@ class Rounded:
 
 
 def round_to_nearest(weight: torch.Tensor, grid: Grid) -> Rounded:
-    """Rounds a weight [outputs, inputs]; the largest and the smallest weight of each group are among the numbers."""
+    """Rounds a weight [outputs, inputs]; the largest and the smallest weight of each group are
+    among the numbers.
+    """
     groups = weight.float().reshape(len(weight), -1, grid.group_size)
     low, high = groups.aminmax(dim=-1)
     scales, zeros = _fit(low, high, grid, reach=0.0)
     numbers = _nearest(groups, scales[..., None], zeros[..., None], grid).flatten(1)
-    return Rounded(numbers=numbers.to(torch.uint8), scales=scales.bfloat16(), zeros=zeros.to(torch.uint8))
+    return Rounded(
+        numbers=numbers.to(torch.uint8), scales=scales.bfloat16(), zeros=zeros.to(torch.uint8)
+    )
 
 
 def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Rounded:
-    """Rounds a weight [outputs, inputs]. `hessian` [inputs, inputs] is the sum of x x^T over the inputs x of a
-    calibration text. Columns are rounded in the order of its diagonal, with scales found before ("static" order)."""
+    """Rounds a weight [outputs, inputs]. `hessian` [inputs, inputs] is the sum of x x^T over the
+    inputs x of a calibration text. Columns are rounded in the order of its diagonal, with scales
+    found before ("static" order).
+    """
     inputs = weight.shape[1]
     diagonal = hessian.diagonal()
     damped = damp(hessian)
     order = diagonal.argsort(descending=True)
     ordered = damped[order][:, order]
-    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(ordered)), upper=True).float()
+    factor = torch.linalg.cholesky(
+        torch.cholesky_inverse(torch.linalg.cholesky(ordered)), upper=True
+    ).float()
     scales, zeros = _search(weight.float(), diagonal, grid)
     columns, of_column = weight.float().t()[order].contiguous(), order // grid.group_size
     scale, zero = scales.t()[of_column], zeros.t()[of_column]  # [inputs, outputs]
@@ -74,7 +87,9 @@ def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Ro
         errors = torch.empty(end - begin, len(weight))
         for at in range(begin, end):
             numbers[at] = _nearest(columns[at], scale[at], zero[at], grid)
-            errors[at - begin] = (columns[at] - (numbers[at] - zero[at]) * scale[at]) / factor[at, at]
+            errors[at - begin] = (columns[at] - (numbers[at] - zero[at]) * scale[at]) / factor[
+                at, at
+            ]
             columns[at + 1 : end] -= factor[at, at + 1 : end, None] * errors[at - begin]
         columns[end:] -= factor[begin:end, end:].t() @ errors
     restored = torch.empty_like(numbers)
@@ -85,11 +100,15 @@ def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Ro
     for _ in range(_REFITS):
         scales = _refit(wide, numbers, scales, zeros, sums)
         _descend(wide, numbers, scales, zeros, sums, grid)
-    return Rounded(numbers=numbers.to(torch.uint8), scales=scales.bfloat16(), zeros=zeros.to(torch.uint8))
+    return Rounded(
+        numbers=numbers.to(torch.uint8), scales=scales.bfloat16(), zeros=zeros.to(torch.uint8)
+    )
 
 
 def damp(hessian: torch.Tensor) -> torch.Tensor:
-    """Returns a Hessian [inputs, inputs] in float64 that can be inverted, inputs that are always 0 included."""
+    """Returns a Hessian [inputs, inputs] in float64 that can be inverted, inputs that are always 0
+    included.
+    """
     diagonal = hessian.diagonal().double()
     return hessian.double() + (_DAMPING * diagonal.mean().clamp(min=1e-6) + (diagonal == 0)).diag()
 
@@ -102,15 +121,19 @@ def _descend(
     hessian: torch.Tensor,
     grid: Grid,
 ) -> None:
-    """Changes the numbers [outputs, inputs] of a weight [outputs, inputs] where the error of an output becomes less
-    while its other numbers stay, one input after the other. `scales` and `zeros` [outputs, groups]; `hessian` [inputs,
-    inputs], damped."""
+    """Changes the numbers [outputs, inputs] of a weight [outputs, inputs] where the error of an
+    output becomes less while its other numbers stay, one input after the other. `scales` and
+    `zeros` [outputs, groups]; `hessian` [inputs, inputs], damped.
+    """
     groups = numbers.view(*scales.shape, -1)
     restored = ((groups - zeros[..., None]) * scales[..., None]).flatten(1)  # [outputs, inputs]
     slopes = (weight - restored) @ hessian  # likewise
     for _ in range(_SWEEPS):
         for at in range(weight.shape[1]):
-            scale, zero = scales[:, at // grid.group_size], zeros[:, at // grid.group_size]  # [outputs]
+            scale, zero = (
+                scales[:, at // grid.group_size],
+                zeros[:, at // grid.group_size],
+            )  # [outputs]
             best = _nearest(restored[:, at] + slopes[:, at] / hessian[at, at], scale, zero, grid)
             (changed,) = torch.nonzero(best != numbers[:, at], as_tuple=True)
             steps = (best - numbers[:, at])[changed] * scale[changed]  # [changed]
@@ -120,10 +143,16 @@ def _descend(
 
 
 def _refit(
-    weight: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, hessian: torch.Tensor
+    weight: torch.Tensor,
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    hessian: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the scales [outputs, groups] with which numbers [outputs, inputs] make the least error of a weight
-    [outputs, inputs]: those of one output solve a system of linear equations. Shapes as in `_descend`."""
+    """Returns the scales [outputs, groups] with which numbers [outputs, inputs] make the least
+    error of a weight [outputs, inputs]: those of one output solve a system of linear equations.
+    Shapes as in `_descend`.
+    """
     steps = numbers.view(*scales.shape, -1) - zeros[..., None]  # [outputs, groups, group_size]
     by_group = hessian.view(len(hessian), *steps.shape[1:])  # [inputs, groups, group_size]
     wanted = (steps * (weight @ hessian).view_as(steps)).sum(-1)  # [outputs, groups]
@@ -132,16 +161,29 @@ def _refit(
         moved = torch.einsum("oi,igj->ogj", steps[:, group], rows)
         products[:, group] = (moved * steps).sum(-1)
     unused = (steps == 0).all(-1)  # their scales do not matter
-    solved = torch.linalg.solve(products.double() + unused.double().diag_embed(), wanted.double()).float()
+    solved = torch.linalg.solve(
+        products.double() + unused.double().diag_embed(), wanted.double()
+    ).float()
     return _positive(solved).where((solved > 0) & ~unused, scales)
 
 
-def _search(weight: torch.Tensor, importance: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales and zeros [outputs, groups] whose errors, each weighed by the `importance` [inputs] of its
-    input, are the least: some large weights are cut for that."""
-    groups, weights = weight.reshape(len(weight), -1, grid.group_size), importance.view(-1, grid.group_size)
+def _search(
+    weight: torch.Tensor, importance: torch.Tensor, grid: Grid
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scales and zeros [outputs, groups] whose errors, each weighed by the `importance`
+    [inputs] of its
+    input, are the least: some large weights are cut for that.
+    """
+    groups, weights = (
+        weight.reshape(len(weight), -1, grid.group_size),
+        importance.view(-1, grid.group_size),
+    )
     low, high = groups.aminmax(dim=-1)
-    best, zeros, least = torch.empty_like(low), torch.empty_like(low), torch.full_like(low, torch.inf)
+    best, zeros, least = (
+        torch.empty_like(low),
+        torch.empty_like(low),
+        torch.full_like(low, torch.inf),
+    )
     for share in _SHARES:
         scale, zero = _fit(low * share, high * share, grid, reach=0.5)
         numbers = _nearest(groups, scale[..., None], zero[..., None], grid)
@@ -153,9 +195,13 @@ def _search(weight: torch.Tensor, importance: torch.Tensor, grid: Grid) -> tuple
     return best, zeros
 
 
-def _fit(low: torch.Tensor, high: torch.Tensor, grid: Grid, reach: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales, as bfloat16 has them, 1 for groups of zeros, and the zeros with which the numbers reach from
-    `low` to `high`, of any shape; `reach` says by how much of a step more than the numbers a weight may be."""
+def _fit(
+    low: torch.Tensor, high: torch.Tensor, grid: Grid, reach: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scales, as bfloat16 has them, 1 for groups of zeros, and the zeros with which the
+    numbers reach from `low` to `high`, of any shape; `reach` says by how much of a step more than
+    the numbers a weight may be.
+    """
     if not grid.zero_points:
         steps = grid.largest - grid.middle + reach
         return _positive(torch.maximum(-low, high) / steps), torch.full_like(low, grid.middle)
@@ -168,5 +214,7 @@ def _positive(scales: torch.Tensor) -> torch.Tensor:
     return scales.bfloat16().float().where(scales > 0, 1)
 
 
-def _nearest(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, grid: Grid) -> torch.Tensor:
+def _nearest(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, grid: Grid
+) -> torch.Tensor:
     return (weight / scales).add_(zeros).round_().clamp_(0, grid.largest)

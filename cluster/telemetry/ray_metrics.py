@@ -1,4 +1,6 @@
-"""Hands the metrics of a worker to Ray, whose agent on each node serves them with those of Ray itself."""
+"""Hands the metrics of a worker to Ray, whose agent on each node serves them with those of Ray
+itself.
+"""
 
 import asyncio
 from itertools import count
@@ -27,10 +29,16 @@ async def report_figures(worker: Reporter) -> None:
 
 
 class RayMetrics:
-    """Is a `Metrics` for a process of a Ray cluster. Ray adds the worker's id and node to each series."""
+    """Is a `Metrics` for a process of a Ray cluster. Ray adds the worker's id and node to each
+    series.
+    """
 
     def __init__(self, model_name: str, pool: str) -> None:
-        self._metrics = {metric: _make(metric, model_name, pool) for metric in METRICS if metric.source == "worker"}
+        self._metrics = {
+            metric: _make(metric, model_name, pool)
+            for metric in METRICS
+            if metric.source == "worker"
+        }
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         """See Metrics."""
@@ -50,10 +58,14 @@ class RayMetrics:
 def _make(metric: Metric, model_name: str, pool: str) -> Any:
     keys = (*_TAGS, *metric.labels)
     if metric.kind == "histogram":
-        made: Any = Histogram(metric.name, metric.help, boundaries=list(metric.buckets), tag_keys=keys)
+        made: Any = Histogram(
+            metric.name, metric.help, boundaries=list(metric.buckets), tag_keys=keys
+        )
     elif metric.kind == "gauge":
         made = Gauge(metric.name, metric.help, tag_keys=keys)
     else:
-        made = Counter(metric.name.removesuffix("_total"), metric.help, tag_keys=keys)  # Ray adds it again
+        made = Counter(
+            metric.name.removesuffix("_total"), metric.help, tag_keys=keys
+        )  # Ray adds it again
     made.set_default_tags({"model_name": model_name, "pool": pool})
     return made

@@ -1,6 +1,8 @@
-"""Exports a span for each request over OTLP, with children from its timeline. Imported only where it is configured.
+"""Exports a span for each request over OTLP, with children from its timeline. Imported only where
+it is configured.
 
-Names and attributes are those of OpenTelemetry's conventions for generative AI, and `gen_ai.latency.*` as in vLLM.
+Names and attributes are those of OpenTelemetry's conventions for generative AI, and
+`gen_ai.latency.*` as in vLLM.
 """
 
 from typing import Final
@@ -11,7 +13,14 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+)
 from opentelemetry.util.types import AttributeValue
 
 from ...router.telemetry.requests import PARTS, EndedRequest
@@ -23,7 +32,9 @@ _NANOSECONDS: Final = 1e9
 class SpanRecorder:
     """Turns requests that have ended into spans, which a thread exports."""
 
-    def __init__(self, sink: SpanExporter, *, service: str, model_name: str, sample_ratio: float = 1.0) -> None:
+    def __init__(
+        self, sink: SpanExporter, *, service: str, model_name: str, sample_ratio: float = 1.0
+    ) -> None:
         """`sample_ratio`: of the requests whose caller has not decided whether they are traced."""
         self._model_name = model_name
         self._provider = TracerProvider(
@@ -64,7 +75,9 @@ class SpanRecorder:
 
 
 def otlp_sink(endpoint: str) -> SpanExporter:
-    """Returns what sends spans to a collector's URL. Raises ModuleNotFoundError without the extra `otel`."""
+    """Returns what sends spans to a collector's URL. Raises ModuleNotFoundError without the extra
+    `otel`.
+    """
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     return OTLPSpanExporter(endpoint=endpoint, timeout=5)
@@ -77,7 +90,9 @@ def _parent(trace_context: TraceContext | None) -> Context | None:
         trace_id=int(trace_context.trace_id, 16),
         span_id=int(trace_context.span_id, 16),
         is_remote=True,
-        trace_flags=TraceFlags(TraceFlags.SAMPLED if trace_context.is_sampled else TraceFlags.DEFAULT),
+        trace_flags=TraceFlags(
+            TraceFlags.SAMPLED if trace_context.is_sampled else TraceFlags.DEFAULT
+        ),
     )
     return trace.set_span_in_context(NonRecordingSpan(parent))
 

@@ -1,5 +1,6 @@
-"""Writes a line to the logger `tandem.audit` for each call that is refused: who, where and why, but nothing of its
-content."""
+"""Writes a line to the logger `tandem.audit` for each call that is refused: who, where and why, but
+nothing of its content.
+"""
 
 import json
 import logging
@@ -18,9 +19,13 @@ MAX_BURST: Final = 100.0
 
 
 class AuditLog:
-    """Writes at most LINES_PER_SECOND lines, and MAX_BURST after a silence; the next line counts those left out."""
+    """Writes at most LINES_PER_SECOND lines, and MAX_BURST after a silence; the next line counts
+    those left out.
+    """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, metrics: Metrics = NULL_METRICS) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, metrics: Metrics = NULL_METRICS
+    ) -> None:
         self._clock = clock
         self._metrics = metrics
         self._allowance = MAX_BURST
@@ -31,9 +36,12 @@ class AuditLog:
         """Counts one call that ends with an error, of whatever kind."""
         self._metrics.add(ERRORS, api=api, code=reason)
 
-    def refused(self, api: Literal["grpc", "http"], peer: str, reason: str, key_name: str = "") -> None:
-        """Reports one call. `peer`: an address; `reason`: a gRPC status code or HTTP status; `key_name`: of the API
-        key, if that is known."""
+    def refused(
+        self, api: Literal["grpc", "http"], peer: str, reason: str, key_name: str = ""
+    ) -> None:
+        """Reports one call. `peer`: an address; `reason`: a gRPC status code or HTTP status;
+        `key_name`: of the API key, if that is known.
+        """
         now = self._clock()
         self._allowance = min(MAX_BURST, self._allowance + (now - self._last) * LINES_PER_SECOND)
         self._last = now
@@ -41,7 +49,13 @@ class AuditLog:
             self._left_out += 1
             return
         self._allowance -= 1
-        line = {"event": "refused", "time": datetime.now(UTC).isoformat(), "api": api, "peer": peer, "reason": reason}
+        line = {
+            "event": "refused",
+            "time": datetime.now(UTC).isoformat(),
+            "api": api,
+            "peer": peer,
+            "reason": reason,
+        }
         line |= {"key": key_name} if key_name else {}
         line |= {"left_out": str(self._left_out)} if self._left_out else {}
         self._left_out = 0

@@ -1,13 +1,15 @@
-"""Bounds what HTTP connections may take: time to send a request, time to read the answer, and their number.
+"""Bounds what HTTP connections may take: time to send a request, time to read the answer, and their
+number.
 
-uvicorn bounds an idle connection only. What is here concerns bytes and time; the app sees whole requests.
+uvicorn bounds an idle connection only. What is here concerns bytes and time; the app sees whole
+requests.
 
 A connection is always in one of four states, and waits for its client in each but the second:
 
     state        until                                 bounded by
     HEAD         the head of a request is complete     head_seconds
-    ANSWERING    all whole requests are answered       the app, and stall_seconds if the client does not read
-    BODY         the body of a request is complete     request_seconds
+    ANSWERING    all whole requests are answered       the app, and stall_seconds if the client does
+    not read BODY         the body of a request is complete     request_seconds
     IDLE         a byte comes                          uvicorn's timeout_keep_alive
 """
 
@@ -22,14 +24,23 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from ...proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, MAX_HEAD_BYTES, STALL_SECONDS
+from ...proto.limits import (
+    MAX_CONNECTIONS,
+    MAX_CONNECTIONS_PER_ADDRESS,
+    MAX_HEAD_BYTES,
+    STALL_SECONDS,
+)
 from .audit import AuditLog
 
 CONNECTION_STATE: Final = "connection"
-"""The key of a request's state under which the app finds a name that no other connection has or will have."""
+"""The key of a request's state under which the app finds a name that no other connection has or
+will have.
+"""
 
 _HEAD_SECONDS: Final = 10.0
-"""For the head of a request, from the begin of the connection or from its first byte; and for TLS before it."""
+"""For the head of a request, from the begin of the connection or from its first byte; and for TLS
+before it.
+"""
 
 _LEAST_PROGRESS_BYTES: Final = 4_096
 """That a client takes of its answer in `stall_seconds`, or it is cut."""
@@ -43,12 +54,14 @@ class Abortable(Protocol):
 
 
 _PARSED_BYTES: Final = 256
-"""Bytes that are parsed at a time. A pipeline is parsed no further than to the first request that has to wait, so this
-bounds the number of requests that wait in memory."""
+"""Bytes that are parsed at a time. A pipeline is parsed no further than to the first request that
+has to wait, so this bounds the number of requests that wait in memory.
+"""
 
 _PIPELINE_SECONDS: Final = 0.005
-"""Between the starts of two pipelined requests of all connections. A client that pipelines thousands of requests on
-each of its connections takes a part of the event loop's time only."""
+"""Between the starts of two pipelined requests of all connections. A client that pipelines
+thousands of requests on each of its connections takes a part of the event loop's time only.
+"""
 
 
 class _State(enum.Enum):
@@ -64,20 +77,30 @@ class ConnectionBounds:
 
     stall_seconds: float = STALL_SECONDS
     head_seconds: float = _HEAD_SECONDS
-    request_seconds: float = 70.0  # for a whole request; the app answers one whose body takes a minute
+    request_seconds: float = (
+        70.0  # for a whole request; the app answers one whose body takes a minute
+    )
     idle_seconds: float = 300.0  # of a gRPC connection without a call; its client connects anew
     max_connections: int = MAX_CONNECTIONS
     max_per_address: int = MAX_CONNECTIONS_PER_ADDRESS  # HTTP connections, gRPC calls
-    answers_give_way: bool = False  # a connection that is being answered may be ended for a new one, too
+    answers_give_way: bool = (
+        False  # a connection that is being answered may be ended for a new one, too
+    )
     per_address: Counter[str] = field(default_factory=Counter)
     num_connections: int = 0
-    # Of each address, the connections that wait for their clients; the one that has waited for longest first.
-    idle: defaultdict[str, OrderedDict[Abortable, None]] = field(default_factory=lambda: defaultdict(OrderedDict))
+    # Of each address, the connections that wait for their clients; the one that has waited for
+    # longest first.
+    idle: defaultdict[str, OrderedDict[Abortable, None]] = field(
+        default_factory=lambda: defaultdict(OrderedDict)
+    )
     next_start: float = 0.0  # of a pipelined request, on the event loop's clock
 
     def enter(self, address: str, connection: Abortable) -> None:
-        """Counts a connection, which waits for its client. If that is one too many, of its address or of all, the one
-        that has waited for longest ends: of that address, or of the address that has the most connections."""
+        """Counts a connection, which waits for its client. If that is one too many, of its address
+        or of all, the one
+        that has waited for longest ends: of that address, or of the address that has the most
+        connections.
+        """
         self.num_connections += 1
         self.per_address[address] += 1
         self.set_idle(address, connection, True)
@@ -96,7 +119,9 @@ class ConnectionBounds:
             del self.per_address[address]
 
     def set_idle(self, address: str, connection: Abortable, is_idle: bool) -> None:
-        """Notes that a connection waits for its client from now on, or that its client waits for the server."""
+        """Notes that a connection waits for its client from now on, or that its client waits for
+        the server.
+        """
         idle = self.idle[address]
         idle.pop(connection, None)
         if is_idle:
@@ -111,16 +136,23 @@ class ConnectionBounds:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """Serves one connection. When there are too many, one that waits for its client gives way to a new one."""
+    """Serves one connection. When there are too many, one that waits for its client gives way to a
+    new one.
+    """
 
-    def __init__(self, *args: Any, bounds: ConnectionBounds, audit: AuditLog | None = None, **kwargs: Any) -> None:
-        """Takes uvicorn's arguments, the bounds that all connections of a server share, and what is told of requests
-        that are none."""
+    def __init__(
+        self, *args: Any, bounds: ConnectionBounds, audit: AuditLog | None = None, **kwargs: Any
+    ) -> None:
+        """Takes uvicorn's arguments, the bounds that all connections of a server share, and what is
+        told of requests that are none.
+        """
         super().__init__(*args, **kwargs)
         self._bounds = bounds
         self._audit = audit
         self._address = ""
-        self._part = _State.HEAD  # what comes next from the client: HEAD, BODY, or IDLE if no request has begun
+        self._part = (
+            _State.HEAD
+        )  # what comes next from the client: HEAD, BODY, or IDLE if no request has begun
         self._timed: _State | None = None  # the state that the timer is for
         self._is_idle = True  # waits for its client, as the bounds know
         self._timer: asyncio.TimerHandle | None = None
@@ -130,9 +162,14 @@ class HttpConnection(HttpToolsProtocol):
         self._head_bytes = 0  # since the last head or part of a body: of a head, or of trailers
         self._name = secrets.token_hex(16)  # an address and a port belong to another client later
         self._unparsed = b""  # a pipeline, from the first request on that is not parsed yet
-        self._is_last = False  # nothing more is read: the connection ends with the answers to the requests so far
-        self._answered: RequestResponseCycle | None = None  # the request that the app has been started for last
-        self._is_pipelined = False  # the request that is started now has waited for the answer before it
+        # nothing more is read: the connection ends with the answers to the requests so far
+        self._is_last = False
+        self._answered: RequestResponseCycle | None = (
+            None  # the request that the app has been started for last
+        )
+        self._is_pipelined = (
+            False  # the request that is started now has waited for the answer before it
+        )
         self._has_turn = True  # a pipelined request waits for none
 
     def abort(self) -> None:
@@ -238,7 +275,9 @@ class HttpConnection(HttpToolsProtocol):
             self._update()
 
     def _parse(self) -> None:
-        """Parses what has come, no further than to the first request that waits for the answer to another."""
+        """Parses what has come, no further than to the first request that waits for the answer to
+        another.
+        """
         start, size = 0, len(self._unparsed)
         while start < size and not (self.pipeline or self._is_last or self.transport.is_closing()):
             part = self._unparsed[start : start + _PARSED_BYTES]
@@ -259,8 +298,9 @@ class HttpConnection(HttpToolsProtocol):
         return self._part
 
     def _update(self) -> None:
-        """Sets the timer of the state, if it is another state than before, and notes whether the connection waits for
-        its client."""
+        """Sets the timer of the state, if it is another state than before, and notes whether the
+        connection waits for its client.
+        """
         state = self._state()
         is_answered = state is _State.ANSWERING and self._has_turn and not self.flow.write_paused
         is_idle = not is_answered or self._bounds.answers_give_way
@@ -280,7 +320,9 @@ class HttpConnection(HttpToolsProtocol):
             case _State.BODY:
                 return self.loop.call_later(self._bounds.request_seconds, self.abort)
             case _State.IDLE:
-                return self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+                return self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
             case _:
                 return None
 
@@ -303,7 +345,9 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class _Unchunked:
-    """Answers a request of HTTP/1.0, which knows no chunks: the end of the connection ends the body."""
+    """Answers a request of HTTP/1.0, which knows no chunks: the end of the connection ends the
+    body.
+    """
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
         self._app = app

@@ -1,4 +1,6 @@
-"""Lets a call with a valid key through to the HTTP API, within the limits of the key, before its body is read."""
+"""Lets a call with a valid key through to the HTTP API, within the limits of the key, before its
+body is read.
+"""
 
 import secrets
 from collections.abc import Callable
@@ -22,7 +24,10 @@ class KeyGate:
     """Is an ASGI application around another, which finds the Caller as `request.state.caller`."""
 
     def __init__(
-        self, app: ASGIApp, authenticator: Authenticator, error_response: Callable[[str, TandemError], Response]
+        self,
+        app: ASGIApp,
+        authenticator: Authenticator,
+        error_response: Callable[[str, TandemError], Response],
     ) -> None:
         """`error_response`: of a path and an error."""
         self._app = app

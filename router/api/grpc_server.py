@@ -19,7 +19,13 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection as reflection_service
 
 from ...proto import inference_pb2
-from ...proto.errors import DeadlineExceeded, InvalidArgument, Overloaded, TandemError, Unauthenticated
+from ...proto.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    Overloaded,
+    TandemError,
+    Unauthenticated,
+)
 from ...proto.limits import (
     MAX_CONNECTIONS,
     MAX_CONNECTIONS_PER_ADDRESS,
@@ -54,7 +60,10 @@ _serialize: Callable[[Message], bytes] = methodcaller("SerializeToString")
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 20_000),  # the blocks of a client whose machine is gone are freed within half a minute
+    (
+        "grpc.keepalive_time_ms",
+        20_000,
+    ),  # the blocks of a client whose machine is gone are freed within half a minute
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -86,10 +95,12 @@ class GrpcServer:
         tls: ServerTls | None = None,
         shares_port: bool = False,
     ) -> None:
-        """`compression`: of responses, to clients that accept it. Requests may come in any compression of gRPC; their
-        size is that of the unpacked message, for which a call has `message_seconds`. Without an `authenticator`
-        everyone is let in, without `tls` all is in plaintext. Unless `shares_port`, a second server on the port fails
-        instead of receiving half of the requests."""
+        """`compression`: of responses, to clients that accept it. Requests may come in any
+        compression of gRPC; their size is that of the unpacked message, for which a call has
+        `message_seconds`. Without an `authenticator` everyone is let in, without `tls` all is in
+        plaintext. Unless `shares_port`, a second server on the port fails instead of receiving half
+        of the requests.
+        """
         self._service = service
         self._audit = audit or AuditLog()
         self._stall_seconds = stall_seconds
@@ -105,8 +116,9 @@ class GrpcServer:
             interceptors=[_KeyInterceptor(self._authenticator, self._audit)],
             options=[
                 *_OPTIONS,
-                # A client has so long for the begin of HTTP/2. gRPC tells nobody of a connection, so the bound by
-                # address is one of calls; it refuses new connections when there are too many.
+                # A client has so long for the begin of HTTP/2. gRPC tells nobody of a connection,
+                # so the bound by address is one of calls; it refuses new connections when there are
+                # too many.
                 ("grpc.server_handshake_timeout_ms", round(1_000 * head_seconds)),
                 ("grpc.max_connection_idle_ms", round(1_000 * idle_seconds)),
                 ("grpc.max_allowed_incoming_connections", max_connections),
@@ -147,8 +159,10 @@ class GrpcServer:
         self._sweep.stop()
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        # No deserializer: grpc answers UNKNOWN to bytes that are no message, we INVALID_ARGUMENT. All take streams of
-        # messages: for a single one grpc waits without end, before any code of ours knows of the call.
+        # No deserializer: grpc answers UNKNOWN to bytes that are no message, we INVALID_ARGUMENT.
+        # All take streams of
+        # messages: for a single one grpc waits without end, before any code of ours knows of the
+        # call.
         service, unary = self._service, self._unary
         return grpc.method_handlers_generic_handler(
             SERVICE,
@@ -157,14 +171,19 @@ class GrpcServer:
                 "Detokenize": self._unary_by(inference_pb2.DetokenizeRequest, service.detokenize),
                 "Tokenize": self._unary_by(inference_pb2.TokenizeRequest, service.tokenize),
                 "ListModels": unary(inference_pb2.ListModelsRequest, service.list_models),
-                "LoadLoraAdapter": self._unary_by(inference_pb2.LoadLoraAdapterRequest, service.load_adapter),
-                "UnloadLoraAdapter": self._unary_by(inference_pb2.UnloadLoraAdapterRequest, service.unload_adapter),
+                "LoadLoraAdapter": self._unary_by(
+                    inference_pb2.LoadLoraAdapterRequest, service.load_adapter
+                ),
+                "UnloadLoraAdapter": self._unary_by(
+                    inference_pb2.UnloadLoraAdapterRequest, service.unload_adapter
+                ),
             },
         )
 
     def _health_handlers(self) -> grpc.GenericRpcHandler:
-        """Makes the handlers of grpc.health.v1. They need no key, and bound calls of an address by themselves, so that
-        probes are answered whatever else it calls."""
+        """Makes the handlers of grpc.health.v1. They need no key, and bound calls of an address by
+        themselves, so that probes are answered whatever else it calls.
+        """
 
         async def read(context: _Context) -> health_pb2.HealthCheckRequest:
             return await self._read(health_pb2.HealthCheckRequest, context)
@@ -209,10 +228,13 @@ class GrpcServer:
                         deadline=deadline,
                         caller=caller,
                         is_resumable=True,
-                        trace=parse_traceparent(_metadata_value(context.invocation_metadata(), TRACEPARENT)),
+                        trace=parse_traceparent(
+                            _metadata_value(context.invocation_metadata(), TRACEPARENT)
+                        ),
                     ),
                 )
-                # grpc cancels this task when the client goes; the scope then closes the generator at once.
+                # grpc cancels this task when the client goes; the scope then closes the generator
+                # at once.
                 with StallTimer(self._stall_seconds) as writes:
                     async with aclosing(self._service.run(request, timeline)) as answers:
                         async for answer in answers:
@@ -240,14 +262,17 @@ class GrpcServer:
                 with tandem_errors_only(), self._call(context) as caller:
                     return await method(await self._read(kind, context, caller.turn), caller)
             except TandemError as error:
-                await _abort(context, error, inference_pb2.Timeline(), self._audit, self._key_name(context))
+                await _abort(
+                    context, error, inference_pb2.Timeline(), self._audit, self._key_name(context)
+                )
 
         return grpc.stream_unary_rpc_method_handler(respond, None, _serialize)
 
     @contextmanager
     def _call(self, context: _Context) -> Iterator[Caller]:
-        """Counts a call among those of its address and of its key, from before its message is read to its end; returns
-        who calls. Raises Unauthenticated, and Overloaded if it is one too many."""
+        """Counts a call among those of its address and of its key, from before its message is read
+        to its end; returns who calls. Raises Unauthenticated, and Overloaded if it is one too many.
+        """
         with _counted(self._calls, context, self._max_calls_per_address):
             caller = self._caller(context)
             self._sweep.admit(context.peer())
@@ -255,12 +280,16 @@ class GrpcServer:
                 yield caller
 
     async def _read(self, kind: type[_M], context: _Context, turn: str = "") -> _M:
-        """Reads the message of a call. Raises InvalidArgument, and DeadlineExceeded if it does not come."""
+        """Reads the message of a call. Raises InvalidArgument, and DeadlineExceeded if it does not
+        come.
+        """
         try:
             async with asyncio.timeout(self._message_seconds):
                 body: Any = await context.read()
         except TimeoutError:
-            raise DeadlineExceeded(f"the message did not arrive within {self._message_seconds:g} seconds") from None
+            raise DeadlineExceeded(
+                f"the message did not arrive within {self._message_seconds:g} seconds"
+            ) from None
         if body is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")
         if len(body) < LARGE_FROM:
@@ -268,7 +297,8 @@ class GrpcServer:
         return await parse_large(turn, len(body), parse_message, kind, body)
 
     def _caller(self, context: _Context) -> Caller:
-        # gRPC names connections by address and port alone, which belong to another client later: each call is apart.
+        # gRPC names connections by address and port alone, which belong to another client later:
+        # each call is apart.
         authorization = _authorization(context.invocation_metadata())
         return self._authenticator.caller(authorization, secrets.token_hex(16), context.peer())
 
@@ -287,13 +317,17 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]],
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]
+        ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """See grpc.aio.ServerInterceptor."""
         if not handler_call_details.method.startswith(_HEALTH):
             try:
-                self._authenticator.caller(_authorization(handler_call_details.invocation_metadata), "")
+                self._authenticator.caller(
+                    _authorization(handler_call_details.invocation_metadata), ""
+                )
             except Unauthenticated as error:
                 return _refusal(error, self._audit)
         return await continuation(handler_call_details)
@@ -323,13 +357,20 @@ def _refusal(error: TandemError, audit: AuditLog) -> "grpc.RpcMethodHandler[Any,
 
 
 async def _abort(
-    context: _Context, error: TandemError, timeline: inference_pb2.Timeline, audit: AuditLog, key_name: str = ""
+    context: _Context,
+    error: TandemError,
+    timeline: inference_pb2.Timeline,
+    audit: AuditLog,
+    key_name: str = "",
 ) -> NoReturn:
     audit.failed("grpc", error.code)
     if is_refusal(error.http_status):
         audit.refused("grpc", _peer_address(context), error.code, key_name)
     code = grpc.StatusCode[error.code]
-    metadata = [*_timeline_metadata(timeline), (DETAILS_KEY, _status(code, error).SerializeToString())]
+    metadata = [
+        *_timeline_metadata(timeline),
+        (DETAILS_KEY, _status(code, error).SerializeToString()),
+    ]
     if error.retry_after is not None:
         metadata.append((PUSHBACK_KEY, str(round(error.retry_after * 1_000))))
     await context.abort(code, error.message, tuple(metadata))
@@ -366,9 +407,12 @@ def _peer_address(context: _Context) -> str:
     return unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
-def _split_prompt_logprobs(message: inference_pb2.GenerateResponse) -> Iterator[inference_pb2.GenerateResponse]:
-    """Yields the message, after others into which most of its prompt log probabilities are moved if it has many: the
-    limit of gRPC's clients is 4 MB."""
+def _split_prompt_logprobs(
+    message: inference_pb2.GenerateResponse,
+) -> Iterator[inference_pb2.GenerateResponse]:
+    """Yields the message, after others into which most of its prompt log probabilities are moved if
+    it has many: the limit of gRPC's clients is 4 MB.
+    """
     while len(message.prompt_logprobs) > _PROMPT_LOGPROBS_PER_MESSAGE:
         yield inference_pb2.GenerateResponse(
             request_id=message.request_id,

@@ -1,7 +1,7 @@
 """Answers grpc.health.v1.
 
-grpc_health's own servicer holds a lock while it writes to a watcher: one that takes nothing, and needs no key, would
-keep the status from ever changing.
+grpc_health's own servicer holds a lock while it writes to a watcher: one that takes nothing, and
+needs no key, would keep the status from ever changing.
 """
 
 import asyncio

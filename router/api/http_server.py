@@ -50,7 +50,15 @@ from .openai.embeddings import (
     make_score_request,
     parse_embeddings,
 )
-from .openai.openapi import MAX_TOKENS, REQUEST_ID, command, document, generation, request_body, responses
+from .openai.openapi import (
+    MAX_TOKENS,
+    REQUEST_ID,
+    command,
+    document,
+    generation,
+    request_body,
+    responses,
+)
 from .openai.parsing import http_field, json_list, parse
 from .openai.requests import HttpRequest, parse_chat, parse_completion, parse_tokenize
 from .openai.respond import off_loop, respond
@@ -66,7 +74,14 @@ _MAX_IDLE_SECONDS: Final = 60  # a connection without a request
 _THREAD_FROM_TOKENS: Final = 4_096
 _MAX_PATH: Final = 80  # characters that an error repeats
 _BODIES: Final = (
-    *(CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, LoadLoraAdapterBody, UnloadLoraAdapterBody),
+    *(
+        CompletionBody,
+        ChatBody,
+        TokenizeBody,
+        DetokenizeBody,
+        LoadLoraAdapterBody,
+        UnloadLoraAdapterBody,
+    ),
     *(MessagesBody, CountTokensBody, ResponsesBody, EmbeddingsBody, ScoreBody),
 )
 _ANTHROPIC_PATH: Final = "/v1/messages"
@@ -86,23 +101,28 @@ class HttpServer:
         tls: ServerTls | None = None,
         console: ConsoleFeed | None = None,
     ) -> None:
-        """`bounds`: of its connections; None: the default ones. Without an `authenticator` everyone is let in, without
-        `tls` all is in plaintext, without a `console` that knows nothing of workers."""
+        """`bounds`: of its connections; None: the default ones. Without an `authenticator` everyone
+        is let in, without `tls` all is in plaintext, without a `console` that knows nothing of
+        workers.
+        """
         self._service = service
         self._console = console or ConsoleFeed(service.telemetry)
         self._serving = False
         self._has_served = False  # was ready at least once
         self._started_at = int(time.time())
-        # uvicorn's own configuration of logging would close the handlers of the whole process, and with Ray Serve's a
-        # replica cannot answer a controller that restarts, which then stops it.
+        # uvicorn's own configuration of logging would close the handlers of the whole process, and
+        # with Ray Serve's a replica cannot answer a controller that restarts, which then stops it.
         audit, bounds = audit or AuditLog(), bounds or ConnectionBounds()
         config = uvicorn.Config(
-            _Gate(KeyGate(self._app(), authenticator or Authenticator(), _refusal), browsers, audit),
+            _Gate(
+                KeyGate(self._app(), authenticator or Authenticator(), _refusal), browsers, audit
+            ),
             lifespan="off",
             log_config=None,
             log_level="error",  # its warnings are of what clients send, as often as they like
             access_log=False,
-            proxy_headers=False,  # X-Forwarded-For, by which a local client could give itself any address
+            # X-Forwarded-For, by which a local client could give itself any address
+            proxy_headers=False,
             timeout_keep_alive=_MAX_IDLE_SECONDS,
             http=cast(Any, partial(HttpConnection, bounds=bounds, audit=audit)),
             ws="none",
@@ -110,14 +130,17 @@ class HttpServer:
         self._listener = HttpListener(config, bounds, None if tls is None else tls.http_context)
 
     async def start(self, address: str, *, shares_port: bool = False) -> str:
-        """Listens on HOST:PORT (port 0: a free one); returns the address with the real port. With `shares_port` others
-        may listen there, too, who say the same.
+        """Listens on HOST:PORT (port 0: a free one); returns the address with the real port. With
+        `shares_port` others may listen there, too, who say the same.
 
-        Raises OSError if the port is taken."""
+        Raises OSError if the port is taken.
+        """
         return await self._listener.start(address, shares_port=shares_port)
 
     def set_serving(self, serving: bool) -> None:
-        """Sets what /health answers. /v1/models, which clients wait for as well, is answered from the first time on."""
+        """Sets what /health answers. /v1/models, which clients wait for as well, is answered from
+        the first time on.
+        """
         self._serving = serving
         self._has_served |= serving
 
@@ -129,16 +152,28 @@ class HttpServer:
     def _app(self) -> FastAPI:
         app = FastAPI(redoc_url=None, redirect_slashes=False)
         app.openapi = lambda: document(app, _VERSION, _BODIES)  # type: ignore[method-assign]
-        generates, reads = (400, 401, 404, 413, 415, 429, 500, 503, 504), (400, 401, 404, 413, 415, 429)
-        completion, chat = generation(CompletionBody, "completion"), generation(ChatBody, "chat completion")
+        generates, reads = (
+            (400, 401, 404, 413, 415, 429, 500, 503, 504),
+            (400, 401, 404, 413, 415, 429),
+        )
+        completion, chat = (
+            generation(CompletionBody, "completion"),
+            generation(ChatBody, "chat completion"),
+        )
         message = generation(MessagesBody, "message", ("id", "content", "stop_reason", "usage"))
         response = generation(ResponsesBody, "response", ("id", "output", "status", "usage"))
         tokenize, detokenize = request_body(TokenizeBody), request_body(DetokenizeBody)
 
-        def add(path: str, endpoint: Callable[..., Any], found: dict[int | str, Any], body: Any = None) -> None:
+        def add(
+            path: str, endpoint: Callable[..., Any], found: dict[int | str, Any], body: Any = None
+        ) -> None:
             methods = ["GET"] if body is None else ["POST"]
-            refused = responses("", 403, form="AnthropicError" if path.startswith(_ANTHROPIC_PATH) else "Error")
-            app.add_api_route(path, endpoint, methods=methods, responses=found | refused, openapi_extra=body)
+            refused = responses(
+                "", 403, form="AnthropicError" if path.startswith(_ANTHROPIC_PATH) else "Error"
+            )
+            app.add_api_route(
+                path, endpoint, methods=methods, responses=found | refused, openapi_extra=body
+            )
 
         add("/health", self._health, responses("", 503))
         add("/version", self._version, responses("", 401, 429))
@@ -147,9 +182,19 @@ class HttpServer:
         add("/v1/completions", self._complete, responses("", *generates), completion)
         add("/v1/chat/completions", self._chat, responses("", *generates), chat)
         add("/v1/responses", self._respond, responses("", *generates), response)
-        add(_ANTHROPIC_PATH, self._message, responses("", *generates, form="AnthropicError"), message)
+        add(
+            _ANTHROPIC_PATH,
+            self._message,
+            responses("", *generates, form="AnthropicError"),
+            message,
+        )
         counted = responses("TokenCount", *reads, form="AnthropicError")
-        add(f"{_ANTHROPIC_PATH}/count_tokens", self._count_tokens, counted, request_body(CountTokensBody))
+        add(
+            f"{_ANTHROPIC_PATH}/count_tokens",
+            self._count_tokens,
+            counted,
+            request_body(CountTokensBody),
+        )
         embeddings = generation(EmbeddingsBody, "list of embeddings", ("data", "model", "usage"))
         add("/v1/embeddings", self._embed, responses("", *generates), embeddings)
         scores = generation(ScoreBody, "list of scores", ("id", "data", "usage"))
@@ -158,8 +203,18 @@ class HttpServer:
         add("/tokenize", self._tokenize, responses("TokenizeResponse", *reads), tokenize)
         add("/detokenize", self._detokenize, responses("DetokenizeResponse", *reads), detokenize)
         load, unload = command(LoadLoraAdapterBody), command(UnloadLoraAdapterBody)
-        add("/v1/load_lora_adapter", self._load_adapter, responses("", 400, 401, 413, 415, 429, 503, 504), load)
-        add("/v1/unload_lora_adapter", self._unload_adapter, responses("", 400, 401, 404, 413, 415, 429, 504), unload)
+        add(
+            "/v1/load_lora_adapter",
+            self._load_adapter,
+            responses("", 400, 401, 413, 415, 429, 503, 504),
+            load,
+        )
+        add(
+            "/v1/unload_lora_adapter",
+            self._unload_adapter,
+            responses("", 400, 401, 404, 413, 415, 429, 504),
+            unload,
+        )
         for path, answer in console_endpoints(self._console).items():
             app.add_route(path, answer, include_in_schema=False)
         app.add_exception_handler(HTTPException, _not_found)
@@ -193,9 +248,18 @@ class HttpServer:
     def _card(self, model: ServedModel) -> dict[str, Any]:
         base = self._service.base_name if model.adapter else None
         root = self._service.model(base or model.name).name
-        names: dict[str, Any] = {"id": model.name, "object": "model", "owned_by": "tandem", "root": root}
+        names: dict[str, Any] = {
+            "id": model.name,
+            "object": "model",
+            "owned_by": "tandem",
+            "root": root,
+        }
         defaults = {ROWS[field].client_name: value for field, value in model.defaults.items()}
-        names |= {"created": self._started_at, "max_model_len": model.context_tokens, "parent": base}
+        names |= {
+            "created": self._started_at,
+            "max_model_len": model.context_tokens,
+            "parent": base,
+        }
         return names | {"default_sampling_params": defaults}
 
     async def _complete(self, request: Request) -> Response:
@@ -212,7 +276,9 @@ class HttpServer:
 
     async def _message(self, request: Request) -> Response:
         """Answers a request of Anthropic's Messages API."""
-        return await respond(request, partial(self._generate, parse_messages, form=ANTHROPIC_FORM), ANTHROPIC_FORM)
+        return await respond(
+            request, partial(self._generate, parse_messages, form=ANTHROPIC_FORM), ANTHROPIC_FORM
+        )
 
     async def _count_tokens(self, request: Request) -> Response:
         """Returns the number of tokens that the prompt of a message has."""
@@ -220,7 +286,9 @@ class HttpServer:
 
     async def _embed(self, request: Request) -> Response:
         """Returns the embeddings of texts."""
-        return await respond(request, partial(self._generate, parse_embeddings, form=EMBEDDINGS_FORM))
+        return await respond(
+            request, partial(self._generate, parse_embeddings, form=EMBEDDINGS_FORM)
+        )
 
     async def _score(self, request: Request) -> Response:
         """Returns how likely texts are after others: log probabilities."""
@@ -239,9 +307,13 @@ class HttpServer:
 
         async def load(body: bytes, _request_id: str, context: RequestContext) -> Response:
             parsed = await off_loop(context.caller.turn, body, partial(parse, LoadLoraAdapterBody))
-            message = inference_pb2.LoadLoraAdapterRequest(lora_name=parsed.lora_name, lora_path=parsed.lora_path)
+            message = inference_pb2.LoadLoraAdapterRequest(
+                lora_name=parsed.lora_name, lora_path=parsed.lora_path
+            )
             await self._service.load_adapter(message, context.caller)
-            return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' added successfully.")
+            return PlainTextResponse(
+                f"Success: LoRA adapter '{parsed.lora_name}' added successfully."
+            )
 
         return await respond(request, load)
 
@@ -249,10 +321,14 @@ class HttpServer:
         """Answers with a LoRA adapter no more."""
 
         async def unload(body: bytes, _request_id: str, context: RequestContext) -> Response:
-            parsed = await off_loop(context.caller.turn, body, partial(parse, UnloadLoraAdapterBody))
+            parsed = await off_loop(
+                context.caller.turn, body, partial(parse, UnloadLoraAdapterBody)
+            )
             message = inference_pb2.UnloadLoraAdapterRequest(lora_name=parsed.lora_name)
             await self._service.unload_adapter(message, context.caller)
-            return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' removed successfully.")
+            return PlainTextResponse(
+                f"Success: LoRA adapter '{parsed.lora_name}' removed successfully."
+            )
 
         return await respond(request, unload)
 
@@ -273,7 +349,9 @@ class HttpServer:
         request = await make_score_request(parsed, model, request_id, context.caller)
         return GenerationResponse(self._service, request, context, SCORE_FORM)
 
-    async def _token_count(self, body: bytes, _request_id: str, context: RequestContext) -> Response:
+    async def _token_count(
+        self, body: bytes, _request_id: str, context: RequestContext
+    ) -> Response:
         parsed = await off_loop(context.caller.turn, body, parse_count_tokens)
         request = inference_pb2.TokenizeRequest(model=parsed.common.model, prompt=parsed.prompts[0])
         try:
@@ -293,11 +371,17 @@ class HttpServer:
             head = {"count": len(ids), "max_model_len": model.context_tokens}
             text = f'{json.dumps(head)[:-1]}, "tokens": {json_list(ids)}'
             if parsed.return_token_strs:
-                strings = [model.tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
+                strings = [
+                    model.tokenizer.token_bytes(token).decode(errors="replace") for token in ids
+                ]
                 text += f', "token_strs": {json_list(strings)}'
             return f"{text}}}".encode()
 
-        body = await TEXTS.run(caller.turn, len(ids), answer) if len(ids) >= _THREAD_FROM_TOKENS else answer()
+        body = (
+            await TEXTS.run(caller.turn, len(ids), answer)
+            if len(ids) >= _THREAD_FROM_TOKENS
+            else answer()
+        )
         return Response(body, media_type="application/json")
 
     async def _text(self, body: bytes, _request_id: str, context: RequestContext) -> Response:
@@ -308,8 +392,9 @@ class HttpServer:
 
 
 class _Gate:
-    """Refuses requests of pages that may not use the service, before they reach the app, and reports all that are
-    refused."""
+    """Refuses requests of pages that may not use the service, before they reach the app, and
+    reports all that are refused.
+    """
 
     def __init__(self, app: ASGIApp, browsers: BrowserRules, audit: AuditLog) -> None:
         self._browsers = browsers
@@ -331,8 +416,12 @@ class _Gate:
             if status >= 400:
                 self._audit.failed("http", str(status))
             if is_refusal(status):
-                caller = scope.get("state", {}).get("caller", Caller())  # of a key, if one was shown
-                self._audit.refused("http", (scope["client"] or ("",))[0], str(status), caller.key_name)
+                caller = scope.get("state", {}).get(
+                    "caller", Caller()
+                )  # of a key, if one was shown
+                self._audit.refused(
+                    "http", (scope["client"] or ("",))[0], str(status), caller.key_name
+                )
             await send(message)
 
         scope = canonical(scope)
@@ -360,7 +449,11 @@ async def _not_found(request: Request, error: Exception) -> Response:
     """Answers an unknown path or method in the form of the API that it would belong to."""
     if not isinstance(error, HTTPException):
         raise error
-    path, text, headers = repr(request.url.path)[1:-1][:_MAX_PATH], error.detail, dict(error.headers or {})
+    path, text, headers = (
+        repr(request.url.path)[1:-1][:_MAX_PATH],
+        error.detail,
+        dict(error.headers or {}),
+    )
     if error.status_code == 404:
         text = f"{path}: there is no such path here; OpenAI's begin with /v1, and /docs lists all"
     elif error.status_code == 405:

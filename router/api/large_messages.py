@@ -1,8 +1,9 @@
 """Bounds what parsing a message costs, and parses large messages off the event loop.
 
-The parsers of protobuf and of JSON hold Python's lock until they have made an object of each element: 4 MiB of
-empty elements would stop everything else of the process for half a second and take hundreds of MiB. So elements
-are counted before, which is cheap, and of large messages the thread below parses one at a time.
+The parsers of protobuf and of JSON hold Python's lock until they have made an object of each
+element: 4 MiB of empty elements would stop everything else of the process for half a second and
+take hundreds of MiB. So elements are counted before, which is cheap, and of large messages the
+thread below parses one at a time.
 """
 
 from collections.abc import Callable
@@ -29,8 +30,10 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf; grou
 
 
 async def parse_large(turn: str, size: int, parse: Callable[..., _T], *args: object) -> _T:
-    """Returns the result of `parse` with these arguments, from a thread that callers use in turn: see
-    FairThreads.run. `size`: of the message, in bytes."""
+    """Returns the result of `parse` with these arguments, from a thread that callers use in turn:
+    see
+    FairThreads.run. `size`: of the message, in bytes.
+    """
     return await _PARSING.run(turn, size, parse, *args)
 
 
@@ -46,10 +49,14 @@ def parse_message(kind: type[_M], data: bytes) -> _M:
 
 
 def check_json_elements(body: bytes) -> None:
-    """Raises InvalidArgument if a body of JSON has too many elements. Takes about a millisecond for each MB."""
+    """Raises InvalidArgument if a body of JSON has too many elements. Takes about a millisecond for
+    each MB.
+    """
     if len(body) < LARGE_FROM:
         return
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # all quotes that are left limit strings
+    plain = body.replace(b"\\\\", b"").replace(
+        b'\\"', b""
+    )  # all quotes that are left limit strings
     num_elements, num_values = plain.count(b'"') // 2, 0
     if num_elements <= MAX_MESSAGE_ELEMENTS:
         outside = b"".join(plain.split(b'"')[::2])  # of the strings
@@ -57,19 +64,23 @@ def check_json_elements(body: bytes) -> None:
         num_values = outside.count(b",")
     if num_elements > MAX_MESSAGE_ELEMENTS or num_values > MAX_MESSAGE_ELEMENTS + MAX_TOKENS:
         raise InvalidArgument(
-            f"the body has too many elements; the maximum is {MAX_MESSAGE_ELEMENTS} strings, lists, objects and "
+            f"the body has too many elements; the maximum is {MAX_MESSAGE_ELEMENTS} strings, "
+            "lists, objects and "
             f"members together, and {MAX_TOKENS} token ids"
         )
 
 
 def _scan(data: bytes, at: int, end: int, kind: Descriptor, room: int) -> int:
-    """Goes through the fields of the message of this kind at data[at:end], and of those in it; returns how many more
-    there may be than it found. Raises InvalidArgument if there are more than `room`, or if it is no message."""
+    """Goes through the fields of the message of this kind at data[at:end], and of those in it;
+    returns how many more there may be than it found. Raises InvalidArgument if there are more than
+    `room`, or if it is no message.
+    """
     inner = _messages_in(kind)
     while at < end:
         if not room:
             raise InvalidArgument(
-                f"the message has more than {MAX_MESSAGE_ELEMENTS} fields; send fewer, and token ids packed"
+                f"the message has more than {MAX_MESSAGE_ELEMENTS} fields; send fewer, and token "
+                "ids packed"
             )
         room -= 1
         tag, at = data[at], at + 1
@@ -111,7 +122,9 @@ def _varint(data: bytes, at: int, end: int, kind: Descriptor) -> tuple[int, int]
 @cache
 def _messages_in(kind: Descriptor) -> dict[int, Descriptor]:
     """Returns the kinds of the fields that are messages, by their numbers."""
-    return {field.number: field.message_type for field in kind.fields if field.message_type is not None}
+    return {
+        field.number: field.message_type for field in kind.fields if field.message_type is not None
+    }
 
 
 def _refuse(kind: Descriptor) -> NoReturn:

@@ -18,10 +18,14 @@ from .connection import ConnectionBounds
 
 _BUSY: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _BUSY_SECONDS: Final = 1.0
-"""After which a connection is accepted again when there was no file or memory left for one; as asyncio does."""
+"""After which a connection is accepted again when there was no file or memory left for one; as
+asyncio does.
+"""
 
 _FIRST_REQUEST_SECONDS: Final = 0.5
-"""In which a connection that was accepted last may send its request before the server closes what has none."""
+"""In which a connection that was accepted last may send its request before the server closes what
+has none.
+"""
 
 _HANDSHAKE_SECONDS: Final = 0.1
 """In which connections whose handshake has begun with a listener reach it before it is closed."""
@@ -33,26 +37,35 @@ class HttpListener:
     """Listens from `start` to `stop`."""
 
     def __init__(
-        self, config: uvicorn.Config, bounds: ConnectionBounds | None = None, tls: ssl.SSLContext | None = None
+        self,
+        config: uvicorn.Config,
+        bounds: ConnectionBounds | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """With `tls`, `bounds` hold for connections from before their handshakes on."""
         self._server = _Server(config, bounds or ConnectionBounds(), tls)
 
     async def start(self, address: str, *, shares_port: bool = False) -> str:
-        """Listens on HOST:PORT (port 0: a free one); returns the address with the real port. With `shares_port` others
-        may listen there, too, who say the same.
+        """Listens on HOST:PORT (port 0: a free one); returns the address with the real port. With
+        `shares_port` others may listen there, too, who say the same.
 
-        Raises OSError if the port is taken."""
+        Raises OSError if the port is taken.
+        """
         host, _, port = address.rpartition(":")
         listener = listen(host, int(port), backlog=2_048, reuse_port=shares_port)
-        # asyncio does this for its own listeners only; without it each event of a stream waits 40 ms for an ACK.
+        # asyncio does this for its own listeners only; without it each event of a stream waits 40
+        # ms for an ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._running = asyncio.create_task(self._server.serve(sockets=[listener]), name="http server")
+        self._running = asyncio.create_task(
+            self._server.serve(sockets=[listener]), name="http server"
+        )
         await self._server.ready.wait()
         return f"{host}:{listener.getsockname()[1]}"
 
     async def stop(self, grace: float) -> None:
-        """Accepts no more connections, then no more requests; cancels those that still run after `grace` seconds."""
+        """Accepts no more connections, then no more requests; cancels those that still run after
+        `grace` seconds.
+        """
         await self._server.stop_accepting(min(grace, _FIRST_REQUEST_SECONDS))
         self._server.config.timeout_graceful_shutdown = max(1, round(grace))
         self._server.should_exit = True
@@ -65,7 +78,9 @@ class HttpListener:
 class _Server(uvicorn.Server):
     """Leaves the process's signals alone and sets `ready` when it listens."""
 
-    def __init__(self, config: uvicorn.Config, bounds: ConnectionBounds, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, bounds: ConnectionBounds, tls: ssl.SSLContext | None
+    ) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
         self._bounds = bounds
@@ -80,14 +95,17 @@ class _Server(uvicorn.Server):
         else:
             await super().startup([])
             self._acceptors = [
-                _TlsAcceptor(each, self._connection, self._tls, self._bounds) for each in self._listeners
+                _TlsAcceptor(each, self._connection, self._tls, self._bounds)
+                for each in self._listeners
             ]
             self.servers = cast(list[Any], self._acceptors)
         self.ready.set()
 
     async def stop_accepting(self, seconds: float) -> None:
-        """Closes the listeners, once other processes that share their ports get the new connections: one that waits in
-        a listener that is closed is reset. Then waits so long for the requests of those accepted last."""
+        """Closes the listeners, once other processes that share their ports get the new
+        connections: one that waits in a listener that is closed is reset. Then waits so long for
+            the requests of those accepted last.
+        """
         are_shared = [_yield_port(each) for each in self._listeners]
         if any(are_shared):
             await asyncio.sleep(_HANDSHAKE_SECONDS)
@@ -104,7 +122,9 @@ class _Server(uvicorn.Server):
 
     def _connection(self) -> asyncio.Protocol:
         kind: Any = self.config.http_protocol_class
-        made: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        made: asyncio.Protocol = kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
         return made
 
     @contextmanager
@@ -113,12 +133,16 @@ class _Server(uvicorn.Server):
 
 
 def _yield_port(listener: socket.socket) -> bool:
-    """Has the kernel give new connections to the second of the sockets that share the listener's port, in the order in
-    which they began to listen; if there is no second one, to the first as before. Returns whether it does."""
+    """Has the kernel give new connections to the second of the sockets that share the listener's
+    port, in the order in which they began to listen; if there is no second one, to the first as
+    before. Returns whether it does.
+    """
     program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 1))  # BPF_RET, of index 1
     try:
         listener.setsockopt(
-            socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, struct.pack("HP", 1, ctypes.addressof(program))
+            socket.SOL_SOCKET,
+            _SO_ATTACH_REUSEPORT_CBPF,
+            struct.pack("HP", 1, ctypes.addressof(program)),
         )
     except OSError:  # the port is not shared, or the kernel knows no such programs
         return False

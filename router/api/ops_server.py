@@ -1,4 +1,5 @@
-"""Serves what operators and their machines ask a router: /metrics, /live and /ready, on a port of its own.
+"""Serves what operators and their machines ask a router: /metrics, /live and /ready, on a port of
+its own.
 
 No key is needed, and nothing of a request is told. Knows nothing of what it serves.
 """
@@ -32,10 +33,14 @@ class OpsServer:
     """Serves from `start` to `stop`. `reason` says why the router is not ready; "" when it is."""
 
     def __init__(
-        self, metrics: Callable[[], bytes] | None, content_type: str, browsers: BrowserRules = BrowserRules()
+        self,
+        metrics: Callable[[], bytes] | None,
+        content_type: str,
+        browsers: BrowserRules = BrowserRules(),
     ) -> None:
-        """`metrics` renders the page /metrics; None: there is none. `browsers`: a page in one must not read it by DNS
-        rebinding."""
+        """`metrics` renders the page /metrics; None: there is none. `browsers`: a page in one must
+        not read it by DNS rebinding.
+        """
         self.reason = "starting"
         self._has_started = False
         self.failure = ""  # for good: neither ready nor live
@@ -45,7 +50,9 @@ class OpsServer:
         pages = {"/live": self._live, "/ready": self._ready}
         if metrics is not None:
             pages["/metrics"] = self._scrape
-        self._app = Starlette(routes=[Route(path, page, methods=["GET"]) for path, page in pages.items()])
+        self._app = Starlette(
+            routes=[Route(path, page, methods=["GET"]) for path, page in pages.items()]
+        )
         self._app.router.redirect_slashes = False
         # Probes are answered whatever strangers open: who finds a router not live ends it.
         bounds = ConnectionBounds(

@@ -16,9 +16,13 @@ from .service import GenerationService
 
 
 class ApiServers:
-    """Holds both servers of one GenerationService, made by `start`; not serving until `set_serving`."""
+    """Holds both servers of one GenerationService, made by `start`; not serving until
+    `set_serving`.
+    """
 
-    def __init__(self, grpc_server: GrpcServer, http_server: HttpServer, grpc_address: str, http_address: str) -> None:
+    def __init__(
+        self, grpc_server: GrpcServer, http_server: HttpServer, grpc_address: str, http_address: str
+    ) -> None:
         self._grpc = grpc_server
         self._http = http_server
         self.grpc_address = grpc_address  # HOST:PORT, the port that was really bound
@@ -40,12 +44,14 @@ class ApiServers:
         console: ConsoleFeed | None = None,
         shares_ports: bool = False,
     ) -> "ApiServers":
-        """Listens on both addresses, HOST:PORT; port 0 takes a free one. `compression` is that of gRPC responses,
-        `browsers` holds for HTTP, `bounds` are those of connections. Without an `authenticator` everyone is let in,
-        without `tls` all is in plaintext, without a `console` its page knows nothing of workers. With `shares_ports`
-        others may listen there, too, who say the same.
+        """Listens on both addresses, HOST:PORT; port 0 takes a free one. `compression` is that of
+        gRPC responses, `browsers` holds for HTTP, `bounds` are those of connections. Without an
+        `authenticator` everyone is let in, without `tls` all is in plaintext, without a `console`
+        its page knows nothing of workers. With `shares_ports` others may listen there, too, who say
+        the same.
 
-        Raises OSError or RuntimeError if a port is taken; then neither server runs."""
+        Raises OSError or RuntimeError if a port is taken; then neither server runs.
+        """
         audit = AuditLog(metrics=service.metrics)
         bounds, authenticator = bounds or ConnectionBounds(), authenticator or Authenticator()
         grpc_server = GrpcServer(

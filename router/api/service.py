@@ -36,7 +36,9 @@ from ..telemetry.trace import CURRENT_REQUEST
 _log = logging.getLogger(__name__)
 
 _THREAD_FROM_TOKENS: Final = 4_096
-_PIECE_TOKENS: Final = 8_192  # that go into a message in one call, which holds the interpreter's lock
+_PIECE_TOKENS: Final = (
+    8_192  # that go into a message in one call, which holds the interpreter's lock
+)
 _MAX_LISTED: Final = 16  # names in an error
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -46,15 +48,23 @@ _TYPICAL_TOKENS: Final = 256
 
 @contextmanager
 def tandem_errors_only() -> Iterator[None]:
-    """Turns an exception that is no TandemError, a defect, into InternalError with a fixed text; logs where it was
-    raised, without its own text, which may hold a prompt or a key."""
+    """Turns an exception that is no TandemError, a defect, into InternalError with a fixed text;
+    logs where it was raised, without its own text, which may hold a prompt or a key.
+    """
     try:
         yield
     except TandemError:
         raise
     except Exception as error:
-        places = [f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in extract_tb(error.__traceback__)]
-        _log.error("a request failed by a defect of the service: %s at %s", type(error).__name__, " > ".join(places))
+        places = [
+            f"{Path(each.filename).name}:{each.lineno} {each.name}"
+            for each in extract_tb(error.__traceback__)
+        ]
+        _log.error(
+            "a request failed by a defect of the service: %s at %s",
+            type(error).__name__,
+            " > ".join(places),
+        )
         raise InternalError("the service failed at this request") from error
 
 
@@ -72,11 +82,13 @@ class GenerationService:
         aliases: Collection[str] = (),
         resume_policy: ResumePolicy | None = None,
     ) -> None:
-        """`models`: at least one; all are names of what `source` generates with. `admission`, the dispatcher's, refuses
-        requests before tokenization that it would refuse after it. `resume_key`: 32 secret bytes; services with the
-        same go on with each other's requests. None: a random one. `telemetry` follows each request that runs.
-        `adapters`: of the first of the models, each served under a name of its own. `aliases`: other names of the
-        first model; those in the form of a hub id are listed, the others, such as a folder's path, are not."""
+        """`models`: at least one; all are names of what `source` generates with. `admission`, the
+        dispatcher's, refuses requests before tokenization that it would refuse after it.
+        `resume_key`: 32 secret bytes; services with the same go on with each other's requests.
+        None: a random one. `telemetry` follows each request that runs. `adapters`: of the first of
+        the models, each served under a name of its own. `aliases`: other names of the first model;
+        those in the form of a hub id are listed, the others, such as a folder's path, are not.
+        """
         self._models = {model.name: model for model in models}
         self._aliases = dict.fromkeys(aliases, models[0])
         self._adapters = adapters or AdapterAdmin(AdapterRegistry())
@@ -91,7 +103,9 @@ class GenerationService:
         """All that requests should ask for, the model itself first."""
         base, *_ = own = list(self._models.values())
         own += [replace(base, name=name) for name in self._aliases if _HUB_ID.fullmatch(name)]
-        adapted = (replace(base, name=each.name, adapter=each) for each in self._adapters.registry.adapters)
+        adapted = (
+            replace(base, name=each.name, adapter=each) for each in self._adapters.registry.adapters
+        )
         return own + [model for model in adapted if model.name not in self._models | self._aliases]
 
     @property
@@ -104,8 +118,12 @@ class GenerationService:
         """What the servers count in, too."""
         return self.telemetry.metrics
 
-    async def accept(self, request: inference_pb2.GenerateRequest, context: RequestContext) -> PreparedRequest:
-        """Checks and tokenizes `request`. Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded."""
+    async def accept(
+        self, request: inference_pb2.GenerateRequest, context: RequestContext
+    ) -> PreparedRequest:
+        """Checks and tokenizes `request`. Raises InvalidArgument, NotFound, Overloaded or
+        DeadlineExceeded.
+        """
         trace_id = context.trace.trace_id if context.trace else ""
         CURRENT_REQUEST.set((request.request_id, trace_id))
         model, caller = self.model(request.model), context.caller
@@ -116,7 +134,9 @@ class GenerationService:
                 raise deadline_passed()
             if self._admission is not None:
                 priority = caller.priority(request.priority)
-                self._admission.check_early(_estimated(request), caller.tenant, priority, context.deadline)
+                self._admission.check_early(
+                    _estimated(request), caller.tenant, priority, context.deadline
+                )
 
         is_resumable = context.is_resumable or context.event_id is not None
         checked = prepare(
@@ -136,19 +156,24 @@ class GenerationService:
     def run(
         self, request: PreparedRequest, timeline: inference_pb2.Timeline
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Yields the completions of one prompt. The last message of each, and only that, has a finish reason; the last
-        of all, and only that, the usage.
+        """Yields the completions of one prompt. The last message of each, and only that, has a
+        finish reason; the last of all, and only that, the usage.
 
-        Every generated token id is reported, the one that ends the completion too, up to the end of a stop string; a
-        message may have ids whose text is still held back. `timeline` has its request_id at once and is complete when
-        the generator has ended. Close the generator to cancel. Raises a TandemError.
+        Every generated token id is reported, the one that ends the completion too, up to the end of
+        a stop string; a message may have ids whose text is still held back. `timeline` has its
+        request_id at once and is complete when the generator has ended. Close the generator to
+        cancel. Raises a TandemError.
         """
         timeline.request_id = request.request_id
         outputs = OutputProcessor(request)
         execution = self.telemetry.track(_facts(request), timeline, outputs)
-        return outputs.run(self._source.generate(request.tokens, timeline, outputs.ended), timeline, execution)
+        return outputs.run(
+            self._source.generate(request.tokens, timeline, outputs.ended), timeline, execution
+        )
 
-    async def tokenize(self, request: inference_pb2.TokenizeRequest, caller: Caller) -> inference_pb2.TokenizeResponse:
+    async def tokenize(
+        self, request: inference_pb2.TokenizeRequest, caller: Caller
+    ) -> inference_pb2.TokenizeResponse:
         """Returns the token ids as `encode` does."""
         ids = await self.encode(request, caller)
         if len(ids) < _THREAD_FROM_TOKENS:
@@ -163,40 +188,54 @@ class GenerationService:
         *,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Returns the token ids that `run` would see, and charges the caller for them as for a prompt.
+        """Returns the token ids that `run` would see, and charges the caller for them as for a
+        prompt.
 
-        Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded."""
+        Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded.
+        """
         tokenizer = self.model(request.model).tokenizer
 
         async def checked_and_encoded() -> list[int]:
             await check_prompt(request.prompt, tokenizer, caller.turn)
-            return await encode_prompt(request.prompt, tokenizer, caller, add_special_tokens=add_special_tokens)
+            return await encode_prompt(
+                request.prompt, tokenizer, caller, add_special_tokens=add_special_tokens
+            )
 
         return await before(deadline, checked_and_encoded())
 
     async def detokenize(
-        self, request: inference_pb2.DetokenizeRequest, caller: Caller, deadline: float | None = None
+        self,
+        request: inference_pb2.DetokenizeRequest,
+        caller: Caller,
+        deadline: float | None = None,
     ) -> inference_pb2.DetokenizeResponse:
-        """Returns the text of token ids, with the names of special tokens, and charges the caller for them as for a
-        prompt.
+        """Returns the text of token ids, with the names of special tokens, and charges the caller
+        for them as for a prompt.
 
-        Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded."""
+        Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded.
+        """
         tokenizer, ids = self.model(request.model).tokenizer, request.token_ids
         check_count(len(ids), limits.MAX_TOKENS, "ids", "token_ids")
         caller.quota.check_tokens()
         if len(ids) < _THREAD_FROM_TOKENS:
             check_token_ids(ids, tokenizer.vocab_size, "token_ids")
         else:
-            await TEXTS.run(caller.turn, len(ids), check_token_ids, ids, tokenizer.vocab_size, "token_ids")
+            await TEXTS.run(
+                caller.turn, len(ids), check_token_ids, ids, tokenizer.vocab_size, "token_ids"
+            )
         text = await before(deadline, tokenizer.detokenize(ids, caller.turn))
         caller.quota.take_tokens(len(ids))
         return inference_pb2.DetokenizeResponse(text=text)
 
-    async def list_models(self, _request: inference_pb2.ListModelsRequest) -> inference_pb2.ListModelsResponse:
+    async def list_models(
+        self, _request: inference_pb2.ListModelsRequest
+    ) -> inference_pb2.ListModelsResponse:
         """Returns the names of all models and their context lengths."""
         models = [
             inference_pb2.Model(
-                id=each.name, context_tokens=each.context_tokens, parent=self.base_name if each.adapter else ""
+                id=each.name,
+                context_tokens=each.context_tokens,
+                parent=self.base_name if each.adapter else "",
             )
             for each in self.models
         ]
@@ -205,9 +244,12 @@ class GenerationService:
     async def load_adapter(
         self, request: inference_pb2.LoadLoraAdapterRequest, caller: Caller
     ) -> inference_pb2.LoadLoraAdapterResponse:
-        """Answers with another adapter from now on. Raises PermissionDenied, InvalidArgument, Overloaded or
-        Unavailable."""
-        await self._adapters.load(caller, request.lora_name, request.lora_path, self._models | self._aliases)
+        """Answers with another adapter from now on. Raises PermissionDenied, InvalidArgument,
+        Overloaded or Unavailable.
+        """
+        await self._adapters.load(
+            caller, request.lora_name, request.lora_path, self._models | self._aliases
+        )
         return inference_pb2.LoadLoraAdapterResponse()
 
     async def unload_adapter(
@@ -228,7 +270,9 @@ class GenerationService:
             return replace(self._models[self.base_name], name=name, adapter=adapter)
         served = [model.name for model in self.models]
         more = f" and {len(served) - _MAX_LISTED} more" if len(served) > _MAX_LISTED else ""
-        raise NotFound(f"model: {name!r} is not served here; served: {', '.join(served[:_MAX_LISTED])}{more}")
+        raise NotFound(
+            f"model: {name!r} is not served here; served: {', '.join(served[:_MAX_LISTED])}{more}"
+        )
 
 
 def _token_message(ids: Sequence[int]) -> inference_pb2.TokenizeResponse:
@@ -259,7 +303,11 @@ def _facts(request: PreparedRequest) -> RequestFacts:
 def _estimated(request: inference_pb2.GenerateRequest) -> Capacity:
     """Estimates what a checked request needs before it is tokenized."""
     prompt = request.prompt
-    characters = len(prompt.text) + len(prompt.suffix) + sum(len(message.content) for message in prompt.chat.messages)
+    characters = (
+        len(prompt.text)
+        + len(prompt.suffix)
+        + sum(len(message.content) for message in prompt.chat.messages)
+    )
     num_generated = request.stopping.max_tokens or _TYPICAL_TOKENS
     num_choices = max(request.n, request.best_of, request.beam_search.width, 1)
     num_prompt = len(prompt.token_ids.ids) + characters // _CHARACTERS_PER_TOKEN

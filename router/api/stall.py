@@ -8,8 +8,10 @@ from ...proto.limits import STALL_SECONDS
 
 
 class StallTimer:
-    """Scope of one stream's writes, each between `begin` and `end`: one that takes too long is cancelled, and the scope
-    raises Cancelled. One timer for the stream costs less than one for each write."""
+    """Scope of one stream's writes, each between `begin` and `end`: one that takes too long is
+    cancelled, and the scope raises Cancelled. One timer for the stream costs less than one for each
+    write.
+    """
 
     def __init__(self, seconds: float = STALL_SECONDS) -> None:
         self._seconds = seconds
@@ -25,10 +27,17 @@ class StallTimer:
         return self
 
     def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
     ) -> None:
         self._timer.cancel()
-        if self._has_expired and isinstance(error, asyncio.CancelledError) and not self._task.uncancel():
+        if (
+            self._has_expired
+            and isinstance(error, asyncio.CancelledError)
+            and not self._task.uncancel()
+        ):
             raise Cancelled(f"the client has taken nothing for {self._seconds:g} seconds") from None
 
     def begin(self) -> None:

@@ -1,8 +1,9 @@
 """Knows who calls: finds the key that a call brings, and what the key stands for.
 
-Nothing is kept of a key that is not known. A key is looked up by its SHA-256 in a dict: how long that takes depends on
-digests alone, and nobody can choose a key by its digest, so it says nothing about the keys in the file; the digest that
-was found is then compared in constant time, and where none was found another one is.
+Nothing is kept of a key that is not known. A key is looked up by its SHA-256 in a dict: how long
+that takes depends on digests alone, and nobody can choose a key by its digest, so it says nothing
+about the keys in the file; the digest that was found is then compared in constant time, and where
+none was found another one is.
 """
 
 import hmac
@@ -39,8 +40,9 @@ class Caller:
 
     @property
     def turn(self) -> str:
-        """The name by which the caller takes turns with others at being tokenized: its tenant; without a key its
-        address, since strangers are not one tenant."""
+        """The name by which the caller takes turns with others at being tokenized: its tenant;
+        without a key its address, since strangers are not one tenant.
+        """
         return self.tenant or self.address
 
     def priority(self, wanted: int) -> int:
@@ -49,7 +51,9 @@ class Caller:
 
 
 class Authenticator:
-    """Maps the credentials of calls to callers. Lives in one event loop; `replace` changes the keys while it runs."""
+    """Maps the credentials of calls to callers. Lives in one event loop; `replace` changes the keys
+    while it runs.
+    """
 
     def __init__(
         self,
@@ -60,10 +64,14 @@ class Authenticator:
         anonymous_max_priority: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`keys`: None if the service needs none. `secret`: the same in all routers of the service, so that a tenant
-        has one prefix cache; None: a random one. Without `share_anonymous_prefixes` callers without a key share cached
-        prefixes only within a connection. `anonymous_max_priority`: the highest priority of their requests."""
-        self._salts = hmac.digest(secret or secrets.token_bytes(32), b"tandem prefix cache", "sha256")
+        """`keys`: None if the service needs none. `secret`: the same in all routers of the service,
+        so that a tenant has one prefix cache; None: a random one. Without
+        `share_anonymous_prefixes` callers without a key share cached prefixes only within a
+        connection. `anonymous_max_priority`: the highest priority of their requests.
+        """
+        self._salts = hmac.digest(
+            secret or secrets.token_bytes(32), b"tandem prefix cache", "sha256"
+        )
         self._clock = clock
         self._is_open = keys is None
         self._share = share_anonymous_prefixes
@@ -72,7 +80,9 @@ class Authenticator:
         self.replace(keys or ())
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Takes other keys from now on. A key that stays keeps what it has used; calls under way go on in any case."""
+        """Takes other keys from now on. A key that stays keeps what it has used; calls under way go
+        on in any case.
+        """
         callers = {}
         for key in keys:
             digest = bytes.fromhex(key.sha256)
@@ -92,9 +102,10 @@ class Authenticator:
         self._callers = callers
 
     def caller(self, authorization: str | None, connection: str, peer: str = "") -> Caller:
-        """Returns who calls. `authorization`: the header of the call; `connection`: a name that no other connection has
-        or will have, so no address and port; `peer`: HOST:PORT of the client, or gRPC's name of it. Raises
-        Unauthenticated."""
+        """Returns who calls. `authorization`: the header of the call; `connection`: a name that no
+        other connection has or will have, so no address and port; `peer`: HOST:PORT of the client,
+        or gRPC's name of it. Raises Unauthenticated.
+        """
         if self._is_open:
             address = _address(peer)
             if self._share:
@@ -108,7 +119,11 @@ class Authenticator:
         digest = hash_key(given[: MAX_KEY_CHARACTERS + 1])
         key, caller = self._callers.get(digest, (None, self._anonymous))
         expected = _NO_DIGEST if key is None else bytes.fromhex(key.sha256)
-        if not hmac.compare_digest(digest, expected) or key is None or key.has_expired(self._clock()):
+        if (
+            not hmac.compare_digest(digest, expected)
+            or key is None
+            or key.has_expired(self._clock())
+        ):
             raise Unauthenticated(_WRONG)
         return caller
 
@@ -118,8 +133,9 @@ class Authenticator:
 
 
 def _address(peer: str) -> str:
-    """Returns the address in `HOST:PORT`, or in gRPC's `ipv4:HOST:PORT` and `ipv6:[HOST]:PORT`; of IPv6 the network of
-    64 bits, all of whose addresses one host can have."""
+    """Returns the address in `HOST:PORT`, or in gRPC's `ipv4:HOST:PORT` and `ipv6:[HOST]:PORT`; of
+    IPv6 the network of 64 bits, all of whose addresses one host can have.
+    """
     host = unquote(peer).rpartition(":")[0].removeprefix("ipv4:").removeprefix("ipv6:").strip("[]")
     if ":" not in host:
         return host

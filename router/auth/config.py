@@ -13,16 +13,22 @@ SECTION: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_
 
 
 class AuthConfig(BaseModel):
-    """Configures who may call the routers. Without keys everyone may, but on loopback only unless it says otherwise."""
+    """Configures who may call the routers. Without keys everyone may, but on loopback only unless
+    it says otherwise.
+    """
 
     model_config = SECTION
 
-    keys_file: AbsolutePath | None = None  # as `tandem key` makes it; at this path on every node of a router
+    keys_file: AbsolutePath | None = (
+        None  # as `tandem key` makes it; at this path on every node of a router
+    )
     allow_anonymous: bool = False  # serve without keys on any interface
-    # Whether callers without a key share cached prefixes with all others; if not, only within one connection: whether a
-    # prompt is cached says that another has sent it. None: on loopback.
+    # Whether callers without a key share cached prefixes with all others; if not, only within one
+    # connection: whether a prompt is cached says that another has sent it. None: on loopback.
     share_anonymous_prefixes: bool | None = None
-    anonymous_max_priority: int = Field(default=0, ge=-100, le=100)  # of requests without a key, at most
+    anonymous_max_priority: int = Field(
+        default=0, ge=-100, le=100
+    )  # of requests without a key, at most
 
     @model_validator(mode="after")
     def _needs_keys_or_not(self) -> Self:
@@ -32,8 +38,9 @@ class AuthConfig(BaseModel):
 
 
 class TlsConfig(BaseModel):
-    """Configures TLS at the API servers: files in PEM, at these paths on every node of a router. They may be replaced
-    while the service runs."""
+    """Configures TLS at the API servers: files in PEM, at these paths on every node of a router.
+    They may be replaced while the service runs.
+    """
 
     model_config = SECTION
 

@@ -1,7 +1,8 @@
-"""Defines the file of API keys: a JSON object that holds what each key may do, and of the key only its SHA-256.
+"""Defines the file of API keys: a JSON object that holds what each key may do, and of the key only
+its SHA-256.
 
-A key is 256 random bits, which nobody finds by trying, so a fast hash is right: a slow one protects only what people
-choose, and would let strangers spend the router's time.
+A key is 256 random bits, which nobody finds by trying, so a fast hash is right: a slow one protects
+only what people choose, and would let strangers spend the router's time.
 """
 
 import base64
@@ -39,7 +40,9 @@ class ApiKey(BaseModel):
 
     name: Annotated[str, Field(pattern=_NAME)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tenant: Annotated[str, Field(pattern=_NAME)]  # keys of one tenant share its turn in the queue and its prefix cache
+    tenant: Annotated[
+        str, Field(pattern=_NAME)
+    ]  # keys of one tenant share its turn in the queue and its prefix cache
     max_priority: Annotated[int, Field(ge=-100, le=100)] = 0  # that its requests get at most
     requests_per_minute: PerMinute | None = None
     tokens_per_minute: PerMinute | None = None  # of prompts and completions
@@ -73,12 +76,16 @@ def hash_key(key: str) -> bytes:
 
 
 def load_keys(path: str | Path) -> list[ApiKey]:
-    """Reads a file of keys. Raises InvalidArgument in one line, which never has a value of the file."""
+    """Reads a file of keys. Raises InvalidArgument in one line, which never has a value of the
+    file.
+    """
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise InvalidArgument(f"{path}: {error.strerror or 'cannot be read'}", "keys_file") from None
+        raise InvalidArgument(
+            f"{path}: {error.strerror or 'cannot be read'}", "keys_file"
+        ) from None
     if len(data) > MAX_FILE_BYTES:
         raise InvalidArgument(f"{path}: must be at most {MAX_FILE_BYTES} bytes", "keys_file")
     try:
@@ -86,13 +93,17 @@ def load_keys(path: str | Path) -> list[ApiKey]:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise InvalidArgument(f"{path}: {where + ': ' if where else ''}{first['msg']}", "keys_file") from None
+        raise InvalidArgument(
+            f"{path}: {where + ': ' if where else ''}{first['msg']}", "keys_file"
+        ) from None
 
 
 def create_key(path: Path, **fields: object) -> str:
-    """Adds a new key to the file, which is made if it is not there; returns the key, which is nowhere else.
+    """Adds a new key to the file, which is made if it is not there; returns the key, which is
+    nowhere else.
 
-    `fields`: those of ApiKey but the digest. Raises InvalidArgument."""
+    `fields`: those of ApiKey but the digest. Raises InvalidArgument.
+    """
     secret = base64.urlsafe_b64encode(secrets.token_bytes(_KEY_BYTES)).decode().rstrip("=")
     key = KEY_PREFIX + secret
     try:
@@ -123,13 +134,17 @@ def parse_expiry(text: str) -> datetime:
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
-        raise InvalidArgument("must be a date such as 2027-01-31, or a time in ISO form", "expires") from None
+        raise InvalidArgument(
+            "must be a date such as 2027-01-31, or a time in ISO form", "expires"
+        ) from None
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
 
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Keeps other commands from changing the file, which is replaced and so cannot bear the lock itself."""
+    """Keeps other commands from changing the file, which is replaced and so cannot bear the lock
+    itself.
+    """
     try:
         folder = os.open(path.absolute().parent, os.O_RDONLY)
     except OSError as error:
@@ -142,7 +157,9 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: list[ApiKey]) -> None:
-    """Replaces the file in one step: who reads it sees the old keys or the new ones. Only its owner may read it."""
+    """Replaces the file in one step: who reads it sees the old keys or the new ones. Only its owner
+    may read it.
+    """
     text = KeyFile(keys=keys).model_dump_json(indent=2, exclude_none=True) + "\n"
     target = path.resolve()  # a link stays one
     try:

@@ -12,15 +12,20 @@ from ...proto.errors import Overloaded
 
 _MINUTE: Final = 60.0
 _POLLS_PER_SECOND: Final = 10
-"""Of the console's data with one key, and without one of all callers together. A page polls once a second."""
+"""Of the console's data with one key, and without one of all callers together. A page polls once a
+second.
+"""
 
 Clock = Callable[[], float]
 
 
 class TokenBucket:
-    """Holds what is left of an amount a minute: it refills evenly, up to one minute's amount, or `most`.
+    """Holds what is left of an amount a minute: it refills evenly, up to one minute's amount, or
+    `most`.
 
-    It may go below zero, since what a request takes is known only when it has ended; the debt is paid by time."""
+    It may go below zero, since what a request takes is known only when it has ended; the debt is
+    paid by time.
+    """
 
     def __init__(self, per_minute: int, clock: Clock, most: int | None = None) -> None:
         self.per_minute = per_minute
@@ -36,7 +41,9 @@ class TokenBucket:
     @property
     def level(self) -> float:
         now = self._clock()
-        self._level = min(self.most, self._level + max(now - self._filled_at, 0.0) * self.per_minute / _MINUTE)
+        self._level = min(
+            self.most, self._level + max(now - self._filled_at, 0.0) * self.per_minute / _MINUTE
+        )
         self._filled_at = now
         return self._level
 
@@ -64,8 +71,15 @@ class Quota:
         self._polls = TokenBucket(round(_POLLS_PER_SECOND * _MINUTE), clock, 2 * _POLLS_PER_SECOND)
         self.num_streams = 0  # calls under way
 
-    def resize(self, requests_per_minute: int | None, tokens_per_minute: int | None, max_streams: int | None) -> None:
-        """Sets the limits, None for no limit. Calls under way go on, also if they are more than is allowed now."""
+    def resize(
+        self,
+        requests_per_minute: int | None,
+        tokens_per_minute: int | None,
+        max_streams: int | None,
+    ) -> None:
+        """Sets the limits, None for no limit. Calls under way go on, also if they are more than is
+        allowed now.
+        """
         self._requests = self._resized(self._requests, requests_per_minute)
         self._tokens = self._resized(self._tokens, tokens_per_minute)
         self._max_streams = max_streams
@@ -85,13 +99,16 @@ class Quota:
             self.num_streams -= 1
 
     def poll(self) -> None:
-        """Counts one poll of the console's data, which no other limit counts. Raises Overloaded if it is one too
-        many."""
+        """Counts one poll of the console's data, which no other limit counts. Raises Overloaded if
+        it is one too many.
+        """
         _check(self._polls, "polls")
         self._polls.take(1)
 
     def check_tokens(self) -> None:
-        """Raises Overloaded if no token of the minute is left. What is begun before then may take more."""
+        """Raises Overloaded if no token of the minute is left. What is begun before then may take
+        more.
+        """
         if self._tokens is not None:
             _check(self._tokens, "tokens")
 
@@ -107,7 +124,9 @@ class Quota:
             if bucket is not None:
                 found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
                 found[f"x-ratelimit-remaining-{name}"] = str(max(int(bucket.level), 0))
-                found[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"
+                found[f"x-ratelimit-reset-{name}"] = (
+                    f"{bucket.seconds_until(bucket.per_minute):.3f}s"
+                )
         return found
 
     def _resized(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
@@ -121,4 +140,7 @@ class Quota:
 
 def _check(bucket: TokenBucket, name: str) -> None:
     if bucket.level < 1:
-        raise Overloaded(f"the key's limit of {bucket.per_minute} {name} a minute is used up", bucket.seconds_until(1))
+        raise Overloaded(
+            f"the key's limit of {bucket.per_minute} {name} a minute is used up",
+            bucket.seconds_until(1),
+        )

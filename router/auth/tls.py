@@ -1,5 +1,6 @@
-"""Serves TLS with certificates that may be replaced at any time: each new connection gets the latest, and those that
-are open stay as they are."""
+"""Serves TLS with certificates that may be replaced at any time: each new connection gets the
+latest, and those that are open stay as they are.
+"""
 
 import ssl
 from dataclasses import dataclass
@@ -34,11 +35,15 @@ class TlsFiles:
                 context.load_verify_locations(self.client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
         except ssl.SSLError:  # before OSError, of which it is one
-            raise InvalidArgument("certificate and key are no pair in PEM, or client_ca is not PEM", "tls") from None
+            raise InvalidArgument(
+                "certificate and key are no pair in PEM, or client_ca is not PEM", "tls"
+            ) from None
         except OSError as error:
             raise InvalidArgument(f"{error.filename}: {error.strerror}", "tls") from None
         certificate, key, *ca = contents
-        pair = grpc.ssl_server_certificate_configuration([(key, certificate)], ca[0] if ca else None)
+        pair = grpc.ssl_server_certificate_configuration(
+            [(key, certificate)], ca[0] if ca else None
+        )
         return TlsMaterial(context=context, configuration=pair)
 
 
@@ -65,15 +70,20 @@ class ServerTls:
         self.http_context.latest = material.context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Returns credentials that ask for the latest certificates at each handshake, in a thread of gRPC."""
+        """Returns credentials that ask for the latest certificates at each handshake, in a thread
+        of gRPC.
+        """
         return grpc.dynamic_ssl_server_credentials(
-            self._configuration, lambda: self._configuration, require_client_authentication=self._needs_clients
+            self._configuration,
+            lambda: self._configuration,
+            require_client_authentication=self._needs_clients,
         )
 
 
 class _LatestContext(ssl.SSLContext):
-    """Leaves each new connection to the latest context. A context itself can take another certificate, but never loses
-    a CA."""
+    """Leaves each new connection to the latest context. A context itself can take another
+    certificate, but never loses a CA.
+    """
 
     latest: ssl.SSLContext
 

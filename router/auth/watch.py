@@ -17,12 +17,17 @@ _T = TypeVar("_T")
 
 
 class FileWatch(Generic[_T]):
-    """Loads a value from files, and again when one of them is another or has changed; a value that cannot be loaded
-    leaves the one before. Looking costs one stat a file and second; a change of a link to a folder is seen, too."""
+    """Loads a value from files, and again when one of them is another or has changed; a value that
+    cannot be loaded leaves the one before. Looking costs one stat a file and second; a change of a
+    link to a folder is seen, too.
+    """
 
-    def __init__(self, paths: Sequence[Path], load: Callable[[], _T], use: Callable[[_T], None]) -> None:
-        """Loads at once. `load` runs in a thread later on, and raises InvalidArgument; `use` gets what it returns, in
-        the event loop."""
+    def __init__(
+        self, paths: Sequence[Path], load: Callable[[], _T], use: Callable[[_T], None]
+    ) -> None:
+        """Loads at once. `load` runs in a thread later on, and raises InvalidArgument; `use` gets
+        what it returns, in the event loop.
+        """
         self._paths = paths
         self._load = load
         self._use = use

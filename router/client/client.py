@@ -6,11 +6,12 @@
             for delta in stream:
                 print(delta.text, end="", flush=True)
 
-Every call raises the errors of `tandem.proto.errors`: InvalidArgument (with the `field`), NotFound, Overloaded and
-Unavailable (with `retry_after` seconds), TooLarge, DeadlineExceeded, Cancelled, Unauthenticated, PermissionDenied,
-InternalError. `timeout` is in seconds for the whole call; without it a call may last as long as the service takes.
-What fails with a `retry_after` before its first token is tried again, `max_retries` times in a row. A stream whose
-router is lost goes on at the next of several addresses, or at the only one. More examples: docs/clients.md.
+Every call raises the errors of `tandem.proto.errors`: InvalidArgument (with the `field`), NotFound,
+Overloaded and Unavailable (with `retry_after` seconds), TooLarge, DeadlineExceeded, Cancelled,
+Unauthenticated, PermissionDenied, InternalError. `timeout` is in seconds for the whole call;
+without it a call may last as long as the service takes. What fails with a `retry_after` before its
+first token is tried again, `max_retries` times in a row. A stream whose router is lost goes on at
+the next of several addresses, or at the only one. More examples: docs/clients.md.
 """
 
 import asyncio
@@ -27,10 +28,25 @@ from grpc_health.v1 import health_pb2
 from ...proto import inference_pb2
 from ...proto.errors import Cancelled, TandemError, Unavailable
 from . import wire
-from .request import chat_prompt, detokenize_request, generate_request, text_prompt, tokenize_request
+from .request import (
+    chat_prompt,
+    detokenize_request,
+    generate_request,
+    text_prompt,
+    tokenize_request,
+)
 from .results import Collector
 from .routers import RoutedCall, Routers, RouterStubs, call, call_async
-from .types import ChatOptions, Completion, Delta, Message, ModelInfo, Options, TemplateOptions, Timeline
+from .types import (
+    ChatOptions,
+    Completion,
+    Delta,
+    Message,
+    ModelInfo,
+    Options,
+    TemplateOptions,
+    Timeline,
+)
 
 _S = TypeVar("_S")
 Seconds = float | None
@@ -52,11 +68,15 @@ def connect(
     max_retries: int = 2,
 ) -> "Client":
     """Returns a client of the service at HOST:PORT; it connects with the first call."""
-    return Client(address, api_key=api_key, tls=tls, compression=compression, max_retries=max_retries)
+    return Client(
+        address, api_key=api_key, tls=tls, compression=compression, max_retries=max_retries
+    )
 
 
 class _Generation:
-    """Makes one stream of a request's tries, each of which goes on where the one before has broken off."""
+    """Makes one stream of a request's tries, each of which goes on where the one before has broken
+    off.
+    """
 
     def __init__(self, routed: RoutedCall, request: inference_pb2.GenerateRequest) -> None:
         self.collector = Collector()
@@ -76,7 +96,9 @@ class _Generation:
         return self.collector.delta(message)
 
     def delay(self, error: TandemError) -> float:
-        """Returns the seconds to wait before the next try. Raises `error` if the stream ends with it."""
+        """Returns the seconds to wait before the next try. Raises `error` if the stream ends with
+        it.
+        """
         if self._has_begun and not (isinstance(error, Unavailable) and self.collector.can_resume):
             raise error
         return self._routed.delay(error)
@@ -113,7 +135,9 @@ class Stream:
                 self._call.cancel()
 
     def cancel(self) -> None:
-        """Ends the request, from any thread; the iteration then raises Cancelled. No effect after the end."""
+        """Ends the request, from any thread; the iteration then raises Cancelled. No effect after
+        the end.
+        """
         self._cancelled.set()
         self._call.cancel()
 
@@ -136,7 +160,9 @@ class Stream:
 
 
 class AsyncStream:
-    """Iterates over the deltas of a completion. Leaving the `async with` block early cancels the request."""
+    """Iterates over the deltas of a completion. Leaving the `async with` block early cancels the
+    request.
+    """
 
     def __init__(self, generation: _Generation) -> None:
         self._generation = generation
@@ -149,7 +175,9 @@ class AsyncStream:
 
     async def __anext__(self) -> Delta:
         while True:
-            if self._cancelled.is_set():  # grpc.aio would raise CancelledError, as if this task had been cancelled
+            if (
+                self._cancelled.is_set()
+            ):  # grpc.aio would raise CancelledError, as if this task had been cancelled
                 raise Cancelled(_CANCELLED)
             try:
                 message = await self._call.read()
@@ -213,30 +241,42 @@ class _BaseClient(Generic[_S]):
         max_retries: int = 2,
         use_proxy: bool = True,
     ) -> None:
-        """`address`: HOST:PORT of the gRPC server of one or several routers, with TLS grpcs://HOST:PORT. `api_key`:
-        None takes that of the environment, TANDEM_API_KEY. `tls`: with which files. `compression`: gzip requests, for
-        slow networks. `max_retries`: of one request, without an answer in between; 0 raises every error at once.
-        `use_proxy`: go through the proxy that the environment names (https_proxy and the like), unless the host is
-        loopback."""
+        """`address`: HOST:PORT of the gRPC server of one or several routers, with TLS
+        grpcs://HOST:PORT. `api_key`: None takes that of the environment, TANDEM_API_KEY. `tls`:
+        with which files. `compression`: gzip requests, for
+        slow networks. `max_retries`: of one request, without an answer in between; 0 raises every
+        error at once. `use_proxy`: go through the proxy that the environment names (https_proxy and
+        the like), unless the host is loopback.
+        """
         encoding = grpc.Compression.Gzip if compression else grpc.Compression.NoCompression
         self._metadata = wire.credentials(api_key)
         self._max_retries = max_retries
-        self._routers = Routers(address, lambda one: wire.open_channel(self._channels, one, tls, encoding, use_proxy))
+        self._routers = Routers(
+            address, lambda one: wire.open_channel(self._channels, one, tls, encoding, use_proxy)
+        )
 
-    def stream(self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]) -> _S:
+    def stream(
+        self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]
+    ) -> _S:
         """Continues a text or token ids; the stream yields the completion piece by piece."""
         return self._generate(text_prompt(prompt), options, timeout)
 
-    def stream_chat(self, messages: Messages, *, timeout: Seconds = None, **options: Unpack[ChatOptions]) -> _S:
+    def stream_chat(
+        self, messages: Messages, *, timeout: Seconds = None, **options: Unpack[ChatOptions]
+    ) -> _S:
         """Answers a chat; the stream yields the assistant's answer piece by piece."""
         return self._generate(chat_prompt(messages, options), options, timeout)
 
-    def _generate(self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: Seconds) -> _S:
+    def _generate(
+        self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: Seconds
+    ) -> _S:
         request = generate_request(prompt, options)
         routed = self._routed(lambda router: router.inference.Generate, timeout, self._max_retries)
         return self._make_stream(_Generation(routed, request))
 
-    def _routed(self, choose: Callable[[RouterStubs], Any], timeout: Seconds, max_retries: int) -> RoutedCall:
+    def _routed(
+        self, choose: Callable[[RouterStubs], Any], timeout: Seconds, max_retries: int
+    ) -> RoutedCall:
         retries = wire.Retries(max_retries, timeout, len(self._routers.all))
         return RoutedCall(self._routers, choose, self._metadata, retries)
 
@@ -247,24 +287,39 @@ class Client(_BaseClient[Stream]):
     _channels = grpc
     _make_stream = Stream
 
-    def generate(self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]) -> Completion:
+    def generate(
+        self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]
+    ) -> Completion:
         """Continues a text or token ids."""
         with self.stream(prompt, timeout=timeout, **options) as stream:
             return stream.completion()
 
-    def chat(self, messages: Messages, *, timeout: Seconds = None, **options: Unpack[ChatOptions]) -> Completion:
+    def chat(
+        self, messages: Messages, *, timeout: Seconds = None, **options: Unpack[ChatOptions]
+    ) -> Completion:
         """Returns the assistant's answer to a chat."""
         with self.stream_chat(messages, timeout=timeout, **options) as stream:
             return stream.completion()
 
     def tokenize(
-        self, prompt: str | Messages, *, model: str = "", timeout: Seconds = None, **options: Unpack[TemplateOptions]
+        self,
+        prompt: str | Messages,
+        *,
+        model: str = "",
+        timeout: Seconds = None,
+        **options: Unpack[TemplateOptions],
     ) -> list[int]:
-        """Returns the token ids that `generate` sees for a text, `chat` for messages with the same template options."""
+        """Returns the token ids that `generate` sees for a text, `chat` for messages with the same
+        template options.
+        """
         request = tokenize_request(prompt, model, options)
-        return list(self._call(lambda router: router.inference.Tokenize, request, timeout).token_ids)
+        return list(
+            self._call(lambda router: router.inference.Tokenize, request, timeout).token_ids
+        )
 
-    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: Seconds = None) -> str:
+    def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", timeout: Seconds = None
+    ) -> str:
         """Returns the text of token ids."""
         request = detokenize_request(token_ids, model)
         return str(self._call(lambda router: router.inference.Detokenize, request, timeout).text)
@@ -275,7 +330,9 @@ class Client(_BaseClient[Stream]):
         return list(self._call(lambda router: router.inference.ListModels, request, timeout).models)
 
     def load_lora_adapter(self, name: str, path: str, *, timeout: Seconds = None) -> None:
-        """Has the service answer with a LoRA adapter, too, for requests whose model is `name`. For operators."""
+        """Has the service answer with a LoRA adapter, too, for requests whose model is `name`. For
+        operators.
+        """
         request = inference_pb2.LoadLoraAdapterRequest(lora_name=name, lora_path=path)
         self._call(lambda router: router.inference.LoadLoraAdapter, request, timeout)
 
@@ -286,7 +343,9 @@ class Client(_BaseClient[Stream]):
 
     def health(self, *, timeout: Seconds = None) -> bool:
         """Returns whether the service can be reached and reports that it can answer."""
-        routed = self._routed(lambda router: router.health.Check, timeout, len(self._routers.all) - 1)
+        routed = self._routed(
+            lambda router: router.health.Check, timeout, len(self._routers.all) - 1
+        )
         try:
             return bool(call(routed, health_pb2.HealthCheckRequest()).status == _SERVING)
         except Unavailable:
@@ -303,45 +362,70 @@ class Client(_BaseClient[Stream]):
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _call(self, choose: Callable[[RouterStubs], Any], request: ProtobufMessage, timeout: Seconds) -> Any:
+    def _call(
+        self, choose: Callable[[RouterStubs], Any], request: ProtobufMessage, timeout: Seconds
+    ) -> Any:
         return call(self._routed(choose, timeout, self._max_retries), request)
 
 
 class AsyncClient(_BaseClient[AsyncStream]):
-    """Awaits in its calls. Make it and use it in one event loop; close it, or use it as a context manager."""
+    """Awaits in its calls. Make it and use it in one event loop; close it, or use it as a context
+    manager.
+    """
 
     _channels = grpc.aio
     _make_stream = AsyncStream
 
-    async def generate(self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]) -> Completion:
+    async def generate(
+        self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]
+    ) -> Completion:
         """Continues a text or token ids."""
         async with self.stream(prompt, timeout=timeout, **options) as stream:
             return await stream.completion()
 
-    async def chat(self, messages: Messages, *, timeout: Seconds = None, **options: Unpack[ChatOptions]) -> Completion:
+    async def chat(
+        self, messages: Messages, *, timeout: Seconds = None, **options: Unpack[ChatOptions]
+    ) -> Completion:
         """Returns the assistant's answer to a chat."""
         async with self.stream_chat(messages, timeout=timeout, **options) as stream:
             return await stream.completion()
 
     async def tokenize(
-        self, prompt: str | Messages, *, model: str = "", timeout: Seconds = None, **options: Unpack[TemplateOptions]
+        self,
+        prompt: str | Messages,
+        *,
+        model: str = "",
+        timeout: Seconds = None,
+        **options: Unpack[TemplateOptions],
     ) -> list[int]:
-        """Returns the token ids that `generate` sees for a text, `chat` for messages with the same template options."""
+        """Returns the token ids that `generate` sees for a text, `chat` for messages with the same
+        template options.
+        """
         request = tokenize_request(prompt, model, options)
-        return list((await self._call(lambda router: router.inference.Tokenize, request, timeout)).token_ids)
+        return list(
+            (await self._call(lambda router: router.inference.Tokenize, request, timeout)).token_ids
+        )
 
-    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: Seconds = None) -> str:
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", timeout: Seconds = None
+    ) -> str:
         """Returns the text of token ids."""
         request = detokenize_request(token_ids, model)
-        return str((await self._call(lambda router: router.inference.Detokenize, request, timeout)).text)
+        return str(
+            (await self._call(lambda router: router.inference.Detokenize, request, timeout)).text
+        )
 
     async def list_models(self, *, timeout: Seconds = None) -> list[ModelInfo]:
         """Returns the models that the service answers for."""
         request = inference_pb2.ListModelsRequest()
-        return list((await self._call(lambda router: router.inference.ListModels, request, timeout)).models)
+        return list(
+            (await self._call(lambda router: router.inference.ListModels, request, timeout)).models
+        )
 
     async def load_lora_adapter(self, name: str, path: str, *, timeout: Seconds = None) -> None:
-        """Has the service answer with a LoRA adapter, too, for requests whose model is `name`. For operators."""
+        """Has the service answer with a LoRA adapter, too, for requests whose model is `name`. For
+        operators.
+        """
         request = inference_pb2.LoadLoraAdapterRequest(lora_name=name, lora_path=path)
         await self._call(lambda router: router.inference.LoadLoraAdapter, request, timeout)
 
@@ -352,9 +436,13 @@ class AsyncClient(_BaseClient[AsyncStream]):
 
     async def health(self, *, timeout: Seconds = None) -> bool:
         """Returns whether the service can be reached and reports that it can answer."""
-        routed = self._routed(lambda router: router.health.Check, timeout, len(self._routers.all) - 1)
+        routed = self._routed(
+            lambda router: router.health.Check, timeout, len(self._routers.all) - 1
+        )
         try:
-            return bool((await call_async(routed, health_pb2.HealthCheckRequest())).status == _SERVING)
+            return bool(
+                (await call_async(routed, health_pb2.HealthCheckRequest())).status == _SERVING
+            )
         except Unavailable:
             return False
 
@@ -369,5 +457,7 @@ class AsyncClient(_BaseClient[AsyncStream]):
     async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
-    async def _call(self, choose: Callable[[RouterStubs], Any], request: ProtobufMessage, timeout: Seconds) -> Any:
+    async def _call(
+        self, choose: Callable[[RouterStubs], Any], request: ProtobufMessage, timeout: Seconds
+    ) -> Any:
         return await call_async(self._routed(choose, timeout, self._max_retries), request)

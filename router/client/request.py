@@ -1,7 +1,8 @@
-"""Turns the arguments of the clients into messages of the service. Does no I/O; the service checks the bounds.
+"""Turns the arguments of the clients into messages of the service. Does no I/O; the service checks
+the bounds.
 
-Raises InvalidArgument, which names the option, for what no message can hold: values of a wrong type, numbers that no
-field holds, options that exclude each other. None means absent.
+Raises InvalidArgument, which names the option, for what no message can hold: values of a wrong
+type, numbers that no field holds, options that exclude each other. None means absent.
 """
 
 import json
@@ -49,14 +50,22 @@ def chat_prompt(messages: Sequence[Message], options: TemplateOptions) -> infere
     return inference_pb2.Prompt(chat=chat)
 
 
-def generate_request(prompt: inference_pb2.Prompt, given: Options | ChatOptions) -> inference_pb2.GenerateRequest:
-    """Returns the message for a prompt and these options, but for those of the template, which are in the prompt."""
+def generate_request(
+    prompt: inference_pb2.Prompt, given: Options | ChatOptions
+) -> inference_pb2.GenerateRequest:
+    """Returns the message for a prompt and these options, but for those of the template, which are
+    in the prompt.
+    """
     _check_names(given, _NAMES | _TEMPLATE_NAMES if prompt.HasField("chat") else _NAMES)
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     request = inference_pb2.GenerateRequest(prompt=prompt)
-    constraints = [row.leaf for row in parameters_of("constraint") if options.get(row.leaf, False) is not False]
+    constraints = [
+        row.leaf for row in parameters_of("constraint") if options.get(row.leaf, False) is not False
+    ]
     if len(constraints) > 1:
-        raise InvalidArgument(f"does not go with {constraints[0]}; a completion has one constraint", constraints[1])
+        raise InvalidArgument(
+            f"does not go with {constraints[0]}; a completion has one constraint", constraints[1]
+        )
     for row in PARAMETERS:
         name = row.client_name
         if name not in options or (options[name] is False and row.kind == "bool"):
@@ -101,7 +110,9 @@ def _check_names(given: Mapping[str, object], known: Set[str]) -> None:
 
 @contextmanager
 def _refusing(name: str, message: str) -> Iterator[None]:
-    """Raises InvalidArgument, which names `name`, for a value that does not fit; a lone surrogate is one, too."""
+    """Raises InvalidArgument, which names `name`, for a value that does not fit; a lone surrogate
+    is one, too.
+    """
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -136,7 +147,9 @@ def _call(given: ToolCall | Mapping[str, Any]) -> inference_pb2.ToolCall:
     if isinstance(given, ToolCall):
         return inference_pb2.ToolCall(id=given.id, name=given.name, arguments=given.arguments)
     function = given["function"]
-    return inference_pb2.ToolCall(id=given["id"], name=function["name"], arguments=function["arguments"])
+    return inference_pb2.ToolCall(
+        id=given["id"], name=function["name"], arguments=function["arguments"]
+    )
 
 
 def _tool(given: Tool | Mapping[str, Any]) -> inference_pb2.Tool:
@@ -144,7 +157,11 @@ def _tool(given: Tool | Mapping[str, Any]) -> inference_pb2.Tool:
         name, description, parameters = given.name, given.description, given.parameters
     else:
         function = given["function"]
-        name, description, parameters = function["name"], function.get("description"), function.get("parameters")
+        name, description, parameters = (
+            function["name"],
+            function.get("description"),
+            function.get("parameters"),
+        )
     schema = json.dumps(parameters) if parameters else None
     return inference_pb2.Tool(name=name, description=description, parameters=schema)
 

@@ -43,7 +43,8 @@ class Collector:
         again.request_id = self._request_id
         for choice, token in self._resume_tokens.items():
             again.resume.add(
-                resume_token=token, token_ids=[i for delta in self._deltas[choice] for i in delta.token_ids]
+                resume_token=token,
+                token_ids=[i for delta in self._deltas[choice] for i in delta.token_ids],
             )
         self._num_repeated = 0 if 0 in self._resume_tokens else len(self._prompt_logprobs)
         return again
@@ -82,7 +83,9 @@ class Collector:
                 self.timeline = Timeline.FromString(value)
 
     def completion(self) -> Completion:
-        """Returns the whole completion. Raises InternalError if the stream ended without its last message."""
+        """Returns the whole completion. Raises InternalError if the stream ended without its last
+        message.
+        """
         if self._usage is None:
             raise InternalError("the service ended the stream without a finish reason")
         return Completion(
@@ -111,9 +114,14 @@ def _choice(deltas: Sequence[Delta]) -> Choice:
 
 
 def _logprobs(given: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs(token=_logprob(each.token), top=tuple(map(_logprob, each.top))) for each in given)
+    return tuple(
+        TokenLogprobs(token=_logprob(each.token), top=tuple(map(_logprob, each.top)))
+        for each in given
+    )
 
 
 def _logprob(given: inference_pb2.Logprob) -> Logprob:
     logprob = given.logprob if given.HasField("logprob") else None
-    return Logprob(token_id=given.token_id, token_bytes=given.text, logprob=logprob, rank=given.rank)
+    return Logprob(
+        token_id=given.token_id, token_bytes=given.text, logprob=logprob, rank=given.rank
+    )

@@ -1,4 +1,6 @@
-"""Chooses the router that a call goes to, and starts it there: with several addresses, one until it fails."""
+"""Chooses the router that a call goes to, and starts it there: with several addresses, one until it
+fails.
+"""
 
 import asyncio
 import random
@@ -26,16 +28,22 @@ class RouterStubs:
 
 
 class Routers:
-    """Holds the routers of one service. All calls go to one of them, the first chosen at random, until one fails."""
+    """Holds the routers of one service. All calls go to one of them, the first chosen at random,
+    until one fails.
+    """
 
     def __init__(self, addresses: str | Sequence[str], open_channel: Callable[[str], Any]) -> None:
-        """`addresses`: each HOST:PORT, in one text with commas between them or in several. Raises InvalidArgument."""
+        """`addresses`: each HOST:PORT, in one text with commas between them or in several. Raises
+        InvalidArgument.
+        """
         texts = [addresses] if isinstance(addresses, str) else addresses
         names = [name.strip() for text in texts for name in text.split(",")]
         if not names or not all(names):
             raise InvalidArgument("must be HOST:PORT of each router, one or more", "address")
         self.all = [RouterStubs(open_channel(name)) for name in names]
-        self._current = random.randrange(len(self.all))  # clients with the same list use all routers
+        self._current = random.randrange(
+            len(self.all)
+        )  # clients with the same list use all routers
 
     @property
     def current(self) -> RouterStubs:
@@ -51,7 +59,11 @@ class RoutedCall:
     """Starts the tries of one call, each at the router that is current then."""
 
     def __init__(
-        self, routers: Routers, choose: Callable[[RouterStubs], Any], metadata: wire.Metadata, retries: wire.Retries
+        self,
+        routers: Routers,
+        choose: Callable[[RouterStubs], Any],
+        metadata: wire.Metadata,
+        retries: wire.Retries,
     ) -> None:
         """`choose`: returns the method of a router's services."""
         self._routers = routers
@@ -61,14 +73,18 @@ class RoutedCall:
 
     def start(self, request: Message) -> Any:
         self._router = self._routers.current
-        return self._choose(self._router)(request, timeout=self._retries.timeout, metadata=self._metadata)
+        return self._choose(self._router)(
+            request, timeout=self._retries.timeout, metadata=self._metadata
+        )
 
     def progressed(self) -> None:
         """Forgets the tries that failed: the service has answered since."""
         self._retries.reset()
 
     def delay(self, error: TandemError) -> float:
-        """Returns the seconds to wait before the next try, see Retries. Raises `error` if there is none."""
+        """Returns the seconds to wait before the next try, see Retries. Raises `error` if there is
+        none.
+        """
         if error.retry_after is not None:
             self._routers.leave(self._router)
         return self._retries.delay(error)

@@ -18,8 +18,9 @@ ModelInfo = inference_pb2.Model
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 Message = Mapping[str, object]
-"""A message of a chat: `role` and `content`, and where they apply `name`, `reasoning`, `tool_calls` and
-`tool_call_id`."""
+"""A message of a chat: `role` and `content`, and where they apply `name`, `reasoning`, `tool_calls`
+and `tool_call_id`.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,9 @@ class Tool:
 
     name: str
     description: str = ""
-    parameters: Mapping[str, object] = field(default_factory=dict)  # JSON schema of the arguments; empty: none
+    parameters: Mapping[str, object] = field(
+        default_factory=dict
+    )  # JSON schema of the arguments; empty: none
 
 
 class TemplateOptions(TypedDict, total=False):
@@ -42,13 +45,17 @@ class TemplateOptions(TypedDict, total=False):
 
 
 class Options(TypedDict, total=False):
-    """Declares the rows of proto/parameters.py with types; what is absent takes the service's default."""
+    """Declares the rows of proto/parameters.py with types; what is absent takes the service's
+    default.
+    """
 
     model: str  # absent: the only model served
     request_id: str  # names the request in logs and timelines
     priority: int  # of those that wait the greatest goes first
     truncate_prompt: bool  # keeps the end of a prompt that does not fit the context
-    truncate_prompt_tokens: int  # keeps so many tokens of the prompt's end; -1: as many as fit the context
+    truncate_prompt_tokens: (
+        int  # keeps so many tokens of the prompt's end; -1: as many as fit the context
+    )
 
     n: int  # completions; choice i samples as a request of its own with seed + i would
     best_of: int  # completions to generate, of which the n likeliest are answered
@@ -56,7 +63,8 @@ class Options(TypedDict, total=False):
     length_penalty: float  # of the beam search; absent: 1
     early_stopping: bool  # of the beam search: as soon as beam_width hypotheses are complete
 
-    temperature: float  # 0 is greedy; absent: the model's, or else 1; the same holds where docs/parameters.md says so
+    # 0 is greedy; absent: the model's, or else 1; the same holds where docs/parameters.md says so
+    temperature: float
     top_k: int  # 0 keeps all
     top_p: float
     min_p: float
@@ -74,11 +82,15 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
 
-    logprobs: int  # reports each generated token's log probability and so many alternatives; absent: none
+    logprobs: (
+        int  # reports each generated token's log probability and so many alternatives; absent: none
+    )
     prompt_logprobs: int  # the same for the prompt; max_tokens may then be 0
     echo: bool  # repeats the prompt before each completion; not in a chat
 
-    json_schema: Mapping[str, object] | str  # of these five at most one: what the completion looks like
+    json_schema: (
+        Mapping[str, object] | str
+    )  # of these five at most one: what the completion looks like
     json_object: bool
     regex: str
     choice: Sequence[str]  # one of these texts, word for word
@@ -96,7 +108,8 @@ class Logprob:
     token_id: int
     token_bytes: bytes  # several tokens may make one character
     logprob: float | None  # natural logarithm; None for the first token of a prompt
-    rank: int = 0  # in the order of the vocabulary, from 1 for the likeliest; 0 for the first token of a prompt
+    # in the order of the vocabulary, from 1 for the likeliest; 0 for the first token of a prompt
+    rank: int = 0
 
     @property
     def text(self) -> str:
@@ -123,7 +136,9 @@ class Delta:
     usage: Usage | None  # set in the very last piece only
     choice: int = 0  # the index of the choice
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, if asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token of the prompt, in the first piece
+    prompt_logprobs: tuple[
+        TokenLogprobs, ...
+    ] = ()  # one for each token of the prompt, in the first piece
     tool_calls: tuple[ToolCall, ...] = ()  # whole ones; their text is not in `text`
     score: float = 0.0  # in the choice's last piece after a beam search
     reasoning: str = ""  # what the model thinks before it speaks, in a chat; not in `text`
@@ -159,7 +174,9 @@ class Completion:
     choices: tuple[Choice, ...]  # after best_of and beam search the best first
     usage: Usage
     timeline: Timeline  # where the time went
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token of the prompt, if asked for
+    prompt_logprobs: tuple[
+        TokenLogprobs, ...
+    ] = ()  # one for each token of the prompt, if asked for
 
     @property
     def text(self) -> str:

@@ -16,14 +16,19 @@ from ...proto import errors, limits
 from ...proto.addresses import host_of, is_loopback
 
 API_KEY_VARIABLE: Final = "TANDEM_API_KEY"
-MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024  # the log probabilities of a long prompt come in one message
+MAX_ANSWER_BYTES: Final = (
+    256 * 1024 * 1024
+)  # the log probabilities of a long prompt come in one message
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
-    ("grpc.keepalive_time_ms", 20_000),  # a router whose machine is gone is noticed within half a minute
+    (
+        "grpc.keepalive_time_ms",
+        20_000,
+    ),  # a router whose machine is gone is noticed within half a minute
     ("grpc.keepalive_timeout_ms", 10_000),
-    # A router that was replaced is reached as soon as it listens. By default grpc fails every call at once while it
-    # waits for the next try to connect, for up to two minutes.
+    # A router that was replaced is reached as soon as it listens. By default grpc fails every call
+    # at once while it waits for the next try to connect, for up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # for one try to connect
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -39,8 +44,10 @@ _RESUME_SECONDS: Final = 30.0  # in which a router that was lost is replaced
 
 
 class Retries:
-    """Counts the tries of one request, within its timeout. One that has tokens already is not given up before 30 s
-    without any, so that its router can be replaced meanwhile; `max_retries` 0 gives up at once."""
+    """Counts the tries of one request, within its timeout. One that has tokens already is not given
+    up before 30 s without any, so that its router can be replaced meanwhile; `max_retries` 0 gives
+    up at once.
+    """
 
     def __init__(self, max_retries: int, timeout: float | None, num_routers: int = 1) -> None:
         self._max_retries = max_retries
@@ -56,15 +63,18 @@ class Retries:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def delay(self, error: errors.TandemError) -> float:
-        """Counts a try that failed; returns the seconds to wait before the next: `retry_after` and up to a quarter
-        more, so that clients refused together do not return together. None after Unavailable, as long as there is a
-        router that was not tried.
+        """Counts a try that failed; returns the seconds to wait before the next: `retry_after` and
+        up to a quarter more, so that clients refused together do not return together. None after
+        Unavailable, as long as there is a router that was not tried.
 
-        Raises `error` if there is no next try: the service names no time or more than 30 seconds, the timeout would be
-        exceeded, or none is left."""
+        Raises `error` if there is no next try: the service names no time or more than 30 seconds,
+        the timeout would be exceeded, or none is left.
+        """
         if not self._num_failed:
             self._failing_since = time.monotonic()
-        is_over = self._num_failed >= self._max_retries and not (self._max_retries and self._may_resume(error))
+        is_over = self._num_failed >= self._max_retries and not (
+            self._max_retries and self._may_resume(error)
+        )
         if is_over or error.retry_after is None or error.retry_after > _MAX_RETRY_SECONDS:
             raise error
         self._num_failed += 1
@@ -86,8 +96,9 @@ class Retries:
 
 
 def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of every call; for None with the key of the environment, if it has one. Raises
-    InvalidArgument for a key that no header can hold."""
+    """Returns the metadata of every call; for None with the key of the environment, if it has one.
+    Raises InvalidArgument for a key that no header can hold.
+    """
     if api_key is None:
         api_key = os.environ.get(API_KEY_VARIABLE, "")
     if not (api_key.isascii() and api_key.isprintable()):
@@ -99,8 +110,12 @@ def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
 class ClientTls:
     """Names the files in PEM with which a client speaks TLS."""
 
-    ca: Path | str | None = None  # that the service's certificate is of; None: those that gRPC knows
-    certificate: Path | str | None = None  # the client's own, with its key, for a service that demands one
+    ca: Path | str | None = (
+        None  # that the service's certificate is of; None: those that gRPC knows
+    )
+    certificate: Path | str | None = (
+        None  # the client's own, with its key, for a service that demands one
+    )
     key: Path | str | None = None
 
     @property
@@ -110,10 +125,14 @@ class ClientTls:
     def credentials(self) -> grpc.ChannelCredentials:
         """Reads the files. Raises InvalidArgument."""
         if (self.certificate is None) != (self.key is None):
-            raise errors.InvalidArgument("goes with tls_key, and neither without the other", "tls_certificate")
+            raise errors.InvalidArgument(
+                "goes with tls_key, and neither without the other", "tls_certificate"
+            )
         paths = (self.ca, self.key, self.certificate)
         try:
-            ca, key, certificate = (None if path is None else Path(path).read_bytes() for path in paths)
+            ca, key, certificate = (
+                None if path is None else Path(path).read_bytes() for path in paths
+            )
         except OSError as error:
             raise errors.InvalidArgument(f"{error.filename}: {error.strerror}", "tls") from None
         return grpc.ssl_channel_credentials(ca, key, certificate)
@@ -122,12 +141,16 @@ class ClientTls:
 def open_channel(
     module: Any, address: str, tls: ClientTls, compression: grpc.Compression, use_proxy: bool = True
 ) -> Any:
-    """Opens a channel of grpc or grpc.aio, `module`, to HOST:PORT, grpc://HOST:PORT or, in TLS, grpcs://HOST:PORT;
-    without a scheme in TLS if any file is named for it. `use_proxy`: go through the proxy that the environment names
-    (https_proxy and the like), unless the host is loopback. Raises InvalidArgument."""
+    """Opens a channel of grpc or grpc.aio, `module`, to HOST:PORT, grpc://HOST:PORT or, in TLS,
+    grpcs://HOST:PORT; without a scheme in TLS if any file is named for it. `use_proxy`: go through
+    the proxy that the environment names (https_proxy and the like), unless the host is loopback.
+    Raises InvalidArgument.
+    """
     scheme, _, host = address.rpartition("://")
     if scheme not in ("", "grpc", "grpcs") or (scheme == "grpc" and tls.is_given):
-        raise errors.InvalidArgument("must be HOST:PORT, grpc://HOST:PORT, or with TLS grpcs://HOST:PORT", "address")
+        raise errors.InvalidArgument(
+            "must be HOST:PORT, grpc://HOST:PORT, or with TLS grpcs://HOST:PORT", "address"
+        )
     # Even loopback goes through a proxy, unless no_proxy has it.
     goes_direct = not use_proxy or is_loopback(host_of(host))
     options = (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(not goes_direct)))
@@ -142,8 +165,9 @@ def error_of(call: Any) -> errors.TandemError:
 
 
 _RESET: Final = "CANCELLED"
-"""What grpc says itself of a stream that was reset, as one is that comes just when its router stops. A call that the
-client or the service cancelled has other words."""
+"""What grpc says itself of a stream that was reset, as one is that comes just when its router
+stops. A call that the client or the service cancelled has other words.
+"""
 
 
 def to_error(code: grpc.StatusCode, details: str, trailing: Metadata | None) -> errors.TandemError:
@@ -152,7 +176,11 @@ def to_error(code: grpc.StatusCode, details: str, trailing: Metadata | None) -> 
     status = _status(metadata.get(_STATUS_KEY))
     retry_after = _retry_after(status, metadata.get(_PUSHBACK_KEY))
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return errors.TooLarge(details) if retry_after is None else errors.Overloaded(details, retry_after)
+        return (
+            errors.TooLarge(details)
+            if retry_after is None
+            else errors.Overloaded(details, retry_after)
+        )
     if code is grpc.StatusCode.UNAVAILABLE:  # without a hint the router could not be reached
         return errors.Unavailable(details, retry_after)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
@@ -168,7 +196,11 @@ _BY_CODE: Final = {grpc.StatusCode[kind.code]: kind for kind in errors.TandemErr
 def _status(packed: str | bytes | None) -> status_pb2.Status:
     """Parses the details of an error (google.rpc.Status); empty if there are none."""
     try:
-        return status_pb2.Status.FromString(packed) if isinstance(packed, bytes) else status_pb2.Status()
+        return (
+            status_pb2.Status.FromString(packed)
+            if isinstance(packed, bytes)
+            else status_pb2.Status()
+        )
     except DecodeError:  # not ours, such as a proxy's; the text of the error remains
         return status_pb2.Status()
 

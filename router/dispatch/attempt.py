@@ -1,6 +1,7 @@
 """One attempt to carry a request, or one of its choices, through a worker or a pair of them.
 
-Interprets what the workers have sent; its caller waits, and decides what follows an interruption. Awaits nothing.
+Interprets what the workers have sent; its caller waits, and decides what follows an interruption.
+Awaits nothing.
 """
 
 from collections.abc import Callable, Iterator, Set
@@ -20,11 +21,14 @@ _MAX_FETCHES: Final = 2
 """Of one KV cache: after so many that failed, the fault is taken to be the prefill worker's."""
 
 _USUAL_CRASHES: Final = 4
-"""Of the workers of one request. After each further one it has to make twice as many steps until it is proven, so that
-one that always does harm some steps after it has moved is at last on trial then."""
+"""Of the workers of one request. After each further one it has to make twice as many steps until it
+is proven, so that one that always does harm some steps after it has moved is at last on trial then.
+"""
 
 Submitter = Callable[[str, worker_pb2.Submit], WorkerStream | None]
-"""Sends a submit to a worker. Returns None if that has left the registry; raises Unavailable if the router closes."""
+"""Sends a submit to a worker. Returns None if that has left the registry; raises Unavailable if the
+router closes.
+"""
 
 
 class ChoiceState(Enum):
@@ -53,7 +57,8 @@ class Interruption:
     worker: WorkerKey
     message: str
     choices: frozenset[int]
-    can_rehand: bool  # the prefill worker holds the KV cache still: they stay in the attempt until `abandon`
+    # the prefill worker holds the KV cache still: they stay in the attempt until `abandon`
+    can_rehand: bool
     suspended: SuspendedChoice | None = None
 
 
@@ -67,16 +72,19 @@ class Parked:
     message: str  # of the worker
     last_worker: str
     until: float  # when they are given up
-    suspended: SuspendedChoice | None = None  # the one choice, whose KV cache waits at `last_worker`
+    suspended: SuspendedChoice | None = (
+        None  # the one choice, whose KV cache waits at `last_worker`
+    )
 
 
 class Attempt:
     """Call `start`, then `poll` whenever there may be something new, and `end` however it ends.
 
-    In a pair, the decode worker gets its submit as soon as there is a handle of the KV cache. Its tokens are taken once
-    each choice has its first token from the prefill worker; a refusal is taken at once. As long as it has not received
-    the KV cache, the prefill worker holds that and `rehand` can give it to another decode worker. No decode worker gets
-    anything before `may_decode` says so.
+    In a pair, the decode worker gets its submit as soon as there is a handle of the KV cache. Its
+    tokens are taken once each choice has its first token from the prefill worker; a refusal is
+    taken at once. As long as it has not received the KV cache, the prefill worker holds that and
+    `rehand` can give it to another decode worker. No decode worker gets anything before
+    `may_decode` says so.
     """
 
     def __init__(
@@ -92,9 +100,10 @@ class Attempt:
         num_crashes: int = 0,
         source: SuspendedChoice | None = None,
     ) -> None:
-        """`part` is what the registry counts: the request itself, or what is left of one choice. `num_crashes`: of its
-        workers so far, see `_USUAL_CRASHES`. `source` has its KV cache already: then the placement's prefill worker is
-        the one that suspended it."""
+        """`part` is what the registry counts: the request itself, or what is left of one choice.
+        `num_crashes`: of its workers so far, see `_USUAL_CRASHES`. `source` has its KV cache
+        already: then the placement's prefill worker is the one that suspended it.
+        """
         self.interruptions: list[Interruption] = []  # the caller removes them
         self.is_proven = False  # the worker that decodes has survived its first steps with it
         self.part = part
@@ -102,7 +111,9 @@ class Attempt:
         is_whole = submit.HasField("beam_search") and submit.max_tokens == 1
         self.placement = placement._replace(prefill=None) if is_whole else placement
         self._choices = range(submit.first_choice, submit.first_choice + submit.num_choices)
-        self._states = dict.fromkeys(self._choices, ChoiceState.OPENING)  # of choices neither ended nor interrupted
+        self._states = dict.fromkeys(
+            self._choices, ChoiceState.OPENING
+        )  # of choices neither ended nor interrupted
         self._submit = submit
         self._number = submit.attempt
         self._send = send
@@ -111,9 +122,13 @@ class Attempt:
         self._may_decode = may_decode
         self._waits_to_decode = False
         self._is_beam = submit.HasField("beam_search")
-        self._opener: WorkerStream | SuspendedChoice | None = source  # computes the prompt, and in a pair nothing else
+        self._opener: WorkerStream | SuspendedChoice | None = (
+            source  # computes the prompt, and in a pair nothing else
+        )
         self._decoder: WorkerStream | None = None  # the decode worker's stream in a pair
-        self._kv = worker_pb2.KvHandle()  # of the prefill worker, once that has admitted the request
+        self._kv = (
+            worker_pb2.KvHandle()
+        )  # of the prefill worker, once that has admitted the request
         self._proof = submit.first_index + 1 + 2 ** max(num_crashes - _USUAL_CRASHES, 0)
         self._num_fetches_failed = 0
         self._num_cached = 0
@@ -145,8 +160,9 @@ class Attempt:
         return self._states.keys()
 
     def start(self) -> None:
-        """Sends the first submit; call it right after `WorkerRegistry.place`. Raises Unavailable if the router
-        closes."""
+        """Sends the first submit; call it right after `WorkerRegistry.place`. Raises Unavailable if
+        the router closes.
+        """
         num_tokens, decode_id = len(self._submit.token_ids), self.placement.decode
         goes_ahead = self.part.goes_ahead
         if isinstance(self._opener, SuspendedChoice):
@@ -157,7 +173,9 @@ class Attempt:
             return
         if self.placement.prefill is None:
             self._submit.task = worker_pb2.TASK_WHOLE
-            self._registry.dispatched(decode_id, self.part, num_tokens, decodes=True, goes_ahead=goes_ahead)
+            self._registry.dispatched(
+                decode_id, self.part, num_tokens, decodes=True, goes_ahead=goes_ahead
+            )
         else:
             self._submit.task = worker_pb2.TASK_PREFILL
             prefill = self.placement.prefill
@@ -165,7 +183,9 @@ class Attempt:
             if not goes_ahead and (holder := self._registry.find_holder(self.part, prefill)):
                 self._submit.prefix_holder.CopyFrom(holder)
             fetched = self._submit.prefix_holder.num_tokens
-            self._registry.dispatched(prefill, self.part, num_tokens, goes_ahead=goes_ahead, fetched_tokens=fetched)
+            self._registry.dispatched(
+                prefill, self.part, num_tokens, goes_ahead=goes_ahead, fetched_tokens=fetched
+            )
             self._registry.dispatched(decode_id, self.part, 0)
         worker_id = self.placement.prefill or decode_id
         self._opener = self._send(worker_id, self._submit)
@@ -173,7 +193,9 @@ class Attempt:
             self._interrupt(Cause.GONE, (worker_id, 0), "worker left")
 
     def poll(self) -> Iterator[TokenDelta]:
-        """Yields what has come since the last call. What was interrupted is in `interruptions` then."""
+        """Yields what has come since the last call. What was interrupted is in `interruptions`
+        then.
+        """
         for stream in self._readable():
             for output in stream.take():
                 kind = output.WhichOneof("event")
@@ -202,7 +224,9 @@ class Attempt:
             stream.cancel_choice(choice)
 
     def rehand(self, placement: Placement, number: int) -> None:
-        """Gives the KV cache to the decode worker of `placement`, as attempt `number`, with the next `poll`."""
+        """Gives the KV cache to the decode worker of `placement`, as attempt `number`, with the
+        next `poll`.
+        """
         self._registry.ended(self.placement.decode, self.part.request_id)
         self.placement, self._number, self._waits_to_decode = placement, number, True
         self._registry.dispatched(placement.decode, self.part, 0)
@@ -260,7 +284,9 @@ class Attempt:
         if not self._begun:
             self._begin(output)
         if self._states.get(choice) is ChoiceState.OPENING:
-            following = ChoiceState.DECODING if self.placement.prefill is None else ChoiceState.MOVING
+            following = (
+                ChoiceState.DECODING if self.placement.prefill is None else ChoiceState.MOVING
+            )
             for opened in self._choices if self._is_beam else (choice,):
                 if opened in self._states:
                     self._states[opened] = following
@@ -292,7 +318,9 @@ class Attempt:
         worker_id = self.placement.prefill or self.placement.decode
         self._registry.prefilled(worker_id, self.part.request_id)
         if seconds := output.tokens.prefill_seconds:
-            self._registry.record_prefill(worker_id, len(self._submit.token_ids) - self._num_cached, seconds)
+            self._registry.record_prefill(
+                worker_id, len(self._submit.token_ids) - self._num_cached, seconds
+            )
 
     def _admitted(self, stream: WorkerStream | SuspendedChoice, output: worker_pb2.Output) -> None:
         self._timer.observe(output, decode=stream is self._decoder)
@@ -319,13 +347,22 @@ class Attempt:
             self._registry.ended(self.placement.prefill, self.part.request_id)
             received = output.kv_received
             self._registry.record_transfer(
-                self.placement.prefill, self.placement.decode, received.transfer_bytes, received.transfer_active_seconds
+                self.placement.prefill,
+                self.placement.decode,
+                received.transfer_bytes,
+                received.transfer_active_seconds,
             )
 
     def _suspended(self, stream: WorkerStream, output: worker_pb2.Output) -> None:
         choice = SuspendedChoice(stream, output.choice, output.suspended.kv)
         if output.choice in self._states:
-            self._interrupt(Cause.SUSPENDED, stream.worker, "suspended", frozenset({output.choice}), suspended=choice)
+            self._interrupt(
+                Cause.SUSPENDED,
+                stream.worker,
+                "suspended",
+                frozenset({output.choice}),
+                suspended=choice,
+            )
         else:
             choice.cancel()
 
@@ -352,7 +389,9 @@ class Attempt:
     ) -> None:
         """Interrupts `choices`, None for all."""
         is_held = self.holds_kv and ChoiceState.DECODING not in self._states.values()
-        can_rehand &= is_held and self._num_fetches_failed < _MAX_FETCHES and cause not in _NO_REHAND
+        can_rehand &= (
+            is_held and self._num_fetches_failed < _MAX_FETCHES and cause not in _NO_REHAND
+        )
         interrupted = frozenset(self._states if choices is None else choices & self._states.keys())
         if not interrupted:
             return

@@ -1,4 +1,6 @@
-"""Remembers the requests that have crashed two workers, and lets routers share that. Awaits nothing."""
+"""Remembers the requests that have crashed two workers, and lets routers share that. Awaits
+nothing.
+"""
 
 import hashlib
 import time
@@ -11,22 +13,32 @@ from ..request import TokenRequest
 
 CONVICTED_SECONDS: Final = 600.0  # how long such a request is refused
 MAX_CONVICTED: Final = 512
-"""Requests at a time. The oldest gives way to one that is convicted here; one that others report finds room or not."""
+"""Requests at a time. The oldest gives way to one that is convicted here; one that others report
+finds room or not.
+"""
 
 LEAST_SHARED_SECONDS: Final = 15.0
-"""What ends sooner is not reported: a holder that has just forgotten it would learn it again from one whose clock began
-a message later."""
+"""What ends sooner is not reported: a holder that has just forgotten it would learn it again from
+one whose clock began a message later.
+"""
 
 
 def hash_request(request: TokenRequest) -> bytes:
-    """Returns what two requests have in common of which the second may crash workers if the first one has: tenant,
-    adapter, prompt and parameters. Not the seed, which is another one each time a client asks again."""
+    """Returns what two requests have in common of which the second may crash workers if the first
+    one has: tenant, adapter, prompt and parameters. Not the seed, which is another one each time a
+    client asks again.
+    """
     sampling = inference_pb2.SamplingParams()
     sampling.CopyFrom(request.sampling)
     sampling.ClearField("seed")
     beam = request.beam_search.SerializeToString(deterministic=True) if request.beam_search else b""
     parts = (
-        *(request.tenant, request.prefix_salt, sampling.SerializeToString(deterministic=True), beam),
+        *(
+            request.tenant,
+            request.prefix_salt,
+            sampling.SerializeToString(deterministic=True),
+            beam,
+        ),
         *(request.max_tokens, request.num_choices, request.bad_words, request.stop_token_ids),
         *(request.ignore_eos, request.min_tokens, request.logprobs, request.prompt_logprobs),
         *(int(request.pooling), request.grammar),
@@ -41,7 +53,9 @@ class Convictions:
     Clocks of hosts differ, so holders exchange the seconds that are left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.on_news: Callable[[], object] = lambda: None  # called after a conviction of this router's own
+        self.on_news: Callable[[], object] = lambda: (
+            None
+        )  # called after a conviction of this router's own
         self._clock = clock
         self._until: dict[bytes, float] = {}  # by the hash of the request
 
@@ -60,13 +74,21 @@ class Convictions:
         return bool(self._until) and self._until.get(hash_request(request), 0.0) > self._clock()
 
     def remaining(self) -> dict[bytes, float]:
-        """Returns what others should know: for how many more seconds each request is refused, by its hash."""
+        """Returns what others should know: for how many more seconds each request is refused, by
+        its hash.
+        """
         now = self._clock()
-        return {content: until - now for content, until in self._until.items() if until - now > LEAST_SHARED_SECONDS}
+        return {
+            content: until - now
+            for content, until in self._until.items()
+            if until - now > LEAST_SHARED_SECONDS
+        }
 
     def learn(self, remaining: Mapping[bytes, float]) -> bool:
-        """Takes over what another holder's `remaining` has returned, as far as there is room. Returns whether anything
-        was new. What is known already keeps its end, or each exchange would prolong it by the time that it takes."""
+        """Takes over what another holder's `remaining` has returned, as far as there is room.
+        Returns whether anything was new. What is known already keeps its end, or each exchange
+        would prolong it by the time that it takes.
+        """
         self._forget_ended()
         now, num_known = self._clock(), len(self._until)
         for content, seconds in remaining.items():

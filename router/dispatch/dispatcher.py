@@ -22,7 +22,8 @@ from .unread import Wake
 from .worker_client import Connect, WorkerClient, WorkerKey, WorkerStream
 
 PROBE_SECONDS: Final = 0.5
-"""How often a worker whose session has broken is connected to, until that succeeds or it has left."""
+"""How often a worker whose session has broken is connected to, until that succeeds or it has left.
+"""
 
 _STOPPING: Final = "the service is stopping"
 
@@ -30,8 +31,9 @@ _STOPPING: Final = "the service is stopping"
 class Dispatcher:
     """Generates tokens on the workers of a registry: the TokenSource of the service.
 
-    Needs to know nothing of other routers but their convictions. A worker tells requests apart by their session, and a
-    session is one router's; request ids only have to be unique within a router.
+    Needs to know nothing of other routers but their convictions. A worker tells requests apart by
+    their session, and a session is one router's; request ids only have to be unique within a
+    router.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class Dispatcher:
         convictions: Convictions | None = None,
         connect: Connect = PeerChannel,
     ) -> None:
-        """`admission` decides when a request may start; None: one with the default bounds. An interrupted request waits
-        `park_seconds` for a worker that can take it. `convictions`: of all routers; None: this one keeps its own.
-        `connect` makes the channel to each worker."""
+        """`admission` decides when a request may start; None: one with the default bounds. An
+        interrupted request waits `park_seconds` for a worker that can take it. `convictions`: of
+        all routers; None: this one keeps its own. `connect` makes the channel to each worker.
+        """
         self._metrics = metrics
         self._registry = registry
         self._admission = admission or Admission(registry)
@@ -62,8 +65,9 @@ class Dispatcher:
     def generate(
         self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
     ) -> AsyncGenerator[TokenDelta, None]:
-        """See TokenSource. Raises Unavailable without a worker, Overloaded when all are full, InternalError when the
-        request has crashed workers, see Quarantine."""
+        """See TokenSource. Raises Unavailable without a worker, Overloaded when all are full,
+        InternalError when the request has crashed workers, see Quarantine.
+        """
         wake, timer = Wake(), RequestTimer(request, timeline, self._metrics)
         send = partial(self._send, wake)
         execution = RequestExecution(
@@ -85,11 +89,15 @@ class Dispatcher:
         return sum(execution.wake_at is not None for execution in self._running)
 
     def announce_stop(self) -> None:
-        """Has requests read that the service is stopping if workers, which stop too, can take them no more."""
+        """Has requests read that the service is stopping if workers, which stop too, can take them
+        no more.
+        """
         self._registry.absence = _STOPPING
 
     def stop(self) -> None:
-        """Ends all requests, those that wait for admission and those that come later too, with Unavailable."""
+        """Ends all requests, those that wait for admission and those that come later too, with
+        Unavailable.
+        """
         self._closed = True
         error = Unavailable(_STOPPING)
         self._admission.stop(error)
@@ -102,9 +110,12 @@ class Dispatcher:
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         self._clients.clear()
 
-    def _send(self, wake: asyncio.Event, worker_id: str, submit: worker_pb2.Submit) -> WorkerStream | None:
-        """Submits over the session with the worker, opening one if there is none. Returns None if the worker has left
-        the registry or is lost. Raises Unavailable after `close`."""
+    def _send(
+        self, wake: asyncio.Event, worker_id: str, submit: worker_pb2.Submit
+    ) -> WorkerStream | None:
+        """Submits over the session with the worker, opening one if there is none. Returns None if
+        the worker has left the registry or is lost. Raises Unavailable after `close`.
+        """
         if self._closed:
             raise Unavailable(_STOPPING)
         info = self._registry.get(worker_id)
@@ -118,7 +129,9 @@ class Dispatcher:
     def _connect(self, info: worker_pb2.WorkerInfo) -> WorkerClient:
         """Opens a session with a worker."""
         key = (info.worker_id, info.epoch)
-        self._clients = {other: client for other, client in self._clients.items() if not client.broken}
+        self._clients = {
+            other: client for other, client in self._clients.items() if not client.broken
+        }
         client = self._clients[key] = WorkerClient(
             key,
             info.address,
@@ -131,8 +144,10 @@ class Dispatcher:
         return client
 
     def _lost(self, worker: WorkerKey) -> None:
-        """Has no request placed on a worker whose session has broken before another session brings its first message.
-        The directory lists a dead worker for seconds, in which every request placed there would lose time."""
+        """Has no request placed on a worker whose session has broken before another session brings
+        its first message. The directory lists a dead worker for seconds, in which every request
+        placed there would lose time.
+        """
         self._registry.session_lost(*worker)
         if not self._closed:
             client = self._clients.get(worker)  # that of a probe has heard nothing

@@ -1,12 +1,15 @@
-"""Executes one request from its first attempt to the end of its last choice, whatever happens to workers.
+"""Executes one request from its first attempt to the end of its last choice, whatever happens to
+workers.
 
-Prompt and emitted tokens stay here. After an interruption the choices continue on one of two ways: *rehand*, while the
-prefill worker still holds the KV cache, gives that to another decode worker; *replay* prefills prompt + emitted tokens,
-mostly hits in a prefix cache, and continues at the next index. While no worker can take them they are parked. Several
-choices share an attempt until one of them, or their worker, is lost; then each continues in an attempt of its own.
-Knows token ids, not text. Only `run` awaits.
+Prompt and emitted tokens stay here. After an interruption the choices continue on one of two ways:
+*rehand*, while the prefill worker still holds the KV cache, gives that to another decode worker;
+*replay* prefills prompt + emitted tokens, mostly hits in a prefix cache, and continues at the next
+index. While no worker can take them they are parked. Several choices share an attempt until one of
+them, or their worker, is lost; then each continues in an attempt of its own. Knows token ids, not
+text. Only `run` awaits.
 
-One file because whatever interrupts the request changes the same few fields of its choices between two deltas.
+One file because whatever interrupts the request changes the same few fields of its choices between
+two deltas.
 """
 
 import asyncio
@@ -42,15 +45,18 @@ PARK_SECONDS: Final = 30.0
 """How long a request waits by default until a worker can take it, once it has been interrupted."""
 
 AVOID_SECONDS: Final = 2.0
-"""How long a request avoids a worker that failed it: by then it is gone from the registry, or has room again."""
+"""How long a request avoids a worker that failed it: by then it is gone from the registry, or has
+room again.
+"""
 
 _GIVEN_UP: Final = "the request was given up after two workers were lost"
 _NOT_FINITE: Final = "the request was given up: the model's output was not finite, twice"
 
 
 class RequestExecution:
-    """Call `run`; or `start`, then `deltas` whenever something may have come and at `wake_at`, until `done`, and in the
-    end `end`, whatever happened."""
+    """Call `run`; or `start`, then `deltas` whenever something may have come and at `wake_at`,
+    until `done`, and in the end `end`, whatever happened.
+    """
 
     def __init__(
         self,
@@ -65,9 +71,10 @@ class RequestExecution:
         wake: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ended`: choices that are no longer wanted; the caller may add to it. `quarantine` is shared by all requests
-        of the router. `wake` is called when parked choices may be able to continue, and by `fail`; it has to set the
-        event that `run` is given."""
+        """`ended`: choices that are no longer wanted; the caller may add to it. `quarantine` is
+        shared by all requests of the router. `wake` is called when parked choices may be able to
+        continue, and by `fail`; it has to set the event that `run` is given.
+        """
         self._request = request
         self._ended = ended
         self._send = send
@@ -87,11 +94,14 @@ class RequestExecution:
         self._error: Exception | None = None  # for the caller
         self._backlog = Backlog()
         self._avoided: dict[str, float] = {}  # worker ids, until when
-        self._give_up: dict[int, float] = {}  # by choice that was interrupted since its last token, when
+        self._give_up: dict[
+            int, float
+        ] = {}  # by choice that was interrupted since its last token, when
         self._num_transfers_lost = [0] * request.num_choices
         self._num_crashes = 0
-        # Once a worker has reported that the model's output was not finite: that worker, the attempts under way then,
-        # and the workers of its attempt, to which others are preferred from then on.
+        # Once a worker has reported that the model's output was not finite: that worker, the
+        # attempts under way then, and the workers of its attempt, to which others are preferred
+        # from then on.
         self._not_finite_at: WorkerKey | None = None
         self._doubted: list[Attempt] = []
         self._doubtful: set[str] = set()
@@ -102,33 +112,44 @@ class RequestExecution:
 
     @property
     def wake_at(self) -> float | None:
-        """When `deltas` is to be called at the latest, by the clock; None if only when something has come."""
+        """When `deltas` is to be called at the latest, by the clock; None if only when something
+        has come.
+        """
         turn = self._quarantine.waits_until(self)
         if not self._parked:
             return turn if math.isfinite(turn) else None
         return min([turn, *self._avoided.values(), *(each.until for each in self._parked)])
 
     async def run(self, admission: Admission, wake: Wake) -> AsyncGenerator[TokenDelta, None]:
-        """Waits for admission, then yields all deltas, see TokenSource. `wake` is set whenever something has come.
+        """Waits for admission, then yields all deltas, see TokenSource. `wake` is set whenever
+        something has come.
 
-        The request goes on while the caller does not take them: it ends, and gives back its slot, when its workers have
-        ended it."""
+        The request goes on while the caller does not take them: it ends, and gives back its slot,
+        when its workers have ended it.
+        """
         deadline = self._request.deadline
         async with AsyncExitStack() as scope:
             scope.callback(self._timer.stop)
             if self._quarantine.convictions.is_convicted(self._request):
                 raise InternalError(_GIVEN_UP)
-            release = await before(deadline, scope.enter_async_context(admission.slot(self._request)))
+            release = await before(
+                deadline, scope.enter_async_context(admission.slot(self._request))
+            )
             scope.callback(self.end)
             scope.callback(wake.close)
             if deadline is not None:  # one timer for a request costs less than one for each token
-                timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self.fail, deadline_passed())
+                timer = asyncio.get_running_loop().call_later(
+                    deadline - time.monotonic(), self.fail, deadline_passed()
+                )
                 scope.callback(timer.cancel)
             self.start()
             wake.watch(partial(self._go_on, release))
             while True:
                 self._collect()
-                is_over, error = self.done, self._error  # what comes while the caller is away is for the next turn
+                is_over, error = (
+                    self.done,
+                    self._error,
+                )  # what comes while the caller is away is for the next turn
                 for delta in self._backlog.take():
                     if delta.choice not in self._ended:
                         yield delta
@@ -139,7 +160,9 @@ class RequestExecution:
                 await wake.sleep(None if self.wake_at is None else self.wake_at - self._clock())
 
     def _go_on(self, release: Callable[[], None]) -> None:
-        """Takes what has come in the place of a caller that does not; `release` gives back the slot."""
+        """Takes what has come in the place of a caller that does not; `release` gives back the
+        slot.
+        """
         self._collect()
         try:
             self._backlog.check_size()
@@ -164,21 +187,29 @@ class RequestExecution:
         self._wake()
 
     def start(self) -> None:
-        """Starts the first attempt; of each choice alone if the request was begun elsewhere. Without a worker it waits
-        for one whose session has broken, as for seconds they all may; if there is none, raises Unavailable."""
+        """Starts the first attempt; of each choice alone if the request was begun elsewhere.
+        Without a worker it waits for one whose session has broken, as for seconds they all may; if
+        there is none, raises Unavailable.
+        """
         emitted = self._request.emitted
-        choices = [choice for choice, ids in enumerate(emitted) if ids is not None] if emitted else [None]
+        choices = (
+            [choice for choice, ids in enumerate(emitted) if ids is not None] if emitted else [None]
+        )
         if not (waiting := [choice for choice in choices if not self._start(choice)]):
             return
         if not self._registry.has_lost:
             raise Unavailable(self._registry.absence)
-        indices = [choice for choice in waiting if choice is not None] or range(self._request.num_choices)
+        indices = [choice for choice in waiting if choice is not None] or range(
+            self._request.num_choices
+        )
         until = self._clock() + self._park_seconds
         self._parked.append(Parked(frozenset(indices), None, Cause.GONE, "", "", until))
         self._watch_workers()
 
     def deltas(self) -> Iterator[TokenDelta]:
-        """Yields what has come since the last call. Raises a TandemError if the request cannot be continued."""
+        """Yields what has come since the last call. Raises a TandemError if the request cannot be
+        continued.
+        """
         self._unpark()
         for attempt in self._attempts:  # grows meanwhile, by those that replay
             while True:
@@ -215,11 +246,15 @@ class RequestExecution:
             attempt.end()
 
     def _start(self, choice: int | None) -> bool:
-        """Starts an attempt, of one choice or, if None, of all. Returns False if no worker can take it."""
+        """Starts an attempt, of one choice or, if None, of all. Returns False if no worker can take
+        it.
+        """
         emitted = [] if choice is None else self._emitted[choice]
         part = self._request if choice is None else rest_of(self._request, choice, emitted)
         lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
-        find = partial(self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, goes_ahead=part.goes_ahead)
+        find = partial(
+            self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, goes_ahead=part.goes_ahead
+        )
         placement = None
         for avoided in self._avoid_first():
             if (placement := self._quarantine.place(self, find, avoided)) is not None:
@@ -257,8 +292,9 @@ class RequestExecution:
         attempt.start()
 
     def _fresh(self, delta: TokenDelta) -> TokenDelta | None:
-        """Returns the delta without what the caller has already: prompt logprobs and, of a beam search that started
-        again, tokens."""
+        """Returns the delta without what the caller has already: prompt logprobs and, of a beam
+        search that started again, tokens.
+        """
         if delta.prompt_logprobs:
             if self._has_prompt_logprobs:
                 delta = replace(delta, prompt_logprobs=())
@@ -280,23 +316,31 @@ class RequestExecution:
         )
 
     def _may_decode(self, attempt: Attempt) -> bool:
-        """Returns whether the attempt's decode worker may get the KV cache: usually at once, while the prompt is still
-        computed; of a suspect only then, as it would keep others waiting."""
+        """Returns whether the attempt's decode worker may get the KV cache: usually at once, while
+        the prompt is still computed; of a suspect only then, as it would keep others waiting.
+        """
         if self not in self._quarantine:
             return True
         return attempt.is_computed and self._quarantine.may_try(self, attempt.placement.decode)
 
     def _end_trials(self) -> None:
-        """Ends the trial of a suspect that has proved itself at a worker; once it decodes everywhere, it is none."""
-        self._quarantine.keep(self, {worker for each in self._attempts if (worker := each.tried_at) is not None})
+        """Ends the trial of a suspect that has proved itself at a worker; once it decodes
+        everywhere, it is none.
+        """
+        self._quarantine.keep(
+            self, {worker for each in self._attempts if (worker := each.tried_at) is not None}
+        )
         if not self._parked and all(attempt.is_proven for attempt in self._attempts):
             self._quarantine.leave(self)
 
     def _park(self, interruption: Interruption, attempt: Attempt) -> None:
-        """Lets interrupted choices wait until they can continue, which may be at once. Raises the request's error if it
-        was interrupted too often."""
+        """Lets interrupted choices wait until they can continue, which may be at once. Raises the
+        request's error if it was interrupted too often.
+        """
         cause, choices = interruption.cause, interruption.choices
-        logger.warning("%s: %s on %s", self._request.request_id, interruption.message, interruption.worker[0])
+        logger.warning(
+            "%s: %s on %s", self._request.request_id, interruption.message, interruption.worker[0]
+        )
         self._timer.interrupted(cause.name.lower(), interruption.worker[0])
         if cause is Cause.INVALID:
             raise refusal(interruption.message)
@@ -309,12 +353,23 @@ class RequestExecution:
         if cause.blames_request:
             self._blame(interruption, attempt)
         self._quarantine.look_elsewhere(self)
-        until = min([self._give_up.setdefault(choice, self._clock() + self._park_seconds) for choice in choices])
+        until = min(
+            [
+                self._give_up.setdefault(choice, self._clock() + self._park_seconds)
+                for choice in choices
+            ]
+        )
         for each in self._parked:
             each.choices -= choices  # whose prefill worker is lost now, too
         source = attempt if interruption.can_rehand else None
         parked = Parked(
-            choices, source, cause, interruption.message, interruption.worker[0], until, interruption.suspended
+            choices,
+            source,
+            cause,
+            interruption.message,
+            interruption.worker[0],
+            until,
+            interruption.suspended,
         )
         self._parked.append(parked)
         if not interruption.can_rehand:
@@ -322,9 +377,11 @@ class RequestExecution:
         self._watch_workers()
 
     def _doubt(self, worker: WorkerKey, attempt: Attempt) -> None:
-        """Prefers workers other than those of an attempt in which the model's output was not finite: one of them may be
-        at fault. Raises InternalError if a second worker reports the same, since then the request is at fault; also for
-        a second report of the one worker that there is, which by then has found itself sound."""
+        """Prefers workers other than those of an attempt in which the model's output was not
+        finite: one of them may be at fault. Raises InternalError if a second worker reports the
+        same, since then the request is at fault; also for a second report of the one worker that
+        there is, which by then has found itself sound.
+        """
         if self._not_finite_at is None:
             self._not_finite_at, self._doubted = worker, list(self._attempts)
             placement = attempt.placement
@@ -333,8 +390,9 @@ class RequestExecution:
             raise InternalError(_NOT_FINITE)
 
     def _blame(self, interruption: Interruption, attempt: Attempt) -> None:
-        """Suspects the request of a crash. Raises InternalError, and has it refused for a while, if nothing else can be
-        at fault."""
+        """Suspects the request of a crash. Raises InternalError, and has it refused for a while, if
+        nothing else can be at fault.
+        """
         self._num_crashes += 1
         if interruption.choices - set(self._ended) and self._quarantine.blame(
             self, interruption.worker, self._wake, is_proven=attempt.is_proven
@@ -343,8 +401,9 @@ class RequestExecution:
             raise InternalError(_GIVEN_UP)
 
     def _unpark(self) -> None:
-        """Continues parked choices as far as workers can take them. Raises Unavailable or Overloaded for those that
-        have waited too long."""
+        """Continues parked choices as far as workers can take them. Raises Unavailable or
+        Overloaded for those that have waited too long.
+        """
         if not self._parked:
             return
         self._avoid()  # forgets those whose time is over, at which `wake_at` may have been
@@ -361,29 +420,43 @@ class RequestExecution:
                 if each.cause is Cause.UNABLE:
                     raise _cannot_serve(each.message)
             if self._clock() >= each.until:
-                if self not in self._quarantine or self._registry.place(self._request, self._avoid()) is None:
+                if (
+                    self not in self._quarantine
+                    or self._registry.place(self._request, self._avoid()) is None
+                ):
                     raise (
                         _cannot_serve(each.message)
                         if each.cause is Cause.UNABLE
                         else Unavailable(self._registry.absence)
                     )
-                each.until = self._clock() + self._park_seconds  # it waits for its turn, not for a worker
+                each.until = (
+                    self._clock() + self._park_seconds
+                )  # it waits for its turn, not for a worker
                 self._give_up |= dict.fromkeys(each.choices, each.until)
             self._parked.append(each)
         self._watch_workers()
 
     def _continue(self, parked: Parked) -> frozenset[int]:
-        """Continues choices: rehand if that is possible, else replay. Returns those that no worker can take now."""
+        """Continues choices: rehand if that is possible, else replay. Returns those that no worker
+        can take now.
+        """
         if parked.attempt is not None:
             if self._rehand(parked, parked.attempt):
                 return frozenset()
-            if parked.attempt.holds_kv and self._registry.place(parked.attempt.part, self._avoid()) is None:
+            if (
+                parked.attempt.holds_kv
+                and self._registry.place(parked.attempt.part, self._avoid()) is None
+            ):
                 return parked.choices
             parked.attempt.abandon(parked.choices)
             parked.attempt = None
         choices = parked.choices - set(self._ended)
         if (suspended := parked.suspended) is not None:
-            if choices and suspended.failure is None and self._registry.place(self._request, self._avoid()) is None:
+            if (
+                choices
+                and suspended.failure is None
+                and self._registry.place(self._request, self._avoid()) is None
+            ):
                 return choices
             if choices and self._take_over(suspended):
                 return frozenset()
@@ -395,14 +468,18 @@ class RequestExecution:
         return frozenset(choice for choice in sorted(choices) if not self._start(choice))
 
     def _rehand(self, parked: Parked, attempt: Attempt) -> bool:
-        """Gives the KV cache of the attempt to another decode worker; to the same one if there is no other and it may
-        not be at fault. Returns False, having done nothing, without a decode worker."""
+        """Gives the KV cache of the attempt to another decode worker; to the same one if there is
+        no other and it may not be at fault. Returns False, having done nothing, without a decode
+        worker.
+        """
         if not attempt.holds_kv:
             return False
         avoided, prefill = self._avoid(), attempt.placement.prefill
         others = avoided | self._doubtful | {parked.last_worker}
         placement = self._registry.place(attempt.part, others, prefill=prefill)
-        if (placement := placement or self._registry.place(attempt.part, avoided, prefill=prefill)) is None:
+        if (
+            placement := placement or self._registry.place(attempt.part, avoided, prefill=prefill)
+        ) is None:
             return False
         self._num_attempts += 1
         self._timer.dispatched(placement, self._num_attempts, "rehand")
@@ -410,15 +487,18 @@ class RequestExecution:
         return True
 
     def _take_over(self, suspended: SuspendedChoice) -> bool:
-        """Gives the KV cache of a suspended choice to another decode worker, with its last token as the first. Returns
-        False, having done nothing, if that is not possible."""
+        """Gives the KV cache of a suspended choice to another decode worker, with its last token as
+        the first. Returns False, having done nothing, if that is not possible.
+        """
         emitted = self._emitted[suspended.choice]
         known = len(self._request.prompt) + len(emitted) - 1
         if suspended.failure is not None or not emitted or suspended.kv.num_tokens != known:
             return False
         part = rest_of(self._request, suspended.choice, emitted[:-1])
         worker_id = suspended.worker[0]
-        if (placement := self._registry.place(part, self._avoid() | {worker_id}, prefill=worker_id)) is None:
+        if (
+            placement := self._registry.place(part, self._avoid() | {worker_id}, prefill=worker_id)
+        ) is None:
             return False
         self._begin_attempt(part, suspended.choice, len(emitted) - 1, placement, suspended)
         return True
@@ -430,7 +510,9 @@ class RequestExecution:
         return set(self._avoided)
 
     def _avoid_first(self) -> list[set[str]]:
-        """Returns which workers to avoid: at first also the doubtful ones and, if no other is left, these not."""
+        """Returns which workers to avoid: at first also the doubtful ones and, if no other is left,
+        these not.
+        """
         avoided = self._avoid()
         return [avoided | self._doubtful, avoided] if self._doubtful else [avoided]
 

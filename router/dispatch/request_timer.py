@@ -1,5 +1,6 @@
-"""Fills the timeline of one request from what its router observes and its workers measure, and counts what happens to
-it on the way."""
+"""Fills the timeline of one request from what its router observes and its workers measure, and
+counts what happens to it on the way.
+"""
 
 import time
 from typing import Final
@@ -29,13 +30,16 @@ MAX_INTERRUPTIONS: Final = 32
 class RequestTimer:
     """Stamps each stage of one request the first time it is reached; `stop` writes the timeline.
 
-    Until then it has what does not change any more: workers, attempts, interruptions, the time to the first token.
-    Time lost by an interruption counts for the stage the request was in: as dispatch before the first token, as decode
-    after it.
+    Until then it has what does not change any more: workers, attempts, interruptions, the time to
+    the first token. Time lost by an interruption counts for the stage the request was in: as
+    dispatch before the first token, as decode after it.
     """
 
     def __init__(
-        self, request: TokenRequest, timeline: inference_pb2.Timeline, metrics: Metrics = NULL_METRICS
+        self,
+        request: TokenRequest,
+        timeline: inference_pb2.Timeline,
+        metrics: Metrics = NULL_METRICS,
     ) -> None:
         """Stamps the end of the request's checks: from now on it waits for a worker."""
         self._metrics = metrics
@@ -57,8 +61,9 @@ class RequestTimer:
         timeline.prompt_tokens = len(request.prompt)
 
     def dispatched(self, placement: Placement, attempt: int, kind: str = "replay") -> None:
-        """Stamps the dispatch of an attempt; `kind` says how it recovers from an interruption, if there was one, see
-        RECOVERIES."""
+        """Stamps the dispatch of an attempt; `kind` says how it recovers from an interruption, if
+        there was one, see RECOVERIES.
+        """
         if self._was_interrupted:
             self._metrics.add(RECOVERIES, kind=kind)
         self._dispatched = self._dispatched or time.monotonic()
@@ -67,7 +72,9 @@ class RequestTimer:
         self._timeline.decode_worker = placement.decode
 
     def observe(self, output: worker_pb2.Output, *, decode: bool = False) -> None:
-        """Stamps an output of the worker that prefills, or, if `decode`, of the decode worker of a pair."""
+        """Stamps an output of the worker that prefills, or, if `decode`, of the decode worker of a
+        pair.
+        """
         now = time.monotonic()
         if output.HasField("admitted") and decode:
             self._decode_admitted = self._decode_admitted or now
@@ -85,7 +92,9 @@ class RequestTimer:
             self._timeline.kv_transfer_bytes += received.transfer_bytes
             self._timeline.kv_transfer_active_seconds += received.transfer_active_seconds
             self._timeline.kv_transport = received.transport
-            self._metrics.observe(KV_SECONDS, received.transfer_active_seconds, transport=received.transport)
+            self._metrics.observe(
+                KV_SECONDS, received.transfer_active_seconds, transport=received.transport
+            )
             self._metrics.add(KV_BYTES, received.transfer_bytes, transport=received.transport)
 
     def interrupted(self, cause: str, worker_id: str) -> None:
@@ -99,7 +108,9 @@ class RequestTimer:
             self._timeline.interruptions.add(cause=cause, worker=worker_id, at_seconds=at)
 
     def tokens(self, count: int, choice: int = 0) -> None:
-        """Counts tokens of a choice that have reached the router; several at once have come at equal distances."""
+        """Counts tokens of a choice that have reached the router; several at once have come at
+        equal distances.
+        """
         self._num_tokens += count
         self._last = now = time.monotonic()
         if not count:
@@ -133,6 +144,8 @@ class RequestTimer:
         timeline.end_to_end_seconds = end - self._arrived
         timeline.ttft_seconds = first - self._arrived
         timeline.completion_tokens = self._num_tokens
-        num_steps = self._num_tokens / self._num_choices - 1  # the choices are generated at the same time
+        num_steps = (
+            self._num_tokens / self._num_choices - 1
+        )  # the choices are generated at the same time
         timeline.tpot_seconds = (end - first) / num_steps if num_steps > 0 else 0.0
         self._gaps.report(self._metrics, ITL)

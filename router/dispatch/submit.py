@@ -13,14 +13,17 @@ _FIELDS: Final = {
     **{"num_choices": "n", "stop_token_ids": "stopping.stop_token_ids", "grammar": "constraint"},
     "adapter": "model",
 }
-"""Fields of a submit by the names of the API. Every other refusal of a worker concerns the length of the prompt."""
+"""Fields of a submit by the names of the API. Every other refusal of a worker concerns the length
+of the prompt.
+"""
 
 
 def make_submit(
     request: TokenRequest, part: TokenRequest, attempt: int, first_choice: int, first_index: int
 ) -> worker_pb2.Submit:
-    """Returns the submit of an attempt, but for its task. `part` is the request or what is left of one choice, which is
-    `first_choice`, after `first_index` generated tokens."""
+    """Returns the submit of an attempt, but for its task. `part` is the request or what is left of
+    one choice, which is `first_choice`, after `first_index` generated tokens.
+    """
     return worker_pb2.Submit(
         request_id=request.request_id,
         attempt=attempt,
@@ -57,7 +60,9 @@ def _turn(request: TokenRequest, choice: int, first_index: int) -> "worker_pb2.T
 def _adapter(request: TokenRequest) -> worker_pb2.Adapter | None:
     if request.adapter is None:
         return None
-    return worker_pb2.Adapter(folder=request.adapter.folder, fingerprint=request.adapter.fingerprint)
+    return worker_pb2.Adapter(
+        folder=request.adapter.folder, fingerprint=request.adapter.fingerprint
+    )
 
 
 def rest_of(request: TokenRequest, choice: int, emitted: Sequence[int]) -> TokenRequest:

@@ -1,4 +1,6 @@
-"""Keeps a request going whose caller is busy elsewhere, such as with a client that does not read its stream."""
+"""Keeps a request going whose caller is busy elsewhere, such as with a client that does not read
+its stream.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -11,7 +13,9 @@ from ...proto.limits import MAX_UNREAD_BYTES
 from ..request import TokenDelta
 
 _AWAY_SECONDS: Final = 0.1
-"""How often what has come is looked at in the caller's place; tokens that come meanwhile are merged."""
+"""How often what has come is looked at in the caller's place; tokens that come meanwhile are
+merged.
+"""
 
 _DELTA_BYTES: Final = 256
 _SCORE_BYTES: Final = 128
@@ -19,7 +23,9 @@ _ALTERNATIVE_BYTES: Final = 16
 
 
 class Wake(asyncio.Event):
-    """Wakes the caller of a request when something may have come; while nobody waits, calls `on_away` now and then."""
+    """Wakes the caller of a request when something may have come; while nobody waits, calls
+    `on_away` now and then.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +53,9 @@ class Wake(asyncio.Event):
         """Waits until something may have come, or for so long at most; then forgets it."""
         self._is_awaited = True
         try:
-            async with nullcontext() if seconds is None else asyncio.timeout(seconds):  # which costs, for each token
+            async with (
+                nullcontext() if seconds is None else asyncio.timeout(seconds)
+            ):  # which costs, for each token
                 await self.wait()
         except TimeoutError:
             pass
@@ -62,7 +70,9 @@ class Wake(asyncio.Event):
 
 
 class Backlog:
-    """Holds the deltas that the caller has not taken yet; of one choice, those that follow each other become one."""
+    """Holds the deltas that the caller has not taken yet; of one choice, those that follow each
+    other become one.
+    """
 
     def __init__(self, max_bytes: int = MAX_UNREAD_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -74,7 +84,9 @@ class Backlog:
         """Adds a delta."""
         for scores in delta.logprobs, delta.prompt_logprobs:
             if scores:
-                self._num_bytes += len(scores) * (_SCORE_BYTES + _ALTERNATIVE_BYTES * len(scores[-1].top_ids))
+                self._num_bytes += len(scores) * (
+                    _SCORE_BYTES + _ALTERNATIVE_BYTES * len(scores[-1].top_ids)
+                )
         self._num_bytes += _DELTA_BYTES
         run = self._last.get(delta.choice)
         if run is not None and run[-1].first_index + len(run[-1].ids) == delta.first_index:

@@ -39,16 +39,24 @@ Connect = Callable[[str, PeerIdentity], SessionChannel]
 class WorkerStream:
     """Holds the worker's outputs for one submit, in order, until they are taken.
 
-    Tokens of one choice that wait are merged into one output: a slow reader takes fewer and longer ones, and no more
-    outputs wait than the submit has choices, but for the few that are not tokens.
+    Tokens of one choice that wait are merged into one output: a slow reader takes fewer and longer
+    ones, and no more outputs wait than the submit has choices, but for the few that are not tokens.
     """
 
-    def __init__(self, client: "WorkerClient", submit: worker_pb2.Submit, wake: asyncio.Event) -> None:
+    def __init__(
+        self, client: "WorkerClient", submit: worker_pb2.Submit, wake: asyncio.Event
+    ) -> None:
         """`wake` is set whenever there is something new."""
         self.admitted = False  # the worker has said that it has begun to compute it
-        self.received_kv = False  # the worker has fetched the KV cache, so that the prefill worker may free it
-        self.failure: worker_pb2.Failure | None = None  # that ended the whole submit: no output follows
-        self.may_suspend = submit.task != worker_pb2.TASK_PREFILL and not submit.HasField("beam_search")
+        self.received_kv = (
+            False  # the worker has fetched the KV cache, so that the prefill worker may free it
+        )
+        self.failure: worker_pb2.Failure | None = (
+            None  # that ended the whole submit: no output follows
+        )
+        self.may_suspend = submit.task != worker_pb2.TASK_PREFILL and not submit.HasField(
+            "beam_search"
+        )
         self._computes_prompt = submit.task != worker_pb2.TASK_DECODE
         self._client = client
         self._key = (submit.request_id, submit.attempt)
@@ -57,9 +65,13 @@ class WorkerStream:
         self._only_choice = first if count == 1 else None
         self._is_beam = submit.HasField("beam_search")
         self._open = set(range(first, first + count))  # choices that the worker has not ended
-        self._suspended: set[int] = set()  # of these, those whose KV cache it holds for another worker
+        self._suspended: set[int] = (
+            set()
+        )  # of these, those whose KV cache it holds for another worker
         self._outputs: list[worker_pb2.Output] = []
-        self._mergeable: dict[int, worker_pb2.Output] = {}  # by choice: of `_outputs`, what can take more tokens
+        self._mergeable: dict[
+            int, worker_pb2.Output
+        ] = {}  # by choice: of `_outputs`, what can take more tokens
 
     @property
     def worker(self) -> WorkerKey:
@@ -67,8 +79,9 @@ class WorkerStream:
 
     @property
     def may_have_begun(self) -> bool:
-        """Whether the worker may have computed something of it. One that dies in the first step has not said so; one
-        that was never heard of may never have come up."""
+        """Whether the worker may have computed something of it. One that dies in the first step has
+        not said so; one that was never heard of may never have come up.
+        """
         return self.admitted or (self._computes_prompt and self._client.heard)
 
     def take(self) -> list[worker_pb2.Output]:
@@ -78,7 +91,9 @@ class WorkerStream:
         return taken
 
     def put(self, output: worker_pb2.Output) -> bool:
-        """Adds an output of the worker. Returns whether the worker holds nothing for the submit any more."""
+        """Adds an output of the worker. Returns whether the worker holds nothing for the submit any
+        more.
+        """
         if self._only_choice is not None:
             output.choice = self._only_choice
         kind = output.WhichOneof("event")
@@ -91,7 +106,9 @@ class WorkerStream:
             if waiting is None or not _merge(waiting.tokens, output.tokens):
                 self._outputs.append(output)
                 self._mergeable[output.choice] = output
-        elif kind == "failure" and not (output.failure.kind == worker_pb2.FAILURE_KIND_PREEMPTED and not self._is_beam):
+        elif kind == "failure" and not (
+            output.failure.kind == worker_pb2.FAILURE_KIND_PREEMPTED and not self._is_beam
+        ):
             self._open.clear()
             self.failure = output.failure
         else:
@@ -113,9 +130,10 @@ class WorkerStream:
         self._wake.set()
 
     def cancel(self) -> None:
-        """Lets the worker free what it still holds for the submit, but for suspended choices, which are cancelled one
-        by one. Idempotent, returns at once, and is safe after the session has ended, since the worker then has freed
-        it."""
+        """Lets the worker free what it still holds for the submit, but for suspended choices, which
+        are cancelled one by one. Idempotent, returns at once, and is safe after the session has
+        ended, since the worker then has freed it.
+        """
         self._open &= self._suspended
         if not self._open:
             self._client.cancel(self._key)
@@ -130,7 +148,9 @@ class WorkerStream:
 
 
 class SuspendedChoice:
-    """Holds a choice whose KV cache waits at the worker that decoded it; stands in for the stream of a prefill."""
+    """Holds a choice whose KV cache waits at the worker that decoded it; stands in for the stream
+    of a prefill.
+    """
 
     may_have_begun = True
 
@@ -177,8 +197,10 @@ class WorkerClient:
         can_move: Callable[[], bool] = lambda: False,
         connect: Connect = PeerChannel,
     ) -> None:
-        """`on_message` gets every message of the worker before the streams do; `on_break` is called once. `can_move`
-        says whether another worker can take over sequences of this one, which drains."""
+        """`on_message` gets every message of the worker before the streams do; `on_break` is called
+        once. `can_move` says whether another worker can take over sequences of this one, which
+        drains.
+        """
         self.worker = worker
         self.broken = False  # the session has ended
         self._on_message = on_message
@@ -192,7 +214,9 @@ class WorkerClient:
         self._task = asyncio.create_task(self._run())
 
     def submit(self, submit: worker_pb2.Submit, wake: asyncio.Event) -> WorkerStream:
-        """Sends a submit and returns the stream of its outputs, which sets `wake` when there is something to take."""
+        """Sends a submit and returns the stream of its outputs, which sets `wake` when there is
+        something to take.
+        """
         stream = self._streams[submit.request_id, submit.attempt] = WorkerStream(self, submit, wake)
         if self.broken:
             stream.fail(self._end)
@@ -246,8 +270,9 @@ class WorkerClient:
             await call.write(await self._commands.get())
 
     async def _receive(self, call: _Call) -> None:
-        """Routes outputs to their streams until the session ends. Those of a cancelled submit are dropped: this is the
-        fence against outputs of an older attempt."""
+        """Routes outputs to their streams until the session ends. Those of a cancelled submit are
+        dropped: this is the fence against outputs of an older attempt.
+        """
         while isinstance(response := await call.read(), worker_pb2.SessionResponse):
             self.heard = True
             self._on_message(response)
@@ -276,7 +301,9 @@ def _end_of(error: grpc.aio.AioRpcError) -> worker_pb2.Failure:
 
 
 def _merge(waiting: worker_pb2.Tokens, more: worker_pb2.Tokens) -> bool:
-    """Appends the tokens that follow. Returns False, having done nothing, if they do not follow: a gap stays one."""
+    """Appends the tokens that follow. Returns False, having done nothing, if they do not follow: a
+    gap stays one.
+    """
     if more.first_index != waiting.first_index + len(waiting.ids) or waiting.finish_reason:
         return False
     waiting.ids.extend(more.ids)

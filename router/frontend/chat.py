@@ -1,4 +1,5 @@
-"""Checks the messages, tools and template variables of a chat, and puts them into the form that chat templates take.
+"""Checks the messages, tools and template variables of a chat, and puts them into the form that
+chat templates take.
 
 Knows nothing of tokens.
 """
@@ -21,18 +22,32 @@ _NAMES_DEVELOPER: Final = re.compile(r"""["']developer["']""")
 
 _RESERVED: Final = frozenset(
     (
-        *("messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"),
-        *("conversations", "chat_template", "return_assistant_tokens_mask"),  # arguments beside the variables
+        *(
+            "messages",
+            "tools",
+            "add_generation_prompt",
+            "continue_final_message",
+            "raise_exception",
+            "strftime_now",
+        ),
+        *(
+            "conversations",
+            "chat_template",
+            "return_assistant_tokens_mask",
+        ),  # arguments beside the variables
         *DEFAULT_NAMESPACE,
     )
 )
 
 
 def check_chat(chat: inference_pb2.Chat) -> None:
-    """Checks every bound. Raises InvalidArgument, which names the field by its path (`prompt.chat.tools[0].name`)."""
+    """Checks every bound. Raises InvalidArgument, which names the field by its path
+    (`prompt.chat.tools[0].name`).
+    """
     if not 1 <= len(chat.messages) <= limits.MAX_CHAT_MESSAGES:
         raise InvalidArgument(
-            f"has {len(chat.messages)} messages; 1 to {limits.MAX_CHAT_MESSAGES} are taken", f"{_PATH}.messages"
+            f"has {len(chat.messages)} messages; 1 to {limits.MAX_CHAT_MESSAGES} are taken",
+            f"{_PATH}.messages",
         )
     for i, message in enumerate(chat.messages):
         _check_message(message, f"{_PATH}.messages[{i}]")
@@ -51,7 +66,10 @@ def active_tools(chat: inference_pb2.Chat) -> list[inference_pb2.Tool]:
 
 def must_call(chat: inference_pb2.Chat) -> bool:
     """Returns whether the answer has to be a tool call."""
-    return chat.tool_choice.mode in (inference_pb2.ToolChoice.MODE_REQUIRED, inference_pb2.ToolChoice.MODE_NAMED)
+    return chat.tool_choice.mode in (
+        inference_pb2.ToolChoice.MODE_REQUIRED,
+        inference_pb2.ToolChoice.MODE_NAMED,
+    )
 
 
 def template_kwargs(chat: inference_pb2.Chat) -> dict[str, Any]:
@@ -59,7 +77,9 @@ def template_kwargs(chat: inference_pb2.Chat) -> dict[str, Any]:
     field = f"{_PATH}.template_kwargs"
     if not chat.template_kwargs:
         return {}
-    check_count(len(chat.template_kwargs), limits.MAX_TEMPLATE_KWARGS_CHARACTERS, "characters", field)
+    check_count(
+        len(chat.template_kwargs), limits.MAX_TEMPLATE_KWARGS_CHARACTERS, "characters", field
+    )
     given = json_object(chat.template_kwargs)
     if given is None:
         raise InvalidArgument("must be a JSON object", field)
@@ -70,7 +90,9 @@ def template_kwargs(chat: inference_pb2.Chat) -> dict[str, Any]:
 
 
 def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
-    """Returns the template's variables for a checked chat, as arguments of transformers' render_jinja_template."""
+    """Returns the template's variables for a checked chat, as arguments of transformers'
+    render_jinja_template.
+    """
     return {
         **template_kwargs(chat),
         "conversations": [[_template_message(message) for message in chat.messages]],
@@ -81,11 +103,15 @@ def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
 
 
 def with_developer_as_system(variables: dict[str, Any], template: str) -> dict[str, Any]:
-    """Returns the variables for a template that does not name the role developer: it is what system was before."""
+    """Returns the variables for a template that does not name the role developer: it is what system
+    was before.
+    """
     if _NAMES_DEVELOPER.search(template):
         return variables
     (messages,) = variables["conversations"]
-    named = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
+    named = [
+        each | {"role": "system"} if each["role"] == "developer" else each for each in messages
+    ]
     return variables | {"conversations": [named]}
 
 
@@ -100,15 +126,22 @@ def tool_object(tool: inference_pb2.Tool) -> dict[str, Any]:
 
 def parameters_schema(tool: inference_pb2.Tool) -> dict[str, Any]:
     """Returns the JSON schema of the arguments of a checked tool."""
-    schema = json_object(tool.parameters or "{}") or {"properties": {}, "additionalProperties": False}
+    schema = json_object(tool.parameters or "{}") or {
+        "properties": {},
+        "additionalProperties": False,
+    }
     return schema if "type" in schema else {"type": "object", **schema}
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Parses a JSON object; returns None if `text` is none, or none that can be written as JSON and UTF-8 again."""
+    """Parses a JSON object; returns None if `text` is none, or none that can be written as JSON and
+    UTF-8 again.
+    """
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no infinity, no lone surrogate
+        json.dumps(
+            value, ensure_ascii=False, allow_nan=False
+        ).encode()  # no NaN, no infinity, no lone surrogate
     except (ValueError, RecursionError):  # JSONDecodeError and UnicodeEncodeError are ValueErrors
         return None
     return value if isinstance(value, dict) else None
@@ -128,7 +161,8 @@ def _template_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
 
 
 def _template_call(call: inference_pb2.ToolCall) -> Mapping[str, Any]:
-    # Templates write the arguments by `tojson`, so they need an object; arguments that are no JSON stay text.
+    # Templates write the arguments by `tojson`, so they need an object; arguments that are no JSON
+    # stay text.
     arguments = json_object(call.arguments or "{}")
     function = {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -137,12 +171,16 @@ def _template_call(call: inference_pb2.ToolCall) -> Mapping[str, Any]:
 def _check_message(message: inference_pb2.ChatMessage, path: str) -> None:
     check_length(message.role, limits.MAX_ROLE_CHARACTERS, f"{path}.role")
     check_count(len(message.name), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.name")
-    check_count(len(message.tool_call_id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_call_id")
+    check_count(
+        len(message.tool_call_id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_call_id"
+    )
     if message.tool_calls and message.role != "assistant":
         raise InvalidArgument("go with role assistant only", f"{path}.tool_calls")
     check_count(len(message.tool_calls), limits.MAX_TOOL_CALLS, "calls", f"{path}.tool_calls")
     for i, call in enumerate(message.tool_calls):
-        check_count(len(call.id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_calls[{i}].id")
+        check_count(
+            len(call.id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_calls[{i}].id"
+        )
         _check_tool_name(call.name, f"{path}.tool_calls[{i}].name")
 
 
@@ -155,7 +193,9 @@ def _check_tools(chat: inference_pb2.Chat) -> None:
         if tool.name in names:
             raise InvalidArgument(f"{tool.name!r} is the name of another tool, too", f"{path}.name")
         names.add(tool.name)
-        check_count(len(tool.parameters), limits.MAX_GRAMMAR_CHARACTERS, "characters", f"{path}.parameters")
+        check_count(
+            len(tool.parameters), limits.MAX_GRAMMAR_CHARACTERS, "characters", f"{path}.parameters"
+        )
         schema = json_object(tool.parameters or "{}")
         if schema is None or schema.get("type", "object") != "object":
             raise InvalidArgument("must be the JSON schema of an object", f"{path}.parameters")
@@ -185,7 +225,9 @@ def _check_continuation(chat: inference_pb2.Chat) -> None:
 def _check_tool_name(name: str, field: str) -> None:
     if not _TOOL_NAME.fullmatch(name):
         raise InvalidArgument(
-            f"must have 1 to {limits.MAX_NAME_CHARACTERS} characters, letters, digits and any of _.:/-", field
+            f"must have 1 to {limits.MAX_NAME_CHARACTERS} characters, letters, digits and any of "
+            "_.:/-",
+            field,
         )
 
 
@@ -193,4 +235,8 @@ def _num_characters(chat: inference_pb2.Chat) -> int:
     """Counts all text that may go into the prompt."""
     contents = sum(len(message.content) + len(message.reasoning) for message in chat.messages)
     arguments = sum(len(call.arguments) for message in chat.messages for call in message.tool_calls)
-    return contents + arguments + sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)
+    return (
+        contents
+        + arguments
+        + sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)
+    )

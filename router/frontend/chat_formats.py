@@ -1,8 +1,9 @@
 """Formats in which chat models write calls of tools and what they think. Their names are vLLM's.
 
-A chat template tells its model's format by a text that only such templates have. Where calls and thoughts begin and end
-is declared as transformers' response templates declare it; Hermes and Llama 3 have parsers of their own in
-output/tool_parser.py, which take a tag for text where it is part of an argument.
+A chat template tells its model's format by a text that only such templates have. Where calls and
+thoughts begin and end is declared as transformers' response templates declare it; Hermes and Llama
+3 have parsers of their own in output/tool_parser.py, which take a tag for text where it is part of
+an argument.
 
 Knows nothing of tokens.
 """
@@ -13,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
-"""Tags that Hermes models write around a tool call. Text even where a tokenizer has them as special tokens."""
+"""Tags that Hermes models write around a tool call. Text even where a tokenizer has them as special
+tokens.
+"""
 
 PYTHON_TAG: Final = "<|python_tag|>"
 AUTO: Final = "auto"
@@ -40,8 +43,9 @@ ReasoningParserName = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallGrammar:
-    """Holds the texts around a demanded call and between calls: those that may be special tokens by themselves. `%s`
-    stands for the tool's name, `%j` for it in JSON."""
+    """Holds the texts around a demanded call and between calls: those that may be special tokens by
+    themselves. `%s` stands for the tool's name, `%j` for it in JSON.
+    """
 
     begin: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
@@ -68,11 +72,20 @@ CONTENT: Final = {"content": _RAW}
 
 
 def _calls(begin: str, *ends: str, **captured: str) -> dict[str, Any]:
-    """Declares calls, from the pattern `begin` to one of the texts `ends`, or to the end of the answer; as they were
-    written."""
+    """Declares calls, from the pattern `begin` to one of the texts `ends`, or to the end of the
+    answer; as they were written.
+    """
     made = {"open": "{open}", "body": "{content}"} | captured
     close = {"close": list(ends)} if ends else {}
-    return {"tool_calls": {"open_pattern": f"(?P<open>{begin})", **close, **_RAW, "repeats": True, "transform": made}}
+    return {
+        "tool_calls": {
+            "open_pattern": f"(?P<open>{begin})",
+            **close,
+            **_RAW,
+            "repeats": True,
+            "transform": made,
+        }
+    }
 
 
 def _thoughts(begin: str, end: str) -> dict[str, Any]:
@@ -87,13 +100,26 @@ _SPACE: Final = r"\s{0,4}"  # bounded, so that no pattern takes long of much whi
 _TURN: Final = rf"(?:<\|start\|>assistant{_SPACE})?"
 _CHANNEL: Final = r"(?:<\|channel\|>(?:commentary|analysis))?"
 _MESSAGE: Final = rf"{_SPACE}(?:<\|constrain\|>\w{{1,16}}{_SPACE})?<\|message\|>"
-_HARMONY: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+_HARMONY: Final = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|constrain|>",
+)
 _LIST_BETWEEN: Final = (", ",)
-_HERMES_GRAMMAR: Final = CallGrammar(open=(CALL_MARKUP[0], "\n"), close=("\n", CALL_MARKUP[1]), between=("\n",))
+_HERMES_GRAMMAR: Final = CallGrammar(
+    open=(CALL_MARKUP[0], "\n"), close=("\n", CALL_MARKUP[1]), between=("\n",)
+)
 
 CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "qwen3_coder": ChatFormat(  # calls that are demanded are written as Hermes's
-        signs=("<function=",), markup=CALL_MARKUP, fields=_calls(*CALL_MARKUP), grammar=_HERMES_GRAMMAR
+        signs=("<function=",),
+        markup=CALL_MARKUP,
+        fields=_calls(*CALL_MARKUP),
+        grammar=_HERMES_GRAMMAR,
     ),
     "hermes": ChatFormat(signs=CALL_MARKUP[:1], markup=CALL_MARKUP, grammar=_HERMES_GRAMMAR),
     "openai": ChatFormat(
@@ -106,9 +132,18 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
             "<|end|>",
             name="{name}",
         )
-        | _answer(rf"{_TURN}<\|channel\|>(?:final|commentary|analysis){_MESSAGE}", r"<\|end\|>|<\|return\|>"),
+        | _answer(
+            rf"{_TURN}<\|channel\|>(?:final|commentary|analysis){_MESSAGE}",
+            r"<\|end\|>|<\|return\|>",
+        ),
         grammar=CallGrammar(
-            head=("<|channel|>", "commentary to=functions.%s ", "<|constrain|>", "json", "<|message|>"),
+            head=(
+                "<|channel|>",
+                "commentary to=functions.%s ",
+                "<|constrain|>",
+                "json",
+                "<|message|>",
+            ),
             tail=(),
             between=None,
         ),
@@ -139,7 +174,9 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=("<|/tool|>", "<|/tool_call|>"),
         markup=("<|tool_call|>", "<|/tool_call|>"),
         fields=_calls(r"<\|tool_call\|>|functools(?=\[)", "<|/tool_call|>"),
-        grammar=CallGrammar(begin=("<|tool_call|>", "["), between=_LIST_BETWEEN, end=("]", "<|/tool_call|>")),
+        grammar=CallGrammar(
+            begin=("<|tool_call|>", "["), between=_LIST_BETWEEN, end=("]", "<|/tool_call|>")
+        ),
     ),
     "granite": ChatFormat(
         signs=("<|tool_call|>",),
@@ -174,11 +211,17 @@ THOUGHT_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "openai_gptoss": ChatFormat(
         signs=("<|channel|>analysis",),
         markup=_HARMONY,
-        fields=_thoughts(rf"{_TURN}<\|channel\|>analysis{_SPACE}<\|message\|>", r"<\|end\|>|<\|return\|>")
-        | _answer(rf"{_TURN}<\|channel\|>(?:final|commentary){_MESSAGE}", r"<\|end\|>|<\|return\|>"),
+        fields=_thoughts(
+            rf"{_TURN}<\|channel\|>analysis{_SPACE}<\|message\|>", r"<\|end\|>|<\|return\|>"
+        )
+        | _answer(
+            rf"{_TURN}<\|channel\|>(?:final|commentary){_MESSAGE}", r"<\|end\|>|<\|return\|>"
+        ),
     ),
     "mistral": ChatFormat(
-        signs=("[THINK]",), markup=("[THINK]", "[/THINK]"), fields=_thoughts(r"\[THINK\]\n?", r"\n?\[/THINK\]\n{0,2}")
+        signs=("[THINK]",),
+        markup=("[THINK]", "[/THINK]"),
+        fields=_thoughts(r"\[THINK\]\n?", r"\n?\[/THINK\]\n{0,2}"),
     ),
     "gemma4": ChatFormat(
         signs=("<|channel>thought",),
@@ -194,14 +237,17 @@ THOUGHT_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "deepseek_r1": ChatFormat(  # begins in thought, whatever the template says: only by name
         signs=(),
         markup=("<think>", "</think>"),
-        fields=_thoughts(r"<think>\n?(?:<think>\n?)?", r"\n?</think>\n{0,2}"),  # its own sign, or the prompt's alone
+        fields=_thoughts(
+            r"<think>\n?(?:<think>\n?)?", r"\n?</think>\n{0,2}"
+        ),  # its own sign, or the prompt's alone
     ),
 }
 
 
 def call_format(template: str, name: str = AUTO) -> str:
-    """Returns the name of the format of calls that a chat template teaches; Hermes's where it teaches none that is
-    known."""
+    """Returns the name of the format of calls that a chat template teaches; Hermes's where it
+    teaches none that is known.
+    """
     return _found(CALL_FORMATS, template, name) or "hermes"
 
 
@@ -213,7 +259,9 @@ def thought_format(template: str, name: str = AUTO) -> str:
 def _found(formats: Mapping[str, ChatFormat], template: str, name: str) -> str:
     if name != AUTO:
         return "" if name == NO_FORMAT else name
-    signed = (known for known, each in formats.items() if any(sign in template for sign in each.signs))
+    signed = (
+        known for known, each in formats.items() if any(sign in template for sign in each.signs)
+    )
     return next(signed, "")
 
 

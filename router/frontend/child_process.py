@@ -1,4 +1,6 @@
-"""Asks a process of its own, which is killed when it takes too long: whatever it is asked stops nobody else."""
+"""Asks a process of its own, which is killed when it takes too long: whatever it is asked stops
+nobody else.
+"""
 
 import signal
 import socket
@@ -17,7 +19,9 @@ _CHUNK_BYTES: Final = 2**20
 
 
 def answer_requests(answer: Callable[[bytes], bytes]) -> None:
-    """Answers one request after the other, as the `main` of a `ChildProcess`, until the other end is closed."""
+    """Answers one request after the other, as the `main` of a `ChildProcess`, until the other end
+    is closed.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the service's to handle
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         _send(connection, b"ready", None)
@@ -30,8 +34,9 @@ def answer_requests(answer: Callable[[bytes], bytes]) -> None:
 
 
 class ChildProcess:
-    """Answers one request after the other, in a process that begins with `start` or the first of them and ends with
-    this object. Thread-safe."""
+    """Answers one request after the other, in a process that begins with `start` or the first of
+    them and ends with this object. Thread-safe.
+    """
 
     def __init__(self, module: str) -> None:
         """`module`, in this folder, calls `answer_requests`."""
@@ -48,14 +53,17 @@ class ChildProcess:
                 self._start()
 
     def wait(self) -> None:
-        """Waits until the process can answer, so that no request does; starts it if it is not there. Raises
-        ChildProcessError or EOFError if it does not come so far."""
+        """Waits until the process can answer, so that no request does; starts it if it is not
+        there. Raises ChildProcessError or EOFError if it does not come so far.
+        """
         with self._lock, self._dropped_on_error():
             self._ready()
 
     def ask(self, request: bytes, seconds: float) -> bytes:
-        """Returns the reply. Raises TimeoutError if sending the request and receiving the reply take longer together,
-        ChildProcessError if the process does not start, and EOFError if the request ends it."""
+        """Returns the reply. Raises TimeoutError if sending the request and receiving the reply
+        take longer together, ChildProcessError if the process does not start, and EOFError if the
+        request ends it.
+        """
         with self._lock, self._dropped_on_error():
             connection = self._ready()
             deadline = time.monotonic() + seconds
@@ -92,17 +100,26 @@ class ChildProcess:
     def _start(self) -> socket.socket:
         self._connection, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-m", f"{__package__}.{self._module}", str(theirs.fileno())]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                f"{__package__}.{self._module}",
+                str(theirs.fileno()),
+            ]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self._end = weakref.finalize(self, _end, process, self._connection)
         return self._connection
 
 
 def _send(connection: socket.socket, message: bytes, deadline: float | None) -> None:
-    """Sends a message. Raises TimeoutError at `deadline`, a time of time.monotonic(); None: waits for as long as it
-    takes."""
+    """Sends a message. Raises TimeoutError at `deadline`, a time of time.monotonic(); None: waits
+    for as long as it takes.
+    """
     connection.settimeout(_remaining(deadline))
-    connection.sendall(len(message).to_bytes(_LENGTH_BYTES))  # the timeout is that of the whole call
+    connection.sendall(
+        len(message).to_bytes(_LENGTH_BYTES)
+    )  # the timeout is that of the whole call
     connection.settimeout(_remaining(deadline))
     connection.sendall(message)
 

@@ -1,4 +1,6 @@
-"""Turns constraints into grammars of llguidance and checks them, in a process that is killed if that takes too long."""
+"""Turns constraints into grammars of llguidance and checks them, in a process that is killed if
+that takes too long.
+"""
 
 import asyncio
 import json
@@ -17,21 +19,26 @@ from .fair_threads import FairThreads
 from .json_schemas import readable
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Options of llguidance: the separators of Python's json. Free white space would let a model write it for ever."""
+"""Options of llguidance: the separators of Python's json. Free white space would let a model write
+it for ever.
+"""
 
 _VALIDATE_SECONDS: Final = 5.0
 _MAX_WAITS: Final = 3  # times as long, for the checks of others
 _MAX_REASON: Final = 200
 _MAX_DIGITS: Final = 309  # as many as the largest float64 has
 _CACHE_CHARACTERS: Final = 8 * 2**20
-"""Of all remembered grammars and their constraints together; the same schemas come again and again."""
+"""Of all remembered grammars and their constraints together; the same schemas come again and again.
+"""
 
 _MAX_REWRITTEN: Final = 2 * limits.MAX_GRAMMAR_CHARACTERS
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 _CHILD: Final = ChildProcess("grammar_process")
 _CHECKS: Final = FairThreads("tandem-grammars", 1)
-"""Of all models of this process. Nothing else uses this thread: no other work may wait for a slow grammar."""
+"""Of all models of this process. Nothing else uses this thread: no other work may wait for a slow
+grammar.
+"""
 
 
 class GrammarValidator:
@@ -45,14 +52,15 @@ class GrammarValidator:
         seconds: float = _VALIDATE_SECONDS,
         ask: Callable[[bytes, float], bytes] = _CHILD.ask,
     ) -> None:
-        """`capacity`: of the cache, characters of constraints and grammars; `seconds`: that one check may take; `ask`:
-        see ChildProcess."""
+        """`capacity`: of the cache, characters of constraints and grammars; `seconds`: that one
+        check may take; `ask`: see ChildProcess.
+        """
         self._ask = ask
         self._capacity = capacity
         self._seconds = seconds
         self._size = 0
-        # The grammar by caller and constraint, the longest unused first. The caller's salt is part of the key: nobody
-        # notices by the time what others have checked.
+        # The grammar by caller and constraint, the longest unused first. The caller's salt is part
+        # of the key: nobody notices by the time what others have checked.
         self._cache: OrderedDict[tuple[bytes, bytes], str] = OrderedDict()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of tenants
 
@@ -63,15 +71,18 @@ class GrammarValidator:
         tenant: str = "",
         salt: bytes = b"",
     ) -> str:
-        """Returns the grammar of a constraint, as llguidance reads it. Checks of one tenant take turns, so that those
-        of another wait for one of them at most. Callers with the same `salt` share what is remembered.
+        """Returns the grammar of a constraint, as llguidance reads it. Checks of one tenant take
+        turns, so that those of another wait for one of them at most. Callers with the same `salt`
+        share what is remembered.
 
-        Raises InvalidArgument, which names `field` or else the constraint's own (`constraint.json_schema`), with a
-        short reason, and Overloaded if the check takes too long."""
+        Raises InvalidArgument, which names `field` or else the constraint's own
+        (`constraint.json_schema`), with a short reason, and Overloaded if the check takes too long.
+        """
         kind = constraint.WhichOneof("kind")
         if kind is None:
             raise InvalidArgument(
-                "one of json_schema, json_object, regex, choice and grammar must be set", "constraint"
+                "one of json_schema, json_object, regex, choice and grammar must be set",
+                "constraint",
             )
         field = field or f"constraint.{kind}"
         serialized = constraint.SerializeToString(deterministic=True)
@@ -120,14 +131,18 @@ def _check_size(constraint: inference_pb2.Constraint, field: str) -> None:
         texts = constraint.choice.texts
         size = sum(map(len, texts))
         if not 1 <= len(texts) <= limits.MAX_CONSTRAINT_CHOICES:
-            raise InvalidArgument(f"has {len(texts)} texts; 1 to {limits.MAX_CONSTRAINT_CHOICES} are taken", field)
+            raise InvalidArgument(
+                f"has {len(texts)} texts; 1 to {limits.MAX_CONSTRAINT_CHOICES} are taken", field
+            )
         for i, text in enumerate(texts):
             if not text:
                 raise InvalidArgument("must have at least 1 character", f"{field}.texts[{i}]")
     else:
         size = len(getattr(constraint, kind))
     if not 1 <= size <= limits.MAX_GRAMMAR_CHARACTERS:
-        raise InvalidArgument(f"has {size} characters; 1 to {limits.MAX_GRAMMAR_CHARACTERS} are taken", field)
+        raise InvalidArgument(
+            f"has {size} characters; 1 to {limits.MAX_GRAMMAR_CHARACTERS} are taken", field
+        )
 
 
 def check_constraint(constraint: inference_pb2.Constraint) -> tuple[str, str]:
@@ -150,27 +165,35 @@ def _grammar(constraint: inference_pb2.Constraint) -> str:
         case "regex":
             return matcher.grammar_from_regex(constraint.regex)
         case "choice":
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(constraint.choice.texts))
+            texts = " | ".join(
+                json.dumps(text, ensure_ascii=False)
+                for text in dict.fromkeys(constraint.choice.texts)
+            )
             return matcher.grammar_from_lark(f"start: {texts}")
         case _:
             return matcher.grammar_from_lark(constraint.grammar)
 
 
 def _schema(text: str) -> str:
-    """Parses and writes the schema anew: llguidance pastes the text into a document of its own. Raises ValueError."""
+    """Parses and writes the schema anew: llguidance pastes the text into a document of its own.
+    Raises ValueError.
+    """
     try:
         schema = json.loads(text, parse_constant=_no_number, parse_int=_integer)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+        raise ValueError(
+            f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from None
     if schema is False:
         raise ValueError("nothing matches it")
     if schema is not True and not isinstance(schema, dict):
         raise ValueError("must be a JSON object or boolean")
     schema = readable(schema)
     try:
-        # As short as it came: in ASCII an emoji takes twelve characters, and workers bound what they take.
+        # As short as it came: in ASCII an emoji takes twelve characters, and workers bound what
+        # they take.
         styled = ({} if schema is True else schema) | {"x-guidance": JSON_STYLE}
         text = json.dumps(styled, allow_nan=False, ensure_ascii=False)
     except ValueError:
@@ -193,7 +216,12 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _short(message: str) -> str:
-    """Returns the reason without the excerpt of the grammar that may follow it, at most 200 characters."""
+    """Returns the reason without the excerpt of the grammar that may follow it, at most 200
+    characters.
+    """
     lines = [line.strip() for line in message.splitlines()]
-    excerpt = next((i for i, line in enumerate(lines) if i and line[:1].isdigit() and " | " in line), len(lines))
+    excerpt = next(
+        (i for i, line in enumerate(lines) if i and line[:1].isdigit() and " | " in line),
+        len(lines),
+    )
     return " ".join(line for line in lines[:excerpt] if line.strip("^ "))[:_MAX_REASON]

@@ -1,9 +1,10 @@
 """Runs CPU-bound work of callers in a few threads, in which the callers take turns.
 
-The work of the caller that has used these threads for the least time is next (../fair_queue.py). So a caller with much
-work delays another by the work that runs at that moment, not by the work that waits. A text's characters count as
-microseconds until its work has been measured; tokenizing one takes about that long. The queue is bounded: when it is
-full, the caller with the longest backlog is refused.
+The work of the caller that has used these threads for the least time is next (../fair_queue.py). So
+a caller with much work delays another by the work that runs at that moment, not by the work that
+waits. A text's characters count as microseconds until its work has been measured; tokenizing one
+takes about that long. The queue is bounded: when it is full, the caller with the longest backlog is
+refused.
 
 Knows nothing of tokens and templates.
 """
@@ -72,13 +73,20 @@ class FairThreads:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(self, turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
-        """Returns the result of `work` with these arguments. `turn` names the caller, whose tasks run one after another
-        while others wait; `size`: characters or bytes.
+        """Returns the result of `work` with these arguments. `turn` names the caller, whose tasks
+        run one after another while others wait; `size`: characters or bytes.
 
-        Raises what `work` raises, and Overloaded if the queue is full or the result takes too long. If the caller is
-        cancelled, work that waits does not run."""
+        Raises what `work` raises, and Overloaded if the queue is full or the result takes too long.
+        If the caller is cancelled, work that waits does not run.
+        """
         result: Future[_T] = Future()
-        task = _Task(tenant=turn, priority=0, num_tokens=max(size, 1), work=partial(work, *args), result=result)
+        task = _Task(
+            tenant=turn,
+            priority=0,
+            num_tokens=max(size, 1),
+            work=partial(work, *args),
+            result=result,
+        )
         scope = asyncio.timeout(self._max_seconds)
         try:
             self._push(task)
@@ -142,20 +150,29 @@ class FairThreads:
             del self._running[tenant]
 
     def _overloaded(self, message: str) -> Overloaded:
-        """Returns the error of a task without a place or a turn; the caller may come again when the queue is empty."""
+        """Returns the error of a task without a place or a turn; the caller may come again when the
+        queue is empty.
+        """
         seconds = self._queue.num_tokens * _MICROSECOND / self._num_threads
-        return Overloaded(f"{message}; send fewer or shorter prompts at a time", min(max(seconds, 1.0), _MAX_SECONDS))
+        return Overloaded(
+            f"{message}; send fewer or shorter prompts at a time",
+            min(max(seconds, 1.0), _MAX_SECONDS),
+        )
 
 
 class _FreedMemory:
-    """Returns freed memory to the system a while after work on large texts, of which glibc would keep most."""
+    """Returns freed memory to the system a while after work on large texts, of which glibc would
+    keep most.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._timer: threading.Timer | None = None
 
     def release_later(self) -> None:
-        """Returns memory in some seconds, when the results of the work are gone, too. Idempotent until then."""
+        """Returns memory in some seconds, when the results of the work are gone, too. Idempotent
+        until then.
+        """
         with self._lock:
             if self._timer is None:
                 self._timer = threading.Timer(_RETURN_SECONDS, self._trim)
@@ -174,16 +191,20 @@ _FREED: Final = _FreedMemory()
 _SHARE: Final = max((os.cpu_count() or 1) // 2, 1)
 """Half of the cores: the event loop and the compute threads of workers need cores, too."""
 
-# These threads have the priority of the event loop: one of a lower priority would keep the interpreter's lock for long
-# when others have the cores.
+# These threads have the priority of the event loop: one of a lower priority would keep the
+# interpreter's lock for long when others have the cores.
 TEXTS: Final = FairThreads("tandem-texts", min(_SHARE, 4))
-"""For short texts, and for work that takes milliseconds even on the largest body, such as parsing it."""
+"""For short texts, and for work that takes milliseconds even on the largest body, such as parsing
+it.
+"""
 
 _LONG_TEXTS: Final = FairThreads("tandem-long-texts", min(_SHARE, 2))
 
 
 async def in_turn(turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
-    """Returns the result of `work`, which encodes or decodes so many characters, bytes or tokens; see FairThreads.run.
-    Long texts have threads of their own, so that a short text never waits for a long one."""
+    """Returns the result of `work`, which encodes or decodes so many characters, bytes or tokens;
+    see FairThreads.run. Long texts have threads of their own, so that a short text never waits for
+    a long one.
+    """
     threads = _LONG_TEXTS if size >= LONG_FROM else TEXTS
     return await threads.run(turn, size, work, *args)

@@ -1,12 +1,12 @@
 """Prepares JSON schemas for llguidance: closes their objects, and rewrites what it does not read.
 
-Closing: by the standard an object may have other properties than its schema's. A model may then write properties of
-its own, also ones that it has written, until its tokens end; schemas made of classes, as by pydantic, mean none of
-them.
+Closing: by the standard an object may have other properties than its schema's. A model may then
+write properties of its own, also ones that it has written, until its tokens end; schemas made of
+classes, as by pydantic, mean none of them.
 
-Rewriting: `readable` leaves out what asks for nothing (formats that are only annotations, `uniqueItems: false`),
-expresses some keywords and look-arounds of patterns by others that mean the same, and refuses the rest by name. Nothing
-that a schema asks for is dropped.
+Rewriting: `readable` leaves out what asks for nothing (formats that are only annotations,
+`uniqueItems: false`), expresses some keywords and look-arounds of patterns by others that mean the
+same, and refuses the rest by name. Nothing that a schema asks for is dropped.
 """
 
 import itertools
@@ -24,10 +24,18 @@ _SCHEMAS: Final = (
     *("additionalProperties", "propertyNames", "unevaluatedProperties"),
     *("not", "if", "then", "else"),
 )
-"""Keywords whose values are schemas by name, lists of schemas, and schemas; `items` may be either of the last two."""
+"""Keywords whose values are schemas by name, lists of schemas, and schemas; `items` may be either
+of the last two.
+"""
 
 _REFERENCES: Final = ("$ref", "$dynamicRef", "anyOf", "oneOf", "if", "dependentSchemas")
-_SAYS_MORE: Final = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "not")
+_SAYS_MORE: Final = (
+    "additionalProperties",
+    "unevaluatedProperties",
+    "patternProperties",
+    "propertyNames",
+    "not",
+)
 """Keywords beside which `properties` are not all that an object may have."""
 
 _APPLICATORS: Final = (*_REFERENCES, "allOf", "then", "else", "not")
@@ -43,7 +51,9 @@ _UNREADABLE: Final = (
     *("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems"),
     *("propertyNames", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
 )
-"""Keywords that llguidance does not read; it ignores annotations and keywords that no standard knows."""
+"""Keywords that llguidance does not read; it ignores annotations and keywords that no standard
+knows.
+"""
 
 _ANNOTATIONS: Final = frozenset(
     (
@@ -55,10 +65,12 @@ _MAX_REFERENCES: Final = 8  # of one to another, until a name's schema
 
 
 def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with `additionalProperties: false` in each object that has properties and says nothing more.
+    """Returns the schema with `additionalProperties: false` in each object that has properties and
+    says nothing more.
 
-    A schema that is put together of several, which would exclude each other's properties, is returned as it is, and so
-    is one that is nested too deeply."""
+    A schema that is put together of several, which would exclude each other's properties, is
+    returned as it is, and so is one that is nested too deeply.
+    """
     try:
         return schema if _joins(schema) else _closed(schema)
     except RecursionError:
@@ -66,16 +78,21 @@ def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def readable(schema: Any) -> Any:
-    """Returns an equal schema that llguidance reads; one that is nested too deeply as it is. Raises ValueError, which
-    names the keyword, for one that cannot be expressed."""
+    """Returns an equal schema that llguidance reads; one that is nested too deeply as it is. Raises
+    ValueError, which names the keyword, for one that cannot be expressed.
+    """
     try:
         return _readable(schema, schema, "")
     except RecursionError:
         return schema
 
 
-def _with_subschemas(schema: Mapping[str, Any], change: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """Returns a copy with `change` applied to each schema right below this one, and its property's name or ""."""
+def _with_subschemas(
+    schema: Mapping[str, Any], change: Callable[[Any, str], Any]
+) -> dict[str, Any]:
+    """Returns a copy with `change` applied to each schema right below this one, and its property's
+    name or "".
+    """
     found = dict(schema)
     for name in _MAPS:
         if isinstance(found.get(name), dict):
@@ -126,7 +143,9 @@ def _readable(schema: Any, root: Any, place: str) -> Any:
     if isinstance(found.get("pattern"), str):
         _express_pattern(found, place)
     if unreadable := next((name for name in _UNREADABLE if name in found), ""):
-        raise ValueError(f"{_at(place)}the keyword {unreadable!r} is not supported in this form; leave it out")
+        raise ValueError(
+            f"{_at(place)}the keyword {unreadable!r} is not supported in this form; leave it out"
+        )
     return found
 
 
@@ -136,7 +155,9 @@ def _at(place: str) -> str:
 
 def _drop_without_effect(found: dict[str, Any]) -> None:
     """Leaves out keywords whose values ask for nothing."""
-    if isinstance(found.get("format"), str) and found["format"] not in _FORMATS:  # an annotation by the standard
+    if (
+        isinstance(found.get("format"), str) and found["format"] not in _FORMATS
+    ):  # an annotation by the standard
         del found["format"]
     if "contains" not in found or (found.get("minContains") == 0 and "maxContains" not in found):
         unused = ["contains", "minContains", "maxContains"]
@@ -148,8 +169,16 @@ def _drop_without_effect(found: dict[str, Any]) -> None:
         unused.append("if")
     unused += ["$dynamicAnchor", "$recursiveAnchor"]  # names of places
     unused += [name for name in ("uniqueItems", "not") if found.get(name) is False]
-    unused += [name for name in ("unevaluatedProperties", "unevaluatedItems") if found.get(name) in (True, {})]
-    unused += [name for name in ("dependentRequired", "dependentSchemas", "dependencies") if found.get(name) == {}]
+    unused += [
+        name
+        for name in ("unevaluatedProperties", "unevaluatedItems")
+        if found.get(name) in (True, {})
+    ]
+    unused += [
+        name
+        for name in ("dependentRequired", "dependentSchemas", "dependencies")
+        if found.get(name) == {}
+    ]
     for name in unused:
         found.pop(name, None)
 
@@ -190,7 +219,9 @@ def _resolved(schema: Any, root: Any) -> Any:
 def _express_names(found: dict[str, Any], names: Any) -> None:
     """Expresses `propertyNames`, if it is a list of names, a pattern or a length."""
     asked = (
-        {name: value for name, value in names.items() if name not in _ANNOTATIONS} if isinstance(names, dict) else {}
+        {name: value for name, value in names.items() if name not in _ANNOTATIONS}
+        if isinstance(names, dict)
+        else {}
     )
     if asked.get("type") == "string":
         del asked["type"]
@@ -237,14 +268,21 @@ def _name_pattern(asked: Mapping[str, Any]) -> str:
     least, most = asked.get("minLength", 0), asked.get("maxLength", "")
     if asked.keys() == {"pattern"} and isinstance(asked["pattern"], str):
         return "" if _has_lookaround(asked["pattern"]) else asked["pattern"]
-    if asked.keys() <= {"minLength", "maxLength"} and isinstance(least, int) and isinstance(most, int | str):
+    if (
+        asked.keys() <= {"minLength", "maxLength"}
+        and isinstance(least, int)
+        and isinstance(most, int | str)
+    ):
         return rf"^(?s:.){{{least},{most}}}$"
     return ""
 
 
-# Patterns: JSON schemas have those of ECMA-262, of which llguidance lacks what looks ahead or behind.
+# Patterns: JSON schemas have those of ECMA-262, of which llguidance lacks what looks ahead or
+# behind.
 
-_SKIPPED: Final = r"\\.|\[(?:\\.|[^\]\\])*+(?:\]|\Z)"  # what is escaped, and classes; in linear time
+_SKIPPED: Final = (
+    r"\\.|\[(?:\\.|[^\]\\])*+(?:\]|\Z)"  # what is escaped, and classes; in linear time
+)
 _LOOKAROUND: Final = re.compile(rf"{_SKIPPED}|(?P<look>\(\?<?[=!])", re.DOTALL)
 _PARTS: Final = re.compile(rf"{_SKIPPED}|(?P<special>[()|])", re.DOTALL)
 _CLASS: Final = r"\[\^?(?:\\.|[^\]\\])+\]"
@@ -256,7 +294,9 @@ _MAX_LOOKAHEADS: Final = 16  # of one pattern
 _DECIMAL_WIDTH: Final = re.compile(
     r"\(\?=\[\\d\.\]\{1,(\d{1,2})\}0\*\$\)\\d(?:\*|\{0,(\d+)\})\\\.\\d(?:\*|\{0,(\d+)\})0\*\$"
 )
-"""What pydantic writes for decimals with at most so many digits: the lookahead counts them and the point."""
+"""What pydantic writes for decimals with at most so many digits: the lookahead counts them and the
+point.
+"""
 
 
 def _express_pattern(found: dict[str, Any], place: str) -> None:
@@ -267,11 +307,14 @@ def _express_pattern(found: dict[str, Any], place: str) -> None:
     if pattern:
         found["pattern"] = pattern
         found["allOf"] = [*found.get("allOf", ()), *({"pattern": other} for other in others)]
-    elif found.get("format") in _FORMATS:  # of which generators write such patterns: the format says as much
+    elif (
+        found.get("format") in _FORMATS
+    ):  # of which generators write such patterns: the format says as much
         del found["pattern"]
     else:
         raise ValueError(
-            f"{_at(place)}the pattern {found['pattern'][:64]!r} has a look-around that is not supported; leave it out"
+            f"{_at(place)}the pattern {found['pattern'][:64]!r} has a look-around that is not "
+            "supported; leave it out"
         )
 
 
@@ -280,7 +323,9 @@ def _has_lookaround(pattern: str) -> bool:
 
 
 def _decimal(match: re.Match[str]) -> str:
-    """Returns the same without the lookahead: with each number of digits before the point, so many after it."""
+    """Returns the same without the lookahead: with each number of digits before the point, so many
+    after it.
+    """
     most, before, after = int(match[1]) - 1, match[2], match[3]
     if before is not None and after is not None:
         return rf"\d{{0,{before}}}\.\d{{0,{min(int(after), max(most - int(before), 0))}}}0*$"
@@ -289,7 +334,9 @@ def _decimal(match: re.Match[str]) -> str:
 
 
 def _without_lookaheads(pattern: str) -> list[str]:
-    """Returns patterns that together match what one with lookaheads at its beginning does; [] if there are none."""
+    """Returns patterns that together match what one with lookaheads at its beginning does; [] if
+    there are none.
+    """
     if not pattern.startswith("^"):
         return []
     rest = pattern[1:]
@@ -330,11 +377,19 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 def _complement(body: str) -> list[str]:
-    """Returns patterns of all texts that do not begin with what `body` matches; [] for one that is too general."""
+    """Returns patterns of all texts that do not begin with what `body` matches; [] for one that is
+    too general.
+    """
     end = "$" if body.endswith(")$") else ""
-    if body.startswith("(") and _closing(body) == len(body) - len(end) - 1:  # one group of alternatives
+    if (
+        body.startswith("(") and _closing(body) == len(body) - len(end) - 1
+    ):  # one group of alternatives
         group = body[: len(body) - len(end) - 1].removeprefix("(").removeprefix("?:")
-        return [] if group.startswith("?") else _complement("|".join(each + end for each in _alternatives(group)))
+        return (
+            []
+            if group.startswith("?")
+            else _complement("|".join(each + end for each in _alternatives(group)))
+        )
     patterns = [_complement_of_one(each) for each in _alternatives(body)]
     return patterns if all(patterns) else []
 
@@ -361,7 +416,9 @@ def _complement_of_one(body: str) -> str:
 
 
 def _without(characters: list[str]) -> str:
-    """Returns the pattern of texts that have a text of one or two characters nowhere; "" for another."""
+    """Returns the pattern of texts that have a text of one or two characters nowhere; "" for
+    another.
+    """
     if len(characters) == 1:
         return f"^{_none_of(*characters)}*$"
     if len(characters) != 2:

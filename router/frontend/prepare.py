@@ -1,4 +1,6 @@
-"""Turns a request as it came into one that the dispatcher takes: checked, the prompt in tokens, defaults set."""
+"""Turns a request as it came into one that the dispatcher takes: checked, the prompt in tokens,
+defaults set.
+"""
 
 import asyncio
 import secrets
@@ -62,10 +64,13 @@ class RequestContext:
     deadline: float | None = None  # when the answer must have ended
     caller: Caller = field(default_factory=Caller)
     is_resumable: bool = False  # whether the answer's messages have resume tokens
-    # Of the event after which an HTTP stream is resumed; "": it begins, and its events have ids, too.
+    # Of the event after which an HTTP stream is resumed; "": it begins, and its events have ids,
+    # too.
     event_id: str | None = None
     trace: TraceContext | None = None  # that the caller follows the request in
-    reduces_max_tokens: bool = False  # to what the prompt leaves of the context, where the API does so
+    reduces_max_tokens: bool = (
+        False  # to what the prompt leaves of the context, where the API does so
+    )
 
 
 async def prepare(
@@ -77,12 +82,15 @@ async def prepare(
     resume_key: ResumeKey | None = None,
     resume_policy: ResumePolicy | None = None,
 ) -> PreparedRequest:
-    """Checks and tokenizes `request`. `admit` is called once all is checked that needs no tokens. `resume_key`: of
-    resume tokens and event ids, if the answer is to have them; `resume_policy`: of all requests.
+    """Checks and tokenizes `request`. `admit` is called once all is checked that needs no tokens.
+    `resume_key`: of resume tokens and event ids, if the answer is to have them; `resume_policy`: of
+    all requests.
 
-    Without `stopping.max_tokens` the completion of a text may have 16 tokens, the answer to a chat any number, as far
-    as the context and the model's own default go. Raises InvalidArgument, which names the field by its path in the
-    message (`sampling.temperature`) and the bound, and Overloaded if a grammar takes too long to check."""
+    Without `stopping.max_tokens` the completion of a text may have 16 tokens, the answer to a chat
+    any number, as far as the context and the model's own default go. Raises InvalidArgument, which
+    names the field by its path in the message (`sampling.temperature`) and the bound, and
+    Overloaded if a grammar takes too long to check.
+    """
     tokenizer = model.tokenizer
     check_parameters(request, tokenizer.vocab_size)
     turn = context.caller.turn
@@ -91,7 +99,9 @@ async def prepare(
     ids = await encode_prompt(request.prompt, tokenizer, context.caller)
     if not ids:
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
-    if not request.prompt.HasField("token_ids"):  # which are checked; added tokens may lie beyond the embedding
+    if not request.prompt.HasField(
+        "token_ids"
+    ):  # which are checked; added tokens may lie beyond the embedding
         if len(ids) < LONG_FROM:
             check_token_ids(ids, tokenizer.vocab_size, "prompt")
         else:
@@ -140,8 +150,9 @@ async def prepare(
 
 
 async def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer, turn: str = "") -> None:
-    """Checks the bounds that need no encoding, of a long prompt in a thread and in its caller's turn. Raises
-    InvalidArgument and Overloaded."""
+    """Checks the bounds that need no encoding, of a long prompt in a thread and in its caller's
+    turn. Raises InvalidArgument and Overloaded.
+    """
     if (size := prompt.ByteSize()) < LONG_FROM:
         _check_prompt(prompt, tokenizer)
     else:
@@ -165,18 +176,25 @@ def _check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
 
 
 async def encode_prompt(
-    prompt: inference_pb2.Prompt, tokenizer: Tokenizer, caller: Caller, *, add_special_tokens: bool = True
+    prompt: inference_pb2.Prompt,
+    tokenizer: Tokenizer,
+    caller: Caller,
+    *,
+    add_special_tokens: bool = True,
 ) -> list[int]:
-    """Returns the token ids of a checked prompt of any kind, and charges the caller for them, whatever becomes of them;
-    for a prompt that is refused or cancelled by its size.
+    """Returns the token ids of a checked prompt of any kind, and charges the caller for them,
+    whatever becomes of them; for a prompt that is refused or cancelled by its size.
 
-    Raises InvalidArgument if the chat template refuses it, and Overloaded if the caller has no tokens left or too much
-    waits to be tokenized."""
+    Raises InvalidArgument if the chat template refuses it, and Overloaded if the caller has no
+    tokens left or too much waits to be tokenized.
+    """
     caller.quota.check_tokens()
     try:
         if prompt.HasField("text"):
             text = tokenizer.infill(prompt.text, prompt.suffix) if prompt.suffix else prompt.text
-            ids = await tokenizer.encode(text, add_special_tokens=add_special_tokens, turn=caller.turn)
+            ids = await tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, turn=caller.turn
+            )
         elif prompt.HasField("chat"):
             ids = await tokenizer.encode_chat(prompt.chat, caller.turn)
         else:
@@ -200,8 +218,11 @@ def _token_request(
     generated = num_generated(request)
     needs_logprobs = request.HasField("logprobs") or generated > num_answers(request)
     return TokenRequest(
-        # Clients may use one id twice at the same time; dispatcher and workers tell requests apart by it.
-        request_id=f"{request.request_id}.{secrets.token_hex(8)}" if request.request_id else uuid.uuid4().hex,
+        # Clients may use one id twice at the same time; dispatcher and workers tell requests apart
+        # by it.
+        request_id=f"{request.request_id}.{secrets.token_hex(8)}"
+        if request.request_id
+        else uuid.uuid4().hex,
         prompt=tuple(prompt),
         max_tokens=max(max_tokens, 1),
         sampling=complete_sampling(request, model.defaults),
@@ -223,8 +244,12 @@ def _token_request(
     )
 
 
-async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, caller: Caller) -> str:
-    """Returns the grammar that the constraint, or else the tool choice of a checked chat, demands; "" for none."""
+async def _grammar(
+    request: inference_pb2.GenerateRequest, model: ServedModel, caller: Caller
+) -> str:
+    """Returns the grammar that the constraint, or else the tool choice of a checked chat, demands;
+    "" for none.
+    """
     constraint, field = request.constraint if request.HasField("constraint") else None, ""
     chat = request.prompt.chat if request.prompt.HasField("chat") else None
     if chat is not None and (calls := tool_call_constraint(chat, model.tokenizer)):
@@ -236,17 +261,25 @@ async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel, c
         return ""
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request.stopping, name):
-            raise InvalidArgument("does not go with a constraint, which determines the end itself", f"stopping.{name}")
+            raise InvalidArgument(
+                "does not go with a constraint, which determines the end itself", f"stopping.{name}"
+            )
     return await model.grammars.validate(constraint, field, caller.turn, caller.cache_salt)
 
 
 def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -> dict[int, str]:
-    """Returns the stop strings that are special tokens, by token. Raises InvalidArgument if there are too many tokens
-    to stop at."""
-    found = {token: text for text in stopping.stop for token in tokenizer.ids_of([text]) & tokenizer.special_ids}
+    """Returns the stop strings that are special tokens, by token. Raises InvalidArgument if there
+    are too many tokens to stop at.
+    """
+    found = {
+        token: text
+        for text in stopping.stop
+        for token in tokenizer.ids_of([text]) & tokenizer.special_ids
+    }
     if (count := len({*stopping.stop_token_ids, *found})) > limits.MAX_STOP_TOKEN_IDS:
         raise InvalidArgument(
-            f"has {count} ids together with the special tokens of stop; the maximum is {limits.MAX_STOP_TOKEN_IDS}",
+            f"has {count} ids together with the special tokens of stop; the maximum is "
+            f"{limits.MAX_STOP_TOKEN_IDS}",
             "stopping.stop_token_ids",
         )
     return found
@@ -255,7 +288,9 @@ def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -
 async def _encode_bad_words(
     sampling: inference_pb2.SamplingParams, tokenizer: Tokenizer, turn: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Encodes each text with and without a space before: tokenizers distinguish the first word of a text."""
+    """Encodes each text with and without a space before: tokenizers distinguish the first word of a
+    text.
+    """
     texts = [text for word in sampling.bad_words for text in (word, f" {word.lstrip()}")]
     found: dict[tuple[int, ...], None] = {}
     for i, ids in enumerate(await tokenizer.encode_all(texts, add_special_tokens=False, turn=turn)):
@@ -270,8 +305,10 @@ def _fit_context(
 ) -> tuple[list[int], int]:
     """Makes prompt and completion fit the context; returns the prompt and max_tokens.
 
-    A completion length that the client asked for is kept or refused. If `reduces`, and the prompt is not to be cut,
-    one that fits the context alone becomes what the prompt leaves of it. Raises InvalidArgument."""
+    A completion length that the client asked for is kept or refused. If `reduces`, and the prompt
+    is not to be cut, one that fits the context alone becomes what the prompt leaves of it. Raises
+    InvalidArgument.
+    """
     context = model.context_tokens
     explicit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
     if request.pooling:
@@ -280,7 +317,8 @@ def _fit_context(
     reduces = reduces and not truncates
     if explicit is not None and explicit > (context if reduces else context - 1):
         raise InvalidArgument(
-            f"{explicit} leaves no token for the prompt in the context of {context} tokens", "stopping.max_tokens"
+            f"{explicit} leaves no token for the prompt in the context of {context} tokens",
+            "stopping.max_tokens",
         )
     if request.truncate_prompt_tokens > 0:
         ids = ids[-request.truncate_prompt_tokens :]
@@ -290,9 +328,13 @@ def _fit_context(
             raise InvalidArgument(_too_long(len(ids), least, context), "prompt")
         ids = ids[least - context :]
     rest = context - len(ids)
-    max_tokens = min(_default_max_tokens(request, model, rest) if explicit is None else explicit, rest)
+    max_tokens = min(
+        _default_max_tokens(request, model, rest) if explicit is None else explicit, rest
+    )
     if request.stopping.min_tokens > max_tokens:
-        raise InvalidArgument(f"must be at most max_tokens, which is {max_tokens}", "stopping.min_tokens")
+        raise InvalidArgument(
+            f"must be at most max_tokens, which is {max_tokens}", "stopping.min_tokens"
+        )
     return ids, max_tokens
 
 
@@ -303,13 +345,20 @@ def _too_long(num_prompt: int, num_generated: int, context: int) -> str:
     return f"{found}; shorten the prompt"
 
 
-def _default_max_tokens(request: inference_pb2.GenerateRequest, model: ServedModel, rest: int) -> int:
+def _default_max_tokens(
+    request: inference_pb2.GenerateRequest, model: ServedModel, rest: int
+) -> int:
     usual = rest if request.prompt.HasField("chat") else _DEFAULT_COMPLETION_TOKENS
     return min(usual, int(model.defaults.get("stopping.max_tokens", usual)))
 
 
 async def _echo(
-    request: inference_pb2.GenerateRequest, prompt: list[int], tokenizer: Tokenizer, turn: str, *, is_cut: bool
+    request: inference_pb2.GenerateRequest,
+    prompt: list[int],
+    tokenizer: Tokenizer,
+    turn: str,
+    *,
+    is_cut: bool,
 ) -> str:
     if not request.echo:
         return ""

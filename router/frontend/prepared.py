@@ -22,19 +22,28 @@ class PreparedRequest:
     num_answers: int  # completions to answer, the best of those generated
     tokenizer: Tokenizer
     stop: tuple[str, ...]
-    stop_tokens: Mapping[int, str]  # stop strings that are special tokens, by token: they never are in the text
+    stop_tokens: Mapping[
+        int, str
+    ]  # stop strings that are special tokens, by token: they never are in the text
     wants_logprobs: bool  # the client; ranking by best_of needs them, too
     echo: str  # the prompt's text, if it is to be repeated
     is_empty: bool  # max_tokens is 0: the one token that is generated is not answered
     chat: inference_pb2.Chat | None
     quota: Quota = field(default_factory=Quota)  # that the completions count against
-    resume: ResumeBinding | None = None  # what its resume tokens or event ids bind; None: it has none
+    resume: ResumeBinding | None = (
+        None  # what its resume tokens or event ids bind; None: it has none
+    )
     has_event_ids: bool = False  # instead of resume tokens
     event: EventIdContent | None = None  # after which it is resumed; of an HTTP stream
-    # By choice, what the client has, if it was begun elsewhere and the ids are known; others are in `event`.
+    # By choice, what the client has, if it was begun elsewhere and the ids are known; others are in
+    # `event`.
     progress: Mapping[int, ChoiceProgress] = field(default_factory=dict)
-    num_brought: int | None = None  # tokens that the client has of an answer that was begun elsewhere
-    cached_tokens: int | None = None  # of the prompt when it was computed first, if that was elsewhere
+    num_brought: int | None = (
+        None  # tokens that the client has of an answer that was begun elsewhere
+    )
+    cached_tokens: int | None = (
+        None  # of the prompt when it was computed first, if that was elsewhere
+    )
     trace: TraceContext | None = None
 
     @property
@@ -58,7 +67,9 @@ class PreparedRequest:
         return self.tokens.num_choices > self.num_answers or self.tokens.beam_search is not None
 
 
-def resumed(prepared: PreparedRequest, given: Sequence[inference_pb2.ResumedChoice]) -> PreparedRequest:
+def resumed(
+    prepared: PreparedRequest, given: Sequence[inference_pb2.ResumedChoice]
+) -> PreparedRequest:
     """Resumes a request with the ids and the resume tokens that its client brings. Raises
     InvalidArgument."""
     binding = _bound(prepared)
@@ -90,7 +101,8 @@ def resumed_after_event(prepared: PreparedRequest, event_id: str) -> PreparedReq
     if found.ids is None:
         return begun
     progress = {
-        number: ChoiceProgress(ids=ids, has_ended=found.marks[number].has_ended) for number, ids in found.ids.items()
+        number: ChoiceProgress(ids=ids, has_ended=found.marks[number].has_ended)
+        for number, ids in found.ids.items()
     }
     return _restored(begun, progress)
 
@@ -100,7 +112,9 @@ def _bound(prepared: PreparedRequest) -> ResumeBinding:
     return prepared.resume
 
 
-def _begun(prepared: PreparedRequest, answer: bytes, seed: int, *, is_first: bool) -> PreparedRequest:
+def _begun(
+    prepared: PreparedRequest, answer: bytes, seed: int, *, is_first: bool
+) -> PreparedRequest:
     """Returns the request as one that has begun elsewhere. Its first resumption goes ahead of the
     requests of its priority; whoever repeats it waits as others do."""
     prepared.tokens.sampling.seed = seed
@@ -117,7 +131,11 @@ def _restored(prepared: PreparedRequest, progress: Mapping[int, ChoiceProgress])
     tokens = prepared.tokens
     if not prepared.is_held:  # else it starts again, with the same seed
         choices = [progress.get(choice) for choice in range(tokens.num_choices)]
-        emitted = tuple(() if each is None else None if each.has_ended else each.ids for each in choices)
-        prompt_logprobs = None if 0 in progress else tokens.prompt_logprobs  # the first message of choice 0 had them
+        emitted = tuple(
+            () if each is None else None if each.has_ended else each.ids for each in choices
+        )
+        prompt_logprobs = (
+            None if 0 in progress else tokens.prompt_logprobs
+        )  # the first message of choice 0 had them
         tokens = replace(tokens, emitted=emitted, prompt_logprobs=prompt_logprobs)
     return replace(prepared, tokens=tokens, progress=progress)

@@ -1,11 +1,12 @@
 """Keeps special tokens text where a caller spells them, so that no text of a chat becomes a role.
 
-A chat template writes special tokens around texts that callers send, and a tokenizer cannot tell who wrote them. So the
-callers' spellings are disguised before the template renders them: one character of each is replaced by a private-use
-character that occurs nowhere else, which leaves lengths, spaces and JSON as they are. What is then spelled in the
-rendered text are the template's own tokens. These are renamed, the disguise is taken off, and the whole text is encoded
-once, by a copy of the tokenizer that knows the special tokens by their new names only: pre-tokenization sees the very
-text, so a chat without such spellings has the same ids either way.
+A chat template writes special tokens around texts that callers send, and a tokenizer cannot tell
+who wrote them. So the callers' spellings are disguised before the template renders them: one
+character of each is replaced by a private-use character that occurs nowhere else, which leaves
+lengths, spaces and JSON as they are. What is then spelled in the rendered text are the template's
+own tokens. These are renamed, the disguise is taken off, and the whole text is encoded once, by a
+copy of the tokenizer that knows the special tokens by their new names only: pre-tokenization sees
+the very text, so a chat without such spellings has the same ids either way.
 
 Knows nothing of chats but that they are JSON.
 """
@@ -25,7 +26,9 @@ from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_TOKENS
 
 _PIECE_CHARACTERS: Final = 8_192
-"""Of a long text, for one call of `re` or `str`, which never gives up the interpreter's lock (GIL): below 2 ms."""
+"""Of a long text, for one call of `re` or `str`, which never gives up the interpreter's lock (GIL):
+below 2 ms.
+"""
 
 _PAUSE_SECONDS: Final = 1e-6
 """Between two pieces. Without a pause a thread that waits for the lock gets it after 5 ms only."""
@@ -39,15 +42,20 @@ _FIELD: Final = "prompt.chat"
 
 
 def encode_text(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Returns the token ids of a text. Raises InvalidArgument if there are more than a prompt may have.
+    """Returns the token ids of a text. Raises InvalidArgument if there are more than a prompt may
+    have.
 
-    Other threads run meanwhile: `encode_batch_fast` gives up the interpreter's lock, `encode` holds it."""
+    Other threads run meanwhile: `encode_batch_fast` gives up the interpreter's lock, `encode` holds
+    it.
+    """
     (found,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return _ids_of(found)
 
 
 def _ids_of(encoding: Encoding) -> list[int]:
-    """Returns the token ids. Raises InvalidArgument for more than a prompt may have: a list of millions takes long."""
+    """Returns the token ids. Raises InvalidArgument for more than a prompt may have: a list of
+    millions takes long.
+    """
     if len(encoding) > MAX_TOKENS:
         raise InvalidArgument(f"has {len(encoding)} tokens; the maximum is {MAX_TOKENS}", "prompt")
     ids: list[int] = encoding.ids
@@ -55,7 +63,9 @@ def _ids_of(encoding: Encoding) -> list[int]:
 
 
 class Spellings:
-    """Finds the tokens of a list in texts: whole ones, and at a text's ends parts that a neighbour may complete."""
+    """Finds the tokens of a list in texts: whole ones, and at a text's ends parts that a neighbour
+    may complete.
+    """
 
     def __init__(self, tokens: Iterable[str]) -> None:
         found = sorted({token for token in tokens if token.strip()}, key=len, reverse=True)
@@ -77,7 +87,9 @@ class Spellings:
         return positions
 
     def _begins_in(self, text: str) -> Iterator[int]:
-        """Yields where whole tokens begin. Searches piece by piece, and other threads run between two pieces."""
+        """Yields where whole tokens begin. Searches piece by piece, and other threads run between
+        two pieces.
+        """
         for begin, end in _pieces(text):
             while match := self._pattern.search(text, begin, end + self._longest):
                 begin = match.start() + 1
@@ -95,20 +107,31 @@ class Disguise:
         self._of_character: dict[str, str] = {}
 
     def put_on(self, value: Any, spellings: Spellings) -> Any:
-        """Returns a JSON value with all its texts and keys disguised. Raises InvalidArgument if characters run out."""
+        """Returns a JSON value with all its texts and keys disguised. Raises InvalidArgument if
+        characters run out.
+        """
         match value:
             case str():
                 return self._text(value, spellings)
             case list():
                 return [self.put_on(item, spellings) for item in value]
             case dict():
-                return {self.put_on(key, spellings): self.put_on(item, spellings) for key, item in value.items()}
+                return {
+                    self.put_on(key, spellings): self.put_on(item, spellings)
+                    for key, item in value.items()
+                }
         return value
 
     def take_off(self, text: str) -> str:
         """Returns the text as it was."""
-        characters = {ord(stand_in): character for character, stand_in in self._of_character.items()}
-        return "".join(text[begin:end].translate(characters) for begin, end in _pieces(text)) if characters else text
+        characters = {
+            ord(stand_in): character for character, stand_in in self._of_character.items()
+        }
+        return (
+            "".join(text[begin:end].translate(characters) for begin, end in _pieces(text))
+            if characters
+            else text
+        )
 
     @property
     def is_worn(self) -> bool:
@@ -136,24 +159,33 @@ class Disguise:
         if character not in self._of_character:
             stand_in = next(self._free, None)
             if stand_in is None:
-                raise InvalidArgument("has every private-use character, beside the spelling of a special token", _FIELD)
+                raise InvalidArgument(
+                    "has every private-use character, beside the spelling of a special token",
+                    _FIELD,
+                )
             self._of_character[character] = stand_in
         return self._of_character[character]
 
 
 class LiteralEncoder:
-    """Encodes texts in which some tokens are structure and some only spelled. Immutable and thread-safe."""
+    """Encodes texts in which some tokens are structure and some only spelled. Immutable and
+    thread-safe.
+    """
 
     def __init__(self, backend: Backend, tokens: Mapping[int, str]) -> None:
         """`tokens`: by id, those that may only be structure."""
         self._backend = backend
         self._tokens = tokens
-        self._names = {token: f"{_OPEN}{chr(_RENAMED + i)}{_CLOSE}" for i, token in enumerate(tokens)}
+        self._names = {
+            token: f"{_OPEN}{chr(_RENAMED + i)}{_CLOSE}" for i, token in enumerate(tokens)
+        }
 
     def encode(self, rendered: str, disguise: Disguise) -> list[int]:
-        """Returns the ids of a rendered text: tokens that it spells are structure, those in disguise are text.
+        """Returns the ids of a rendered text: tokens that it spells are structure, those in
+        disguise are text.
 
-        Raises InvalidArgument if the tokenizer has no other way to write one of them."""
+        Raises InvalidArgument if the tokenizer has no other way to write one of them.
+        """
         (found,) = self._backend.encode_batch([rendered], add_special_tokens=False)
         pieces, structure, end = [], [], 0
         for index, token in enumerate(_ids_of(found)):
@@ -162,22 +194,34 @@ class LiteralEncoder:
             # Of few tokens; a list of the offsets of all takes long.
             begin, until = found.token_to_chars(index) or (end, end)
             spelled = rendered[begin:until]
-            # Another text that a normalizer turns into a token, such as one in full-width letters, is only spelled.
+            # Another text that a normalizer turns into a token, such as one in full-width letters,
+            # is only spelled.
             if spelled.strip() == self._tokens[token].strip():
-                pieces += [disguise.take_off(rendered[end:begin]), spelled.replace(spelled.strip(), self._names[token])]
+                pieces += [
+                    disguise.take_off(rendered[end:begin]),
+                    spelled.replace(spelled.strip(), self._names[token]),
+                ]
                 structure.append(token)
                 end = until
         text = "".join([*pieces, disguise.take_off(rendered[end:])])
         if text.count(_OPEN) != len(structure) or text.count(_CLOSE) != len(structure):
-            raise InvalidArgument("has a noncharacter beside the spelling of a special token", _FIELD)
-        ids = [self._ids.get(token, token) for token in encode_text(self._copy, text, add_special_tokens=False)]
+            raise InvalidArgument(
+                "has a noncharacter beside the spelling of a special token", _FIELD
+            )
+        ids = [
+            self._ids.get(token, token)
+            for token in encode_text(self._copy, text, add_special_tokens=False)
+        ]
         if [token for token in ids if token in self._tokens] != structure:
-            raise InvalidArgument("spells a special token that the tokenizer cannot write as text", _FIELD)
+            raise InvalidArgument(
+                "spells a special token that the tokenizer cannot write as text", _FIELD
+            )
         return ids
 
     def prepare(self) -> None:
-        """Makes the copy of the tokenizer, which holds the interpreter's lock for a second if the vocabulary is
-        large."""
+        """Makes the copy of the tokenizer, which holds the interpreter's lock for a second if the
+        vocabulary is large.
+        """
         _ = self._ids
 
     @cached_property
@@ -188,20 +232,28 @@ class LiteralEncoder:
         names = {self._tokens[token]: name for token, name in self._names.items()}
         for added in tree["added_tokens"]:
             if added["content"] in names:
-                added |= {"content": names[added["content"]], "normalized": False, "single_word": False}
+                added |= {
+                    "content": names[added["content"]],
+                    "normalized": False,
+                    "single_word": False,
+                }
         _rename(tree["model"], names)
         return Backend.from_str(json.dumps(tree))
 
     @cached_property
     def _ids(self) -> dict[int, int]:
         """The ids of the added tokens, by those that the copy gives them."""
-        added = {token: text.content for token, text in self._backend.get_added_tokens_decoder().items()} | self._names
+        added = {
+            token: text.content for token, text in self._backend.get_added_tokens_decoder().items()
+        } | self._names
         copied = ((self._copy.token_to_id(name), token) for token, name in added.items())
         return {copy: token for copy, token in copied if copy is not None}
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Renames tokens in a vocabulary, so that no text becomes one of them, but those that merges make."""
+    """Renames tokens in a vocabulary, so that no text becomes one of them, but those that merges
+    make.
+    """
     merges: Sequence[Any] = model.get("merges") or ()
     pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges)
     made = {part for left, right in pairs for part in (left, right, left + right) if part in names}
@@ -216,8 +268,10 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
 
 
 def _pattern_of(tokens: Iterable[str]) -> str:
-    """Returns a pattern of texts, of which those with the same beginning share it: a search then tries one branch at
-    each character, not one for each token. A text that begins with another one of them needs no branch of its own."""
+    """Returns a pattern of texts, of which those with the same beginning share it: a search then
+    tries one branch at each character, not one for each token. A text that begins with another one
+    of them needs no branch of its own.
+    """
     found = list[str]()
     for token in sorted(tokens):
         if not found or not token.startswith(found[-1]):

@@ -1,7 +1,9 @@
-"""Renders chat templates, which are Jinja programs of models, within bounds of time, memory and size.
+"""Renders chat templates, which are Jinja programs of models, within bounds of time, memory and
+size.
 
-They run in a process of its own, which is killed when a template takes too long. So whatever a template does, for any
-messages, it stops nobody's tokens and takes no memory of the router's. Knows nothing of tokens.
+They run in a process of its own, which is killed when a template takes too long. So whatever a
+template does, for any messages, it stops nobody's tokens and takes no memory of the router's. Knows
+nothing of tokens.
 """
 
 import json
@@ -15,20 +17,25 @@ _NO_PROCESS: Final = "chat templates cannot be rendered now"
 
 
 class TemplateRenderer:
-    """Renders one template after the other, in a process that begins with `start` or the first of them and ends with
-    this object. Thread-safe."""
+    """Renders one template after the other, in a process that begins with `start` or the first of
+    them and ends with this object. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._child = ChildProcess("template_process")
 
     def render(self, variables: Mapping[str, Any], *, max_characters: int, seconds: float) -> str:
-        """Renders by transformers' render_jinja_template, whose arguments `variables` are, in plain JSON values.
+        """Renders by transformers' render_jinja_template, whose arguments `variables` are, in plain
+        JSON values.
 
-        Raises InvalidArgument if the template refuses them, writes too much or does not end in time, and Unavailable if
-        the process does not start."""
+        Raises InvalidArgument if the template refuses them, writes too much or does not end in
+        time, and Unavailable if the process does not start.
+        """
         reply: dict[str, str] = {}
         try:
-            reply = json.loads(self._child.ask(json.dumps([variables, max_characters]).encode(), seconds))
+            reply = json.loads(
+                self._child.ask(json.dumps([variables, max_characters]).encode(), seconds)
+            )
         except TimeoutError:
             reply["reason"] = f"takes more than {seconds:g} seconds for these messages"
         except EOFError:  # such as by a recursion that ends the process
@@ -36,7 +43,9 @@ class TemplateRenderer:
         except ChildProcessError:
             raise Unavailable(_NO_PROCESS) from None
         if "text" not in reply:
-            raise InvalidArgument(f"the model's chat template {reply['reason']}", reply.get("field", "prompt.chat"))
+            raise InvalidArgument(
+                f"the model's chat template {reply['reason']}", reply.get("field", "prompt.chat")
+            )
         return reply["text"]
 
     def start(self) -> None:

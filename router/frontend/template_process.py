@@ -1,7 +1,7 @@
 """Renders chat templates by transformers, in a process of its own that template.py starts.
 
-Some templates take a message's content as a list of parts, and would leave a plain text out without a
-word. Which form a template takes is tried out, for each role. Knows nothing of tokens.
+Some templates take a message's content as a list of parts, and would leave a plain text out without
+a word. Which form a template takes is tried out, for each role. Knows nothing of tokens.
 """
 
 import json
@@ -23,7 +23,11 @@ _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _OTHER_ROLE: Final = "other"
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MARK: Final = "tandem-content-mark"  # that no template writes by itself
-_CALL: Final = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
+_CALL: Final = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "look", "arguments": {}},
+}
 
 
 def main() -> None:
@@ -34,7 +38,9 @@ def main() -> None:
 
 
 def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]:
-    """Returns the text, or the reason why there is none and the field at fault. A template can raise anything."""
+    """Returns the text, or the reason why there is none and the field at fault. A template can
+    raise anything.
+    """
     try:
         texts: Any = render_jinja_template(**_with_parts(variables))[0]
         if len(texts[0]) <= max_characters:
@@ -43,17 +49,27 @@ def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]
         pass
     except Exception as error:
         if str(error).startswith("continue_final_message"):  # by transformers
-            return {"reason": "does not repeat the last message", "field": "prompt.chat.continue_final_message"}
-        said = f": {str(error)[:_MAX_REASON]}" if type(error) is TemplateError else ""  # by raise_exception
+            return {
+                "reason": "does not repeat the last message",
+                "field": "prompt.chat.continue_final_message",
+            }
+        said = (
+            f": {str(error)[:_MAX_REASON]}" if type(error) is TemplateError else ""
+        )  # by raise_exception
         return {"reason": f"refuses these messages{said}"}
     return {"reason": f"renders more than {max_characters} characters for these messages"}
 
 
 def _with_parts(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the variables with the content of messages as a list of one part, where the template takes that."""
+    """Returns the variables with the content of messages as a list of one part, where the template
+    takes that.
+    """
     source = str(variables["chat_template"])
     tokens = tuple((name, str(variables[name])) for name in _TOKENS if name in variables)
-    takes_parts = {role: _takes_parts(source, tokens, role) for role in _known_roles(variables["conversations"])}
+    takes_parts = {
+        role: _takes_parts(source, tokens, role)
+        for role in _known_roles(variables["conversations"])
+    }
     conversations = [
         [_in_parts(each) if takes_parts[_known_role(each)] else each for each in messages]
         for messages in variables["conversations"]
@@ -66,7 +82,9 @@ def _known_roles(conversations: list[list[dict[str, Any]]]) -> set[str]:
 
 
 def _known_role(message: dict[str, Any]) -> str:
-    """Returns the role under which a message's form is tried: a client may make up any number of others."""
+    """Returns the role under which a message's form is tried: a client may make up any number of
+    others.
+    """
     role = message.get("role")
     return role if role in _ROLES else _OTHER_ROLE
 
@@ -78,11 +96,18 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(_MAX_TRIED)
 def _takes_parts(source: str, tokens: tuple[tuple[str, str], ...], role: str) -> bool:
-    """Returns whether a template writes the content of a role's messages only if that is a list of parts.
+    """Returns whether a template writes the content of a role's messages only if that is a list of
+    parts.
 
-    `tokens` are its variables for special tokens."""
+    `tokens` are its variables for special tokens.
+    """
     for as_parts in (False, True):
-        message: dict[str, Any] = {"role": role, "content": _MARK, "tool_call_id": "call00000", "name": "look"}
+        message: dict[str, Any] = {
+            "role": role,
+            "content": _MARK,
+            "tool_call_id": "call00000",
+            "name": "look",
+        }
         other: dict[str, Any] = {"role": "user", "content": "x"}
         if role != "user" and _takes_parts(source, tokens, "user"):
             other = _in_parts(other)
@@ -93,7 +118,11 @@ def _takes_parts(source: str, tokens: tuple[tuple[str, str], ...], role: str) ->
             "assistant": [other, *tried, other],
             "tool": [other, call, *tried],
         }.get(role, [*tried, other])
-        variables: dict[str, Any] = {**dict(tokens), "conversations": [conversation], "chat_template": source}
+        variables: dict[str, Any] = {
+            **dict(tokens),
+            "conversations": [conversation],
+            "chat_template": source,
+        }
         try:
             texts: Any = render_jinja_template(**variables, add_generation_prompt=True)[0]
         except MemoryError:

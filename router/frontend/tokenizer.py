@@ -1,4 +1,5 @@
-"""Encodes texts and chats to token ids and decodes them, by the model folder's tokenizer.json and chat template.
+"""Encodes texts and chats to token ids and decodes them, by the model folder's tokenizer.json and
+chat template.
 
 Imports neither torch nor code from the model's folder.
 """
@@ -14,7 +15,8 @@ from typing import Any, Final
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-# Not `transformers.AutoTokenizer`: that import alone loads torch. Both end in the same tokenizer.json.
+# Not `transformers.AutoTokenizer`: that import alone loads torch. Both end in the same
+# tokenizer.json.
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
@@ -29,7 +31,8 @@ from .spelled_tokens import Disguise, LiteralEncoder, Spellings, encode_text
 from .template import TemplateRenderer
 
 _THREAD_FROM_CHARACTERS = 4_096
-"""Byte-pair encoding takes about 1 ms for this many characters; longer texts leave the event loop."""
+"""Byte-pair encoding takes about 1 ms for this many characters; longer texts leave the event loop.
+"""
 
 _THREAD_FROM_TOKENS: Final = 4_096
 
@@ -40,17 +43,22 @@ _RENDERER: Final = TemplateRenderer()
 _RENDERINGS: Final = FairThreads("tandem-templates", 1)  # the renderer takes one chat at a time
 
 _TRUSTED_ROLES: Final = ("assistant", "system", "developer")
-"""Whose messages may have what is no special token, but which templates write, such as <think>: the model wrote them,
-or the service's operator."""
+"""Whose messages may have what is no special token, but which templates write, such as <think>: the
+model wrote them, or the service's operator.
+"""
 
-_PROBE: Final = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="Hello")])
+_PROBE: Final = inference_pb2.Chat(
+    messages=[inference_pb2.ChatMessage(role="user", content="Hello")]
+)
 
 _INFILL_MARKS: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma, Granite 4
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder (arXiv 2305.06161), Granite Code
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
 )
-"""Tokens before a prefix, before its suffix, and before what fills the gap (arXiv 2207.14255, prefix first)."""
+"""Tokens before a prefix, before its suffix, and before what fills the gap (arXiv 2207.14255,
+prefix first).
+"""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _WORD_START = "\u2581"  # what SentencePiece writes for a space
@@ -70,35 +78,48 @@ class Tokenizer:
         tool_call_parser: str = AUTO,
         reasoning_parser: str = AUTO,
     ) -> None:
-        """Takes ownership of `tokenizer`. `vocab_size`: rows of the model's embedding, if they are known. The parsers
-        are names of formats (chat_formats.py)."""
+        """Takes ownership of `tokenizer`. `vocab_size`: rows of the model's embedding, if they are
+        known. The parsers are names of formats (chat_formats.py).
+        """
         self._template = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        # The file may ask for truncation or padding of training batches; encode() alone obeys it, so switch it off.
+        # The file may ask for truncation or padding of training batches; encode() alone obeys it,
+        # so switch it off.
         self._backend.no_truncation()
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self._added = {token: text.content for token, text in added.items()}
         self._added_ids = {text: token for token, text in self._added.items()}
-        special = {token for token, text in added.items() if text.special} | set(tokenizer.all_special_ids)
-        self.special_markup: frozenset[str] = frozenset(self._added.get(token, "") for token in special)
+        special = {token for token, text in added.items() if text.special} | set(
+            tokenizer.all_special_ids
+        )
+        self.special_markup: frozenset[str] = frozenset(
+            self._added.get(token, "") for token in special
+        )
         """Texts that are special tokens."""
         self.special_ids: frozenset[int] = frozenset(
             token for token in special if self._added.get(token) not in CALL_MARKUP
         )
         """Tokens without a text of their own."""
-        self.vocab_size: int = vocab_size or max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size: int = (
+            vocab_size or max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        )
         self.call_format: str = call_format(self.chat_template(tools=True), tool_call_parser)
         self.thought_format: str = thought_format(self.chat_template(tools=False), reasoning_parser)
         decoder = self._backend.decoder
-        self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()  # JSON, of sequences too
+        self._byte_level = (
+            decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+        )  # JSON, of sequences too
 
     @classmethod
-    def load(cls, folder: Path, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> "Tokenizer":
-        """Reads tokenizer.json, which may be in the cache, see `tokenizer_file`, and of a local model folder
-        tokenizer_config.json, the chat template and config.json.
+    def load(
+        cls, folder: Path, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
+    ) -> "Tokenizer":
+        """Reads tokenizer.json, which may be in the cache, see `tokenizer_file`, and of a local
+        model folder tokenizer_config.json, the chat template and config.json.
 
-        Raises ValueError, in one line, if the folder has no tokenizer.json or it cannot be read."""
+        Raises ValueError, in one line, if the folder has no tokenizer.json or it cannot be read.
+        """
         file = tokenizer_file(folder)
         if not file.is_file():
             raise ValueError(f"{file} is missing; Tandem needs a fast tokenizer")
@@ -113,17 +134,23 @@ class Tokenizer:
             tokenizer.chat_template = _processor_template(folder / "chat_template.json")
         if tokenizer.chat_template is not None:
             _RENDERER.start()
-        return cls(tokenizer, _vocab_size(folder / "config.json"), tool_call_parser, reasoning_parser)
+        return cls(
+            tokenizer, _vocab_size(folder / "config.json"), tool_call_parser, reasoning_parser
+        )
 
     async def wait_for_chats(self) -> None:
-        """Waits until chats can be rendered at once, if the model has a template for them. Raises Unavailable."""
+        """Waits until chats can be rendered at once, if the model has a template for them. Raises
+        Unavailable.
+        """
         if self._template.chat_template is not None:
             await asyncio.to_thread(self._spelled[2].prepare)
             await asyncio.to_thread(_RENDERER.wait)
 
     def check_chat_template(self) -> None:
-        """Renders a chat of one message, if the model has a template. Raises ValueError, in one line, for one that
-        cannot be rendered; one that refuses the message by words of its own is good."""
+        """Renders a chat of one message, if the model has a template. Raises ValueError, in one
+        line, for one that cannot be rendered; one that refuses the message by words of its own is
+        good.
+        """
         try:
             self._render(_PROBE, template_variables(_PROBE))
         except InvalidArgument as error:
@@ -132,7 +159,9 @@ class Tokenizer:
                 raise ValueError(f"{reason}: it cannot render a chat of one message") from None
 
     def chat_template(self, tools: bool) -> str:
-        """Returns the source of the chat template, of that for tools where the model has a separate one; "" if none."""
+        """Returns the source of the chat template, of that for tools where the model has a separate
+        one; "" if none.
+        """
         if self._template.chat_template is None:
             return ""
         try:
@@ -145,21 +174,27 @@ class Tokenizer:
         return frozenset(self._added_ids[text] for text in texts if text in self._added_ids)
 
     def infill(self, prefix: str, suffix: str) -> str:
-        """Returns the prompt for what lies between two texts. Raises InvalidArgument if the model has no tokens for
-        it."""
+        """Returns the prompt for what lies between two texts. Raises InvalidArgument if the model
+        has no tokens for it.
+        """
         for before, hole, middle in _INFILL_MARKS:
             if self._added_ids.keys() >= {before, hole, middle}:
                 return f"{before}{prefix}{hole}{suffix}{middle}"
         raise InvalidArgument(
-            "the model has no tokens for filling in; send what comes before as the prompt, or ask in a chat",
+            "the model has no tokens for filling in; send what comes before as the prompt, or ask "
+            "in a chat",
             "prompt.suffix",
         )
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True, turn: str = "") -> list[int]:
-        """Returns the token ids of `text`, by default with the special tokens that the tokenizer adds itself.
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, turn: str = ""
+    ) -> list[int]:
+        """Returns the token ids of `text`, by default with the special tokens that the tokenizer
+        adds itself.
 
-        Long texts wait for the `turn` of their caller, see FairThreads.run. Raises InvalidArgument if the text has too
-        many tokens, and Overloaded if too many texts wait."""
+        Long texts wait for the `turn` of their caller, see FairThreads.run. Raises InvalidArgument
+        if the text has too many tokens, and Overloaded if too many texts wait.
+        """
         if len(text) < _THREAD_FROM_CHARACTERS:
             return self._encode(text, add_special_tokens)
         return await in_turn(turn, len(text), self._encode, text, add_special_tokens)
@@ -176,25 +211,38 @@ class Tokenizer:
         return encode() if size < _THREAD_FROM_CHARACTERS else await in_turn(turn, size, encode)
 
     async def encode_chat(self, chat: inference_pb2.Chat, turn: str = "") -> list[int]:
-        """Returns the token ids of a checked chat as the model's template renders it, with the opening of the
-        assistant's answer, or up to the end of the last message where that is to be continued.
+        """Returns the token ids of a checked chat as the model's template renders it, with the
+        opening of the assistant's answer, or up to the end of the last message where that is to be
+        continued.
 
-        The chat waits for the `turn` of its caller. Raises InvalidArgument if the model has no chat template, or the
-        template refuses the messages, renders too many characters, or does not end within 5 seconds, and Overloaded if
-        too many chats wait."""
+        The chat waits for the `turn` of its caller. Raises InvalidArgument if the model has no chat
+        template, or the template refuses the messages, renders too many characters, or does not end
+        within 5 seconds, and Overloaded if too many chats wait.
+        """
         # Always in a thread, which waits for the template's process.
-        num_characters, encode = await _RENDERINGS.run(turn, chat.ByteSize(), self._render_chat, chat)
-        return encode() if num_characters < _THREAD_FROM_CHARACTERS else await in_turn(turn, num_characters, encode)
+        num_characters, encode = await _RENDERINGS.run(
+            turn, chat.ByteSize(), self._render_chat, chat
+        )
+        return (
+            encode()
+            if num_characters < _THREAD_FROM_CHARACTERS
+            else await in_turn(turn, num_characters, encode)
+        )
 
     async def detokenize(self, ids: Sequence[int], turn: str = "") -> str:
-        """Returns the text of `ids` with the names of special tokens. Long lists wait for the `turn` of their
-        caller."""
+        """Returns the text of `ids` with the names of special tokens. Long lists wait for the
+        `turn` of their caller.
+        """
         decode = partial(self.decode, ids, skip_special=False)
         return decode() if len(ids) < _THREAD_FROM_TOKENS else await in_turn(turn, len(ids), decode)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Returns the text of `ids`, by default without special tokens; a cut character decodes to U+FFFD."""
-        shown = [token for token in ids if token not in self.special_ids] if skip_special else list(ids)
+        """Returns the text of `ids`, by default without special tokens; a cut character decodes to
+        U+FFFD.
+        """
+        shown = (
+            [token for token in ids if token not in self.special_ids] if skip_special else list(ids)
+        )
         if len(shown) < _THREAD_FROM_TOKENS:
             text: str = self._backend.decode(shown, skip_special_tokens=False)
         else:  # gives up the interpreter's lock, which `decode` holds
@@ -202,10 +250,13 @@ class Tokenizer:
         return text
 
     async def text_of_prompt(self, ids: Sequence[int], turn: str = "") -> str:
-        """Returns the text whose ids these are, as `detokenize` does, without the special tokens before it that the
-        tokenizer adds itself."""
+        """Returns the text whose ids these are, as `detokenize` does, without the special tokens
+        before it that the tokenizer adds itself.
+        """
         added = self._added_before
-        return await self.detokenize(ids[len(added) :] if list(ids[: len(added)]) == added else ids, turn)
+        return await self.detokenize(
+            ids[len(added) :] if list(ids[: len(added)]) == added else ids, turn
+        )
 
     @cached_property
     def _added_before(self) -> list[int]:
@@ -215,14 +266,19 @@ class Tokenizer:
         return ids[:first]
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes of a token; those of a special token are its name, of an unused id none."""
+        """Returns the bytes of a token; those of a special token are its name, of an unused id
+        none.
+        """
         if token in self._added:
             return self._added[token].encode()
         piece: str | None = self._backend.id_to_token(token)
         if piece is None:
             return b""
         if self._byte_level:
-            return b"".join(bytes((_BYTE_OF_CHARACTER[c],)) if c in _BYTE_OF_CHARACTER else c.encode() for c in piece)
+            return b"".join(
+                bytes((_BYTE_OF_CHARACTER[c],)) if c in _BYTE_OF_CHARACTER else c.encode()
+                for c in piece
+            )
         if byte := _BYTE_PIECE.fullmatch(piece):
             return bytes((int(byte[1], 16),))
         return piece.replace(_WORD_START, " ").encode()
@@ -236,11 +292,16 @@ class Tokenizer:
         variables = with_developer_as_system(template_variables(chat), template)
         if chat.parse_special:
             rendered = self._render(chat, variables)
-            return len(rendered), partial(self._encode, rendered, False)  # the template has written special tokens
+            return len(rendered), partial(
+                self._encode, rendered, False
+            )  # the template has written special tokens
         disguise = Disguise(json.dumps(variables, ensure_ascii=False))
         special, control, encoder = self._spelled
         (messages,) = variables.pop("conversations")
-        hidden = [disguise.put_on(each, special if each["role"] in _TRUSTED_ROLES else control) for each in messages]
+        hidden = [
+            disguise.put_on(each, special if each["role"] in _TRUSTED_ROLES else control)
+            for each in messages
+        ]
         variables = {name: disguise.put_on(value, special) for name, value in variables.items()}
         rendered = self._render(chat, variables | {"conversations": [hidden]})
         if disguise.is_worn or self._normalizes_special:
@@ -249,7 +310,9 @@ class Tokenizer:
 
     @cached_property
     def _spelled(self) -> tuple[Spellings, Spellings, LiteralEncoder]:
-        """Special tokens; these and whatever else the templates write as one token; the encoder of both."""
+        """Special tokens; these and whatever else the templates write as one token; the encoder of
+        both.
+        """
         special = {token: text for token, text in self._added.items() if token in self.special_ids}
         templates = self.chat_template(tools=False) + self.chat_template(tools=True)
         written = {
@@ -258,30 +321,47 @@ class Tokenizer:
             if text.strip() and (text in templates or text in CALL_MARKUP)
         }
         control = special | written
-        return Spellings(special.values()), Spellings(control.values()), LiteralEncoder(self._backend, control)
+        return (
+            Spellings(special.values()),
+            Spellings(control.values()),
+            LiteralEncoder(self._backend, control),
+        )
 
     @cached_property
     def _normalizes_special(self) -> bool:
         """Whether a text other than its name may become a special token."""
         added = self._backend.get_added_tokens_decoder()
-        return self._backend.normalizer is not None and any(text.special and text.normalized for text in added.values())
+        return self._backend.normalizer is not None and any(
+            text.special and text.normalized for text in added.values()
+        )
 
     def _render(self, chat: inference_pb2.Chat, variables: dict[str, Any]) -> str:
         source = self.chat_template(tools=bool(active_tools(chat)))
         if not source:
-            raise InvalidArgument("the model has no chat template; send text or token ids", "prompt.chat")
+            raise InvalidArgument(
+                "the model has no chat template; send text or token ids", "prompt.chat"
+            )
         variables = {**self._template.special_tokens_map, **variables, "chat_template": source}
-        return _RENDERER.render(variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS)
+        return _RENDERER.render(
+            variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS
+        )
 
 
 def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
-    """Returns a tokenizer for benchmarks and tests: token ids are bytes, 256 ends a sequence and 257 begins one."""
+    """Returns a tokenizer for benchmarks and tests: token ids are bytes, 256 ends a sequence and
+    257 begins one.
+    """
     backend = Backend(models.BPE(vocab=_BYTE_OF_CHARACTER, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|begin|>", special=True)])
+    backend.add_special_tokens(
+        [AddedToken("<|end|>", special=True), AddedToken("<|begin|>", special=True)]
+    )
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend, eos_token="<|end|>", bos_token="<|begin|>", chat_template=chat_template
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        bos_token="<|begin|>",
+        chat_template=chat_template,
     )
     return Tokenizer(fast)
 

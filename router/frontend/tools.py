@@ -1,4 +1,6 @@
-"""Makes the grammar that demands a call of a tool, in the format that the model's chat template teaches."""
+"""Makes the grammar that demands a call of a tool, in the format that the model's chat template
+teaches.
+"""
 
 import json
 from collections.abc import Iterable
@@ -12,15 +14,20 @@ from .json_schemas import close_objects, readable
 from .tokenizer import Tokenizer
 
 
-def tool_call_constraint(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> inference_pb2.Constraint | None:
-    """Returns the grammar of one or more tool calls, or of one call of the named tool or where the answer ends after
-    one; None if the checked chat demands no call. Raises InvalidArgument if the tools are too large together, or the
-    format has no grammar."""
+def tool_call_constraint(
+    chat: inference_pb2.Chat, tokenizer: Tokenizer
+) -> inference_pb2.Constraint | None:
+    """Returns the grammar of one or more tool calls, or of one call of the named tool or where the
+    answer ends after one; None if the checked chat demands no call. Raises InvalidArgument if the
+    tools are too large together, or the format has no grammar.
+    """
     if not must_call(chat):
         return None
     form = CALL_FORMATS[tokenizer.call_format].grammar
     if form is None:
-        raise InvalidArgument("a call cannot be demanded in this model's format of calls", "prompt.chat.tool_choice")
+        raise InvalidArgument(
+            "a call cannot be demanded in this model's format of calls", "prompt.chat.tool_choice"
+        )
     named = chat.tool_choice.mode == inference_pb2.ToolChoice.MODE_NAMED
     tools = [tool for tool in chat.tools if not named or tool.name == chat.tool_choice.name]
 
@@ -39,14 +46,19 @@ def tool_call_constraint(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> infe
         try:
             readable_schema = readable(close_objects(parameters_schema(tool)))
         except ValueError as error:
-            raise InvalidArgument(f"the arguments of {tool.name!r}: {error}", "prompt.chat.tools") from None
+            raise InvalidArgument(
+                f"the arguments of {tool.name!r}: {error}", "prompt.chat.tools"
+            ) from None
         schema = json.dumps(readable_schema | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
-        rules.append(f"call_{i}: {literals(form.head, tool.name)} arguments_{i} {literals(form.tail)}")
+        rules.append(
+            f"call_{i}: {literals(form.head, tool.name)} arguments_{i} {literals(form.tail)}"
+        )
         rules.append(f"arguments_{i}: %json {schema}")
     grammar = "\n".join(rules)
     if len(grammar) > limits.MAX_GRAMMAR_CHARACTERS:
         raise InvalidArgument(
-            f"the grammar of their calls has more than {limits.MAX_GRAMMAR_CHARACTERS} characters", "prompt.chat.tools"
+            f"the grammar of their calls has more than {limits.MAX_GRAMMAR_CHARACTERS} characters",
+            "prompt.chat.tools",
         )
     return inference_pb2.Constraint(grammar=grammar)
 

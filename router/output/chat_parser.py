@@ -1,7 +1,9 @@
-"""Splits the answer to a chat into what the model says, what it thinks and what it calls, while it arrives.
+"""Splits the answer to a chat into what the model says, what it thinks and what it calls, while it
+arrives.
 
 Where each begins and ends is found by transformers' parser of responses, by the declarations of
-frontend/chat_formats.py."""
+frontend/chat_formats.py.
+"""
 
 import json
 import re
@@ -12,7 +14,10 @@ from typing import Any, Final, TypeVar
 
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import parse_content
-from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+from transformers.utils.chat_parsing.response_templates import (
+    ResponseTemplate,
+    load_response_template,
+)
 
 from ...proto import inference_pb2
 from ..frontend.chat import active_tools, parameters_schema
@@ -29,10 +34,14 @@ _OPENINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "cohere_command3": ("<|START_THINKING|>", "<|START_RESPONSE|>"),
     "deepseek_r1": ("<think>",),
 }
-"""Texts with which a thought or the answer begins, where a chat template may write them at the end of the prompt."""
+"""Texts with which a thought or the answer begins, where a chat template may write them at the end
+of the prompt.
+"""
 
 _MAX_OPENING_TOKENS: Final = 8
-_MISTRAL_CALL: Final = re.compile(r"\s*([\w.:/-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
+_MISTRAL_CALL: Final = re.compile(
+    r"\s*([\w.:/-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL
+)
 _QWEN_CALL: Final = re.compile(r"\s*<function=([\w.:/-]{1,64})>(.*)</function>\s*", re.DOTALL)
 _QWEN_ARGUMENT: Final = re.compile(r"\s*<parameter=([^>]{1,64})>\n?(.*?)\n?", re.DOTALL)
 _GEMMA_CALL: Final = re.compile(r"\s*call:([\w.:/-]{1,64})(\{.*\})\s*", re.DOTALL)
@@ -51,19 +60,28 @@ class ChatParser:
     """Splits one answer, which arrives in pieces; the result does not depend on how it is cut."""
 
     def __init__(
-        self, chat: inference_pb2.Chat, tokenizer: Tokenizer, prompt: Sequence[int], *, is_bound: bool
+        self,
+        chat: inference_pb2.Chat,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        *,
+        is_bound: bool,
     ) -> None:
         """`is_bound`: a grammar determines the answer, so that it has no thoughts."""
         thoughts = "" if is_bound else tokenizer.thought_format
         calls = tokenizer.call_format if active_tools(chat) else ""
         template, markup = _response_template(thoughts, calls)
-        self.shown_ids: frozenset[int] = tokenizer.ids_of(markup) & tokenizer.special_ids if markup else frozenset()
+        self.shown_ids: frozenset[int] = (
+            tokenizer.ids_of(markup) & tokenizer.special_ids if markup else frozenset()
+        )
         """Special tokens that have to be in the text."""
         self._tools = {tool.name: tool for tool in chat.tools}
         self._read_calls = _READERS.get(calls)
         ends = CALL_FORMATS[calls].fields["tool_calls"].get("close", ()) if self._read_calls else ()
         self._end: str = next(iter(ends), "")
-        self._tool_parser = parser_for(chat, tokenizer) if calls and self._read_calls is None else None
+        self._tool_parser = (
+            parser_for(chat, tokenizer) if calls and self._read_calls is None else None
+        )
         self.is_thinking = False  # of what came until now the end is part of a thought
         self._regions: ResponseParser | None = None
         if template is not None:
@@ -83,11 +101,17 @@ class ChatParser:
 
     def finish(self) -> ChatDelta:
         """Ends the answer; returns what was held back."""
-        split = ChatDelta() if self._regions is None else self._split(self._regions.finalize()[1], is_last=True)
+        split = (
+            ChatDelta()
+            if self._regions is None
+            else self._split(self._regions.finalize()[1], is_last=True)
+        )
         if self._tool_parser is None:
             return split
         text, calls = self._tool_parser.finish()
-        return ChatDelta(text=split.text + text, reasoning=split.reasoning, calls=(*split.calls, *calls))
+        return ChatDelta(
+            text=split.text + text, reasoning=split.reasoning, calls=(*split.calls, *calls)
+        )
 
     def _split(self, events: Sequence[Mapping[str, Any]], *, is_last: bool) -> ChatDelta:
         self._note(events)
@@ -117,7 +141,10 @@ class ChatParser:
         if self._read_calls is None:
             return []
         try:
-            found = [make_call(name, arguments) for name, arguments in self._read_calls(region, self._tools)]
+            found = [
+                make_call(name, arguments)
+                for name, arguments in self._read_calls(region, self._tools)
+            ]
         except (ValueError, RecursionError):
             return []
         return [] if None in found else [call for call in found if call is not None]
@@ -127,7 +154,11 @@ class ChatParser:
 def _response_template(thoughts: str, calls: str) -> tuple[ResponseTemplate | None, frozenset[str]]:
     """Returns the declaration of two formats, None if it declares nothing, and their markup."""
     # A format of thoughts knows better what is text than one of calls.
-    forms = [form for form in (CALL_FORMATS.get(calls), THOUGHT_FORMATS.get(thoughts)) if form is not None]
+    forms = [
+        form
+        for form in (CALL_FORMATS.get(calls), THOUGHT_FORMATS.get(thoughts))
+        if form is not None
+    ]
     fields = {name: each for form in forms for name, each in form.fields.items()}
     markup = frozenset(text for form in forms for text in form.markup)
     if not fields:
@@ -135,7 +166,9 @@ def _response_template(thoughts: str, calls: str) -> tuple[ResponseTemplate | No
     return load_response_template({"start_anchor_pattern": "^", "fields": fields | CONTENT}), markup
 
 
-def _delta(tools: ToolParser | None, text: str, reasoning: str, calls: Iterable[inference_pb2.ToolCall]) -> ChatDelta:
+def _delta(
+    tools: ToolParser | None, text: str, reasoning: str, calls: Iterable[inference_pb2.ToolCall]
+) -> ChatDelta:
     if tools is not None:
         text, calls = tools.push(text)
     return ChatDelta(text=text, reasoning=reasoning, calls=tuple(calls))
@@ -159,20 +192,28 @@ def _listed(region: Mapping[str, str], _tools: "_Tools") -> Sequence[tuple[objec
 def _pair(call: object) -> tuple[object, object]:
     if not isinstance(call, dict):
         raise ValueError
-    return call.get("name", call.get("tool_name")), call.get("arguments", call.get("parameters", {}))
+    return call.get("name", call.get("tool_name")), call.get(
+        "arguments", call.get("parameters", {})
+    )
 
 
 def _mistral(region: Mapping[str, str], tools: "_Tools") -> Sequence[tuple[object, object]]:
     """Reads a JSON list, as older models write, or names with their arguments."""
     if region["body"].lstrip()[:1] in ("[", "{"):
         return _listed(region, tools)
-    return [_matched(_MISTRAL_CALL, each, json.loads) for each in region["body"].split("[TOOL_CALLS]")]
+    return [
+        _matched(_MISTRAL_CALL, each, json.loads) for each in region["body"].split("[TOOL_CALLS]")
+    ]
 
 
 def _gemma(delimiter: str) -> "_Reader":
-    """Returns what reads a call in which names have no quotes, and strings have delimiters of their own."""
+    """Returns what reads a call in which names have no quotes, and strings have delimiters of their
+    own.
+    """
     options = {"unquoted_keys": True, "string_delims": [[delimiter, delimiter]]}
-    return lambda region, _: [_matched(_GEMMA_CALL, region["body"], lambda text: parse_content(text, "json", options))]
+    return lambda region, _: [
+        _matched(_GEMMA_CALL, region["body"], lambda text: parse_content(text, "json", options))
+    ]
 
 
 def _qwen3_coder(region: Mapping[str, str], tools: "_Tools") -> Sequence[tuple[object, object]]:

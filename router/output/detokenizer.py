@@ -7,20 +7,24 @@ from ..frontend.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 16
-"""A character has at most 4 bytes, hence tokens; bytes that are no text after this many tokens stay none."""
+"""A character has at most 4 bytes, hence tokens; bytes that are no text after this many tokens stay
+none.
+"""
 _MAX_CONTEXT_TOKENS = 8
 
 
 class Detokenizer:
     """Decodes the tokens after a prompt, piece by piece, in amortised constant time per token.
 
-    Decodes a short window, the last finished piece and what follows it, and takes the difference: a piece before
-    makes a tokenizer write the space between two words. The same method serves transformers' TextStreamer and vLLM.
-    For byte-level tokenizers the pieces always add up to `decode(ids)`; for byte-fallback ones they do wherever the
-    bytes are UTF-8.
+    Decodes a short window, the last finished piece and what follows it, and takes the difference: a
+    piece before makes a tokenizer write the space between two words. The same method serves
+    transformers' TextStreamer and vLLM. For byte-level tokenizers the pieces always add up to
+    `decode(ids)`; for byte-fallback ones they do wherever the bytes are UTF-8.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], shown_ids: Set[int] = frozenset()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], shown_ids: Set[int] = frozenset()
+    ) -> None:
         """`shown_ids`: special tokens that are text here."""
         self._tokenizer = tokenizer
         self._shown_ids = shown_ids
@@ -30,8 +34,8 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Takes the next ids; returns the text that they complete."""
-        # One by one: only where a character ends can a window be closed. Special tokens have no text, but would
-        # lengthen a window that waits for the rest of a character.
+        # One by one: only where a character ends can a window be closed. Special tokens have no
+        # text, but would lengthen a window that waits for the rest of a character.
         return "".join([self._push(token) for token in ids if not self._is_hidden(token)])
 
     def _push(self, token: int) -> str:
@@ -90,8 +94,9 @@ class Detokenizer:
 class StopStrings:
     """Cuts a text that arrives in pieces before the stop string that is complete first.
 
-    Of two stop strings that are complete at the same character the longer counts. The result does not depend on how
-    the text is cut into pieces. Costs O(characters x stop strings) by the automaton of Knuth, Morris and Pratt.
+    Of two stop strings that are complete at the same character the longer counts. The result does
+    not depend on how the text is cut into pieces. Costs O(characters x stop strings) by the
+    automaton of Knuth, Morris and Pratt.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -99,11 +104,15 @@ class StopStrings:
         self.found = ""  # the stop string that was complete
         self._stops = sorted(stops, key=len, reverse=True)
         self._fallbacks = [_fallbacks(stop) for stop in self._stops]
-        self._matched = [0] * len(stops)  # characters of each stop string that the text so far ends with
+        self._matched = [0] * len(
+            stops
+        )  # characters of each stop string that the text so far ends with
         self._held = ""  # the end of the text so far that may begin a stop string
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Returns the text that is safe to show and whether a stop string was found; after that, push no more."""
+        """Returns the text that is safe to show and whether a stop string was found; after that,
+        push no more.
+        """
         if not self._stops:
             return text, False
         known = len(self._held)
@@ -123,7 +132,9 @@ class StopStrings:
         return held
 
     def _step(self, i: int, char: str) -> bool:
-        """Returns whether stop string `i` ends with this character; then it must not be stepped again."""
+        """Returns whether stop string `i` ends with this character; then it must not be stepped
+        again.
+        """
         stop, matched = self._stops[i], self._matched[i]
         while matched and stop[matched] != char:
             matched = self._fallbacks[i][matched - 1]
@@ -133,7 +144,9 @@ class StopStrings:
 
 @lru_cache(maxsize=64)  # the same for all completions of a body, of which there may be hundreds
 def _fallbacks(pattern: str) -> tuple[int, ...]:
-    """Returns for each prefix of the pattern the length of its longest proper prefix that it also ends with."""
+    """Returns for each prefix of the pattern the length of its longest proper prefix that it also
+    ends with.
+    """
     fallbacks = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):
@@ -164,8 +177,9 @@ class CompletionText:
         self._num_unchecked = min_tokens  # tokens still to come in which no stop string is searched
 
     def push(self, ids: Sequence[int]) -> tuple[str, int, bool]:
-        """Takes the next ids. Returns the text, how many of the ids count (all, or those up to the end of a stop
-        string), and whether a stop string was found; after that, push no more."""
+        """Takes the next ids. Returns the text, how many of the ids count (all, or those up to the
+        end of a stop string), and whether a stop string was found; after that, push no more.
+        """
         if not self._has_stops:
             return self._detokenizer.push(ids), len(ids), False
         texts = []
@@ -187,7 +201,9 @@ class CompletionText:
         return self._stops.found
 
     def finish(self) -> tuple[str, bool]:
-        """Ends the completion. Returns the text that was held back, and whether it ended before a stop string."""
+        """Ends the completion. Returns the text that was held back, and whether it ended before a
+        stop string.
+        """
         text = self._detokenizer.flush()
         if self._num_unchecked:
             return text, False

@@ -7,7 +7,9 @@ from ...proto import inference_pb2
 
 
 class JoinedAnswer:
-    """Joins the messages of one prompt as they come: it keeps one message of each completion, not one of each token."""
+    """Joins the messages of one prompt as they come: it keeps one message of each completion, not
+    one of each token.
+    """
 
     def __init__(self) -> None:
         self._choices: dict[int, _JoinedChoice] = {}
@@ -24,8 +26,9 @@ class JoinedAnswer:
             self._usage = message.usage
 
     def messages(self) -> list[inference_pb2.GenerateResponse]:
-        """Returns a message for each completion, in the order of the choices. The first has the prompt's log
-        probabilities, the last the usage."""
+        """Returns a message for each completion, in the order of the choices. The first has the
+        prompt's log probabilities, the last the usage.
+        """
         joined = [choice.joined() for _, choice in sorted(self._choices.items())]
         if joined:
             joined[0].prompt_logprobs.extend(self._prompt_logprobs)
@@ -36,7 +39,9 @@ class JoinedAnswer:
 
 class _JoinedChoice:
     def __init__(self, first: inference_pb2.GenerateResponse) -> None:
-        self._message = inference_pb2.GenerateResponse(request_id=first.request_id, choice=first.choice)
+        self._message = inference_pb2.GenerateResponse(
+            request_id=first.request_id, choice=first.choice
+        )
         self._text = StringIO()  # a field of a message that grows would be copied for each token
         self._reasoning = StringIO()
 
@@ -58,8 +63,12 @@ class _JoinedChoice:
         return self._message
 
 
-def join_choices(messages: Iterable[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
-    """Joins the messages of each completion, but for the prompt's log probabilities; in the order of the choices."""
+def join_choices(
+    messages: Iterable[inference_pb2.GenerateResponse],
+) -> list[inference_pb2.GenerateResponse]:
+    """Joins the messages of each completion, but for the prompt's log probabilities; in the order
+    of the choices.
+    """
     choices: dict[int, _JoinedChoice] = {}
     for message in messages:
         if message.choice not in choices:

@@ -25,25 +25,40 @@ _STOP = inference_pb2.FINISH_REASON_STOP
 _BROKEN = "the token stream of this request broke"
 
 _THREAD_FROM_TOKENS = 256
-"""Log probabilities of so many tokens, or their text, take a few milliseconds; more leave the event loop."""
+"""Log probabilities of so many tokens, or their text, take a few milliseconds; more leave the event
+loop.
+"""
 
 
 class OutputProcessor:
     """Makes the messages of all completions of a prepared request."""
 
     def __init__(self, request: PreparedRequest) -> None:
-        self.ended: set[int] = set()  # choices ended by a stop string or a call; the source is to cancel them
-        self.finish_reasons: list[inference_pb2.FinishReason] = []  # of the choices that have ended here
+        self.ended: set[int] = (
+            set()
+        )  # choices ended by a stop string or a call; the source is to cancel them
+        self.finish_reasons: list[
+            inference_pb2.FinishReason
+        ] = []  # of the choices that have ended here
         self._request = request
-        self._choices = [_ChoiceOutput(request, number) for number in range(request.tokens.num_choices)]
-        self._progress = {} if request.is_held else request.progress  # what the client has of each choice
+        self._choices = [
+            _ChoiceOutput(request, number) for number in range(request.tokens.num_choices)
+        ]
+        self._progress = (
+            {} if request.is_held else request.progress
+        )  # what the client has of each choice
         ended = {number for number, progress in self._progress.items() if progress.has_ended}
-        self._open = {number: choice for number, choice in enumerate(self._choices) if number not in ended}
-        # Of the prompt when it was computed first, if that was elsewhere; what is cached now is the answer, too.
+        self._open = {
+            number: choice for number, choice in enumerate(self._choices) if number not in ended
+        }
+        # Of the prompt when it was computed first, if that was elsewhere; what is cached now is the
+        # answer, too.
         self._cached_tokens = request.cached_tokens
         self._has_begun = False  # a message was yielded
         self._signers: dict[int, ProgressSigner] = {}  # by choice
-        self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []  # for the next message of choice 0
+        self._prompt_logprobs: list[
+            inference_pb2.TokenLogprobs
+        ] = []  # for the next message of choice 0
         tokens = request.tokens
         if tokens.prompt_logprobs is not None and len(tokens.prompt) == 1:  # no scores will come
             self._prompt_logprobs = _prompt_logprobs(request.tokenizer, tokens.prompt, ())
@@ -54,15 +69,20 @@ class OutputProcessor:
         timeline: inference_pb2.Timeline,
         execution: AbstractContextManager[object] | None = None,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Yields the messages of what a source generates, see GenerationService.run. Closes `deltas`. Stays in the
-        context `execution` from its first step until the source has ended.
+        """Yields the messages of what a source generates, see GenerationService.run. Closes
+        `deltas`. Stays in the context `execution` from its first step until the source has ended.
 
-        Raises InternalError if the source breaks its contract: no index is missing or repeated, nothing follows the
-        end."""
+        Raises InternalError if the source breaks its contract: no index is missing or repeated,
+        nothing follows the end.
+        """
         request = self._request
         held: list[inference_pb2.GenerateResponse] = []  # the last message of each completion
-        ranked = JoinedAnswer()  # all messages of a request whose completions are ranked when all have ended
-        marks = {} if request.is_held else request.marks  # those of an answer that is held are whole
+        ranked = (
+            JoinedAnswer()
+        )  # all messages of a request whose completions are ranked when all have ended
+        marks = (
+            {} if request.is_held else request.marks
+        )  # those of an answer that is held are whole
         with self._charged(timeline, execution or nullcontext()):
             async with aclosing(deltas):
                 await self._restore()
@@ -95,7 +115,9 @@ class OutputProcessor:
             yield self._signed(message, timeline)
 
     @contextmanager
-    def _charged(self, timeline: inference_pb2.Timeline, execution: AbstractContextManager[object]) -> Iterator[None]:
+    def _charged(
+        self, timeline: inference_pb2.Timeline, execution: AbstractContextManager[object]
+    ) -> Iterator[None]:
         """Charges what the source has generated within `execution`, whichever way that ends."""
         try:
             with execution:
@@ -115,15 +137,18 @@ class OutputProcessor:
         return max(sum(choice.num_tokens for choice in self._choices) - restored, 0)
 
     def _is_last(self, message: inference_pb2.GenerateResponse) -> bool:
-        """Returns whether the message is the client's last: the choices that go on are computed again, and the client
-        has them whole."""
+        """Returns whether the message is the client's last: the choices that go on are computed
+        again, and the client has them whole.
+        """
         if not self._request.marks or message.finish_reason == _UNFINISHED:
             return False
         whole = {number for number, mark in self._request.marks.items() if mark.has_ended}
         return message.choice not in whole and self._open.keys() <= whole
 
     def _is_known(self, message: inference_pb2.GenerateResponse) -> bool:
-        """Returns whether the message ends a choice that is computed again, and the client has it whole."""
+        """Returns whether the message ends a choice that is computed again, and the client has it
+        whole.
+        """
         mark = self._request.marks.get(message.choice)
         return mark is not None and mark.has_ended
 
@@ -142,8 +167,12 @@ class OutputProcessor:
         """Returns the messages after the end of all completions, the last with the usage."""
         request = self._request
         answers = list(held)
-        if request.is_held:  # a message for each choice, so that the client has all of it or nothing
-            answers = join_choices(held) if request.tokens.beam_search is not None else self._best(held)
+        if (
+            request.is_held
+        ):  # a message for each choice, so that the client has all of it or nothing
+            answers = (
+                join_choices(held) if request.tokens.beam_search is not None else self._best(held)
+            )
             answers = [answer for answer in answers if answer.choice not in request.progress]
         # The usage comes with a message that the client does not have.
         answers.sort(key=lambda message: not self._is_known(message))
@@ -151,7 +180,9 @@ class OutputProcessor:
         usage.prompt_tokens = len(request.tokens.prompt)
         usage.cached_tokens = self._num_cached(timeline)
         usage.reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
-        usage.completion_tokens = timeline.completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        usage.completion_tokens = timeline.completion_tokens = sum(
+            choice.num_tokens for choice in self._choices
+        )
         return answers
 
     def _signed(
@@ -168,7 +199,9 @@ class OutputProcessor:
                 emitted = self._progress[number].ids if number in self._progress else ()
                 signer = self._signers[number] = ProgressSigner(binding, number, emitted)
             ids = message.token_ids[:]  # a list, which array reads three times as fast
-            message.resume_token = signer.sign(ids, message.finish_reason != _UNFINISHED, self._num_cached(timeline))
+            message.resume_token = signer.sign(
+                ids, message.finish_reason != _UNFINISHED, self._num_cached(timeline)
+            )
         return message
 
     def _num_cached(self, timeline: inference_pb2.Timeline) -> int:
@@ -183,14 +216,23 @@ class OutputProcessor:
         else:
             self._prompt_logprobs = await asyncio.to_thread(_prompt_logprobs, *arguments)
 
-    def _best(self, messages: Sequence[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
-        """Ranks completions by the mean log probability of their tokens and returns the best of them, one message each,
-        numbered from the best. `messages`: all of all completions."""
-        ranked = sorted(join_choices(messages), key=lambda one: (-self._choices[one.choice].mean_logprob, one.choice))
+    def _best(
+        self, messages: Sequence[inference_pb2.GenerateResponse]
+    ) -> list[inference_pb2.GenerateResponse]:
+        """Ranks completions by the mean log probability of their tokens and returns the best of
+        them, one message each,
+        numbered from the best. `messages`: all of all completions.
+        """
+        ranked = sorted(
+            join_choices(messages),
+            key=lambda one: (-self._choices[one.choice].mean_logprob, one.choice),
+        )
         answers = ranked[: self._request.num_answers]
         for number, answer in enumerate(answers):
             answer.choice = number
-        answers[0].prompt_logprobs.extend(entry for message in messages for entry in message.prompt_logprobs)
+        answers[0].prompt_logprobs.extend(
+            entry for message in messages for entry in message.prompt_logprobs
+        )
         return answers
 
 
@@ -207,7 +249,9 @@ class _ChoiceOutput:
         self._sum_logprobs = 0.0
         self._parser: ChatParser | None = None
         if request.chat is not None:
-            parser = ChatParser(request.chat, request.tokenizer, tokens.prompt, is_bound=bool(tokens.grammar))
+            parser = ChatParser(
+                request.chat, request.tokenizer, tokens.prompt, is_bound=bool(tokens.grammar)
+            )
             self._parser = None if parser.is_idle else parser
         self._text = CompletionText(
             request.tokenizer,
@@ -225,8 +269,9 @@ class _ChoiceOutput:
         return self._sum_logprobs / max(self.num_tokens, 1)
 
     def restore(self, progress: ChoiceProgress) -> inference_pb2.GenerateResponse:
-        """Takes what the client has, and returns it; without log probabilities. What is held back of the text depends
-        on the ids alone."""
+        """Takes what the client has, and returns it; without log probabilities. What is held back
+        of the text depends on the ids alone.
+        """
         return self.push(TokenDelta(first_index=0, ids=progress.ids, finish_reason=_UNFINISHED))
 
     def push(self, delta: TokenDelta) -> inference_pb2.GenerateResponse:
@@ -261,9 +306,12 @@ class _ChoiceOutput:
             return self._text.stop_string
         return self._request.stop_tokens.get(ids[-1], "")
 
-    def _detokenize(self, delta: TokenDelta) -> tuple[Sequence[int], list[str], "inference_pb2.FinishReason"]:
-        """Returns the ids that count; the texts that they complete, of each if they are to be parsed, and what was held
-        back at the end; and the finish reason."""
+    def _detokenize(
+        self, delta: TokenDelta
+    ) -> tuple[Sequence[int], list[str], "inference_pb2.FinishReason"]:
+        """Returns the ids that count; the texts that they complete, of each if they are to be
+        parsed, and what was held back at the end; and the finish reason.
+        """
         ids, reason = delta.ids, delta.finish_reason
         if self._request.is_empty:
             return (), [], inference_pb2.FINISH_REASON_LENGTH
@@ -280,9 +328,12 @@ class _ChoiceOutput:
         rest, stopped = self._text.finish()
         return ids, [*texts, rest], _STOP if stopped else reason
 
-    def _split(self, parser: ChatParser, response: inference_pb2.GenerateResponse, texts: Sequence[str]) -> None:
-        """Takes thoughts and calls out of the texts; counts the tokens of thoughts, however they come. Ends a choice
-        with its first call, if it may have one only."""
+    def _split(
+        self, parser: ChatParser, response: inference_pb2.GenerateResponse, texts: Sequence[str]
+    ) -> None:
+        """Takes thoughts and calls out of the texts; counts the tokens of thoughts, however they
+        come. Ends a choice with its first call, if it may have one only.
+        """
         parts = []
         for number, text in enumerate(texts):
             parts.append(parser.push(text))
@@ -299,17 +350,23 @@ class _ChoiceOutput:
         calls = [call for part in parts for call in part.calls]
         response.tool_calls.extend(calls[:1] if self._calls_once else calls)
         self._has_tool_calls |= bool(response.tool_calls)
-        if self._has_tool_calls and response.finish_reason == _STOP:  # agents take what was cut for incomplete
+        if (
+            self._has_tool_calls and response.finish_reason == _STOP
+        ):  # agents take what was cut for incomplete
             response.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
 
     def _add_logprobs(
         self, response: inference_pb2.GenerateResponse, logprobs: Sequence[worker_pb2.TokenScores]
     ) -> None:
-        counted = list(zip(response.token_ids, logprobs, strict=False))  # up to the end of a stop string
+        counted = list(
+            zip(response.token_ids, logprobs, strict=False)
+        )  # up to the end of a stop string
         self._sum_logprobs += sum(scores.logprob for _, scores in counted)
         if self._request.wants_logprobs:
             tokenizer = self._request.tokenizer
-            response.logprobs.extend(_token_logprobs(tokenizer, token, scores) for token, scores in counted)
+            response.logprobs.extend(
+                _token_logprobs(tokenizer, token, scores) for token, scores in counted
+            )
 
 
 async def split_at(
@@ -342,13 +399,16 @@ async def split_at(
 
 
 def delivered(request: PreparedRequest) -> list[inference_pb2.GenerateResponse]:
-    """Returns what the client has of each choice, in a message for each token, so that text and calls keep their order;
-    of log probabilities only the tokens' bytes."""
+    """Returns what the client has of each choice, in a message for each token, so that text and
+    calls keep their order; of log probabilities only the tokens' bytes.
+    """
     messages = []
     for number, progress in request.progress.items():
         choice = _ChoiceOutput(request, number)
         for index, token in enumerate(progress.ids):
-            message = choice.push(TokenDelta(first_index=index, ids=(token,), finish_reason=_UNFINISHED))
+            message = choice.push(
+                TokenDelta(first_index=index, ids=(token,), finish_reason=_UNFINISHED)
+            )
             if request.wants_logprobs:
                 text = inference_pb2.Logprob(text=request.tokenizer.token_bytes(token))
                 message.logprobs.append(inference_pb2.TokenLogprobs(token=text))
@@ -361,14 +421,23 @@ def _prompt_logprobs(
 ) -> list[inference_pb2.TokenLogprobs]:
     """Returns one entry for each token of the prompt; the first has no log probability."""
     first = inference_pb2.Logprob(token_id=prompt[0], text=tokenizer.token_bytes(prompt[0]))
-    rest = [_token_logprobs(tokenizer, token, score) for token, score in zip(prompt[1:], scores, strict=True)]
+    rest = [
+        _token_logprobs(tokenizer, token, score)
+        for token, score in zip(prompt[1:], scores, strict=True)
+    ]
     return [inference_pb2.TokenLogprobs(token=first), *rest]
 
 
-def _token_logprobs(tokenizer: Tokenizer, token: int, scores: worker_pb2.TokenScores) -> inference_pb2.TokenLogprobs:
+def _token_logprobs(
+    tokenizer: Tokenizer, token: int, scores: worker_pb2.TokenScores
+) -> inference_pb2.TokenLogprobs:
     def logprob(token_id: int, value: float, rank: int) -> inference_pb2.Logprob:
-        return inference_pb2.Logprob(token_id=token_id, text=tokenizer.token_bytes(token_id), logprob=value, rank=rank)
+        return inference_pb2.Logprob(
+            token_id=token_id, text=tokenizer.token_bytes(token_id), logprob=value, rank=rank
+        )
 
-    top = zip(scores.top_ids, scores.top_logprobs, itertools.count(1))  # not strict: the last has no end
+    top = zip(
+        scores.top_ids, scores.top_logprobs, itertools.count(1)
+    )  # not strict: the last has no end
     own = logprob(token, scores.logprob, scores.rank)
     return inference_pb2.TokenLogprobs(token=own, top=[logprob(*each) for each in top])

@@ -1,8 +1,9 @@
 """Parses tool calls out of generated text while it arrives, in Hermes's and Llama 3's formats:
 
-- Hermes (Qwen and others): any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` among text.
-- Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, several separated by `;`, perhaps after
-  `<|python_tag|>`.
+- Hermes (Qwen and others): any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
+  among text.
+- Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, several separated by `;`,
+  perhaps after `<|python_tag|>`.
 """
 
 import json
@@ -23,7 +24,9 @@ _QUOTES: Final = re.compile(r'\\.|"', re.DOTALL)  # a quote that is not escaped,
 
 
 class ToolParser(ABC):
-    """Separates tool calls from a text that arrives in pieces; the result does not depend on how it is cut."""
+    """Separates tool calls from a text that arrives in pieces; the result does not depend on how it
+    is cut.
+    """
 
     def __init__(self) -> None:
         self._held = ""  # text that may belong to a call
@@ -34,10 +37,12 @@ class ToolParser(ABC):
 
     @abstractmethod
     def push(self, text: str) -> tuple[str, list[inference_pb2.ToolCall]]:
-        """Takes the next piece; returns the text outside of calls, and the calls that are complete now.
+        """Takes the next piece; returns the text outside of calls, and the calls that are complete
+        now.
 
-        Text that may belong to a call is held back, and returned unchanged if no valid call comes of it. White space
-        before the first text and after the last is dropped next to a call."""
+        Text that may belong to a call is held back, and returned unchanged if no valid call comes
+        of it. White space before the first text and after the last is dropped next to a call.
+        """
 
     def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
         """Ends the text; returns what was held back."""
@@ -68,7 +73,9 @@ def parser_for(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> ToolParser | N
 
 
 class _HermesParser(ToolParser):
-    """Parses calls between tags, among text. Holds the beginning of a tag, or a call from its opening tag on."""
+    """Parses calls between tags, among text. Holds the beginning of a tag, or a call from its
+    opening tag on.
+    """
 
     _from = 0  # where in what is held the search goes on
     _scanned = 0  # up to where it is known whether a string of the call is open
@@ -84,8 +91,14 @@ class _HermesParser(ToolParser):
         return "".join(shown), calls
 
     def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
-        call = _call(self._held.removeprefix(_OPEN), default={}) if self._held.startswith(_OPEN) else None
-        return ("", [call]) if call else super().finish()  # of a call the closing tag alone is missing
+        call = (
+            _call(self._held.removeprefix(_OPEN), default={})
+            if self._held.startswith(_OPEN)
+            else None
+        )
+        return (
+            ("", [call]) if call else super().finish()
+        )  # of a call the closing tag alone is missing
 
     def _step(self, shown: list[str], calls: list[inference_pb2.ToolCall]) -> bool:
         """Takes one text or call from what is held; False if the rest has to wait."""
@@ -114,8 +127,10 @@ class _HermesParser(ToolParser):
         return True
 
     def _is_argument(self, end: int) -> bool:
-        """Whether the closing tag at `end` is a part of an argument. A call of many such tags is parsed only whenever
-        it has grown by an eighth, which is enough to let go of what is no JSON."""
+        """Whether the closing tag at `end` is a part of an argument. A call of many such tags is
+        parsed only whenever it has grown by an eighth, which is enough to let go of what is no
+        JSON.
+        """
         for found in _QUOTES.finditer(self._held, self._scanned, end):
             self._in_string ^= found[0] == '"'
         self._scanned = end
@@ -192,14 +207,17 @@ class _LlamaParser(ToolParser):
 
 
 def _call(text: str, default: object) -> inference_pb2.ToolCall | None:
-    """Returns the call that the JSON object `text` describes, None if it describes none; `default` takes the place of
-    missing arguments."""
+    """Returns the call that the JSON object `text` describes, None if it describes none; `default`
+    takes the place of missing arguments.
+    """
     found = json_object(text) or {}
     return make_call(found.get("name"), found.get("arguments", found.get("parameters", default)))
 
 
 def make_call(name: object, arguments: object) -> inference_pb2.ToolCall | None:
-    """Returns the call of a tool with arguments as JSON has them; None if they cannot be those of a call."""
+    """Returns the call of a tool with arguments as JSON has them; None if they cannot be those of a
+    call.
+    """
     if isinstance(arguments, str):  # some models encode the arguments twice
         arguments = json_object(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
@@ -220,4 +238,6 @@ def _ends_in_string(text: str) -> bool:
 
 def _overlap(text: str, tag: str) -> int:
     """Returns the length of the longest end of `text` with which `tag` begins."""
-    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0)
+    return next(
+        (n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0
+    )

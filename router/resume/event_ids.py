@@ -22,12 +22,18 @@ MAX_ID_BYTES: Final = 512  # of token ids within an event id
 MAX_EVENT_ID_CHARACTERS: Final = 4_096
 """An id of 32 choices has at most a third of that."""
 
-FIELD: Final = "resume"  # as errors name the event id; HTTP names the header or the field of the body
+FIELD: Final = (
+    "resume"  # as errors name the event id; HTTP names the header or the field of the body
+)
 
 _VERSION: Final = 129  # differs from that of a resume token, which has the same key
-_HASH_BYTES: Final = 4  # shows that an answer is not the same; under the signature nobody chooses one
+_HASH_BYTES: Final = (
+    4  # shows that an answer is not the same; under the signature nobody chooses one
+)
 _HEAD: Final = Struct("<B8sQ8sIIB")  # version, request, seed, answer, time, cached tokens, choices
-_CHOICE: Final = Struct(f"<BI{_HASH_BYTES}s")  # number, twice its tokens and 1 if ended, hash of ids
+_CHOICE: Final = Struct(
+    f"<BI{_HASH_BYTES}s"
+)  # number, twice its tokens and 1 if ended, hash of ids
 _OTHER_ANSWER: Final = "this answer cannot be computed again as it was; send the request without it"
 
 
@@ -113,7 +119,8 @@ class EventIdSigner:
             *(binding.policy.now(), cached_tokens, len(marks)),
         )
         body += b"".join(
-            _CHOICE.pack(number, 2 * mark.num_tokens + mark.has_ended, mark.digest) for number, mark in marks.items()
+            _CHOICE.pack(number, 2 * mark.num_tokens + mark.has_ended, mark.digest)
+            for number, mark in marks.items()
         )
         if self._carried is not None and not self._marks:
             body += b"".join(self._carried[number] for number in marks)
@@ -142,7 +149,9 @@ def check_event_id(
     marks = {}
     for index in range(num_begun):
         number, state, ids_digest = _CHOICE.unpack_from(body, _HEAD.size + index * _CHOICE.size)
-        marks[number] = ChoiceMark(num_tokens=state // 2, has_ended=bool(state % 2), digest=ids_digest)
+        marks[number] = ChoiceMark(
+            num_tokens=state // 2, has_ended=bool(state % 2), digest=ids_digest
+        )
     check_unfinished([mark.has_ended for mark in marks.values()], num_choices)
     return EventIdContent(
         answer=answer,
@@ -167,7 +176,9 @@ def _carried_ids(packed: bytes, marks: dict[int, ChoiceMark]) -> dict[int, tuple
     if not packed and any(mark.num_tokens for mark in marks.values()):
         return None
     ids = _unpack(packed)
-    return {number: tuple(next(ids) for _ in range(mark.num_tokens)) for number, mark in marks.items()}
+    return {
+        number: tuple(next(ids) for _ in range(mark.num_tokens)) for number, mark in marks.items()
+    }
 
 
 def _pack(token: int) -> bytes:

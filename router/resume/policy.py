@@ -59,7 +59,9 @@ class ResumePolicy:
     def check_age(self, signed: int, field: str) -> None:
         """Raises InvalidArgument if a token that was signed then is too old."""
         if self.now() - signed > self._lifetime:
-            raise InvalidArgument(f"has expired after {self._lifetime:g} seconds; send the request without it", field)
+            raise InvalidArgument(
+                f"has expired after {self._lifetime:g} seconds; send the request without it", field
+            )
 
     def use(self, answer: bytes, num_tokens: int, field: str) -> bool:
         """Counts a resumption of an answer of which the client has `num_tokens`. Returns whether

@@ -1,9 +1,12 @@
-"""Lets a request go on at another router: signs how far each choice is, and checks what a client brings back.
+"""Lets a request go on at another router: signs how far each choice is, and checks what a client
+brings back.
 
-A router keeps nothing for others. The client brings the token ids that it has, and the last resume token of each choice
-vouches for them: it names the request, its seed, and the count and hash of the ids, under a key that all routers of a
-service share. The client may read a token; it cannot change one. A token has a time, after which it expires, and names
-the answer that it is of, whose resumptions each router counts (policy.py).
+A router keeps nothing for others. The client brings the token ids that it has, and the last resume
+token of each choice
+vouches for them: it names the request, its seed, and the count and hash of the ids, under a key
+that all routers of a service share. The client may read a token; it cannot change one. A token has
+a time, after which it expires, and names the answer that it is of, whose resumptions each router
+counts (policy.py).
 """
 
 import hmac
@@ -20,10 +23,14 @@ from ...proto.hashing import hash_prompt
 from .policy import ResumePolicy
 
 _VERSION: Final = 2
-_DIGEST_BYTES: Final = 8  # of hashes under the MAC; whoever forges one has only made a prompt of their own choice
+_DIGEST_BYTES: Final = (
+    8  # of hashes under the MAC; whoever forges one has only made a prompt of their own choice
+)
 MAC_BYTES: Final = 16  # of HMAC-SHA256; RFC 2104 allows half
 ANSWER_BYTES: Final = 8  # random
-_HEAD: Final = Struct(f"<B{_DIGEST_BYTES}sQ{ANSWER_BYTES}sB")  # version, digest of the request, seed, answer, choice
+_HEAD: Final = Struct(
+    f"<B{_DIGEST_BYTES}sQ{ANSWER_BYTES}sB"
+)  # version, digest of the request, seed, answer, choice
 # Whether the choice has ended, its tokens, prompt tokens that were cached, and the time in seconds.
 _STATE: Final = Struct("<?III")
 _MAC_START: Final = _HEAD.size + _STATE.size + _DIGEST_BYTES  # after these two the hash of the ids
@@ -41,7 +48,9 @@ class ResumeKey:
         return mac.digest()[:MAC_BYTES]
 
     def signed_part(self, token: bytes) -> bytes | None:
-        """Returns what comes before the signature of bytes that end with one; None if it is not of this key."""
+        """Returns what comes before the signature of bytes that end with one; None if it is not of
+        this key.
+        """
         body = token[:-MAC_BYTES]
         return body if hmac.compare_digest(token[-MAC_BYTES:], self.sign(body)) else None
 
@@ -95,9 +104,13 @@ class ProgressSigner:
         return body + self._key.sign(body)
 
 
-def digest_request(request: inference_pb2.GenerateRequest, prompt: Sequence[int], max_tokens: int, salt: str) -> bytes:
-    """Returns a hash of all that the answer depends on but a random seed. `prompt` and `max_tokens` as they were
-    prepared; `salt`: what else has to be the same, the model's name instead of the request's."""
+def digest_request(
+    request: inference_pb2.GenerateRequest, prompt: Sequence[int], max_tokens: int, salt: str
+) -> bytes:
+    """Returns a hash of all that the answer depends on but a random seed. `prompt` and `max_tokens`
+    as they were prepared; `salt`: what else has to be the same, the model's name instead of the
+    request's.
+    """
     bound = inference_pb2.GenerateRequest()
     bound.CopyFrom(request)
     for name in ("model", "request_id", "priority", "resume"):
@@ -115,9 +128,10 @@ def check_resume(
     digest: bytes,
     num_choices: int,
 ) -> ResumedAnswer:
-    """Returns the answer with each choice that has begun; `given` has at least one. Raises InvalidArgument if the
-    tokens are not of this service, this request and these ids, have expired or are of several runs of the request, or
-    if nothing is left to generate."""
+    """Returns the answer with each choice that has begun; `given` has at least one. Raises
+    InvalidArgument if the tokens are not of this service, this request and these ids, have expired
+    or are of several runs of the request, or if nothing is left to generate.
+    """
     found: dict[int, ChoiceProgress] = {}
     runs: list[tuple[bytes, int, int]] = []
     for i, each in enumerate(given):
@@ -141,7 +155,11 @@ def check_unfinished(ended: Sequence[bool], num_choices: int) -> None:
 
 
 def _check_choice(
-    given: inference_pb2.ResumedChoice, key: ResumeKey, policy: ResumePolicy, digest: bytes, field: str
+    given: inference_pb2.ResumedChoice,
+    key: ResumeKey,
+    policy: ResumePolicy,
+    digest: bytes,
+    field: str,
 ) -> tuple[int, ChoiceProgress, tuple[bytes, int, int]]:
     token, name = given.resume_token, f"{field}.resume_token"
     body = key.signed_part(token)
@@ -156,7 +174,9 @@ def _check_choice(
     policy.check_age(signed, name)
     ids = tuple(given.token_ids)
     if len(ids) != num_tokens:
-        raise InvalidArgument(f"has {len(ids)} ids; the resume token is of {num_tokens}", f"{field}.token_ids")
+        raise InvalidArgument(
+            f"has {len(ids)} ids; the resume token is of {num_tokens}", f"{field}.token_ids"
+        )
     if blake2b(array("I", ids), digest_size=_DIGEST_BYTES).digest() != body[-_DIGEST_BYTES:]:
         raise InvalidArgument("are not the ids that were sent", f"{field}.token_ids")
     return choice, ChoiceProgress(ids=ids, has_ended=has_ended), (answer, seed, cached_tokens)

@@ -1,10 +1,12 @@
-"""Places a request: a pure function of what it needs, of what the router knows of the workers, and of a random source.
+"""Places a request: a pure function of what it needs, of what the router knows of the workers, and
+of a random source.
 
-The cost of a worker is the predicted time until the sequence decodes there: what the worker still has to compute, the
-part of the prompt that its prefix cache does not hold, the transfer of the KV cache that the decode worker lacks, and
-how much a further sequence slows those that already run. Prefix affinity needs no rule: it follows from the cost. The
-prefill worker is chosen by its part of the cost, then the decode worker by its own, which is O(P + D).
-Knows nothing of connections, clocks or text.
+The cost of a worker is the predicted time until the sequence decodes there: what the worker still
+has to compute, the part of the prompt that its prefix cache does not hold, the transfer of the KV
+cache that the decode worker lacks, and how much a further sequence slows those that already run.
+Prefix affinity needs no rule: it follows from the cost. The prefill worker is chosen by its part of
+the cost, then the decode worker by its own, which is O(P + D). Knows nothing of connections, clocks
+or text.
 """
 
 import math
@@ -20,18 +22,24 @@ from .rates import LinearCost
 NEUTRAL_PREFILL: Final = LinearCost(fixed=1e-2, each=2e-4)
 NEUTRAL_TRANSFER: Final = LinearCost(fixed=1e-3, each=1e-9)
 NEUTRAL_STEP_SECONDS: Final = 0.02
-"""Estimates before anything was measured: of prompt tokens, of bytes, of a decode step. A prompt of a few tokens takes
-about as long as one of fifty, since the weights are read once for either: if a short one comes first, it must not be
-taken to say how long each token of a long one takes."""
+"""Estimates before anything was measured: of prompt tokens, of bytes, of a decode step. A prompt of
+a few tokens takes about as long as one of fifty, since the weights are read once for either: if a
+short one comes first, it must not be taken to say how long each token of a long one takes.
+"""
 
 _NEAR: Final = 1.1
-"""Costs within a tenth of the least count as equal: several routers that see the same must not all choose the same."""
+"""Costs within a tenth of the least count as equal: several routers that see the same must not all
+choose the same.
+"""
 
 _HORIZON: Final = 32
-"""Decode steps over which the effect of a sequence on its neighbours is charged to its placement."""
+"""Decode steps over which the effect of a sequence on its neighbours is charged to its placement.
+"""
 
 _LEAST_FETCHED_TOKENS: Final = 64
-"""Of a cached prefix: fewer take about as long to compute as none, and fetching them takes two round trips."""
+"""Of a cached prefix: fewer take about as long to compute as none, and fetching them takes two
+round trips.
+"""
 
 _DEFAULT_SEQUENCES: Final = 64
 """The sequences that a worker runs at once, if it has not reported how many."""
@@ -63,12 +71,16 @@ class Candidate:
         return self.num_pending * self.prefill.fixed + self.pending_tokens * self.prefill.each
 
     def uncached(self, num_tokens: int) -> int:
-        """Returns how many of a prompt's tokens it has to compute: at least 1, since the last is always computed."""
+        """Returns how many of a prompt's tokens it has to compute: at least 1, since the last is
+        always computed.
+        """
         return max(num_tokens - self.matched_tokens, 1)
 
 
 class Placement(NamedTuple):
-    """The workers of one attempt. Without a prefill worker the decode worker computes the prompt, too."""
+    """The workers of one attempt. Without a prefill worker the decode worker computes the prompt,
+    too.
+    """
 
     prefill: str | None
     decode: str
@@ -82,12 +94,13 @@ def place(
     *,
     local_prefill_tokens: int = 0,
 ) -> Placement | None:
-    """Returns the pair with the least predicted time until the sequences decode; of those within a tenth of it, the
-    less loaded of two random ones (Mitzenmacher, 2001). Workers without enough capacity come after all others.
+    """Returns the pair with the least predicted time until the sequences decode; of those within a
+    tenth of it, the less loaded of two random ones (Mitzenmacher, 2001). Workers without enough
+    capacity come after all others.
 
-    `needed` counts `prompt_tokens` and `sequences`. A decode worker computes the prompt, too, if there is no prefill
-    worker, or if it lacks at most `local_prefill_tokens` of the prompt and is predicted to be faster alone. None if
-    there is no decode worker.
+    `needed` counts `prompt_tokens` and `sequences`. A decode worker computes the prompt, too, if
+    there is no prefill worker, or if it lacks at most `local_prefill_tokens` of the prompt and is
+    predicted to be faster alone. None if there is no decode worker.
     """
     if not decode:
         return None
@@ -97,7 +110,12 @@ def place(
     if not prefill:
         return Placement(prefill=None, decode=whole.worker_id) if whole else None
     prompt = needed._replace(sequences=1)  # choices part with the first token
-    first = _choose(prefill, lambda c: prefill_seconds(num_tokens, c) + _transfer_seconds(num_tokens, c), prompt, rng)
+    first = _choose(
+        prefill,
+        lambda c: prefill_seconds(num_tokens, c) + _transfer_seconds(num_tokens, c),
+        prompt,
+        rng,
+    )
     second = _choose(decode, lambda c: _decode_seconds(needed, c), needed, rng)
     if first is None or second is None:
         return None
@@ -111,14 +129,21 @@ def place(
     return Placement(prefill=first.worker_id, decode=second.worker_id)
 
 
-def choose_holder(num_tokens: int, prefill: Candidate, others: Sequence[Candidate]) -> Candidate | None:
-    """Returns the one of `others` from which the prefill worker is to fetch the KV cache of first tokens of the prompt.
-    None if none has more of it cached, or only a few tokens, or what is predicted to be computed as fast."""
+def choose_holder(
+    num_tokens: int, prefill: Candidate, others: Sequence[Candidate]
+) -> Candidate | None:
+    """Returns the one of `others` from which the prefill worker is to fetch the KV cache of first
+    tokens of the prompt. None if none has more of it cached, or only a few tokens, or what is
+    predicted to be computed as fast.
+    """
     holder = max(others, key=lambda c: (c.matched_tokens, -c.num_requests), default=None)
     if holder is None:
         return None
     fetched = min(holder.matched_tokens, num_tokens - 1) - prefill.matched_tokens
-    if fetched < _LEAST_FETCHED_TOKENS or _transfer_seconds(fetched, holder) >= fetched * prefill.prefill.each:
+    if (
+        fetched < _LEAST_FETCHED_TOKENS
+        or _transfer_seconds(fetched, holder) >= fetched * prefill.prefill.each
+    ):
         return None
     return holder
 
@@ -129,12 +154,17 @@ def prefill_seconds(num_tokens: int, candidate: Candidate) -> float:
 
 
 def whole_seconds(needed: Capacity, candidate: Candidate) -> float:
-    """Returns the seconds until a worker that also prefills decodes: it computes the prompt in chunks, each of them in
-    a step of its decodes."""
+    """Returns the seconds until a worker that also prefills decodes: it computes the prompt in
+    chunks, each of them in a step of its decodes.
+    """
     uncached = candidate.uncached(needed.prompt_tokens)
-    chunk_tokens = mixed_chunk(candidate.mixed_chunk_tokens or _DEFAULT_MIXED_CHUNK, candidate.num_requests + 1)
+    chunk_tokens = mixed_chunk(
+        candidate.mixed_chunk_tokens or _DEFAULT_MIXED_CHUNK, candidate.num_requests + 1
+    )
     steps = math.ceil(uncached / chunk_tokens) if candidate.num_requests else 0
-    computing = uncached * candidate.prefill.each + max(candidate.prefill.fixed, steps * candidate.step_seconds)
+    computing = uncached * candidate.prefill.each + max(
+        candidate.prefill.fixed, steps * candidate.step_seconds
+    )
     return candidate.queue_seconds + computing + _crowding_seconds(needed, candidate)
 
 
@@ -143,15 +173,21 @@ def _transfer_seconds(num_tokens: int, candidate: Candidate) -> float:
 
 
 def _decode_seconds(needed: Capacity, candidate: Candidate) -> float:
-    """Returns what a decode worker adds to the first token: the transfer of what it lacks, and the slower steps."""
+    """Returns what a decode worker adds to the first token: the transfer of what it lacks, and the
+    slower steps.
+    """
     uncached = candidate.uncached(needed.prompt_tokens)
     return _transfer_seconds(uncached, candidate) + _crowding_seconds(needed, candidate)
 
 
 def _crowding_seconds(needed: Capacity, candidate: Candidate) -> float:
-    """Returns the cost of slowing each other: a full worker's steps are taken to last twice an empty one's."""
+    """Returns the cost of slowing each other: a full worker's steps are taken to last twice an
+    empty one's.
+    """
     crowd = candidate.num_requests + needed.sequences - 1
-    return _HORIZON * candidate.step_seconds * crowd / (candidate.max_sequences or _DEFAULT_SEQUENCES)
+    return (
+        _HORIZON * candidate.step_seconds * crowd / (candidate.max_sequences or _DEFAULT_SEQUENCES)
+    )
 
 
 def _has_capacity(needed: Capacity, candidate: Candidate) -> bool:
@@ -160,14 +196,23 @@ def _has_capacity(needed: Capacity, candidate: Candidate) -> bool:
 
 
 def _choose(
-    candidates: Sequence[Candidate], cost: Callable[[Candidate], float], needed: Capacity, rng: random.Random
+    candidates: Sequence[Candidate],
+    cost: Callable[[Candidate], float],
+    needed: Capacity,
+    rng: random.Random,
 ) -> Candidate | None:
-    fitting = [candidate for candidate in candidates if _has_capacity(needed, candidate)] or candidates
+    fitting = [
+        candidate for candidate in candidates if _has_capacity(needed, candidate)
+    ] or candidates
     costs = [cost(candidate) for candidate in fitting]
     limit = _NEAR * min(costs, default=0.0)
-    near = [candidate for candidate, seconds in zip(fitting, costs, strict=True) if seconds <= limit]
+    near = [
+        candidate for candidate, seconds in zip(fitting, costs, strict=True) if seconds <= limit
+    ]
     if len(near) > 2:
         near = rng.sample(near, 2)
     elif rng.random() < 0.5:
         near.reverse()  # equal ones take turns
-    return min(near, key=lambda c: (c.pending_tokens, c.num_requests, -c.matched_tokens), default=None)
+    return min(
+        near, key=lambda c: (c.pending_tokens, c.num_requests, -c.matched_tokens), default=None
+    )

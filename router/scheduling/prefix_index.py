@@ -1,7 +1,8 @@
-"""Maps prefixes to the workers whose prefix caches hold them: what this router sent there, and what workers report.
+"""Maps prefixes to the workers whose prefix caches hold them: what this router sent there, and what
+workers report.
 
-Blocks are identified by their hashes (proto/hashing.py), at each worker's own block size. Knows nothing of load or
-time.
+Blocks are identified by their hashes (proto/hashing.py), at each worker's own block size. Knows
+nothing of load or time.
 """
 
 import functools
@@ -20,7 +21,9 @@ class Prefix:
     """Holds a prompt's hash chains, one for each block size, each computed once."""
 
     def __init__(self, tokens: Sequence[int], salt: bytes = b"") -> None:
-        self.chain: Callable[[int], list[bytes]] = functools.cache(partial(hash_chain, tokens, salt=salt))
+        self.chain: Callable[[int], list[bytes]] = functools.cache(
+            partial(hash_chain, tokens, salt=salt)
+        )
         """Returns the hashes of the prompt's full blocks of so many tokens."""
 
 
@@ -36,7 +39,9 @@ class _Cache:
 
 
 class PrefixIndex:
-    """Maps block hashes to the workers that hold them, one bit for each. At most `capacity` blocks of each worker."""
+    """Maps block hashes to the workers that hold them, one bit for each. At most `capacity` blocks
+    of each worker.
+    """
 
     def __init__(self) -> None:
         self._caches: dict[str, _Cache] = {}
@@ -52,7 +57,9 @@ class PrefixIndex:
     def add(self, worker_id: str, block_size: int, capacity: int = 0) -> None:
         """Adds a worker with an empty cache of `capacity` blocks; 0 takes DEFAULT_CAPACITY."""
         self.remove(worker_id)
-        bit = next(1 << index for index in range(len(self._names) + 1) if 1 << index not in self._names)
+        bit = next(
+            1 << index for index in range(len(self._names) + 1) if 1 << index not in self._names
+        )
         self._caches[worker_id] = _Cache(bit, block_size, capacity or DEFAULT_CAPACITY)
         self._names[bit] = worker_id
         self._sizes[block_size] = self._sizes.get(block_size, 0) | bit
@@ -69,7 +76,9 @@ class PrefixIndex:
             del self._sizes[cache.block_size]
 
     def match(self, prefix: Prefix) -> dict[str, int]:
-        """Returns how many of the prompt's first tokens each worker holds, for those that hold its first block."""
+        """Returns how many of the prompt's first tokens each worker holds, for those that hold its
+        first block.
+        """
         found: dict[str, int] = {}
         for block_size, bits in self._sizes.items():
             num_tokens = 0
@@ -94,8 +103,9 @@ class PrefixIndex:
         self._trim(cache)
 
     def settle(self, worker_id: str, prefix: Prefix) -> None:
-        """Removes what the worker has not reported of a prompt whose request it has ended: it does not hold that. Of a
-        worker that has never reported anything, the expectation stays."""
+        """Removes what the worker has not reported of a prompt whose request it has ended: it does
+        not hold that. Of a worker that has never reported anything, the expectation stays.
+        """
         cache = self._caches.get(worker_id)
         if cache is not None and cache.reports:
             chain = prefix.chain(cache.block_size)

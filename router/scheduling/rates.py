@@ -1,4 +1,6 @@
-"""Estimates how fast workers are from observed times. Knows nothing of requests; the clock is the caller's."""
+"""Estimates how fast workers are from observed times. Knows nothing of requests; the clock is the
+caller's.
+"""
 
 import math
 from collections.abc import Callable
@@ -9,16 +11,18 @@ _MEMORY: Final = 0.95
 """What an observation leaves of the weight of those before it: about the last twenty count."""
 
 _TRUSTED: Final = 5
-"""Observations after which one that takes far longer than predicted is cut to `_OUTLIER` times the prediction: a single
-stall, such as a first compilation, must not lead requests elsewhere for long."""
+"""Observations after which one that takes far longer than predicted is cut to `_OUTLIER` times the
+prediction: a single stall, such as a first compilation, must not lead requests elsewhere for long.
+"""
 
 _OUTLIER: Final = 4.0
 _SPREAD: Final = 0.1
 """Amounts that differ by less than this part of their mean say little about the cost of a unit."""
 
 _HALF_LIFE: Final = 60.0
-"""Seconds after which half of a worker's own estimate has given way to that of the best worker, so that a worker that
-was slow, and therefore unused, is tried again."""
+"""Seconds after which half of a worker's own estimate has given way to that of the best worker, so
+that a worker that was slow, and therefore unused, is tried again.
+"""
 
 _REFRESH: Final = 1.0
 """Seconds for which the best worker is not determined anew and no estimate ages."""
@@ -26,7 +30,9 @@ _REFRESH: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCost:
-    """Seconds that work takes as a linear function of its amount: `fixed`, and `each` for every unit."""
+    """Seconds that work takes as a linear function of its amount: `fixed`, and `each` for every
+    unit.
+    """
 
     fixed: float
     each: float
@@ -38,9 +44,10 @@ class LinearCost:
 class LinearFit:
     """Fits a LinearCost to (amount, seconds) by least squares, later observations weighing more.
 
-    As far as the amounts differ too little to tell the slope from the fixed part, the slope is pulled towards that of a
-    prior made as fast as what was observed: prompts of one length say how long a token takes, too. Neither is ever
-    negative.
+    As far as the amounts differ too little to tell the slope from the fixed part, the slope is
+    pulled towards that of a
+    prior made as fast as what was observed: prompts of one length say how long a token takes, too.
+    Neither is ever negative.
     """
 
     def __init__(self) -> None:
@@ -78,8 +85,9 @@ class LinearFit:
 class Rates:
     """Holds the costs of one kind of work on every worker that does it.
 
-    A worker without observations is taken to be as fast as the best one, so that it is tried and then measured. Without
-    any observation `neutral` is the cost on every worker. `typical` is the amount at which costs are compared.
+    A worker without observations is taken to be as fast as the best one, so that it is tried and
+    then measured. Without any observation `neutral` is the cost on every worker. `typical` is the
+    amount at which costs are compared.
     """
 
     def __init__(self, neutral: LinearCost, *, typical: float, clock: Callable[[], float]) -> None:
@@ -116,7 +124,9 @@ class Rates:
         now = self._clock()
         if now >= self._best_until:
             costs = [fit.cost(self._neutral) for fit in self._fits.values()]
-            self._best = min(costs, key=lambda cost: cost.seconds(self._typical), default=self._neutral)
+            self._best = min(
+                costs, key=lambda cost: cost.seconds(self._typical), default=self._neutral
+            )
             self._best_until = now + _REFRESH
             self._costs.clear()
         return self._best
@@ -125,12 +135,15 @@ class Rates:
         """Returns the present estimate for one worker."""
         best, cost = self.best(), self._costs.get(worker_id)
         if cost is None:
-            cost = self._costs[worker_id] = self._aged(worker_id, best) if worker_id in self._fits else best
+            cost = self._costs[worker_id] = (
+                self._aged(worker_id, best) if worker_id in self._fits else best
+            )
         return cost
 
     def _aged(self, worker_id: str, best: LinearCost) -> LinearCost:
         own = self._fits[worker_id].cost(best)
         weight = 0.5 ** ((self._clock() - self._observed[worker_id]) / _HALF_LIFE)
         return LinearCost(
-            fixed=best.fixed + weight * (own.fixed - best.fixed), each=best.each + weight * (own.each - best.each)
+            fixed=best.fixed + weight * (own.fixed - best.fixed),
+            each=best.each + weight * (own.each - best.each),
         )

@@ -1,5 +1,7 @@
-"""Tracks the workers for a router: what the directory lists, what they report, how fast they were observed to be, and
-what this router has dispatched since. Other routers are known only by what the workers report."""
+"""Tracks the workers for a router: what the directory lists, what they report, how fast they were
+observed to be, and what this router has dispatched since. Other routers are known only by what the
+workers report.
+"""
 
 import random
 import time
@@ -9,9 +11,24 @@ from typing import Final
 
 from ...proto import worker_pb2
 from ..request import TokenRequest
-from .capacity import NO_CAPACITY, UNBOUNDED, Capacity, PrefillWork, required_capacity, used_capacity
+from .capacity import (
+    NO_CAPACITY,
+    UNBOUNDED,
+    Capacity,
+    PrefillWork,
+    required_capacity,
+    used_capacity,
+)
 from .free_capacity import FreeCapacity
-from .policy import NEUTRAL_PREFILL, NEUTRAL_STEP_SECONDS, NEUTRAL_TRANSFER, Candidate, Placement, choose_holder, place
+from .policy import (
+    NEUTRAL_PREFILL,
+    NEUTRAL_STEP_SECONDS,
+    NEUTRAL_TRANSFER,
+    Candidate,
+    Placement,
+    choose_holder,
+    place,
+)
 from .prefix_index import Prefix, PrefixIndex
 from .rates import LinearCost, Rates
 from .worker_state import WorkerState
@@ -24,10 +41,12 @@ _OTHER: Final = {_PREFILL: _DECODE, _DECODE: _PREFILL}
 
 
 class WorkerRegistry:
-    """Holds the workers as this router sees them. The last snapshot stays when the directory is away.
+    """Holds the workers as this router sees them. The last snapshot stays when the directory is
+    away.
 
-    For each attempt of a request call, in this order: `place`, `dispatched` for each worker, `prefilled`, `ended` for
-    each worker. Whoever admits requests before they are placed calls `reserve`, and `release` when the request is over.
+    For each attempt of a request call, in this order: `place`, `dispatched` for each worker,
+    `prefilled`, `ended` for each worker. Whoever admits requests before they are placed calls
+    `reserve`, and `release` when the request is over.
     """
 
     def __init__(
@@ -37,21 +56,27 @@ class WorkerRegistry:
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`local_prefill_tokens`: a prompt of which a decode worker lacks no more tokens may be computed there."""
+        """`local_prefill_tokens`: a prompt of which a decode worker lacks no more tokens may be
+        computed there.
+        """
         self.prefill_work = PrefillWork()
         self.absence = "no worker is ready"  # what a request is told for which there is none
-        self.on_reach: Callable[[], object] = lambda: None  # called after a worker was lost, or found again
+        self.on_reach: Callable[[], object] = lambda: (
+            None
+        )  # called after a worker was lost, or found again
         self._local_prefill_tokens = local_prefill_tokens
         self._rng = rng or random.Random()
         self._workers: dict[str, WorkerState] = {}
         self._prefixes = PrefixIndex()
-        self._prefill_rates = {role: Rates(NEUTRAL_PREFILL, typical=512, clock=clock) for role in (_PREFILL, _DECODE)}
+        self._prefill_rates = {
+            role: Rates(NEUTRAL_PREFILL, typical=512, clock=clock) for role in (_PREFILL, _DECODE)
+        }
         self._transfer_rates = Rates(NEUTRAL_TRANSFER, typical=2**24, clock=clock)
         self._free = FreeCapacity((_PREFILL, _DECODE), self._token_seconds)
         self._reserved: dict[str, Capacity] = {}
         self._total_reserved = NO_CAPACITY
-        # Of the last placement, so that a prompt is hashed and looked up once: request, prefix, matched tokens by
-        # worker.
+        # Of the last placement, so that a prompt is hashed and looked up once: request, prefix,
+        # matched tokens by worker.
         self._looked_up: tuple[TokenRequest, Prefix, dict[str, int]] | None = None
 
     def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
@@ -95,7 +120,9 @@ class WorkerRegistry:
             worker.report(load)
 
     def report(self, worker_id: str, epoch: int, message: worker_pb2.SessionResponse) -> None:
-        """Takes over what a worker's session reports of its load and prefix cache; ignored from another epoch."""
+        """Takes over what a worker's session reports of its load and prefix cache; ignored from
+        another epoch.
+        """
         worker = self._workers.get(worker_id)
         if worker is None or worker.info.epoch != epoch:
             return
@@ -110,14 +137,18 @@ class WorkerRegistry:
             self._prefixes.report(worker_id, message.stored_blocks, message.evicted_blocks)
 
     def session_lost(self, worker_id: str, epoch: int) -> None:
-        """Places nothing on the worker until a session reports something again, or it comes back in another epoch. Its
-        heartbeats count for nothing: the last of a dead worker arrive after its end. Empties its prefix cache; the next
-        session begins with the whole of it."""
+        """Places nothing on the worker until a session reports something again, or it comes back in
+        another epoch. Its
+        heartbeats count for nothing: the last of a dead worker arrive after its end. Empties its
+        prefix cache; the next session begins with the whole of it.
+        """
         worker = self._workers.get(worker_id)
         if worker is not None and worker.info.epoch == epoch:
             worker.is_lost = True
             self._free.recount(worker)
-            self._prefixes.add(worker_id, max(worker.info.block_size, 1), worker.info.load.total_blocks)
+            self._prefixes.add(
+                worker_id, max(worker.info.block_size, 1), worker.info.load.total_blocks
+            )
             self.on_reach()
 
     def record_prefill(self, worker_id: str, num_tokens: int, seconds: float) -> None:
@@ -126,7 +157,9 @@ class WorkerRegistry:
             self._prefill_rates[worker.info.role].observe(worker_id, num_tokens, seconds)
             self._free.recount(worker)
 
-    def record_transfer(self, prefill_worker: str, decode_worker: str, num_bytes: int, seconds: float) -> None:
+    def record_transfer(
+        self, prefill_worker: str, decode_worker: str, num_bytes: int, seconds: float
+    ) -> None:
         """Records a KV transfer. It counts for both workers: a pair is as fast as its slower end."""
         for worker_id in (prefill_worker, decode_worker):
             if worker_id in self._workers:
@@ -146,7 +179,9 @@ class WorkerRegistry:
         return worker.info if worker else None
 
     def is_lost(self, worker_id: str, epoch: int) -> bool:
-        """Returns whether that worker is listed, and its last session has broken; see `session_lost`."""
+        """Returns whether that worker is listed, and its last session has broken; see
+        `session_lost`.
+        """
         worker = self._workers.get(worker_id)
         return worker is not None and worker.info.epoch == epoch and worker.is_lost
 
@@ -158,7 +193,9 @@ class WorkerRegistry:
     @property
     def reaches_decode(self) -> bool:
         """Whether a decode worker is listed that is not lost; see `session_lost`."""
-        return any(worker.info.role == _DECODE and not worker.is_lost for worker in self._workers.values())
+        return any(
+            worker.info.role == _DECODE and not worker.is_lost for worker in self._workers.values()
+        )
 
     def has_other(self, worker_id: str) -> bool:
         """Returns whether a decode worker other than this one takes requests."""
@@ -176,28 +213,43 @@ class WorkerRegistry:
         whole: bool = False,
         goes_ahead: bool = False,
     ) -> Placement | None:
-        """Chooses the workers of an attempt, none of those in `avoid`. `prefill`, if given, is the worker that holds
-        the KV cache already; `whole` asks for one worker that does all. Without a decode worker a prefill worker does
-        all. `goes_ahead`: no prompt at a worker is computed before it but those of others that go ahead, as of streams
-        that were interrupted; so neither the rest of a queue nor what is guessed of the worker's speed keeps it from
-        the one that has most of it cached. None if there is neither, or if no decode worker can take over from
-        `prefill`."""
+        """Chooses the workers of an attempt, none of those in `avoid`. `prefill`, if given, is the
+        worker that holds the KV cache already; `whole` asks for one worker that does all. Without a
+        decode worker a prefill worker does
+        all. `goes_ahead`: no prompt at a worker is computed before it but those of others that go
+        ahead, as of streams that were interrupted; so neither the rest of a queue nor what is
+        guessed of the worker's speed keeps it from the one that has most of it cached. None if
+        there is neither, or if no decode worker can take over from `prefill`.
+        """
         _, _, matched = self._look_up(request)
         decode = self._candidates(_DECODE, avoid, matched)
         if prefill is None and (whole or not decode):
             decode, sources = decode or self._candidates(_PREFILL, avoid, matched), []
             local_tokens = 0
         elif prefill is None:
-            sources, local_tokens = self._candidates(_PREFILL, avoid, matched), self._local_prefill_tokens
+            sources, local_tokens = (
+                self._candidates(_PREFILL, avoid, matched),
+                self._local_prefill_tokens,
+            )
         else:  # it may have left the directory already, and still hold the KV cache
-            sources, local_tokens = [Candidate(worker_id=prefill, pending_tokens=0, num_requests=0, free_tokens=0)], 0
+            sources, local_tokens = (
+                [Candidate(worker_id=prefill, pending_tokens=0, num_requests=0, free_tokens=0)],
+                0,
+            )
         if goes_ahead:
             sources, decode = list(map(self._ahead, sources)), list(map(self._ahead, decode))
-        return place(required_capacity(request), sources, decode, self._rng, local_prefill_tokens=local_tokens)
+        return place(
+            required_capacity(request),
+            sources,
+            decode,
+            self._rng,
+            local_prefill_tokens=local_tokens,
+        )
 
     def find_holder(self, request: TokenRequest, prefill: str) -> worker_pb2.PrefixHolder | None:
-        """Returns the decode worker that has more of the prompt cached than the prefill worker, if that one is to fetch
-        it rather than to compute it. Call it before `dispatched`."""
+        """Returns the decode worker that has more of the prompt cached than the prefill worker, if
+        that one is to fetch it rather than to compute it. Call it before `dispatched`.
+        """
         worker = self._workers.get(prefill)
         if worker is None:
             return None
@@ -210,7 +262,9 @@ class WorkerRegistry:
             and other.info.address
             and other.info.layout == worker.info.layout
         ]
-        chosen = choose_holder(len(request.prompt), self._candidate(worker, matched, NEUTRAL_STEP_SECONDS), others)
+        chosen = choose_holder(
+            len(request.prompt), self._candidate(worker, matched, NEUTRAL_STEP_SECONDS), others
+        )
         if chosen is None:
             return None
         info = self._workers[chosen.worker_id].info
@@ -228,19 +282,24 @@ class WorkerRegistry:
         goes_ahead: bool = False,
         fetched_tokens: int = 0,
     ) -> None:
-        """Counts a request that is dispatched to the worker, which is to compute `num_tokens` of its prompt, less what
-        it has cached or is to fetch from a holder of the first `fetched_tokens`; `decodes` says so of a prefill
-        worker, `goes_ahead` is as for `place`. Call it for the decode worker last: that releases what was reserved for
-        the request."""
+        """Counts a request that is dispatched to the worker, which is to compute `num_tokens` of
+        its prompt, less what it has cached or is to fetch from a holder of the first
+        `fetched_tokens`; `decodes` says so of a prefill worker, `goes_ahead` is as for `place`.
+        Call it for the decode worker last: that releases what was reserved for the request.
+        """
         worker = self._workers.get(worker_id)
         decodes |= worker is None or worker.info.role == _DECODE
         if worker is not None:
             _, prefix, matched = self._last_look_up(request)
             cached_tokens = matched.get(worker_id, 0)
-            used = used_capacity(request, num_tokens, cached_tokens, fetched_tokens, decodes=decodes)
+            used = used_capacity(
+                request, num_tokens, cached_tokens, fetched_tokens, decodes=decodes
+            )
             worker.add(request.request_id, used, prefix, goes_ahead=goes_ahead)
             if used.prompt_tokens:
-                self.prefill_work.add(used.uncached_tokens, self._prefill_cost(worker).seconds(used.uncached_tokens))
+                self.prefill_work.add(
+                    used.uncached_tokens, self._prefill_cost(worker).seconds(used.uncached_tokens)
+                )
             self._prefixes.expect(worker_id, prefix)
             self._free.recount(worker)
         if decodes:
@@ -261,8 +320,9 @@ class WorkerRegistry:
             self._free.recount(worker)
 
     def free(self, num_tokens: int = UNBOUNDED) -> Capacity | None:
-        """Returns what all workers have free for a prompt of so many tokens, less what is reserved. None without a
-        worker that takes requests. Where a pool has none, the other does its work."""
+        """Returns what all workers have free for a prompt of so many tokens, less what is reserved.
+        None without a worker that takes requests. Where a pool has none, the other does its work.
+        """
         prefill, decode = self._free.of(_PREFILL), self._free.of(_DECODE)
         if not decode.workers:
             decode = prefill
@@ -274,16 +334,21 @@ class WorkerRegistry:
         return decode._replace(prompt_tokens=prompt_tokens) - self._total_reserved
 
     def may_skip_prefill(self, num_tokens: int) -> bool:
-        """Returns whether a decode worker may compute a prompt of so many tokens, whatever it has cached."""
+        """Returns whether a decode worker may compute a prompt of so many tokens, whatever it has
+        cached.
+        """
         return num_tokens <= self._local_prefill_tokens
 
     def largest(self) -> Capacity | None:
-        """Returns the sequences and KV cache of the largest decode workers when empty. None without one."""
+        """Returns the sequences and KV cache of the largest decode workers when empty. None without
+        one.
+        """
         sizes = [worker.size for worker in self._workers.values() if worker.info.role == _DECODE]
         if not sizes:
             return None
         return Capacity(
-            sequences=max(size.sequences for size in sizes), kv_tokens=max(size.kv_tokens for size in sizes)
+            sequences=max(size.sequences for size in sizes),
+            kv_tokens=max(size.kv_tokens for size in sizes),
         )
 
     def reserve(self, request: TokenRequest) -> None:
@@ -299,13 +364,17 @@ class WorkerRegistry:
             self._total_reserved -= reserved
 
     def subscribe(self, on_free: Callable[[], object]) -> Callable[[], None]:
-        """Calls `on_free` whenever there may be more free capacity than before; returns what ends that."""
+        """Calls `on_free` whenever there may be more free capacity than before; returns what ends
+        that.
+        """
         return self._free.subscribe(on_free)
 
     def prefill_queue(self) -> LinearCost:
-        """Returns the seconds until the workers that compute prompts have computed all that they have, and for each
-        token of this router's prompts more. Of these as much is taken to be cached as of those before, and other
-        routers to have as many for each of theirs as of the sequences at workers."""
+        """Returns the seconds until the workers that compute prompts have computed all that they
+        have, and for each token of this router's prompts more. Of these as much is taken to be
+        cached as of those before, and other routers to have as many for each of theirs as of the
+        sequences at workers.
+        """
         pool = self._computing
         if not pool:
             return LinearCost(fixed=0.0, each=0.0)
@@ -313,14 +382,20 @@ class WorkerRegistry:
         uncached_rate = self.uncached_rate
         own = sum(worker.own.sequences for worker in self._workers.values())
         others = sum(worker.others.sequences for worker in self._workers.values())
-        num_tokens = sum(worker.pending_tokens for worker in pool) + uncached_rate * self._total_reserved.prompt_tokens
+        num_tokens = (
+            sum(worker.pending_tokens for worker in pool)
+            + uncached_rate * self._total_reserved.prompt_tokens
+        )
         return LinearCost(
-            fixed=num_tokens * token_seconds, each=uncached_rate * token_seconds * (1 + others / max(own, 1))
+            fixed=num_tokens * token_seconds,
+            each=uncached_rate * token_seconds * (1 + others / max(own, 1)),
         )
 
     @property
     def uncached_rate(self) -> float:
-        """The part of a prompt that is not cached where prompts are computed: the mean of the workers'."""
+        """The part of a prompt that is not cached where prompts are computed: the mean of the
+        workers'.
+        """
         rates = [worker.uncached_rate for worker in self._computing]
         return sum(rates) / len(rates) if rates else 1.0
 
@@ -328,10 +403,16 @@ class WorkerRegistry:
     def _computing(self) -> list[WorkerState]:
         """The workers that prompts are sent to."""
         role = _PREFILL if self._free.of(_PREFILL).workers else _DECODE
-        return [worker for worker in self._workers.values() if worker.info.role == role and worker.takes_requests]
+        return [
+            worker
+            for worker in self._workers.values()
+            if worker.info.role == role and worker.takes_requests
+        ]
 
     def least_prefill_seconds(self) -> float:
-        """Returns how long the fastest worker takes for the shortest prompt; 0 before anything was measured."""
+        """Returns how long the fastest worker takes for the shortest prompt; 0 before anything was
+        measured.
+        """
         rates = self._prefill_rates[_PREFILL]
         return rates.best().seconds(1) if rates.known else 0.0
 
@@ -353,11 +434,18 @@ class WorkerRegistry:
 
     def _token_seconds(self, worker: WorkerState) -> float:
         """Returns the seconds of each prompt token while a worker has many, as it reports them."""
-        return max(worker.load.prompt_token_seconds or self._prefill_cost(worker).each, _LEAST_SECONDS)
+        return max(
+            worker.load.prompt_token_seconds or self._prefill_cost(worker).each, _LEAST_SECONDS
+        )
 
     def _prefill_cost(self, worker: WorkerState) -> LinearCost:
-        """Returns the cost of a prompt; a role without observations is taken to be as fast as the other."""
-        own, other = self._prefill_rates[worker.info.role], self._prefill_rates[_OTHER[worker.info.role]]
+        """Returns the cost of a prompt; a role without observations is taken to be as fast as the
+        other.
+        """
+        own, other = (
+            self._prefill_rates[worker.info.role],
+            self._prefill_rates[_OTHER[worker.info.role]],
+        )
         return own.cost(worker.info.worker_id) if own.known else other.best()
 
     def _candidates(
@@ -378,7 +466,9 @@ class WorkerRegistry:
         pending = 0 if worker is None else worker.ahead_tokens
         return replace(candidate, pending_tokens=pending, num_pending=0, prefill=NEUTRAL_PREFILL)
 
-    def _candidate(self, worker: WorkerState, matched: Mapping[str, int], step_seconds: float) -> Candidate:
+    def _candidate(
+        self, worker: WorkerState, matched: Mapping[str, int], step_seconds: float
+    ) -> Candidate:
         info = worker.info
         return Candidate(
             worker_id=info.worker_id,

@@ -1,4 +1,6 @@
-"""Tracks one worker for a router: what this router dispatched there, and what others have there by its reports."""
+"""Tracks one worker for a router: what this router dispatched there, and what others have there by
+its reports.
+"""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -11,8 +13,10 @@ _NEWEST_WEIGHT: Final = 0.05
 """The weight of the last prompt in a moving mean."""
 
 _LOOK_AHEAD_SECONDS: Final = 0.25
-"""Of prompts that are sent to a worker before it is done with others: it must not idle, but only here can the order of
-requests still be changed, and what waits there has not been asked whether it may wait so long."""
+"""Of prompts that are sent to a worker before it is done with others: it must not idle, but only
+here can the order of requests still be changed, and what waits there has not been asked whether it
+may wait so long.
+"""
 
 _MIN_LOOK_AHEAD_TOKENS: Final = 512  # what a step of a CPU computes
 _MAX_LOOK_AHEAD_TOKENS: Final = 16_384
@@ -22,16 +26,22 @@ _MAX_LOOK_AHEAD_TOKENS: Final = 16_384
 class WorkerState:
     """Holds one worker of the registry.
 
-    What others have there is what the worker reported beyond what this router had there at that moment. So a report and
-    what follows it here never count twice, and each report corrects this router's own estimates. Nothing is assumed
-    about how many other routers there are.
+    What others have there is what the worker reported beyond what this router had there at that
+    moment. So a report and what follows it here never count twice, and each report corrects this
+    router's own estimates. Nothing is assumed about how many other routers there are.
     """
 
     info: worker_pb2.WorkerInfo
-    requests: dict[str, tuple[Capacity, Prefix]] = field(default_factory=dict)  # by id: dispatched here and not ended
-    ahead: set[str] = field(default_factory=set)  # ids: those of them whose prompts go ahead of what waits
+    requests: dict[str, tuple[Capacity, Prefix]] = field(
+        default_factory=dict
+    )  # by id: dispatched here and not ended
+    ahead: set[str] = field(
+        default_factory=set
+    )  # ids: those of them whose prompts go ahead of what waits
     own: Capacity = NO_CAPACITY  # used by `requests`
-    uncached_rate: float = 1.0  # of the prompts dispatched here, the part that was not cached; a moving mean
+    uncached_rate: float = (
+        1.0  # of the prompts dispatched here, the part that was not cached; a moving mean
+    )
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)  # as last reported
     free: Capacity = NO_CAPACITY
     is_lost: bool = False  # the session with it has broken, and no later one has brought anything
@@ -61,9 +71,12 @@ class WorkerState:
             self._others = (reported - self._own_at_report).clipped()
         return self._others
 
-    def add(self, request_id: str, used: Capacity, prefix: Prefix, *, goes_ahead: bool = False) -> None:
-        """Counts a request that is dispatched to the worker, in place of what it counted before. `goes_ahead`: its
-        prompt is computed before others."""
+    def add(
+        self, request_id: str, used: Capacity, prefix: Prefix, *, goes_ahead: bool = False
+    ) -> None:
+        """Counts a request that is dispatched to the worker, in place of what it counted before.
+        `goes_ahead`: its prompt is computed before others.
+        """
         self.remove(request_id)
         if goes_ahead:
             self.ahead.add(request_id)
@@ -85,7 +98,9 @@ class WorkerState:
         """Counts a request, if it is there, as one whose prompt has been computed."""
         if found := self.requests.get(request_id):
             used, prefix = found
-            self.add(request_id, Capacity(sequences=used.sequences, kv_tokens=used.kv_tokens), prefix)
+            self.add(
+                request_id, Capacity(sequences=used.sequences, kv_tokens=used.kv_tokens), prefix
+            )
 
     @property
     def drains(self) -> bool:
@@ -106,7 +121,9 @@ class WorkerState:
 
     @property
     def pending_tokens(self) -> int:
-        """Prompt tokens to compute. Of others' prompts as much is taken to be cached as of this router's."""
+        """Prompt tokens to compute. Of others' prompts as much is taken to be cached as of this
+        router's.
+        """
         return self.own.uncached_tokens + int(self.others.prompt_tokens * self.uncached_rate)
 
     @property
@@ -132,7 +149,11 @@ class WorkerState:
         `token_seconds`."""
         if not self.takes_requests:
             return NO_CAPACITY
-        bounds = (_MIN_LOOK_AHEAD_TOKENS, int(_LOOK_AHEAD_SECONDS / token_seconds), _MAX_LOOK_AHEAD_TOKENS)
+        bounds = (
+            _MIN_LOOK_AHEAD_TOKENS,
+            int(_LOOK_AHEAD_SECONDS / token_seconds),
+            _MAX_LOOK_AHEAD_TOKENS,
+        )
         look_ahead = sorted(bounds)[1]
         return Capacity(
             workers=1,

@@ -19,8 +19,10 @@ _Labels = tuple[str, ...]
 
 
 class PrometheusMetrics(Collector):
-    """Is a `Metrics` whose figures are plain numbers of one event loop: no lock, where prometheus_client takes two for
-    each count. What has no figure yet is 0, as far as the values of its labels are known."""
+    """Is a `Metrics` whose figures are plain numbers of one event loop: no lock, where
+    prometheus_client takes two for each count. What has no figure yet is 0, as far as the values of
+    its labels are known.
+    """
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -31,7 +33,9 @@ class PrometheusMetrics(Collector):
             if metric.source == "router":
                 known = list(product(*metric.labels.values()))
                 if metric.kind == "histogram":
-                    self._histograms[metric] = {labels: BucketCounts(metric.buckets) for labels in known}
+                    self._histograms[metric] = {
+                        labels: BucketCounts(metric.buckets) for labels in known
+                    }
                 else:
                     self._numbers[metric] = dict.fromkeys(known, 0.0)
         self._registry = CollectorRegistry()
@@ -68,7 +72,9 @@ class PrometheusMetrics(Collector):
         """Yields all metrics, for prometheus_client."""
         for metric, values in self._numbers.items():
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = kind(metric.name, metric.help, labels=[*self._constant(metric), *metric.labels])
+            family = kind(
+                metric.name, metric.help, labels=[*self._constant(metric), *metric.labels]
+            )
             for labels, value in values.items():
                 family.add_metric([*self._constant(metric).values(), *labels], value)
             yield family
@@ -79,7 +85,9 @@ class PrometheusMetrics(Collector):
             for labels, counts in histograms.items():
                 bounds = map(floatToGoString, (*metric.buckets, float("inf")))
                 buckets = list(zip(bounds, map(float, accumulate(counts.counts)), strict=True))
-                histogram.add_metric([*self._constant(metric).values(), *labels], buckets, sum(counts.sums))
+                histogram.add_metric(
+                    [*self._constant(metric).values(), *labels], buckets, sum(counts.sums)
+                )
             yield histogram
 
     def _constant(self, metric: Metric) -> dict[str, str]:
@@ -88,5 +96,7 @@ class PrometheusMetrics(Collector):
 
 
 def _key(metric: Metric, labels: dict[str, str]) -> _Labels:
-    """Returns the values of the labels in the table's order. Raises KeyError for a label that is missing."""
+    """Returns the values of the labels in the table's order. Raises KeyError for a label that is
+    missing.
+    """
     return tuple([labels[name] for name in metric.labels])

@@ -1,6 +1,8 @@
-"""Follows each request from its start to its end, for metrics, traces, lines of log and the console.
+"""Follows each request from its start to its end, for metrics, traces, lines of log and the
+console.
 
-Costs nothing for a token: what a request has generated is read when somebody asks, and when it ends.
+Costs nothing for a token: what a request has generated is read when somebody asks, and when it
+ends.
 """
 
 import asyncio
@@ -66,8 +68,10 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRequest:
-    """Holds what there is to tell of a request that has ended. `finish_reasons` has one for each choice that was to be
-    answered: stop, length, tool_calls, abort or error."""
+    """Holds what there is to tell of a request that has ended. `finish_reasons` has one for each
+    choice that was to be
+    answered: stop, length, tool_calls, abort or error.
+    """
 
     facts: RequestFacts
     timeline: inference_pb2.Timeline
@@ -118,7 +122,9 @@ class RunningRequest:
 
     __slots__ = ("_has_begun", "_num_counted", "_outputs", "facts", "timeline")
 
-    def __init__(self, facts: RequestFacts, timeline: inference_pb2.Timeline, outputs: RequestProgress) -> None:
+    def __init__(
+        self, facts: RequestFacts, timeline: inference_pb2.Timeline, outputs: RequestProgress
+    ) -> None:
         self.facts = facts
         self.timeline = timeline
         self._outputs = outputs
@@ -131,8 +137,9 @@ class RunningRequest:
         return self._outputs.num_generated
 
     def take_new(self, is_over: bool = False) -> tuple[int, int]:
-        """Returns the tokens of prompt and answer that are new since the last call: those of the prompt with the first
-        token, or when the request `is_over`."""
+        """Returns the tokens of prompt and answer that are new since the last call: those of the
+        prompt with the first token, or when the request `is_over`.
+        """
         num_new = max(self.num_generated - self._num_counted, 0)
         self._num_counted += num_new
         if self._has_begun or not (num_new or is_over):
@@ -145,13 +152,21 @@ class RunningRequest:
         has_left = isinstance(error, asyncio.CancelledError | GeneratorExit | Cancelled)
         known = [_REASONS.get(reason, "stop") for reason in self._outputs.finish_reasons]
         rest = "abort" if has_left else "error"
-        reasons = [*known, *[rest] * (self.facts.num_choices - len(known))] if error is not None else known
+        reasons = (
+            [*known, *[rest] * (self.facts.num_choices - len(known))]
+            if error is not None
+            else known
+        )
         return EndedRequest(
             facts=self.facts,
             timeline=self.timeline,
             num_generated=self._num_counted,
             finish_reasons=tuple(reasons[: self.facts.num_choices]),
-            error="" if error is None else "CANCELLED" if has_left else getattr(error, "code", "INTERNAL"),
+            error=""
+            if error is None
+            else "CANCELLED"
+            if has_left
+            else getattr(error, "code", "INTERNAL"),
             was_refused=isinstance(error, Overloaded) and not self._has_begun,
         )
 
@@ -173,9 +188,12 @@ class RequestTelemetry:
         return self._running.keys()
 
     @contextmanager
-    def track(self, facts: RequestFacts, timeline: inference_pb2.Timeline, outputs: RequestProgress) -> Iterator[None]:
-        """Follows a request while the context is open; it ends with what is raised there. At its end `timeline` is
-        filled in."""
+    def track(
+        self, facts: RequestFacts, timeline: inference_pb2.Timeline, outputs: RequestProgress
+    ) -> Iterator[None]:
+        """Follows a request while the context is open; it ends with what is raised there. At its
+        end `timeline` is filled in.
+        """
         running = RunningRequest(facts, timeline, outputs)
         self._running[running] = None
         self._add(facts.tenant, RequestTotals(begun=1))
@@ -191,7 +209,9 @@ class RequestTelemetry:
             error = None  # this frame is part of its traceback
 
     def count_running(self) -> None:
-        """Counts the tokens that the running requests have generated until now; what is left, at their end."""
+        """Counts the tokens that the running requests have generated until now; what is left, at
+        their end.
+        """
         for running in self._running:
             self._count(running)
 

@@ -10,7 +10,9 @@ TRACEPARENT: Final = "traceparent"
 CURRENT_REQUEST: Final = ContextVar("request", default=("", ""))
 """The id and the trace id of the request that the running task is about, for its lines of log."""
 
-_FORM: Final = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+_FORM: Final = re.compile(
+    r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII
+)
 _MAX_LENGTH: Final = 512
 
 

@@ -1,4 +1,6 @@
-"""Tests the deployments as plain objects: their stop after a start that has failed, and the end of a failed worker."""
+"""Tests the deployments as plain objects: their stop after a start that has failed, and the end of
+a failed worker.
+"""
 
 import asyncio
 import gc
@@ -28,7 +30,9 @@ from tandem.tests.peers import IDENTITY
 from tandem.tests.router.auth.keys import api_key
 
 BLOCK_STATES = ("total", "free", "cached", "owned", "leased", "reserved")
-CONTINUITY = Continuity(identity=IDENTITY, resume_key=b"k" * 32, layout=b"l" * 16, ends_with_launcher=True)
+CONTINUITY = Continuity(
+    identity=IDENTITY, resume_key=b"k" * 32, layout=b"l" * 16, ends_with_launcher=True
+)
 
 
 class Stop(Exception):
@@ -68,7 +72,10 @@ async def test_a_start_that_fails_can_be_stopped_like_any_other(
         await replica.__init__(config, "/no/folder", *args)
     replica.check_health()
     await replica.__del__()  # as Serve does
-    deployment.__del__, removed = lambda self: None, deployment.__del__  # the collector's call would not be awaited
+    deployment.__del__, removed = (
+        lambda self: None,
+        deployment.__del__,
+    )  # the collector's call would not be awaited
     del replica
     gc.collect()  # a router holds itself, in what describes its workers
     deployment.__del__ = removed
@@ -79,14 +86,18 @@ def test_a_start_that_times_out_is_one_line(
     config: TandemConfig, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     def fail(*args: object, **kwargs: object) -> None:
-        raise Exception("The current node timed out during startup. This could happen because ...\nand more")
+        raise Exception(
+            "The current node timed out during startup. This could happen because ...\nand more"
+        )
 
     for name in ("ray.init", "ray.serve.start", "ray.serve.delete"):
         monkeypatch.setattr(name, lambda *args, **kwargs: None)
     monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={}))
     monkeypatch.setattr("ray.nodes", lambda: [])
     options = SimpleNamespace(host="127.0.0.1", port=8000)
-    monkeypatch.setattr("tandem.cluster.launch._get_global_client", lambda: SimpleNamespace(http_config=options))
+    monkeypatch.setattr(
+        "tandem.cluster.launch._get_global_client", lambda: SimpleNamespace(http_config=options)
+    )
     monkeypatch.setattr("tandem.cluster.launch.close_directory", lambda name: None)
     monkeypatch.setattr("tandem.cluster.redeploy.open_checkpoint", lambda *args, **options: Mock())
     monkeypatch.setattr(function, fail)
@@ -116,11 +127,16 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
     worker: Any = SimpleNamespace(
         failed=asyncio.Event(), worker_id="w", info=worker_pb2.WorkerInfo, stop=asyncio.Event().wait
     )
-    directory = SimpleNamespace(register=partial(record, "register"), remove=partial(record, "remove"))
+    directory = SimpleNamespace(
+        register=partial(record, "register"), remove=partial(record, "remove")
+    )
     replica: Any = SimpleNamespace(
         _directory=directory, _application="tandem"
     )  # a WorkerPool's collection would not be awaited
-    loops = (app.WorkerPool._heartbeat(replica, worker), app.WorkerPool._exit_on_failure(replica, worker))
+    loops = (
+        app.WorkerPool._heartbeat(replica, worker),
+        app.WorkerPool._exit_on_failure(replica, worker),
+    )
     tasks = [asyncio.create_task(loop) for loop in loops]
     async with asyncio.timeout(10):
         while "register" not in calls:
@@ -139,7 +155,9 @@ def test_a_router_loads_no_torch() -> None:
 
 
 def test_the_limits_of_liveness_reach_a_worker() -> None:
-    config = load_config(None, {"model": "m", "host": "127.0.0.1", "silence_seconds": 7, "hang_seconds": 77})
+    config = load_config(
+        None, {"model": "m", "host": "127.0.0.1", "silence_seconds": 7, "hang_seconds": 77}
+    )
     made = worker_config(config, "decode", "/folder", 1, IDENTITY, host="127.0.0.1")
     assert (made.rank.silence_seconds, made.hang_seconds) == (7, 77)
 
@@ -151,7 +169,10 @@ def test_a_worker_of_one_thread_computes_short_chunks() -> None:
     assert of("decode", num_threads=1).budgets.chunk_tokens == 64
     config = load_config(None, {"model": "m"})
     of = partial(worker_config, config, folder="/folder", identity=IDENTITY, host="127.0.0.1")
-    assert [of("prefill", num_threads=number).budgets.chunk_tokens for number in (1, 2)] == [128, 512]
+    assert [of("prefill", num_threads=number).budgets.chunk_tokens for number in (1, 2)] == [
+        128,
+        512,
+    ]
 
 
 @pytest.mark.parametrize(("key", "sees_loads"), [("ada", False), ("ops", True)])
@@ -161,14 +182,25 @@ async def test_the_status_page_shows_the_load_of_workers_to_operators(
     """Where there are keys; `tandem status` reads either answer."""
 
     async def status() -> dict[str, Any]:
-        load = dict.fromkeys(("num_running", "num_waiting", *(f"{state}_blocks" for state in BLOCK_STATES)), 7)
-        worker = {"id": "w", "role": "decode", "state": "ready", "num_leases": 7, "num_transfers": 7, "load": load}
+        load = dict.fromkeys(
+            ("num_running", "num_waiting", *(f"{state}_blocks" for state in BLOCK_STATES)), 7
+        )
+        worker = {
+            "id": "w",
+            "role": "decode",
+            "state": "ready",
+            "num_leases": 7,
+            "num_transfers": 7,
+            "load": load,
+        }
         return {"service": "a", "workers": [worker]}
 
     keys = [api_key("ada"), api_key("ops", operator=True)]
     router: Any = SimpleNamespace(_config=config, _authenticator=Authenticator(keys), status=status)
     headers = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {key}".encode())]
-    answer = await app.Router.__call__(router, Request({"type": "http", "method": "GET", "headers": headers}))
+    answer = await app.Router.__call__(
+        router, Request({"type": "http", "method": "GET", "headers": headers})
+    )
     (worker,) = json.loads(bytes(answer.body))["workers"]
     assert (worker["id"], worker["state"]) == ("w", "ready")
     assert ("load" in worker, "num_leases" in worker) == (sees_loads, sees_loads)
@@ -190,7 +222,10 @@ async def test_the_status_page_shows_the_load_of_workers_to_operators(
 async def test_pages_in_browsers_do_not_read_the_status_page(
     config: TandemConfig, method: str, headers: dict[str, str], status: int
 ) -> None:
-    names = {"host_names": ("models.example.com",), "cors_origins": ("https://evil.example",)}  # of the API alone
+    names = {
+        "host_names": ("models.example.com",),
+        "cors_origins": ("https://evil.example",),
+    }  # of the API alone
     config = config.model_copy(update={"router": config.router.model_copy(update=names)})
     router: Any = SimpleNamespace(
         _config=config,
@@ -201,6 +236,8 @@ async def test_pages_in_browsers_do_not_read_the_status_page(
     )
     router.status = partial(app.Router.status, router)
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    answer = await app.Router.__call__(router, Request({"type": "http", "method": method, "headers": raw}))
+    answer = await app.Router.__call__(
+        router, Request({"type": "http", "method": method, "headers": raw})
+    )
     assert answer.status_code == status
     assert (b"workers" in answer.body) == (status == 200)

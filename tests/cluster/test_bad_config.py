@@ -1,5 +1,6 @@
-"""Every key of the configuration with values of wrong kinds and out of any bound: each is refused in lines of ours that
-name the key, and a good file is then read as before."""
+"""Every key of the configuration with values of wrong kinds and out of any bound: each is refused
+in lines of ours that name the key, and a good file is then read as before.
+"""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +25,15 @@ WRONG: tuple[object, ...] = (
     {"x": {}},
 )
 FILES: tuple[bytes, ...] = (
-    *(b"\xff\xfe", b"- a", b"7", b"model: [", b"model: !!python/object/apply:os.system [ls]", b"a: &a [*a]", b"\x00"),
+    *(
+        b"\xff\xfe",
+        b"- a",
+        b"7",
+        b"model: [",
+        b"model: !!python/object/apply:os.system [ls]",
+        b"a: &a [*a]",
+        b"\x00",
+    ),
     *(
         b"{" * 20_000,
         b"model: m\nmodel: {}",

@@ -30,7 +30,11 @@ decode: {kv_cache_gb: 0.5}
     config = load_config(path, {"prefill.replicas": 3, "router.http_port": 0, "dtype": None})
     assert (config.model, config.dtype) == ("/models/a", "float32")
     assert (config.router.grpc_port, config.router.http_port) == (0, 0)
-    assert (config.prefill.replicas, config.prefill.block_size, config.prefill.resources) == (3, 32, {"p": 1.0})
+    assert (config.prefill.replicas, config.prefill.block_size, config.prefill.resources) == (
+        3,
+        32,
+        {"p": 1.0},
+    )
     assert (config.decode.block_size, config.decode.kv_cache_gb) == (16, 0.5)
 
 
@@ -65,22 +69,41 @@ def test_flags_alone_are_enough() -> None:
         ("model: m\ndecode: {replicas: 0}", "decode.replicas: must be at least 1, got 0"),
         (
             "model: m\nquantization: int8\ndevice: cuda\nnumerics: exact",
-            "quantization: does not go with numerics exact on cuda, where it has no kernel for that",
+            "quantization: does not go with numerics exact on cuda, where it has no kernel for "
+            "that",
         ),
         (
             "model: m\nkv_cache_dtype: fp8\ndevice: cuda",
             "kv_cache_dtype: fp8 has kernels on cpu only, on cuda it must be auto",
         ),
-        ("model: m\ndecode: {kv_host_gb: -1}", "decode.kv_host_gb: must be greater than or equal to 0, got -1"),
-        ("model: m\nprefix_caching: false\nprefill: {kv_host_gb: 1}", "prefill.kv_host_gb: needs prefix_caching"),
+        (
+            "model: m\ndecode: {kv_host_gb: -1}",
+            "decode.kv_host_gb: must be greater than or equal to 0, got -1",
+        ),
+        (
+            "model: m\nprefix_caching: false\nprefill: {kv_host_gb: 1}",
+            "prefill.kv_host_gb: needs prefix_caching",
+        ),
         (
             "model: m\nprefix_caching: false\ndecode: {kv_disk: /x, kv_disk_gb: 1}",
             "decode.kv_disk: needs prefix_caching",
         ),
-        ("model: m\ndecode: {kv_disk: /x}", "decode.kv_disk: goes with kv_disk_gb above 0, and that with it"),
-        ("model: m\nprefill: {kv_disk_gb: 1}", "prefill.kv_disk: goes with kv_disk_gb above 0, and that with it"),
-        ("model: m\nkv_cache_dtype: int4", "kv_cache_dtype: must be 'auto', 'int8' or 'fp8', got 'int4'"),
-        ("model: m\nspeculative: {method: eagle}", "speculative.method: must be 'ngram' or 'draft_model', got 'eagle'"),
+        (
+            "model: m\ndecode: {kv_disk: /x}",
+            "decode.kv_disk: goes with kv_disk_gb above 0, and that with it",
+        ),
+        (
+            "model: m\nprefill: {kv_disk_gb: 1}",
+            "prefill.kv_disk: goes with kv_disk_gb above 0, and that with it",
+        ),
+        (
+            "model: m\nkv_cache_dtype: int4",
+            "kv_cache_dtype: must be 'auto', 'int8' or 'fp8', got 'int4'",
+        ),
+        (
+            "model: m\nspeculative: {method: eagle}",
+            "speculative.method: must be 'ngram' or 'draft_model', got 'eagle'",
+        ),
         (
             "model: m\nspeculative: {method: draft_model}",
             "speculative.model: goes with method draft_model, and that with it, got draft_model",
@@ -89,19 +112,32 @@ def test_flags_alone_are_enough() -> None:
             "model: m\nspeculative: {method: ngram, model: m}",
             "speculative.model: goes with method draft_model, and that with it, got ngram",
         ),
-        ("model: m\nspeculative: {model: ''}", "speculative.model: must have at least 1 character, got ''"),
+        (
+            "model: m\nspeculative: {model: ''}",
+            "speculative.model: must have at least 1 character, got ''",
+        ),
         (
             "model: m\nspeculative: {prompt_lookup_min: 6}",
             "speculative.prompt_lookup_min: must be at most prompt_lookup_max, 5, got 6",
         ),
-        ("model: m\nprefill: {replicas: -1}", "prefill.replicas: must be greater than or equal to 0, got -1"),
-        ("model: m\nprefill: {replicas: many}", "prefill.replicas: must be a valid integer, got 'many'"),
-        ("model: m\nprefill: {replicas: true}", "prefill.replicas: must be a valid integer, got True"),
+        (
+            "model: m\nprefill: {replicas: -1}",
+            "prefill.replicas: must be greater than or equal to 0, got -1",
+        ),
+        (
+            "model: m\nprefill: {replicas: many}",
+            "prefill.replicas: must be a valid integer, got 'many'",
+        ),
+        (
+            "model: m\nprefill: {replicas: true}",
+            "prefill.replicas: must be a valid integer, got True",
+        ),
         ("model: m\nprefill: {tp: 0}", "prefill.tp: must be greater than or equal to 1, got 0"),
         ("model: m\ndecode: {tp: 65}", "decode.tp: must be less than or equal to 64, got 65"),
         (
             "model: m\ndecode: {placement: pack}",
-            "decode.placement: must be 'STRICT_PACK', 'PACK', 'SPREAD' or 'STRICT_SPREAD', got 'pack'",
+            "decode.placement: must be 'STRICT_PACK', 'PACK', 'SPREAD' or 'STRICT_SPREAD', got "
+            "'pack'",
         ),
         (
             "model: m\nkv_transports: [gloo, tcp]",
@@ -109,7 +145,10 @@ def test_flags_alone_are_enough() -> None:
         ),
         ("model: m\nkv_transports: gloo", "kv_transports: must be a list, got 'gloo'"),
         ("model: m\nprefill: 3", "prefill: must hold keys and values, got 3"),
-        ("model: m\nrouter: {grpc_port: 65536}", "router.grpc_port: must be less than or equal to 65535, got 65536"),
+        (
+            "model: m\nrouter: {grpc_port: 65536}",
+            "router.grpc_port: must be less than or equal to 65535, got 65536",
+        ),
         (
             "model: m\nrouter: {local_prefill_tokens: -1}",
             "router.local_prefill_tokens: must be greater than or equal to 0, got -1",
@@ -132,7 +171,10 @@ def test_flags_alone_are_enough() -> None:
         ),
         ("model: m\nlease_seconds: .nan", "lease_seconds: must be a finite number, got nan"),
         ("model: m\ndtype: int8", "dtype: must be 'float32', 'bfloat16' or 'float16', got 'int8'"),
-        ("model: m\nname: No Spaces", "name: must match pattern '^[a-z][a-z0-9-]{0,62}$', got 'No Spaces'"),
+        (
+            "model: m\nname: No Spaces",
+            "name: must match pattern '^[a-z][a-z0-9-]{0,62}$', got 'No Spaces'",
+        ),
         ("model: ''", "model: must have at least 1 character, got ''"),
         (
             "model: m\ndecode: {resources: {gpu: 0}}",
@@ -140,7 +182,9 @@ def test_flags_alone_are_enough() -> None:
         ),
     ],
 )
-def test_each_wrong_value_is_one_line_that_names_key_and_bound(tmp_path: Path, text: str, line: str) -> None:
+def test_each_wrong_value_is_one_line_that_names_key_and_bound(
+    tmp_path: Path, text: str, line: str
+) -> None:
     with pytest.raises(InvalidArgument) as caught:
         load_config(write(tmp_path, text))
     assert str(caught.value) == line
@@ -171,7 +215,9 @@ def test_every_wrong_value_is_told_at_once(tmp_path: Path) -> None:
         ("#" * (MAX_FILE_BYTES + 1), f"must be at most {MAX_FILE_BYTES} bytes"),
     ],
 )
-def test_files_that_are_no_configuration_are_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_files_that_are_no_configuration_are_refused_in_one_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = write(tmp_path, text)
     with pytest.raises(InvalidArgument) as caught:
         load_config(path)
@@ -216,7 +262,9 @@ def test_tls_names_its_files_from_every_folder_and_a_wrong_key_is_named() -> Non
     config = load_config(None, {"model": "m", "router.tls": tls})
     assert config.router.tls is not None
     assert config.router.tls.files.paths == [Path("a.crt").absolute(), Path("a.key").absolute()]
-    with pytest.raises(InvalidArgument, match=r"router\.tls\.clientca: unknown key; did you mean client_ca\?"):
+    with pytest.raises(
+        InvalidArgument, match=r"router\.tls\.clientca: unknown key; did you mean client_ca\?"
+    ):
         load_config(None, {"model": "m", "router.tls": tls | {"clientca": "x"}})
     with pytest.raises(InvalidArgument, match=r"router\.tls\.key: missing"):
         load_config(None, {"model": "m", "router.tls": {"certificate": "a.crt"}})
@@ -231,7 +279,9 @@ def test_tls_names_its_files_from_every_folder_and_a_wrong_key_is_named() -> Non
     ],
 )
 def test_labels_are_those_of_kubernetes(labels: dict[str, object], reason: str) -> None:
-    load_config(None, {"model": "m", "decode.labels": {"tandem.dev/role": "decode", "zone": "a.b-c_1"}})
+    load_config(
+        None, {"model": "m", "decode.labels": {"tandem.dev/role": "decode", "zone": "a.b-c_1"}}
+    )
     with pytest.raises(InvalidArgument, match=reason):
         load_config(None, {"model": "m", "decode.labels": labels})
 
@@ -242,7 +292,9 @@ def test_the_certificates_of_peers_have_one_source() -> None:
 
 
 LOCAL = [NodeOffer(resources={"CPU": 2.0})]
-APART = [NodeOffer(resources={"CPU": 8.0, name: 2.0}, labels={"role": name}) for name in ("p", "d", "d")]
+APART = [
+    NodeOffer(resources={"CPU": 8.0, name: 2.0}, labels={"role": name}) for name in ("p", "d", "d")
+]
 LABELS: dict[str, object] = {"prefill.labels": {"role": "p"}, "decode.labels": {"role": "d"}}
 
 
@@ -253,22 +305,55 @@ LABELS: dict[str, object] = {"prefill.labels": {"role": "p"}, "decode.labels": {
         ({"decode.replicas": 3}, LOCAL, 4, 4),
         ({"prefill.replicas": 0}, LOCAL, 1, 1),
         ({"prefill.replicas": 2, "prefill.tp": 4, "decode.tp": 2}, LOCAL, 10, 10),
-        ({"prefill.resources": {"p": 1.0}, "decode.resources": {"d": 1.0}, "decode.replicas": 2}, APART, 1, 1),
-        ({"prefill.resources": {"p": 1.0}, "decode.resources": {"d": 1.0}, "decode.replicas": 3}, APART, 1, 2),
-        ({"prefill.resources": {"p": 1.0}, "prefill.replicas": 2, "decode.replicas": 3}, APART, 3, 3),
-        ({"prefill.resources": {"p": 1.0}, "decode.resources": {"d": 1.0}, "decode.tp": 4}, APART, 1, 4),
+        (
+            {"prefill.resources": {"p": 1.0}, "decode.resources": {"d": 1.0}, "decode.replicas": 2},
+            APART,
+            1,
+            1,
+        ),
+        (
+            {"prefill.resources": {"p": 1.0}, "decode.resources": {"d": 1.0}, "decode.replicas": 3},
+            APART,
+            1,
+            2,
+        ),
+        (
+            {"prefill.resources": {"p": 1.0}, "prefill.replicas": 2, "decode.replicas": 3},
+            APART,
+            3,
+            3,
+        ),
+        (
+            {"prefill.resources": {"p": 1.0}, "decode.resources": {"d": 1.0}, "decode.tp": 4},
+            APART,
+            1,
+            4,
+        ),
         (LABELS, APART, 1, 1),
         (LABELS | {"prefill.tp": 4, "decode.replicas": 3, "decode.tp": 2}, APART, 4, 4),
-        ({"prefill.labels": {"role": "p", "other": "x"}, "decode.labels": {"role": "d"}}, APART, 1, 1),
+        (
+            {"prefill.labels": {"role": "p", "other": "x"}, "decode.labels": {"role": "d"}},
+            APART,
+            1,
+            1,
+        ),
         ({"prefill.replicas": 0, "decode.tp": 3, "decode.placement": "STRICT_SPREAD"}, APART, 1, 1),
-        ({"prefill.resources": {"no node has this": 1.0}, "decode.resources": {"d": 1.0}}, APART, 1, 1),
+        (
+            {"prefill.resources": {"no node has this": 1.0}, "decode.resources": {"d": 1.0}},
+            APART,
+            1,
+            1,
+        ),
     ],
 )
 def test_ranks_share_the_cores_of_their_own_node(
     overrides: dict[str, object], nodes: list[NodeOffer], prefill: int, decode: int
 ) -> None:
     config = load_config(None, {"model": "m"} | overrides)
-    assert [ranks_per_node(config, pool, nodes) for pool in (config.prefill, config.decode)] == [prefill, decode]
+    assert [ranks_per_node(config, pool, nodes) for pool in (config.prefill, config.decode)] == [
+        prefill,
+        decode,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -281,11 +366,16 @@ def test_ranks_share_the_cores_of_their_own_node(
         ("./tiny.gguf", "tiny", ("./tiny.gguf",)),
     ],
 )
-def test_what_is_given_as_the_model_names_it_too(model: str, name: str, aliases: tuple[str, ...]) -> None:
+def test_what_is_given_as_the_model_names_it_too(
+    model: str, name: str, aliases: tuple[str, ...]
+) -> None:
     config = load_config(None, {"model": model})
     assert (config.served_name, config.aliases) == (name, aliases)
     renamed = load_config(None, {"model": model, "served_model_name": "mine"})
-    assert (renamed.served_name, renamed.aliases) == ("mine", (*aliases, *([] if aliases else [name])))
+    assert (renamed.served_name, renamed.aliases) == (
+        "mine",
+        (*aliases, *([] if aliases else [name])),
+    )
 
 
 @pytest.mark.parametrize("name", ["name", "org/name"])

@@ -1,4 +1,6 @@
-"""Counters equal what clients have counted, after hundreds of requests of every kind over both APIs of two routers."""
+"""Counters equal what clients have counted, after hundreds of requests of every kind over both APIs
+of two routers.
+"""
 
 import asyncio
 import json
@@ -69,7 +71,11 @@ class Caller:
         self._http = http
 
     async def ask_grpc(self, prompt: list[int], *, leaves: bool = False, **options: Any) -> None:
-        settings: dict[str, Any] = {"temperature": 0, "max_tokens": LONG if leaves else TOKENS, "timeout": WAIT}
+        settings: dict[str, Any] = {
+            "temperature": 0,
+            "max_tokens": LONG if leaves else TOKENS,
+            "timeout": WAIT,
+        }
         try:
             async with self._grpc.stream(prompt, **settings | options) as stream:
                 await anext(stream)
@@ -81,11 +87,22 @@ class Caller:
             self.counts.errors["grpc", error.code] += 1
             return
         usage, reasons = answer.usage, [str(choice.finish_reason) for choice in answer.choices]
-        self.counts.answer(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, reasons)
+        self.counts.answer(
+            usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, reasons
+        )
 
     async def ask_http(self, prompt: list[int], *, leaves: bool = False, **fields: Any) -> None:
-        body = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": LONG if leaves else TOKENS} | fields
-        body |= {"stream": True, "stream_options": {"include_usage": True}} if leaves or "stream" in fields else {}
+        body = {
+            "model": "m",
+            "prompt": prompt,
+            "temperature": 0,
+            "max_tokens": LONG if leaves else TOKENS,
+        } | fields
+        body |= (
+            {"stream": True, "stream_options": {"include_usage": True}}
+            if leaves or "stream" in fields
+            else {}
+        )
         async with self._http.stream("POST", "/v1/completions", json=body) as reply:
             if reply.status_code != 200:
                 self.counts.errors["http", str(reply.status_code)] += 1
@@ -130,12 +147,19 @@ KINDS: Final[list[Callable[[Caller, list[int]], Coroutine[Any, Any, None]]]] = [
 def check(page: MetricsPage, counts: Counts) -> None:
     """Fails unless the page says what the clients have counted."""
     for reason in ("stop", "length"):
-        assert page.value("vllm:request_success_total", finished_reason=reason) == counts.reasons[reason]
+        assert (
+            page.value("vllm:request_success_total", finished_reason=reason)
+            == counts.reasons[reason]
+        )
     assert page.value("vllm:request_success_total", finished_reason="abort") == counts.left
     assert page.value("vllm:request_success_total", finished_reason="error") == 0
     for name in ("vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total"):
         assert page.value(name) == counts.prompt + counts.left_prompt
-    assert counts.cached <= page.value("vllm:prefix_cache_hits_total") <= counts.cached + counts.left_prompt
+    assert (
+        counts.cached
+        <= page.value("vllm:prefix_cache_hits_total")
+        <= counts.cached + counts.left_prompt
+    )
     for_those_who_left = page.value("vllm:generation_tokens_total") - counts.generated
     assert counts.left <= for_those_who_left <= counts.left * LONG
     assert page.value("vllm:time_to_first_token_seconds_count") == counts.answered + counts.left
@@ -155,23 +179,32 @@ def check_console(router: RouterRuntime, page: MetricsPage) -> None:
     router.console.sample()
     samples = [each.of_all() for each in router.console.log.samples.after(0)]
     assert sum(sample["tokens"] for sample in samples) == page.value("vllm:generation_tokens_total")
-    assert sum(sample["prompt_tokens"] for sample in samples) == page.value("vllm:prompt_tokens_total")
+    assert sum(sample["prompt_tokens"] for sample in samples) == page.value(
+        "vllm:prompt_tokens_total"
+    )
     assert sum(sample["begun"] - sample["ended"] for sample in samples) == 0
 
 
 @pytest.mark.timeout(300)
 async def test_after_500_requests_counters_equal_what_clients_counted(folder: Path) -> None:
-    """Streams, whole answers, several choices, stop strings, wrong and refused requests, clients that leave."""
+    """Streams, whole answers, several choices, stop strings, wrong and refused requests, clients
+    that leave.
+    """
     size = len(make_tokenizer())
     rank = lambda role: fake_rank(vocab_size=size)  # noqa: E731
-    async with fleet(1, 1, rank=rank, max_sequences=MAX_SEQUENCES) as running, AsyncExitStack() as scope:
+    async with (
+        fleet(1, 1, rank=rank, max_sequences=MAX_SEQUENCES) as running,
+        AsyncExitStack() as scope,
+    ):
         callers = []
         for _ in range(2):
             router = await start(folder, running, **{"router.max_queued_requests": MAX_QUEUED})
             scope.push_async_callback(router.stop, 0)
             grpc = await scope.enter_async_context(AsyncClient(router.grpc_address, max_retries=0))
             url = f"http://{router.http_address}"
-            http = await scope.enter_async_context(httpx.AsyncClient(base_url=url, timeout=WAIT, limits=MANY))
+            http = await scope.enter_async_context(
+                httpx.AsyncClient(base_url=url, timeout=WAIT, limits=MANY)
+            )
             callers.append(Caller(router, grpc, http))
         turns = asyncio.Semaphore(2 * MAX_QUEUED)
 
@@ -189,12 +222,19 @@ async def test_after_500_requests_counters_equal_what_clients_counted(folder: Pa
         await asyncio.gather(*map(ask, range(num_in_turn, NUM_REQUESTS)))
         counts = callers[0].counts + callers[1].counts
         assert counts.answered + counts.left + counts.errors.total() == NUM_REQUESTS
-        kinds = {("grpc", "INVALID_ARGUMENT"), ("http", "404"), ("grpc", "RESOURCE_EXHAUSTED"), ("http", "429")}
+        kinds = {
+            ("grpc", "INVALID_ARGUMENT"),
+            ("http", "404"),
+            ("grpc", "RESOURCE_EXHAUSTED"),
+            ("http", "429"),
+        }
         assert counts.errors.keys() == kinds
         assert counts.reasons.keys() == {"stop", "length"}
         assert counts.cached > 0
         addresses = [caller.router.ops_address for caller in callers]
-        page = await scrape_until(lambda page: page.value("vllm:num_requests_running") == 0, *addresses)
+        page = await scrape_until(
+            lambda page: page.value("vllm:num_requests_running") == 0, *addresses
+        )
         check(page, counts)
         for caller in callers:
             page = await scrape(caller.router.ops_address)

@@ -1,4 +1,6 @@
-"""Tests the directory without Ray: registration, expiry, long poll, and a router's list after a restart."""
+"""Tests the directory without Ray: registration, expiry, long poll, and a router's list after a
+restart.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -28,10 +30,14 @@ class Clock:
         return self.now
 
 
-def worker(worker_id: str, *, epoch: int = 1, running: int = 0, version: int = 0, draining: bool = False) -> bytes:
+def worker(
+    worker_id: str, *, epoch: int = 1, running: int = 0, version: int = 0, draining: bool = False
+) -> bytes:
     load = worker_pb2.WorkerLoad(num_running=running, version=version)
     role = worker_pb2.ROLE_DECODE
-    info = worker_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch, role=role, load=load, draining=draining)
+    info = worker_pb2.WorkerInfo(
+        worker_id=worker_id, epoch=epoch, role=role, load=load, draining=draining
+    )
     return info.SerializeToString(deterministic=True)
 
 
@@ -46,7 +52,9 @@ async def test_register_refresh_and_remove() -> None:
     before = await directory.changes()
     assert ids(before) == ["a", "b"]
     await directory.register(worker("a"))
-    assert (await directory.changes()).version == before.version, "an unchanged heartbeat is no news"
+    assert (await directory.changes()).version == before.version, (
+        "an unchanged heartbeat is no news"
+    )
     await directory.register(worker("a", running=3))
     after = await directory.changes()
     assert after.version.members == before.version.members, "a load is no news of the members"
@@ -131,7 +139,10 @@ async def test_watch_tells_of_an_expiry_that_nobody_announced() -> None:
 async def test_a_router_is_registered_as_long_as_it_watches() -> None:
     clock = Clock()
     directory = Directory(expiry=10, clock=clock)
-    routers = [RouterInfo(router_id=f"r{n}", grpc_address=f"h:{n}", http_address=f"h:{n + 10}") for n in range(2)]
+    routers = [
+        RouterInfo(router_id=f"r{n}", grpc_address=f"h:{n}", http_address=f"h:{n + 10}")
+        for n in range(2)
+    ]
     first = await directory.watch(NOTHING, 60, routers[0])
     assert (first.routers, first.workers) == ((routers[0],), ())
     waiting = asyncio.create_task(directory.watch(first.version, 60, routers[0]))
@@ -153,7 +164,10 @@ async def test_a_router_is_registered_as_long_as_it_watches() -> None:
 
 
 async def test_a_conviction_reaches_every_router_and_those_that_join() -> None:
-    routers = [RouterInfo(router_id=f"r{n}", grpc_address=f"h:{n}", http_address=f"h:{n + 10}") for n in range(3)]
+    routers = [
+        RouterInfo(router_id=f"r{n}", grpc_address=f"h:{n}", http_address=f"h:{n + 10}")
+        for n in range(3)
+    ]
     watchers, convictions = [DirectoryWatcher() for _ in routers], [Convictions() for _ in routers]
     directory = Directory()
     client = LocalDirectory(directory)
@@ -191,9 +205,13 @@ def snapshot(incarnation: str, age: float, *workers: str) -> Changes:
         ([snapshot("x", 0, "a")], {"a"}),
         ([snapshot("x", 50, "a", "b"), snapshot("x", 51, "a")], {"a"}),
         ([snapshot("x", 1, "a", "b"), snapshot("x", 2, "a")], {"a"}),
-        # A restarted directory is empty at first: the workers are believed in until they had time to come back.
+        # A restarted directory is empty at first: the workers are believed in until they had time
+        # to come back.
         ([snapshot("x", 50, "a", "b"), snapshot("y", 0)], {"a", "b"}),
-        ([snapshot("x", 50, "a", "b"), snapshot("y", 0), snapshot("y", 1, "a", "c")], {"a", "b", "c"}),
+        (
+            [snapshot("x", 50, "a", "b"), snapshot("y", 0), snapshot("y", 1, "a", "c")],
+            {"a", "b", "c"},
+        ),
         ([snapshot("x", 50, "a", "b"), snapshot("y", 1, "a", "b"), snapshot("y", 2, "b")], {"b"}),
         ([snapshot("x", 50, "a", "b"), snapshot("y", 0), snapshot("y", 10, "a")], {"a"}),
         ([snapshot("x", 50, "a"), snapshot("y", 0), snapshot("z", 1, "b")], {"a", "b"}),
@@ -293,7 +311,10 @@ async def _check_changes(steps: list[tuple[str, int]]) -> None:
             await poll("qcp".index(kind) % 2)
     whole = DirectoryWatcher()
     whole.apply(await directory.changes())
-    expected = {info.worker_id: (info.draining, info.load.version, info.load.num_running) for info in whole.workers}
+    expected = {
+        info.worker_id: (info.draining, info.load.version, info.load.num_running)
+        for info in whole.workers
+    }
     for number, watcher in enumerate(watchers):
         await poll(number)
         assert watcher.routers == whole.routers

@@ -1,4 +1,6 @@
-"""What a start makes of the environment: addresses of Ray, its token, proxies, folders for temporary files."""
+"""What a start makes of the environment: addresses of Ray, its token, proxies, folders for
+temporary files.
+"""
 
 import os
 import resource
@@ -55,7 +57,9 @@ def test_the_option_wins_over_the_variable() -> None:
         ("head/x:6379", "is not HOST:PORT"),
     ],
 )
-def test_other_addresses_are_refused_by_the_name_of_who_gave_them(address: str, reason: str) -> None:
+def test_other_addresses_are_refused_by_the_name_of_who_gave_them(
+    address: str, reason: str
+) -> None:
     with pytest.raises(InvalidArgument, match=r"^--address: .*") as refused:
         cluster_address(address)
     assert reason in str(refused.value)
@@ -69,7 +73,10 @@ def test_other_addresses_are_refused_by_the_name_of_who_gave_them(address: str, 
     ("variables", "reason"),
     [
         ({"RAY_AUTH_MODE": "yes"}, "RAY_AUTH_MODE: must be one of disabled, token, k8s, got 'yes'"),
-        ({"RAY_AUTH_TOKEN_PATH": "/nowhere/token"}, "RAY_AUTH_TOKEN_PATH: /nowhere/token cannot be"),
+        (
+            {"RAY_AUTH_TOKEN_PATH": "/nowhere/token"},
+            "RAY_AUTH_TOKEN_PATH: /nowhere/token cannot be",
+        ),
         ({"RAY_AUTH_TOKEN_PATH": os.devnull}, "RAY_AUTH_TOKEN_PATH: /dev/null is empty"),
     ],
 )
@@ -119,17 +126,25 @@ def test_a_working_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.M
 def test_the_folder_of_ray_leaves_room_for_the_names_of_its_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the folder for temporary files where its path is short enough, else in one of the system's."""
+    """In the folder for temporary files where its path is short enough, else in one of the
+    system's.
+    """
     long = tmp_path / ("x" * MAX_TMPDIR_BYTES)
     long.mkdir()
     short = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     try:
-        for wanted, expected in ((long, Path("/tmp")), (short, short), (short / "missing", Path("/tmp"))):
+        for wanted, expected in (
+            (long, Path("/tmp")),
+            (short, short),
+            (short / "missing", Path("/tmp")),
+        ):
             os.environ["RAY_TMPDIR"] = str(wanted)
             monkeypatch.setattr(tempfile, "tempdir", str(long))
             with ray_scratch() as scratch:
                 assert Path(scratch).parent == expected
-                socket_path = f"{scratch}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+                socket_path = (
+                    f"{scratch}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+                )
                 assert len(socket_path) <= 107
             assert not Path(scratch).exists()
     finally:
@@ -141,12 +156,19 @@ def test_no_folder_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("tandem.cluster.environment.mkdtemp", refuse)
-    with pytest.raises(Unavailable, match=r"^TMPDIR: .*that can be written .*Read-only file") as refused, ray_scratch():
+    with (
+        pytest.raises(
+            Unavailable, match=r"^TMPDIR: .*that can be written .*Read-only file"
+        ) as refused,
+        ray_scratch(),
+    ):
         pass
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("given", "set_to"), [("", ""), ("0", "0"), ("1", "1"), ("2", "1"), ("yes", "1")])
+@pytest.mark.parametrize(
+    ("given", "set_to"), [("", ""), ("0", "0"), ("1", "1"), ("2", "1"), ("yes", "1")]
+)
 def test_processes_of_ray_keep_their_docstrings(given: str, set_to: str) -> None:
     os.environ["PYTHONOPTIMIZE"] = given
     prepare_ray_environment(None)

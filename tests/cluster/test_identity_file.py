@@ -11,7 +11,9 @@ URL = "http://127.0.0.1:8000/tandem"
 IDENTITY = PeerIdentity.generate()
 
 
-def test_it_is_there_for_the_user_while_the_service_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_there_for_the_user_while_the_service_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path))
     with kept_identity(IDENTITY, URL):
         assert stat.S_IMODE(identity_path(URL).stat().st_mode) == 0o600

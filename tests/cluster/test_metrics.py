@@ -1,4 +1,6 @@
-"""Tests metrics and probes of a router with real servers, sessions and KV transfers, and workers without a model."""
+"""Tests metrics and probes of a router with real servers, sessions and KV transfers, and workers
+without a model.
+"""
 
 import asyncio
 import threading
@@ -50,7 +52,9 @@ async def start(folder: Path, running: Fleet | None, **overrides: object) -> Rou
     """Starts a router, of all workers if there are any."""
     ports = dict.fromkeys(("router.grpc_port", "router.http_port", "router.ops_port"), 0)
     config = load_config(None, {"model": "m", "router.local_prefill_tokens": 0} | ports | overrides)
-    router = await RouterRuntime.start(config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32)
+    router = await RouterRuntime.start(
+        config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
+    )
     await router.serve_ops(config.router.ops_port)
     if running is not None:
         await router.update([worker.info() for worker in running.workers])
@@ -97,7 +101,9 @@ def prompt(number: int) -> list[int]:
 
 async def ask_grpc(address: str, counted: Counted, number: int, **options: Any) -> None:
     async with AsyncClient(address, max_retries=0) as client:
-        answer = await client.generate(prompt(number), max_tokens=TOKENS, temperature=0, timeout=WAIT, **options)
+        answer = await client.generate(
+            prompt(number), max_tokens=TOKENS, temperature=0, timeout=WAIT, **options
+        )
     usage = answer.usage
     counted.kv_bytes += answer.timeline.kv_transfer_bytes
     reasons = [completion.finish_reason for completion in answer.choices]
@@ -125,12 +131,21 @@ def check(page: MetricsPage, counted: Counted) -> None:
     assert page.value("vllm:prefix_cache_hits_total") == counted.cached
     assert page.value("vllm:prompt_tokens_cached_total") == counted.cached
     assert page.value("vllm:generation_tokens_total") == counted.generated
-    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
+    for name in (
+        "time_to_first_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_prompt_tokens",
+    ):
         assert page.value(f"vllm:{name}_count") == counted.requests
     assert page.value("vllm:request_prompt_tokens_sum") == counted.prompt
     assert page.value("vllm:request_generation_tokens_sum") == counted.generated
-    assert page.value("vllm:inter_token_latency_seconds_count") == counted.generated - counted.reasons.total()
-    assert page.value("vllm:iteration_tokens_total_sum") >= counted.generated - counted.reasons.total()
+    assert (
+        page.value("vllm:inter_token_latency_seconds_count")
+        == counted.generated - counted.reasons.total()
+    )
+    assert (
+        page.value("vllm:iteration_tokens_total_sum") >= counted.generated - counted.reasons.total()
+    )
     assert page.value("tandem_kv_transfer_seconds_count") == counted.requests
     assert page.value("vllm:num_requests_running") == page.value("vllm:num_requests_waiting") == 0
 
@@ -140,34 +155,53 @@ async def test_counters_equal_what_clients_count(folder: Path) -> None:
     async with routers(folder, 2) as both:
         counted, one, two = Counted(), both[0], both[1]
         for _ in range(2):  # the second time from the prefix cache
-            asked = [ask_grpc(each.grpc_address, counted, number) for each in both for number in range(4)]
+            asked = [
+                ask_grpc(each.grpc_address, counted, number) for each in both for number in range(4)
+            ]
             await asyncio.gather(*asked, ask_grpc(one.grpc_address, counted, 5, n=3, best_of=3))
         ops = one.ops_address, two.ops_address
         page = await scrape_until(lambda page: page.value("vllm:num_requests_running") == 0, *ops)
         check(page, counted)
         assert page.value("tandem_kv_transfer_bytes_total", transport="grpc") == counted.kv_bytes
-        await asyncio.gather(*(ask_http(each.http_address, counted, number, n=2) for each in both for number in (6, 7)))
-        check(await scrape_until(lambda page: page.value("vllm:num_requests_running") == 0, *ops), counted)
+        await asyncio.gather(
+            *(
+                ask_http(each.http_address, counted, number, n=2)
+                for each in both
+                for number in (6, 7)
+            )
+        )
+        check(
+            await scrape_until(lambda page: page.value("vllm:num_requests_running") == 0, *ops),
+            counted,
+        )
         apart = [await scrape(address) for address in ops]
         assert all(page.value("vllm:generation_tokens_total") > 0 for page in apart)
 
 
 async def test_errors_and_clients_that_leave_are_counted(folder: Path) -> None:
-    async with routers(folder) as (router,), AsyncClient(router.grpc_address, max_retries=0) as client:
+    async with (
+        routers(folder) as (router,),
+        AsyncClient(router.grpc_address, max_retries=0) as client,
+    ):
         for _ in range(3):
             with pytest.raises(InvalidArgument):
                 await client.generate(prompt(1), temperature=-1)
         with pytest.raises(NotFound):
             await client.generate(prompt(1), model="other")
-        async with httpx.AsyncClient(base_url=f"http://{router.http_address}", timeout=WAIT) as http:
-            statuses = [(await http.post("/v1/completions", json=each)).status_code for each in BAD_BODIES]
+        async with httpx.AsyncClient(
+            base_url=f"http://{router.http_address}", timeout=WAIT
+        ) as http:
+            statuses = [
+                (await http.post("/v1/completions", json=each)).status_code for each in BAD_BODIES
+            ]
             assert statuses == [400, 400, 404]
             async with http.stream("POST", "/v1/completions", json=LONG) as answer:
                 await anext(answer.aiter_lines())
         async with client.stream(prompt(2), max_tokens=1_500, ignore_eos=True) as stream:
             await anext(stream)
         page = await scrape_until(
-            lambda page: page.value("vllm:request_success_total", finished_reason="abort") == 2, router.ops_address
+            lambda page: page.value("vllm:request_success_total", finished_reason="abort") == 2,
+            router.ops_address,
         )
         assert page.value("tandem_errors_total", api="grpc", code="INVALID_ARGUMENT") == 3
         assert page.value("tandem_errors_total", api="grpc", code="NOT_FOUND") == 1
@@ -179,7 +213,13 @@ async def test_errors_and_clients_that_leave_are_counted(folder: Path) -> None:
         assert page.value("vllm:prompt_tokens_total") == 2 * len(prompt(2))
 
 
-LONG: Final = {"model": "m", "prompt": prompt(2), "max_tokens": 1_500, "stream": True, "ignore_eos": True}
+LONG: Final = {
+    "model": "m",
+    "prompt": prompt(2),
+    "max_tokens": 1_500,
+    "stream": True,
+    "ignore_eos": True,
+}
 BAD_BODIES: Final[list[dict[str, Any]]] = [
     {"model": "m", "prompt": "x", "temperature": -1},
     {"model": "m", "prompt": "x", "unknown": 1},
@@ -199,7 +239,9 @@ async def test_tokens_are_seen_while_a_stream_runs(folder: Path) -> None:
         assert page.value("vllm:prompt_tokens_total") == len(prompt(2))
         assert 1 <= page.value("vllm:generation_tokens_total") < 1_900
         assert page.value("vllm:request_success_total") == 0
-        used = await scrape_until(lambda page: page.value("vllm:kv_cache_usage_perc") > 0, router.ops_address)
+        used = await scrape_until(
+            lambda page: page.value("vllm:kv_cache_usage_perc") > 0, router.ops_address
+        )
         assert used.value("vllm:kv_cache_usage_perc") < 1
         assert used.value("tandem_workers", pool="decode", state="ready") == 1
         assert used.value("tandem_workers", pool="prefill", state="draining") == 0
@@ -211,7 +253,10 @@ async def test_a_worker_whose_session_has_broken_is_not_ready(folder: Path) -> N
         lost = running.workers[-1].info()
         router._registry.session_lost(lost.worker_id, lost.epoch)
         page = await scrape(router.ops_address)
-        counts = [page.value("tandem_workers", pool="decode", state=state) for state in ("ready", "draining", "lost")]
+        counts = [
+            page.value("tandem_workers", pool="decode", state=state)
+            for state in ("ready", "draining", "lost")
+        ]
         assert counts == [1, 0, 1]
         await router.stop(0)
 
@@ -244,18 +289,30 @@ async def test_a_router_is_ready_while_it_can_answer(folder: Path) -> None:
         assert await state_of(router, "/live") == (200, "ok")
         assert await state_of(router, "/ready") == (503, "starting")
         assert await health_of(router, "tandem.v1.Inference") == serving.NOT_SERVING
-        await router.update([worker.info() for worker in running.workers if worker.role == "prefill"])
+        await router.update(
+            [worker.info() for worker in running.workers if worker.role == "prefill"]
+        )
         assert await state_of(router, "/ready") == (503, "no decode worker")
         await router.update([worker.info() for worker in running.workers])
         assert await state_of(router, "/ready") == (200, "ok")
-        assert await health_of(router, "tandem.v1.Inference") == await health_of(router, "") == serving.SERVING
+        assert (
+            await health_of(router, "tandem.v1.Inference")
+            == await health_of(router, "")
+            == serving.SERVING
+        )
         router.fail()
-        assert [await state_of(router, path) for path in ("/live", "/ready")] == [(503, "failed")] * 2
+        assert [await state_of(router, path) for path in ("/live", "/ready")] == [
+            (503, "failed")
+        ] * 2
         await router.stop(0)
 
 
-async def test_a_router_that_reaches_no_decode_worker_is_not_ready_until_it_reaches_one(folder: Path) -> None:
-    """The directory may list workers for seconds that it has lost, and for as long as it is cut off from both."""
+async def test_a_router_that_reaches_no_decode_worker_is_not_ready_until_it_reaches_one(
+    folder: Path,
+) -> None:
+    """The directory may list workers for seconds that it has lost, and for as long as it is cut off
+    from both.
+    """
     link = Proxy()
     async with fleet(1, 1, rank=lambda role: fake_rank(vocab_size=300)) as running:
         _, decode = running.workers
@@ -316,7 +373,9 @@ class Foreseeing(Drafter):
         return (*right[:2], (right[2] + 1) % size)[: max(room, 0)]
 
 
-async def test_guessed_tokens_are_counted_and_come_as_one_delta(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_guessed_tokens_are_counted_and_come_as_one_delta(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scheduler, "Drafter", Foreseeing)
     counted = Counted()
     async with routers(folder, speculative=SpeculativeConfig()) as (router,):
@@ -326,10 +385,14 @@ async def test_guessed_tokens_are_counted_and_come_as_one_delta(folder: Path, mo
             stream = client.stream(prompt(2), max_tokens=TOKENS, seed=0, timeout=WAIT)
             deltas = [delta async for delta in stream]
         sizes = [len(delta.token_ids) for delta in deltas]
-        assert [token for delta in deltas for token in delta.token_ids] == list(answer.choices[0].token_ids)
+        assert [token for delta in deltas for token in delta.token_ids] == list(
+            answer.choices[0].token_ids
+        )
         assert "".join(delta.text for delta in deltas) == answer.choices[0].text
         assert len(sizes) <= 9, "of 24 tokens"
-        page = await scrape_until(lambda page: page.value("vllm:num_requests_running") == 0, router.ops_address)
+        page = await scrape_until(
+            lambda page: page.value("vllm:num_requests_running") == 0, router.ops_address
+        )
         assert page.value("vllm:generation_tokens_total") == 3 * TOKENS
         assert page.value("vllm:spec_decode_num_drafts_total") == 3 * 8
         assert page.value("vllm:spec_decode_num_draft_tokens_total") == 3 * (7 * 3 + 1)
@@ -338,7 +401,9 @@ async def test_guessed_tokens_are_counted_and_come_as_one_delta(folder: Path, mo
 
 
 async def test_the_ops_port_is_the_configured_one_or_another(folder: Path) -> None:
-    """Another program that has it keeps nobody from serving; a router in place of another has its address."""
+    """Another program that has it keeps nobody from serving; a router in place of another has its
+    address.
+    """
     async with AsyncExitStack() as scope:
         first = await start(folder, None)
         scope.push_async_callback(first.stop, 0)
@@ -348,7 +413,9 @@ async def test_the_ops_port_is_the_configured_one_or_another(folder: Path) -> No
         assert other.ops_address != first.ops_address
         config = load_config(None, {"model": "m", "router.grpc_port": 0, "router.http_port": 0})
         for port in (taken, 0):
-            next_one = await RouterRuntime.start(config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32)
+            next_one = await RouterRuntime.start(
+                config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
+            )
             scope.push_async_callback(next_one.stop, 0)
             await next_one.serve_ops(port, application=f"m.{port}", replaced=[first.ops_address])
             assert next_one.ops_address == first.ops_address
@@ -359,8 +426,12 @@ async def test_a_page_in_a_browser_does_not_read_the_metrics(folder: Path) -> No
     async with AsyncExitStack() as scope:
         router = await start(folder, None)
         scope.push_async_callback(router.stop, 0)
-        http = await scope.enter_async_context(httpx.AsyncClient(base_url=f"http://{router.ops_address}", timeout=WAIT))
-        assert (await http.get("/metrics", headers={"host": "rebound.example.com"})).status_code == 403
+        http = await scope.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://{router.ops_address}", timeout=WAIT)
+        )
+        assert (
+            await http.get("/metrics", headers={"host": "rebound.example.com"})
+        ).status_code == 403
         assert (await http.post("/metrics")).status_code == 405
         assert (await http.get("/v1/models")).status_code == 404
 
@@ -405,10 +476,14 @@ async def test_a_clients_trace_is_in_the_exported_spans(folder: Path, collector:
     endpoint = f"http://{HOST}:{collector.server_port}/v1/traces"
     overrides: dict[str, Any] = {"tracing.endpoint": endpoint}
     async with routers(folder, **overrides) as (router,):
-        async with httpx.AsyncClient(base_url=f"http://{router.http_address}", timeout=WAIT) as http:
+        async with httpx.AsyncClient(
+            base_url=f"http://{router.http_address}", timeout=WAIT
+        ) as http:
             body: dict[str, Any] = {"model": "m", "prompt": prompt(1), "max_tokens": TOKENS}
             (await http.post("/v1/completions", json=body, headers=headers[:1])).raise_for_status()
-        request = inference_pb2.GenerateRequest(prompt={"token_ids": {"ids": prompt(1)}}, stopping={"max_tokens": 9})
+        request = inference_pb2.GenerateRequest(
+            prompt={"token_ids": {"ids": prompt(1)}}, stopping={"max_tokens": 9}
+        )
         async with grpc.aio.insecure_channel(router.grpc_address) as channel:
             generate: Any = channel.unary_stream("/tandem.v1.Inference/Generate")
             call = generate(request.SerializeToString(), metadata=headers[1:])
@@ -418,7 +493,9 @@ async def test_a_clients_trace_is_in_the_exported_spans(folder: Path, collector:
     roots = [span for span in collector.spans if span.name == "text_completion m"]
     assert [span.trace_id.hex() for span in roots] == traces
     assert {span.parent_span_id.hex() for span in roots} == {"00000000000000aa"}
-    children = {span.name: span for span in collector.spans if span.parent_span_id == roots[1].span_id}
+    children = {
+        span.name: span for span in collector.spans if span.parent_span_id == roots[1].span_id
+    }
     for name in ("queue", "prefill", "kv_transfer", "decode"):
         seconds = (children[name].end_time_unix_nano - children[name].start_time_unix_nano) / 1e9
         assert seconds == pytest.approx(getattr(timeline, f"{name}_seconds"), abs=1e-6)

@@ -1,4 +1,6 @@
-"""Tests what decides whether a service may be replaced, and whether one has been; see e2e/test_redeploy.py."""
+"""Tests what decides whether a service may be replaced, and whether one has been; see
+e2e/test_redeploy.py.
+"""
 
 import logging
 import os
@@ -30,7 +32,9 @@ def applications(monkeypatch: pytest.MonkeyPatch) -> dict[str, SimpleNamespace]:
     return found
 
 
-def test_each_deployment_of_a_service_is_an_application(applications: dict[str, SimpleNamespace]) -> None:
+def test_each_deployment_of_a_service_is_an_application(
+    applications: dict[str, SimpleNamespace],
+) -> None:
     assert redeploy.running_application("a") is None
     assert following("a", None) == "a"
     applications |= dict.fromkeys(("a-b", "ab", "b", "a.x"), SimpleNamespace(status="RUNNING"))
@@ -45,7 +49,9 @@ def test_each_deployment_of_a_service_is_an_application(applications: dict[str, 
         redeploy.running_application("a")
 
 
-def test_only_a_later_deployment_replaces_one_that_goes(applications: dict[str, SimpleNamespace]) -> None:
+def test_only_a_later_deployment_replaces_one_that_goes(
+    applications: dict[str, SimpleNamespace],
+) -> None:
     assert not redeploy.is_replaced("a", "a")  # Serve may be away
     applications["a.2"] = SimpleNamespace(status="RUNNING")
     assert redeploy.is_replaced("a", "a")
@@ -57,11 +63,18 @@ def test_only_a_later_deployment_replaces_one_that_goes(applications: dict[str, 
 
 
 def test_another_model_or_a_ray_that_ends_is_refused() -> None:
-    running = Continuity(identity=IDENTITY, resume_key=b"secret", layout=LAYOUT, ends_with_launcher=False)
+    running = Continuity(
+        identity=IDENTITY, resume_key=b"secret", layout=LAYOUT, ends_with_launcher=False
+    )
     redeploy.check_continuity("a", running, LAYOUT)
-    with pytest.raises(Unavailable, match="serves another model, dtype, quantization or kv_cache_dtype; stop it first"):
+    with pytest.raises(
+        Unavailable,
+        match="serves another model, dtype, quantization or kv_cache_dtype; stop it first",
+    ):
         redeploy.check_continuity("a", running, b"m" * 16)
-    local = Continuity(identity=IDENTITY, resume_key=b"secret", layout=LAYOUT, ends_with_launcher=True)
+    local = Continuity(
+        identity=IDENTITY, resume_key=b"secret", layout=LAYOUT, ends_with_launcher=True
+    )
     with pytest.raises(Unavailable, match="ends with the command that started its Ray"):
         redeploy.check_continuity("a", local, LAYOUT)
     assert "secret" not in repr(running)
@@ -69,13 +82,19 @@ def test_another_model_or_a_ray_that_ends_is_refused() -> None:
 
 def worker(name: str, application: str, layout: bytes = LAYOUT) -> worker_pb2.WorkerInfo:
     """Returns a decode worker."""
-    return worker_pb2.WorkerInfo(worker_id=name, role=worker_pb2.ROLE_DECODE, application=application, layout=layout)
+    return worker_pb2.WorkerInfo(
+        worker_id=name, role=worker_pb2.ROLE_DECODE, application=application, layout=layout
+    )
 
 
 def router(name: str, application: str, num_workers: int) -> RouterInfo:
     """Returns a router that knows so many workers."""
     return RouterInfo(
-        router_id=name, grpc_address="h:1", http_address="h:2", num_workers=num_workers, application=application
+        router_id=name,
+        grpc_address="h:1",
+        http_address="h:2",
+        num_workers=num_workers,
+        application=application,
     )
 
 
@@ -109,7 +128,11 @@ def disk_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TandemConfig
     """A service with keys and KV cache on disk."""
     monkeypatch.setattr("ray.nodes", lambda: [])
     monkeypatch.setattr(redeploy, "open_checkpoint", lambda *args, **options: Mock())
-    fields: dict[str, object] = {"model": "m", "name": "a", "auth.keys_file": str(tmp_path / "keys.json")}
+    fields: dict[str, object] = {
+        "model": "m",
+        "name": "a",
+        "auth.keys_file": str(tmp_path / "keys.json"),
+    }
     for pool in ("prefill", "decode"):
         fields |= {f"{pool}.kv_disk": str(tmp_path / pool), f"{pool}.kv_disk_gb": 1.0}
     return load_config(None, fields)
@@ -136,7 +159,9 @@ def test_the_secret_of_cached_prefixes_outlives_a_restart_with_the_cache(
 
 def test_no_salt_is_kept_where_nothing_needs_one(disk_config: TandemConfig, tmp_path: Path) -> None:
     """Without keys there is none, and an identity in a file stays the same itself."""
-    open_to_all = disk_config.model_copy(update={"auth": disk_config.auth.model_copy(update={"keys_file": None})})
+    open_to_all = disk_config.model_copy(
+        update={"auth": disk_config.auth.model_copy(update={"keys_file": None})}
+    )
     assert redeploy.first_continuity(open_to_all, "m").cache_secret is None
     assert not list(tmp_path.rglob("prefix-salt"))
 
@@ -146,7 +171,9 @@ def lay_salt(path: Path, content: bytes = bytes(32), mode: int = 0o600) -> None:
     path.chmod(mode)
 
 
-@pytest.mark.parametrize("fault", ["readable", "short", "long", "link", "folder", "pipe", "no folder"])
+@pytest.mark.parametrize(
+    "fault", ["readable", "short", "long", "link", "folder", "pipe", "no folder"]
+)
 def test_a_salt_that_others_may_know_is_not_used(
     disk_config: TandemConfig, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,7 +201,9 @@ def test_a_salt_that_others_may_know_is_not_used(
     assert "\n" not in record.getMessage()
 
 
-def test_two_launchers_at_once_keep_one_salt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_launchers_at_once_keep_one_salt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     both = threading.Barrier(2)
     write = identity_file._write_salt
 
@@ -184,7 +213,10 @@ def test_two_launchers_at_once_keep_one_salt(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(identity_file, "_write_salt", write_together)
     found: list[bytes] = []
-    threads = [threading.Thread(target=lambda: found.append(kept_salt([tmp_path / "kv"]))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: found.append(kept_salt([tmp_path / "kv"])))
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -39,7 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def config() -> TandemConfig:
     """A service whose ports, and the ones after them, are free."""
-    grpc, http, *_ = (port for port in range(45_001, 46_000, 2) if is_free(port) and is_free(port + 1))
+    grpc, http, *_ = (
+        port for port in range(45_001, 46_000, 2) if is_free(port) and is_free(port + 1)
+    )
     return load_config(None, {"model": "m", "router.grpc_port": grpc, "router.http_port": http})
 
 
@@ -52,15 +54,27 @@ def is_free(port: int) -> bool:
     return True
 
 
-async def start(config: TandemConfig, folder: Path, num_routers: int, **options: Any) -> RouterRuntime:
+async def start(
+    config: TandemConfig, folder: Path, num_routers: int, **options: Any
+) -> RouterRuntime:
     return await RouterRuntime.start(
-        config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32, num_routers=num_routers, **options
+        config,
+        folder,
+        HOST,
+        identity=IDENTITY,
+        resume_key=b"k" * 32,
+        num_routers=num_routers,
+        **options,
     )
 
 
 @pytest.mark.parametrize("has_template", [True, False])
 async def test_the_first_chat_does_not_wait_for_the_process_of_templates(
-    config: TandemConfig, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, has_template: bool
+    config: TandemConfig,
+    tmp_path: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_template: bool,
 ) -> None:
     """A router that listens can render a chat; where the model has no template it needs no process."""
     renderer = TemplateRenderer()
@@ -69,12 +83,19 @@ async def test_the_first_chat_does_not_wait_for_the_process_of_templates(
         (tmp_path / "chat_template.jinja").unlink()
     before = set(psutil.Process().children())
     router = await start(config, folder, 1)
-    assert (len(set(psutil.Process().children()) - before), renderer._child.is_ready) == (has_template, has_template)
+    assert (len(set(psutil.Process().children()) - before), renderer._child.is_ready) == (
+        has_template,
+        has_template,
+    )
     await router.stop(0)
 
 
-async def test_a_router_in_place_of_another_has_its_addresses(config: TandemConfig, folder: Path) -> None:
-    """Whichever of two is replaced: a client knows the addresses of both from the start of the service."""
+async def test_a_router_in_place_of_another_has_its_addresses(
+    config: TandemConfig, folder: Path
+) -> None:
+    """Whichever of two is replaced: a client knows the addresses of both from the start of the
+    service.
+    """
     grpc, http = config.router.grpc_port, config.router.http_port
     async with AsyncExitStack() as scope:
         routers = [await start(config, folder, 2) for _ in range(2)]
@@ -98,15 +119,24 @@ async def test_a_router_in_place_of_another_has_its_addresses(config: TandemConf
 async def test_a_router_without_keys_listens_on_loopback_alone(folder: Path) -> None:
     ports: dict[str, object] = {"model": "m", "router.grpc_port": 0, "router.http_port": 0}
     with pytest.raises(InvalidArgument, match="not loopback"):
-        await RouterRuntime.start(load_config(None, ports), folder, "0.0.0.0", identity=IDENTITY, resume_key=b"k" * 32)
+        await RouterRuntime.start(
+            load_config(None, ports), folder, "0.0.0.0", identity=IDENTITY, resume_key=b"k" * 32
+        )
     allowed = load_config(None, ports | {"auth.allow_anonymous": True})
-    router = await RouterRuntime.start(allowed, folder, "0.0.0.0", identity=IDENTITY, resume_key=b"k" * 32)
-    assert router.authenticator.caller(None, "a").cache_salt != router.authenticator.caller(None, "b").cache_salt
+    router = await RouterRuntime.start(
+        allowed, folder, "0.0.0.0", identity=IDENTITY, resume_key=b"k" * 32
+    )
+    assert (
+        router.authenticator.caller(None, "a").cache_salt
+        != router.authenticator.caller(None, "b").cache_salt
+    )
     await router.stop(0)
 
 
 async def test_a_router_binds_more_than_it_tells(config: TandemConfig, folder: Path) -> None:
-    """As in a pod, where `kubectl port-forward` comes through loopback: others are told the node's address."""
+    """As in a pod, where `kubectl port-forward` comes through loopback: others are told the node's
+    address.
+    """
     router = config.router.model_copy(update={"bind": "0.0.0.0"})
     with pytest.raises(InvalidArgument, match=r"0\.0\.0\.0 is not loopback"):
         await start(config.model_copy(update={"router": router}), folder, 1)
@@ -116,20 +146,34 @@ async def test_a_router_binds_more_than_it_tells(config: TandemConfig, folder: P
     assert first.http_address == f"{HOST}:{router.http_port}"
     for host in (HOST, "127.0.0.2"):
         async with httpx.AsyncClient() as client:
-            assert (await client.get(f"http://{host}:{router.http_port}/version")).status_code == 200
-    second = await start(config, folder, 1, application="a.2", replaced=[(first.grpc_address, first.http_address)])
+            assert (
+                await client.get(f"http://{host}:{router.http_port}/version")
+            ).status_code == 200
+    second = await start(
+        config, folder, 1, application="a.2", replaced=[(first.grpc_address, first.http_address)]
+    )
     assert second.http_address == first.http_address
     for each in (first, second):
         await each.stop(0)
 
 
-async def test_who_is_cut_when_the_service_stops_reads_so(config: TandemConfig, folder: Path) -> None:
+async def test_who_is_cut_when_the_service_stops_reads_so(
+    config: TandemConfig, folder: Path
+) -> None:
     """Over both APIs, at the end of the time that streams have."""
     size = len(make_tokenizer())
-    async with fleet(0, 1, rank=lambda role: fake_rank(vocab_size=size, step_seconds=0.02)) as running:
+    async with fleet(
+        0, 1, rank=lambda role: fake_rank(vocab_size=size, step_seconds=0.02)
+    ) as running:
         router = await start(config, folder, 1)
         await router.update([worker.info() for worker in running.workers])
-        body = {"model": "m", "prompt": [5, 6], "max_tokens": 1_500, "ignore_eos": True, "stream": True}
+        body = {
+            "model": "m",
+            "prompt": [5, 6],
+            "max_tokens": 1_500,
+            "ignore_eos": True,
+            "stream": True,
+        }
         async with (
             AsyncClient(router.grpc_address, max_retries=0) as client,
             client.stream([5, 6], max_tokens=1_500, ignore_eos=True) as stream,
@@ -157,7 +201,9 @@ async def test_any_host_name_will_do_where_a_key_is_needed(
     router = await start(config, folder, 1)
     headers = {"Host": "models.example.com", "Authorization": f"Bearer {key}"}
     try:
-        async with httpx.AsyncClient(base_url=f"http://{router.http_address}", headers=headers) as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://{router.http_address}", headers=headers
+        ) as client:
             assert (await client.get("/version")).status_code == (200 if needs_key else 403)
     finally:
         await router.stop(0)
@@ -170,8 +216,12 @@ async def test_a_router_serves_tls_with_the_files_of_its_configuration(folder: P
     files = {"certificate": str(folder / "tls.crt"), "key": str(folder / "tls.key")}
     ports: dict[str, object] = {"model": "m", "router.grpc_port": 0, "router.http_port": 0}
     config = load_config(None, ports | {"router.tls": files})
-    router = await RouterRuntime.start(config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32)
-    async with AsyncClient(f"grpcs://{router.grpc_address}", tls=ClientTls(ca=folder / "ca.pem")) as client:
+    router = await RouterRuntime.start(
+        config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
+    )
+    async with AsyncClient(
+        f"grpcs://{router.grpc_address}", tls=ClientTls(ca=folder / "ca.pem")
+    ) as client:
         assert [model.id for model in await client.list_models()] == ["m"]
     assert len(router.watches) == 1
     await router.stop(0)
@@ -180,7 +230,9 @@ async def test_a_router_serves_tls_with_the_files_of_its_configuration(folder: P
         await RouterRuntime.start(config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32)
 
 
-async def test_a_single_router_takes_its_own_ports_or_none(config: TandemConfig, folder: Path) -> None:
+async def test_a_single_router_takes_its_own_ports_or_none(
+    config: TandemConfig, folder: Path
+) -> None:
     first = await start(config, folder, 1)
     try:
         with pytest.raises((OSError, RuntimeError)):
@@ -192,9 +244,13 @@ async def test_a_single_router_takes_its_own_ports_or_none(config: TandemConfig,
 async def test_a_router_that_replaces_another_listens_on_its_ports_beside_it(
     config: TandemConfig, folder: Path
 ) -> None:
-    """Until that one ends: then the ports are its own. A second one of its deployment does not get them, too."""
+    """Until that one ends: then the ports are its own. A second one of its deployment does not get
+    them, too.
+    """
     for grpc_port in (config.router.grpc_port, 0):
-        router = config.router.model_copy(update={"grpc_port": grpc_port, "http_port": grpc_port and grpc_port + 1})
+        router = config.router.model_copy(
+            update={"grpc_port": grpc_port, "http_port": grpc_port and grpc_port + 1}
+        )
         one = config.model_copy(update={"router": router})
         first = await start(one, folder, 1)
         known = [(first.grpc_address, first.http_address)]
@@ -215,7 +271,9 @@ async def test_a_router_that_replaces_another_listens_on_its_ports_beside_it(
 
 def config_with_ports(config: TandemConfig, address: str) -> TandemConfig:
     """Returns a configuration with this gRPC port and any HTTP port."""
-    router = config.router.model_copy(update={"grpc_port": int(address.rpartition(":")[2]), "http_port": 0})
+    router = config.router.model_copy(
+        update={"grpc_port": int(address.rpartition(":")[2]), "http_port": 0}
+    )
     return config.model_copy(update={"router": router})
 
 
@@ -225,7 +283,9 @@ async def test_prefixes_on_disk_are_found_by_their_tenant_after_a_restart(
     """Each start makes another identity, of which no salt may come; see e2e/test_keys.py."""
     monkeypatch.setattr("ray.nodes", lambda: [])
     monkeypatch.setattr(redeploy, "open_checkpoint", lambda *args, **options: Mock())
-    ada, bob = (create_key(tmp_path / "keys.json", name=name, tenant=name) for name in ("ada", "bob"))
+    ada, bob = (
+        create_key(tmp_path / "keys.json", name=name, tenant=name) for name in ("ada", "bob")
+    )
     pool = config.decode.model_copy(update={"kv_disk": str(tmp_path / "kv"), "kv_disk_gb": 1.0})
     auth = AuthConfig(keys_file=str(tmp_path / "keys.json"))
     config = config.model_copy(update={"auth": auth, "decode": pool})
@@ -244,7 +304,9 @@ async def test_prefixes_on_disk_are_found_by_their_tenant_after_a_restart(
             await router.update([worker.info() for worker in running.workers])
             for key in keys:
                 async with AsyncClient(router.grpc_address, api_key=key) as client:
-                    answer = await client.generate(prompt, max_tokens=1, ignore_eos=True, timeout=10)
+                    answer = await client.generate(
+                        prompt, max_tokens=1, ignore_eos=True, timeout=10
+                    )
                 cached.append(answer.usage.cached_tokens)
             disk = running.workers[0]._disk
             assert disk is not None

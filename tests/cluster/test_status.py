@@ -22,9 +22,15 @@ async def test_workers_are_asked_over_channels_that_are_kept() -> None:
 async def test_channels_to_workers_that_are_gone_are_closed() -> None:
     async with fleet(1, 1) as running:
         known = [worker.info() for worker in running.workers]
-        known.append(worker_pb2.WorkerInfo(worker_id="z", address="127.0.0.1:9", role=worker_pb2.ROLE_DECODE))
+        known.append(
+            worker_pb2.WorkerInfo(worker_id="z", address="127.0.0.1:9", role=worker_pb2.ROLE_DECODE)
+        )
         statuses = WorkerStatuses(lambda: known, IDENTITY)
-        assert [each["state"] for each in await asked_anew(statuses)] == ["ready", "ready", "silent"]
+        assert [each["state"] for each in await asked_anew(statuses)] == [
+            "ready",
+            "ready",
+            "silent",
+        ]
         del known[0], known[-1]
         assert [each["address"] for each in await asked_anew(statuses)] == [known[0].address]
         assert list(statuses._channels) == [known[0].address]

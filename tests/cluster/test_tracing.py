@@ -1,4 +1,6 @@
-"""Tests the spans of requests and the lines of their logs, without servers; over the wire: test_metrics.py."""
+"""Tests the spans of requests and the lines of their logs, without servers; over the wire:
+test_metrics.py.
+"""
 
 import json
 import logging
@@ -19,7 +21,9 @@ from tandem.proto.errors import InvalidArgument
 from tandem.router.telemetry.requests import PARTS, EndedRequest, RequestFacts
 from tandem.router.telemetry.trace import CURRENT_REQUEST, TraceContext
 
-CALLER = TraceContext(trace_id="0af7651916cd43dd8448eb211c80319c", span_id="b7ad6b7169203331", is_sampled=True)
+CALLER = TraceContext(
+    trace_id="0af7651916cd43dd8448eb211c80319c", span_id="b7ad6b7169203331", is_sampled=True
+)
 CANARY = "canary-81ac"
 
 
@@ -33,9 +37,20 @@ def ended(trace: TraceContext | None = CALLER, **fields: Any) -> EndedRequest:
         setattr(timeline, f"{part}_seconds", duration)
     began = time.time() - 2.5
     facts = RequestFacts(
-        request_id="r", arrived=0.0, began=began, num_prompt=20, num_choices=1, max_tokens=8, trace=trace
+        request_id="r",
+        arrived=0.0,
+        began=began,
+        num_prompt=20,
+        num_choices=1,
+        max_tokens=8,
+        trace=trace,
     )
-    usual: dict[str, Any] = {"facts": facts, "timeline": timeline, "num_generated": 8, "finish_reasons": ("length",)}
+    usual: dict[str, Any] = {
+        "facts": facts,
+        "timeline": timeline,
+        "num_generated": 8,
+        "finish_reasons": ("length",),
+    }
     return EndedRequest(**usual | fields)
 
 
@@ -60,7 +75,9 @@ def test_a_span_is_the_child_of_the_callers() -> None:
     assert span.parent is not None
     assert f"{span.context.trace_id:032x}" == CALLER.trace_id
     assert f"{span.parent.span_id:016x}" == CALLER.span_id
-    assert {child.context.trace_id for child in children if child.context} == {span.context.trace_id}
+    assert {child.context.trace_id for child in children if child.context} == {
+        span.context.trace_id
+    }
     assert {child.parent.span_id for child in children if child.parent} == {span.context.span_id}
 
 
@@ -70,9 +87,18 @@ def test_spans_take_the_times_of_the_timeline_and_follow_each_other() -> None:
     assert seconds_of(span) == pytest.approx(request.timeline.end_to_end_seconds)
     assert span.end_time is not None
     assert span.end_time / 1e9 == pytest.approx(time.time(), abs=60)
-    assert [child.name for child in children] == ["tokenize", "queue", "dispatch", "restore", "prefill", "decode"]
+    assert [child.name for child in children] == [
+        "tokenize",
+        "queue",
+        "dispatch",
+        "restore",
+        "prefill",
+        "decode",
+    ]
     for child in children:
-        assert seconds_of(child) == pytest.approx(getattr(request.timeline, f"{child.name}_seconds"))
+        assert seconds_of(child) == pytest.approx(
+            getattr(request.timeline, f"{child.name}_seconds")
+        )
     edges = [child.start_time for child in children] + [children[-1].end_time]
     assert edges == [span.start_time, *(child.end_time for child in children)]
 
@@ -129,7 +155,11 @@ def test_a_request_is_a_line(lines: StringIO) -> None:
     assert line["request_id"] == "r"
     assert line["trace_id"] == CALLER.trace_id
     assert (line["level"], line["message"]) == ("info", "request ended")
-    assert (line["prompt_tokens"], line["completion_tokens"], line["finish_reasons"]) == (20, 8, ["length"])
+    assert (line["prompt_tokens"], line["completion_tokens"], line["finish_reasons"]) == (
+        20,
+        8,
+        ["length"],
+    )
     assert sum(line[f"{part}_seconds"] for part in PARTS) == line["end_to_end_seconds"] == 2.5
 
 
@@ -152,6 +182,10 @@ def test_every_line_has_the_request_that_it_is_about(lines: StringIO) -> None:
 
 def test_the_configuration_names_what_is_wrong() -> None:
     assert load_config(None, {"model": "m"}).tracing.endpoint is None
-    for key, value in {"tracing.endpoint": "collector:4318", "tracing.sample_ratio": 2, "log_format": "xml"}.items():
+    for key, value in {
+        "tracing.endpoint": "collector:4318",
+        "tracing.sample_ratio": 2,
+        "log_format": "xml",
+    }.items():
         with pytest.raises(InvalidArgument, match=key):
             load_config(None, {"model": "m", key: value})

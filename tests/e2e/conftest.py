@@ -30,11 +30,20 @@ def cluster() -> Iterator[Any]:
 
     from tandem.tests.service import NODES  # imports torch, and the quick tier this file
 
-    head: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 * 2**20}
+    head: dict[str, Any] = {
+        "num_cpus": 2,
+        "include_dashboard": False,
+        "object_store_memory": 100 * 2**20,
+    }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for name, ip in NODES.items():
-            cluster.add_node(num_cpus=2, node_ip_address=ip, resources={name: 100}, object_store_memory=100 * 2**20)
+            cluster.add_node(
+                num_cpus=2,
+                node_ip_address=ip,
+                resources={name: 100},
+                object_store_memory=100 * 2**20,
+            )
         cluster.wait_for_nodes()
         yield cluster
     finally:

@@ -1,5 +1,6 @@
-"""Walks the console of a running service with a real browser: under load, light and dark, wide and narrow, by keyboard,
-with keys on."""
+"""Walks the console of a running service with a real browser: under load, light and dark, wide and
+narrow, by keyboard, with keys on.
+"""
 
 import os
 import threading
@@ -36,7 +37,9 @@ def service(address: str, keys: tuple[Path, str], tiny_model: Path) -> Iterator[
 
     overrides: dict[str, object] = {"router.resources": {"router": 1.0}}
     overrides |= {"auth.keys_file": str(keys[0]), "router.local_prefill_tokens": 0}
-    with start_service(small_config(tiny_model, "console", overrides), str(tiny_model), address=address) as running:
+    with start_service(
+        small_config(tiny_model, "console", overrides), str(tiny_model), address=address
+    ) as running:
         yield running
 
 
@@ -69,11 +72,17 @@ def wait(holds: Callable[[], object]) -> None:
 
 def text(page: Any, selector: str) -> str:
     """Returns the text of the first element, also if it is hidden."""
-    return str(page.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", selector))
+    return str(
+        page.execute_script(
+            "return document.querySelector(arguments[0])?.textContent ?? ''", selector
+        )
+    )
 
 
 def count(page: Any, selector: str) -> int:
-    return int(page.execute_script("return document.querySelectorAll(arguments[0]).length", selector))
+    return int(
+        page.execute_script("return document.querySelectorAll(arguments[0]).length", selector)
+    )
 
 
 @contextmanager
@@ -121,14 +130,22 @@ def test_the_first_paint_is_measured(page: Any) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_every_view_under_load(opened: Any, service: Any, keys: tuple[Path, str], theme: str, width: int) -> None:
+def test_every_view_under_load(
+    opened: Any, service: Any, keys: tuple[Path, str], theme: str, width: int
+) -> None:
     set_window(opened, width, theme=theme)
     with load(service, keys[1]):
         for view in VIEWS:
             opened.find_element("id", f"tab-{view}").click()
             wait(lambda: opened.find_element("id", view).is_displayed())  # noqa: B023
-            assert opened.execute_script("return document.documentElement.scrollWidth <= innerWidth"), view
-            unnamed = [each.get_attribute("outerHTML") for each in shown(opened, view) if not each.accessible_name]
+            assert opened.execute_script(
+                "return document.documentElement.scrollWidth <= innerWidth"
+            ), view
+            unnamed = [
+                each.get_attribute("outerHTML")
+                for each in shown(opened, view)
+                if not each.accessible_name
+            ]
             assert unnamed == []
         opened.find_element("id", "tab-overview").click()
         wait(lambda: text(opened, "#figure-workers b") == "2 / 2")
@@ -165,7 +182,10 @@ def test_by_keyboard(opened: Any, service: Any, keys: tuple[Path, str]) -> None:
         opened.switch_to.active_element.send_keys(Keys.TAB)
         seen.append(opened.switch_to.active_element.get_attribute("class") or "")
         assert len(seen) < 30, seen
-        assert opened.execute_script("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        assert (
+            opened.execute_script("return getComputedStyle(document.activeElement).outlineStyle")
+            == "solid"
+        )
     opened.switch_to.active_element.send_keys(Keys.ENTER)
     row = opened.switch_to.active_element
     assert row.get_attribute("aria-expanded") == "true"
@@ -220,7 +240,9 @@ def test_it_does_not_poll_while_its_tab_is_hidden(opened: Any) -> None:
     wait(lambda: len(polls(opened)) >= 2)
     console = opened.current_window_handle
     opened.switch_to.new_window("tab")
-    opened.execute_async_script("setTimeout(arguments[0], 3500)")  # in which a visible page polls at least twice
+    opened.execute_async_script(
+        "setTimeout(arguments[0], 3500)"
+    )  # in which a visible page polls at least twice
     opened.close()
     opened.switch_to.window(console)
     wait(lambda: len(opened.execute_script("return hid")) == 2)
@@ -251,7 +273,9 @@ def test_the_dashboard_command_names_every_page(service: Any, keys: tuple[Path, 
     from tandem.cluster.cli.main import app
 
     done = CliRunner().invoke(
-        app, ["dashboard", "--url", service.status_url], env=os.environ | {"TANDEM_API_KEY": keys[1]}
+        app,
+        ["dashboard", "--url", service.status_url],
+        env=os.environ | {"TANDEM_API_KEY": keys[1]},
     )
     lines = [" ".join(line.split()) for line in done.output.splitlines()]
     assert lines[:3] == [
@@ -263,7 +287,9 @@ def test_the_dashboard_command_names_every_page(service: Any, keys: tuple[Path, 
     assert f"-L {port}:{service.http_addresses[0]}" in lines[-1]
 
 
-def test_nothing_is_left(service: Any, keys: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left(
+    service: Any, keys: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import urllib.request
 
     opener = urllib.request.build_opener()

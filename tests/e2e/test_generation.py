@@ -35,12 +35,16 @@ class Counting(Executor):
         self.num_prompt_tokens = 0
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
-        self.num_prompt_tokens += sum(len(step.token_ids) for step in plan.sequences if len(step.token_ids) > 1)
+        self.num_prompt_tokens += sum(
+            len(step.token_ids) for step in plan.sequences if len(step.token_ids) > 1
+        )
         return self._executor.launch(plan, on_layers)
 
 
 @asynccontextmanager
-async def demo_fleet(prefill: int, decode: int, dtype: str = "float32") -> AsyncIterator[tuple[Fleet, list[Counting]]]:
+async def demo_fleet(
+    prefill: int, decode: int, dtype: str = "float32"
+) -> AsyncIterator[tuple[Fleet, list[Counting]]]:
     counters: list[Counting] = []
 
     def rank(role: str) -> Rank:
@@ -81,13 +85,21 @@ def beam_reference() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("prefill", [1, 0])
-async def test_beam_search_equals_transformers(prefill: int, beam_reference: list[list[int]]) -> None:
+async def test_beam_search_equals_transformers(
+    prefill: int, beam_reference: list[list[int]]
+) -> None:
     """All ten at the same time, apart and together."""
     beams = inference_pb2.BeamSearch(width=4, length_penalty=1.0)
     async with demo_fleet(prefill, 1) as (running, _):
         found = await asyncio.gather(
             *(
-                choices_of(running, prompt=prompt, max_tokens=BEAM_TOKENS, name=f"beam-{n}", beam_search=beams)
+                choices_of(
+                    running,
+                    prompt=prompt,
+                    max_tokens=BEAM_TOKENS,
+                    name=f"beam-{n}",
+                    beam_search=beams,
+                )
                 for n, prompt in enumerate(demo_model.prompts(BEAM_PROMPTS))
             )
         )
@@ -110,43 +122,68 @@ async def test_four_choices_cost_one_prefill(prefill: int) -> None:
         temperature=1, top_k=0, top_p=1, min_p=0, seed=77, typical_p=1, repetition_penalty=1
     )
     async with demo_fleet(prefill, 1) as (running, counters):
-        together = await choices_of(running, prompt=prompt, max_tokens=20, sampling=sampling, num_choices=4, name="all")
+        together = await choices_of(
+            running, prompt=prompt, max_tokens=20, sampling=sampling, num_choices=4, name="all"
+        )
         assert sum(counter.num_prompt_tokens for counter in counters) == len(prompt)
         for choice in range(4):
             alone = inference_pb2.SamplingParams()
             alone.CopyFrom(sampling)
             alone.seed += choice
-            one = await choices_of(running, prompt=prompt, max_tokens=20, sampling=alone, name=f"one-{choice}")
+            one = await choices_of(
+                running, prompt=prompt, max_tokens=20, sampling=alone, name=f"one-{choice}"
+            )
             assert one[0] == together[choice]
     assert len({tuple(tokens) for tokens in together.values()}) == 4
 
 
 async def test_conversations_find_their_prefix() -> None:
-    """4 conversations of 6 turns with one system prompt of 600 tokens over 2 + 2 workers: at least 85 % of the prompt
-    tokens after the first turn come from a prefix cache, and none of these is computed."""
+    """4 conversations of 6 turns with one system prompt of 600 tokens over 2 + 2 workers: at least
+    85 % of the prompt tokens after the first turn come from a prefix cache, and none of these is
+    computed.
+    """
     tokenizer = Tokenizer.load(demo_model.folder())
     words = random.Random(5)
-    topics = ["rivers", "clocks", "mountains", "engines", "harvests", "letters", "bridges", "winters"]
+    topics = [
+        "rivers",
+        "clocks",
+        "mountains",
+        "engines",
+        "harvests",
+        "letters",
+        "bridges",
+        "winters",
+    ]
     system = ""
     while len(await tokenizer.encode(system)) < 600:
-        system += f"Rule: when asked of {words.choice(topics)}, speak of {words.choice(topics)} too. "
+        system += (
+            f"Rule: when asked of {words.choice(topics)}, speak of {words.choice(topics)} too. "
+        )
     usages: list[inference_pb2.Usage] = []
-    ttft: dict[bool, list[float]] = {True: [], False: []}  # by: the first turn of the first conversation
+    ttft: dict[bool, list[float]] = {
+        True: [],
+        False: [],
+    }  # by: the first turn of the first conversation
     async with demo_fleet(2, 2, "bfloat16") as (running, counters):
         model = ServedModel(name="demo", tokenizer=tokenizer, context_tokens=4096)
         completions = GenerationService([model], running.dispatcher)
         chats = [
-            inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="system", content=system)]) for _ in range(4)
+            inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="system", content=system)])
+            for _ in range(4)
         ]
         for turn in range(6):
             for number, chat in enumerate(chats):
-                chat.messages.add(role="user", content=f"Tell me of {topics[(turn + number) % 8]}, please.")
+                chat.messages.add(
+                    role="user", content=f"Tell me of {topics[(turn + number) % 8]}, please."
+                )
                 request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(chat=chat))
                 request.sampling.temperature = 0
                 request.stopping.max_tokens = 16
                 timeline = inference_pb2.Timeline()
                 texts, usage = [], inference_pb2.Usage()
-                accepted = await completions.accept(request, RequestContext(arrived=time.monotonic()))
+                accepted = await completions.accept(
+                    request, RequestContext(arrived=time.monotonic())
+                )
                 async for message in completions.run(accepted, timeline):
                     texts.append(message.text)
                     usage = message.usage if message.HasField("usage") else usage
@@ -154,10 +191,13 @@ async def test_conversations_find_their_prefix() -> None:
                 ttft[turn == number == 0].append(timeline.ttft_seconds)
                 usages.append(usage)
     later = usages[len(chats) :]
-    share = sum(usage.cached_tokens for usage in later) / sum(usage.prompt_tokens for usage in later)
+    share = sum(usage.cached_tokens for usage in later) / sum(
+        usage.prompt_tokens for usage in later
+    )
     warm, cold = statistics.median(ttft[False]), ttft[True][0]
     print(
-        f"\n{share:.1%} of the prompt tokens of later turns cached; TTFT {cold * 1e3:.0f} ms cold, {warm * 1e3:.0f} ms"
+        f"\n{share:.1%} of the prompt tokens of later turns cached; TTFT {cold * 1e3:.0f} ms cold, "
+        f"{warm * 1e3:.0f} ms"
     )
     assert share >= 0.85
     uncached = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)

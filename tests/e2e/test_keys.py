@@ -1,5 +1,6 @@
-"""Tests a service with API keys on a Ray cluster: who is let in, whose prefixes are cached, and a key that is revoked
-while its streams run."""
+"""Tests a service with API keys on a Ray cluster: who is let in, whose prefixes are cached, and a
+key that is revoked while its streams run.
+"""
 
 import asyncio
 import json
@@ -38,7 +39,9 @@ def service(address: str, tiny_model: Path, keys_file: Path, keys: dict[str, str
     from tandem.cluster.launch import start_service
 
     overrides = {"router.resources": {"router": 1.0}, "auth.keys_file": str(keys_file)}
-    with start_service(small_config(tiny_model, "keys", overrides), str(tiny_model), address=address) as running:
+    with start_service(
+        small_config(tiny_model, "keys", overrides), str(tiny_model), address=address
+    ) as running:
         yield running
 
 
@@ -53,11 +56,17 @@ def code_of(url: str, key: str = "") -> int:
 
 def test_only_who_has_a_key_is_let_in(service: Any, keys: dict[str, str]) -> None:
     urls = [f"http://{service.http_addresses[0]}/v1/models", service.status_url]
-    assert [code_of(url, key) for url in urls for key in ("", "tandem-wrong", keys["ada"])] == [401, 401, 200] * 2
+    assert [code_of(url, key) for url in urls for key in ("", "tandem-wrong", keys["ada"])] == [
+        401,
+        401,
+        200,
+    ] * 2
     assert code_of(f"http://{service.http_addresses[0]}/health") == 200
 
 
-async def test_cached_tokens_of_another_tenant_are_not_seen(service: Any, keys: dict[str, str]) -> None:
+async def test_cached_tokens_of_another_tenant_are_not_seen(
+    service: Any, keys: dict[str, str]
+) -> None:
     from tandem.router.client.client import AsyncClient
 
     cached = []
@@ -81,7 +90,12 @@ async def test_a_revoked_key_is_refused_and_its_streams_go_on(
 ) -> None:
     from tandem.router.client.client import AsyncClient
 
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "timeout": 120}
+    options: dict[str, Any] = {
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "timeout": 120,
+    }
     async with AsyncClient(service.grpc_address, api_key=keys["ada"]) as client:
         streams = [client.stream(PROMPT, **options) for _ in range(NUM_STREAMS)]
         for stream in streams:
@@ -105,12 +119,17 @@ async def cached_tokens(service: Any, key: str) -> int:
         return int(answer.usage.cached_tokens)
 
 
-def serve_once(address: str, overrides: dict[str, object], folder: str, keys: list[str]) -> list[int]:
-    """Runs a service as a launcher of its own does; returns the cached tokens of a request with each key. Ends when
-    the prompt is on disk for each."""
+def serve_once(
+    address: str, overrides: dict[str, object], folder: str, keys: list[str]
+) -> list[int]:
+    """Runs a service as a launcher of its own does; returns the cached tokens of a request with
+    each key. Ends when the prompt is on disk for each.
+    """
     from tandem.cluster.launch import start_service
 
-    with start_service(small_config(Path(folder), "kept", overrides), folder, address=address) as service:
+    with start_service(
+        small_config(Path(folder), "kept", overrides), folder, address=address
+    ) as service:
         found = [asyncio.run(cached_tokens(service, key)) for key in keys]
         disk, deadline = Path(str(overrides["prefill.kv_disk"])), time.monotonic() + 30
         while len(list(disk.glob("prefill-0/*.kv"))) < len(PROMPT) // 16 * len(keys):
@@ -125,7 +144,10 @@ def test_prefixes_on_disk_outlive_a_restart_for_their_tenant_alone(
     """Each start makes another identity; the salt of the tenants' prefixes lies beside the cache."""
     file = tmp_path / "keys.json"
     ada, bob = (create_key(file, name=name, tenant=name) for name in ("ada", "bob"))
-    overrides: dict[str, object] = {"router.resources": {"router": 1.0}, "auth.keys_file": str(file)}
+    overrides: dict[str, object] = {
+        "router.resources": {"router": 1.0},
+        "auth.keys_file": str(file),
+    }
     for pool in ("prefill", "decode"):
         overrides |= {f"{pool}.kv_disk": str(tmp_path / "kv"), f"{pool}.kv_disk_gb": 0.1}
     found = []
@@ -134,7 +156,11 @@ def test_prefixes_on_disk_outlive_a_restart_for_their_tenant_alone(
         code = "import json, sys; from tandem.tests.e2e.test_keys import serve_once; "
         code += "print(json.dumps(serve_once(*json.loads(sys.argv[1]))))"
         launcher = subprocess.run(
-            [sys.executable, "-c", code, arguments], capture_output=True, text=True, timeout=180, check=False
+            [sys.executable, "-c", code, arguments],
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
         )
         assert launcher.returncode == 0, launcher.stderr
         found += json.loads(launcher.stdout.splitlines()[-1])

@@ -1,4 +1,6 @@
-"""Compares the tokens of the demo model in float32 with transformers', whatever the path through the workers."""
+"""Compares the tokens of the demo model in float32 with transformers', whatever the path through
+the workers.
+"""
 
 import asyncio
 import functools
@@ -12,7 +14,32 @@ from tandem.tests.fleet import Fleet, fleet
 from tandem.tests.token_request import token_request
 
 NUM_TOKENS = 24
-LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 127, 128, 160, 200, 256, 300, 333, 512, 1500)
+LENGTHS = (
+    1,
+    2,
+    3,
+    5,
+    8,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    48,
+    64,
+    65,
+    100,
+    127,
+    128,
+    160,
+    200,
+    256,
+    300,
+    333,
+    512,
+    1500,
+)
 
 Likeliest = Callable[[tuple[int, ...], tuple[int, ...]], list[int]]
 
@@ -24,14 +51,21 @@ def prompts() -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def likeliest() -> Likeliest:
-    """What transformers chooses after a prompt and tokens, see `demo_model.likeliest`; computed once for each."""
+    """What transformers chooses after a prompt and tokens, see `demo_model.likeliest`; computed
+    once for each.
+    """
     return functools.cache(functools.partial(demo_model.likeliest, demo_model.transformers_model()))
 
 
 async def generate_all(running: Fleet, prompts: list[tuple[int, ...]]) -> list[list[int]]:
     """All prompts at the same time."""
-    requests = [token_request(p, NUM_TOKENS, name=f"p{i}", ignore_eos=True) for i, p in enumerate(prompts)]
-    return [tokens for tokens, _ in await asyncio.gather(*(running.generate(request) for request in requests))]
+    requests = [
+        token_request(p, NUM_TOKENS, name=f"p{i}", ignore_eos=True) for i, p in enumerate(prompts)
+    ]
+    return [
+        tokens
+        for tokens, _ in await asyncio.gather(*(running.generate(request) for request in requests))
+    ]
 
 
 async def assert_greedy_equals_transformers(
@@ -44,13 +78,20 @@ async def assert_greedy_equals_transformers(
 ) -> None:
     ranks = lambda role: demo_model.rank(num_threads=1, transports=transports)  # noqa: E731
     async with fleet(
-        prefill, decode, rank=ranks, chunk_tokens=chunk, mixed_chunk_tokens=chunk, transports=transports
+        prefill,
+        decode,
+        rank=ranks,
+        chunk_tokens=chunk,
+        mixed_chunk_tokens=chunk,
+        transports=transports,
     ) as running:
         found = await generate_all(running, prompts)
         if transports and chunk == 512:  # again, from warm prefix caches
             assert await generate_all(running, prompts) == found
     assert {len(tokens) for tokens in found} == {NUM_TOKENS}
-    assert found == [likeliest(prompt, tuple(tokens)) for prompt, tokens in zip(prompts, found, strict=True)]
+    assert found == [
+        likeliest(prompt, tuple(tokens)) for prompt, tokens in zip(prompts, found, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +114,9 @@ async def test_greedy_equals_transformers(
     prompts: list[tuple[int, ...]],
     likeliest: Likeliest,
 ) -> None:
-    """The long prompts are for the first alone: the one of 1,500 tokens takes about as long as all others together."""
+    """The long prompts are for the first alone: the one of 1,500 tokens takes about as long as all
+    others together.
+    """
     chosen = [prompt for prompt in prompts if len(prompt) <= longest]
     await assert_greedy_equals_transformers(prefill, decode, chunk, transports, chosen, likeliest)
 
@@ -94,7 +137,9 @@ async def test_greedy_equals_transformers_in_every_combination(
 
 
 async def test_same_seed_same_tokens(prompts: list[tuple[int, ...]]) -> None:
-    """Sampled tokens depend on prompt, parameters and seed alone: not on the batch, not on the path."""
+    """Sampled tokens depend on prompt, parameters and seed alone: not on the batch, not on the
+    path.
+    """
     sampling = [
         inference_pb2.SamplingParams(
             temperature=0.5 + n / 16, top_k=10 * n, top_p=1 - n / 64, min_p=n / 640, seed=2**60 + n
@@ -106,7 +151,9 @@ async def test_same_seed_same_tokens(prompts: list[tuple[int, ...]]) -> None:
         async with fleet(prefill, 1, rank=lambda role: demo_model.rank(num_threads=1)) as running:
 
             async def sample(n: int, name: str) -> list[int]:
-                request = token_request(prompts[n], 16, name=f"{name}-{n}", sampling=sampling[n], ignore_eos=True)
+                request = token_request(
+                    prompts[n], 16, name=f"{name}-{n}", sampling=sampling[n], ignore_eos=True
+                )
                 return (await running.generate(request))[0]
 
             made.append(await asyncio.gather(*(sample(n, "batch") for n in range(16))))

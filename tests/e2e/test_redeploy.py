@@ -1,4 +1,6 @@
-"""A service that is started again under its name replaces the one that runs: no stream is lost or computed again."""
+"""A service that is started again under its name replaces the one that runs: no stream is lost or
+computed again.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,9 @@ def test_a_service_is_replaced_under_streams(address: str, tmp_path: Path) -> No
     from tandem.tests.soak.redeploy import make_configs, replace_under_streams
     from tandem.tests.tiny import make_tiny_model
 
-    folder = make_tiny_model(tmp_path, dtype="bfloat16", **MODEL)  # whose logits are the same bits in any company
+    folder = make_tiny_model(
+        tmp_path, dtype="bfloat16", **MODEL
+    )  # whose logits are the same bits in any company
     configs = make_configs(folder, "replaced", free_port(), num_routers=1, num_workers=1)
     found = replace_under_streams(*configs, folder, address, streams=16, tokens=150)
     print(found)

@@ -1,5 +1,7 @@
-"""Tests a service with two routers on one node: both serve, through the death of Serve's controller, and one goes on
-when the other is killed, also with the streams of the other, for clients that know both."""
+"""Tests a service with two routers on one node: both serve, through the death of Serve's
+controller, and one goes on when the other is killed, also with the streams of the other, for
+clients that know both.
+"""
 
 import asyncio
 import os
@@ -45,19 +47,31 @@ def service(address: str, tiny_model: Path, adapters: Path) -> Iterator[Any]:
     }
     # Below those that the kernel gives to connections.
     overrides |= {"router.grpc_port": 21_051, "router.http_port": 21_080}
-    overrides |= {"adapters": {"configured": str(adapters / "configured")}, "lora.folder": str(adapters)}
-    with start_service(small_config(tiny_model, "routers", overrides), str(tiny_model), address=address) as running:
+    overrides |= {
+        "adapters": {"configured": str(adapters / "configured")},
+        "lora.folder": str(adapters),
+    }
+    with start_service(
+        small_config(tiny_model, "routers", overrides), str(tiny_model), address=address
+    ) as running:
         yield running
 
 
-async def generate_all(address: str, num_tokens: int = NUM_TOKENS, max_retries: int = 2) -> list[list[int]]:
+async def generate_all(
+    address: str, num_tokens: int = NUM_TOKENS, max_retries: int = 2
+) -> list[list[int]]:
     from tandem.router.client.client import AsyncClient
 
     async def generate(prompt: list[int]) -> list[int]:
         async with AsyncClient(
             address, max_retries=max_retries
         ) as client:  # of several addresses each begins with a random one
-            options: Any = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True, "timeout": 120}
+            options: Any = {
+                "temperature": 0,
+                "max_tokens": num_tokens,
+                "ignore_eos": True,
+                "timeout": 120,
+            }
             return list((await client.generate(prompt, **options)).token_ids)
 
     return list(await asyncio.gather(*map(generate, PROMPTS)))
@@ -71,7 +85,9 @@ def routers(service: Any) -> dict[str, str]:
 async def test_both_routers_serve_on_ports_of_their_own(service: Any, tiny_model: Path) -> None:
     assert len({*service.grpc_addresses, *service.http_addresses, *service.ops_addresses}) == 6
     assert "127.0.0.2:21051" in service.grpc_addresses
-    grpc, http, ops = map(",".join, (service.grpc_addresses, service.http_addresses, service.ops_addresses))
+    grpc, http, ops = map(
+        ",".join, (service.grpc_addresses, service.http_addresses, service.ops_addresses)
+    )
     assert service.addresses == f"grpc={grpc} http={http} ops={ops}"
     assert sorted(routers(service).values()) == sorted(service.grpc_addresses)
     expected = expected_tokens(tiny_model, PROMPTS, NUM_TOKENS)
@@ -85,11 +101,17 @@ async def test_an_adapter_loaded_at_one_router_is_served_by_the_other(
 ) -> None:
     from tandem.router.client.client import AsyncClient
 
-    reference = peft_reference(tiny_model, {name: adapters / name for name in ("configured", "loaded")})
+    reference = peft_reference(
+        tiny_model, {name: adapters / name for name in ("configured", "loaded")}
+    )
     first, second = (AsyncClient(address) for address in service.grpc_addresses)
 
     async def served(client: AsyncClient) -> list[str]:
-        return [each.id for each in await client.list_models() if each.parent == service.config.served_name]
+        return [
+            each.id
+            for each in await client.list_models()
+            if each.parent == service.config.served_name
+        ]
 
     async with first, second, asyncio.timeout(60):
         await first.load_lora_adapter("loaded", "loaded")
@@ -99,7 +121,9 @@ async def test_an_adapter_loaded_at_one_router_is_served_by_the_other(
             reference.set_adapter(name)
             expected = reference_greedy(reference, PROMPTS[3], 20)
             for client in (first, second):
-                made = await client.generate(PROMPTS[3], model=name, temperature=0, max_tokens=20, ignore_eos=True)
+                made = await client.generate(
+                    PROMPTS[3], model=name, temperature=0, max_tokens=20, ignore_eos=True
+                )
                 assert list(made.token_ids) == expected
         await second.unload_lora_adapter("loaded")
         while await served(first) != ["configured"]:
@@ -109,10 +133,16 @@ async def test_an_adapter_loaded_at_one_router_is_served_by_the_other(
 
 
 async def test_the_figures_of_both_routers_add_up(service: Any) -> None:
-    names = ("vllm:generation_tokens_total", "vllm:request_success_total", "vllm:time_to_first_token_seconds_count")
+    names = (
+        "vllm:generation_tokens_total",
+        "vllm:request_success_total",
+        "vllm:time_to_first_token_seconds_count",
+    )
     before = await scrape(*service.ops_addresses)
     await asyncio.gather(*(generate_all(address) for address in service.grpc_addresses))
-    after = await scrape_until(lambda page: page.value("vllm:num_requests_running") == 0, *service.ops_addresses)
+    after = await scrape_until(
+        lambda page: page.value("vllm:num_requests_running") == 0, *service.ops_addresses
+    )
     num_requests = 2 * len(PROMPTS)
     grown = [after.value(name) - before.value(name) for name in names]
     assert grown == [num_requests * NUM_TOKENS, num_requests, num_requests]
@@ -120,7 +150,9 @@ async def test_the_figures_of_both_routers_add_up(service: Any) -> None:
 
 
 async def test_every_panel_of_the_dashboard_has_a_series(service: Any, tmp_path: Path) -> None:
-    """In a real Prometheus, which scrapes the routers and the agents of Ray; and each of vLLM's own dashboard."""
+    """In a real Prometheus, which scrapes the routers and the agents of Ray; and each of vLLM's own
+    dashboard.
+    """
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
@@ -144,10 +176,17 @@ async def keep_busy(service: Any) -> None:
         await asyncio.gather(*(generate_all(address) for address in service.grpc_addresses))
 
 
-async def test_a_killed_serve_controller_takes_no_replica_with_it(service: Any, tiny_model: Path) -> None:
-    addresses = [*service.grpc_addresses, *(worker["address"] for worker in status(service.status_url)["workers"])]
+async def test_a_killed_serve_controller_takes_no_replica_with_it(
+    service: Any, tiny_model: Path
+) -> None:
+    addresses = [
+        *service.grpc_addresses,
+        *(worker["address"] for worker in status(service.status_url)["workers"]),
+    ]
     before = {address: pid_listening_on(address) for address in addresses}
-    streams = [asyncio.create_task(generate_all(address, LONG)) for address in service.grpc_addresses]
+    streams = [
+        asyncio.create_task(generate_all(address, LONG)) for address in service.grpc_addresses
+    ]
     await running(service)
     killed = controller_pid()
     assert killed is not None
@@ -172,15 +211,22 @@ async def test_a_killed_serve_controller_takes_no_replica_with_it(service: Any, 
 async def test_streams_begin_and_end_while_the_gcs_is_away(
     service: Any, tiny_model: Path, gcs_server: psutil.Process
 ) -> None:
-    """A GCS server that stands still for 20 s stops no stream, and the service is the same afterwards."""
+    """A GCS server that stands still for 20 s stops no stream, and the service is the same
+    afterwards.
+    """
     before = routers(service)
     expected = expected_tokens(tiny_model, PROMPTS, NUM_TOKENS)
     began = time.monotonic()
     gcs_server.suspend()
     try:
         while time.monotonic() < began + 20:
-            found = await asyncio.gather(*(generate_all(address, LONG) for address in service.grpc_addresses))
-            assert [[tokens[:NUM_TOKENS] for tokens in answers] for answers in found] == [expected, expected]
+            found = await asyncio.gather(
+                *(generate_all(address, LONG) for address in service.grpc_addresses)
+            )
+            assert [[tokens[:NUM_TOKENS] for tokens in answers] for answers in found] == [
+                expected,
+                expected,
+            ]
     finally:
         gcs_server.resume()
     deadline = time.monotonic() + 60
@@ -236,7 +282,9 @@ async def test_one_router_goes_on_when_the_other_is_killed(service: Any, tiny_mo
         assert [tokens[:NUM_TOKENS] for tokens in found] == expected
     assert await generate_all(alive) == expected
     deadline = time.monotonic() + 60
-    while len(now := routers(service)) != 2 or now.keys() == before.keys():  # Serve starts another in its place
+    while (
+        len(now := routers(service)) != 2 or now.keys() == before.keys()
+    ):  # Serve starts another in its place
         assert time.monotonic() < deadline, now
         await asyncio.sleep(0.1)
     assert set(now.values()) == {killed, alive}  # it has the address of the one before
@@ -248,13 +296,17 @@ async def test_one_router_goes_on_when_the_other_is_killed(service: Any, tiny_mo
 async def running(service: Any) -> None:
     """Waits until the decode worker runs streams of both routers."""
     deadline = time.monotonic() + 30
-    while max(w["load"]["num_running"] for w in status(service.status_url)["workers"]) <= len(PROMPTS):
+    while max(w["load"]["num_running"] for w in status(service.status_url)["workers"]) <= len(
+        PROMPTS
+    ):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
 
 
 def pid_listening_on(address: str) -> int:
-    listening = [(each.laddr, each.pid) for each in psutil.net_connections("tcp") if each.status == "LISTEN"]
+    listening = [
+        (each.laddr, each.pid) for each in psutil.net_connections("tcp") if each.status == "LISTEN"
+    ]
     places = {(f"{at.ip.removeprefix('::ffff:')}:{at.port}", pid) for at, pid in listening if at}
     (pid,) = {pid for place, pid in places if place == address}
     assert pid is not None

@@ -1,4 +1,6 @@
-"""Tests services whose workers' ranks are processes on a Ray cluster, split unequally; and the death of one rank."""
+"""Tests services whose workers' ranks are processes on a Ray cluster, split unequally; and the
+death of one rank.
+"""
 
 import asyncio
 import os
@@ -36,9 +38,13 @@ def service(request: pytest.FixtureRequest, address: str, model: Path) -> Iterat
 
     overrides: dict[str, object] = {f"{role}.resources": {role: 1.0} for role in NODES}
     overrides |= {"router.local_prefill_tokens": 0} | request.param
-    with start_service(small_config(model, "split", overrides), str(model), address=address) as running:
+    with start_service(
+        small_config(model, "split", overrides), str(model), address=address
+    ) as running:
         yield running
-        processes = processes_of("RankActor") | processes_of("DecodePool") | processes_of("PrefillPool")
+        processes = (
+            processes_of("RankActor") | processes_of("DecodePool") | processes_of("PrefillPool")
+        )
     assert processes
     assert not still_running(processes, 5)
 
@@ -73,7 +79,9 @@ async def answers(address: str, timeout: float = 120) -> list[Any]:
 
     async with AsyncClient(address) as client:
         asked = [
-            client.generate(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, timeout=timeout)
+            client.generate(
+                prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, timeout=timeout
+            )
             for prompt in PROMPTS
         ]
         return list(await asyncio.gather(*asked))
@@ -81,41 +89,66 @@ async def answers(address: str, timeout: float = 120) -> list[Any]:
 
 @pytest.mark.parametrize(
     "service",
-    [{"prefill.tp": 2, "prefill.placement": "STRICT_SPREAD", "prefill.resources": {}, "peer_tls.mode": "cluster"}],
+    [
+        {
+            "prefill.tp": 2,
+            "prefill.placement": "STRICT_SPREAD",
+            "prefill.resources": {},
+            "peer_tls.mode": "cluster",
+        }
+    ],
     indirect=True,
 )
-async def test_prefill_in_two_ranks_on_two_nodes_decode_in_one(service: Any, expected: list[list[int]]) -> None:
+async def test_prefill_in_two_ranks_on_two_nodes_decode_in_one(
+    service: Any, expected: list[list[int]]
+) -> None:
     """With TLS between all of them."""
-    assert {worker["role"]: worker["tp"] for worker in workers(service.status_url)} == {"prefill": 2, "decode": 1}
+    assert {worker["role"]: worker["tp"] for worker in workers(service.status_url)} == {
+        "prefill": 2,
+        "decode": 1,
+    }
     assert len(processes_of("RankActor")) == 1
-    (prefill,) = (worker["id"] for worker in workers(service.status_url) if worker["role"] == "prefill")
+    (prefill,) = (
+        worker["id"] for worker in workers(service.status_url) if worker["role"] == "prefill"
+    )
     replica = f"SERVE_REPLICA::{service.application}#PrefillPool#{prefill.removeprefix('prefill-')}"
     assert {replica, f"{prefill} rank 1 of 2"} <= names_of_actors()
     assert replica in names_of_placement_groups()
     found = await answers(service.grpc_address)
     assert [list(answer.token_ids) for answer in found] == expected
     assert all(answer.timeline.kv_transfer_bytes > 0 for answer in found)
-    assert {name for answer in found for name in answer.timeline.kv_transport.split("+")} <= {"grpc", "shared"}
+    assert {name for answer in found for name in answer.timeline.kv_transport.split("+")} <= {
+        "grpc",
+        "shared",
+    }
     (decode,) = (worker for worker in workers(service.status_url) if worker["role"] == "decode")
-    assert len({endpoint.partition(":")[0] for endpoint in decode["transports"]}) == 2  # one for each node
+    assert (
+        len({endpoint.partition(":")[0] for endpoint in decode["transports"]}) == 2
+    )  # one for each node
     assert set(decode["transports"].values()) == {"shared"}
     wait_until_idle(service.status_url)
 
 
 @pytest.mark.parametrize("service", [{"decode.tp": 2, "decode.replicas": 2}], indirect=True)
 async def test_a_rank_dies_in_mid_stream(service: Any, expected: list[list[int]]) -> None:
-    """Prefill in one rank, decode in two: the worker of the dead rank goes and comes back, the other's streams never
-    notice, and all of them end with the right tokens."""
+    """Prefill in one rank, decode in two: the worker of the dead rank goes and comes back, the
+    other's streams never notice, and all of them end with the right tokens.
+    """
     before = {worker["id"] for worker in workers(service.status_url)}
     ranks, zeros = processes_of("RankActor"), processes_of("DecodePool")
     assert (len(ranks), len(zeros)) == (2, 2)
     asked = asyncio.create_task(answers(service.grpc_address))
     await busy(service.status_url)
     os.kill(min(ranks), signal.SIGKILL)
-    assert len(await asyncio.to_thread(still_running, zeros, 5)) == 1  # its rank 0 does not stay, either
+    assert (
+        len(await asyncio.to_thread(still_running, zeros, 5)) == 1
+    )  # its rank 0 does not stay, either
     found = await asked
     assert [list(answer.token_ids) for answer in found] == expected
-    assert {answer.timeline.attempts for answer in found} == {1, 2}  # streams untouched, and streams moved
+    assert {answer.timeline.attempts for answer in found} == {
+        1,
+        2,
+    }  # streams untouched, and streams moved
     after = await back(service.status_url, before)
     assert len(before & after) == 2  # the prefill worker and the other decode worker
     assert len(processes_of("RankActor")) == 2

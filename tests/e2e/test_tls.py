@@ -1,4 +1,6 @@
-"""Tests a service with TLS at its API servers and between its nodes, asked by the commands, over gRPC and HTTP."""
+"""Tests a service with TLS at its API servers and between its nodes, asked by the commands, over
+gRPC and HTTP.
+"""
 
 import json
 import ssl
@@ -23,7 +25,9 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Makes a folder with the certificate of the router's node, its key and its CA."""
     folder, ca = tmp_path_factory.mktemp("tls"), make_certificate("ca")
     ca.write(folder / "ca.pem")
-    make_certificate("server", ca, NODES["router"]).write(folder / "server.pem", folder / "server.key")
+    make_certificate("server", ca, NODES["router"]).write(
+        folder / "server.pem", folder / "server.key"
+    )
     return folder
 
 
@@ -35,7 +39,9 @@ def service(address: str, tiny_model: Path, certificates: Path) -> Iterator[Any]
     overrides |= {"peer_tls.mode": "cluster"}
     overrides |= {"router.tls.certificate": str(certificates / "server.pem")}
     overrides |= {"router.tls.key": str(certificates / "server.key")}
-    with start_service(small_config(tiny_model, "tls", overrides), str(tiny_model), address=address) as running:
+    with start_service(
+        small_config(tiny_model, "tls", overrides), str(tiny_model), address=address
+    ) as running:
         yield running
 
 
@@ -54,22 +60,44 @@ def test_commands_ask_over_tls_and_workers_speak_it_with_each_other(
     from tandem.proto.errors import Unavailable
 
     ca = ("--tls-ca", str(certificates / "ca.pem"))
-    asked = ("generate", TEXT, "--max-tokens", str(NUM_TOKENS), "--ignore-eos", "--json", "--target")
+    asked = (
+        "generate",
+        TEXT,
+        "--max-tokens",
+        str(NUM_TOKENS),
+        "--ignore-eos",
+        "--json",
+        "--target",
+    )
     answer = command(*asked, f"grpcs://{service.grpc_address}", *ca)
     (expected,) = expected_tokens(tiny_model, [make_tokenizer()(TEXT).input_ids], NUM_TOKENS)
     assert answer["choices"][0]["token_ids"] == expected
-    for target in (service.grpc_address, f"grpcs://{service.grpc_address}"):  # in plaintext, and of an unknown CA
+    for target in (
+        service.grpc_address,
+        f"grpcs://{service.grpc_address}",
+    ):  # in plaintext, and of an unknown CA
         with pytest.raises(Unavailable):
             command(*asked, target, "--timeout", "2")
     for url in (f"https://{service.http_addresses[0]}", f"grpcs://{service.grpc_address}"):
-        load = ("--num-prompts", "4", "--concurrency", "2", "--input-len", "200", "--output-len", "8")
+        load = (
+            "--num-prompts",
+            "4",
+            "--concurrency",
+            "2",
+            "--input-len",
+            "200",
+            "--output-len",
+            "8",
+        )
         measured = command("bench", "--url", url, *ca, *load, "--vocab-size", "400", "--json", "-")
         assert measured["servers"][0]["rounds"][0]["num_completed"] == 4
     found = workers(service.status_url)
     assert {worker["state"] for worker in found} == {"ready"}
     for worker in found:
         host, _, port = worker["address"].rpartition(":")
-        shown = x509.load_pem_x509_certificate(ssl.get_server_certificate((host, int(port)), timeout=10).encode())
+        shown = x509.load_pem_x509_certificate(
+            ssl.get_server_certificate((host, int(port)), timeout=10).encode()
+        )
         assert shown.subject.rfc4514_string() == "CN=tandem-peer"
     assert any(worker["transports"] for worker in found), "KV cache has crossed"
     wait_until_idle(service.status_url)

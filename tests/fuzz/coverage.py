@@ -1,5 +1,7 @@
-"""Runs one of the parsers on inputs that atheris makes, guided by coverage, until it fails or for the seconds named:
-`python -m tandem.tests.fuzz.coverage "HTTP body" 60`. Not in the tests: `pip install atheris` first."""
+"""Runs one of the parsers on inputs that atheris makes, guided by coverage, until it fails or for
+the seconds named: `python -m tandem.tests.fuzz.coverage "HTTP body" 60`. Not in the tests: `pip
+install atheris` first.
+"""
 
 import sys
 import tempfile

@@ -23,13 +23,23 @@ _TOKENS = (
         b"&a",
         b"*a",
     ),
-    *(b"\xed\xa0\x80", b"\\ud800", b"9" * 40, b"[" * 2_000, b'{"a":' * 2_000, b"\xc1" * 9, b"\xdd\xff\xff\xff\xff"),
+    *(
+        b"\xed\xa0\x80",
+        b"\\ud800",
+        b"9" * 40,
+        b"[" * 2_000,
+        b'{"a":' * 2_000,
+        b"\xc1" * 9,
+        b"\xdd\xff\xff\xff\xff",
+    ),
 )
 
 
 @st.composite
 def changed(draw: st.DrawFn, seeds: Sequence[bytes]) -> bytes:
-    """A seed of which up to four spans are replaced by other bytes, by nothing, or by a part of a seed."""
+    """A seed of which up to four spans are replaced by other bytes, by nothing, or by a part of a
+    seed.
+    """
     data = draw(st.sampled_from(seeds))
     for _ in range(draw(st.integers(1, 4))):
         begin = draw(st.integers(0, len(data)))

@@ -1,4 +1,6 @@
-"""What reads bytes from outside, each as a function of bytes that may fail in its documented way alone, with seeds."""
+"""What reads bytes from outside, each as a function of bytes that may fail in its documented way
+alone, with seeds.
+"""
 
 import struct
 import tempfile
@@ -119,7 +121,9 @@ def bodies(data: bytes) -> object:
 
 
 _FRAME_KEY: Final = frames.TransferKey(transfer_id=b"t" * 16, epoch=3)
-_SPAN: Final = KvSpan(first_layer=0, num_layers=2, first_token=0, num_tokens=4, first_slot=0, num_slots=1)
+_SPAN: Final = KvSpan(
+    first_layer=0, num_layers=2, first_token=0, num_tokens=4, first_slot=0, num_slots=1
+)
 _HEADER: Final = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
 _CONFIG: Final = (
     b'{"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, '
@@ -149,10 +153,18 @@ TARGETS: Final = {
         raises=(frames.TransferError,),
         seeds=[
             frames.encode(_FRAME_KEY, frames.Open(layout=b"x", transports={"shared": {"a": 1}})),
-            frames.encode(_FRAME_KEY, frames.Pull(first_token=0, group=1, first_slot=2, num_slots=3)),
+            frames.encode(
+                _FRAME_KEY, frames.Pull(first_token=0, group=1, first_slot=2, num_slots=3)
+            ),
             frames.encode(
                 _FRAME_KEY,
-                frames.Commit(num_frames=1, num_tokens=2, prefix_hash=b"h", tokens=[1, 2], logprobs=[-0.5, -1.0]),
+                frames.Commit(
+                    num_frames=1,
+                    num_tokens=2,
+                    prefix_hash=b"h",
+                    tokens=[1, 2],
+                    logprobs=[-0.5, -1.0],
+                ),
                 b"payload",
             ),
         ],
@@ -164,7 +176,12 @@ TARGETS: Final = {
         raises=(InvalidArgument, DecodeError),
         seeds=[
             inference_pb2.GenerateRequest(
-                prompt={"chat": {"messages": [{"role": "user", "content": "hi"}], "template_kwargs": '{"a": 1}'}},
+                prompt={
+                    "chat": {
+                        "messages": [{"role": "user", "content": "hi"}],
+                        "template_kwargs": '{"a": 1}',
+                    }
+                },
                 sampling={"temperature": 0.5, "logit_bias": {1: 2.0}, "bad_words": ["x"]},
                 stopping={"stop": ["y"], "max_tokens": 3},
             ).SerializeToString()
@@ -176,7 +193,9 @@ TARGETS: Final = {
         seeds=[_CHAT, b'{"prompt": [[1, 2], "x"], "logprobs": 1}', _MESSAGES, _RESPONSES],
     ),
     "JSON of a tool": Target(
-        read=lambda data: json_object(data.decode("latin-1")), raises=(), seeds=[b'{"a": [1.5, null]}']
+        read=lambda data: json_object(data.decode("latin-1")),
+        raises=(),
+        seeds=[b'{"a": [1.5, null]}'],
     ),
     "configuration": Target(
         read=in_file("service.yaml", load_config),
@@ -187,11 +206,17 @@ TARGETS: Final = {
         ],
     ),
     "API keys": Target(
-        read=in_file("keys.json", load_keys), raises=(InvalidArgument,), seeds=[b'{"keys": []}', b"keys: []\n"]
+        read=in_file("keys.json", load_keys),
+        raises=(InvalidArgument,),
+        seeds=[b'{"keys": []}', b"keys: []\n"],
     ),
-    "config.json": Target(read=in_file("config.json", config_json), raises=(CheckpointError,), seeds=[_CONFIG]),
+    "config.json": Target(
+        read=in_file("config.json", config_json), raises=(CheckpointError,), seeds=[_CONFIG]
+    ),
     "JSON of a model": Target(
-        read=lambda data: parse_json("x", data), raises=(CheckpointError,), seeds=[_CONFIG, b"[1e999]"]
+        read=lambda data: parse_json("x", data),
+        raises=(CheckpointError,),
+        seeds=[_CONFIG, b"[1e999]"],
     ),
     "safetensors": Target(
         read=in_file("model.safetensors", lambda path: read_tensors(path.parent)),

@@ -1,7 +1,8 @@
 """Whatever bytes come, each parser takes them or fails in its documented way.
 
-`make fuzz` does the same with 2,000 inputs for each parser instead of 100. `python -m tandem.tests.fuzz.coverage NAME`
-is guided by coverage, where atheris is installed."""
+`make fuzz` does the same with 2,000 inputs for each parser instead of 100. `python -m
+tandem.tests.fuzz.coverage NAME` is guided by coverage, where atheris is installed.
+"""
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -22,7 +23,10 @@ def test_a_parser_takes_its_seeds(name: str) -> None:
             taken += 1
         except target.raises:
             pass
-    assert taken or name in ("event id", "safetensors index")  # these need what else belongs to them
+    assert taken or name in (
+        "event id",
+        "safetensors index",
+    )  # these need what else belongs to them
 
 
 @pytest.mark.parametrize("name", TARGETS)

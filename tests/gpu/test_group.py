@@ -1,4 +1,6 @@
-"""What one GPU can show of NCCL: a group of one rank, its collectives on device memory, within a step and a graph."""
+"""What one GPU can show of NCCL: a group of one rank, its collectives on device memory, within a
+step and a graph.
+"""
 
 from pathlib import Path
 
@@ -41,11 +43,15 @@ def test_collectives_can_be_captured() -> None:
 
 
 def test_a_split_model_runs_over_nccl(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=2, hidden_size=128)
+    folder = make_tiny_model(
+        tmp_path, num_attention_heads=8, num_key_value_heads=2, hidden_size=128
+    )
     checkpoint = open_checkpoint(folder)
     made = []
     for group in (None, lonely_group()):
-        runner = ModelRunner.load(checkpoint, dtype="float32", device="cuda", num_blocks=64, block_size=16, group=group)
+        runner = ModelRunner.load(
+            checkpoint, dtype="float32", device="cuda", num_blocks=64, block_size=16, group=group
+        )
         runner.warmup()
         made.append(Driver(runner).generate(1, prompt(40), 12))
     assert made[0] == made[1]

@@ -1,4 +1,6 @@
-"""What only a GPU can show: the model on real kernels, CUDA graphs, streams. Skipped where there is none."""
+"""What only a GPU can show: the model on real kernels, CUDA graphs, streams. Skipped where there is
+none.
+"""
 
 import random
 from collections.abc import Iterator
@@ -44,9 +46,13 @@ def no_waiting() -> Iterator[None]:
 
 
 def engine_tokens(runner: ModelRunner, *, overlap: bool) -> dict[int, list[int]]:
-    """What 12 sequences generate that come one by one, greedy and sampled, in chunks beside decodes."""
+    """What 12 sequences generate that come one by one, greedy and sampled, in chunks beside
+    decodes.
+    """
     config = EngineConfig(
-        num_blocks=128, overlap=overlap, budgets=Budgets(chunk_tokens=48, mixed_chunk_tokens=20, max_sequences=8)
+        num_blocks=128,
+        overlap=overlap,
+        budgets=Budgets(chunk_tokens=48, mixed_chunk_tokens=20, max_sequences=8),
     )
     engine = Engine(runner, config)
     numbers = random.Random(3)
@@ -57,7 +63,9 @@ def engine_tokens(runner: ModelRunner, *, overlap: bool) -> dict[int, list[int]]
             task=Task.WHOLE,
             tokens=tuple(prompt(numbers.randint(1, 90), number)),
             max_tokens=numbers.randint(1, 30),
-            sampling=SamplingParams(temperature=number % 3 / 2, top_p=1 - number % 2 / 5, seed=number),
+            sampling=SamplingParams(
+                temperature=number % 3 / 2, top_p=1 - number % 2 / 5, seed=number
+            ),
             stop_ids=frozenset({5, 77}),
         )
         for number in tokens
@@ -105,7 +113,8 @@ EVERYTHING = SamplingParams(
 
 
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(temperature=0.0), SamplingParams(top_k=9, top_p=0.8, seed=1), EVERYTHING]
+    "sampling",
+    [SamplingParams(temperature=0.0), SamplingParams(top_k=9, top_p=0.8, seed=1), EVERYTHING],
 )
 def test_a_launch_waits_for_nothing(folder: Path, sampling: SamplingParams) -> None:
     runner = load(folder, device="cuda")
@@ -130,7 +139,9 @@ def test_every_feature_gives_the_tokens_of_the_cpu(folder: Path) -> None:
     expected = generate(Driver(load(folder, num_blocks=256)), prompts, ALL_KINDS, 24)
     runner = load(folder, num_blocks=256, device="cuda")
     runner.warmup()
-    for ours, theirs in zip(generate(Driver(runner), prompts, ALL_KINDS, 24), expected, strict=True):
+    for ours, theirs in zip(
+        generate(Driver(runner), prompts, ALL_KINDS, 24), expected, strict=True
+    ):
         assert ours[0] == theirs[0]
         for place in (1, 2):
             values = [one.logprob for one in theirs[place]]
@@ -143,7 +154,10 @@ def test_whoever_collects_a_step_without_tokens_has_waited_for_it(folder: Path) 
     driver = Driver(runner)
     driver.generate(9, prompt(20), 3)
     chunks = [driver.step(1, prompt(600)[at : at + 150], at) for at in range(0, 600, 150)]
-    collects = [runner.launch(StepPlan(sequences=(replace(step, num_samples=0),), dropped=())) for step in chunks]
+    collects = [
+        runner.launch(StepPlan(sequences=(replace(step, num_samples=0),), dropped=()))
+        for step in chunks
+    ]
     for collect in collects:
         assert collect().tokens == []
     assert torch.cuda.current_stream().query()
@@ -170,9 +184,12 @@ def test_kv_cache_moves_to_and_from_a_gpu_unchanged(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kv_slots_of_a_gpu_are_those_of_the_cpu(dtype: str) -> None:
-    layout = KvLayout.uniform(num_layers=2, num_heads=8, num_kv_heads=4, head_dim=16, dtype=dtype, model="m")
+    layout = KvLayout.uniform(
+        num_layers=2, num_heads=8, num_kv_heads=4, head_dim=16, dtype=dtype, model="m"
+    )
     gpu, cpu = (
-        PagedKv(layout, num_blocks=9, block_size=5, device=torch.device(name), tp=2, rank=1) for name in ("cuda", "cpu")
+        PagedKv(layout, num_blocks=9, block_size=5, device=torch.device(name), tp=2, rank=1)
+        for name in ("cuda", "cpu")
     )
     cpu.data.view(torch.uint8).random_(0, 256)
     gpu.data.copy_(cpu.data)
@@ -196,7 +213,9 @@ def test_logits_depend_on_the_tokens_alone_if_that_is_asked_for(
         runner.warmup()
     decoded = logits_by_position(runner, list(range(NUM_TOKENS + 1)), 0, monkeypatch)
     for seed, num_mates in enumerate((0, 3, 20)):
-        mixed = logits_by_position(runner, cut(NUM_TOKENS, random.Random(seed)), num_mates, monkeypatch)
+        mixed = logits_by_position(
+            runner, cut(NUM_TOKENS, random.Random(seed)), num_mates, monkeypatch
+        )
         for end, logits in mixed.items():
             assert torch.equal(logits, decoded[end]), (seed, end)
 

@@ -5,7 +5,13 @@ import tomllib
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from tandem.cluster.config import STOP_MARGIN_SECONDS, PoolConfig, RouterConfig, TandemConfig, load_config
+from tandem.cluster.config import (
+    STOP_MARGIN_SECONDS,
+    PoolConfig,
+    RouterConfig,
+    TandemConfig,
+    load_config,
+)
 from tandem.cluster.scaling.policy import ScalingPolicy
 from tandem.tests.k8s.kuberay import AGENT_PORT, METRICS_PORT
 from tandem.tests.k8s.manifests import DOCKERFILE, ROOT, Group, Manifests
@@ -34,21 +40,35 @@ def config_of(manifests: Manifests) -> TandemConfig:
 def sections(manifests: Manifests) -> Iterator[tuple[Group, str, RouterConfig | PoolConfig]]:
     """Yields each group of replicas with its deployment and its part of the configuration."""
     config = config_of(manifests)
-    for name, deployment in (("router", "Router"), ("prefill", "PrefillPool"), ("decode", "DecodePool")):
+    for name, deployment in (
+        ("router", "Router"),
+        ("prefill", "PrefillPool"),
+        ("decode", "DecodePool"),
+    ):
         yield manifests.groups[name], deployment, getattr(config, name)
 
 
 def ports_disagree(manifests: Manifests) -> list[str]:
     config, router = config_of(manifests), manifests.groups["router"]
     found = []
-    listens = {"grpc": config.router.grpc_port, "http": config.router.http_port, "ops": config.router.ops_port}
+    listens = {
+        "grpc": config.router.grpc_port,
+        "http": config.router.http_port,
+        "ops": config.router.ops_port,
+    }
     for name, port in listens.items():
         if router.ports.get(name) != port:
-            found.append(f"router listens on {port} for {name}, its pod has {router.ports.get(name)}")
+            found.append(
+                f"router listens on {port} for {name}, its pod has {router.ports.get(name)}"
+            )
     if config.router.bind != "0.0.0.0":
         found.append("kubectl port-forward reaches loopback alone, which routers must bind")
     for service in manifests.of_kind("Service"):
-        selected = [each for each in manifests.groups.values() if selects(service["spec"]["selector"], each.labels)]
+        selected = [
+            each
+            for each in manifests.groups.values()
+            if selects(service["spec"]["selector"], each.labels)
+        ]
         for port in service["spec"]["ports"]:
             found += [
                 f"{each.name} has no port {port['targetPort']}"
@@ -57,11 +77,22 @@ def ports_disagree(manifests: Manifests) -> list[str]:
             ]
     for group in manifests.groups.values():
         params = group.spec["rayStartParams"]
-        pinned = [int(value) for name, value in params.items() if name.endswith("-port") and "worker" not in name]
+        pinned = [
+            int(value)
+            for name, value in params.items()
+            if name.endswith("-port") and "worker" not in name
+        ]
         taken = [*group.ports.values(), *pinned, METRICS_PORT, AGENT_PORT]
-        found += [f"{group.name}: port {port} twice" for port in {port for port in taken if taken.count(port) > 1}]
+        found += [
+            f"{group.name}: port {port} twice"
+            for port in {port for port in taken if taken.count(port) > 1}
+        ]
         workers = range(int(params["min-worker-port"]), int(params["max-worker-port"]) + 1)
-        found += [f"{group.name}: port {port} is one of Ray's workers" for port in taken if port in workers]
+        found += [
+            f"{group.name}: port {port} is one of Ray's workers"
+            for port in taken
+            if port in workers
+        ]
         sysctls = {each["name"]: each["value"] for each in group.pod["securityContext"]["sysctls"]}
         reserved = re.findall(r"\d+", sysctls.get("net.ipv4.ip_local_reserved_ports", ""))
         loose = {port for port in taken if port in EPHEMERAL} - set(map(int, reserved))
@@ -85,17 +116,23 @@ def labels_disagree(manifests: Manifests) -> list[str]:
         if not selects(group.spec["labels"], group.spec["template"]["metadata"]["labels"]):
             found.append(f"{group.name}: Ray's labels and the pod's differ")
     for group, deployment, section in sections(manifests):
-        if [each.name for each in groups if selects(section.labels, each.spec["labels"])] != [group.name]:
+        if [each.name for each in groups if selects(section.labels, each.spec["labels"])] != [
+            group.name
+        ]:
             found.append(f"{deployment} may run elsewhere than in the group {group.name}")
     pods = [group.labels for group in groups]
-    pods += [each["spec"]["template"]["metadata"]["labels"] for each in manifests.of_kind("StatefulSet")]
+    pods += [
+        each["spec"]["template"]["metadata"]["labels"] for each in manifests.of_kind("StatefulSet")
+    ]
     for document in manifests.documents:
         spec = document.get("spec", {})
         selector = spec.get("podSelector") or spec.get("selector")
         selector = selector.get("matchLabels", selector) if selector else None
         if selector and not any(selects(selector, labels) for labels in pods):
             found.append(f"{document['kind']} {document['metadata']['name']} selects no pod")
-    budgets = [each["spec"]["selector"]["matchLabels"] for each in manifests.of_kind("PodDisruptionBudget")]
+    budgets = [
+        each["spec"]["selector"]["matchLabels"] for each in manifests.of_kind("PodDisruptionBudget")
+    ]
     for group in groups:
         if sum(selects(selector, group.labels) for selector in budgets) != 1:
             found.append(f"{group.name}: not in one PodDisruptionBudget")
@@ -112,19 +149,34 @@ def resources_disagree(manifests: Manifests) -> list[str]:
     found = []
     if manifests.groups["head"].spec["resources"] != {"CPU": "0"}:
         found.append("head: a replica could run there")
-    overrides = {each["name"]: each["num_replicas"] for each in manifests.application["deployments"]}
+    overrides = {
+        each["name"]: each["num_replicas"] for each in manifests.application["deployments"]
+    }
     for group, deployment, section in sections(manifests):
-        limits, requests = group.container["resources"]["limits"], group.container["resources"]["requests"]
-        cpus, gpus = float(group.spec["resources"]["CPU"]), int(group.spec["resources"].get("GPU", 0))
+        limits, requests = (
+            group.container["resources"]["limits"],
+            group.container["resources"]["requests"],
+        )
+        cpus, gpus = (
+            float(group.spec["resources"]["CPU"]),
+            int(group.spec["resources"].get("GPU", 0)),
+        )
         ranks = section.tp if isinstance(section, PoolConfig) else 1
-        if gpus != int(limits.get("nvidia.com/gpu", 0)) or gpus != int(requests.get("nvidia.com/gpu", 0)):
-            found.append(f"{group.name}: Ray has {gpus} GPUs, the pod {limits.get('nvidia.com/gpu', 0)}")
+        if gpus != int(limits.get("nvidia.com/gpu", 0)) or gpus != int(
+            requests.get("nvidia.com/gpu", 0)
+        ):
+            found.append(
+                f"{group.name}: Ray has {gpus} GPUs, the pod {limits.get('nvidia.com/gpu', 0)}"
+            )
         if isinstance(section, PoolConfig) and gpus != (ranks if config.device == "cuda" else 0):
             found.append(f"{group.name}: tp is {ranks}, and there are {gpus} GPUs")
         if cpus > float(requests["cpu"]):
             found.append(f"{group.name}: Ray has {cpus:g} CPUs, the pod {requests['cpu']}")
         if not cpus / 2 < section.num_cpus * ranks <= cpus:
-            found.append(f"{group.name}: not exactly one replica of {section.num_cpus * ranks:g} CPUs fits {cpus:g}")
+            found.append(
+                f"{group.name}: not exactly one replica of {section.num_cpus * ranks:g} CPUs fits "
+                f"{cpus:g}"
+            )
         if limits["memory"] != requests["memory"]:
             found.append(f"{group.name}: its memory is not its own")
         kv_gb = 0.0
@@ -133,7 +185,9 @@ def resources_disagree(manifests: Manifests) -> list[str]:
         if kv_gb * GIB * ranks > memory(limits["memory"]) / 2:
             found.append(f"{group.name}: the KV cache leaves less than half of the memory")
         if overrides.get(deployment) != group.replicas:
-            found.append(f"{deployment}: {overrides.get(deployment)} replicas for {group.replicas} pods")
+            found.append(
+                f"{deployment}: {overrides.get(deployment)} replicas for {group.replicas} pods"
+            )
         if not group.spec["minReplicas"] <= group.replicas <= group.spec["maxReplicas"]:
             found.append(f"{group.name}: replicas")
     return found
@@ -157,7 +211,9 @@ def times_disagree(manifests: Manifests) -> list[str]:
         if group.name != "head":
             longest = max(longest, pre_stop + drain)
             if drain < stop + MARGIN_SECONDS:
-                found.append(f"{group.name}: Ray ends it before its replicas have had {stop:g} seconds")
+                found.append(
+                    f"{group.name}: Ray ends it before its replicas have had {stop:g} seconds"
+                )
     if pre_stop_seconds(manifests.groups["head"]) < longest:
         found.append(f"head: ends before the others, which take {longest:g} seconds")
     for name in ("prefill", "decode"):
@@ -176,20 +232,28 @@ def pre_stop_seconds(group: Group) -> float:
 
 
 def versions_disagree(manifests: Manifests) -> list[str]:
-    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = dict(
+        re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     found = []
     if manifests.cluster["rayVersion"] != pinned["ray"]:
-        found.append(f"rayVersion is {manifests.cluster['rayVersion']}, the image has Ray {pinned['ray']}")
+        found.append(
+            f"rayVersion is {manifests.cluster['rayVersion']}, the image has Ray {pinned['ray']}"
+        )
     images = {group.container["image"] for group in manifests.groups.values()}
     variant = "cuda" if config_of(manifests).device == "cuda" else "(cpu|demo)"
-    if len(images) != 1 or not re.fullmatch(rf"tandem:{re.escape(version)}-{variant}", next(iter(images))):
+    if len(images) != 1 or not re.fullmatch(
+        rf"tandem:{re.escape(version)}-{variant}", next(iter(images))
+    ):
         found.append(f"images: {sorted(images)}")
     return found
 
 
 def scaling_disagrees(manifests: Manifests) -> list[str]:
-    """Complains unless what scales a pool is all there: the policy of the application, and pods that follow."""
+    """Complains unless what scales a pool is all there: the policy of the application, and pods
+    that follow.
+    """
     policy = manifests.application.get("autoscaling_policy", {}).get("policy_function")
     found = []
     for group, deployment, section in sections(manifests):
@@ -199,8 +263,15 @@ def scaling_disagrees(manifests: Manifests) -> list[str]:
             found.append(f"{deployment}: the policy of the application is {policy}")
         if not manifests.cluster.get("enableInTreeAutoscaling"):
             found.append(f"{deployment}: no pods follow it")
-        if not group.spec["minReplicas"] <= section.replicas <= section.max_replicas <= group.spec["maxReplicas"]:
-            found.append(f"{deployment}: {section.replicas} to {section.max_replicas} workers, other pods")
+        if (
+            not group.spec["minReplicas"]
+            <= section.replicas
+            <= section.max_replicas
+            <= group.spec["maxReplicas"]
+        ):
+            found.append(
+                f"{deployment}: {section.replicas} to {section.max_replicas} workers, other pods"
+            )
     return found
 
 
@@ -211,27 +282,46 @@ def monitoring_disagrees(manifests: Manifests) -> list[str]:
     policies = [
         each
         for each in policies
-        if "Egress" in each["policyTypes"] and selects(each["podSelector"]["matchLabels"], head.labels)
+        if "Egress" in each["policyTypes"]
+        and selects(each["podSelector"]["matchLabels"], head.labels)
     ]
-    peers = [peer for each in policies for rule in each.get("egress", ()) for peer in rule.get("to", ())]
-    open_to = {peer.get("namespaceSelector", {}).get("matchLabels", {}).get(namespace) for peer in peers}
+    peers = [
+        peer for each in policies for rule in each.get("egress", ()) for peer in rule.get("to", ())
+    ]
+    open_to = {
+        peer.get("namespaceSelector", {}).get("matchLabels", {}).get(namespace) for peer in peers
+    }
     told = [head.environment.get(name) for name in ("RAY_PROMETHEUS_HOST", "RAY_GRAFANA_HOST")]
-    return [f"head: may not reach {url}" for url in told if url and policies and url.split(".")[1] not in open_to]
+    return [
+        f"head: may not reach {url}"
+        for url in told
+        if url and policies and url.split(".")[1] not in open_to
+    ]
 
 
 def files_are_missing(manifests: Manifests) -> list[str]:
-    """Complains about files of the arguments that are neither in the pods that read them nor in their image."""
+    """Complains about files of the arguments that are neither in the pods that read them nor in
+    their image.
+    """
     args = manifests.application["args"]
     found = []
     for path in paths_in(args):
-        if path in DEMO_MODELS and all(each.container["image"].endswith("-demo") for each in manifests.groups.values()):
+        if path in DEMO_MODELS and all(
+            each.container["image"].endswith("-demo") for each in manifests.groups.values()
+        ):
             continue
-        readers = ("router",) if path.startswith(("/etc/tandem/keys", "/etc/tandem/tls")) else tuple(manifests.groups)
+        readers = (
+            ("router",)
+            if path.startswith(("/etc/tandem/keys", "/etc/tandem/tls"))
+            else tuple(manifests.groups)
+        )
         for name in readers:
             mounts = manifests.groups[name].mounts
             if not any(path.startswith(mount + "/") for mount in mounts):
                 found.append(f"{name}: has no {path}")
-    has_key = ["TANDEM_API_KEY" in manifests.groups[name].environment for name in ("prefill", "decode")]
+    has_key = [
+        "TANDEM_API_KEY" in manifests.groups[name].environment for name in ("prefill", "decode")
+    ]
     if has_key != [args["auth"].get("keys_file") is not None] * 2:
         found.append("preStop asks the status page, which needs a key where clients need one")
     for group in manifests.groups.values():
@@ -253,7 +343,10 @@ def is_unsafe(manifests: Manifests) -> list[str]:
     """Complains about a pod that may do more than it must."""
     found = []
     pods = [(name, group.pod) for name, group in manifests.groups.items()]
-    pods += [(each["metadata"]["name"], each["spec"]["template"]["spec"]) for each in manifests.of_kind("StatefulSet")]
+    pods += [
+        (each["metadata"]["name"], each["spec"]["template"]["spec"])
+        for each in manifests.of_kind("StatefulSet")
+    ]
     for name, pod in pods:
         own = pod["securityContext"]
         if not own.get("runAsNonRoot") or own.get("seccompProfile") != {"type": "RuntimeDefault"}:
@@ -275,25 +368,40 @@ def is_unsafe(manifests: Manifests) -> list[str]:
 
 
 def is_open(manifests: Manifests) -> list[str]:
-    """Complains about a Ray that demands no token, pods that any pod may reach, and ports that clients need not."""
+    """Complains about a Ray that demands no token, pods that any pod may reach, and ports that
+    clients need not.
+    """
     found = []
     if manifests.cluster.get("authOptions", {}).get("mode") != "token":
         found.append("Ray runs code of whoever reaches it: authOptions.mode must be token")
     policies = [each["spec"] for each in manifests.of_kind("NetworkPolicy")]
     policies = [each for each in policies if "Ingress" in each["policyTypes"]]
     for group in manifests.groups.values():
-        own = [each for each in policies if selects(each["podSelector"]["matchLabels"], group.labels)]
+        own = [
+            each for each in policies if selects(each["podSelector"]["matchLabels"], group.labels)
+        ]
         if not own:
             found.append(f"{group.name}: any pod may reach it")
         for rule in (rule for each in own for rule in each["ingress"]):
-            from_all = any(peer.get("podSelector") is None and not any(peer.values()) for peer in rule["from"])
+            from_all = any(
+                peer.get("podSelector") is None and not any(peer.values()) for peer in rule["from"]
+            )
             ports = {port["port"] for port in rule.get("ports", ())}
             if from_all and not ({"grpc", "http"} >= ports != set()):
-                found.append(f"{group.name}: any pod may reach its ports {sorted(ports) or 'of all kinds'}")
+                found.append(
+                    f"{group.name}: any pod may reach its ports {sorted(ports) or 'of all kinds'}"
+                )
     return found
 
 
 RULES: Final[tuple[Rule, ...]] = (
-    *(ports_disagree, labels_disagree, resources_disagree, times_disagree, versions_disagree, files_are_missing),
+    *(
+        ports_disagree,
+        labels_disagree,
+        resources_disagree,
+        times_disagree,
+        versions_disagree,
+        files_are_missing,
+    ),
     *(scaling_disagrees, monitoring_disagrees, is_unsafe, is_open),
 )

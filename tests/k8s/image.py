@@ -1,11 +1,14 @@
-"""Builds the image of k8s/Dockerfile with buildah where no registry of images is reached, and asks the model in it.
+"""Builds the image of k8s/Dockerfile with buildah where no registry of images is reached, and asks
+the model in it.
 
     debootstrap --variant=minbase bookworm ROOTFS
     python -m tandem.tests.k8s.image ROOTFS [OPTION...]
 
-ROOTFS stands for the image that the Dockerfile begins with. Every step runs as it is written; each OPTION goes to
-`buildah build`, such as a volume or a build argument for another package index. Then the commands of COMMANDS run in
-the image as in a pod: by its user, with a root that cannot be written. Takes root and 10 GB of disk; leaves nothing.
+ROOTFS stands for the image that the Dockerfile begins with. Every step runs as it is written; each
+OPTION goes to `buildah build`, such as a volume or a build argument for another package index. Then
+the commands of COMMANDS run in
+the image as in a pod: by its user, with a root that cannot be written. Takes root and 10 GB of
+disk; leaves nothing.
 """
 
 import json
@@ -44,15 +47,34 @@ mount -o remount,bind,ro "$0"
 user=$1 && shift
 exec chroot --userspec="$user" . env --ignore-environment --chdir=/tmp HOME=/home/tandem "$@"
 """
-"""Runs a command in a root that cannot be written but for /tmp and the home, as in the manifests."""
+"""Runs a command in a root that cannot be written but for /tmp and the home, as in the manifests.
+"""
 
 
 def main(rootfs: Path, options: list[str]) -> None:
     """Raises CalledProcessError if a step fails, SystemExit if a command prints something else."""
     with TemporaryDirectory(prefix="tandem-image-") as scratch, _storage(Path(scratch)) as buildah:
         _import(buildah, rootfs, Path(scratch) / "rootfs.tar")
-        build = ["build", "--file", str(DOCKERFILE), "--ignorefile", f"{DOCKERFILE}.dockerignore", "--target", "demo"]
-        build += ["--format", "docker", "--isolation", "chroot", "--network", "host", "--pull=never", "--tag", IMAGE]
+        build = [
+            "build",
+            "--file",
+            str(DOCKERFILE),
+            "--ignorefile",
+            f"{DOCKERFILE}.dockerignore",
+            "--target",
+            "demo",
+        ]
+        build += [
+            "--format",
+            "docker",
+            "--isolation",
+            "chroot",
+            "--network",
+            "host",
+            "--pull=never",
+            "--tag",
+            IMAGE,
+        ]
         _run(*buildah, *build, *options, str(ROOT))
         config = json.loads(_read(*buildah, "inspect", "--type", "image", IMAGE))["OCIv1"]["config"]
         _run(*buildah, "from", "--pull=never", "--name", "tried", IMAGE)
@@ -74,7 +96,17 @@ def _import(buildah: list[str], rootfs: Path, archive: Path) -> None:
     """Makes the image of the first FROM out of a folder."""
     found = re.search(r"^FROM (debian:\S+) AS system$", DOCKERFILE.read_text(), re.MULTILINE)
     assert found
-    _run("tar", "--create", "--file", str(archive), "--exclude=./dev/*", "--exclude=./proc/*", "-C", str(rootfs), ".")
+    _run(
+        "tar",
+        "--create",
+        "--file",
+        str(archive),
+        "--exclude=./dev/*",
+        "--exclude=./proc/*",
+        "-C",
+        str(rootfs),
+        ".",
+    )
     _run(*buildah, "from", "--name", "base", "scratch")
     _run(*buildah, "add", "--quiet", "base", str(archive), "/")
     archive.unlink()
@@ -83,8 +115,21 @@ def _import(buildah: list[str], rootfs: Path, archive: Path) -> None:
 
 def _try(root: Path, config: dict[str, Any]) -> None:
     for command, expected in COMMANDS:
-        pod = ["unshare", "--mount", "--propagation", "private", "--ipc", "sh", "-ec", POD, str(root), config["User"]]
-        done = subprocess.run([*pod, *config["Env"], *command], capture_output=True, text=True, check=False)
+        pod = [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "--ipc",
+            "sh",
+            "-ec",
+            POD,
+            str(root),
+            config["User"],
+        ]
+        done = subprocess.run(
+            [*pod, *config["Env"], *command], capture_output=True, text=True, check=False
+        )
         print(done.stdout, done.stderr, sep="", flush=True)
         if done.returncode != 0 or expected not in done.stdout or UNWANTED in done.stderr:
             raise SystemExit(f"{command[:2]} in the image: exit code {done.returncode}")

@@ -1,4 +1,6 @@
-"""What KubeRay 1.7 does with a RayService: what it refuses, the command and the probes that it gives a container."""
+"""What KubeRay 1.7 does with a RayService: what it refuses, the command and the probes that it
+gives a container.
+"""
 
 import re
 import shlex
@@ -13,7 +15,9 @@ AGENT_PORT: Final = 52365
 MAX_SERVICE_NAME: Final = 47
 MIN_AUTH_VERSION: Final = (2, 52, 0)
 
-_QUALIFIED: Final = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?")
+_QUALIFIED: Final = re.compile(
+    r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
+)
 _LABEL_VALUE: Final = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?")
 _DNS1035: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _RESOURCE_PARAMS: Final = ("num-cpus", "num-gpus", "memory", "resources")
@@ -86,7 +90,9 @@ def fault_tolerant(group: Group, options: Document | None) -> Group:
 
 
 def container_command(group: Group, head: str = "") -> list[str]:
-    """Returns the command that KubeRay gives the first container of a pod. `head` is the head's address, for others."""
+    """Returns the command that KubeRay gives the first container of a pod. `head` is the head's
+    address, for others.
+    """
     params = dict(group.spec.get("rayStartParams", {}))
     params |= {"block": "true", "dashboard-agent-listen-port": str(AGENT_PORT)}
     params.setdefault("metrics-export-port", str(METRICS_PORT))
@@ -99,7 +105,9 @@ def container_command(group: Group, head: str = "") -> list[str]:
     if labels := group.spec.get("labels"):
         params["labels"] = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
     flags = " ".join(
-        f"--{name}" if value == "true" else f"--{name}={value if value.startswith('$') else shlex.quote(value)}"
+        f"--{name}"
+        if value == "true"
+        else f"--{name}={value if value.startswith('$') else shlex.quote(value)}"
         for name, value in sorted(params.items())
     )
     kind = "ray start --head" if group.name == "head" else "ray start"

@@ -19,13 +19,23 @@ DOCKERFILE: Final = K8S / "Dockerfile"
 OVERLAYS: Final = tuple(sorted(path.name for path in (K8S / "overlays").iterdir()))
 COMPONENTS: Final = tuple(sorted(path.name for path in (K8S / "components").iterdir()))
 ARGS: Final[dict[str, dict[str, Any]]] = {
-    "autoscaling": {role: {"replicas": 2, "autoscaling": {"max_replicas": 4}} for role in ("prefill", "decode")},
+    "autoscaling": {
+        role: {"replicas": 2, "autoscaling": {"max_replicas": 4}} for role in ("prefill", "decode")
+    },
     "auth": {"auth": {"keys_file": "/etc/tandem/keys/keys.json"}},
-    "tls": {"router": {"tls": {"certificate": "/etc/tandem/tls/tls.crt", "key": "/etc/tandem/tls/tls.key"}}},
+    "tls": {
+        "router": {
+            "tls": {"certificate": "/etc/tandem/tls/tls.crt", "key": "/etc/tandem/tls/tls.key"}
+        }
+    },
 }
-"""What the arguments of an overlay need that has a component: the comments of the components say so."""
+"""What the arguments of an overlay need that has a component: the comments of the components say
+so.
+"""
 APPLICATION: Final[dict[str, dict[str, Any]]] = {
-    "autoscaling": {"autoscaling_policy": {"policy_function": "tandem.cluster.scaling.policy:ScalingPolicy"}},
+    "autoscaling": {
+        "autoscaling_policy": {"policy_function": "tandem.cluster.scaling.policy:ScalingPolicy"}
+    },
 }
 """The same of the application."""
 
@@ -96,7 +106,10 @@ class Manifests:
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        groups = {each["groupName"]: Group(each["groupName"], each) for each in self.cluster["workerGroupSpecs"]}
+        groups = {
+            each["groupName"]: Group(each["groupName"], each)
+            for each in self.cluster["workerGroupSpecs"]
+        }
         return {"head": Group("head", self.cluster["headGroupSpec"])} | groups
 
     @cached_property
@@ -125,7 +138,9 @@ def need(command: str, package: str) -> str:
 def kustomize(folder: Path) -> list[Document]:
     """Returns what a kustomization renders to."""
     kubectl = need("kubectl", "kubernetes-client")
-    done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     return [each for each in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if each]
 
@@ -139,7 +154,10 @@ def render(overlay: str, components: Sequence[str] = ()) -> Manifests:
         shutil.copytree(K8S, Path(scratch) / "k8s")
         folder = Path(scratch) / "k8s" / "overlays" / "composed"
         folder.mkdir()
-        lists = {"resources": [f"../{overlay}"], "components": [f"../../components/{name}" for name in components]}
+        lists = {
+            "resources": [f"../{overlay}"],
+            "components": [f"../../components/{name}" for name in components],
+        }
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(lists))
         manifests = Manifests(kustomize(folder))
     args = manifests.application["args"]

@@ -1,8 +1,9 @@
-"""Runs pods of a RayService on this machine, without Kubernetes: each in network, mount and PID namespaces of its own.
+"""Runs pods of a RayService on this machine, without Kubernetes: each in network, mount and PID
+namespaces of its own.
 
-A pod has an IP address, a root that cannot be written, private /tmp and /dev/shm, the mounts, variables, sysctls and
-user of its manifest, and the command that KubeRay gives it. Its probes and its preStop run as kubelet runs them. Takes
-root, iproute2 and util-linux.
+A pod has an IP address, a root that cannot be written, private /tmp and /dev/shm, the mounts,
+variables, sysctls and user of its manifest, and the command that KubeRay gives it. Its probes and
+its preStop run as kubelet runs them. Takes root, iproute2 and util-linux.
 """
 
 import os
@@ -31,8 +32,10 @@ END_SECONDS: Final = 10.0
 USER: Final = "1000"
 
 STARTING: Final = 16
-"""How many times the share of the cores that a pod has which runs one has that starts: `ray start` gives its parts 30
-seconds, which on a node of its own is ten times what they take, and here streams would fill the cores."""
+"""How many times the share of the cores that a pod has which runs one has that starts: `ray start`
+gives its parts 30 seconds, which on a node of its own is ten times what they take, and here streams
+would fill the cores.
+"""
 
 
 def run(*command: str) -> str:
@@ -43,7 +46,9 @@ def run(*command: str) -> str:
 
 @dataclass(frozen=True)
 class CoreShare:
-    """A control group of the machine, by which a pod has its share of the cores whatever its number of threads."""
+    """A control group of the machine, by which a pod has its share of the cores whatever its number
+    of threads.
+    """
 
     folder: Path
 
@@ -97,10 +102,24 @@ class Pod:
 
     def execute(self, command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
         """Runs a command in the container, as `kubectl exec` does. Raises TimeoutExpired."""
-        enter = ["nsenter", "--target", str(self.init.pid), "--net", "--mount", "--pid", "--root", "--wdns=/"]
+        enter = [
+            "nsenter",
+            "--target",
+            str(self.init.pid),
+            "--net",
+            "--mount",
+            "--pid",
+            "--root",
+            "--wdns=/",
+        ]
         enter += ["--setuid", USER, "--setgid", USER, "--"]
         return subprocess.run(
-            [*enter, *command], env=dict(self.environment), capture_output=True, text=True, timeout=seconds, check=False
+            [*enter, *command],
+            env=dict(self.environment),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
         )
 
     def is_ready(self) -> bool:
@@ -114,16 +133,21 @@ class Pod:
             return False
 
     def is_alive(self) -> bool:
-        """Asks the livenessProbe that KubeRay adds. A container whose process is not there yet fails it."""
+        """Asks the livenessProbe that KubeRay adds. A container whose process is not there yet
+        fails it.
+        """
         with suppress(ValueError, psutil.NoSuchProcess, subprocess.TimeoutExpired):
             return self.execute(liveness_command(self.group), PROBE_SECONDS).returncode == 0
         return False
 
     def delete(self) -> subprocess.CompletedProcess[str]:
-        """Ends the pod as kubelet does: preStop, SIGTERM, and SIGKILL when it has had its time. Returns what preStop
-        did. Raises TimeoutExpired if it had to be killed."""
+        """Ends the pod as kubelet does: preStop, SIGTERM, and SIGKILL when it has had its time.
+        Returns what preStop did. Raises TimeoutExpired if it had to be killed.
+        """
         ends = time.monotonic() + self.group.pod["terminationGracePeriodSeconds"]
-        before = self.execute(self.group.container["lifecycle"]["preStop"]["exec"]["command"], ends - time.monotonic())
+        before = self.execute(
+            self.group.container["lifecycle"]["preStop"]["exec"]["command"], ends - time.monotonic()
+        )
         self.init.send_signal(signal.SIGTERM)
         self.process.wait(ends - time.monotonic())
         return before
@@ -146,8 +170,12 @@ class PodNetwork:
     prefix: str  # of names, so that several networks can be at the same time
     subnet: str  # the first three numbers of the addresses
     pods: list[Pod] = field(default_factory=list)
-    hosts: dict[str, str] = field(default_factory=dict)  # addresses by name, for pods that start from now on
-    secrets: dict[str, str] = field(default_factory=dict)  # values of variables that come from Secrets
+    hosts: dict[str, str] = field(
+        default_factory=dict
+    )  # addresses by name, for pods that start from now on
+    secrets: dict[str, str] = field(
+        default_factory=dict
+    )  # values of variables that come from Secrets
     num_started: int = 0
 
     @property
@@ -160,8 +188,9 @@ class PodNetwork:
         return f"{self.subnet}.1"
 
     def start(self, group: Group, ip: str = "") -> Pod:
-        """Starts a pod of the group; with the address of one that was removed, if that is given, as a container that
-        starts again has it, or a head behind its Service."""
+        """Starts a pod of the group; with the address of one that was removed, if that is given, as
+        a container that starts again has it, or a head behind its Service.
+        """
         self.num_started += 1
         number = self.num_started
         name, ip = f"{self.prefix}{number}", ip or f"{self.subnet}.{number + 1}"
@@ -177,7 +206,18 @@ class PodNetwork:
             process = subprocess.Popen(
                 [
                     *cores.command(),
-                    *("ip", "netns", "exec", name, "unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child"),
+                    *(
+                        "ip",
+                        "netns",
+                        "exec",
+                        name,
+                        "unshare",
+                        "--mount",
+                        "--pid",
+                        "--ipc",
+                        "--fork",
+                        "--kill-child",
+                    ),
                     *(str(SCRIPT), str(root), *self._mounts(group), "--", *command),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -186,7 +226,15 @@ class PodNetwork:
                 env=environment,
                 start_new_session=True,
             )
-        pod = Pod(name=name, group=group, ip=ip, process=process, environment=environment, log=log, cores=cores)
+        pod = Pod(
+            name=name,
+            group=group,
+            ip=ip,
+            process=process,
+            environment=environment,
+            log=log,
+            cores=cores,
+        )
         self.pods.append(pod)
         return pod
 
@@ -199,8 +247,9 @@ class PodNetwork:
         pod.cores.remove()
 
     def tend(self) -> None:
-        """Starts containers again that have ended by themselves, as kubelet does: on a busy machine Ray gives up. Takes
-        the greater share of the cores from those that have started."""
+        """Starts containers again that have ended by themselves, as kubelet does: on a busy machine
+        Ray gives up. Takes the greater share of the cores from those that have started.
+        """
         for pod in [pod for pod in self.pods if pod.process.poll() is not None]:
             self.remove(pod)
             self.start(pod.group, pod.ip)
@@ -214,7 +263,8 @@ class PodNetwork:
         run("ip", "link", "add", f"{name}h", "type", "veth", "peer", "name", "eth0", "netns", name)
         run("ip", "link", "set", f"{name}h", "master", self.prefix, "up")
         for command in (
-            f"link set lo up|link set eth0 up|address add {ip}/24 dev eth0|route add default via {self.gateway}"
+            f"link set lo up|link set eth0 up|address add {ip}/24 dev eth0|route add default via "
+            f"{self.gateway}"
         ).split("|"):
             run("ip", "-n", name, *command.split())
         for each in group.pod["securityContext"]["sysctls"]:
@@ -249,7 +299,8 @@ class PodNetwork:
         for name, address in self.hosts.items():
             yield from ("-h", address, name)
         yield from ("-m", str(self.models), "/models")
-        # Compiled kernels, as on a volume of docs/kubernetes.md: on cores that streams fill, compiling takes minutes.
+        # Compiled kernels, as on a volume of docs/kubernetes.md: on cores that streams fill,
+        # compiling takes minutes.
         kernels = self.scratch / "kernels"
         kernels.mkdir(exist_ok=True)
         kernels.chmod(0o777)
@@ -264,7 +315,11 @@ class PodNetwork:
 @contextmanager
 def pod_network(models: Path, identity: Path) -> Iterator[PodNetwork]:
     """Makes a network without pods; ends all that were started."""
-    for command, package in (("ip", "iproute2"), ("nsenter", "util-linux"), ("setpriv", "util-linux")):
+    for command, package in (
+        ("ip", "iproute2"),
+        ("nsenter", "util-linux"),
+        ("setpriv", "util-linux"),
+    ):
         need(command, package)
     prefix = f"td{os.getpid()}"
     subnet = f"10.{os.getpid() % 200 + 20}.{os.getpid() // 200 % 250}"
@@ -273,8 +328,16 @@ def pod_network(models: Path, identity: Path) -> Iterator[PodNetwork]:
     try:
         run("ip", "address", "add", f"{subnet}.1/24", "dev", prefix)
         run("ip", "link", "set", prefix, "up")
-        with tempfile.TemporaryDirectory(prefix="tandem-pods-", ignore_cleanup_errors=True) as scratch:
-            network = PodNetwork(scratch=Path(scratch), models=models, identity=identity, prefix=prefix, subnet=subnet)
+        with tempfile.TemporaryDirectory(
+            prefix="tandem-pods-", ignore_cleanup_errors=True
+        ) as scratch:
+            network = PodNetwork(
+                scratch=Path(scratch),
+                models=models,
+                identity=identity,
+                prefix=prefix,
+                subnet=subnet,
+            )
             try:
                 yield network
             finally:
@@ -286,7 +349,9 @@ def pod_network(models: Path, identity: Path) -> Iterator[PodNetwork]:
 
 @contextmanager
 def redis(network: PodNetwork, manifests: Manifests) -> Iterator[None]:
-    """Runs the Redis of the component gcs-ft on this machine, by the command of its manifest, and has pods find it."""
+    """Runs the Redis of the component gcs-ft on this machine, by the command of its manifest, and
+    has pods find it.
+    """
     need("redis-server", "redis-server")
     (found,) = manifests.of_kind("StatefulSet")
     (container,) = found["spec"]["template"]["spec"]["containers"]
@@ -298,7 +363,9 @@ def redis(network: PodNetwork, manifests: Manifests) -> Iterator[None]:
     *shell, text = container["command"]
     command = f"{text.replace('/data', str(folder))} --bind {network.gateway} --port {port}"
     with (network.scratch / "redis.log").open("wb") as log:
-        process = subprocess.Popen([*shell, command], stdout=log, env=dict(os.environ) | network.secrets)
+        process = subprocess.Popen(
+            [*shell, command], stdout=log, env=dict(os.environ) | network.secrets
+        )
     try:
         yield
     finally:
@@ -308,4 +375,6 @@ def redis(network: PodNetwork, manifests: Manifests) -> Iterator[None]:
 
 def logs(network: PodNetwork) -> str:
     """Returns the end of what each pod has printed, for messages of failures."""
-    return "\n".join(f"--- {pod.log.name}\n{pod.log.read_text(errors='replace')[-2000:]}" for pod in network.pods)
+    return "\n".join(
+        f"--- {pod.log.name}\n{pod.log.read_text(errors='replace')[-2000:]}" for pod in network.pods
+    )

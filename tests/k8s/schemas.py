@@ -1,4 +1,6 @@
-"""Validates documents: core kinds by Kubernetes' schemas, RayService by KubeRay's, others by what we use of them."""
+"""Validates documents: core kinds by Kubernetes' schemas, RayService by KubeRay's, others by what
+we use of them.
+"""
 
 import json
 from functools import cache
@@ -64,7 +66,13 @@ OTHER_KINDS: Final[dict[str, Document]] = {
                             _object("record expr", record=TEXT, expr=TEXT, labels=TEXTS),
                             _object(
                                 "alert expr annotations",
-                                **{"alert": TEXT, "expr": TEXT, "for": DURATION, "labels": TEXTS, "annotations": TEXTS},
+                                **{
+                                    "alert": TEXT,
+                                    "expr": TEXT,
+                                    "for": DURATION,
+                                    "labels": TEXTS,
+                                    "annotations": TEXTS,
+                                },
                             ),
                         ]
                     }
@@ -73,10 +81,14 @@ OTHER_KINDS: Final[dict[str, Document]] = {
         ),
     ),
     "gateway.networking.k8s.io/v1/HTTPRoute": _route(
-        matches=_list(_object(path=_object("type value", type={"enum": ["PathPrefix"]}, value=TEXT))),
+        matches=_list(
+            _object(path=_object("type value", type={"enum": ["PathPrefix"]}, value=TEXT))
+        ),
         timeouts=_object(request=DURATION),
     ),
-    "gateway.networking.k8s.io/v1/GRPCRoute": _route(matches=_list(_object(method=_object("service", service=TEXT)))),
+    "gateway.networking.k8s.io/v1/GRPCRoute": _route(
+        matches=_list(_object(method=_object("service", service=TEXT)))
+    ),
     "cert-manager.io/v1/Certificate": _object(
         "secretName issuerRef",
         secretName=TEXT,
@@ -94,7 +106,9 @@ def complaints(document: Document) -> list[str]:
         return _errors(_ray_service(), document) or _pod_complaints(document)
     if kind in OTHER_KINDS:
         metadata = _object("name", name=TEXT, labels=TEXTS, annotations=TEXTS)
-        whole = _object("metadata spec", apiVersion=TEXT, kind=TEXT, metadata=metadata, spec=OTHER_KINDS[kind])
+        whole = _object(
+            "metadata spec", apiVersion=TEXT, kind=TEXT, metadata=metadata, spec=OTHER_KINDS[kind]
+        )
         return _errors(jsonschema.Draft202012Validator(whole), document)
     return _core_complaints(document)
 
@@ -113,7 +127,9 @@ def _pod_complaints(service: Document) -> list[str]:
     found = []
     for group in Manifests([service]).groups.values():
         metadata = group.spec["template"].get("metadata", {})
-        found += _core_complaints({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": group.pod})
+        found += _core_complaints(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": group.pod}
+        )
     return found
 
 
@@ -130,17 +146,26 @@ def _closed(schema: Any) -> Any:
         return schema
     closed = {key: _closed(value) for key, value in schema.items()}
     properties = closed.get("properties")
-    if isinstance(properties, dict) and closed.get("type") == "object" and "additionalProperties" not in closed:
+    if (
+        isinstance(properties, dict)
+        and closed.get("type") == "object"
+        and "additionalProperties" not in closed
+    ):
         closed["additionalProperties"] = False
     return closed
 
 
 def _errors(validator: Any, document: Document) -> list[str]:
-    return [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in validator.iter_errors(document)]
+    return [
+        f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
+        for error in validator.iter_errors(document)
+    ]
 
 
 def unknown_keys(given: Any, parsed: Any, path: str = "") -> list[str]:
-    """Returns the keys of `given` that the model into which it was parsed does not know: Serve takes any."""
+    """Returns the keys of `given` that the model into which it was parsed does not know: Serve
+    takes any.
+    """
     if isinstance(parsed, BaseModel) and isinstance(given, dict):
         fields = type(parsed).model_fields
         found = [f"{path}{key}" for key in given if key not in fields]

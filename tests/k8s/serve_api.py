@@ -1,4 +1,6 @@
-"""Talks to Ray's dashboard as KubeRay's operator does: puts Serve's configuration, reads how its application is."""
+"""Talks to Ray's dashboard as KubeRay's operator does: puts Serve's configuration, reads how its
+application is.
+"""
 
 import json
 import time

@@ -1,5 +1,6 @@
-"""The manifests of k8s/: each overlay and component renders, is what Kubernetes, KubeRay, Serve and Tandem take, and
-its parts agree. Each check must complain about a control that is wrong."""
+"""The manifests of k8s/: each overlay and component renders, is what Kubernetes, KubeRay, Serve and
+Tandem take, and its parts agree. Each check must complain about a control that is wrong.
+"""
 
 import json
 import re
@@ -20,7 +21,17 @@ from tandem.proto.errors import InvalidArgument
 from tandem.proto.metrics import METRICS
 from tandem.tests.k8s import checks
 from tandem.tests.k8s.kuberay import container_command, refusals
-from tandem.tests.k8s.manifests import COMPONENTS, DOCKERFILE, K8S, OVERLAYS, ROOT, Document, Manifests, need, render
+from tandem.tests.k8s.manifests import (
+    COMPONENTS,
+    DOCKERFILE,
+    K8S,
+    OVERLAYS,
+    ROOT,
+    Document,
+    Manifests,
+    need,
+    render,
+)
 from tandem.tests.k8s.schemas import complaints, unknown_keys
 
 Change = Callable[[Manifests], object]
@@ -33,7 +44,9 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def changed(change: Change, overlay: str = "cpu-demo", *components: str) -> Manifests:
-    """Returns the manifests after a change to them. The Serve configuration is text: changes of it are written back."""
+    """Returns the manifests after a change to them. The Serve configuration is text: changes of it
+    are written back.
+    """
     manifests = Manifests(deepcopy(render(overlay, components).documents))
     change(manifests)
     manifests.service["spec"]["serveConfigV2"] = yaml.safe_dump(manifests.serve_config)
@@ -45,7 +58,9 @@ def wrong(manifests: Manifests) -> list[str]:
 
 
 @pytest.mark.parametrize(("overlay", "components"), CASES)
-def test_it_is_what_kubernetes_kuberay_and_serve_take(overlay: str, components: tuple[str, ...]) -> None:
+def test_it_is_what_kubernetes_kuberay_and_serve_take(
+    overlay: str, components: tuple[str, ...]
+) -> None:
     manifests = render(overlay, components)
     assert [each for document in manifests.documents for each in complaints(document)] == []
     assert refusals(manifests) == []
@@ -89,25 +104,61 @@ SCHEMA_CONTROLS: list[tuple[str, Change, tuple[str, ...]]] = [
     ("groupName", lambda m: m.cluster["workerGroupSpecs"][0].pop("groupName"), ()),
     ("imagePullPolice", lambda m: container(m, "decode").update(imagePullPolice="Always"), ()),
     ("containerPort", lambda m: container(m, "router")["ports"][0].pop("containerPort"), ()),
-    ("targetPorts", lambda m: first(m, "Service")["spec"]["ports"][0].update(targetPorts="grpc"), ()),
-    ("minAvailables", lambda m: first(m, "PodDisruptionBudget")["spec"].update(minAvailables=1), ()),
-    ("podSelectors", lambda m: first(m, "NetworkPolicy")["spec"].update(podSelectors={}), ("network-policy",)),
-    ("serviceNames", lambda m: first(m, "StatefulSet")["spec"].update(serviceNames="x"), ("gcs-ft",)),
-    ("redisAddres", lambda m: m.cluster["gcsFaultToleranceOptions"].update(redisAddres="x"), ("gcs-ft",)),
+    (
+        "targetPorts",
+        lambda m: first(m, "Service")["spec"]["ports"][0].update(targetPorts="grpc"),
+        (),
+    ),
+    (
+        "minAvailables",
+        lambda m: first(m, "PodDisruptionBudget")["spec"].update(minAvailables=1),
+        (),
+    ),
+    (
+        "podSelectors",
+        lambda m: first(m, "NetworkPolicy")["spec"].update(podSelectors={}),
+        ("network-policy",),
+    ),
+    (
+        "serviceNames",
+        lambda m: first(m, "StatefulSet")["spec"].update(serviceNames="x"),
+        ("gcs-ft",),
+    ),
+    (
+        "redisAddres",
+        lambda m: m.cluster["gcsFaultToleranceOptions"].update(redisAddres="x"),
+        ("gcs-ft",),
+    ),
     ("mode", lambda m: m.cluster["authOptions"].update(mode="password"), ("auth",)),
     ("enable", lambda m: m.cluster["tlsOptions"].update(enable=True), ("tls",)),
     ("dnsName", lambda m: first(m, "Certificate")["spec"].update(dnsName=["x"]), ("tls",)),
     ("versions", lambda m: m.cluster["autoscalerOptions"].update(versions="v2"), ("autoscaling",)),
     ("selectors", lambda m: first(m, "PodMonitor")["spec"].update(selectors={}), ("monitoring",)),
-    ("exprs", lambda m: first(m, "PrometheusRule")["spec"]["groups"][0]["rules"][0].update(exprs="1"), ("monitoring",)),
-    ("backendRef", lambda m: first(m, "HTTPRoute")["spec"]["rules"][0].update(backendRef=[]), ("gateway",)),
-    ("backendRef", lambda m: first(m, "GRPCRoute")["spec"]["rules"][0].update(backendRef=[]), ("gateway",)),
+    (
+        "exprs",
+        lambda m: first(m, "PrometheusRule")["spec"]["groups"][0]["rules"][0].update(exprs="1"),
+        ("monitoring",),
+    ),
+    (
+        "backendRef",
+        lambda m: first(m, "HTTPRoute")["spec"]["rules"][0].update(backendRef=[]),
+        ("gateway",),
+    ),
+    (
+        "backendRef",
+        lambda m: first(m, "GRPCRoute")["spec"]["rules"][0].update(backendRef=[]),
+        ("gateway",),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("word", "change", "components"), SCHEMA_CONTROLS)
 def test_the_schemas_refuse(word: str, change: Change, components: tuple[str, ...]) -> None:
-    found = [each for document in changed(change, "cpu-demo", *components).documents for each in complaints(document)]
+    found = [
+        each
+        for document in changed(change, "cpu-demo", *components).documents
+        for each in complaints(document)
+    ]
     assert word in "\n".join(found)
 
 
@@ -120,12 +171,28 @@ OPERATOR_CONTROLS: list[tuple[str, Change]] = [
     ("label", lambda m: m.groups["decode"].spec["labels"].update({"a/b/c": "d"})),
     ("label", lambda m: m.groups["decode"].spec["labels"].update({"a": "-d"})),
     ("suspend", lambda m: m.groups["decode"].spec.update(suspend=True)),
-    ("RAY_REDIS_ADDRESS", lambda m: container(m, "head")["env"].append({"name": "RAY_REDIS_ADDRESS", "value": "x"})),
-    ("RAY_enable", lambda m: container(m, "head")["env"].append({"name": "RAY_enable_autoscaler_v2", "value": "1"})),
+    (
+        "RAY_REDIS_ADDRESS",
+        lambda m: container(m, "head")["env"].append({"name": "RAY_REDIS_ADDRESS", "value": "x"}),
+    ),
+    (
+        "RAY_enable",
+        lambda m: container(m, "head")["env"].append(
+            {"name": "RAY_enable_autoscaler_v2", "value": "1"}
+        ),
+    ),
     ("redis", lambda m: m.groups["head"].spec["rayStartParams"].update({"redis-password": "x"})),
-    ("upgrade", lambda m: m.service["spec"]["upgradeStrategy"].update(type="NewClusterWithIncrementalUpgrade")),
+    (
+        "upgrade",
+        lambda m: m.service["spec"]["upgradeStrategy"].update(
+            type="NewClusterWithIncrementalUpgrade"
+        ),
+    ),
     ("Delay", lambda m: m.service["spec"].update(rayClusterDeletionDelaySeconds=-1)),
-    ("headService", lambda m: m.cluster["headGroupSpec"].update(headService={"metadata": {"name": "x"}})),
+    (
+        "headService",
+        lambda m: m.cluster["headGroupSpec"].update(headService={"metadata": {"name": "x"}}),
+    ),
     ("authOptions", lambda m: m.cluster.update(authOptions={"mode": "token"}, rayVersion="2.51.0")),
     (
         "restartPolicy",
@@ -165,12 +232,16 @@ def set_(target: Document, **values: Any) -> None:
 
 
 def policy(manifests: Manifests, name: str) -> Document:
-    (found,) = [each for each in manifests.of_kind("NetworkPolicy") if each["metadata"]["name"] == name]
+    (found,) = [
+        each for each in manifests.of_kind("NetworkPolicy") if each["metadata"]["name"] == name
+    ]
     return found
 
 
 def without_policies(manifests: Manifests) -> None:
-    manifests.documents[:] = [each for each in manifests.documents if each["kind"] != "NetworkPolicy"]
+    manifests.documents[:] = [
+        each for each in manifests.documents if each["kind"] != "NetworkPolicy"
+    ]
 
 
 ANY_POD: dict[str, Any] = {"namespaceSelector": {}}
@@ -178,62 +249,174 @@ ANY_POD: dict[str, Any] = {"namespaceSelector": {}}
 CONTROLS: list[tuple[checks.Rule, str, Change]] = [
     (checks.ports_disagree, "cpu-demo", lambda m: set_(args(m)["router"], grpc_port=8083)),
     (checks.ports_disagree, "cpu-demo", lambda m: args(m)["router"].pop("bind")),
-    (checks.ports_disagree, "cpu-demo", lambda m: set_(first(m, "Service")["spec"]["ports"][0], targetPort="rpc")),
-    (checks.ports_disagree, "cpu-demo", lambda m: m.groups["decode"].pod["securityContext"].update(sysctls=[])),
+    (
+        checks.ports_disagree,
+        "cpu-demo",
+        lambda m: set_(first(m, "Service")["spec"]["ports"][0], targetPort="rpc"),
+    ),
+    (
+        checks.ports_disagree,
+        "cpu-demo",
+        lambda m: m.groups["decode"].pod["securityContext"].update(sysctls=[]),
+    ),
     (checks.ports_disagree, "cpu-demo", lambda m: container(m, "router").pop("readinessProbe")),
-    (checks.ports_disagree, "cpu-demo", lambda m: container(m, "router")["ports"][3].update(containerPort=8080)),
-    (checks.ports_disagree, "cpu-demo", lambda m: container(m, "decode")["ports"][0].update(containerPort=10500)),
+    (
+        checks.ports_disagree,
+        "cpu-demo",
+        lambda m: container(m, "router")["ports"][3].update(containerPort=8080),
+    ),
+    (
+        checks.ports_disagree,
+        "cpu-demo",
+        lambda m: container(m, "decode")["ports"][0].update(containerPort=10500),
+    ),
     (checks.labels_disagree, "cpu-demo", lambda m: args(m)["decode"].pop("labels")),
-    (checks.labels_disagree, "cpu-demo", lambda m: set_(args(m)["decode"], labels={"tandem.dev/role": "prefill"})),
-    (checks.labels_disagree, "cpu-demo", lambda m: m.groups["router"].spec["template"]["metadata"].update(labels={})),
-    (checks.labels_disagree, "cpu-demo", lambda m: first(m, "Service")["spec"].update(selector={"role": "router"})),
-    (checks.labels_disagree, "cpu-demo", lambda m: m.documents.remove(first(m, "PodDisruptionBudget"))),
-    (checks.labels_disagree, "cpu-demo", lambda m: first(m, "PodDisruptionBudget")["spec"].update(minAvailable="50%")),
+    (
+        checks.labels_disagree,
+        "cpu-demo",
+        lambda m: set_(args(m)["decode"], labels={"tandem.dev/role": "prefill"}),
+    ),
+    (
+        checks.labels_disagree,
+        "cpu-demo",
+        lambda m: m.groups["router"].spec["template"]["metadata"].update(labels={}),
+    ),
+    (
+        checks.labels_disagree,
+        "cpu-demo",
+        lambda m: first(m, "Service")["spec"].update(selector={"role": "router"}),
+    ),
+    (
+        checks.labels_disagree,
+        "cpu-demo",
+        lambda m: m.documents.remove(first(m, "PodDisruptionBudget")),
+    ),
+    (
+        checks.labels_disagree,
+        "cpu-demo",
+        lambda m: first(m, "PodDisruptionBudget")["spec"].update(minAvailable="50%"),
+    ),
     (checks.resources_disagree, "cpu-demo", lambda m: set_(args(m)["decode"], num_cpus=3)),
     (checks.resources_disagree, "cpu-demo", lambda m: set_(args(m)["decode"], num_cpus=1)),
     (checks.resources_disagree, "cpu-demo", lambda m: set_(args(m)["decode"], kv_cache_gb=4)),
-    (checks.resources_disagree, "cpu-demo", lambda m: m.groups["head"].spec["resources"].update(CPU="1")),
+    (
+        checks.resources_disagree,
+        "cpu-demo",
+        lambda m: m.groups["head"].spec["resources"].update(CPU="1"),
+    ),
     (checks.resources_disagree, "cpu-demo", lambda m: m.groups["decode"].spec.update(replicas=2)),
-    (checks.resources_disagree, "cpu-demo", lambda m: container(m, "decode")["resources"]["requests"].update(cpu="1")),
+    (
+        checks.resources_disagree,
+        "cpu-demo",
+        lambda m: container(m, "decode")["resources"]["requests"].update(cpu="1"),
+    ),
     (checks.resources_disagree, "gpu-mixed", lambda m: set_(args(m)["prefill"], tp=2)),
-    (checks.resources_disagree, "gpu-mixed", lambda m: m.groups["decode"].spec["resources"].update(GPU="1")),
-    (checks.resources_disagree, "gpu", lambda m: container(m, "decode")["resources"]["limits"].pop("nvidia.com/gpu")),
+    (
+        checks.resources_disagree,
+        "gpu-mixed",
+        lambda m: m.groups["decode"].spec["resources"].update(GPU="1"),
+    ),
+    (
+        checks.resources_disagree,
+        "gpu",
+        lambda m: container(m, "decode")["resources"]["limits"].pop("nvidia.com/gpu"),
+    ),
     (checks.times_disagree, "cpu-demo", lambda m: set_(args(m), grace_seconds=64)),
-    (checks.times_disagree, "cpu-demo", lambda m: m.groups["router"].pod.update(terminationGracePeriodSeconds=60)),
-    (checks.times_disagree, "cpu-demo", lambda m: set_(container(m, "decode")["env"][2], value="70")),
     (
         checks.times_disagree,
         "cpu-demo",
-        lambda m: set_(container(m, "head")["lifecycle"]["preStop"]["exec"], command=["sleep", "100"]),
+        lambda m: m.groups["router"].pod.update(terminationGracePeriodSeconds=60),
     ),
     (
         checks.times_disagree,
         "cpu-demo",
-        lambda m: set_(container(m, "decode")["lifecycle"]["preStop"]["exec"], command=["sleep", "5"]),
+        lambda m: set_(container(m, "decode")["env"][2], value="70"),
+    ),
+    (
+        checks.times_disagree,
+        "cpu-demo",
+        lambda m: set_(
+            container(m, "head")["lifecycle"]["preStop"]["exec"], command=["sleep", "100"]
+        ),
+    ),
+    (
+        checks.times_disagree,
+        "cpu-demo",
+        lambda m: set_(
+            container(m, "decode")["lifecycle"]["preStop"]["exec"], command=["sleep", "5"]
+        ),
     ),
     (checks.versions_disagree, "cpu-demo", lambda m: m.cluster.update(rayVersion="2.59.0")),
-    (checks.versions_disagree, "cpu-demo", lambda m: set_(container(m, "decode"), image="tandem:0.1.0-cpu")),
+    (
+        checks.versions_disagree,
+        "cpu-demo",
+        lambda m: set_(container(m, "decode"), image="tandem:0.1.0-cpu"),
+    ),
     (checks.versions_disagree, "gpu", lambda m: set_(args(m), device="cpu")),
     (checks.files_are_missing, "cpu-demo", lambda m: set_(args(m), identity_file="/etc/identity")),
-    (checks.files_are_missing, "cpu-demo", lambda m: set_(args(m), model="/opt/tandem/models/other")),
-    (checks.files_are_missing, "gpu", lambda m: set_(args(m), model="/opt/tandem/models/smollm2-135m-instruct")),
-    (checks.files_are_missing, "gpu", lambda m: set_(args(m), auth={"keys_file": "/etc/tandem/keys.json"})),
+    (
+        checks.files_are_missing,
+        "cpu-demo",
+        lambda m: set_(args(m), model="/opt/tandem/models/other"),
+    ),
+    (
+        checks.files_are_missing,
+        "gpu",
+        lambda m: set_(args(m), model="/opt/tandem/models/smollm2-135m-instruct"),
+    ),
+    (
+        checks.files_are_missing,
+        "gpu",
+        lambda m: set_(args(m), auth={"keys_file": "/etc/tandem/keys.json"}),
+    ),
     (checks.files_are_missing, "gpu", lambda m: set_(args(m), auth={"allow_anonymous": True})),
-    (checks.scaling_disagrees, "cpu-demo+autoscaling", lambda m: m.application.pop("autoscaling_policy")),
-    (checks.scaling_disagrees, "cpu-demo+autoscaling", lambda m: m.cluster.update(enableInTreeAutoscaling=False)),
-    (checks.scaling_disagrees, "cpu-demo+autoscaling", lambda m: m.groups["decode"].spec.update(maxReplicas=1)),
+    (
+        checks.scaling_disagrees,
+        "cpu-demo+autoscaling",
+        lambda m: m.application.pop("autoscaling_policy"),
+    ),
+    (
+        checks.scaling_disagrees,
+        "cpu-demo+autoscaling",
+        lambda m: m.cluster.update(enableInTreeAutoscaling=False),
+    ),
+    (
+        checks.scaling_disagrees,
+        "cpu-demo+autoscaling",
+        lambda m: m.groups["decode"].spec.update(maxReplicas=1),
+    ),
     (
         checks.monitoring_disagrees,
         "cpu-demo+monitoring+network-policy",
         lambda m: set_(container(m, "head")["env"][1], value="http://grafana.elsewhere.svc"),
     ),
-    (checks.is_unsafe, "cpu-demo", lambda m: m.groups["decode"].pod["securityContext"].update(runAsNonRoot=False)),
-    (checks.is_unsafe, "cpu-demo", lambda m: container(m, "decode")["securityContext"].pop("capabilities")),
-    (checks.is_unsafe, "cpu-demo", lambda m: m.groups["head"].pod.update(automountServiceAccountToken=True)),
+    (
+        checks.is_unsafe,
+        "cpu-demo",
+        lambda m: m.groups["decode"].pod["securityContext"].update(runAsNonRoot=False),
+    ),
+    (
+        checks.is_unsafe,
+        "cpu-demo",
+        lambda m: container(m, "decode")["securityContext"].pop("capabilities"),
+    ),
+    (
+        checks.is_unsafe,
+        "cpu-demo",
+        lambda m: m.groups["head"].pod.update(automountServiceAccountToken=True),
+    ),
     (checks.is_open, "cpu-demo", lambda m: m.cluster.pop("authOptions")),
     (checks.is_open, "gpu", without_policies),
-    (checks.is_open, "cpu-demo", lambda m: policy(m, "tandem-pods")["spec"]["ingress"][0].update({"from": [ANY_POD]})),
-    (checks.is_open, "gpu-mixed", lambda m: policy(m, "tandem-clients")["spec"]["ingress"][0].pop("ports")),
+    (
+        checks.is_open,
+        "cpu-demo",
+        lambda m: policy(m, "tandem-pods")["spec"]["ingress"][0].update({"from": [ANY_POD]}),
+    ),
+    (
+        checks.is_open,
+        "gpu-mixed",
+        lambda m: policy(m, "tandem-clients")["spec"]["ingress"][0].pop("ports"),
+    ),
 ]
 
 
@@ -248,19 +431,35 @@ def test_every_check_has_a_control() -> None:
 
 def test_a_pod_gets_the_command_of_kuberay() -> None:
     groups = render("gpu-mixed").groups
-    (*shell, head), (*_, prefill) = container_command(groups["head"]), container_command(groups["prefill"], "10.0.0.1")
+    (*shell, head), (*_, prefill) = (
+        container_command(groups["head"]),
+        container_command(groups["prefill"], "10.0.0.1"),
+    )
     assert shell == ["/bin/bash", "-c", "--"]
-    assert head.startswith("ulimit -n 65536; ray start --head --block --dashboard-agent-grpc-port=6383 ")
+    assert head.startswith(
+        "ulimit -n 65536; ray start --head --block --dashboard-agent-grpc-port=6383 "
+    )
     assert "--num-cpus=0" in head
-    for flag in ("--address=10.0.0.1:6379", "--num-cpus=16", "--num-gpus=4", "--labels=tandem.dev/role=prefill"):
+    for flag in (
+        "--address=10.0.0.1:6379",
+        "--num-cpus=16",
+        "--num-gpus=4",
+        "--labels=tandem.dev/role=prefill",
+    ):
         assert flag in prefill
 
 
 def unknown_metrics(rules: Document) -> set[str]:
-    """Returns what the rules name that nothing serves. Ray serves what workers report under ray_ and the name."""
-    known = {metric.name if metric.source == "router" else f"ray_{metric.name}" for metric in METRICS}
+    """Returns what the rules name that nothing serves. Ray serves what workers report under ray_
+    and the name.
+    """
+    known = {
+        metric.name if metric.source == "router" else f"ray_{metric.name}" for metric in METRICS
+    }
     expressions = [rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"]]
-    used = {name for each in expressions for name in re.findall(r"(?:vllm:|(?:ray_)?tandem_)\w+", each)}
+    used = {
+        name for each in expressions for name in re.findall(r"(?:vllm:|(?:ray_)?tandem_)\w+", each)
+    }
     assert used
     return {name for name in used if re.sub(r"_(bucket|sum|count)$", "", name) not in known}
 
@@ -269,7 +468,9 @@ def test_the_rules_name_metrics_that_there_are() -> None:
     rules = first(render("cpu-demo", ("monitoring",)), "PrometheusRule")
     assert unknown_metrics(rules) == set()
     control = deepcopy(rules)
-    control["spec"]["groups"][0]["rules"][0]["expr"] = "absent(tandem_unbalanced)"  # which is Ray's to serve
+    control["spec"]["groups"][0]["rules"][0]["expr"] = (
+        "absent(tandem_unbalanced)"  # which is Ray's to serve
+    )
     assert unknown_metrics(control) == {"tandem_unbalanced"}
 
 
@@ -302,12 +503,16 @@ def test_grafana_finds_the_dashboard() -> None:
         if "grafana_dashboard" in each["metadata"]["labels"]
     )
     (text,) = found["data"].values()
-    assert json.loads(text) == json.loads((K8S / "components" / "monitoring" / "tandem-dashboard.json").read_text())
+    assert json.loads(text) == json.loads(
+        (K8S / "components" / "monitoring" / "tandem-dashboard.json").read_text()
+    )
 
 
 def hadolint(dockerfile: Path) -> str:
     command = Path(sys.executable).parent / "hadolint"
-    done = subprocess.run([command, dockerfile], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [command, dockerfile], capture_output=True, text=True, timeout=60, check=False
+    )
     return done.stdout
 
 
@@ -323,7 +528,11 @@ def test_the_image_has_the_pinned_versions_a_user_of_its_own_and_each_package() 
     assert "--constraint constraints.txt ." in text
     assert "USER 1000:1000" in text.partition("AS runtime")[2].partition("AS demo")[0]
     assert text.rstrip().endswith("USER 1000:1000")
-    kept = {line[1:] for line in (K8S / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
+    kept = {
+        line[1:]
+        for line in (K8S / "Dockerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"proto"}
     assert packages - {"tests"} <= kept
     assert all((ROOT / name).exists() for name in kept)

@@ -1,6 +1,8 @@
-"""The pods of the overlay cpu-demo with the component gcs-ft as network namespaces: they start, their probes pass, a
-request is answered through the router's address, each is ended under streams as Kubernetes ends it, the GCS server is
-killed, and the load changes the number of workers. No stream may fail or change."""
+"""The pods of the overlay cpu-demo with the component gcs-ft as network namespaces: they start,
+their probes pass, a request is answered through the router's address, each is ended under streams
+as Kubernetes ends it, the GCS server is killed, and the load changes the number of workers. No
+stream may fail or change.
+"""
 
 import asyncio
 import json
@@ -37,7 +39,9 @@ DEPLOYMENTS = {"router": "Router", "prefill": "PrefillPool", "decode": "DecodePo
 
 @pytest.fixture(scope="module")
 def manifests() -> Manifests:
-    """The overlay, for a small model. The head's preStop lasts longer than all others; here no other pod ends then."""
+    """The overlay, for a small model. The head's preStop lasts longer than all others; here no
+    other pod ends then.
+    """
     manifests = Manifests(deepcopy(render("cpu-demo", ("gcs-ft",)).documents))
     manifests.groups["head"].container["lifecycle"]["preStop"]["exec"]["command"] = ["sleep", "1"]
     args = manifests.application["args"]
@@ -68,7 +72,9 @@ def started(network: PodNetwork, manifests: Manifests) -> Manifests:
         network.start(group(manifests, name))
     until(lambda: network.head.is_alive(), network)
     put_config(dashboard(network), manifests.serve_config)
-    until(lambda: any(pod.is_ready() for pod in network.pods if pod.group.name == "router"), network)
+    until(
+        lambda: any(pod.is_ready() for pod in network.pods if pod.group.name == "router"), network
+    )
     until(lambda: settled(dashboard(network), "RUNNING"), network)
     return manifests
 
@@ -101,9 +107,15 @@ def explain(network: PodNetwork) -> str:
 
 def selected(network: PodNetwork, manifests: Manifests, port: str) -> list[str]:
     """Returns the addresses to which the Service leads."""
-    (service,) = (each for each in manifests.of_kind("Service") if each["metadata"]["name"] == "tandem")
+    (service,) = (
+        each for each in manifests.of_kind("Service") if each["metadata"]["name"] == "tandem"
+    )
     (target,) = (each["targetPort"] for each in service["spec"]["ports"] if each["name"] == port)
-    pods = [pod for pod in network.pods if selects(service["spec"]["selector"], pod.group.labels) and pod.is_ready()]
+    pods = [
+        pod
+        for pod in network.pods
+        if selects(service["spec"]["selector"], pod.group.labels) and pod.is_ready()
+    ]
     return [f"{pod.ip}:{pod.group.ports[target]}" for pod in pods]
 
 
@@ -118,11 +130,13 @@ def test_a_request_is_answered_through_the_service(network: PodNetwork, started:
     assert len(addresses) == 1
     assert [each["grpc"] for each in status(status_url(network))["routers"]] == addresses
     pools = {pod.group.name: pod.ip for pod in network.pods}
-    assert {each["role"]: each["address"].rpartition(":")[0] for each in workers(status_url(network))} == {
-        role: pools[role] for role in ("prefill", "decode")
-    }
+    assert {
+        each["role"]: each["address"].rpartition(":")[0] for each in workers(status_url(network))
+    } == {role: pools[role] for role in ("prefill", "decode")}
     with Client(addresses[0]) as client:
-        answer = client.generate([3, 4, 5], temperature=0, max_tokens=5, timeout=60, ignore_eos=True)
+        answer = client.generate(
+            [3, 4, 5], temperature=0, max_tokens=5, timeout=60, ignore_eos=True
+        )
     assert len(answer.token_ids) == 5
     (router,) = (pod for pod in network.pods if pod.group.name == "router")
     forwarded = router.execute(["wget", "-q", "-O-", "http://127.0.0.1:8081/v1/models"], 30)
@@ -135,12 +149,18 @@ async def test_a_pod_that_is_deleted_under_streams_loses_none(
 ) -> None:
     (old,) = (pod for pod in network.pods if pod.group.name == role)
     config = deepcopy(started.serve_config)
-    (deployment,) = (each for each in config["applications"][0]["deployments"] if each["name"] == DEPLOYMENTS[role])
+    (deployment,) = (
+        each
+        for each in config["applications"][0]["deployments"]
+        if each["name"] == DEPLOYMENTS[role]
+    )
     network.start(group(started, role))
     deployment["num_replicas"] = 2
     put_config(dashboard(network), config)
     await asyncio.to_thread(until, lambda: settled(dashboard(network), "RUNNING"), network)
-    await asyncio.to_thread(until, lambda: len(selected(network, started, "grpc")) == 1 + (role == "router"), network)
+    await asyncio.to_thread(
+        until, lambda: len(selected(network, started, "grpc")) == 1 + (role == "router"), network
+    )
     addresses = selected(network, started, "grpc")
     async with streams(network, addresses) as traffic:
         before = await asyncio.to_thread(old.delete)
@@ -148,7 +168,8 @@ async def test_a_pod_that_is_deleted_under_streams_loses_none(
     network.remove(old)
     deployment["num_replicas"] = 1
     put_config(dashboard(network), config)
-    # A replica that still waits for a place when a head is lost takes one for ever (docs/kubernetes.md).
+    # A replica that still waits for a place when a head is lost takes one for ever
+    # (docs/kubernetes.md).
     await asyncio.to_thread(until, lambda: settled(dashboard(network), "RUNNING"), network)
     assert not traffic.failed, (traffic.failed, before, ended)
     assert not traffic.altered, traffic.altered
@@ -160,14 +181,17 @@ async def test_a_pod_that_is_deleted_under_streams_loses_none(
 async def test_a_head_that_is_lost_under_streams_comes_back_and_loses_none(
     network: PodNetwork, started: Manifests, loss: str
 ) -> None:
-    """Its GCS server is killed, with which the container ends and is started again, or the pod is deleted, and its
-    Service leads to the next one."""
+    """Its GCS server is killed, with which the container ends and is started again, or the pod is
+    deleted, and its Service leads to the next one.
+    """
     old, before = network.head, {each["id"] for each in listed(network)}
     async with streams(network, selected(network, started, "grpc")) as traffic:
         if loss == "deleted":
             await asyncio.to_thread(old.delete)
         else:
-            (server,) = (each for each in old.init.children(recursive=True) if each.name() == "gcs_server")
+            (server,) = (
+                each for each in old.init.children(recursive=True) if each.name() == "gcs_server"
+            )
             server.kill()
             await asyncio.to_thread(old.process.wait, START_SECONDS)
         network.remove(old)
@@ -178,14 +202,18 @@ async def test_a_head_that_is_lost_under_streams_comes_back_and_loses_none(
         await asyncio.to_thread(until, lambda: len(traffic.ended) >= count + STREAMS, network)
     assert not traffic.failed, traffic.failed
     assert not traffic.altered, traffic.altered
-    await asyncio.to_thread(until, lambda: {each["id"] for each in listed(network)} == before, network)
+    await asyncio.to_thread(
+        until, lambda: {each["id"] for each in listed(network)} == before, network
+    )
     await asyncio.to_thread(wait_until_idle, status_url(network), 60)
 
 
 async def test_the_load_scales_the_decode_pool_up_and_down_and_no_stream_is_lost(
     network: PodNetwork, started: Manifests
 ) -> None:
-    """The pods come and go as Ray's autoscaler would have them: one for each replica that has no place."""
+    """The pods come and go as Ray's autoscaler would have them: one for each replica that has no
+    place.
+    """
     config = deepcopy(started.serve_config)
     (app,) = config["applications"]
     app["autoscaling_policy"] = {"policy_function": "tandem.cluster.scaling.policy:ScalingPolicy"}
@@ -200,7 +228,9 @@ async def test_the_load_scales_the_decode_pool_up_and_down_and_no_stream_is_lost
     app["args"]["decode"] |= {"max_sequences": 32, "autoscaling": scaling}
     put_config(dashboard(network), config)
     await asyncio.to_thread(until, lambda: settled(dashboard(network), "RUNNING"), network)
-    await asyncio.to_thread(until, lambda: num_decode(network) == 1 and selected(network, started, "grpc"), network)
+    await asyncio.to_thread(
+        until, lambda: num_decode(network) == 1 and selected(network, started, "grpc"), network
+    )
     addresses = selected(network, started, "grpc")
     async with streams(network, addresses) as many:
         await asyncio.to_thread(until, lambda: target(network) == 3, network)
@@ -210,7 +240,9 @@ async def test_the_load_scales_the_decode_pool_up_and_down_and_no_stream_is_lost
     async with streams(network, addresses, concurrency=1) as few:
         await asyncio.to_thread(until, lambda: num_decode(network) == 1, network)
         used = {each["address"].rpartition(":")[0] for each in listed(network)}
-        for pod in [pod for pod in network.pods if pod.group.name == "decode" and pod.ip not in used]:
+        for pod in [
+            pod for pod in network.pods if pod.group.name == "decode" and pod.ip not in used
+        ]:
             await asyncio.to_thread(pod.delete)
             network.remove(pod)
     assert not many.failed + few.failed, many.failed + few.failed
@@ -220,12 +252,17 @@ async def test_the_load_scales_the_decode_pool_up_and_down_and_no_stream_is_lost
 
 
 @asynccontextmanager
-async def streams(network: PodNetwork, addresses: Sequence[str], concurrency: int = STREAMS) -> AsyncIterator[Traffic]:
-    """Keeps so many streams going while the context is open, which is entered when as many have ended; then lets them
-    end."""
+async def streams(
+    network: PodNetwork, addresses: Sequence[str], concurrency: int = STREAMS
+) -> AsyncIterator[Traffic]:
+    """Keeps so many streams going while the context is open, which is entered when as many have
+    ended; then lets them end.
+    """
     known = await fault_free(addresses, make_cases(NUM_TOKENS))
     traffic, over = Traffic(), asyncio.Event()
-    running = asyncio.create_task(keep_going(addresses, known, traffic, concurrency=concurrency, is_over=over.is_set))
+    running = asyncio.create_task(
+        keep_going(addresses, known, traffic, concurrency=concurrency, is_over=over.is_set)
+    )
     try:
         await asyncio.to_thread(until, lambda: len(traffic.ended) >= concurrency, network)
         yield traffic

@@ -1,4 +1,6 @@
-"""The application that KubeRay deploys: by the REST API of Ray's dashboard, on a cluster whose nodes have labels."""
+"""The application that KubeRay deploys: by the REST API of Ray's dashboard, on a cluster whose
+nodes have labels.
+"""
 
 import asyncio
 import time
@@ -38,12 +40,19 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(tiny_model: Path, identity: Path) -> dict[str, Any]:
-    """The Serve configuration of the overlay cpu-demo, for a small model and nodes that share this machine."""
+    """The Serve configuration of the overlay cpu-demo, for a small model and nodes that share this
+    machine.
+    """
     config = deepcopy(render("cpu-demo").serve_config)
     config["http_options"] = {"host": "127.0.0.1", "port": free_port()}
     config["proxy_location"] = "HeadOnly"
     args = config["applications"][0]["args"]
-    args |= {"model": str(tiny_model), "dtype": "float32", "identity_file": str(identity), "grace_seconds": 3}
+    args |= {
+        "model": str(tiny_model),
+        "dtype": "float32",
+        "identity_file": str(identity),
+        "grace_seconds": 3,
+    }
     args["router"] |= {"grpc_port": 0, "http_port": 0, "ops_port": 0}
     for pool in ("prefill", "decode"):
         args[pool] |= {"num_cpus": 1, "num_threads": 1, "kv_cache_gb": 0.05}
@@ -66,14 +75,18 @@ def dashboard() -> Iterator[str]:
     try:
         for role, ip in NODES.items():
             labels = {"tandem.dev/role": role}
-            cluster.add_node(num_cpus=2, node_ip_address=ip, labels=labels, include_dashboard=False, **small)
+            cluster.add_node(
+                num_cpus=2, node_ip_address=ip, labels=labels, include_dashboard=False, **small
+            )
         cluster.wait_for_nodes()
         yield str(cluster.head_node.webui_url)
     finally:
         cluster.shutdown()
 
 
-def test_serve_starts_scales_and_refuses_it(dashboard: str, config: dict[str, Any], tiny_model: Path) -> None:
+def test_serve_starts_scales_and_refuses_it(
+    dashboard: str, config: dict[str, Any], tiny_model: Path
+) -> None:
     status_url = f"http://127.0.0.1:{config['http_options']['port']}/tandem"
     put_config(dashboard, config)
     wait_for(dashboard, "RUNNING")
@@ -87,10 +100,14 @@ def test_serve_starts_scales_and_refuses_it(dashboard: str, config: dict[str, An
     (expected,) = expected_tokens(tiny_model, [PROMPT], NUM_TOKENS)
     for address in (router["grpc"], f"127.0.0.1:{port}"):  # it binds more than it tells
         with Client(address) as client:
-            answer = client.generate(PROMPT, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, timeout=60)
+            answer = client.generate(
+                PROMPT, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, timeout=60
+            )
         assert list(answer.token_ids) == expected
 
-    with urllib.request.urlopen(f"http://{router['ops']}/ready", timeout=30) as reply:  # as the readinessProbe
+    with urllib.request.urlopen(
+        f"http://{router['ops']}/ready", timeout=30
+    ) as reply:  # as the readinessProbe
         assert reply.status == 200
 
     more = deepcopy(config)
@@ -117,12 +134,25 @@ def test_the_load_scales_a_pool_up_and_down_and_no_stream_is_lost(
     status_url = f"http://127.0.0.1:{config['http_options']['port']}/tandem"
     scaling = deepcopy(config)
     (application,) = scaling["applications"]
-    application["autoscaling_policy"] = {"policy_function": "tandem.cluster.scaling.policy:ScalingPolicy"}
-    quick = {"utilization": 0.2, "window_seconds": 1.0, "up_delay_seconds": 0.5, "down_delay_seconds": 3.0}
-    model = make_tiny_model(tmp_path / "exact", dtype="bfloat16", **MODEL)  # whose logits do not depend on the batch
+    application["autoscaling_policy"] = {
+        "policy_function": "tandem.cluster.scaling.policy:ScalingPolicy"
+    }
+    quick = {
+        "utilization": 0.2,
+        "window_seconds": 1.0,
+        "up_delay_seconds": 0.5,
+        "down_delay_seconds": 3.0,
+    }
+    model = make_tiny_model(
+        tmp_path / "exact", dtype="bfloat16", **MODEL
+    )  # whose logits do not depend on the batch
     application["args"] |= {"model": str(model), "dtype": "bfloat16"}
     application["args"]["router"] |= {"max_queue_seconds": 600.0}  # of a machine that is slow
-    application["args"]["decode"] |= {"num_cpus": 0.5, "max_sequences": 32, "autoscaling": {"max_replicas": 3, **quick}}
+    application["args"]["decode"] |= {
+        "num_cpus": 0.5,
+        "max_sequences": 32,
+        "autoscaling": {"max_replicas": 3, **quick},
+    }
     put_config(dashboard, scaling)
     wait_for(dashboard, "RUNNING")
     until_decode_workers(status_url, 1)
@@ -135,7 +165,9 @@ def test_the_load_scales_a_pool_up_and_down_and_no_stream_is_lost(
 
 
 async def grow_and_shrink(address: str, status_url: str) -> Traffic:
-    """Keeps many streams going until there are three decode workers, then few until there is one again."""
+    """Keeps many streams going until there are three decode workers, then few until there is one
+    again.
+    """
     cases = await fault_free([address], make_cases(300))
     traffic = Traffic()
     for concurrency, number in ((16, 3), (2, 1)):
@@ -154,7 +186,9 @@ async def grow_and_shrink(address: str, status_url: str) -> Traffic:
 def until_decode_workers(status_url: str, number: int) -> None:
     """Waits until so many decode workers are ready, and no other is listed."""
     deadline = time.monotonic() + SCALE_SECONDS
-    while [each["state"] for each in workers(status_url) if each["role"] == "decode"] != ["ready"] * number:
+    while [each["state"] for each in workers(status_url) if each["role"] == "decode"] != [
+        "ready"
+    ] * number:
         assert time.monotonic() < deadline, workers(status_url)
         time.sleep(0.1)
 
@@ -164,7 +198,9 @@ def test_each_build_has_the_same_identity(config: dict[str, Any], identity: Path
     from tandem.cluster.serve_app import build
 
     args = config["applications"][0]["args"]
-    deployments: list[Any] = [build(each)._bound_deployment for each in (args, args | {"grace_seconds": 4})]
+    deployments: list[Any] = [
+        build(each)._bound_deployment for each in (args, args | {"grace_seconds": 4})
+    ]
     first, second = (each.init_args[3] for each in deployments)
     assert first == second
     assert first.identity == PeerIdentity.from_text(identity.read_text())
@@ -184,5 +220,8 @@ def test_replicas_are_where_the_labels_are(config: dict[str, Any]) -> None:
     prefill, decode = (each._bound_deployment for each in router.init_args[4:])
     assert router.ray_actor_options["label_selector"] == {"tandem.dev/role": "router"}
     assert decode.ray_actor_options["label_selector"] == {"tandem.dev/role": "decode"}
-    assert prefill._replica_config.placement_group_bundle_label_selector == [{"tandem.dev/role": "prefill"}] * 2
+    assert (
+        prefill._replica_config.placement_group_bundle_label_selector
+        == [{"tandem.dev/role": "prefill"}] * 2
+    )
     assert prefill.init_args[3] == 2  # ranks that share the cores of a pod

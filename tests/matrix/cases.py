@@ -1,4 +1,6 @@
-"""Names the factors of the fault matrix, and chooses cases in which each pair of their values occurs."""
+"""Names the factors of the fault matrix, and chooses cases in which each pair of their values
+occurs.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -11,7 +13,16 @@ from tandem.tests.matrix.nodes import BLOCK_SIZE
 
 FAULTS: Final = ("kill", "stop", "cut", "drain", "full")
 POINTS: Final = ("queued", "prefill", "pull", "token", "last")
-SAMPLINGS: Final = ("greedy", "seed", "penalties", "grammar", "logprobs", "choices", "beam", "stop string")
+SAMPLINGS: Final = (
+    "greedy",
+    "seed",
+    "penalties",
+    "grammar",
+    "logprobs",
+    "choices",
+    "beam",
+    "stop string",
+)
 LAYOUTS: Final = ("1+1", "2+2", "0+2", "tp 2", "int8")
 OPTIONS: Final = ("ngram", "tiers", "fp8")  # of 1+1 workers
 
@@ -21,9 +32,17 @@ assert (PROMPT_LENGTH + NUM_TOKENS - 2) % BLOCK_SIZE == 0
 
 PROMPT: Final = tuple((7 * n) % 400 + 3 for n in range(PROMPT_LENGTH))
 _GRAMMAR: Final = LLMatcher.grammar_from_regex("(red|green|blue)( [0-9]{3}){100}")
-_SEED: Final = inference_pb2.SamplingParams(temperature=1, top_p=1, seed=11, typical_p=1, repetition_penalty=1)
+_SEED: Final = inference_pb2.SamplingParams(
+    temperature=1, top_p=1, seed=11, typical_p=1, repetition_penalty=1
+)
 _PENALTIES: Final = inference_pb2.SamplingParams(
-    temperature=1, top_p=1, seed=11, typical_p=1, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3
+    temperature=1,
+    top_p=1,
+    seed=11,
+    typical_p=1,
+    repetition_penalty=1.2,
+    presence_penalty=0.5,
+    frequency_penalty=0.3,
 )
 _BEAM: Final = inference_pb2.BeamSearch(width=4, length_penalty=1.0, early_stopping=False)
 
@@ -37,7 +56,8 @@ REQUESTS: Final[dict[str, dict[str, Any]]] = {
     "beam": {"beam_search": _BEAM, "num_choices": 2},
     "stop string": {"sampling": _SEED, "num_choices": 2, "logprobs": 0},
 }
-"""What each sampling asks for, beside the prompt and NUM_TOKENS. A grammar holds longer than these."""
+"""What each sampling asks for, beside the prompt and NUM_TOKENS. A grammar holds longer than these.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +71,9 @@ class Case:
     variant: int = 0  # of the fault, where there are several: what is cut, which rank is killed
 
     def __str__(self) -> str:
-        return "-".join((self.fault, self.point, self.sampling, self.layout, str(self.variant))).replace(" ", "_")
+        return "-".join(
+            (self.fault, self.point, self.sampling, self.layout, str(self.variant))
+        ).replace(" ", "_")
 
 
 def whole_product() -> list[Case]:
@@ -66,12 +88,16 @@ def with_options() -> list[Case]:
     for number, option in enumerate(OPTIONS):
         for index, fault in enumerate(FAULTS):
             sampling = SAMPLINGS[(index + len(FAULTS) * number) % len(SAMPLINGS)]
-            chosen.append(Case(fault, POINTS[(index + 2) % len(POINTS)], sampling, option, variant=index % 2))
+            chosen.append(
+                Case(fault, POINTS[(index + 2) % len(POINTS)], sampling, option, variant=index % 2)
+            )
     return chosen
 
 
 def pairwise() -> list[Case]:
-    """Returns cases in which each pair of values of two factors occurs: greedily the one with the most new pairs."""
+    """Returns cases in which each pair of values of two factors occurs: greedily the one with the
+    most new pairs.
+    """
     candidates = list(itertools.product(FAULTS, POINTS, SAMPLINGS, LAYOUTS))
     left = {pair for values in candidates for pair in pairs_of(values)}
     chosen: list[Case] = []

@@ -32,7 +32,8 @@ LAYOUT_NODES: Final = {
     "ngram": ("p-ngram", "d-ngram"),
     "tiers": ("p-tiers", "d-tiers"),
 }
-"""The nodes of a layout; the first of each role gets the request. int8 and fp8 are of the KV cache."""
+"""The nodes of a layout; the first of each role gets the request. int8 and fp8 are of the KV cache.
+"""
 
 _CONFIGS: Final[dict[str, dict[str, Any]]] = {
     "int8": {"kv_cache_dtype": "int8"},
@@ -52,7 +53,9 @@ class Choice:
 
     ids: list[int] = field(default_factory=list)
     scores: list[tuple[float, tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
-    prompt_scores: list[tuple[float, tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
+    prompt_scores: list[tuple[float, tuple[int, ...], tuple[float, ...]]] = field(
+        default_factory=list
+    )
     finish: int = 0
     score: float = 0.0
 
@@ -73,10 +76,16 @@ def scores_of(
 
 
 def make_request(sampling: str, name: str, **fields: Any) -> TokenRequest:
-    """Returns the request of a sampling, which shares no prefix cache with others; `name` is to be unique."""
+    """Returns the request of a sampling, which shares no prefix cache with others; `name` is to be
+    unique.
+    """
     values: dict[str, Any] = {"ignore_eos": True, "cache_salt": name.encode()[-32:]}
     return token_request(
-        PROMPT, fields.pop("num_tokens", NUM_TOKENS), name=name, **values | REQUESTS[sampling], **fields
+        PROMPT,
+        fields.pop("num_tokens", NUM_TOKENS),
+        name=name,
+        **values | REQUESTS[sampling],
+        **fields,
     )
 
 
@@ -86,8 +95,9 @@ async def collect(
     stop: tuple[int, ...] = (),
     seen: Callable[[Result], object] = lambda result: None,
 ) -> Result:
-    """Runs a request, checking its indices and ends. Choice 0 ends once it has the tokens `stop` one after the other,
-    as with a stop string."""
+    """Runs a request, checking its indices and ends. Choice 0 ends once it has the tokens `stop`
+    one after the other, as with a stop string.
+    """
     result, ended = Result([Choice() for _ in range(request.num_choices)]), set[int]()
     timeline = inference_pb2.Timeline()
     finished: set[int] = set()
@@ -139,19 +149,25 @@ class Cluster:
         self.dispatcher = self.router()
 
     async def node(self, worker_id: str, **fields: Any) -> Node:
-        """Returns a node that runs, started if it does not, and that the router would place requests on."""
+        """Returns a node that runs, started if it does not, and that the router would place
+        requests on.
+        """
         if worker_id not in self.nodes:
             tp = 2 if worker_id.endswith("split") else 1
             config = _CONFIGS.get(worker_id.partition("-")[2], {})
             if "kv_disk_bytes" in config:
                 config = config | {"kv_disk": str(self.folder / f"disk-{worker_id}")}
             fields = {"tp": tp, "config": config} | fields
-            self.nodes[worker_id] = await make_node(self.launcher, self.model, self.folder, worker_id, **fields)
+            self.nodes[worker_id] = await make_node(
+                self.launcher, self.model, self.folder, worker_id, **fields
+            )
         elif self.nodes[worker_id].is_spent:
             await self.nodes[worker_id].restart()
         node = self.nodes[worker_id]
         async with asyncio.timeout(IDLE_SECONDS):
-            while self.registry.is_lost(worker_id, node.info.epoch):  # it was cut off or stopped before
+            while self.registry.is_lost(
+                worker_id, node.info.epoch
+            ):  # it was cut off or stopped before
                 await asyncio.sleep(0.01)
         return node
 
@@ -186,7 +202,9 @@ class Cluster:
             self.expected[key] = result
         return self.expected[key]
 
-    async def _undisturbed(self, sampling: str, num_tokens: int, stop: tuple[int, ...] = ()) -> Result:
+    async def _undisturbed(
+        self, sampling: str, num_tokens: int, stop: tuple[int, ...] = ()
+    ) -> Result:
         """Returns what a request gives without an interruption; a busy machine may cause some."""
         async with asyncio.timeout(IDLE_SECONDS):
             while True:
@@ -196,10 +214,14 @@ class Cluster:
                     return result
 
     async def check_books(self, nodes: Sequence[Node]) -> None:
-        """Waits until these nodes hold nothing; fails if one does, or if the router counts what is over."""
+        """Waits until these nodes hold nothing; fails if one does, or if the router counts what is
+        over.
+        """
         assert not self.registry._reserved, "the registry reserves for a request that is over"
         for state in self.registry._workers.values():
-            assert not state.requests, f"the registry counts {state.requests} on {state.info.worker_id}"
+            assert not state.requests, (
+                f"the registry counts {state.requests} on {state.info.worker_id}"
+            )
             assert state.own == NO_CAPACITY
         deadline = time.monotonic() + IDLE_SECONDS
         for node in nodes:
@@ -219,7 +241,9 @@ class Cluster:
 
     def router(self, convictions: Convictions | None = None) -> Dispatcher:
         """Returns a further dispatcher that sees the same nodes."""
-        return Dispatcher(self.registry, Unlimited(self.registry), identity=IDENTITY, convictions=convictions)
+        return Dispatcher(
+            self.registry, Unlimited(self.registry), identity=IDENTITY, convictions=convictions
+        )
 
     async def close(self) -> None:
         """Ends everything."""
@@ -228,7 +252,9 @@ class Cluster:
 
 
 def stop_of(result: Result) -> tuple[int, ...]:
-    """Returns two tokens after which choice 0 of the "stop string" request ends, without it about in the middle."""
+    """Returns two tokens after which choice 0 of the "stop string" request ends, without it about
+    in the middle.
+    """
     ids = result.choices[0].ids
     return tuple(ids[13:15]) if len(ids) > 15 else tuple(ids[-2:])
 
@@ -237,7 +263,12 @@ def stop_of(result: Result) -> tuple[int, ...]:
 async def running_cluster(folder: Path) -> AsyncIterator[Cluster]:
     """Makes a model and runs a cluster without nodes yet."""
     model = make_tiny_model(
-        folder / "tiny", hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=2, dtype="bfloat16"
+        folder / "tiny",
+        hidden_size=256,
+        head_dim=32,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        dtype="bfloat16",
     )
     async with launched() as launcher:
         cluster = Cluster(launcher, model, folder)

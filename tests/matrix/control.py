@@ -10,12 +10,22 @@ from tandem.workers.engine.plan import StepPlan
 
 NEVER: Final = 1 << 60
 _NUMBER: Final = struct.Struct("<q")
-_FIELDS: Final = ("hold_from", "is_held", "num_holds", "num_submits", "num_suspends", "refusals", "starves")
+_FIELDS: Final = (
+    "hold_from",
+    "is_held",
+    "num_holds",
+    "num_submits",
+    "num_suspends",
+    "refusals",
+    "starves",
+)
 _POLL_SECONDS: Final = 0.001
 
 
 class Control:
-    """Maps the numbers. The test writes `hold_from`, `refusals` and `starves`, the worker the others."""
+    """Maps the numbers. The test writes `hold_from`, `refusals` and `starves`, the worker the
+    others.
+    """
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -93,7 +103,9 @@ class Control:
 
     def wait(self, plan: StepPlan) -> None:
         """Blocks the engine's thread as long as a step of the plan is at `hold_from` or beyond."""
-        furthest = max((step.start + len(step.token_ids) - 1 for step in plan.sequences), default=-1)
+        furthest = max(
+            (step.start + len(step.token_ids) - 1 for step in plan.sequences), default=-1
+        )
         if plan.sequences and furthest >= self.hold_from:
             self._write("is_held", 1)
             self._write("num_holds", self.num_holds + 1)

@@ -1,6 +1,8 @@
-"""Starts workers and ranks as processes of their own, fast: a process that has imported everything forks them.
+"""Starts workers and ranks as processes of their own, fast: a process that has imported everything
+forks them.
 
-Reads one JSON object a line, forks, and the child answers with one line. All end when standard input does.
+Reads one JSON object a line, forks, and the child answers with one line. All end when standard
+input does.
 """
 
 import asyncio
@@ -68,7 +70,9 @@ async def _serve_worker(spec: dict[str, Any]) -> None:
     for hook in spec["hooks"]:
         _HOOKS[hook["name"]](hook)
     config = worker_config(**spec["config"])
-    worker = await Worker.start(config, worker_id=spec["worker_id"], role=spec["role"], ranks=spec["ranks"])
+    worker = await Worker.start(
+        config, worker_id=spec["worker_id"], role=spec["role"], ranks=spec["ranks"]
+    )
     address = worker.address
     if spec["kv_address"]:
         worker.address = spec["kv_address"]  # its KV cache is fetched through a proxy
@@ -82,7 +86,9 @@ async def _serve_worker(spec: dict[str, Any]) -> None:
 
 def _answer(spec: dict[str, Any], **values: str) -> None:
     # One short write, so that the lines of several children do not mix.
-    os.write(1, (json.dumps({"ticket": spec["ticket"], "pid": os.getpid()} | values) + "\n").encode())
+    os.write(
+        1, (json.dumps({"ticket": spec["ticket"], "pid": os.getpid()} | values) + "\n").encode()
+    )
 
 
 def _install(control: Control) -> None:
@@ -94,11 +100,15 @@ def _install(control: Control) -> None:
         control.wait(plan)
         return launch(self, plan, on_layers)
 
-    def counted_submit(self: RequestManager, session: RouterSession, submit: worker_pb2.Submit) -> None:
+    def counted_submit(
+        self: RequestManager, session: RouterSession, submit: worker_pb2.Submit
+    ) -> None:
         control.count_submit()
         accept(self, session, submit)
 
-    def counted_suspend(self: RequestManager, session: RouterSession, suspend: worker_pb2.Suspend) -> None:
+    def counted_suspend(
+        self: RequestManager, session: RouterSession, suspend: worker_pb2.Suspend
+    ) -> None:
         do_suspend(self, session, suspend)
         control.count_suspend()
 
@@ -113,7 +123,10 @@ def _install(control: Control) -> None:
             return grow(self, sequence)
         control.starves = False
         preempted = self._requests.abort(self._requests.running[-1])
-        return [*(Preempted(id=number) for number in preempted), *grow(self, sequence)]  # which may be another's
+        return [
+            *(Preempted(id=number) for number in preempted),
+            *grow(self, sequence),
+        ]  # which may be another's
 
     def starved_room(self: Scheduler, sequence: Sequence, count: int) -> int:
         return (

@@ -1,4 +1,6 @@
-"""Runs workers with a real model as processes of their own, each behind proxies and under the control of the test."""
+"""Runs workers with a real model as processes of their own, each behind proxies and under the
+control of the test.
+"""
 
 import asyncio
 import base64
@@ -151,7 +153,9 @@ class Node:
         """Drains the worker, until it has no request."""
         self.is_spent = True
         async with peer_channel(self.address) as channel:
-            drained = await worker_stub(channel).Drain(worker_pb2.DrainRequest(timeout_seconds=20), timeout=30)
+            drained = await worker_stub(channel).Drain(
+                worker_pb2.DrainRequest(timeout_seconds=20), timeout=30
+            )
         assert drained.num_requests == 0, f"{self.worker_id} is not drained"
 
     async def restart(self) -> None:
@@ -191,7 +195,9 @@ class Node:
         self.kv_link.heal()
 
 
-async def make_node(launcher: Launcher, model: Path, folder: Path, worker_id: str, **fields: Any) -> Node:
+async def make_node(
+    launcher: Launcher, model: Path, folder: Path, worker_id: str, **fields: Any
+) -> Node:
     """Makes a node and starts it."""
     path = folder / f"control-{worker_id}"
     role = "prefill" if worker_id.startswith("p") else "decode"

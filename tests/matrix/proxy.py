@@ -68,7 +68,10 @@ class Proxy:
             task.add_done_callback(self._tasks.discard)
 
     async def _forward(
-        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, both: tuple[asyncio.StreamWriter, ...]
+        self,
+        source: asyncio.StreamReader,
+        target: asyncio.StreamWriter,
+        both: tuple[asyncio.StreamWriter, ...],
     ) -> None:
         try:
             with suppress(OSError):

@@ -1,4 +1,6 @@
-"""Plays one case of the fault matrix: brings a request to a point, injects the fault, compares with a run without."""
+"""Plays one case of the fault matrix: brings a request to a point, injects the fault, compares with
+a run without.
+"""
 
 import asyncio
 import signal
@@ -17,7 +19,9 @@ from tandem.workers.engine.config import SpeculativeConfig
 
 REACH_SECONDS: Final = 30.0
 REQUEST_SECONDS: Final = 60.0
-TOKEN_POINT: Final = 5  # tokens that the worker has when "token" is reached; the client has some of them
+TOKEN_POINT: Final = (
+    5  # tokens that the worker has when "token" is reached; the client has some of them
+)
 _DRAFT_TOKENS: Final = SpeculativeConfig().num_speculative_tokens
 
 
@@ -86,7 +90,9 @@ class Scenario:
         self.entry.control.hold_from = 0
         channel = await stack.enter_async_context(peer_channel(self.entry.address))
         session = RawSession(channel)
-        await session.send(submit("blocker", token_ids=range(3, 11), max_tokens=1, cache_salt=b"blocker"))
+        await session.send(
+            submit("blocker", token_ids=range(3, 11), max_tokens=1, cache_salt=b"blocker")
+        )
         await until(lambda: self.entry.control.is_held, "the entry is blocked")
 
     def _first_nodes(self) -> list[Node]:
@@ -97,7 +103,9 @@ class Scenario:
         fills = self.case.fault == "full" and self.case.point in ("queued", "prefill", "pull")
         if fills:
             for node in self.nodes:
-                is_full = node is self.victim or (self.case.point == "prefill" and node.role == "prefill")
+                is_full = node is self.victim or (
+                    self.case.point == "prefill" and node.role == "prefill"
+                )
                 node.control.refusals = int(is_full)
         if self.case.point == "queued" or (fills and self.victim is self.entry):
             return
@@ -105,9 +113,18 @@ class Scenario:
         self.holder.control.hold_from = self.hold_from
         if self.holder is not self.entry:
             self.entry.control.release()
-        await until(lambda: self.holder.control.num_holds > num_holds or asked.done(), "the point is reached")
-        await until(lambda: self.victim.control.num_submits or asked.done(), "the victim has the request")
-        if self.entry is not self.victim and self.case.point == "pull" and self.case.fault != "full":
+        await until(
+            lambda: self.holder.control.num_holds > num_holds or asked.done(),
+            "the point is reached",
+        )
+        await until(
+            lambda: self.victim.control.num_submits or asked.done(), "the victim has the request"
+        )
+        if (
+            self.entry is not self.victim
+            and self.case.point == "pull"
+            and self.case.fault != "full"
+        ):
             await until(lambda: self.entry.kv_link.num_bytes > num_bytes, "the victim fetches")
         streams = self.case.sampling != "beam"  # which gives its tokens at its end
         if self.case.point in ("token", "last") and streams:
@@ -130,7 +147,10 @@ class Scenario:
             link.swallow() if case.variant else link.cut()
         elif case.fault == "drain":
             self.tasks.append(asyncio.create_task(victim.drain()))
-            await until(lambda: client is None or client.broken or client._drains, "the router knows of the drain")
+            await until(
+                lambda: client is None or client.broken or client._drains,
+                "the router knows of the drain",
+            )
             if client is not None and client._told:
                 await until(lambda: victim.control.num_suspends, "the worker is told to suspend")
         elif case.point in ("token", "last"):
@@ -156,8 +176,12 @@ class Scenario:
             node.control.clear()
 
 
-async def prepare(cluster: Cluster, case: Case, nodes: Sequence[Node] = (), num_tokens: int = NUM_TOKENS) -> Scenario:
-    """Makes the scenario of a case: runs its nodes and, the first time, the request without a fault."""
+async def prepare(
+    cluster: Cluster, case: Case, nodes: Sequence[Node] = (), num_tokens: int = NUM_TOKENS
+) -> Scenario:
+    """Makes the scenario of a case: runs its nodes and, the first time, the request without a
+    fault.
+    """
     expected = await cluster.expect(case.sampling, case.layout, num_tokens)
     nodes = nodes or await cluster.layout(case.layout)
     for node in nodes:
@@ -175,13 +199,20 @@ async def check(cluster: Cluster, case: Case, nodes: Sequence[Node] = ()) -> Res
 
 
 async def audit(scenario: Scenario) -> Result:
-    """Plays a scenario and fails unless the client got what it gets without the fault, and nothing is left."""
+    """Plays a scenario and fails unless the client got what it gets without the fault, and nothing
+    is left.
+    """
     case = scenario.case
     try:
         result = await scenario.play()
         assert result.choices == scenario.expected.choices, "the output is altered"
-        # A cut may come between two streams of a fetch, and a drained worker without another ends what it has.
-        is_noticed = result.attempts > 1 or case.fault == "drain" or (case.fault, case.point) == ("cut", "pull")
+        # A cut may come between two streams of a fetch, and a drained worker without another ends
+        # what it has.
+        is_noticed = (
+            result.attempts > 1
+            or case.fault == "drain"
+            or (case.fault, case.point) == ("cut", "pull")
+        )
         assert is_noticed, "the fault was not noticed"
         await scenario.recover()
     except BaseException:

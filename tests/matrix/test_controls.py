@@ -29,7 +29,9 @@ async def block(node: Node, stack: AsyncExitStack) -> None:
     node.control.clear()
     node.control.hold_from = 0
     session = RawSession(await stack.enter_async_context(peer_channel(node.address)))
-    await session.send(submit("blocker", token_ids=range(3, 11), max_tokens=1, cache_salt=b"blocker"))
+    await session.send(
+        submit("blocker", token_ids=range(3, 11), max_tokens=1, cache_salt=b"blocker")
+    )
     await until(lambda: node.control.is_held, "the node is blocked")
 
 
@@ -42,7 +44,9 @@ async def drain(node: Node) -> None:
 
 
 async def drain_twice(cluster: Cluster) -> list[Choice]:
-    """Drains one worker after the other while a request waits there; returns what the request gives."""
+    """Drains one worker after the other while a request waits there; returns what the request
+    gives.
+    """
     first, second = await cluster.layout("0+2")
     async with AsyncExitStack() as stack:
         cluster.show(first)
@@ -68,14 +72,18 @@ async def test_drains_convict_no_request(cluster: Cluster) -> None:
     assert await drain_twice(cluster) == expected.choices
 
 
-async def test_drains_that_count_as_crashes_are_seen(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drains_that_count_as_crashes_are_seen(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Cause.GONE, "blames_request", True)
     with pytest.raises(InternalError):
         await drain_twice(cluster)
     await cluster.renew()  # the old one refuses the prompt
 
 
-async def test_an_attempt_that_is_reused_is_seen(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_attempt_that_is_reused_is_seen(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case("kill", "token", "choices", "0+2")
     await check(cluster, case)
 

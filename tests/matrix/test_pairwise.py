@@ -7,7 +7,16 @@ import itertools
 import psutil
 import pytest
 
-from tandem.tests.matrix.cases import FAULTS, LAYOUTS, POINTS, SAMPLINGS, Case, pairs_of, pairwise, with_options
+from tandem.tests.matrix.cases import (
+    FAULTS,
+    LAYOUTS,
+    POINTS,
+    SAMPLINGS,
+    Case,
+    pairs_of,
+    pairwise,
+    with_options,
+)
 from tandem.tests.matrix.cluster import Cluster
 from tandem.tests.matrix.scenario import check
 
@@ -16,7 +25,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_every_pair_is_covered() -> None:
-    covered = {pair for case in PAIRS for pair in pairs_of((case.fault, case.point, case.sampling, case.layout))}
+    covered = {
+        pair
+        for case in PAIRS
+        for pair in pairs_of((case.fault, case.point, case.sampling, case.layout))
+    }
     values = (FAULTS, POINTS, SAMPLINGS, LAYOUTS)
     assert len(covered) == sum(len(a) * len(b) for a, b in itertools.combinations(values, 2))
 
@@ -33,7 +46,9 @@ async def test_the_router_holds_no_more_than_before(cluster: Cluster) -> None:
     for _ in range(3):
         for _ in range(4):
             await check(cluster, case)
-        gc.collect()  # in a process with many objects, Python itself seldom looks for closed connections among them
+        # in a process with many objects, Python itself seldom looks for closed connections among
+        # them
+        gc.collect()
         held.append((psutil.Process().num_fds(), psutil.Process().num_threads()))
     assert held[2][0] <= held[0][0] + 2, held
     assert held[2][1] <= held[0][1] + 2, held

@@ -1,5 +1,6 @@
-"""A request that kills whatever worker computes it: it costs two workers at most, and no other request anything. No
-other router tries it again."""
+"""A request that kills whatever worker computes it: it costs two workers at most, and no other
+request anything. No other router tries it again.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -18,14 +19,19 @@ from tandem.tests.matrix.nodes import Node
 from tandem.tests.tiny_tokenizer import VOCAB_SIZE
 
 NUM_OTHERS = 32
-CONVICTING, JOINING = (RouterInfo(router_id=name, grpc_address="h:1", http_address="h:2") for name in ("a", "b"))
+CONVICTING, JOINING = (
+    RouterInfo(router_id=name, grpc_address="h:1", http_address="h:2") for name in ("a", "b")
+)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def make_others(cluster: Cluster) -> list[TokenRequest]:
     """Returns requests with prompts of their own."""
     made = [make_request("seed", cluster.name()) for _ in range(NUM_OTHERS)]
-    return [replace(request, prompt=(*request.prompt[number:], 5 + number)) for number, request in enumerate(made)]
+    return [
+        replace(request, prompt=(*request.prompt[number:], 5 + number))
+        for number, request in enumerate(made)
+    ]
 
 
 async def watch(cluster: Cluster, nodes: list[Node]) -> None:
@@ -49,7 +55,9 @@ def unused_token(requests: list[TokenRequest], results: list[Result]) -> int:
     return max(set(range(VOCAB_SIZE)) - used)
 
 
-async def ask_another_router(cluster: Cluster, directory: LocalDirectory, request: TokenRequest) -> None:
+async def ask_another_router(
+    cluster: Cluster, directory: LocalDirectory, request: TokenRequest
+) -> None:
     """Asks a router that joins now and knows of convictions by the directory alone."""
     convictions = Convictions()
     await directory.watch(DirectoryWatcher(), JOINING, convictions)
@@ -60,8 +68,12 @@ async def ask_another_router(cluster: Cluster, directory: LocalDirectory, reques
         await router.close()
 
 
-@pytest.mark.parametrize(("seconds", "prefix"), [(0.3, "d"), pytest.param(0.0, "e", marks=pytest.mark.matrix)])
-async def test_a_poisonous_request_harms_no_other(cluster: Cluster, seconds: float, prefix: str) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "prefix"), [(0.3, "d"), pytest.param(0.0, "e", marks=pytest.mark.matrix)]
+)
+async def test_a_poisonous_request_harms_no_other(
+    cluster: Cluster, seconds: float, prefix: str
+) -> None:
     directory, convictions = LocalDirectory(Directory()), Convictions()
     await cluster.renew(convictions)
     cluster.show(await cluster.node("d0"))
@@ -69,7 +81,9 @@ async def test_a_poisonous_request_harms_no_other(cluster: Cluster, seconds: flo
     expected = await asyncio.gather(*(collect(cluster.dispatcher, request) for request in requests))
     token = unused_token(requests, expected)
     hooks = [{"name": "poison", "token": token, "seconds": seconds}]
-    nodes = [await cluster.node(name, hooks=hooks) for name in (f"{prefix}{n}" for n in range(5, 9))]
+    nodes = [
+        await cluster.node(name, hooks=hooks) for name in (f"{prefix}{n}" for n in range(5, 9))
+    ]
     cluster.show(*nodes)
     watching = asyncio.create_task(watch(cluster, nodes))
     poison = make_request("seed", cluster.name())
@@ -77,8 +91,13 @@ async def test_a_poisonous_request_harms_no_other(cluster: Cluster, seconds: flo
     again = [replace(request, request_id=cluster.name()) for request in requests]
     try:
         async with asyncio.timeout(100):
-            asked = [asyncio.create_task(collect(cluster.dispatcher, request)) for request in [*again[:16], poison]]
-            asked += [asyncio.create_task(collect(cluster.dispatcher, request)) for request in again[16:]]
+            asked = [
+                asyncio.create_task(collect(cluster.dispatcher, request))
+                for request in [*again[:16], poison]
+            ]
+            asked += [
+                asyncio.create_task(collect(cluster.dispatcher, request)) for request in again[16:]
+            ]
             results = await asyncio.gather(*asked, return_exceptions=True)
         refusal = results.pop(16)
         assert isinstance(refusal, InternalError), refusal
@@ -88,7 +107,9 @@ async def test_a_poisonous_request_harms_no_other(cluster: Cluster, seconds: flo
         assert choices == [result.choices for result in expected]
         num_living = len(nodes) - 2
         async with asyncio.timeout(20):
-            while sum(map(is_living, nodes)) > num_living:  # a session breaks before its process is gone
+            while (
+                sum(map(is_living, nodes)) > num_living
+            ):  # a session breaks before its process is gone
                 await asyncio.sleep(0.01)
         assert sum(map(is_living, nodes)) == num_living, "more than two workers were lost"
         with pytest.raises(InternalError):

@@ -1,5 +1,6 @@
-"""The only decode worker is killed under a stream: this waits for the worker's successor, and goes on as if nothing had
-been."""
+"""The only decode worker is killed under a stream: this waits for the worker's successor, and goes
+on as if nothing had been.
+"""
 
 import asyncio
 
@@ -14,7 +15,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
 @pytest.mark.parametrize(
-    "num_tokens", [TOKEN_POINT, *(pytest.param(n, marks=pytest.mark.matrix) for n in (1, 11, NUM_TOKENS - 1))]
+    "num_tokens",
+    [TOKEN_POINT, *(pytest.param(n, marks=pytest.mark.matrix) for n in (1, 11, NUM_TOKENS - 1))],
 )
 async def test_a_stream_waits_for_the_successor_of_the_only_decode_worker(
     cluster: Cluster, num_prefill: int, num_tokens: int
@@ -28,9 +30,13 @@ async def test_a_stream_waits_for_the_successor_of_the_only_decode_worker(
     cluster.show(decode, *prefill)
     decode.control.hold_from = PROMPT_LENGTH + num_tokens - 1
     got: list[Result] = []
-    asked = asyncio.create_task(collect(cluster.dispatcher, make_request("seed", cluster.name()), seen=got.append))
+    asked = asyncio.create_task(
+        collect(cluster.dispatcher, make_request("seed", cluster.name()), seen=got.append)
+    )
     try:
-        await until(lambda: got and len(got[-1].choices[0].ids) == num_tokens, "the stream is under way")
+        await until(
+            lambda: got and len(got[-1].choices[0].ids) == num_tokens, "the stream is under way"
+        )
         await until(lambda: decode.control.is_held, "the next step is held")
         for node in prefill:
             node.control.refusals = 1_000

@@ -1,4 +1,6 @@
-"""A worker that is frozen or cut off: its streams go on elsewhere within three seconds, and nobody is blamed."""
+"""A worker that is frozen or cut off: its streams go on elsewhere within three seconds, and nobody
+is blamed.
+"""
 
 import asyncio
 import signal
@@ -73,12 +75,17 @@ async def test_the_streams_of_a_frozen_worker_go_on_within_three_seconds(cluster
     async def one(number: int) -> list[Choice]:
         request = make_request("seed", cluster.name(), num_tokens=400)
         return (
-            await collect(cluster.dispatcher, request, seen=lambda result: progress.update({number: result}))
+            await collect(
+                cluster.dispatcher, request, seen=lambda result: progress.update({number: result})
+            )
         ).choices
 
     def num_beyond() -> int:
         """Counts the streams that have tokens which the frozen worker did not compute."""
-        return sum(len(result.choices[0].ids) > HELD_FROM - PROMPT_LENGTH + 1 for result in progress.values())
+        return sum(
+            len(result.choices[0].ids) > HELD_FROM - PROMPT_LENGTH + 1
+            for result in progress.values()
+        )
 
     began = time.monotonic()
     expected = await one(-1)

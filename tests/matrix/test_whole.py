@@ -1,4 +1,6 @@
-"""The whole fault matrix, for `make matrix`: every case, and a worker killed at every token of a stream."""
+"""The whole fault matrix, for `make matrix`: every case, and a worker killed at every token of a
+stream.
+"""
 
 import pytest
 
@@ -20,6 +22,8 @@ async def test_a_fault_alters_nothing(cluster: Cluster, case: Case) -> None:
 async def test_a_decode_worker_is_killed_after_any_number_of_tokens(
     cluster: Cluster, sampling: str, num_tokens: int
 ) -> None:
-    scenario = await prepare(cluster, Case("kill", "token", sampling, "0+2"), num_tokens=NUM_KILLS + 2)
+    scenario = await prepare(
+        cluster, Case("kill", "token", sampling, "0+2"), num_tokens=NUM_KILLS + 2
+    )
     scenario.token_point = num_tokens
     await audit(scenario)

@@ -1,4 +1,6 @@
-"""What peers prove to each other: nothing but the right call, made now by who knows the secret, is accepted."""
+"""What peers prove to each other: nothing but the right call, made now by who knows the secret, is
+accepted.
+"""
 
 import time
 
@@ -24,7 +26,9 @@ def test_a_proof_is_accepted_where_it_was_made_for_and_its_answer_by_who_has_mad
 
 
 @given(NAMES, NAMES, NAMES, NAMES)
-def test_a_proof_is_of_use_for_no_other_method_and_at_no_other_address(a: str, b: str, c: str, d: str) -> None:
+def test_a_proof_is_of_use_for_no_other_method_and_at_no_other_address(
+    a: str, b: str, c: str, d: str
+) -> None:
     assert OURS.accepts(OURS.make_proof(a, b), c, [d]) == ((a, b) == (c, d))
 
 
@@ -68,7 +72,10 @@ def test_what_is_sent_holds_neither_the_secret_nor_an_answer_and_never_twice_the
     ("seconds", "is_accepted"),
     [
         *((each, True) for each in (0, MAX_SKEW_SECONDS - 1, 1 - MAX_SKEW_SECONDS)),
-        *((each, False) for each in (MAX_SKEW_SECONDS + 1, -MAX_SKEW_SECONDS - 1, float("inf"), float("nan"))),
+        *(
+            (each, False)
+            for each in (MAX_SKEW_SECONDS + 1, -MAX_SKEW_SECONDS - 1, float("inf"), float("nan"))
+        ),
     ],
 )
 def test_a_proof_is_of_use_for_a_limited_time(

@@ -14,7 +14,8 @@ from tandem.router.telemetry.prometheus import PrometheusMetrics
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 
 VLLM: dict[str, tuple[str, set[str]]] = {
-    # vllm/v1/metrics/loggers.py, the names that Prometheus sees, the labels beside model_name and engine
+    # vllm/v1/metrics/loggers.py, the names that Prometheus sees, the labels beside model_name and
+    # engine
     "vllm:num_requests_running": ("gauge", set()),
     "vllm:num_requests_waiting": ("gauge", set()),
     "vllm:num_requests_waiting_by_reason": ("gauge", {"reason"}),
@@ -89,7 +90,11 @@ def test_every_name_is_one_that_prometheus_takes() -> None:
 
 def test_the_page_has_every_metric_as_in_the_table() -> None:
     """To write it anew: python -m tandem.tests.proto.test_metrics"""
-    found = [line for line in PAGE.read_text().splitlines() if re.match(r"\| `(ray_|vllm:|tandem_)", line)]
+    found = [
+        line
+        for line in PAGE.read_text().splitlines()
+        if re.match(r"\| `(ray_|vllm:|tandem_)", line)
+    ]
     assert found == [line_of(metric) for metric in METRICS]
 
 
@@ -98,7 +103,9 @@ def test_what_a_router_shows_is_the_table() -> None:
     shown = {family.name: family for family in text_string_to_metric_families(page)}
     for metric in METRICS:
         if metric.source == "router":
-            family = shown[metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name]
+            family = shown[
+                metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
+            ]
             assert (family.type, family.documentation) == (metric.kind, metric.help)
             for sample in family.samples:
                 constant = {"model_name", "engine"} if metric.is_vllm else {"model_name"}
@@ -108,7 +115,12 @@ def test_what_a_router_shows_is_the_table() -> None:
                 assert family.samples
 
 
-@given(st.lists(st.tuples(st.one_of(st.floats(0, 200), st.sampled_from(ITL.buckets)), st.integers(1, 9)), max_size=50))
+@given(
+    st.lists(
+        st.tuples(st.one_of(st.floats(0, 200), st.sampled_from(ITL.buckets)), st.integers(1, 9)),
+        max_size=50,
+    )
+)
 def test_observations_are_reported_in_their_buckets(values: list[tuple[float, int]]) -> None:
     counts, exact = BucketCounts(ITL.buckets), BucketCounts(ITL.buckets)
     recorder: Any = Recorder()

@@ -1,6 +1,8 @@
-"""A sampling parameter is added by a row, the field of the message, and the code that computes with it.
+"""A sampling parameter is added by a row, the field of the message, and the code that computes with
+it.
 
-The package is copied and edited as docs/extending.md says, and a program in it finds the parameter in every API.
+The package is copied and edited as docs/extending.md says, and a program in it finds the parameter
+in every API.
 """
 
 import os
@@ -14,7 +16,9 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 FIELD: Final = "  float toy_scale = 99;\n"
-ROW: Final = '    RequestParameter("sampling.toy_scale", "float", "Scales the toy.", bounds=(-1, 1)),\n'
+ROW: Final = (
+    '    RequestParameter("sampling.toy_scale", "float", "Scales the toy.", bounds=(-1, 1)),\n'
+)
 ENGINE: Final = "    toy_scale: float = 0.0\n"  # what the sampler computes with
 
 EDITS: Final = {
@@ -96,11 +100,20 @@ def test_a_parameter_is_a_row_a_field_and_the_code_that_uses_it(tmp_path: Path) 
     shutil.copy(ROOT / "tests" / "router" / "fake_source.py", package / "tests" / "router")
     for name, (place, added) in EDITS.items():
         text = (package / name).read_text()
-        (package / name).write_text(re.sub(place, lambda found, added=added: found[0] + added, text, count=1))  # type: ignore[misc]
+        (package / name).write_text(
+            re.sub(place, lambda found, added=added: found[0] + added, text, count=1)
+        )  # type: ignore[misc]
         assert (package / name).read_text() != text, f"{name} has no {place}"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    subprocess.run([sys.executable, "proto/generate.py"], cwd=package, env=environment, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "proto/generate.py"], cwd=package, env=environment, check=True, timeout=120
+    )
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (done.returncode, done.stdout) == (0, "found everywhere\n"), done.stderr[-2000:]

@@ -1,4 +1,6 @@
-"""The table of parameters: complete, true to the messages, and the same as what is written by hand beside it."""
+"""The table of parameters: complete, true to the messages, and the same as what is written by hand
+beside it.
+"""
 
 import dataclasses
 import math
@@ -10,7 +12,14 @@ from google.protobuf.message import Message
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
-from tandem.proto.parameters import PARAMETERS, ROWS, RequestParameter, check_value, markdown, parameters_of
+from tandem.proto.parameters import (
+    PARAMETERS,
+    ROWS,
+    RequestParameter,
+    check_value,
+    markdown,
+    parameters_of,
+)
 from tandem.router.client.types import Options
 from tandem.workers.engine.plan import SamplingParams
 
@@ -21,8 +30,18 @@ PARENTS: Final[dict[str, type[Message]]] = {
     "beam_search": inference_pb2.BeamSearch,
     "constraint": inference_pb2.Constraint,
 }
-NO_ROWS: Final = {"prompt", "sampling", "stopping", "beam_search", "constraint", "resume", "pooling"}
-NUMBERS: Final = [row for row in PARAMETERS if math.isfinite(row.bounds[1]) and row.kind != "logit_bias"]
+NO_ROWS: Final = {
+    "prompt",
+    "sampling",
+    "stopping",
+    "beam_search",
+    "constraint",
+    "resume",
+    "pooling",
+}
+NUMBERS: Final = [
+    row for row in PARAMETERS if math.isfinite(row.bounds[1]) and row.kind != "logit_bias"
+]
 TYPES: Final = {
     "bool": "bool",
     "float": "float",
@@ -67,7 +86,11 @@ def test_every_bound_is_the_last_good_value(row: RequestParameter) -> None:
     least, most = row.limits
     step = 1 if row.kind != "float" else 1e-6 * max(abs(least), abs(most))
     check_value(row, most, row.field)
-    past = [most + step, least - step, *([math.nan, math.inf, -math.inf] if row.kind == "float" else [])]
+    past = [
+        most + step,
+        least - step,
+        *([math.nan, math.inf, -math.inf] if row.kind == "float" else []),
+    ]
     if row.excludes_minimum:
         past.append(least)
     else:
@@ -87,7 +110,11 @@ def test_the_options_of_clients_are_the_rows() -> None:
 
 
 def _type_name(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("collections.abc.", "")
+    return (
+        annotation.__name__
+        if isinstance(annotation, type)
+        else str(annotation).replace("collections.abc.", "")
+    )
 
 
 def test_the_engine_has_every_parameter_of_sampling_with_its_default() -> None:
@@ -100,4 +127,6 @@ def test_the_engine_has_every_parameter_of_sampling_with_its_default() -> None:
 
 def test_the_page_is_fresh() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "parameters.md"
-    assert page.read_text() == markdown(), "run `python -m tandem.proto.parameters > docs/parameters.md`"
+    assert page.read_text() == markdown(), (
+        "run `python -m tandem.proto.parameters > docs/parameters.md`"
+    )

@@ -1,4 +1,6 @@
-"""Pools of fake workers without a network, in which one request runs: every token depends on all before it."""
+"""Pools of fake workers without a network, in which one request runs: every token depends on all
+before it.
+"""
 
 import asyncio
 import random
@@ -97,7 +99,9 @@ def outputs_of(submit: worker_pb2.Submit) -> Iterator[worker_pb2.Output]:
     """What a worker sends for a submit, one by one."""
 
     def output(choice: int = 0, **event: Any) -> worker_pb2.Output:
-        return worker_pb2.Output(request_id=submit.request_id, attempt=submit.attempt, choice=choice, **event)
+        return worker_pb2.Output(
+            request_id=submit.request_id, attempt=submit.attempt, choice=choice, **event
+        )
 
     handle = worker_pb2.KvHandle(transfer_id=b"%d" % submit.attempt)
     yield output(admitted=worker_pb2.Admitted(cached_tokens=1, kv=handle))
@@ -106,16 +110,22 @@ def outputs_of(submit: worker_pb2.Submit) -> Iterator[worker_pb2.Output]:
         for choice in range(submit.first_choice, submit.first_choice + submit.num_choices)
     }
     if submit.task == worker_pb2.TASK_DECODE:
-        yield output(kv_received=worker_pb2.KvReceived(transfer_bytes=10, transfer_active_seconds=0.1))
+        yield output(
+            kv_received=worker_pb2.KvReceived(transfer_bytes=10, transfer_active_seconds=0.1)
+        )
     for step in range(submit.max_tokens):
         for choice, history in list(histories.items()):
             token = next_token(submit.sampling.seed + choice, history)
             finish = finish_of(token, submit.max_tokens - step - 1)
             is_first = step == 0 and choice == submit.first_choice
-            tokens = worker_pb2.Tokens(first_index=submit.first_index + step, ids=[token], finish_reason=finish)
+            tokens = worker_pb2.Tokens(
+                first_index=submit.first_index + step, ids=[token], finish_reason=finish
+            )
             tokens.prefill_seconds = 0.5 if is_first else 0.0
             if is_first and submit.HasField("prompt_logprobs"):
-                tokens.prompt_logprobs.extend(worker_pb2.TokenScores() for _ in submit.token_ids[1:])
+                tokens.prompt_logprobs.extend(
+                    worker_pb2.TokenScores() for _ in submit.token_ids[1:]
+                )
             histories[choice] = (*history, token)
             if finish != UNFINISHED:
                 del histories[choice]
@@ -148,7 +158,9 @@ class FakePools:
     epochs: Counter[str] = field(default_factory=Counter)
     running: list[Submitted] = field(default_factory=list)
     submits: list[worker_pb2.Submit] = field(default_factory=list)
-    held: Counter[tuple[str, str]] = field(default_factory=Counter)  # what the registry counts as dispatched
+    held: Counter[tuple[str, str]] = field(
+        default_factory=Counter
+    )  # what the registry counts as dispatched
     sources: dict[bytes, Submitted] = field(default_factory=dict)  # prefills, by transfer id
     prefilled_tokens: list[int] = field(default_factory=list)
     num_transfers: int = 0
@@ -220,7 +232,9 @@ class FakePools:
         assert seconds == 0.5
         self.prefilled_tokens.append(num_tokens)
 
-    def record_transfer(self, prefill_worker: str, decode_worker: str, num_bytes: int, seconds: float) -> None:
+    def record_transfer(
+        self, prefill_worker: str, decode_worker: str, num_bytes: int, seconds: float
+    ) -> None:
         assert (prefill_worker[0], decode_worker[0], num_bytes) == ("p", "d", 10)
         self.num_transfers += 1
 
@@ -244,21 +258,33 @@ class FakePools:
             one.client.receive(output)
 
     def _receives_kv(self, one: Submitted) -> bool:
-        """Whether the prefill worker holds the KV cache still, which the router may not cancel before. If not, the
-        transfer fails."""
+        """Whether the prefill worker holds the KV cache still, which the router may not cancel
+        before. If not, the transfer fails.
+        """
         source = self.sources[one.submit.kv.transfer_id]
         if source.client.holds(source.submit) and not source.client.broken:
             return True
-        assert not (source.submit.attempt in source.client.cancelled and one.client.holds(one.submit))
+        assert not (
+            source.submit.attempt in source.client.cancelled and one.client.holds(one.submit)
+        )
         self.fail(one, worker_pb2.FAILURE_KIND_TRANSFER)
         self.running.remove(one)
         return False
 
-    def fail(self, one: Submitted, kind: "worker_pb2.FailureKind", choice: int = 0, message: str = "because") -> None:
+    def fail(
+        self,
+        one: Submitted,
+        kind: "worker_pb2.FailureKind",
+        choice: int = 0,
+        message: str = "because",
+    ) -> None:
         failure = worker_pb2.Failure(kind=kind, message=message)
         one.client.receive(
             worker_pb2.Output(
-                request_id=one.submit.request_id, attempt=one.submit.attempt, choice=choice, failure=failure
+                request_id=one.submit.request_id,
+                attempt=one.submit.attempt,
+                choice=choice,
+                failure=failure,
             )
         )
 
@@ -284,7 +310,8 @@ class FakePools:
                 self.fail(one, worker_pb2.FAILURE_KIND_UNABLE)
                 self.running.remove(one)
             case "preempt":
-                # A prefill with its first token is leased, and a decode without its KV cache has not begun.
+                # A prefill with its first token is leased, and a decode without its KV cache has
+                # not begun.
                 if one.submit.task != worker_pb2.TASK_WHOLE and one.begun == (
                     one.submit.task == worker_pb2.TASK_PREFILL
                 ):
@@ -304,7 +331,9 @@ def start(
     timeline = inference_pb2.Timeline()
     registry: Any = pools
     timer = RequestTimer(request, timeline)
-    execution = RequestExecution(request, ended, send=pools.send, registry=registry, timer=timer, **options)
+    execution = RequestExecution(
+        request, ended, send=pools.send, registry=registry, timer=timer, **options
+    )
     execution.start()
     return execution, timeline
 
@@ -332,7 +361,11 @@ class Caller:
 
     def read_until(self, pools: FakePools, execution: RequestExecution, num_tokens: int) -> None:
         """Advances until each choice that goes on has so many tokens."""
-        while any(len(ids) < num_tokens for choice, ids in enumerate(self.ids) if choice not in self.finished):
+        while any(
+            len(ids) < num_tokens
+            for choice, ids in enumerate(self.ids)
+            if choice not in self.finished
+        ):
             pools.advance()
             self.read(execution)
 
@@ -340,5 +373,11 @@ class Caller:
 def choices_request(num_choices: int, max_tokens: int = 30, **fields: Any) -> TokenRequest:
     sampling = inference_pb2.SamplingParams(temperature=1, top_p=1, seed=SEED)
     return token_request(
-        (5, 6, 7, 8), max_tokens, name="r", sampling=sampling, num_choices=num_choices, prompt_logprobs=0, **fields
+        (5, 6, 7, 8),
+        max_tokens,
+        name="r",
+        sampling=sampling,
+        num_choices=num_choices,
+        prompt_logprobs=0,
+        **fields,
     )

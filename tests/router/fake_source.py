@@ -18,14 +18,17 @@ BOS_ID = 257
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role') }}{% endif %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown "
+    "role') }}{% endif %}"
     "{{ '[' + message['role'] + '] ' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
 
 
 def byte_tokenizer(chat_template: str | None = _CHAT_TEMPLATE) -> Tokenizer:
-    """Returns a tokenizer with one token per byte, whose id is the byte, and the special tokens EOS_ID and BOS_ID."""
+    """Returns a tokenizer with one token per byte, whose id is the byte, and the special tokens
+    EOS_ID and BOS_ID.
+    """
     return tokenizer.byte_tokenizer(chat_template)
 
 
@@ -33,10 +36,10 @@ def byte_tokenizer(chat_template: str | None = _CHAT_TEMPLATE) -> Tokenizer:
 class FakeTokenSource:
     """Generates `answer`, or else printable ASCII that prompt and seed determine.
 
-    Ends with FINISH_REASON_STOP after EOS_ID or a stop token id, as a worker does, and with FINISH_REASON_LENGTH at
-    max_tokens or the end of the answer. Choices take turns; choice i has the i-th of `answers`, or the text of seed
-    + i. The log probability of token t is `-(t + 1) / 1000`, its alternatives are 0, 1, 2, ...; the score
-    of a hypothesis is the sum.
+    Ends with FINISH_REASON_STOP after EOS_ID or a stop token id, as a worker does, and with
+    FINISH_REASON_LENGTH at max_tokens or the end of the answer. Choices take turns; choice i has
+    the i-th of `answers`, or the text of seed + i. The log probability of token t is `-(t + 1) /
+    1000`, its alternatives are 0, 1, 2, ...; the score of a hypothesis is the sum.
     """
 
     answer: Sequence[int] | None = None
@@ -44,7 +47,9 @@ class FakeTokenSource:
     tokens_per_delta: int = 1
     error: TandemError | Exception | None = None  # raised after `error_after` tokens
     error_after: int = 0
-    stall_after: int | None = None  # after so many tokens no more come, until `goes_on` or the request is cancelled
+    stall_after: int | None = (
+        None  # after so many tokens no more come, until `goes_on` or the request is cancelled
+    )
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[TokenRequest] = field(default_factory=list)
     running: int = 0
@@ -95,7 +100,9 @@ class FakeTokenSource:
 
     def _deltas(self, request: TokenRequest, ended: Collection[int]) -> Iterator[TokenDelta]:
         completions = [self._tokens(request, choice) for choice in range(request.num_choices)]
-        starts = [_start_after(ids, completions[choice]) for choice, ids in enumerate(request.emitted)]
+        starts = [
+            _start_after(ids, completions[choice]) for choice, ids in enumerate(request.emitted)
+        ]
         starts, has_prompt = starts or [0] * request.num_choices, False
         while any(start < len(ids) for start, ids in zip(starts, completions, strict=True)):
             for choice, ids in enumerate(completions):
@@ -108,15 +115,23 @@ class FakeTokenSource:
                 prompt: tuple[worker_pb2.TokenScores, ...] = ()
                 if not start and not has_prompt and request.prompt_logprobs is not None:
                     has_prompt = True
-                    prompt = tuple(_scores(token, request.prompt_logprobs) for token in request.prompt[1:])
+                    prompt = tuple(
+                        _scores(token, request.prompt_logprobs) for token in request.prompt[1:]
+                    )
                 yield TokenDelta(
                     first_index=start,
                     ids=tuple(part),
-                    finish_reason=_reason(part[-1], request) if is_last else inference_pb2.FINISH_REASON_UNSPECIFIED,
+                    finish_reason=_reason(part[-1], request)
+                    if is_last
+                    else inference_pb2.FINISH_REASON_UNSPECIFIED,
                     choice=choice,
-                    logprobs=() if request.logprobs is None else tuple(_scores(t, request.logprobs) for t in part),
+                    logprobs=()
+                    if request.logprobs is None
+                    else tuple(_scores(t, request.logprobs) for t in part),
                     prompt_logprobs=prompt,
-                    score=sum(_logprob(token) for token in ids) if is_last and request.beam_search else 0.0,
+                    score=sum(_logprob(token) for token in ids)
+                    if is_last and request.beam_search
+                    else 0.0,
                 )
 
     def _tokens(self, request: TokenRequest, choice: int) -> list[int]:
@@ -131,7 +146,9 @@ class FakeTokenSource:
 
 
 def _start_after(emitted: tuple[int, ...] | None, ids: list[int]) -> int:
-    """Returns the index of the next token of a choice that was begun elsewhere; beyond the end if it has ended."""
+    """Returns the index of the next token of a choice that was begun elsewhere; beyond the end if
+    it has ended.
+    """
     if emitted is None:
         return len(ids)
     assert list(emitted) == ids[: len(emitted)]
@@ -139,7 +156,9 @@ def _start_after(emitted: tuple[int, ...] | None, ids: list[int]) -> int:
 
 
 def _random_text(request: TokenRequest, choice: int) -> list[int]:
-    state = random.Random(zlib.crc32(repr(request.prompt).encode()) ^ (request.sampling.seed + choice) % 2**64)
+    state = random.Random(
+        zlib.crc32(repr(request.prompt).encode()) ^ (request.sampling.seed + choice) % 2**64
+    )
     return [state.randrange(0x20, 0x7F) for _ in range(min(request.max_tokens, 4_096))]
 
 

@@ -42,7 +42,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
 
 def token(
-    request_id: str, index: int, *, attempt: int = 1, choice: int = 0, last: bool = False, number: int = 7
+    request_id: str,
+    index: int,
+    *,
+    attempt: int = 1,
+    choice: int = 0,
+    last: bool = False,
+    number: int = 7,
 ) -> worker_pb2.Output:
     """Returns the output of one token of a choice."""
     reason = inference_pb2.FINISH_REASON_LENGTH if last else inference_pb2.FINISH_REASON_UNSPECIFIED

@@ -1,4 +1,6 @@
-"""Workers as a directory describes them, their reports, and requests, for tests of a router without workers."""
+"""Workers as a directory describes them, their reports, and requests, for tests of a router without
+workers.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -56,11 +58,21 @@ def report(
     registry.report(worker_id, epoch, message)
 
 
-def fill(registry: WorkerRegistry, *, prefill: int, decode: int, max_sequences: int = 0, num_blocks: int = 256) -> None:
+def fill(
+    registry: WorkerRegistry,
+    *,
+    prefill: int,
+    decode: int,
+    max_sequences: int = 0,
+    num_blocks: int = 256,
+) -> None:
     """Workers p0, p1, ... and d0, d1, ..."""
     registry.update(
         [info(f"p{n}", ROLE_PREFILL, num_blocks=num_blocks) for n in range(prefill)]
-        + [info(f"d{n}", ROLE_DECODE, max_sequences=max_sequences, num_blocks=num_blocks) for n in range(decode)]
+        + [
+            info(f"d{n}", ROLE_DECODE, max_sequences=max_sequences, num_blocks=num_blocks)
+            for n in range(decode)
+        ]
     )
 
 

@@ -57,7 +57,9 @@ def test_changes_are_kept_over_what_is_configured() -> None:
     assert registry.get("a") == adapter("a", 9)
 
 
-CHANGES = st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc"), st.integers(0, 3)), max_size=20)
+CHANGES = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from("abc"), st.integers(0, 3)), max_size=20
+)
 
 
 @given(CHANGES, st.randoms(use_true_random=False))
@@ -74,13 +76,19 @@ def test_routers_agree_whatever_the_order_of_their_messages(
             routers[0].learn(routers[who].shared())
     pairs = [(router, other) for router in routers for other in routers] * 3
     order.shuffle(pairs)
-    for router, other in [*pairs, *itertools.product(routers, routers), *itertools.product(routers, routers)]:
+    for router, other in [
+        *pairs,
+        *itertools.product(routers, routers),
+        *itertools.product(routers, routers),
+    ]:
         router.learn(other.shared())
     assert len({tuple(router.adapters) for router in routers}) == 1
     assert not any(router.learn(routers[0].shared()) for router in routers), "nothing is news twice"
 
 
-def test_too_many_adapters_are_refused_and_old_names_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_adapters_are_refused_and_old_names_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(adapters, "MAX_ADAPTERS", 4)
     registry = AdapterRegistry([adapter("configured")])
     for index in range(20):
@@ -97,14 +105,22 @@ def test_too_many_adapters_are_refused_and_old_names_forgotten(monkeypatch: pyte
 
 async def test_routers_learn_from_each_other_through_the_directory_and_after_it_was_lost() -> None:
     directory = LocalDirectory(Directory())
-    infos = [RouterInfo(router_id=name, grpc_address="", http_address="") for name in ("a", "b", "c")]
+    infos = [
+        RouterInfo(router_id=name, grpc_address="", http_address="") for name in ("a", "b", "c")
+    ]
     registries, watchers = [AdapterRegistry() for _ in infos], [DirectoryWatcher() for _ in infos]
     convictions = [Convictions() for _ in infos]
     for each in zip(watchers[:2], infos, convictions, registries, strict=False):
         await directory.watch(*each)
-    await directory.watch(watchers[0], infos[0], convictions[0], registries[0])  # it knows of the second one now
-    waiting = asyncio.create_task(directory.watch(watchers[1], infos[1], convictions[1], registries[1]))
-    sharing = asyncio.create_task(directory.keep_sharing(watchers[0], convictions[0], registries[0]))
+    await directory.watch(
+        watchers[0], infos[0], convictions[0], registries[0]
+    )  # it knows of the second one now
+    waiting = asyncio.create_task(
+        directory.watch(watchers[1], infos[1], convictions[1], registries[1])
+    )
+    sharing = asyncio.create_task(
+        directory.keep_sharing(watchers[0], convictions[0], registries[0])
+    )
     await asyncio.sleep(0)
     registries[0].put(adapter("new"))
     async with asyncio.timeout(5):
@@ -129,19 +145,37 @@ def root(tmp_path: Path) -> Path:
 
 async def test_only_folders_below_the_configured_one_are_loaded(root: Path) -> None:
     admin = AdapterAdmin(AdapterRegistry(), folder=str(root), read=read, try_on_workers=accept)
-    wrong = ["", ".", "..", "../other", str(root.parent / "other"), "link", "/", "file", "gone", "good/../..", "a\0b"]
+    wrong = [
+        "",
+        ".",
+        "..",
+        "../other",
+        str(root.parent / "other"),
+        "link",
+        "/",
+        "file",
+        "gone",
+        "good/../..",
+        "a\0b",
+    ]
     for path in [*wrong, "x" * 5000]:
         with pytest.raises(InvalidArgument) as caught:
             await admin.load(OPERATOR, "sql", path)
         assert caught.value.field == "lora_path"
         assert str(root) not in caught.value.message
-    for name, path in (("sql", "good"), ("absolute", str(root / "good")), ("long/way.round", "good/../good")):
+    for name, path in (
+        ("sql", "good"),
+        ("absolute", str(root / "good")),
+        ("long/way.round", "good/../good"),
+    ):
         await admin.load(OPERATOR, name, path)
         assert admin.registry.get(name) == read(name, root / "good")
 
 
 async def test_only_operators_and_only_where_it_is_allowed(root: Path) -> None:
-    admin = AdapterAdmin(AdapterRegistry([adapter("a")]), folder=str(root), read=read, try_on_workers=accept)
+    admin = AdapterAdmin(
+        AdapterRegistry([adapter("a")]), folder=str(root), read=read, try_on_workers=accept
+    )
     closed = AdapterAdmin(AdapterRegistry([adapter("a")]))
     for each, caller in ((admin, Caller(sees_all=False)), (closed, OPERATOR)):
         with pytest.raises(PermissionDenied):
@@ -172,7 +206,9 @@ async def test_what_cannot_be_loaded_is_not_served(root: Path) -> None:
 
 async def test_a_name_is_loaded_once(root: Path) -> None:
     admin = AdapterAdmin(AdapterRegistry(), folder=str(root), read=read, try_on_workers=accept)
-    results = await asyncio.gather(*(admin.load(OPERATOR, "sql", "good") for _ in range(5)), return_exceptions=True)
+    results = await asyncio.gather(
+        *(admin.load(OPERATOR, "sql", "good") for _ in range(5)), return_exceptions=True
+    )
     assert sum(isinstance(result, InvalidArgument) for result in results) == 4
     await admin.unload(OPERATOR, "sql")
     await admin.load(OPERATOR, "sql", "good")

@@ -1,4 +1,6 @@
-"""The queue alone: what is next, what has no place, and that no tenant is charged for what it did not get."""
+"""The queue alone: what is next, what has no place, and that no tenant is charged for what it did
+not get.
+"""
 
 import itertools
 import random
@@ -21,8 +23,13 @@ def queue(max_tokens: int = MANY, max_requests: int = MANY) -> "FairQueue[QueueE
     return FairQueue(max_tokens=max_tokens, max_requests=max_requests)
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2), st.integers(1, 9)), max_size=40), st.data())
-def test_priority_goes_first_and_a_tenant_in_order(arrivals: list[tuple[str, int, int]], data: st.DataObject) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2), st.integers(1, 9)), max_size=40),
+    st.data(),
+)
+def test_priority_goes_first_and_a_tenant_in_order(
+    arrivals: list[tuple[str, int, int]], data: st.DataObject
+) -> None:
     waiting = queue()
     entries = [entry(tenant, num_tokens, priority) for tenant, priority, num_tokens in arrivals]
     for one in entries:
@@ -48,7 +55,10 @@ def test_priority_goes_first_and_a_tenant_in_order(arrivals: list[tuple[str, int
         waiting.pop()
 
 
-@given(st.lists(st.integers(1, 50), min_size=60, max_size=60), st.lists(st.integers(1, 50), min_size=60, max_size=60))
+@given(
+    st.lists(st.integers(1, 50), min_size=60, max_size=60),
+    st.lists(st.integers(1, 50), min_size=60, max_size=60),
+)
 def test_tenants_that_wait_are_served_alike_in_tokens(mine: list[int], yours: list[int]) -> None:
     waiting = queue()
     for tenant, sizes in (("a", mine), ("b", yours)):
@@ -89,8 +99,12 @@ def test_a_tenant_is_not_charged_for_requests_it_cancels() -> None:
     assert [waiting.pop().tenant for _ in range(2)].count("shy") == 1
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 1), st.integers(1, 60)), max_size=60))
-def test_the_bounds_hold_and_a_longer_backlog_gives_way_to_a_shorter(arrivals: list[tuple[str, int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 1), st.integers(1, 60)), max_size=60)
+)
+def test_the_bounds_hold_and_a_longer_backlog_gives_way_to_a_shorter(
+    arrivals: list[tuple[str, int, int]],
+) -> None:
     waiting = queue(max_tokens=100, max_requests=8)
     for tenant, priority, num_tokens in arrivals:
         new = entry(tenant, num_tokens, priority)

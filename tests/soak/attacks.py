@@ -1,4 +1,5 @@
-"""Attacks a running service for a minute in each of four ways, and measures what other callers notice.
+"""Attacks a running service for a minute in each of four ways, and measures what other callers
+notice.
 
     tandem key create keys.json ada > ada.key && tandem key create keys.json eve > eve.key
     tandem serve smollm2-135m-instruct --api-keys keys.json
@@ -8,7 +9,8 @@ The attacks:
 
 - `connections`: opens connections whose request ends after its answer, and connections that
   pipeline requests and read no answer, to the HTTP port and to the ops port; without a key.
-- `texts`: sends texts of a megabyte to /tokenize, half of them chats of near misses of special tokens.
+- `texts`: sends texts of a megabyte to /tokenize, half of them chats of near misses of special
+  tokens.
 - `chats`: keeps 150 long chats at /tokenize.
 - `messages`: sends gRPC messages of 4 MiB that hold millions of empty chat messages.
 
@@ -84,7 +86,9 @@ async def hold_connection(url: str, path: str, is_late: bool) -> None:
             connection = socket.socket()
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
             connection.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(connection, (str(parts.hostname), parts.port or 80))
+            await asyncio.get_running_loop().sock_connect(
+                connection, (str(parts.hostname), parts.port or 80)
+            )
             reader, writer = await asyncio.open_connection(sock=connection, limit=2**16)
             try:
                 if is_late:
@@ -112,7 +116,9 @@ async def attack_connections(service: Service) -> None:
     await asyncio.gather(*holders)
 
 
-async def post_again_and_again(service: Service, path: str, bodies: Sequence[dict[str, Any]], num_senders: int) -> None:
+async def post_again_and_again(
+    service: Service, path: str, bodies: Sequence[dict[str, Any]], num_senders: int
+) -> None:
     """Posts the bodies by turns, `num_senders` at a time, and counts the answers."""
     answers: Counter[int | str] = Counter()
     connector = aiohttp.TCPConnector(limit=0)
@@ -233,7 +239,9 @@ class Noticed:
         self.seconds.setdefault(name, []).append(seconds)
 
 
-async def probe(noticed: Noticed, name: str, session: aiohttp.ClientSession, url: str, body: Any = None) -> None:
+async def probe(
+    noticed: Noticed, name: str, session: aiohttp.ClientSession, url: str, body: Any = None
+) -> None:
     """Asks again and again until it is cancelled."""
     while True:
         began = time.perf_counter()
@@ -254,7 +262,9 @@ async def follow(noticed: Noticed, client: AsyncClient, number: int) -> None:
     while True:
         last = 0.0
         prompt = f"Story {number}: once upon a time"
-        async with client.stream(prompt, max_tokens=400, ignore_eos=True, seed=number, timeout=600) as stream:
+        async with client.stream(
+            prompt, max_tokens=400, ignore_eos=True, seed=number, timeout=600
+        ) as stream:
             async for delta in stream:
                 now = time.perf_counter()
                 if delta.token_ids and last:
@@ -291,7 +301,11 @@ def router_of(url: str) -> psutil.Process:
     """Returns the process that listens on the port of the URL."""
     port = urlsplit(url).port
     for each in psutil.net_connections("tcp"):
-        if each.status == psutil.CONN_LISTEN and each.pid and getattr(each.laddr, "port", 0) == port:
+        if (
+            each.status == psutil.CONN_LISTEN
+            and each.pid
+            and getattr(each.laddr, "port", 0) == port
+        ):
             return psutil.Process(each.pid)
     raise SystemExit(f"no process of this machine listens on the port of {url}")
 
@@ -377,7 +391,9 @@ def read_key(path: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tandem.tests.soak.attacks", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem.tests.soak.attacks", description=__doc__
+    )
     parser.add_argument("--http", default="http://127.0.0.1:8080")
     parser.add_argument("--grpc", default="grpc://127.0.0.1:50051")
     parser.add_argument("--ops", default="http://127.0.0.1:9464")

@@ -1,12 +1,14 @@
-"""Replays public traces in simulated time through pools that the autoscaling policy sizes, and through fixed ones.
+"""Replays public traces in simulated time through pools that the autoscaling policy sizes, and
+through fixed ones.
 
     python -m tandem.tests.soak.autoscale ../shared/traces/azure_2023_conversation.csv.gz ...
 
-Workers are made as fast as it takes for the mean load of a trace to need `--mean` of them in each pool, which is also
-how many there are at first. In time is a request that waits for at most so long, and whose tokens come as fast as the
-target asks. What is late although all workers that there may be are asked for at the beginning, no policy serves in
-time. Passes if of the rest all but a small part is in time, with fewer worker seconds. Traces: AzureLLMInferenceTrace
-2023 (Azure/AzurePublicDataset) and Mooncake (kvcache-ai/Mooncake).
+Workers are made as fast as it takes for the mean load of a trace to need `--mean` of them in each
+pool, which is also how many there are at first. In time is a request that waits for at most so
+long, and whose tokens come as fast as the target asks. What is late although all workers that there
+may be are asked for at the beginning, no policy serves in time. Passes if of the rest all but a
+small part is in time, with fewer worker seconds. Traces: AzureLLMInferenceTrace 2023
+(Azure/AzurePublicDataset) and Mooncake (kvcache-ai/Mooncake).
 """
 
 import argparse
@@ -46,7 +48,11 @@ def _azure(lines: Iterator[str]) -> Iterator[Arrival]:
         time = datetime.fromisoformat(row["TIMESTAMP"][:26])
         first = first or time
         seconds = (time - first).total_seconds()
-        yield Arrival(time=seconds, prompt=int(row["ContextTokens"]), output=max(int(row["GeneratedTokens"]), 1))
+        yield Arrival(
+            time=seconds,
+            prompt=int(row["ContextTokens"]),
+            output=max(int(row["GeneratedTokens"]), 1),
+        )
 
 
 def _mooncake(lines: Iterator[str]) -> Iterator[Arrival]:
@@ -71,25 +77,37 @@ def hardware_for(arrivals: list[Arrival], mean: float, start_seconds: float) -> 
     seconds = arrivals[-1].time - arrivals[0].time
     uncached = sum(each.prompt - each.cached for each in arrivals) / seconds
     decoding = sum(each.output for each in arrivals) / seconds * TPOT_SECONDS  # sequences at a time
-    length = sum((each.prompt + each.output / 2) * each.output for each in arrivals) / sum(e.output for e in arrivals)
+    length = sum((each.prompt + each.output / 2) * each.output for each in arrivals) / sum(
+        e.output for e in arrivals
+    )
     sequences = max(decoding / mean, LEAST_SEQUENCES)  # of one worker, with steps of TPOT_SECONDS
     return Hardware(
         prefill_rate=uncached / mean,
         step_fixed=TPOT_SECONDS / 2,
         step_each=TPOT_SECONDS / 2 / sequences,
-        kv_tokens=max(int(2 * sequences * length), *(2 * (each.prompt + each.output) for each in arrivals)),
+        kv_tokens=max(
+            int(2 * sequences * length), *(2 * (each.prompt + each.output) for each in arrivals)
+        ),
         max_sequences=max(int(4 * sequences), 1),
         start_seconds=start_seconds,
     )
 
 
-def compare(arrivals: list[Arrival], hardware: Hardware, first: int, scaling: dict[str, Any]) -> bool:
-    """Prints how all pools did, from `first` workers on; returns whether those of the policy passed."""
+def compare(
+    arrivals: list[Arrival], hardware: Hardware, first: int, scaling: dict[str, Any]
+) -> bool:
+    """Prints how all pools did, from `first` workers on; returns whether those of the policy
+    passed.
+    """
     prefill = ScalingConfig(max_replicas=MOST, **scaling)
     decode = ScalingConfig(max_replicas=MOST, tpot_seconds=TPOT_SECONDS, **scaling)
     scaled = Simulation(hardware, prefill, decode, first=first).run(arrivals)
-    best = Simulation(hardware, MOST, MOST, first=first).run(arrivals)  # no policy ever has more workers
-    small = Simulation(hardware, *(round(_mean(scaled, pool)) for pool in (PREFILL_POOL, DECODE_POOL))).run(arrivals)
+    best = Simulation(hardware, MOST, MOST, first=first).run(
+        arrivals
+    )  # no policy ever has more workers
+    small = Simulation(
+        hardware, *(round(_mean(scaled, pool)) for pool in (PREFILL_POOL, DECODE_POOL))
+    ).run(arrivals)
     for name, outcome in (
         ("by the policy", scaled),
         (f"{MOST}, from the beginning", best),
@@ -100,7 +118,10 @@ def compare(arrivals: list[Arrival], hardware: Hardware, first: int, scaling: di
     possible, found = (each.in_time(WAIT_SECONDS, LATE_TPOT_SECONDS) for each in (best, scaled))
     lost = len(possible - found) / len(possible)
     saves = all(scaled.worker_seconds[pool] < best.worker_seconds[pool] for pool in scaled.targets)
-    print(f"  late whatever the policy: {1 - len(possible) / len(arrivals):.1%}; of the rest, by this one: {lost:.1%}")
+    print(
+        f"  late whatever the policy: {1 - len(possible) / len(arrivals):.1%}; of the rest, by "
+        f"this one: {lost:.1%}"
+    )
     print(f"  turns within the down delay: {turns}")
     return lost <= LOST_SHARE and saves
 
@@ -113,8 +134,11 @@ def _line(name: str, outcome: Outcome) -> str:
     waits, tpots = sorted(outcome.waits), sorted(outcome.tpots)
     place = int(0.99 * (len(waits) - 1))
     pools = ", ".join(
-        f"{pool} {_mean(outcome, pool):.1f} (of {min(numbers)} to {max(numbers)}, {len(numbers) - 1} changes)"
-        for pool, numbers in ((pool, [number for _, number in each]) for pool, each in outcome.targets.items())
+        f"{pool} {_mean(outcome, pool):.1f} (of {min(numbers)} to {max(numbers)}, "
+        f"{len(numbers) - 1} changes)"
+        for pool, numbers in (
+            (pool, [number for _, number in each]) for pool, each in outcome.targets.items()
+        )
     )
     in_time, late_wait, late_tpot = (
         len(each) / len(waits)
@@ -131,11 +155,19 @@ def _line(name: str, outcome: Outcome) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--mean", type=float, default=3.0, help="workers of each pool that the mean load needs")
-    parser.add_argument("--start-seconds", type=float, default=30.0, help="that a worker takes to start")
-    parser.add_argument("--up-delay-seconds", type=float, help="of the configuration; so are the following")
+    parser.add_argument(
+        "--mean", type=float, default=3.0, help="workers of each pool that the mean load needs"
+    )
+    parser.add_argument(
+        "--start-seconds", type=float, default=30.0, help="that a worker takes to start"
+    )
+    parser.add_argument(
+        "--up-delay-seconds", type=float, help="of the configuration; so are the following"
+    )
     parser.add_argument("--down-delay-seconds", type=float)
     parser.add_argument("--window-seconds", type=float)
     args = parser.parse_args()
@@ -146,7 +178,10 @@ def main() -> int:
         arrivals = read_trace(path)
         print(f"{path.name}: {len(arrivals)} requests in {arrivals[-1].time / 60:.0f} minutes")
         passed &= compare(
-            arrivals, hardware_for(arrivals, args.mean, args.start_seconds), math.ceil(args.mean), scaling
+            arrivals,
+            hardware_for(arrivals, args.mean, args.start_seconds),
+            math.ceil(args.mean),
+            scaling,
         )
     print("passed" if passed else "NOT PASSED")
     return 0 if passed else 1

@@ -1,11 +1,14 @@
-"""Opens connections that take what is not theirs, on a service that runs, and measures what a good client notices.
+"""Opens connections that take what is not theirs, on a service that runs, and measures what a good
+client notices.
 
     tandem serve smollm2-135m-instruct
-    python -m tandem.tests.soak.connections --http http://127.0.0.1:8080 --grpc grpc://127.0.0.1:50051
+    python -m tandem.tests.soak.connections --http http://127.0.0.1:8080 --grpc
+    grpc://127.0.0.1:50051
 
-A process of its own keeps 500 connections that send their first line a byte at a time, half of them to each server, and
-opens and closes 20,000 others meanwhile, 1,000 a second. A good client asks over both APIs, before and during that.
-Exits with 1 if its p99 TTFT at either has more than doubled.
+A process of its own keeps 500 connections that send their first line a byte at a time, half of them
+to each server, and opens and closes 20,000 others meanwhile, 1,000 a second. A good client asks
+over both APIs, before and during that. Exits with 1 if its p99 TTFT at either has more than
+doubled.
 """
 
 import argparse
@@ -28,7 +31,10 @@ from tandem.tests.soak.samples import HEAD, line, quantile
 MOST: Final = 2.0
 _DRIP_SECONDS: Final = 1.0
 _AT_ONCE: Final = 50  # connections under way of those that come and go
-_SLOW_BYTES: Final = (b"GET /health HTTP/1.1\r\n" + b"X" * 10_000, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 10_000)
+_SLOW_BYTES: Final = (
+    b"GET /health HTTP/1.1\r\n" + b"X" * 10_000,
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 10_000,
+)
 
 
 async def drip(place: tuple[str, int], data: bytes) -> None:
@@ -66,9 +72,16 @@ async def come_and_go(places: Sequence[tuple[str, int]], count: int, rate: int) 
     return num_refused
 
 
-async def attack(places: Sequence[tuple[str, int]], num_slow: int, num_closed: int, rate: int) -> None:
-    """Runs the connections; says when the slow ones are there, and when the others are over. Ends with its stdin."""
-    tasks = [asyncio.create_task(drip(places[number % 2], _SLOW_BYTES[number % 2])) for number in range(num_slow)]
+async def attack(
+    places: Sequence[tuple[str, int]], num_slow: int, num_closed: int, rate: int
+) -> None:
+    """Runs the connections; says when the slow ones are there, and when the others are over. Ends
+    with its stdin.
+    """
+    tasks = [
+        asyncio.create_task(drip(places[number % 2], _SLOW_BYTES[number % 2]))
+        for number in range(num_slow)
+    ]
     await asyncio.sleep(2 * _DRIP_SECONDS)
     print("slow", flush=True)
     refused = await come_and_go(places, num_closed, rate)
@@ -109,9 +122,19 @@ async def run(options: argparse.Namespace) -> bool:
     before = await measure(urls, options.requests, over)
     over = asyncio.Event()
     counts = map(str, (options.slow, options.closed, options.rate))
-    command = [sys.executable, "-m", "tandem.tests.soak.connections", "--http", urls[0], "--grpc", urls[1]]
+    command = [
+        sys.executable,
+        "-m",
+        "tandem.tests.soak.connections",
+        "--http",
+        urls[0],
+        "--grpc",
+        urls[1],
+    ]
     pipe = asyncio.subprocess.PIPE
-    attacker = await asyncio.create_subprocess_exec(*command, "--attack", *counts, stdin=pipe, stdout=pipe)
+    attacker = await asyncio.create_subprocess_exec(
+        *command, "--attack", *counts, stdin=pipe, stdout=pipe
+    )
     assert attacker.stdin is not None
     assert attacker.stdout is not None
     await attacker.stdout.readline()
@@ -123,7 +146,9 @@ async def run(options: argparse.Namespace) -> bool:
     during = await measuring
     attacker.stdin.close()
     await attacker.wait()
-    print(f"{options.slow} slow connections; {options.closed} opened and closed in {seconds:.1f} s,")
+    print(
+        f"{options.slow} slow connections; {options.closed} opened and closed in {seconds:.1f} s,"
+    )
     print(f"{said.split()[-1]} of them were not let in")
     print("TTFT, ms")
     print(HEAD)
@@ -132,26 +157,41 @@ async def run(options: argparse.Namespace) -> bool:
         print(line(f"{url} before", before[url]))
         print(line(f"{url} during", during[url]))
         ratios.append(quantile(during[url], 0.99) / quantile(before[url], 0.99))
-    print(f"p99 during / p99 before: {ratios[0]:.2f} and {ratios[1]:.2f}, at most {MOST:g} is wanted")
+    print(
+        f"p99 during / p99 before: {ratios[0]:.2f} and {ratios[1]:.2f}, at most {MOST:g} is wanted"
+    )
     return max(ratios) <= MOST
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tandem.tests.soak.connections", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem.tests.soak.connections", description=__doc__
+    )
     parser.add_argument("--http", default="http://127.0.0.1:8080")
     parser.add_argument("--grpc", default="grpc://127.0.0.1:50051")
-    parser.add_argument("--slow", type=int, default=500, help="connections that send a byte a second")
-    parser.add_argument("--closed", type=int, default=20_000, help="connections that are opened and closed")
+    parser.add_argument(
+        "--slow", type=int, default=500, help="connections that send a byte a second"
+    )
+    parser.add_argument(
+        "--closed", type=int, default=20_000, help="connections that are opened and closed"
+    )
     parser.add_argument("--rate", type=int, default=1_000, help="of those, opened a second")
-    parser.add_argument("--requests", type=int, default=200, help="of the good client, at least, to each server")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of the measurement before, at least")
+    parser.add_argument(
+        "--requests", type=int, default=200, help="of the good client, at least, to each server"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="of the measurement before, at least"
+    )
     parser.add_argument("--attack", nargs=3, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
     if options.attack:
-        places = [(str(parts.hostname), parts.port or 80) for parts in map(urlsplit, (options.http, options.grpc))]
+        places = [
+            (str(parts.hostname), parts.port or 80)
+            for parts in map(urlsplit, (options.http, options.grpc))
+        ]
         # An attacker's computer takes no time from the service's; here it gets what that leaves.
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         asyncio.run(attack(places, *options.attack))

@@ -1,7 +1,9 @@
-"""Measures what following the directory costs: `python -m tandem.tests.soak.directory --workers 300`.
+"""Measures what following the directory costs: `python -m tandem.tests.soak.directory --workers
+300`.
 
-Starts a local Ray with a directory, in which many workers register that do not exist: each sends a heartbeat a second,
-with another load. This process is one of several routers that follow it; it does nothing else.
+Starts a local Ray with a directory, in which many workers register that do not exist: each sends a
+heartbeat a second, with another load. This process is one of several routers that follow it; it
+does nothing else.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
-"""Finds the processes of a service on a Ray cluster that this process has started, kills them, and waits until the
-service is whole again."""
+"""Finds the processes of a service on a Ray cluster that this process has started, kills them, and
+waits until the service is whole again.
+"""
 
 import json
 import os
@@ -37,7 +38,9 @@ KINDS: Final = {
 
 
 def processes() -> dict[str, list[psutil.Process]]:
-    """Returns the processes of this cluster by kind; other clusters on this machine have other parents."""
+    """Returns the processes of this cluster by kind; other clusters on this machine have other
+    parents.
+    """
     found = defaultdict(list)
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -51,11 +54,16 @@ def processes() -> dict[str, list[psutil.Process]]:
 class Nemesis:
     """Kills one process after the other, each kind in turn."""
 
-    def __init__(self, service: Service, kinds: Sequence[str], *, with_gcs: bool, spares: bool = False) -> None:
-        """`kinds`: what to kill in turn. `with_gcs`: after the first round the GCS is stopped for a while. `spares`: of
-        each kind that has several processes one lives throughout."""
+    def __init__(
+        self, service: Service, kinds: Sequence[str], *, with_gcs: bool, spares: bool = False
+    ) -> None:
+        """`kinds`: what to kill in turn. `with_gcs`: after the first round the GCS is stopped for a
+        while. `spares`: of each kind that has several processes one lives throughout.
+        """
         self.kills: Counter[str] = Counter()
-        self.slowest: dict[str, float] = {}  # by kind: the most seconds until the service was whole again
+        self.slowest: dict[
+            str, float
+        ] = {}  # by kind: the most seconds until the service was whole again
         self.not_whole: list[str] = []
         self._service = service
         self._with_gcs = with_gcs
@@ -64,9 +72,10 @@ class Nemesis:
         self._position = 0
 
     def strike(self) -> str:
-        """Kills a process of the next kind, the one that has run longest, or that has not if this spares; returns what
-        it did. The GCS, once, is stopped for a while: killed without a database of its own, it would take the cluster
-        along."""
+        """Kills a process of the next kind, the one that has run longest, or that has not if this
+        spares; returns what it did. The GCS, once, is stopped for a while: killed without a
+        database of its own, it would take the cluster along.
+        """
         if self._with_gcs and not self.kills["gcs"] and self._position == len(self._order):
             return self._pause_gcs()
         kind = self._order[self._position % len(self._order)]
@@ -81,7 +90,9 @@ class Nemesis:
         return f"killed {kind} {target.pid}"
 
     def wait_until_whole(self, kind: str, seconds: float) -> bool:
-        """Returns whether all members are there again within so many seconds; records how long it took."""
+        """Returns whether all members are there again within so many seconds; records how long it
+        took.
+        """
         started = time.monotonic()
         reason = "not asked"
         while time.monotonic() - started < seconds:
@@ -112,7 +123,10 @@ class Nemesis:
         counts = Counter(each["role"] for each in page["workers"] if each["state"] == "ready")
         wanted = {"prefill": config.prefill.replicas, "decode": config.decode.replicas}
         members = dict(counts) | {"router": len(page["routers"])}
-        if members != wanted | {"router": config.router.replicas} or len(page["workers"]) != config.num_workers:
+        if (
+            members != wanted | {"router": config.router.replicas}
+            or len(page["workers"]) != config.num_workers
+        ):
             return f"members {members} and {len(page['workers'])} workers"
         silent = [each for each in page["routers"] if not _answers(each["grpc"])]
         return f"routers {silent} do not answer" if silent else ""
@@ -124,8 +138,14 @@ class Nemesis:
         ray.get(directory.changes.remote(), timeout=_ANSWER_SECONDS)
         application = serve.status().applications[self._service.config.name]
         states = {name: dict(each.replica_states) for name, each in application.deployments.items()}
-        is_whole = application.status == "RUNNING" and all(set(each) == {"RUNNING"} for each in states.values())
-        return "" if is_whole else f"application {application.status.value}, {json.dumps(states, default=str)}"
+        is_whole = application.status == "RUNNING" and all(
+            set(each) == {"RUNNING"} for each in states.values()
+        )
+        return (
+            ""
+            if is_whole
+            else f"application {application.status.value}, {json.dumps(states, default=str)}"
+        )
 
 
 def _unanswered(ask: Callable[[], str]) -> str:

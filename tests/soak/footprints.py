@@ -16,9 +16,13 @@ from tandem.tests.soak.faults import processes
 from tandem.tests.soak.samples import Points, grows, trend
 
 _OF_MEMBERS: Final = ("MiB", "files", "threads", "tasks")
-JUDGED: Final = {**dict.fromkeys(("router", "prefill", "decode"), _OF_MEMBERS), "client": ("files", "threads")}
-"""Kinds of processes that must not grow, and in what; what Ray's own do is shown. The client is this process, whose
-memory has the outcome of every stream."""
+JUDGED: Final = {
+    **dict.fromkeys(("router", "prefill", "decode"), _OF_MEMBERS),
+    "client": ("files", "threads"),
+}
+"""Kinds of processes that must not grow, and in what; what Ray's own do is shown. The client is
+this process, whose memory has the outcome of every stream.
+"""
 
 SHOWN: Final = (*JUDGED, "gcs")
 LEAST: Final = {"MiB": 2.0, "files": 1.0, "threads": 1.0, "tasks": 1.0}
@@ -31,10 +35,13 @@ _SECONDS: Final = 10.0
 
 @dataclass
 class Footprints:
-    """Collects samples, each of all processes. A member of the service has one name for its process and one for its
-    asyncio tasks."""
+    """Collects samples, each of all processes. A member of the service has one name for its process
+    and one for its asyncio tasks.
+    """
 
-    _points: dict[tuple[str, str, str], Points] = field(default_factory=dict)  # by kind, name and figure
+    _points: dict[tuple[str, str, str], Points] = field(
+        default_factory=dict
+    )  # by kind, name and figure
     _num_samples: int = 0
 
     def sample(self, status_url: str) -> None:
@@ -58,14 +65,17 @@ class Footprints:
                 self._sample_router(now, router["id"], router["ops"])
 
     def _sample_router(self, now: float, router_id: str, address: str) -> None:
-        with suppress(OSError, ValueError, AssertionError):  # it has just been killed, or has just begun
+        with suppress(
+            OSError, ValueError, AssertionError
+        ):  # it has just been killed, or has just begun
             with urllib.request.urlopen(f"http://{address}/metrics", timeout=_SECONDS) as answer:
                 figures = MetricsPage(answer.read().decode())
             self._add(now, "router", router_id, "tasks", figures.value("tandem_tasks"))
 
     def rows(self) -> list[list[str]]:
-        """Returns one row for each figure of a process that was there at the last sample: its first, middle and last
-        value, and how fast it grows if it was there at all."""
+        """Returns one row for each figure of a process that was there at the last sample: its
+        first, middle and last value, and how fast it grows if it was there at all.
+        """
         newest = max((points[-1][0] for points in self._points.values()), default=0.0)
         rows = []
         for (kind, name, figure), points in sorted(self._points.items()):
@@ -77,21 +87,30 @@ class Footprints:
         return rows
 
     def faults(self) -> list[str]:
-        """Names what grows in processes that lived throughout; also kinds of which none did for seven samples, or of
-        which something was not sampled."""
+        """Names what grows in processes that lived throughout; also kinds of which none did for
+        seven samples, or of which something was not sampled.
+        """
         judged = [
             (f"{kind} {name}: {figure}", points, LEAST[figure])
             for (kind, name, figure), points in sorted(self._points.items())
             if kind in JUDGED and self._is_long(figure, points)
         ]
-        lived = {(kind, figure) for (kind, _, figure), points in self._points.items() if self._is_long(figure, points)}
+        lived = {
+            (kind, figure)
+            for (kind, _, figure), points in self._points.items()
+            if self._is_long(figure, points)
+        }
         missing = [
             f"no {kind} lived through enough samples of {figure} to judge"
             for kind, figures in JUDGED.items()
             for figure in figures
             if (kind, figure) not in lived
         ]
-        grown = [f"{what} grow ({_per_hour(points)})" for what, points, least in judged if grows(points, least)]
+        grown = [
+            f"{what} grow ({_per_hour(points)})"
+            for what, points, least in judged
+            if grows(points, least)
+        ]
         return missing + grown
 
     def _add(self, now: float, kind: str, name: str, figure: str, value: float) -> None:
@@ -105,7 +124,9 @@ class Footprints:
     def _describe(self, kind: str, figure: str, points: Points) -> str:
         if not self._is_long(figure, points):
             return ""
-        verdict = ("grows" if grows(points, LEAST[figure]) else "flat") if kind in JUDGED else "Ray's"
+        verdict = (
+            ("grows" if grows(points, LEAST[figure]) else "flat") if kind in JUDGED else "Ray's"
+        )
         return f"{_per_hour(points)}: {verdict}"
 
 

@@ -2,10 +2,11 @@
 
     python -m tandem.tests.soak.gap --kills 20
 
-Runs workers with the demo model in bfloat16 as processes, and a dispatcher with its admission in this one, without Ray
-and without API servers, whose part is milliseconds. Streams with long prompts run all the time; whenever all decode
-workers are there and have streams, one of them is killed, and another process takes its place. Every stream must end
-with the tokens of a run without faults. Exits with 1 otherwise, or if the gap's p99 is above `--limit`.
+Runs workers with the demo model in bfloat16 as processes, and a dispatcher with its admission in
+this one, without Ray and without API servers, whose part is milliseconds. Streams with long prompts
+run all the time; whenever all decode workers are there and have streams, one of them is killed, and
+another process takes its place. Every stream must end with the tokens of a run without faults.
+Exits with 1 otherwise, or if the gap's p99 is above `--limit`.
 """
 
 import argparse
@@ -35,12 +36,18 @@ from tandem.tests.token_request import token_request
 from tandem.workers.engine.config import default_chunk_tokens
 
 STAGES: Final = ("noticed", "its turn", "queue", "prefill", "KV cache", "decode")
-"""Of the time from the last token before the kill to the next one: until the session breaks; until the request is sent
-to a worker again; until that begins; until it has the token. The last two are of streams whose KV cache another worker
-still has. The first token comes from the prefill worker, so that `handed over`, up to the second one, is a gap by
-itself."""
+"""Of the time from the last token before the kill to the next one: until the session breaks; until
+the request is sent to a worker again; until that begins; until it has the token. The last two are
+of streams whose KV cache another worker still has. The first token comes from the prefill worker,
+so that `handed over`, up to the second one, is a gap by itself.
+"""
 
-_NEXT_STAGE: Final = {"lost": "noticed", "submit": "its turn", "admitted": "queue", "kv": "KV cache"}
+_NEXT_STAGE: Final = {
+    "lost": "noticed",
+    "submit": "its turn",
+    "admitted": "queue",
+    "kv": "KV cache",
+}
 _PREFILL_NICE: Final = 10  # as in a service
 _STREAM_SECONDS: Final = 120.0
 
@@ -92,11 +99,17 @@ class Measured:
         total = sum(gap.seconds for gap in self.gaps) or 1.0
         for stage in STAGES:
             if seconds := [gap.stages[stage] for gap in self.gaps if stage in gap.stages]:
-                rows.append(f"{_row('  ' + stage, seconds)}  {sum(seconds) / total:.0%} ({len(seconds)})")
+                rows.append(
+                    f"{_row('  ' + stage, seconds)}  {sum(seconds) / total:.0%} ({len(seconds)})"
+                )
         rows.append(_row("handed over", [gap.handed_over for gap in self.gaps]))
         rows.append(_row("computed", [gap.num_computed for gap in self.gaps]))  # tokens
         rows.append(_row("every stream", self.longest))  # interrupted or not, and all its gaps
-        lines = [f"{len(self.longest)} streams, {self.num_tokens} tokens, {len(self.gaps)} interruptions", *rows]
+        lines = [
+            f"{len(self.longest)} streams, {self.num_tokens} tokens, {len(self.gaps)} "
+            "interruptions",
+            *rows,
+        ]
         lines += [f"failed {len(self.failed)}, altered {self.num_altered}", *self.failed[:8]]
         return "\n".join(lines)
 
@@ -107,10 +120,14 @@ def recording(events: dict[str, list[Event]]) -> Iterator[None]:
     submit, put, fail = WorkerClient.submit, WorkerStream.put, WorkerStream.fail
 
     def note(stream: WorkerStream, kind: str, num_tokens: int = 0) -> None:
-        event = Event(time.monotonic(), kind, not stream._computes_prompt, stream.worker[0], num_tokens)
+        event = Event(
+            time.monotonic(), kind, not stream._computes_prompt, stream.worker[0], num_tokens
+        )
         events[stream._key[0]].append(event)
 
-    def noted_submit(self: WorkerClient, message: worker_pb2.Submit, wake: asyncio.Event) -> WorkerStream:
+    def noted_submit(
+        self: WorkerClient, message: worker_pb2.Submit, wake: asyncio.Event
+    ) -> WorkerStream:
         stream = submit(self, message, wake)
         note(stream, "submit", len(message.token_ids))
         return stream
@@ -150,7 +167,9 @@ def gaps_of(events: Sequence[Event]) -> Iterator[Gap]:
 
 
 def _gap(events: Sequence[Event], last: float) -> Gap | None:
-    """Returns the gap that begins with the first event, after a token at `last`; None if no token follows."""
+    """Returns the gap that begins with the first event, after a token at `last`; None if no token
+    follows.
+    """
     tokens = [number for number, event in enumerate(events) if event.kind == "token"]
     if not tokens:
         return None
@@ -184,12 +203,26 @@ class Pools:
     async def start(self, role: str) -> None:
         """Starts one more worker."""
         nice = _PREFILL_NICE if role == "prefill" else 0
-        config = {"model": self._folder, "kv_cache_bytes": 2**29, "num_threads": self._threads, "nice": nice}
-        config |= {"chunk_tokens": default_chunk_tokens("cpu", self._threads), "mixed_chunk_tokens": 32}
+        config = {
+            "model": self._folder,
+            "kv_cache_bytes": 2**29,
+            "num_threads": self._threads,
+            "nice": nice,
+        }
+        config |= {
+            "chunk_tokens": default_chunk_tokens("cpu", self._threads),
+            "mixed_chunk_tokens": 32,
+        }
         worker_id = f"{role}-{len(self._infos)}-{time.monotonic_ns()}"
         absent = dict.fromkeys(("control", "kv_address", "router_address"))
         found = await self._launcher.start(
-            kind="worker", config=config, worker_id=worker_id, role=role, ranks=[], hooks=[], **absent
+            kind="worker",
+            config=config,
+            worker_id=worker_id,
+            role=role,
+            ranks=[],
+            hooks=[],
+            **absent,
         )
         self._infos[worker_id] = worker_pb2.WorkerInfo.FromString(base64.b64decode(found["info"]))
         self.pids[worker_id] = found["pid"]
@@ -208,15 +241,24 @@ class Pools:
 
 
 async def stream(
-    dispatcher: Dispatcher, measured: Measured, prompt: Sequence[int], name: str, options: argparse.Namespace
+    dispatcher: Dispatcher,
+    measured: Measured,
+    prompt: Sequence[int],
+    name: str,
+    options: argparse.Namespace,
 ) -> list[int]:
     """Reads one stream, whose prompt no prefix cache has; returns its tokens."""
-    request = token_request(prompt, options.tokens, name=name, ignore_eos=True, cache_salt=name.encode())
+    request = token_request(
+        prompt, options.tokens, name=name, ignore_eos=True, cache_salt=name.encode()
+    )
     ids: list[int] = []
     last = longest = 0.0
     timeline, on = inference_pb2.Timeline(), ""
     try:
-        async with asyncio.timeout(_STREAM_SECONDS), aclosing(dispatcher.generate(request, timeline)) as deltas:
+        async with (
+            asyncio.timeout(_STREAM_SECONDS),
+            aclosing(dispatcher.generate(request, timeline)) as deltas,
+        ):
             async for delta in deltas:
                 now = time.monotonic()
                 longest, last = max(longest, now - last if last else 0.0), now
@@ -249,19 +291,29 @@ async def keep_going(
         ids = await stream(dispatcher, measured, prompt, name, options)
         if len(measured.failed) > num_failed:
             await asyncio.sleep(1)  # who is refused at once leaves the event loop to the others
-        measured.num_altered += ids != expected[prompt] and not any(name in text for text in measured.failed)
+        measured.num_altered += ids != expected[prompt] and not any(
+            name in text for text in measured.failed
+        )
         measured.gaps += gaps_of(measured.events.pop(name, []))
 
 
 async def strike(pools: Pools, measured: Measured, options: argparse.Namespace) -> None:
-    """Kills decode workers, each the one with the most streams, when all of them have had time to fill."""
+    """Kills decode workers, each the one with the most streams, when all of them have had time to
+    fill.
+    """
     for number in range(options.kills):
         await asyncio.sleep(options.period)
-        victim = max((each for each in pools.pids if each.startswith("decode")), key=measured.num_running.__getitem__)
+        victim = max(
+            (each for each in pools.pids if each.startswith("decode")),
+            key=measured.num_running.__getitem__,
+        )
         began, num_streams = time.monotonic(), measured.num_running[victim]
         await pools.replace(victim)
         seconds = time.monotonic() - began
-        print(f"kill {number + 1}: {num_streams} streams; another worker after {seconds:.1f} s", flush=True)
+        print(
+            f"kill {number + 1}: {num_streams} streams; another worker after {seconds:.1f} s",
+            flush=True,
+        )
 
 
 async def run(options: argparse.Namespace) -> Measured:
@@ -271,7 +323,9 @@ async def run(options: argparse.Namespace) -> Measured:
     async with launched() as launcher:
         pools = Pools(launcher, str(demo_model.folder()), options)
         try:
-            await asyncio.gather(*(pools.start(role) for role in ("prefill", "decode") for _ in range(2)))
+            await asyncio.gather(
+                *(pools.start(role) for role in ("prefill", "decode") for _ in range(2))
+            )
             dispatcher = Dispatcher(pools.registry, identity=IDENTITY)
             expected = {
                 prompt: await stream(dispatcher, Measured(), prompt, f"alone-{number}", options)
@@ -301,14 +355,20 @@ def _row(name: str, seconds: Sequence[float]) -> str:
 
 
 def _quantiles(seconds: Sequence[float]) -> list[float]:
-    return statistics.quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else list(seconds) * 99
+    return (
+        statistics.quantiles(seconds, n=100, method="inclusive")
+        if len(seconds) > 1
+        else list(seconds) * 99
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tandem.tests.soak.gap", description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--period", type=float, default=4.0, help="seconds between a new worker and the next kill")
+    parser.add_argument(
+        "--period", type=float, default=4.0, help="seconds between a new worker and the next kill"
+    )
     parser.add_argument("--concurrency", type=int, default=8, help="streams at a time")
     parser.add_argument("--prompt", type=int, default=1_000, help="tokens")
     parser.add_argument("--tokens", type=int, default=200, help="of each stream")
@@ -317,7 +377,10 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     measured = asyncio.run(run(options))
     print(measured.report())
-    is_within = bool(measured.gaps) and _quantiles([gap.longest for gap in measured.gaps])[98] <= options.limit
+    is_within = (
+        bool(measured.gaps)
+        and _quantiles([gap.longest for gap in measured.gaps])[98] <= options.limit
+    )
     passed = is_within and not measured.failed and not measured.num_altered
     print("passed" if passed else "FAILED")
     return 0 if passed else 1

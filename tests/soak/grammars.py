@@ -3,8 +3,9 @@
     tandem serve smollm2-135m-instruct
     python -m tandem.tests.soak.grammars --url grpc://127.0.0.1:50051
 
-Prints the gaps between the tokens of the four: alone, beside 64 streams without a grammar, beside 64 with ambiguous
-ones, all different. Exits with 1 if their worst gap beside the grammars is more than three times their worst gap beside
+Prints the gaps between the tokens of the four: alone, beside 64 streams without a grammar, beside
+64 with ambiguous ones, all different. Exits with 1 if their worst gap beside the grammars is more
+than three times their worst gap beside
 as many streams without any: 64 more rows alone make a step several times as long.
 """
 
@@ -36,11 +37,15 @@ def beside(kind: str) -> Iterator[dict[str, Any]]:
         options: dict[str, Any] = {"max_tokens": 400, "seed": number}
         if kind == "ambiguous":
             text = AMBIGUOUS[_KINDS[number % len(_KINDS)]]
-            options["grammar"] = f"{text}\nUNUSED: /never {number}/"  # so that none is compiled already
+            options["grammar"] = (
+                f"{text}\nUNUSED: /never {number}/"  # so that none is compiled already
+            )
         yield options | ({} if kind == "ambiguous" else {"ignore_eos": True})
 
 
-async def run_beside(client: AsyncClient, requests: Iterator[dict[str, Any]], ended: dict[str, int]) -> None:
+async def run_beside(
+    client: AsyncClient, requests: Iterator[dict[str, Any]], ended: dict[str, int]
+) -> None:
     """Runs one request after the other until it is cancelled."""
     for options in requests:
         try:
@@ -55,7 +60,12 @@ async def gaps(client: AsyncClient, number: int, num_tokens: int) -> list[float]
     """Returns the seconds between the tokens of one stream."""
     found: list[float] = []
     last = 0.0
-    options: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True, "seed": number, "timeout": _SECONDS}
+    options: dict[str, Any] = {
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "seed": number,
+        "timeout": _SECONDS,
+    }
     async with client.stream(f"Story {number}: once upon a time", **options) as stream:
         async for delta in stream:
             now = time.perf_counter()
@@ -65,12 +75,19 @@ async def gaps(client: AsyncClient, number: int, num_tokens: int) -> list[float]
     return found
 
 
-async def measure(client: AsyncClient, kind: str, num_tokens: int, ended: dict[str, int]) -> list[float]:
+async def measure(
+    client: AsyncClient, kind: str, num_tokens: int, ended: dict[str, int]
+) -> list[float]:
     """Returns the gaps of the plain streams beside requests of a kind, or alone."""
     requests = beside(kind)
-    others = [asyncio.create_task(run_beside(client, requests, ended)) for _ in range(NUM_BESIDE if kind else 0)]
+    others = [
+        asyncio.create_task(run_beside(client, requests, ended))
+        for _ in range(NUM_BESIDE if kind else 0)
+    ]
     try:
-        plain = await asyncio.gather(*(gaps(client, number, num_tokens) for number in range(NUM_PLAIN)))
+        plain = await asyncio.gather(
+            *(gaps(client, number, num_tokens) for number in range(NUM_PLAIN))
+        )
     finally:
         for task in others:
             task.cancel()
@@ -89,11 +106,20 @@ async def run(url: str, num_tokens: int) -> bool:
         ambiguous = await measure(client, "ambiguous", num_tokens, ended)
     print(f"gaps of {NUM_PLAIN} streams, ms")
     print(HEAD)
-    for name, found in (("alone", alone), ("beside 64 free ones", free), ("beside 64 ambiguous ones", ambiguous)):
+    for name, found in (
+        ("alone", alone),
+        ("beside 64 free ones", free),
+        ("beside 64 ambiguous ones", ambiguous),
+    ):
         print(line(name, found))
     ratio = max(ambiguous) / max(free)
-    print(f"worst gap beside ambiguous grammars / worst gap alone: {max(ambiguous) / max(alone):.2f}")
-    print(f"worst gap beside ambiguous grammars / beside free ones: {ratio:.2f}, at most {MOST:g} is wanted")
+    print(
+        f"worst gap beside ambiguous grammars / worst gap alone: {max(ambiguous) / max(alone):.2f}"
+    )
+    print(
+        f"worst gap beside ambiguous grammars / beside free ones: {ratio:.2f}, at most {MOST:g} is "
+        "wanted"
+    )
     for outcome, count in sorted(ended.items()):
         print(f"requests with grammars: {count} {outcome}")
     return ratio <= MOST
@@ -101,8 +127,12 @@ async def run(url: str, num_tokens: int) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tandem.tests.soak.grammars", description=__doc__)
-    parser.add_argument("--url", default="grpc://127.0.0.1:50051", help="of the service's gRPC server")
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem.tests.soak.grammars", description=__doc__
+    )
+    parser.add_argument(
+        "--url", default="grpc://127.0.0.1:50051", help="of the service's gRPC server"
+    )
     parser.add_argument("--tokens", type=int, default=600, help="of each measured stream")
     options = parser.parse_args(arguments)
     return 0 if asyncio.run(run(options.url, options.tokens)) else 1

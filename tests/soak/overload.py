@@ -1,14 +1,19 @@
-"""Overloads a running service for a while, and compares its goodput during and after that with the one before.
+"""Overloads a running service for a while, and compares its goodput during and after that with the
+one before.
 
-    python -m tandem.tests.soak.overload --url http://127.0.0.1:8080 --rate 4 --slo ttft=3000,tpot=100
+    python -m tandem.tests.soak.overload --url http://127.0.0.1:8080 --rate 4 --slo
+    ttft=3000,tpot=100
 
-Three phases follow each other without a pause, each with Poisson arrivals: `--rate` requests/s, ten times as many, and
-`--rate` again. A request is good if it completes within every limit of `--slo`; goodput is good requests/s, counted by
-when they were sent. Choose the highest rate at which all are good, so that the first phase shows the service's peak.
+Three phases follow each other without a pause, each with Poisson arrivals: `--rate` requests/s, ten
+times as many, and `--rate` again. A request is good if it completes within every limit of `--slo`;
+goodput is good requests/s, counted by when they were sent. Choose the highest rate at which all are
+good, so that the first phase shows the service's peak.
 
-Passes if the goodput under overload is at least 90 % of the first phase's, and the share of good requests from 5 s
-after the overload on at least the first phase's. A service keeps that only if no request waits longer than `--slo`
-allows before its first token: serve it with `router.max_queue_seconds` below that, by a prompt's time and a margin.
+Passes if the goodput under overload is at least 90 % of the first phase's, and the share of good
+requests from 5 s after the overload on at least the first phase's. A service keeps that only if no
+request waits longer than `--slo`
+allows before its first token: serve it with `router.max_queue_seconds` below that, by a prompt's
+time and a margin.
 """
 
 import argparse
@@ -42,11 +47,21 @@ class Phase:
 
     @classmethod
     def of(
-        cls, name: str, records: Sequence[RequestRecord], begin: float, end: float, slo: dict[str, float]
+        cls,
+        name: str,
+        records: Sequence[RequestRecord],
+        begin: float,
+        end: float,
+        slo: dict[str, float],
     ) -> "Phase":
         """Takes those of the records that were sent from `begin` until before `end`."""
         sent = [record for record in records if begin <= record.started < end]
-        return cls(name=name, seconds=end - begin, records=sent, num_good=sum(meets(each, slo) for each in sent))
+        return cls(
+            name=name,
+            seconds=end - begin,
+            records=sent,
+            num_good=sum(meets(each, slo) for each in sent),
+        )
 
     @property
     def goodput(self) -> float:
@@ -60,10 +75,16 @@ class Phase:
 
     def __str__(self) -> str:
         counts = f"{len(self.records)} requests in {self.seconds:.0f} s, {self.num_good} good ({self.share:.1%})"
-        if ttft := distribution("ttft", [record.ttft for record in self.records if record.failure is None]):
+        if ttft := distribution(
+            "ttft", [record.ttft for record in self.records if record.failure is None]
+        ):
             counts += f", TTFT p50 {ttft['p50_ttft_ms']:.0f} and p99 {ttft['p99_ttft_ms']:.0f} ms"
-        failures = ", ".join(f"{each.kind} {each.count}" for each in count_failures(r.failure for r in self.records))
-        return f"{self.name:10}{self.goodput:8.2f} good requests/s  {counts}" + (f"; {failures}" if failures else "")
+        failures = ", ".join(
+            f"{each.kind} {each.count}" for each in count_failures(r.failure for r in self.records)
+        )
+        return f"{self.name:10}{self.goodput:8.2f} good requests/s  {counts}" + (
+            f"; {failures}" if failures else ""
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +103,18 @@ class Overload:
     def __str__(self) -> str:
         ratio = self.during.goodput / self.before.goodput if self.before.goodput else 0.0
         verdict = f"under overload {ratio:.0%} of the goodput before; from {RECOVERY_SECONDS:g} s after it on"
-        verdict += f" {self.after.share:.1%} of the requests are good, before it {self.before.share:.1%}"
+        verdict += (
+            f" {self.after.share:.1%} of the requests are good, before it {self.before.share:.1%}"
+        )
         return "\n".join([*map(str, (self.before, self.during, self.after)), verdict])
 
 
-def judge(records: Sequence[RequestRecord], bounds: Sequence[float], slo: dict[str, float]) -> Overload:
-    """Returns the phases; `bounds` are the times at which the first, the second and the third began, and the end."""
+def judge(
+    records: Sequence[RequestRecord], bounds: Sequence[float], slo: dict[str, float]
+) -> Overload:
+    """Returns the phases; `bounds` are the times at which the first, the second and the third
+    began, and the end.
+    """
     begin, overload, normal, end = bounds
     return Overload(
         before=Phase.of("before", records, begin, overload, slo),
@@ -96,7 +123,9 @@ def judge(records: Sequence[RequestRecord], bounds: Sequence[float], slo: dict[s
     )
 
 
-async def overload(target: StreamCompletion, prompts: Prompts, options: argparse.Namespace) -> Overload:
+async def overload(
+    target: StreamCompletion, prompts: Prompts, options: argparse.Namespace
+) -> Overload:
     """Sends the three phases, and waits for every answer."""
     begin = perf_counter()
     lengths = (options.seconds, options.overload_seconds, RECOVERY_SECONDS + options.seconds)
@@ -105,7 +134,11 @@ async def overload(target: StreamCompletion, prompts: Prompts, options: argparse
     sent: list[asyncio.Task[list[RequestRecord]]] = []
     for number, (seconds, rate) in enumerate(zip(lengths, rates, strict=True)):
         load = LoadOptions(rate=rate, num_prompts=None, seconds=seconds, timeout=options.timeout)
-        sent.append(asyncio.create_task(send_load(target, prompts.of_round(number, load), load, seed=number)))
+        sent.append(
+            asyncio.create_task(
+                send_load(target, prompts.of_round(number, load), load, seed=number)
+            )
+        )
         bounds.append(bounds[-1] + seconds)
         await asyncio.sleep(bounds[-1] - perf_counter())
     records = list(chain.from_iterable(await asyncio.gather(*sent)))
@@ -131,9 +164,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--url", type=lambda text: parse_address(text, "--url"), required=True)
     parser.add_argument("--rate", type=float, required=True, help="requests/s before and after")
-    parser.add_argument("--slo", type=parse_slo, required=True, help="limits in ms, as ttft=3000,tpot=100")
+    parser.add_argument(
+        "--slo", type=parse_slo, required=True, help="limits in ms, as ttft=3000,tpot=100"
+    )
     parser.add_argument("--factor", type=float, default=10.0, help="of the rate under overload")
-    parser.add_argument("--seconds", type=float, default=60.0, help="before and, from 5 s on, after")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="before and, from 5 s on, after"
+    )
     parser.add_argument("--overload-seconds", type=float, default=60.0)
     parser.add_argument("--timeout", type=float, default=120.0, help="of a request")
     parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt")

@@ -1,14 +1,14 @@
-"""Replaces a service by another of the same name, or drains workers of it, while streams run through it: none may fail
-or change.
+"""Replaces a service by another of the same name, or drains workers of it, while streams run
+through it: none may fail or change.
 
     python -m tandem.tests.soak.redeploy --streams 64
     python -m tandem.tests.soak.redeploy --streams 64 --drain
 
-Serves a random model on a Ray cluster of four nodes on this machine and keeps streams going through the gRPC client.
-Then it starts the second deployment beside the first, which ends; or it drains a decode worker and a prefill worker,
-one after the other, by `tandem drain`, which has to be done within 10 s each. Meanwhile requests over connections of
-their own, gRPC and HTTP, ask whether the service is there. At the end the workers must be idle, and must not have
-computed a token again.
+Serves a random model on a Ray cluster of four nodes on this machine and keeps streams going through
+the gRPC client. Then it starts the second deployment beside the first, which ends; or it drains a
+decode worker and a prefill worker, one after the other, by `tandem drain`, which has to be done
+within 10 s each. Meanwhile requests over connections of their own, gRPC and HTTP, ask whether the
+service is there. At the end the workers must be idle, and must not have computed a token again.
 """
 
 import argparse
@@ -41,8 +41,9 @@ TANDEM: Final = (sys.executable, "-c", "from tandem.cluster.cli.main import main
 DRAIN_SECONDS: Final = 10.0
 FILL_SECONDS: Final = 60.0  # until all streams run
 GRACE_SECONDS: Final = 60.0
-"""Of the routers that are replaced: their streams end there. Those that are cut go on at another router, where some
-tokens are computed again."""
+"""Of the routers that are replaced: their streams end there. Those that are cut go on at another
+router, where some tokens are computed again.
+"""
 
 
 @dataclass
@@ -53,7 +54,9 @@ class Disturbed:
     num_probes: int = 0
     unreachable: list[str] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)  # of both deployments
-    seconds: float = 0.0  # from the start of the second deployment to the end of the first; of the longest drain
+    seconds: float = (
+        0.0  # from the start of the second deployment to the end of the first; of the longest drain
+    )
     limit: float = math.inf  # of these
     recomputed: int = 0  # tokens, by the workers that are left
 
@@ -66,12 +69,14 @@ class Disturbed:
     def __str__(self) -> str:
         gaps = [each.longest_gap for each in self.traffic.ended]
         lines = [
-            f"streams {len(self.traffic.ended)}, tokens {sum(each.num_tokens for each in self.traffic.ended)}",
+            f"streams {len(self.traffic.ended)}, tokens "
+            f"{sum(each.num_tokens for each in self.traffic.ended)}",
             f"failed {len(self.traffic.failed)}, altered {len(self.traffic.altered)}",
             f"resumed by the client {sum(each.num_resumed > 0 for each in self.traffic.ended)}",
             f"tokens computed again {self.recomputed}",
             f"probes {self.num_probes}, unanswered {len(self.unreachable)}",
-            f"longest gap of a stream {max(gaps, default=0):.2f} s, done within {self.seconds:.1f} s",
+            f"longest gap of a stream {max(gaps, default=0):.2f} s, done within {self.seconds:.1f} "
+            "s",
             *(f"FAILED  {each.case}: {each.error}" for each in self.traffic.failed[:12]),
             *(f"ALTERED {each.case}: {each.difference}" for each in self.traffic.altered[:12]),
             *(f"UNREACHABLE {each}" for each in self.unreachable[:12]),
@@ -80,7 +85,13 @@ class Disturbed:
 
 
 def replace_under_streams(
-    first: TandemConfig, second: TandemConfig, folder: Path, address: str, *, streams: int, tokens: int
+    first: TandemConfig,
+    second: TandemConfig,
+    folder: Path,
+    address: str,
+    *,
+    streams: int,
+    tokens: int,
 ) -> Disturbed:
     """Runs the first service, then both, then the second alone."""
     with joined(address), ExitStack() as before, ExitStack() as after:
@@ -119,13 +130,17 @@ async def _replace(
         found.seconds = time.monotonic() - began
         found.addresses = [_listening(one), _listening(two)]
     url, _ = await asyncio.to_thread(fetch_status, one.status_url)
-    assert url == two.status_url, "the commands do not find the page of the second deployment by that of the first"
+    assert url == two.status_url, (
+        "the commands do not find the page of the second deployment by that of the first"
+    )
     read_identity(url)  # which `tandem drain` needs
     found.recomputed = await asyncio.to_thread(_recomputed, two)
     return found
 
 
-def drain_under_streams(config: TandemConfig, folder: Path, address: str, *, streams: int, tokens: int) -> Disturbed:
+def drain_under_streams(
+    config: TandemConfig, folder: Path, address: str, *, streams: int, tokens: int
+) -> Disturbed:
     """Runs a service and drains workers of it."""
     with joined(address), start_service(config, str(folder), address=address) as service:
         return asyncio.run(_drain(service, streams=streams, tokens=tokens))
@@ -139,10 +154,14 @@ async def _drain(service: Service, *, streams: int, tokens: int) -> Disturbed:
                 while found.traffic.num_running < streams:
                     await asyncio.sleep(0.05)
             known = await asyncio.to_thread(workers, service.status_url)
-            drained = next(each["id"] for each in known if (each["role"], each["state"]) == (role, "ready"))
+            drained = next(
+                each["id"] for each in known if (each["role"], each["state"]) == (role, "ready")
+            )
             began = time.monotonic()
             arguments = ("drain", drained, "--url", service.status_url)
-            process = await asyncio.create_subprocess_exec(*TANDEM, *arguments, stdout=PIPE, stderr=STDOUT)
+            process = await asyncio.create_subprocess_exec(
+                *TANDEM, *arguments, stdout=PIPE, stderr=STDOUT
+            )
             output, _ = await process.communicate()
             found.seconds = max(found.seconds, time.monotonic() - began)
             if process.returncode:
@@ -154,16 +173,22 @@ async def _drain(service: Service, *, streams: int, tokens: int) -> Disturbed:
 
 def _listening(service: Service) -> str:
     """Returns where the service listens, in whatever order its routers are."""
-    return " ".join(sorted([*service.grpc_addresses, *service.http_addresses, *service.ops_addresses]))
+    return " ".join(
+        sorted([*service.grpc_addresses, *service.http_addresses, *service.ops_addresses])
+    )
 
 
 @asynccontextmanager
-async def _streams_through(service: Service, found: Disturbed, streams: int, tokens: int) -> AsyncIterator[None]:
+async def _streams_through(
+    service: Service, found: Disturbed, streams: int, tokens: int
+) -> AsyncIterator[None]:
     """Keeps streams and probes going, and waits for their ends."""
     known = await fault_free(service.grpc_addresses, make_cases(tokens))
     over = asyncio.Event()
     running = asyncio.create_task(
-        keep_going(service.grpc_addresses, known, found.traffic, concurrency=streams, is_over=over.is_set)
+        keep_going(
+            service.grpc_addresses, known, found.traffic, concurrency=streams, is_over=over.is_set
+        )
     )
     probing = asyncio.create_task(_probe(service, found, over))
     try:
@@ -226,7 +251,9 @@ def make_configs(
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tandem.tests.soak.redeploy", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem.tests.soak.redeploy", description=__doc__
+    )
     parser.add_argument("--streams", type=int, default=64, help="at a time")
     parser.add_argument("--tokens", type=int, default=400, help="of each stream")
     parser.add_argument("--drain", action="store_true", help="drain two workers instead")

@@ -1,10 +1,11 @@
 """Times how soon a model that cannot run is refused: `python -m tandem.tests.soak.refusals`.
 
-Broken folders, hostile configs and GGUF files with hostile headers, those of the tests, are given to `tandem check`;
-where only the numbers of the weights are wrong, which it does not read, a worker's loader has them. Each must be
-refused in one line that names a file. Prints how many were, and the slowest, which are then timed as commands of their
-own: these also start Python with torch and, for transformers' code, transformers, which takes most of their time. Ends
-with 1 if one was not refused, or took longer than five seconds in this process.
+Broken folders, hostile configs and GGUF files with hostile headers, those of the tests, are given
+to `tandem check`; where only the numbers of the weights are wrong, which it does not read, a
+worker's loader has them. Each must be refused in one line that names a file. Prints how many were,
+and the slowest, which are then timed as commands of their
+own: these also start Python with torch and, for transformers' code, transformers, which takes most
+of their time. Ends with 1 if one was not refused, or took longer than five seconds in this process.
 """
 
 import json
@@ -52,12 +53,19 @@ def broken() -> Iterator[tuple[str, Make]]:
         if name not in _OF_OURS:
             yield (
                 f"{name}, transformers' code",
-                partial(_damaged, partial(make_tiny_decoder, kind="cohere", tie_word_embeddings=False), damage),
+                partial(
+                    _damaged,
+                    partial(make_tiny_decoder, kind="cohere", tie_word_embeddings=False),
+                    damage,
+                ),
             )
     for family, architecture in ARCHITECTURES.items():
         for field in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
             for value in (10**9, -1, "2", [2]):
-                config = TINY[family][0](**TINY[family][1]).to_dict() | {field: value, "architectures": [architecture]}
+                config = TINY[family][0](**TINY[family][1]).to_dict() | {
+                    field: value,
+                    "architectures": [architecture],
+                }
                 yield f"{family}, {field} {value}", partial(_config_alone, config)
     for kind in ("mamba2", "qwen3_next", "lfm2", "bloom", "whisper"):
         yield kind, partial(_kind_alone, kind)
@@ -92,7 +100,11 @@ def check(model: Path) -> str:
     """Returns why `tandem check` refuses a model; empty if it does not."""
     result = CliRunner().invoke(app, ["check", str(model)])
     line = result.output.rstrip("\n").rpartition("\n")[2]
-    return line.removeprefix(f"{model}: refused: ") if result.exit_code == 1 and ": refused: " in line else ""
+    return (
+        line.removeprefix(f"{model}: refused: ")
+        if result.exit_code == 1 and ": refused: " in line
+        else ""
+    )
 
 
 def not_finite(value: float, model: Path) -> str:
@@ -111,7 +123,10 @@ def not_finite(value: float, model: Path) -> str:
 
 def main() -> int:
     cases = [(name, make, check) for name, make in broken()]
-    cases += [(f"weight {value}", make_tiny_model, partial(not_finite, value)) for value in (math.nan, math.inf)]
+    cases += [
+        (f"weight {value}", make_tiny_model, partial(not_finite, value))
+        for value in (math.nan, math.inf)
+    ]
     times: dict[str, float] = {}
     failed: list[str] = []
     for name, make, refuse in cases:
@@ -123,10 +138,14 @@ def main() -> int:
             times[name] = time.perf_counter() - began
         if not _NAMES_FILE.match(reason):
             failed.append(f"{name}: {reason or 'not refused'}")
-    print(f"{len(times) - len(failed)} of {len(times)} refused; the slowest, s, and as a command of its own:")
+    print(
+        f"{len(times) - len(failed)} of {len(times)} refused; the slowest, s, and as a command of "
+        "its own:"
+    )
     makes = dict(broken())
     alone = {
-        name: _command_seconds(makes[name]) for name in sorted(makes, key=lambda each: -times[each])[:_NUM_SLOWEST]
+        name: _command_seconds(makes[name])
+        for name in sorted(makes, key=lambda each: -times[each])[:_NUM_SLOWEST]
     }
     for name, seconds in alone.items():
         print(f"{times[name]:8.2f}{seconds:8.2f}  {name}")
@@ -138,7 +157,9 @@ def _command_seconds(make: Make) -> float:
     with tempfile.TemporaryDirectory() as root:
         model = make(Path(root, "model"))
         began = time.perf_counter()
-        subprocess.run([*_TANDEM, "check", model], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [*_TANDEM, "check", model], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         return time.perf_counter() - began
 
 

@@ -1,10 +1,12 @@
-"""Compares conversations whose answers are fetched from the decode worker with conversations that compute them again.
+"""Compares conversations whose answers are fetched from the decode worker with conversations that
+compute them again.
 
     python -m tandem.tests.soak.returning
 
-Two services in this process, each with a prefill and a decode worker of the demo model in bfloat16, get every turn of
-some conversations, one after the other. In one of them routers do not say where more of a prompt is cached. Both must
-give the same tokens. A returning turn is one that has some before it.
+Two services in this process, each with a prefill and a decode worker of the demo model in bfloat16,
+get every turn of some conversations, one after the other. In one of them routers do not say where
+more of a prompt is cached. Both must give the same tokens. A returning turn is one that has some
+before it.
 """
 
 import argparse
@@ -39,7 +41,11 @@ class Measured:
             self.seconds.append(timeline.ttft_seconds)
             self.num_cached += timeline.cached_tokens
         prefix, decode = Prefix([*request.prompt, *tokens[:-1]]), self.running.workers[-1]
-        held = (len(request.prompt) + len(tokens) - 1) // decode._rank.block_size * decode._rank.block_size
+        held = (
+            (len(request.prompt) + len(tokens) - 1)
+            // decode._rank.block_size
+            * decode._rank.block_size
+        )
         async with asyncio.timeout(10):
             while self.running.registry._prefixes.match(prefix).get(decode.worker_id, 0) < held:
                 await asyncio.sleep(0.01)
@@ -54,9 +60,13 @@ async def compare(options: argparse.Namespace, both: Sequence[Measured]) -> int:
         for turn in range(options.turns):
             num_returning += len(history)
             history += rng.choices(range(1_000, 40_000), k=options.question)
-            answers = [await each.answer(history, options.answer, returns=turn > 0) for each in both]
+            answers = [
+                await each.answer(history, options.answer, returns=turn > 0) for each in both
+            ]
             if answers[0] != answers[1]:
-                raise SystemExit(f"conversation {number}, turn {turn}: the answers differ: {answers}")
+                raise SystemExit(
+                    f"conversation {number}, turn {turn}: the answers differ: {answers}"
+                )
             history += answers[0]
     return num_returning
 
@@ -66,7 +76,10 @@ async def measure(options: argparse.Namespace) -> None:
         both = []
         for name in ("fetched", "computed"):
             workers = split_fleet(
-                demo_model.folder(), {"prefill": [1], "decode": [1]}, dtype="bfloat16", kv_cache_bytes=2**28
+                demo_model.folder(),
+                {"prefill": [1], "decode": [1]},
+                dtype="bfloat16",
+                kv_cache_bytes=2**28,
             )
             both.append(Measured(name, await stack.enter_async_context(workers)))
         both[1].running.registry.find_holder = lambda request, prefill: None  # type: ignore[method-assign]
@@ -74,12 +87,17 @@ async def measure(options: argparse.Namespace) -> None:
         fetched, computed = (statistics.median(each.seconds) for each in both)
         for each in both:
             share, seconds = each.num_cached / num_returning, statistics.median(each.seconds)
-            print(f"{each.name}: {share:.1%} of {num_returning} returning tokens cached, TTFT {seconds * 1e3:.1f} ms")
+            print(
+                f"{each.name}: {share:.1%} of {num_returning} returning tokens cached, TTFT "
+                f"{seconds * 1e3:.1f} ms"
+            )
         print(f"median of {len(both[0].seconds)} returning turns, ratio {fetched / computed:.2f}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--conversations", type=int, default=3)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--question", type=int, default=32, help="tokens")

@@ -24,13 +24,19 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def line(name: str, seconds: Sequence[float], unit: float = 1e3) -> str:
     """Returns a row under HEAD; `unit`: so many make a second."""
-    figures = (statistics.median(seconds), quantile(seconds, 0.9), quantile(seconds, 0.99), max(seconds))
+    figures = (
+        statistics.median(seconds),
+        quantile(seconds, 0.9),
+        quantile(seconds, 0.99),
+        max(seconds),
+    )
     return f"{name:34}{len(seconds):7}" + "".join(f"{unit * each:10.3f}" for each in figures)
 
 
 def rank_sum(one: Sequence[float], other: Sequence[float]) -> float:
-    """Returns z of the Wilcoxon-Mann-Whitney test: that far from 0, in standard deviations, are samples of one
-    distribution; above 0 where `one` is greater."""
+    """Returns z of the Wilcoxon-Mann-Whitney test: that far from 0, in standard deviations, are
+    samples of one distribution; above 0 where `one` is greater.
+    """
     n, m = len(one), len(other)
     ordered = sorted(other)
     larger = sum((bisect_left(ordered, each) + bisect_right(ordered, each)) / 2 for each in one)
@@ -42,17 +48,25 @@ def rank_sum(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def trend(points: Points) -> tuple[float, float]:
-    """Returns the slope of values, the median of those between any two of them (Theil, 1950), of which fewer than three
-    in ten may be anything; and one that it is surely not below (Sen, 1968), minus infinity if they are too few."""
-    slopes = sorted((high - low) / (late - early) for (early, low), (late, high) in itertools.combinations(points, 2))
+    """Returns the slope of values, the median of those between any two of them (Theil, 1950), of
+    which fewer than three in ten may be anything; and one that it is surely not below (Sen, 1968),
+    minus infinity if they are too few.
+    """
+    slopes = sorted(
+        (high - low) / (late - early)
+        for (early, low), (late, high) in itertools.combinations(points, 2)
+    )
     count = len(points)
-    place = math.floor((len(slopes) - _SURE * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)) / 2)
+    place = math.floor(
+        (len(slopes) - _SURE * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)) / 2
+    )
     return statistics.median(slopes or [0.0]), slopes[place] if place >= 0 and slopes else -math.inf
 
 
 def grows(points: Points, least: float) -> bool:
-    """Returns whether values grow by more than `least` from the first to the last, whatever noise there is, and a step
-    at the start."""
+    """Returns whether values grow by more than `least` from the first to the last, whatever noise
+    there is, and a step at the start.
+    """
     _, surely = trend(points)
     return surely * (points[-1][0] - points[0][0]) > least
 

@@ -1,5 +1,6 @@
-"""Runs the nemesis, see nemesis.py: no stream may fail or change while processes of all kinds are killed, and nothing
-may grow."""
+"""Runs the nemesis, see nemesis.py: no stream may fail or change while processes of all kinds are
+killed, and nothing may grow.
+"""
 
 from typing import Any
 

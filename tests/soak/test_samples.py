@@ -21,7 +21,14 @@ def test_samples_of_one_distribution_are_not_told_apart_and_others_are() -> None
 def test_a_row_has_the_figures_of_a_sample() -> None:
     assert quantile([3, 1, 2], 0.5) == 2
     assert quantile([0, 10], 0.99) == pytest.approx(9.9)
-    assert line("name", [0.001, 0.002, 0.003]).split() == ["name", "3", "2.000", "2.800", "2.980", "3.000"]
+    assert line("name", [0.001, 0.002, 0.003]).split() == [
+        "name",
+        "3",
+        "2.000",
+        "2.800",
+        "2.980",
+        "3.000",
+    ]
 
 
 def series(slope: float, noise: float, count: int = 50, step: float = 0.0) -> Points:
@@ -42,7 +49,9 @@ def test_a_leak_is_told_from_noise_and_from_a_step_at_the_start(count: int) -> N
 
 def test_slow_leaks_of_a_long_run_are_found() -> None:
     assert grows(series(0.1, 0.5), 2.0)  # five in all
-    assert grows([(24.0 * n, 70 + n // 10) for n in range(50)], 1.0)  # four files, one after the other
+    assert grows(
+        [(24.0 * n, 70 + n // 10) for n in range(50)], 1.0
+    )  # four files, one after the other
     assert not grows([(24.0 * n, 70 + n // 25) for n in range(50)], 1.0)  # one more
     assert not any(grows(series(0.0, 3.0, count), 2.0) for count in range(8, 100))
 

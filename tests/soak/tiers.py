@@ -1,11 +1,14 @@
-"""Compares conversations that return to host memory, or to the disk, with conversations that are computed again.
+"""Compares conversations that return to host memory, or to the disk, with conversations that are
+computed again.
 
     python -m tandem.tests.soak.tiers
 
-8 conversations of 6 turns, one turn of each after the other, on a KV cache that holds one or two of them. Each turn
-goes to three LLMs in this process: one with host memory and disk for what leaves its KV cache, one with the disk alone,
-and one without; all must give the same tokens. A returning token is one of an earlier turn, a returning turn is one
-that has some. At last one file is damaged, and another LLM answers the last turns again from the same folder.
+8 conversations of 6 turns, one turn of each after the other, on a KV cache that holds one or two of
+them. Each turn
+goes to three LLMs in this process: one with host memory and disk for what leaves its KV cache, one
+with the disk alone, and one without; all must give the same tokens. A returning token is one of an
+earlier turn, a returning turn is one that has some. At last one file is damaged, and another LLM
+answers the last turns again from the same folder.
 """
 
 import argparse
@@ -59,7 +62,9 @@ def compare(options: argparse.Namespace, measured: Sequence[Measured]) -> tuple[
             history += rng.choices(range(1_000, 40_000), k=options.question)
             answers = [each.answer(history, options.answer, returns=turn > 0) for each in measured]
             if any(answer != answers[0] for answer in answers):
-                raise SystemExit(f"conversation {number}, turn {turn}: the answers differ: {answers}")
+                raise SystemExit(
+                    f"conversation {number}, turn {turn}: the answers differ: {answers}"
+                )
             if turn == options.turns - 1:
                 last.append((history.copy(), answers[0]))
             history += answers[0]
@@ -71,11 +76,15 @@ def report(measured: Sequence[Measured], num_returning: int) -> None:
     again = statistics.median(measured[-1].seconds)
     num_turns = len(measured[-1].seconds)
     print(
-        f"returning tokens {num_returning}; TTFT of {num_turns} returning turns, computed again: {again * 1e3:.1f} ms"
+        f"returning tokens {num_returning}; TTFT of {num_turns} returning turns, computed again: "
+        f"{again * 1e3:.1f} ms"
     )
     for each in measured[:-1]:
         seconds, share = statistics.median(each.seconds), each.num_restored() / num_returning
-        print(f"{each.name}: {share:.1%} of the tokens, TTFT {seconds * 1e3:.1f} ms, ratio {seconds / again:.2f}")
+        print(
+            f"{each.name}: {share:.1%} of the tokens, TTFT {seconds * 1e3:.1f} ms, ratio "
+            f"{seconds / again:.2f}"
+        )
 
 
 def restart(options: argparse.Namespace, given: dict[str, Any], last: Sequence[Turn]) -> None:
@@ -90,13 +99,20 @@ def restart(options: argparse.Namespace, given: dict[str, Any], last: Sequence[T
             if again.answer(tokens, options.answer, returns=True) != answer:
                 raise SystemExit("after a restart the answers differ")
         share = again.num_restored() / sum(len(tokens) for tokens, _ in last)
-    print(f"after a restart, with one of {len(files)} files damaged: {share:.1%} of the tokens from disk")
+    print(
+        f"after a restart, with one of {len(files)} files damaged: {share:.1%} of the tokens from "
+        "disk"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--tp", type=int, default=1, help="processes of each LLM, with --kv-cache-gb each")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="processes of each LLM, with --kv-cache-gb each"
+    )
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--question", type=int, default=96, help="tokens")
@@ -109,13 +125,20 @@ def main() -> int:
     given = {"kv_cache_gb": options.kv_cache_gb, "kv_cache_dtype": options.kv_cache_dtype}
     given["tensor_parallel_size"] = options.tp
     with tempfile.TemporaryDirectory() as folder:
-        both, disk = ({"kv_disk": f"{folder}/{name}", "kv_disk_gb": options.kv_disk_gb} for name in ("both", "disk"))
+        both, disk = (
+            {"kv_disk": f"{folder}/{name}", "kv_disk_gb": options.kv_disk_gb}
+            for name in ("both", "disk")
+        )
         with (
             LLM(options.model, kv_host_gb=options.kv_host_gb, **given, **both) as tiered,
             LLM(options.model, **given, **disk) as from_disk,
             LLM(options.model, **given) as plain,
         ):
-            measured = [Measured("host memory and disk", tiered), Measured("disk", from_disk), Measured("none", plain)]
+            measured = [
+                Measured("host memory and disk", tiered),
+                Measured("disk", from_disk),
+                Measured("none", plain),
+            ]
             num_returning, last = compare(options, measured)
             report(measured, num_returning)
         restart(options, given | disk, last)

@@ -1,15 +1,18 @@
-"""Measures what times and counts tell a caller about keys and about other tenants, on a service with keys that runs.
+"""Measures what times and counts tell a caller about keys and about other tenants, on a service
+with keys that runs.
 
     tandem key create keys.json ada > ada.key && tandem key create keys.json bob > bob.key
     tandem serve smollm2-135m-instruct --api-keys keys.json
     python -m tandem.tests.soak.timing --key ada.key --other-key bob.key
 
-First, calls with a key that differs from the right one in its last characters, with a key of the same length that
-differs everywhere, and with the right one. Then prompts of one tenant that another one has sent, and as many that
-nobody has: TTFT and `cached_tokens`; and, to show that a hit would be seen, prompts that the tenant itself has sent.
-All kinds take turns at random. Prints the distributions and z of the Wilcoxon-Mann-Whitney test, which of samples of
-one distribution is beyond 3.3 once in a thousand times. Exits with 1 if a difference is beyond that or a cached token
-is seen, or if the tenant's own hits are not seen.
+First, calls with a key that differs from the right one in its last characters, with a key of the
+same length that differs everywhere, and with the right one. Then prompts of one tenant that another
+one has sent, and as many that
+nobody has: TTFT and `cached_tokens`; and, to show that a hit would be seen, prompts that the tenant
+itself has sent. All kinds take turns at random. Prints the distributions and z of the
+Wilcoxon-Mann-Whitney test, which of samples of one distribution is beyond 3.3 once in a thousand
+times. Exits with 1 if a difference is beyond that or a cached token is seen, or if the tenant's own
+hits are not seen.
 """
 
 import argparse
@@ -41,7 +44,10 @@ Samples = dict[str, list[float]]
 
 def wrong_keys(key: str) -> dict[str, str]:
     """Returns keys of the right one's length: the same but for the end, another, and the right one."""
-    last = "".join(random.choice([letter for letter in string.ascii_letters if letter != old]) for old in key[-3:])
+    last = "".join(
+        random.choice([letter for letter in string.ascii_letters if letter != old])
+        for old in key[-3:]
+    )
     prefix, _, rest = key.partition("-")
     return {
         "wrong in the last characters": key[:-3] + last,
@@ -89,9 +95,12 @@ def time_checks(key: str, trials: int) -> Samples:
     return found
 
 
-async def time_prompts(grpc: str, key: str, other_key: str, trials: int, length: int) -> tuple[Samples, dict[str, int]]:
-    """Returns TTFTs of the tenant with `other_key`, and the largest `cached_tokens`, by who has sent the prompt
-    before."""
+async def time_prompts(
+    grpc: str, key: str, other_key: str, trials: int, length: int
+) -> tuple[Samples, dict[str, int]]:
+    """Returns TTFTs of the tenant with `other_key`, and the largest `cached_tokens`, by who has
+    sent the prompt before.
+    """
     kinds = ("another tenant", "nobody", "the tenant itself")
     found: Samples = {name: [] for name in kinds}
     cached = dict.fromkeys(kinds, 0)
@@ -99,7 +108,9 @@ async def time_prompts(grpc: str, key: str, other_key: str, trials: int, length:
 
         async def ask(client: AsyncClient, prompt: list[int]) -> tuple[float, int]:
             began = time.perf_counter()
-            async with client.stream(prompt, max_tokens=2, ignore_eos=True, timeout=_SECONDS) as stream:
+            async with client.stream(
+                prompt, max_tokens=2, ignore_eos=True, timeout=_SECONDS
+            ) as stream:
                 await anext(stream)
                 seconds = time.perf_counter() - began
                 usage = (await stream.completion()).usage
@@ -110,7 +121,8 @@ async def time_prompts(grpc: str, key: str, other_key: str, trials: int, length:
         await ask(bob, _prompt(length))
         for name in order:
             prompt = _prompt(length)
-            # Each trial sends two prompts, so that the workers do the same before each that is timed.
+            # Each trial sends two prompts, so that the workers do the same before each that is
+            # timed.
             before = {"another tenant": ada, "nobody": ada, "the tenant itself": bob}[name]
             await ask(before, prompt if name != "nobody" else _prompt(length))
             seconds, tokens = await ask(bob, prompt)
@@ -139,7 +151,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tandem.tests.soak.timing", description=__doc__)
     parser.add_argument("--http", default="http://127.0.0.1:8080")
     parser.add_argument("--grpc", default="grpc://127.0.0.1:50051")
-    parser.add_argument("--key", type=Path, required=True, help="a file with the API key of one tenant")
+    parser.add_argument(
+        "--key", type=Path, required=True, help="a file with the API key of one tenant"
+    )
     parser.add_argument("--other-key", type=Path, required=True, help="of another tenant")
     parser.add_argument("--calls", type=int, default=1_000, help="with each kind of key")
     parser.add_argument("--trials", type=int, default=200, help="prompts of each kind")
@@ -151,10 +165,16 @@ def main(arguments: Sequence[str]) -> int:
     calls = time_calls(f"{options.http}/v1/models", key, options.calls)
     zs.append(compare("calls of GET /v1/models, ms", calls, *wrong))
     print("A right key lists the models besides: its time is no refusal's.")
-    prompts, cached = asyncio.run(time_prompts(options.grpc, key, other_key, options.trials, options.length))
-    zs.append(compare("TTFT by who has sent the prompt before, ms", prompts, "another tenant", "nobody"))
+    prompts, cached = asyncio.run(
+        time_prompts(options.grpc, key, other_key, options.trials, options.length)
+    )
+    zs.append(
+        compare("TTFT by who has sent the prompt before, ms", prompts, "another tenant", "nobody")
+    )
     control = rank_sum(prompts["the tenant itself"], prompts["nobody"])
-    print(f"the tenant itself against nobody: z = {control:+.2f}; the largest cached_tokens: {cached}")
+    print(
+        f"the tenant itself against nobody: z = {control:+.2f}; the largest cached_tokens: {cached}"
+    )
     hidden = max(map(abs, zs)) <= MOST and not cached["another tenant"] and not cached["nobody"]
     seen = control < -MOST and cached["the tenant itself"] > 0
     print("passed" if hidden and seen else "NOT PASSED")

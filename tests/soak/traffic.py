@@ -1,4 +1,6 @@
-"""Keeps streams going through the gRPC client of all routers, and compares each with the fault-free output."""
+"""Keeps streams going through the gRPC client of all routers, and compares each with the fault-free
+output.
+"""
 
 import asyncio
 import itertools
@@ -12,7 +14,9 @@ from tandem.router.client.client import AsyncClient
 from tandem.router.client.types import Choice
 
 STREAM_SECONDS: Final = 180.0
-"""The timeout of a stream: far above what one needs while a worker is replaced, so that only a hang exceeds it."""
+"""The timeout of a stream: far above what one needs while a worker is replaced, so that only a hang
+exceeds it.
+"""
 
 LENGTHS: Final = (5, 70, 190)  # of the prompts, in tokens
 
@@ -57,52 +61,81 @@ class Traffic:
 
 
 def make_cases(num_tokens: int, lengths: Sequence[int] = LENGTHS) -> list[Case]:
-    """Returns one request of each kind for each length of prompt; `with_stops` adds those with stop strings."""
+    """Returns one request of each kind for each length of prompt; `with_stops` adds those with stop
+    strings.
+    """
     options: dict[str, dict[str, Any]] = {
         "greedy": {"temperature": 0, "ignore_eos": True},
-        "sampled": {"seed": 11, "top_p": 0.95, "presence_penalty": 0.3, "repetition_penalty": 1.1, "ignore_eos": True},
+        "sampled": {
+            "seed": 11,
+            "top_p": 0.95,
+            "presence_penalty": 0.3,
+            "repetition_penalty": 1.1,
+            "ignore_eos": True,
+        },
         "n=2": {"seed": 12, "n": 2, "max_tokens": max(num_tokens // 2, 2), "ignore_eos": True},
         "grammar": {"seed": 13, "regex": r"([a-z]{2,9} ){400}"},
         "logprobs": {"temperature": 0.8, "seed": 14, "logprobs": 2, "ignore_eos": True},
     }
     return [
-        Case(name=f"{name}/{length}", prompt=_prompt(length, number), options={"max_tokens": num_tokens} | given)
+        Case(
+            name=f"{name}/{length}",
+            prompt=_prompt(length, number),
+            options={"max_tokens": num_tokens} | given,
+        )
         for number, (name, given) in enumerate(options.items())
         for length in lengths
     ]
 
 
 def with_stops(cases: Sequence[Case]) -> Iterator[Case]:
-    """Yields the greedy requests again, each with a stop string from the last third of its known output."""
+    """Yields the greedy requests again, each with a stop string from the last third of its known
+    output.
+    """
     for case in cases:
         if case.name.startswith("greedy"):
             text = case.expected[0].text
             stop = text[len(text) * 2 // 3 :][:4]
             yield Case(
-                name=case.name.replace("greedy", "stop"), prompt=case.prompt, options=case.options | {"stop": stop}
+                name=case.name.replace("greedy", "stop"),
+                prompt=case.prompt,
+                options=case.options | {"stop": stop},
             )
 
 
 async def fault_free(addresses: Sequence[str], cases: Sequence[Case]) -> list[Case]:
-    """Returns the cases with their outputs. Each is asked for twice, alone and beside the others; raises AssertionError
-    if the two differ: then nothing could be said of an output under faults."""
+    """Returns the cases with their outputs. Each is asked for twice, alone and beside the others;
+    raises AssertionError
+    if the two differ: then nothing could be said of an output under faults.
+    """
     known = []
     async with AsyncClient(addresses) as client:
 
         async def generate(case: Case) -> tuple[Choice, ...]:
-            return (await client.generate(case.prompt, timeout=STREAM_SECONDS, **case.options)).choices
+            return (
+                await client.generate(case.prompt, timeout=STREAM_SECONDS, **case.options)
+            ).choices
 
         together = await asyncio.gather(*map(generate, cases))
         for case, choices in zip(cases, together, strict=True):
             assert await generate(case) == choices, f"{case.name} has two outputs without a fault"
-            known.append(Case(name=case.name, prompt=case.prompt, options=case.options, expected=choices))
+            known.append(
+                Case(name=case.name, prompt=case.prompt, options=case.options, expected=choices)
+            )
     return known
 
 
 async def keep_going(
-    addresses: Sequence[str], cases: Sequence[Case], traffic: Traffic, *, concurrency: int, is_over: Callable[[], bool]
+    addresses: Sequence[str],
+    cases: Sequence[Case],
+    traffic: Traffic,
+    *,
+    concurrency: int,
+    is_over: Callable[[], bool],
 ) -> None:
-    """Runs so many streams at a time, the cases in turn, until `is_over`; then lets those that run end."""
+    """Runs so many streams at a time, the cases in turn, until `is_over`; then lets those that run
+    end.
+    """
     following = itertools.cycle(cases)
 
     async def one_after_the_other() -> None:
@@ -158,7 +191,9 @@ def _difference(found: Sequence[Choice], expected: Sequence[Choice]) -> str:
             if left != right:
                 if isinstance(left, str):
                     return f"{name} of choice {index}: {left[-40:]!r} instead of {right[-40:]!r}"
-                pairs = zip(left, right, strict=False)  # one of them may be the beginning of the other
+                pairs = zip(
+                    left, right, strict=False
+                )  # one of them may be the beginning of the other
                 same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
                 return f"{name} of choice {index}: {len(left)} instead of {len(right)}, equal up to {same}"
     return ""

@@ -36,7 +36,9 @@ class RawSession:
         self._call = worker_stub(channel).Session()
         self.messages: list[worker_pb2.SessionResponse] = []
 
-    async def send(self, command: worker_pb2.Submit | worker_pb2.Cancel | worker_pb2.Suspend) -> None:
+    async def send(
+        self, command: worker_pb2.Submit | worker_pb2.Cancel | worker_pb2.Suspend
+    ) -> None:
         name = type(command).__name__.lower()
         await self._call.write(worker_pb2.SessionRequest(**{name: command}))  # type: ignore[arg-type]
 
@@ -49,7 +51,9 @@ class RawSession:
         self.messages.append(message)
         return message
 
-    async def until(self, good: Callable[[worker_pb2.Output], bool], count: int = 1) -> list[worker_pb2.Output]:
+    async def until(
+        self, good: Callable[[worker_pb2.Output], bool], count: int = 1
+    ) -> list[worker_pb2.Output]:
         """Reads until `count` outputs are good; returns those."""
         found: list[worker_pb2.Output] = []
         while len(found) < count:
@@ -70,7 +74,12 @@ class RawSession:
 
     def outputs(self, request_id: str = "a", choice: int | None = None) -> list[worker_pb2.Output]:
         """All outputs of a request, or of a choice, among the messages read."""
-        outputs = [output for message in self.messages for output in message.outputs if output.request_id == request_id]
+        outputs = [
+            output
+            for message in self.messages
+            for output in message.outputs
+            if output.request_id == request_id
+        ]
         return [output for output in outputs if choice in (None, output.choice)]
 
     def tokens(self, request_id: str = "a", choice: int | None = None) -> list[int]:
@@ -86,7 +95,9 @@ def ended(output: worker_pb2.Output) -> bool:
 
 
 @asynccontextmanager
-async def worker_of(rank: Rank, role: str = "decode", **config: Any) -> AsyncIterator[tuple[Worker, RawSession]]:
+async def worker_of(
+    rank: Rank, role: str = "decode", **config: Any
+) -> AsyncIterator[tuple[Worker, RawSession]]:
     """A worker and a session to it; on leaving it must have freed all that the session used."""
     worker = await Worker.serve(rank, worker_config(**config), worker_id="worker", role=role)
     try:
@@ -101,7 +112,9 @@ async def idle(worker: Worker) -> worker_pb2.GetStatusResponse:
     """Waits until the worker holds nothing for any request."""
     async with asyncio.timeout(5), peer_channel(worker.address) as channel:
         while True:
-            status: worker_pb2.GetStatusResponse = await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest())
+            status: worker_pb2.GetStatusResponse = await worker_stub(channel).GetStatus(
+                worker_pb2.GetStatusRequest()
+            )
             assert status.integrity_ok
             if is_idle(status):
                 return status

@@ -4,7 +4,13 @@ from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.store import KvStore
 
 
-def span(kv: KvStore, first_token: int, num_tokens: int, first_layer: int = 0, num_layers: int | None = None) -> KvSpan:
+def span(
+    kv: KvStore,
+    first_token: int,
+    num_tokens: int,
+    first_layer: int = 0,
+    num_layers: int | None = None,
+) -> KvSpan:
     """All KV slots; of all layers if num_layers is None."""
     return KvSpan(
         first_layer=first_layer,

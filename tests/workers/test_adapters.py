@@ -1,5 +1,6 @@
-"""LoRA adapters on workers, over real sockets: several at once through both pools, eviction and reload, suspended
-streams, caches that never cross, and adapters that a worker cannot have."""
+"""LoRA adapters on workers, over real sockets: several at once through both pools, eviction and
+reload, suspended streams, caches that never cross, and adapters that a worker cannot have.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -42,7 +43,10 @@ def model(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(root: Path, model: Path) -> dict[str, Path]:
-    return {name: make_adapter(root / "adapters" / name, model, rank=rank, seed=rank) for name, rank in RANKS.items()}
+    return {
+        name: make_adapter(root / "adapters" / name, model, rank=rank, seed=rank)
+        for name, rank in RANKS.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -68,29 +72,51 @@ def adapter(folders: dict[str, Path], name: str) -> LoraAdapter | None:
     if name == "base":
         return None
     folder = folders[name]
-    return LoraAdapter(name=name, folder=str(folder), fingerprint=read_adapter(folder, 64).fingerprint)
+    return LoraAdapter(
+        name=name, folder=str(folder), fingerprint=read_adapter(folder, 64).fingerprint
+    )
 
 
 async def generate(
-    running: Fleet, folders: dict[str, Path], name: str, suffix: str = "", num_tokens: int = NUM_TOKENS
+    running: Fleet,
+    folders: dict[str, Path],
+    name: str,
+    suffix: str = "",
+    num_tokens: int = NUM_TOKENS,
 ) -> tuple[list[int], int]:
     """The tokens of PROMPT with an adapter, and how many tokens of it were cached."""
-    request = token_request(PROMPT, num_tokens, name=name + suffix, adapter=adapter(folders, name), ignore_eos=True)
+    request = token_request(
+        PROMPT, num_tokens, name=name + suffix, adapter=adapter(folders, name), ignore_eos=True
+    )
     tokens, timeline = await running.generate(request)
     return tokens, timeline.cached_tokens
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [([1], [1]), ([2], [1]), ([1], [2]), ([], [1])], ids=str)
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [([1], [1]), ([2], [1]), ([1], [2]), ([], [1])], ids=str
+)
 async def test_four_adapters_and_the_base_model_through_both_pools(
-    root: Path, model: Path, folders: dict[str, Path], expected: dict[str, list[int]], prefill: list[int], decode: Any
+    root: Path,
+    model: Path,
+    folders: dict[str, Path],
+    expected: dict[str, list[int]],
+    prefill: list[int],
+    decode: Any,
 ) -> None:
     """All have the same prompt: whoever found another's KV cache would go on with other tokens."""
     tp = {"prefill": prefill, "decode": decode}
-    async with split_fleet(model, tp, adapter_folders=(str(root / "adapters"),), chunk_tokens=32) as running:
+    async with split_fleet(
+        model, tp, adapter_folders=(str(root / "adapters"),), chunk_tokens=32
+    ) as running:
         for name in NAMES:
-            assert await generate(running, folders, name, " alone") == (expected[name][:NUM_TOKENS], 0)
+            assert await generate(running, folders, name, " alone") == (
+                expected[name][:NUM_TOKENS],
+                0,
+            )
         for suffix in (" first", " again"):
-            made = await asyncio.gather(*(generate(running, folders, name, suffix) for name in NAMES))
+            made = await asyncio.gather(
+                *(generate(running, folders, name, suffix) for name in NAMES)
+            )
             assert [tokens for tokens, _ in made] == [expected[name][:NUM_TOKENS] for name in NAMES]
             assert [cached for _, cached in made] == [64] * len(NAMES)
 
@@ -115,9 +141,12 @@ async def test_evicted_adapters_are_loaded_again(
 async def test_a_mixed_batch_after_all_its_adapters_were_evicted(
     root: Path, model: Path, folders: dict[str, Path], expected: dict[str, list[int]]
 ) -> None:
-    """Four adapters and the base model, together and then alone, through both pools, after four others."""
+    """Four adapters and the base model, together and then alone, through both pools, after four
+    others.
+    """
     others = {
-        f"other {seed}": make_adapter(root / "others" / str(seed), model, rank=2, seed=50 + seed) for seed in range(4)
+        f"other {seed}": make_adapter(root / "others" / str(seed), model, rank=2, seed=50 + seed)
+        for seed in range(4)
     }
     prints = {read_adapter(folder, 64).fingerprint for folder in others.values()}
     wanted = [expected[name][:NUM_TOKENS] for name in NAMES]
@@ -127,7 +156,9 @@ async def test_a_mixed_batch_after_all_its_adapters_were_evicted(
             made = await asyncio.gather(*(generate(running, folders, name, turn) for name in NAMES))
             assert [tokens for tokens, _ in made] == wanted
             await asyncio.gather(*(generate(running, others, name, turn) for name in others))
-            assert all(set(worker._requests.adapters.loaded) == prints for worker in running.workers)
+            assert all(
+                set(worker._requests.adapters.loaded) == prints for worker in running.workers
+            )
         for name in NAMES:
             tokens, _ = await generate(running, folders, name, " alone")
             assert tokens == expected[name][:NUM_TOKENS]
@@ -136,9 +167,13 @@ async def test_a_mixed_batch_after_all_its_adapters_were_evicted(
 async def test_a_suspended_stream_goes_on_with_its_adapter(
     root: Path, model: Path, folders: dict[str, Path], expected: dict[str, list[int]]
 ) -> None:
-    async with split_fleet(model, {"prefill": [1], "decode": [1, 1]}, adapter_folders=(str(root),)) as running:
+    async with split_fleet(
+        model, {"prefill": [1], "decode": [1, 1]}, adapter_folders=(str(root),)
+    ) as running:
         names = ("four", "eight")
-        tasks = [asyncio.create_task(generate(running, folders, name, num_tokens=60)) for name in names]
+        tasks = [
+            asyncio.create_task(generate(running, folders, name, num_tokens=60)) for name in names
+        ]
         async with asyncio.timeout(20):
             while not (busy := [w for w in running.workers[1:] if w.load().num_running]):
                 await asyncio.sleep(0)
@@ -165,7 +200,9 @@ def raises(error: Exception) -> Callable[..., None]:
 
 
 def named(number: int) -> LoraAdapter:
-    return LoraAdapter(name=f"adapter {number}", folder="/adapters", fingerprint=bytes([number]) * 16)
+    return LoraAdapter(
+        name=f"adapter {number}", folder="/adapters", fingerprint=bytes([number]) * 16
+    )
 
 
 async def test_a_worker_that_cannot_load_an_adapter_ends_no_request() -> None:
@@ -173,7 +210,9 @@ async def test_a_worker_that_cannot_load_an_adapter_ends_no_request() -> None:
     broken = replace(fake_rank(), load_adapter=loads("adapter_config.json: cannot be read"))
     decode = [broken, replace(fake_rank(), load_adapter=loads())]
     sound = replace(fake_rank(), load_adapter=loads())
-    async with fleet(1, 2, rank=lambda role: decode.pop() if role == "decode" else sound) as running:
+    async with fleet(
+        1, 2, rank=lambda role: decode.pop() if role == "decode" else sound
+    ) as running:
         causes: list[str] = []
         while not causes:
             request = token_request(PROMPT, 8, adapter=named(1))
@@ -197,7 +236,9 @@ async def test_a_request_whose_adapter_no_worker_can_load_may_be_sent_again() ->
 
 async def test_a_worker_without_adapters_refuses_them() -> None:
     async with worker_of(fake_rank()) as (_, session):
-        await session.send(submit(adapter=worker_pb2.Adapter(folder="/adapters", fingerprint=bytes(16))))
+        await session.send(
+            submit(adapter=worker_pb2.Adapter(folder="/adapters", fingerprint=bytes(16)))
+        )
         failure = await session.failure()
         assert failure.kind == worker_pb2.FAILURE_KIND_UNABLE
         assert failure.message == "adapter: this worker takes no adapters"
@@ -209,7 +250,8 @@ async def test_no_adapter_is_evicted_while_it_is_in_use() -> None:
     rank = replace(fake_rank(step_seconds=0.005), load_adapter=loads())
     async with worker_of(rank, max_loras=1) as (worker, session):
         first, second = (
-            worker_pb2.Adapter(folder="/adapters", fingerprint=named(number).fingerprint) for number in (1, 2)
+            worker_pb2.Adapter(folder="/adapters", fingerprint=named(number).fingerprint)
+            for number in (1, 2)
         )
         await session.send(submit("a", adapter=first, max_tokens=500))
         await session.until(lambda output: bool(output.tokens.ids))
@@ -258,7 +300,9 @@ def test_a_rank_loads_only_what_was_meant_and_from_configured_folders(
             patch.setattr(runner.adapters, "load", raises(error))
             assert reason(folders["eight"]) == told
     assert reason(folders["four"]) == "folder: its files have changed since the adapter was loaded"
-    assert reason(folders["many"]) == "adapter_config.json: r: is 40, above max_lora_rank, which is 8"
+    assert (
+        reason(folders["many"]) == "adapter_config.json: r: is 40, above max_lora_rank, which is 8"
+    )
     outside = "folder: is not below a configured one"
     assert reason(model) == outside
     assert reason(root / "adapters" / ".." / "model") == outside

@@ -1,4 +1,6 @@
-"""Blocks of KV cache in files: what is read is what was written, the bound holds whenever the process is killed."""
+"""Blocks of KV cache in files: what is read is what was written, the bound holds whenever the
+process is killed.
+"""
 
 import os
 import select
@@ -30,7 +32,9 @@ def payload(number: int) -> bytes:
 
 
 def opened(folder: Path, max_files: int = 4, kind: bytes = KIND) -> BlockFiles:
-    return BlockFiles.open(folder, "decode", kind=kind, block_bytes=PAYLOAD, max_bytes=max_files * FILE_BYTES)
+    return BlockFiles.open(
+        folder, "decode", kind=kind, block_bytes=PAYLOAD, max_bytes=max_files * FILE_BYTES
+    )
 
 
 def put(files: BlockFiles, *numbers: int) -> None:
@@ -70,7 +74,9 @@ class FilesMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 9))
     def read(self, number: int) -> None:
         found = self.files.read(digest(number))
-        assert (None if found is None else bytes(found)) == (payload(number) if number in self.model else None)
+        assert (None if found is None else bytes(found)) == (
+            payload(number) if number in self.model else None
+        )
         if number in self.model:
             self.model.remove(number)
             self.model.append(number)
@@ -108,7 +114,11 @@ class FilesMachine(RuleBasedStateMachine):
     def the_folder_is_as_the_model(self) -> None:
         if hasattr(self, "files"):
             assert held(self.files) == sorted(self.model)
-            assert self.files.num_bytes == size_of(Path(self.folder.name)) == len(self.model) * FILE_BYTES
+            assert (
+                self.files.num_bytes
+                == size_of(Path(self.folder.name))
+                == len(self.model) * FILE_BYTES
+            )
 
     def teardown(self) -> None:
         if hasattr(self, "files"):
@@ -122,7 +132,9 @@ TestFiles.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 
 def size_of(folder: Path) -> int:
     """Bytes on disk of all files, in whole pages."""
-    return sum(-(-path.stat().st_size // 4_096) * 4_096 for path in folder.rglob("*") if path.is_file())
+    return sum(
+        -(-path.stat().st_size // 4_096) * 4_096 for path in folder.rglob("*") if path.is_file()
+    )
 
 
 WRITER = """
@@ -139,9 +151,13 @@ for number in range(10**9):
 
 @pytest.mark.io
 def test_the_bound_holds_whenever_the_process_is_killed(tmp_path: Path) -> None:
-    """Killed while it writes, several times: no more than the bound is there, and what is there is whole."""
+    """Killed while it writes, several times: no more than the bound is there, and what is there is
+    whole.
+    """
     for _ in range(4):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE
+        )
         try:
             assert process.stdout is not None
             assert select.select([process.stdout], [], [], 60)[0], "the process does not write"
@@ -231,7 +247,9 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "decode-0").unlink()
     (tmp_path / "decode-0").mkdir()
     os.chmod(tmp_path / "decode-0", 0o777)
-    with pytest.raises(ValueError, match=r"kv_disk: .*decode-0: is another user's, or others may write to it"):
+    with pytest.raises(
+        ValueError, match=r"kv_disk: .*decode-0: is another user's, or others may write to it"
+    ):
         opened(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"kv_disk: .*file"):

@@ -11,7 +11,9 @@ from tandem.workers.worker import Worker
 
 
 def known(session: RawSession) -> set[bytes]:
-    """The cached blocks by the messages read; each is stored only if it was absent and evicted only if present."""
+    """The cached blocks by the messages read; each is stored only if it was absent and evicted only
+    if present.
+    """
     found: set[bytes] = set()
     for message in session.messages:
         assert found.isdisjoint(message.stored_blocks)
@@ -53,7 +55,9 @@ async def test_sessions_that_begin_at_any_time_know_the_same_cache() -> None:
     ):
         sessions = [first]
         for number in range(30):
-            await first.send(submit(str(number), token_ids=range(number, number + 60), max_tokens=30))
+            await first.send(
+                submit(str(number), token_ids=range(number, number + 60), max_tokens=30)
+            )
             if number % 6 == 3:
                 sessions.append(RawSession(channel))
             await first.until(ended)
@@ -71,7 +75,11 @@ async def test_tokens_that_are_computed_again_are_counted() -> None:
         counts = []
         for name, first_index in (("new", 0), ("resumed", 3), ("cached", 3)):
             first = 0 if name == "new" else 50
-            await session.send(submit(name, token_ids=range(first, first + 40), max_tokens=4, first_index=first_index))
+            await session.send(
+                submit(
+                    name, token_ids=range(first, first + 40), max_tokens=4, first_index=first_index
+                )
+            )
             await session.until(ended)
             counts.append((await idle(worker)).num_recomputed_tokens)
         block = worker.info().block_size
@@ -84,7 +92,9 @@ async def test_a_worker_without_a_prefix_cache_reports_nothing() -> None:
         await session.send(submit(token_ids=range(40)))
         await session.until(ended)
         assert await cached(worker) == set()
-        assert not any(message.stored_blocks or message.evicted_blocks for message in session.messages)
+        assert not any(
+            message.stored_blocks or message.evicted_blocks for message in session.messages
+        )
 
 
 async def test_what_the_directory_hears_of_a_worker() -> None:

@@ -1,4 +1,6 @@
-"""Several choices of one prompt, and beam searches, as a router asks a worker or a pair of workers for them."""
+"""Several choices of one prompt, and beam searches, as a router asks a worker or a pair of workers
+for them.
+"""
 
 import asyncio
 import gc
@@ -17,8 +19,21 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.hashing import hash_tenant
 from tandem.tests.fleet import VOCAB, fake_rank, fleet
 from tandem.tests.token_request import token_request
-from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
-from tandem.tests.workers.raw_session import GREEDY, RawSession, ended, executor_of, idle, submit, worker_of
+from tandem.tests.workers.engine.fake import (
+    FakeExecutor,
+    expected_choices,
+    expected_logprobs,
+    expected_tokens,
+)
+from tandem.tests.workers.raw_session import (
+    GREEDY,
+    RawSession,
+    ended,
+    executor_of,
+    idle,
+    submit,
+    worker_of,
+)
 from tandem.workers.engine.plan import FirstTokens, OnLayers, Samples, StepPlan
 from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer.sender import KvSender
@@ -64,7 +79,8 @@ async def hand_over(prefill: RawSession, decode: RawSession, **fields: Any) -> N
     await decode.send(submit(task=worker_pb2.TASK_DECODE, kv=admitted.admitted.kv, **fields))
 
 
-# --- choices -------------------------------------------------------------------------------------------------------
+# --- choices
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -88,7 +104,9 @@ async def test_choices_of_a_pair_cost_one_prefill_and_one_transfer() -> None:
     async with pair(*ranks) as (_, prefill, decode):
         await hand_over(prefill, decode, num_choices=4, max_tokens=10, sampling=seeded(5))
         await decode.until(ended, count=4)
-        await prefill.until(has_tokens, count=4 - len([o for o in prefill.outputs() if has_tokens(o)]))
+        await prefill.until(
+            has_tokens, count=4 - len([o for o in prefill.outputs() if has_tokens(o)])
+        )
         for choice, expected in enumerate(expected_choices(PROMPT, 4, 10, VOCAB, seed=5)):
             assert prefill.tokens(choice=choice) == expected[:1]
             assert decode.tokens(choice=choice) == expected[1:]
@@ -101,11 +119,23 @@ async def test_choices_that_end_with_their_first_token_leave_no_lease() -> None:
     first = [tokens[0] for tokens in expected_choices(PROMPT, 3, 1, VOCAB, seed=5)]
     async with pair() as (worker, prefill, decode):
         await prefill.send(
-            submit(task=worker_pb2.TASK_PREFILL, num_choices=3, sampling=seeded(5), stop_token_ids=first)
+            submit(
+                task=worker_pb2.TASK_PREFILL,
+                num_choices=3,
+                sampling=seeded(5),
+                stop_token_ids=first,
+            )
         )
         await prefill.until(ended, count=3)
         await idle(worker)
-        await hand_over(prefill, decode, request_id="b", num_choices=3, sampling=seeded(5), stop_token_ids=first[:2])
+        await hand_over(
+            prefill,
+            decode,
+            request_id="b",
+            num_choices=3,
+            sampling=seeded(5),
+            stop_token_ids=first[:2],
+        )
         await decode.until(ended, count=3)
         assert decode.tokens("b", 2) == expected_tokens(PROMPT, 5, VOCAB, 7)[1:]
         await prefill.until(has_tokens, count=3 - len(prefill.tokens("b")))
@@ -172,7 +202,9 @@ async def test_a_preempted_choice_goes_on_alone_where_it_stood() -> None:
             "first_index": len(before),
             "max_tokens": 80 - len(before),
         }
-        await session.send(submit("b", token_ids=[*PROMPT, *before], sampling=seeded(2**64 - 4), **again))
+        await session.send(
+            submit("b", token_ids=[*PROMPT, *before], sampling=seeded(2**64 - 4), **again)
+        )
         await session.until(lambda output: ended(output) and output.request_id == "b")
         assert before + session.tokens("b", lost.choice) == expected[lost.choice]
 
@@ -183,7 +215,9 @@ async def test_log_probabilities_go_up_with_their_tokens() -> None:
         await session.until(ended, count=2)
         for choice in (0, 1):
             tokens, known = session.tokens(choice=choice), list(PROMPT)
-            scores = [s for output in session.outputs(choice=choice) for s in output.tokens.logprobs]
+            scores = [
+                s for output in session.outputs(choice=choice) for s in output.tokens.logprobs
+            ]
             for token, score in zip(tokens, scores, strict=True):
                 ranked = expected_logprobs(known, VOCAB, VOCAB)
                 assert list(zip(score.top_ids, score.top_logprobs, strict=True)) == list(ranked[:2])
@@ -191,13 +225,21 @@ async def test_log_probabilities_go_up_with_their_tokens() -> None:
                 known.append(token)
         of_prompt = [s for output in session.outputs() for s in output.tokens.prompt_logprobs]
         for position, score in enumerate(of_prompt, start=1):
-            assert score.logprob == dict(expected_logprobs(PROMPT[:position], VOCAB, VOCAB))[PROMPT[position]]
+            assert (
+                score.logprob
+                == dict(expected_logprobs(PROMPT[:position], VOCAB, VOCAB))[PROMPT[position]]
+            )
         assert len(of_prompt) == len(PROMPT) - 1
 
 
-# --- beam search ---------------------------------------------------------------------------------------------------
+# --- beam search
+# --------------------------------------------------------------------------------------------------
 
-BEAMS: dict[str, Any] = {"num_choices": 3, "beam_search": {"width": 4, "length_penalty": 0.5}, "max_tokens": 8}
+BEAMS: dict[str, Any] = {
+    "num_choices": 3,
+    "beam_search": {"width": 4, "length_penalty": 0.5},
+    "max_tokens": 8,
+}
 
 
 def hypotheses(session: RawSession) -> list[tuple[list[int], float, int]]:
@@ -222,20 +264,28 @@ async def test_a_beam_search_of_a_pair_is_that_of_one_worker() -> None:
         await hand_over(prefill, decode, **BEAMS, stop_token_ids=stops)
         await decode.until(ended, count=3)
         assert hypotheses(decode) == whole
-        (opened,) = [output.tokens for output in prefill.outputs() if output.HasField("tokens")] or [
-            output.tokens for output in await prefill.until(lambda output: output.HasField("tokens"))
+        (opened,) = [
+            output.tokens for output in prefill.outputs() if output.HasField("tokens")
+        ] or [
+            output.tokens
+            for output in await prefill.until(lambda output: output.HasField("tokens"))
         ]
         assert not opened.ids
         assert opened.prefill_seconds > 0
     assert executor_of(ranks[0]).num_tokens == len(PROMPT)
-    assert [score for _, score, _ in whole] == sorted((score for _, score, _ in whole), reverse=True)
+    assert [score for _, score, _ in whole] == sorted(
+        (score for _, score, _ in whole), reverse=True
+    )
     for tokens, score, finish in whole:
         logprobs = [
-            dict(expected_logprobs([*PROMPT, *tokens[:n]], VOCAB, VOCAB))[token] for n, token in enumerate(tokens)
+            dict(expected_logprobs([*PROMPT, *tokens[:n]], VOCAB, VOCAB))[token]
+            for n, token in enumerate(tokens)
         ]
         assert math.isclose(score, sum(logprobs) / len(tokens) ** 0.5, rel_tol=1e-5)
         stopped = tokens[-1] in stops
-        assert finish == (inference_pb2.FINISH_REASON_STOP if stopped else inference_pb2.FINISH_REASON_LENGTH)
+        assert finish == (
+            inference_pb2.FINISH_REASON_STOP if stopped else inference_pb2.FINISH_REASON_LENGTH
+        )
         assert stopped or len(tokens) == 8
     assert any(finish == inference_pb2.FINISH_REASON_STOP for _, _, finish in whole)
 
@@ -252,7 +302,8 @@ async def test_a_preempted_beam_search_ends_as_one() -> None:
         assert len(session.outputs("new")) == 2  # it was admitted, and failed
 
 
-# --- first tokens --------------------------------------------------------------------------------------------------
+# --- first tokens
+# --------------------------------------------------------------------------------------------------
 
 BROKEN: list[tuple[dict[str, Any], FirstTokens]] = [
     ({"num_choices": 2}, FirstTokens(tokens=(1,))),
@@ -264,7 +315,10 @@ BROKEN: list[tuple[dict[str, Any], FirstTokens]] = [
     ({"beam_search": {"width": 2}}, FirstTokens(tokens=(1, 2))),
     ({"beam_search": {"width": 2}}, FirstTokens(tokens=(1,), logprobs=(-1.0,))),
     ({"beam_search": {"width": 2}}, FirstTokens(tokens=(1, VOCAB, 3), logprobs=(-1.0, -2.0, -3.0))),
-    ({"beam_search": {"width": 2}}, FirstTokens(tokens=(1, 2, 3), logprobs=(-1.0, float("nan"), -3.0))),
+    (
+        {"beam_search": {"width": 2}},
+        FirstTokens(tokens=(1, 2, 3), logprobs=(-1.0, float("nan"), -3.0)),
+    ),
     ({"beam_search": {"width": 2}}, FirstTokens(tokens=(1, 2, 3), logprobs=(-1.0, -3.0))),
 ]
 
@@ -274,7 +328,11 @@ async def test_broken_first_tokens_are_a_failed_transfer(
     fields: dict[str, Any], first_tokens: FirstTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complete = KvSender.complete
-    monkeypatch.setattr(KvSender, "complete", lambda self, sequence_id, good: complete(self, sequence_id, first_tokens))
+    monkeypatch.setattr(
+        KvSender,
+        "complete",
+        lambda self, sequence_id, good: complete(self, sequence_id, first_tokens),
+    )
     async with pair() as (_, prefill, decode):
         await hand_over(prefill, decode, **fields)
         (failed,) = await decode.until(is_failure)
@@ -285,7 +343,8 @@ async def test_broken_first_tokens_are_a_failed_transfer(
         assert decode.tokens("b") == expected_tokens(PROMPT, 5, VOCAB)
 
 
-# --- grammars ------------------------------------------------------------------------------------------------------
+# --- grammars
+# --------------------------------------------------------------------------------------------------
 
 
 async def test_a_bad_grammar_is_refused_and_the_worker_goes_on() -> None:
@@ -311,9 +370,14 @@ async def test_a_grammar_is_compiled_for_the_tenant_of_its_request_and_used_for_
 
     async with worker_of(replace(fake_rank(), load_grammar=load)) as (_, session):
         for name in ("ada", "bob"):
-            await session.send(submit(name, grammar="g", cache_salt=name.encode(), tenant=hash_tenant(name)))
+            await session.send(
+                submit(name, grammar="g", cache_salt=name.encode(), tenant=hash_tenant(name))
+            )
             await session.until(partial(has_tokens_of, name))
-        assert sorted(compiled) == [("g", b"ada", hash_tenant("ada")), ("g", b"bob", hash_tenant("bob"))]
+        assert sorted(compiled) == [
+            ("g", b"ada", hash_tenant("ada")),
+            ("g", b"bob", hash_tenant("bob")),
+        ]
         await session.send(submit("long", tenant=bytes(17)))
         assert (await session.failure()).message == "tenant: has 17 bytes; at most 16 are taken"
 
@@ -326,7 +390,9 @@ async def test_a_grammar_is_held_as_long_as_its_request() -> None:
     seen = weakref.ref(held)
     made = [held]
     del held
-    async with worker_of(replace(fake_rank(step_seconds=0.005), load_grammar=lambda *_: made.pop())) as (
+    async with worker_of(
+        replace(fake_rank(step_seconds=0.005), load_grammar=lambda *_: made.pop())
+    ) as (
         w,
         session,
     ):
@@ -353,20 +419,31 @@ class GivingUp(FakeExecutor):
                 self._num_samples.setdefault(step.sequence_id, 0)
             if step.sequence_id in self._num_samples and step.num_samples:
                 self._num_samples[step.sequence_id] += 1
-        failed = {number: "grammar: no way on" for number, count in self._num_samples.items() if count >= 4}
+        failed = {
+            number: "grammar: no way on"
+            for number, count in self._num_samples.items()
+            if count >= 4
+        }
         collect = super().launch(plan, on_layers)
         return lambda: replace(collect(), failed=failed)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_choices", [1, 3])
-async def test_a_grammar_that_fails_midway_fails_its_request_and_no_other(overlap: bool, num_choices: int) -> None:
-    rank = replace(fake_rank(), executor=(executor := GivingUp()), kv=executor.kv, launches_ahead=overlap)
+async def test_a_grammar_that_fails_midway_fails_its_request_and_no_other(
+    overlap: bool, num_choices: int
+) -> None:
+    rank = replace(
+        fake_rank(), executor=(executor := GivingUp()), kv=executor.kv, launches_ahead=overlap
+    )
     async with worker_of(rank) as (worker, session):
         await session.send(submit("b", max_tokens=50))
         await session.send(submit(grammar="g", num_choices=num_choices, max_tokens=50))
         failure = await session.failure()
-        assert (failure.kind, failure.message) == (worker_pb2.FAILURE_KIND_INVALID, "grammar: no way on")
+        assert (failure.kind, failure.message) == (
+            worker_pb2.FAILURE_KIND_INVALID,
+            "grammar: no way on",
+        )
         if not any(map(ended, session.outputs("b"))):
             await session.until(ended)
         assert session.tokens("b") == expected_tokens(PROMPT, 50, VOCAB)
@@ -390,12 +467,16 @@ async def test_a_grammar_is_compiled_once_for_all_that_wait_for_it() -> None:
     async with worker_of(replace(fake_rank(), load_grammar=load)) as (_, session):
         for number in range(6):
             await session.send(submit(str(number), grammar=("good", "bad")[number % 2]))
-        await session.send(worker_pb2.Cancel(request_id="0", attempt=1))  # the others still wait for it
+        await session.send(
+            worker_pb2.Cancel(request_id="0", attempt=1)
+        )  # the others still wait for it
         await session.send(submit("plain"))
         await session.until(ended)
         go_on.set()
         failed = await session.until(is_failure, count=3)
-        await session.until(ended, count=2 - sum(ended(output) for n in "24" for output in session.outputs(n)))
+        await session.until(
+            ended, count=2 - sum(ended(output) for n in "24" for output in session.outputs(n))
+        )
         assert {output.request_id for output in failed} == {"1", "3", "5"}
         assert sorted(compiled) == ["bad", "good"]
 
@@ -427,7 +508,10 @@ async def test_a_grammar_that_is_never_compiled_is_given_up_and_the_worker_goes_
 ) -> None:
     monkeypatch.setattr("tandem.workers.request_manager._PREPARE_SECONDS", 0.2)
     go_on = threading.Event()
-    async with worker_of(replace(fake_rank(), load_grammar=lambda *_: go_on.wait(30))) as (_, session):
+    async with worker_of(replace(fake_rank(), load_grammar=lambda *_: go_on.wait(30))) as (
+        _,
+        session,
+    ):
         try:
             await session.send(submit(grammar="endless"))
             failure = await session.failure()
@@ -439,7 +523,8 @@ async def test_a_grammar_that_is_never_compiled_is_given_up_and_the_worker_goes_
             go_on.set()
 
 
-# --- through a dispatcher ------------------------------------------------------------------------------------------
+# --- through a dispatcher
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefill", [0, 1])

@@ -1,5 +1,7 @@
-"""Five hundred damaged messages through every method between the processes of a service, from who knows the secret and
-from who does not: each call ends in a documented way, and the next good request has its tokens."""
+"""Five hundred damaged messages through every method between the processes of a service, from who
+knows the secret and
+from who does not: each call ends in a documented way, and the next good request has its tokens.
+"""
 
 import asyncio
 import random
@@ -26,13 +28,20 @@ PROMPT = range(20)
 SECONDS = 20.0
 KEY = frames.TransferKey(transfer_id=b"t" * 16, epoch=3)
 ADAPTER = worker_pb2.Adapter(folder="/adapters", fingerprint=bytes(16))
-SAMPLED = inference_pb2.SamplingParams(temperature=0.5, top_p=0.9, top_k=3, seed=7, repetition_penalty=1.1)
+SAMPLED = inference_pb2.SamplingParams(
+    temperature=0.5, top_p=0.9, top_k=3, seed=7, repetition_penalty=1.1
+)
 STREAMS: dict[str, list[bytes]] = {
     "/tandem.v1.Worker/Session": [
-        worker_pb2.SessionRequest(submit=submit(sampling=SAMPLED, num_choices=2, logprobs=1)).SerializeToString(),
+        worker_pb2.SessionRequest(
+            submit=submit(sampling=SAMPLED, num_choices=2, logprobs=1)
+        ).SerializeToString(),
         worker_pb2.SessionRequest(submit=submit(beam_search={"width": 2})).SerializeToString(),
         worker_pb2.SessionRequest(
-            submit=submit(task=worker_pb2.TASK_DECODE, kv={"epoch": 1, "num_tokens": 20, "endpoints": ["127.0.0.1:1"]})
+            submit=submit(
+                task=worker_pb2.TASK_DECODE,
+                kv={"epoch": 1, "num_tokens": 20, "endpoints": ["127.0.0.1:1"]},
+            )
         ).SerializeToString(),
         worker_pb2.SessionRequest(submit=submit(adapter=ADAPTER)).SerializeToString(),
         worker_pb2.SessionRequest(cancel={"request_id": "a", "attempt": 1}).SerializeToString(),
@@ -46,11 +55,15 @@ STREAMS: dict[str, list[bytes]] = {
         frames.encode(KEY, frames.Open(layout=b"x", transports={"shared": {"a": 1}})),
         frames.encode(KEY, frames.Pull(first_token=0, group=1, first_slot=2, num_slots=3)),
     ],
-    frames.CONNECT_METHOD: [frames.encode(KEY, frames.Open(layout=b"x", transports={"shared": {"a": 1}}))],
+    frames.CONNECT_METHOD: [
+        frames.encode(KEY, frames.Open(layout=b"x", transports={"shared": {"a": 1}}))
+    ],
 }
 UNARY = {
     "/tandem.v1.Worker/GetStatus": worker_pb2.GetStatusRequest().SerializeToString(),
-    "/tandem.v1.Worker/LoadAdapter": worker_pb2.LoadAdapterRequest(adapter=ADAPTER).SerializeToString(),
+    "/tandem.v1.Worker/LoadAdapter": worker_pb2.LoadAdapterRequest(
+        adapter=ADAPTER
+    ).SerializeToString(),
     "/tandem.v1.Worker/Drain": worker_pb2.DrainRequest(timeout_seconds=0.01).SerializeToString(),
 }
 DOCUMENTED = {grpc.StatusCode.OK, grpc.StatusCode.ABORTED, grpc.StatusCode.INVALID_ARGUMENT}
@@ -63,7 +76,9 @@ async def check_good(session: RawSession, name: str) -> None:
 
 
 def check_end(code: grpc.StatusCode, details: str, data: object) -> None:
-    if details == "Internal error from Core":  # of our own client, when the server has ended a call that it writes to
+    if (
+        details == "Internal error from Core"
+    ):  # of our own client, when the server has ended a call that it writes to
         return
     assert code in DOCUMENTED, (data, code, details)
     assert not LEAK.search(details), (data, details)
@@ -88,8 +103,12 @@ async def test_streams_of_a_peer(method: str) -> None:
     async with worker_of(fake_rank()) as (worker, session), peer_channel(worker.address) as channel:
         await check_good(session, "before")
         async with asyncio.timeout(4 * SECONDS):
-            for first in range(0, NUM_INPUTS, 5):  # some in one stream, so that the later ones meet its state
-                await asyncio.gather(*(stream(channel, method, [each]) for each in inputs[first : first + 4]))
+            for first in range(
+                0, NUM_INPUTS, 5
+            ):  # some in one stream, so that the later ones meet its state
+                await asyncio.gather(
+                    *(stream(channel, method, [each]) for each in inputs[first : first + 4])
+                )
                 await stream(channel, method, inputs[first : first + 5])
         await check_good(session, "after")
         await idle(worker) if method != "/tandem.v1.Worker/Session" else None

@@ -1,5 +1,6 @@
-"""A worker with KV cache on disk: prefixes come back from it, also after a restart, and no fault of it is one of a
-request."""
+"""A worker with KV cache on disk: prefixes come back from it, also after a restart, and no fault of
+it is one of a request.
+"""
 
 import asyncio
 import functools
@@ -36,7 +37,9 @@ from tandem.workers.tp.rank_disk import RankDisk
 from tandem.workers.tp.rank_server import RankServer
 from tandem.workers.worker import Worker
 
-PROMPTS = [range(first, first + 100) for first in (0, 200, 400)]  # of six full blocks and four tokens
+PROMPTS = [
+    range(first, first + 100) for first in (0, 200, 400)
+]  # of six full blocks and four tokens
 MAX_TOKENS = 20
 PAGE = 4_096
 
@@ -47,8 +50,9 @@ def on_disk(folder: Path, num_bytes: int = 2**20) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Served:
-    """What serves: a real model on two ranks, or drafting; else a fake one, whose KV memory notices every misplaced
-    byte."""
+    """What serves: a real model on two ranks, or drafting; else a fake one, whose KV memory notices
+    every misplaced byte.
+    """
 
     tp: int
     model: Path
@@ -73,16 +77,23 @@ class Served:
             async with worker_of(fake_rank(num_blocks), **on_disk(folder, num_bytes)) as found:
                 yield found
             return
-        block_bytes = 16 * kv_bytes_per_token(open_checkpoint(self.model).config, self.tp, "float32")
+        block_bytes = 16 * kv_bytes_per_token(
+            open_checkpoint(self.model).config, self.tp, "float32"
+        )
         fields: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": num_blocks * block_bytes}
         if self.drafts:
-            fields |= {"draft_model": str(self.model), "speculative": SpeculativeConfig(model=str(self.model))}
+            fields |= {
+                "draft_model": str(self.model),
+                "speculative": SpeculativeConfig(model=str(self.model)),
+            }
         config = worker_config(str(self.model), **fields, **on_disk(folder, num_bytes))
         async with AsyncExitStack() as stack:
             ranks = [await RankServer.start(config.rank) for _ in range(1, self.tp)]
             for rank in ranks:
                 stack.push_async_callback(rank.stop)
-            worker = await Worker.start(config, worker_id="split", ranks=[rank.address for rank in ranks])
+            worker = await Worker.start(
+                config, worker_id="split", ranks=[rank.address for rank in ranks]
+            )
             stack.push_async_callback(worker.stop)
             yield worker, RawSession(await stack.enter_async_context(peer_channel(worker.address)))
             await idle(worker)
@@ -94,12 +105,17 @@ class Served:
         await session.send(submit(name, token_ids=prompt, max_tokens=MAX_TOKENS, ignore_eos=True))
         await session.until(lambda output: output.request_id == name and ended(output))
         assert session.tokens(name) == self.answer_to(prompt)
-        (admitted,) = [output.admitted for output in session.outputs(name) if output.HasField("admitted")]
+        (admitted,) = [
+            output.admitted for output in session.outputs(name) if output.HasField("admitted")
+        ]
         return admitted.cached_tokens
 
     async def answers(self, session: RawSession, name: str = "") -> list[int]:
         """Has all prompts answered."""
-        return [await self.answer(session, prompt, name and f"{name} {prompt.start}") for prompt in PROMPTS]
+        return [
+            await self.answer(session, prompt, name and f"{name} {prompt.start}")
+            for prompt in PROMPTS
+        ]
 
     async def written(self, worker: Worker, prompt: range) -> None:
         """Waits until the blocks of a prompt and its answer are on disk."""
@@ -128,7 +144,10 @@ class Served:
 
     def is_last(self, files: BlockFiles) -> bool:
         """Whether these are the files of the last rank."""
-        return Path(os.readlink(f"/proc/self/fd/{files._folder}")).name == self.last_folder(Path()).name
+        return (
+            Path(os.readlink(f"/proc/self/fd/{files._folder}")).name
+            == self.last_folder(Path()).name
+        )
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +172,9 @@ def sizes_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("num_blocks", [10, 256])
-async def test_prefixes_come_back_after_a_restart(tmp_path: Path, served: Served, num_blocks: int) -> None:
+async def test_prefixes_come_back_after_a_restart(
+    tmp_path: Path, served: Served, num_blocks: int
+) -> None:
     await served.fill(tmp_path)
     async with served.worker(tmp_path, num_blocks=num_blocks) as (worker, session):
         assert await served.answers(session) == [96, 96, 96]
@@ -163,7 +184,9 @@ async def test_prefixes_come_back_after_a_restart(tmp_path: Path, served: Served
             assert executor.num_tokens == 3 * (4 + MAX_TOKENS - 1)
 
 
-async def test_prefixes_come_back_that_have_left_the_kv_cache(tmp_path: Path, served: Served) -> None:
+async def test_prefixes_come_back_that_have_left_the_kv_cache(
+    tmp_path: Path, served: Served
+) -> None:
     async with served.worker(tmp_path, num_blocks=10) as (worker, session):
         for prompt in PROMPTS:
             assert await served.answer(session, prompt) == 0
@@ -186,8 +209,10 @@ async def test_a_session_hears_of_what_is_on_disk(tmp_path: Path, served: Served
 
 @pytest.mark.parametrize("size", [0, 50, 700])
 async def test_damaged_files_are_computed_again(tmp_path: Path, served: Served, size: int) -> None:
-    """Of the first prompt all are cut off, of the second that of its fourth block is changed, and of the third that is
-    missing: of the last rank. Those that were noticed are then there again."""
+    """Of the first prompt all are cut off, of the second that of its fourth block is changed, and
+    of the third that is
+    missing: of the last rank. Those that were noticed are then there again.
+    """
     await served.fill(tmp_path)
     for digest in hash_chain(PROMPTS[0], 16):
         path = served.file_of(tmp_path, digest)
@@ -203,7 +228,9 @@ async def test_damaged_files_are_computed_again(tmp_path: Path, served: Served, 
         assert await served.answers(session) == [16, 96, 96]
 
 
-async def test_a_disk_that_hangs_is_given_up(tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_hangs_is_given_up(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is written to the blocks when it answers at last, and meanwhile it is left alone."""
     await served.fill(tmp_path)
     go_on, asked, read = threading.Event(), threading.Semaphore(0), BlockFiles.read
@@ -255,7 +282,10 @@ async def test_a_disk_that_refuses_writes_costs_nothing_else(
         with caplog.at_level(logging.WARNING):
             assert await served.answers(session) == [0, 0, 0]
             await idle(worker)
-        assert sum("KV cache on disk: writing failed" in record.message for record in caplog.records) == 1
+        assert (
+            sum("KV cache on disk: writing failed" in record.message for record in caplog.records)
+            == 1
+        )
 
 
 async def test_the_bound_holds_while_it_serves(tmp_path: Path, served: Served) -> None:
@@ -291,7 +321,9 @@ async def test_files_of_another_split_are_not_read(tmp_path: Path, model: Path) 
 def test_each_rank_of_each_split_has_files_of_its_own(tmp_path: Path) -> None:
     names = set()
     for tp, rank in [(1, 0), (2, 0), (2, 1), (4, 0), (4, 1)]:
-        disk = RankDisk.open(str(tmp_path / f"{tp}-{rank}"), "decode", part_of(tp, rank), max_bytes=2**20)
+        disk = RankDisk.open(
+            str(tmp_path / f"{tp}-{rank}"), "decode", part_of(tp, rank), max_bytes=2**20
+        )
         disk.files.write(b"h" * 16, [memoryview(bytes(disk.block_bytes))])
         disk.files.close()
         (path,) = (tmp_path / f"{tp}-{rank}").rglob("*.kv")
@@ -306,10 +338,15 @@ def part_of(tp: int, rank: int) -> FakeKv:
     return kv
 
 
-async def test_a_rank_takes_the_folder_of_the_number_that_its_rank_0_has(tmp_path: Path, model: Path) -> None:
+async def test_a_rank_takes_the_folder_of_the_number_that_its_rank_0_has(
+    tmp_path: Path, model: Path
+) -> None:
     """Of two workers that share a disk one comes back, whose rank 0 cannot have the first folder."""
     split = Served(2, model)
-    async with split.worker(tmp_path) as (worker, session), split.worker(tmp_path) as (other, beside):
+    async with (
+        split.worker(tmp_path) as (worker, session),
+        split.worker(tmp_path) as (other, beside),
+    ):
         assert await split.answer(session, PROMPTS[0]) == 0
         await split.written(worker, PROMPTS[0])
         for prompt in PROMPTS[1:]:
@@ -319,10 +356,17 @@ async def test_a_rank_takes_the_folder_of_the_number_that_its_rank_0_has(tmp_pat
     async with split.worker(tmp_path) as (_, session):
         assert await split.answers(session) == [0, 96, 96]
     stranger.files.close()
-    assert sorted(os.listdir(tmp_path)) == ["decode-0", "decode-1", "decode-rank1-0", "decode-rank1-1"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "decode-0",
+        "decode-1",
+        "decode-rank1-0",
+        "decode-rank1-1",
+    ]
 
 
-async def test_a_rank_whose_folder_cannot_be_used_ends_the_start_with_a_line(tmp_path: Path, model: Path) -> None:
+async def test_a_rank_whose_folder_cannot_be_used_ends_the_start_with_a_line(
+    tmp_path: Path, model: Path
+) -> None:
     (tmp_path / "decode-rank1-0").write_text("")
     with pytest.raises(ValueError, match=r"kv_disk: .*decode-rank1-0: Not a directory"):
         async with Served(2, model).worker(tmp_path):
@@ -349,7 +393,13 @@ async def test_what_is_computed_faster_is_not_read(tmp_path: Path) -> None:
     tier = await DiskTier.open(str(tmp_path), "decode", fake_rank().kv, 2**20)
     assert tier.count(chain, 0.0) == tier.count(chain, 1e-9) == 6  # nothing is known yet
     tier._bytes_per_second, tier._measured = tier._disk.block_bytes / 0.01, time.monotonic()
-    assert [tier.count(chain, seconds) for seconds in (0.0, 0.001, 0.009, 0.011, 1.0)] == [6, 0, 0, 6, 6]
+    assert [tier.count(chain, seconds) for seconds in (0.0, 0.001, 0.009, 0.011, 1.0)] == [
+        6,
+        0,
+        0,
+        6,
+        6,
+    ]
     assert tier.count([b"?" * 16, *chain], 1.0) == 0
     tier._measured -= 1e6  # so long ago that the disk may be another
     assert tier.count(chain, 0.001) == 6
@@ -365,7 +415,9 @@ async def test_blocks_of_another_size_are_not_found(tmp_path: Path) -> None:
 
 
 class HeldEngine:
-    """Has the blocks of some hashes cached, and answers commands as an engine's thread does, once it is let."""
+    """Has the blocks of some hashes cached, and answers commands as an engine's thread does, once
+    it is let.
+    """
 
     def __init__(self, cached: Iterable[bytes] = ()) -> None:
         self.go_on = asyncio.Event()
@@ -449,7 +501,9 @@ async def test_blocks_that_are_gone_do_not_hold_up_the_others(tmp_path: Path) ->
         assert engine.commands == 1
 
 
-async def test_the_number_of_blocks_that_wait_is_bounded_and_the_oldest_leave(tmp_path: Path) -> None:
+async def test_the_number_of_blocks_that_wait_is_bounded_and_the_oldest_leave(
+    tmp_path: Path,
+) -> None:
     engine = HeldEngine()
     bound = disk_tier._MAX_UNWRITTEN
     async with held_tier(tmp_path) as tier:

@@ -11,13 +11,22 @@ from tandem.tests.peers import peer_channel
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
-from tandem.tests.workers.test_suspend import SUSPEND, choice_of, go_on, has_tokens, is_suspended, two_workers
+from tandem.tests.workers.test_suspend import (
+    SUSPEND,
+    choice_of,
+    go_on,
+    has_tokens,
+    is_suspended,
+    two_workers,
+)
 from tandem.workers.worker import Worker
 
 
 async def drain(worker: Worker, seconds: float) -> int:
     async with peer_channel(worker.address) as channel:
-        response = await worker_stub(channel).Drain(worker_pb2.DrainRequest(timeout_seconds=seconds))
+        response = await worker_stub(channel).Drain(
+            worker_pb2.DrainRequest(timeout_seconds=seconds)
+        )
     return int(response.num_requests)
 
 
@@ -51,7 +60,9 @@ async def test_running_requests_move_away_and_new_ones_are_refused() -> None:
         made = choice_of([(source, "a")], 0)
         await go_on(target, "moved", made, 0, output.suspended.kv, token_ids=prompt, max_tokens=500)
         await target.until(ended)
-        assert choice_of([(source, "a"), (target, "moved")], 0).tokens == expected_tokens(prompt, 500, VOCAB)
+        assert choice_of([(source, "a"), (target, "moved")], 0).tokens == expected_tokens(
+            prompt, 500, VOCAB
+        )
         assert await waiting == 0
         assert (await idle(worker)).info.draining, "it stays up"
         await source.send(submit("still"))
@@ -82,7 +93,9 @@ async def test_an_idle_session_hears_of_it_at_once_and_of_nothing_else() -> None
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("-inf"), -1.0])
 async def test_a_timeout_of_no_sense_is_none(seconds: float) -> None:
-    worker = await Worker.serve(fake_rank(step_seconds=0.01), worker_config(), worker_id="worker", role="decode")
+    worker = await Worker.serve(
+        fake_rank(step_seconds=0.01), worker_config(), worker_id="worker", role="decode"
+    )
     async with peer_channel(worker.address) as channel:
         session = RawSession(channel)
         await session.send(submit(max_tokens=1000))

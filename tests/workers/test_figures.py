@@ -59,11 +59,15 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 async def test_a_worker_reports_what_it_has_and_has_done() -> None:
     figures = Figures()
-    worker = await Worker.serve(fake_rank(), worker_config(), worker_id="w", role="decode", metrics=figures)
+    worker = await Worker.serve(
+        fake_rank(), worker_config(), worker_id="w", role="decode", metrics=figures
+    )
     async with peer_channel(worker.address) as channel:
         session = RawSession(channel)
         await session.send(submit(max_tokens=5))
-        await session.until(lambda output: output.HasField("tokens") and output.tokens.finish_reason != 0)
+        await session.until(
+            lambda output: output.HasField("tokens") and output.tokens.finish_reason != 0
+        )
         await wait_until(lambda: not worker.load().num_running)
         await worker.report_figures(with_integrity=True)
         assert figures.values[UNBALANCED, ()] == 0
@@ -82,7 +86,9 @@ async def test_a_worker_reports_what_it_has_and_has_done() -> None:
 
 async def test_books_that_do_not_balance_are_reported() -> None:
     figures = Figures()
-    worker = await Worker.serve(fake_rank(), worker_config(), worker_id="w", role="decode", metrics=figures)
+    worker = await Worker.serve(
+        fake_rank(), worker_config(), worker_id="w", role="decode", metrics=figures
+    )
     worker._thread.post(lambda engine: engine.requests.pool.reserve(1))
     await worker.report_figures(with_integrity=True)
     assert figures.values[UNBALANCED, ()] == 1
@@ -92,7 +98,11 @@ async def test_books_that_do_not_balance_are_reported() -> None:
 async def test_suspended_choices_are_counted() -> None:
     figures = Figures()
     worker = await Worker.serve(
-        fake_rank(step_seconds=0.002), worker_config(), worker_id="w", role="decode", metrics=figures
+        fake_rank(step_seconds=0.002),
+        worker_config(),
+        worker_id="w",
+        role="decode",
+        metrics=figures,
     )
     async with peer_channel(worker.address) as channel:
         session = RawSession(channel)
@@ -120,7 +130,9 @@ async def test_kv_transfers_that_break_are_counted_by_transport() -> None:
     async with fleet(1, 1, frame_hook=cut_once, metrics=figures) as running:
         tokens, _ = await running.generate(token_request(prompt, 10))
     assert tokens == expected_tokens(prompt, 10, 1000)
-    failures = {labels: count for (metric, labels), count in figures.sums.items() if metric is KV_FAILURES}
+    failures = {
+        labels: count for (metric, labels), count in figures.sums.items() if metric is KV_FAILURES
+    }
     assert failures == {("grpc",): 1}
 
 
@@ -128,7 +140,9 @@ async def test_an_idle_worker_makes_a_step_when_asked_after_its_health() -> None
     """It leaves nothing behind."""
     figures = Figures()
     settings = worker_config(canary_seconds=0.0)
-    worker = await Worker.serve(fake_rank(), settings, worker_id="w", role="prefill", metrics=figures)
+    worker = await Worker.serve(
+        fake_rank(), settings, worker_id="w", role="prefill", metrics=figures
+    )
     async with peer_channel(worker.address) as channel:
         for _ in range(3):
             figures.observed.clear()
@@ -141,14 +155,18 @@ async def test_an_idle_worker_makes_a_step_when_asked_after_its_health() -> None
             await idle(worker)
         session = RawSession(channel)  # an ordinary request is as before
         await session.send(submit(max_tokens=2))
-        await session.until(lambda output: output.HasField("tokens") and output.tokens.finish_reason != 0)
+        await session.until(
+            lambda output: output.HasField("tokens") and output.tokens.finish_reason != 0
+        )
     await worker.stop()
 
 
 async def test_a_canary_without_a_place_waits_and_a_full_worker_is_healthy() -> None:
     """It is due until there is a place, however often the health is checked, and runs once then."""
     settings = worker_config(max_waiting=1, max_sequences=1, canary_seconds=0.0)
-    worker = await Worker.serve(fake_rank(step_seconds=0.002), settings, worker_id="w", role="decode")
+    worker = await Worker.serve(
+        fake_rank(step_seconds=0.002), settings, worker_id="w", role="decode"
+    )
     async with peer_channel(worker.address) as channel:
         session = RawSession(channel)
         await session.send(submit("runs", max_tokens=2000))
@@ -195,7 +213,9 @@ async def test_a_device_that_is_lost_while_nothing_runs_is_found() -> None:
     rank = fake_rank()
     assert isinstance(rank.executor, FakeExecutor)
     settings = worker_config(canary_seconds=0.0)
-    worker = await Worker.serve(replace(rank, executor=Broken()), settings, worker_id="w", role="decode")
+    worker = await Worker.serve(
+        replace(rank, executor=Broken()), settings, worker_id="w", role="decode"
+    )
     worker.check_health()
     async with asyncio.timeout(WAIT):
         await worker.failed.wait()

@@ -29,16 +29,22 @@ class Workers:
 
     async def prefill(self, **fields: Any) -> worker_pb2.KvHandle:
         """Starts a prefill; returns its handle."""
-        await self.sessions[0].send(submit(task=worker_pb2.TASK_PREFILL, token_ids=PROMPT, **fields))
+        await self.sessions[0].send(
+            submit(task=worker_pb2.TASK_PREFILL, token_ids=PROMPT, **fields)
+        )
         (output,) = await self.sessions[0].until(lambda output: output.HasField("admitted"))
         return output.admitted.kv
 
     async def fetch(self, decode: int, handle: worker_pb2.KvHandle, **fields: Any) -> None:
         """Gives a handle to a decode worker."""
-        await self.sessions[decode].send(submit(task=worker_pb2.TASK_DECODE, token_ids=PROMPT, kv=handle, **fields))
+        await self.sessions[decode].send(
+            submit(task=worker_pb2.TASK_DECODE, token_ids=PROMPT, kv=handle, **fields)
+        )
 
     async def check_tokens(self, decode: int) -> None:
-        """Waits for the request's end on a decode worker; fails unless it has the tokens of an undisturbed run."""
+        """Waits for the request's end on a decode worker; fails unless it has the tokens of an
+        undisturbed run.
+        """
         await self.sessions[decode].until(ended)
         made = (await self.sessions[0].first_tokens())[:1] + self.sessions[decode].tokens()
         assert made == expected_tokens(PROMPT, 5, VOCAB)
@@ -51,17 +57,25 @@ class Workers:
 
 
 @asynccontextmanager
-async def started(prefill: Rank, *decode: Rank, hook: FrameHook | None = None, **config: Any) -> AsyncIterator[Workers]:
+async def started(
+    prefill: Rank, *decode: Rank, hook: FrameHook | None = None, **config: Any
+) -> AsyncIterator[Workers]:
     settings = worker_config(**({"chunk_tokens": 16} | config))
     ranks = [("prefill", prefill), *(("decode", rank) for rank in decode)]
     workers = [
         await Worker.serve(
-            rank, settings, worker_id=f"{role}-{n}", role=role, frame_hook=None if role == "decode" else hook
+            rank,
+            settings,
+            worker_id=f"{role}-{n}",
+            role=role,
+            frame_hook=None if role == "decode" else hook,
         )
         for n, (role, rank) in enumerate(ranks)
     ]
     async with AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(peer_channel(worker.address)) for worker in workers]
+        channels = [
+            await stack.enter_async_context(peer_channel(worker.address)) for worker in workers
+        ]
         try:
             yield Workers(workers, [RawSession(channel) for channel in channels])
         finally:
@@ -79,12 +93,16 @@ async def test_a_cancelled_fetch_leaves_the_handle_to_another_worker() -> None:
         await idle(running.workers[1])
         await running.fetch(2, handle)
         await running.check_tokens(2)
-        assert executor_of(running.workers[0]._rank).num_tokens == len(PROMPT), "nothing was computed twice"
+        assert executor_of(running.workers[0]._rank).num_tokens == len(PROMPT), (
+            "nothing was computed twice"
+        )
 
 
 async def test_a_cancel_after_the_first_token_leaves_the_lease() -> None:
     """A decode worker that waits for blocks has pinned the cache and asked for nothing."""
-    async with started(fake_rank(), fake_rank(num_blocks=8, step_seconds=0.01), fake_rank()) as running:
+    async with started(
+        fake_rank(), fake_rank(num_blocks=8, step_seconds=0.01), fake_rank()
+    ) as running:
         await running.sessions[1].send(submit("old", token_ids=PROMPT, max_tokens=20))
         await running.sessions[1].until(lambda output: output.HasField("admitted"))
         handle = await running.prefill()
@@ -123,7 +141,12 @@ async def test_a_full_worker_refuses_at_once_and_another_takes_the_handle() -> N
     """The refusal comes while the prefill still runs."""
     full = fake_rank(num_blocks=16, step_seconds=0.005)
     async with started(
-        fake_rank(step_seconds=0.05), full, fake_rank(), max_sequences=1, max_waiting=1, chunk_tokens=16
+        fake_rank(step_seconds=0.05),
+        full,
+        fake_rank(),
+        max_sequences=1,
+        max_waiting=1,
+        chunk_tokens=16,
     ) as running:
         await running.sessions[1].send(submit("runs", max_tokens=200))
         await running.sessions[1].until(lambda output: output.HasField("admitted"))

@@ -22,7 +22,10 @@ def huge_bytes(begin: int, end: int) -> int:
 def test_tensors_lie_in_huge_pages_and_keep_their_numbers() -> None:
     tensors = [torch.randn(600, 700) for _ in range(20)]  # 32 MiB, each less than a huge page
     numbers = [tensor.clone() for tensor in tensors]
-    begin, end = min(each.data_ptr() for each in tensors), max(each.data_ptr() + each.nbytes for each in tensors)
+    begin, end = (
+        min(each.data_ptr() for each in tensors),
+        max(each.data_ptr() + each.nbytes for each in tensors),
+    )
     use_huge_pages(tensors)
     assert all(map(torch.equal, tensors, numbers))
     if huge_bytes(begin, end) == 0:

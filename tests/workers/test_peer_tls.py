@@ -1,4 +1,6 @@
-"""TLS between router and workers: certificates on both sides, and nobody without one gets a connection."""
+"""TLS between router and workers: certificates on both sides, and nobody without one gets a
+connection.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -50,13 +52,18 @@ async def status(worker: Worker, identity: PeerIdentity) -> worker_pb2.GetStatus
         return found
 
 
-async def test_a_request_crosses_workers_over_tls_and_a_peer_without_the_certificate_does_not_connect() -> None:
+async def test_a_request_crosses_workers_over_tls_and_a_peer_without_the_certificate_does_not_connect() -> (
+    None
+):
     identity = PeerIdentity.generate(make_peer_tls("tandem-peer"))
     async with running(identity) as fleet:
         tokens, timeline = await fleet.generate(token_request(PROMPT, 5))
         assert tokens == expected_tokens(PROMPT, 5, VOCAB)
         assert timeline.kv_transfer_bytes
-        for secret, tls in ((identity.secret, None), (identity.secret, make_peer_tls("tandem-peer"))):
+        for secret, tls in (
+            (identity.secret, None),
+            (identity.secret, make_peer_tls("tandem-peer")),
+        ):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await status(fleet.workers[0], PeerIdentity(secret, tls))
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -81,7 +88,9 @@ def test_certificates_are_read_from_files(tmp_path: Path) -> None:
     names = {"ca": made.ca, "certificate": made.certificate, "key": made.key}
     for name, content in names.items():
         (tmp_path / name).write_bytes(content)
-    config = PeerTlsConfig(mode="files", name="peer.example", **{name: str(tmp_path / name) for name in names})
+    config = PeerTlsConfig(
+        mode="files", name="peer.example", **{name: str(tmp_path / name) for name in names}
+    )
     assert peer_tls(config, LOOPBACK) == made
     (tmp_path / "key").write_bytes(make_peer_tls("peer.example").key)
     with pytest.raises(InvalidArgument, match="peer_tls: no certificate with its key"):

@@ -1,4 +1,6 @@
-"""A prompt whose beginning another worker has cached: it is fetched from there, and what cannot be had is computed."""
+"""A prompt whose beginning another worker has cached: it is fetched from there, and what cannot be
+had is computed.
+"""
 
 import asyncio
 import time
@@ -35,7 +37,9 @@ from tandem.workers.worker import Worker
 
 PROMPT = list(range(100))
 MAX_TOKENS = 60
-HELD = len(PROMPT) + MAX_TOKENS - 1  # tokens with KV cache at the decode worker, of which 144 fill whole blocks
+HELD = (
+    len(PROMPT) + MAX_TOKENS - 1
+)  # tokens with KV cache at the decode worker, of which 144 fill whole blocks
 QUESTION = list(range(500, 530))
 
 
@@ -48,10 +52,14 @@ class Two:
     figures: Figures  # of the prefill worker
 
     async def turn(self, name: str, prompt: Sequence[int], **fields: Any) -> tuple[list[int], int]:
-        """Has a prompt answered, which must be right; returns the answer, and how many tokens were not computed."""
+        """Has a prompt answered, which must be right; returns the answer, and how many tokens were
+        not computed.
+        """
         cached, kv = await self.prefill(name, prompt, **fields)
         salt = fields.get("cache_salt", b"")
-        decode = submit(name, task=worker_pb2.TASK_DECODE, token_ids=prompt, max_tokens=MAX_TOKENS, kv=kv)
+        decode = submit(
+            name, task=worker_pb2.TASK_DECODE, token_ids=prompt, max_tokens=MAX_TOKENS, kv=kv
+        )
         decode.cache_salt = salt
         await self.sessions[1].send(decode)
         await self.sessions[1].until(lambda output: output.request_id == name and ended(output))
@@ -61,21 +69,32 @@ class Two:
         assert made == expected_tokens(prompt, MAX_TOKENS, VOCAB)
         return made, cached
 
-    async def prefill(self, name: str, prompt: Sequence[int], **fields: Any) -> tuple[int, worker_pb2.KvHandle]:
+    async def prefill(
+        self, name: str, prompt: Sequence[int], **fields: Any
+    ) -> tuple[int, worker_pb2.KvHandle]:
         """Starts a prefill; returns how many of its tokens are not computed, and its handle."""
-        asked = submit(name, task=worker_pb2.TASK_PREFILL, token_ids=prompt, max_tokens=MAX_TOKENS, **fields)
+        asked = submit(
+            name, task=worker_pb2.TASK_PREFILL, token_ids=prompt, max_tokens=MAX_TOKENS, **fields
+        )
         await self.sessions[0].send(asked)
         return await self.admitted(name)
 
     async def admitted(self, name: str) -> tuple[int, worker_pb2.KvHandle]:
-        """Waits until a prefill begins to compute; returns how many of its tokens it does not, and its handle."""
-        (output,) = await self.sessions[0].until(lambda one: one.request_id == name and one.HasField("admitted"))
+        """Waits until a prefill begins to compute; returns how many of its tokens it does not, and
+        its handle.
+        """
+        (output,) = await self.sessions[0].until(
+            lambda one: one.request_id == name and one.HasField("admitted")
+        )
         return output.admitted.cached_tokens, output.admitted.kv
 
     def holder(self, num_tokens: int = HELD, **fields: Any) -> worker_pb2.PrefixHolder:
         """What a router says of the decode worker."""
         block_size = self.workers[1]._rank.block_size
-        known = {"address": self.workers[1].address, "num_tokens": num_tokens // block_size * block_size}
+        known = {
+            "address": self.workers[1].address,
+            "num_tokens": num_tokens // block_size * block_size,
+        }
         return worker_pb2.PrefixHolder(**known | {"block_size": block_size} | fields)  # type: ignore[arg-type]
 
     async def converse(self, **fields: Any) -> list[int]:
@@ -87,7 +106,9 @@ class Two:
 
 
 @asynccontextmanager
-async def two(prefill: Rank, decode: Rank, *, hook: FrameHook | None = None, **config: Any) -> AsyncIterator[Two]:
+async def two(
+    prefill: Rank, decode: Rank, *, hook: FrameHook | None = None, **config: Any
+) -> AsyncIterator[Two]:
     """`hook` is of what the decode worker sends. On leaving, both must be idle and intact."""
     figures, settings = Figures(), worker_config(**config)
     workers = [
@@ -95,17 +116,25 @@ async def two(prefill: Rank, decode: Rank, *, hook: FrameHook | None = None, **c
         await Worker.serve(decode, settings, worker_id="d", role="decode", frame_hook=hook),
     ]
     async with AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(peer_channel(worker.address)) for worker in workers]
+        channels = [
+            await stack.enter_async_context(peer_channel(worker.address)) for worker in workers
+        ]
         try:
             yield Two(workers, [RawSession(channel) for channel in channels], figures)
-            await asyncio.gather(*(idle(worker) for worker in workers if not worker.failed.is_set()))
+            await asyncio.gather(
+                *(idle(worker) for worker in workers if not worker.failed.is_set())
+            )
         finally:
             await asyncio.gather(*(worker.stop() for worker in workers))
 
 
-@pytest.mark.parametrize(("block_sizes", "cached"), [((16, 16), 144), ((16, 32), 128), ((32, 16), 128)])
+@pytest.mark.parametrize(
+    ("block_sizes", "cached"), [((16, 16), 144), ((16, 32), 128), ((32, 16), 128)]
+)
 @pytest.mark.parametrize("ahead", [False, True])
-async def test_a_returning_conversation_is_fetched(block_sizes: tuple[int, int], cached: int, ahead: bool) -> None:
+async def test_a_returning_conversation_is_fetched(
+    block_sizes: tuple[int, int], cached: int, ahead: bool
+) -> None:
     ranks = [replace(fake_rank(block_size=size), launches_ahead=ahead) for size in block_sizes]
     async with two(*ranks) as both:
         prompt = await both.converse()
@@ -118,7 +147,9 @@ async def test_a_returning_conversation_is_fetched(block_sizes: tuple[int, int],
         assert status.num_restored_tokens == cached - own
 
 
-async def test_the_time_of_a_fetch_is_reported_apart_from_the_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_time_of_a_fetch_is_reported_apart_from_the_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fetch = prefix_transfer.PrefixImporter._fetch
 
     async def slow(*args: Any) -> int:
@@ -136,7 +167,11 @@ async def test_the_time_of_a_fetch_is_reported_apart_from_the_prefill(monkeypatc
         elapsed = time.monotonic() - sent
         admitted, tokens = both.sessions[0].outputs("next")
         assert admitted.admitted.restore_seconds >= 0.25
-        parts = (admitted.admitted.queue_seconds, admitted.admitted.restore_seconds, tokens.tokens.prefill_seconds)
+        parts = (
+            admitted.admitted.queue_seconds,
+            admitted.admitted.restore_seconds,
+            tokens.tokens.prefill_seconds,
+        )
         assert sum(parts) <= elapsed, "a part counts twice"
         assert min(parts) > 0
 
@@ -145,7 +180,9 @@ async def test_what_is_here_already_is_not_fetched() -> None:
     async with two(fake_rank(), fake_rank()) as both:
         prompt = await both.converse()
         assert (await both.turn("next", prompt, prefix_holder=both.holder()))[1] == 144
-        assert (await both.turn("again", prompt, prefix_holder=both.holder()))[1] == len(prompt) // 16 * 16
+        assert (await both.turn("again", prompt, prefix_holder=both.holder()))[1] == len(
+            prompt
+        ) // 16 * 16
         assert both.figures.sums[RESTORED, ("remote",)] == 144 - 96
 
 
@@ -163,7 +200,9 @@ async def test_what_has_left_the_other_worker_is_computed() -> None:
 async def test_a_worker_that_is_gone_is_not_waited_for() -> None:
     async with two(fake_rank(), fake_rank()) as both:
         prompt = await both.converse()
-        assert (await both.turn("next", prompt, prefix_holder=both.holder(address="127.0.0.1:1")))[1] == 96
+        assert (await both.turn("next", prompt, prefix_holder=both.holder(address="127.0.0.1:1")))[
+            1
+        ] == 96
 
 
 async def test_a_worker_of_another_model_is_not_fetched_from() -> None:
@@ -236,7 +275,11 @@ async def test_whatever_ends_a_fetch_leaves_nothing(end: str) -> None:
     async with two(fake_rank(), fake_rank(), hook=hanging.__call__) as both:
         prompt = await both.converse()
         asked = submit(
-            "next", task=worker_pb2.TASK_PREFILL, token_ids=prompt, max_tokens=5, prefix_holder=both.holder()
+            "next",
+            task=worker_pb2.TASK_PREFILL,
+            token_ids=prompt,
+            max_tokens=5,
+            prefix_holder=both.holder(),
         )
         await both.sessions[0].send(asked)
         async with asyncio.timeout(10):
@@ -259,7 +302,9 @@ async def test_whatever_ends_a_fetch_leaves_nothing(end: str) -> None:
 async def test_an_impossible_holder_is_refused(fields: dict[str, int], message: str) -> None:
     async with two(fake_rank(), fake_rank()) as both:
         holder = both.holder(**{"num_tokens": 96} | fields)
-        await both.sessions[0].send(submit(task=worker_pb2.TASK_PREFILL, token_ids=PROMPT, prefix_holder=holder))
+        await both.sessions[0].send(
+            submit(task=worker_pb2.TASK_PREFILL, token_ids=PROMPT, prefix_holder=holder)
+        )
         failure = await both.sessions[0].failure()
         assert failure.kind == worker_pb2.FAILURE_KIND_INVALID
         assert failure.message.startswith("prefix_holder: ")
@@ -291,7 +336,9 @@ async def test_the_answers_of_a_conversation_are_not_computed_again(any_speed: N
         for turn in range(4):
             answer, timeline = await running.generate(token_request(prompt, MAX_TOKENS))
             assert answer == expected_tokens(prompt, MAX_TOKENS, VOCAB)
-            assert timeline.cached_tokens == (len(prompt) - len(QUESTION) - 1) // 16 * 16 * (turn > 0)
+            assert timeline.cached_tokens == (len(prompt) - len(QUESTION) - 1) // 16 * 16 * (
+                turn > 0
+            )
             prompt += answer
             await known(running, prompt, (len(prompt) - 1) // 16 * 16)
             prompt += QUESTION
@@ -300,16 +347,26 @@ async def test_the_answers_of_a_conversation_are_not_computed_again(any_speed: N
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(
-        tmp_path_factory.mktemp("models") / "tiny", num_attention_heads=8, num_key_value_heads=2, hidden_size=128
+        tmp_path_factory.mktemp("models") / "tiny",
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        hidden_size=128,
     )
 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 2)])
 async def test_groups_of_ranks_fetch_their_parts(
-    folder: Path, any_speed: None, monkeypatch: pytest.MonkeyPatch, prefill: int, decode: int, fails: bool
+    folder: Path,
+    any_speed: None,
+    monkeypatch: pytest.MonkeyPatch,
+    prefill: int,
+    decode: int,
+    fails: bool,
 ) -> None:
-    """The tokens are those of transformers, also if the last rank's part of the prefix does not arrive."""
+    """The tokens are those of transformers, also if the last rank's part of the prefix does not
+    arrive.
+    """
     finish = PieceWriter.finish
 
     def lose(writer: PieceWriter, commit: Commit) -> FirstTokens:
@@ -318,7 +375,9 @@ async def test_groups_of_ranks_fetch_their_parts(
         return finish(writer, commit)
 
     monkeypatch.setattr(PieceWriter, "finish", lose)
-    async with split_fleet(folder, {"prefill": [prefill], "decode": [decode]}, transports=("shared",)) as running:
+    async with split_fleet(
+        folder, {"prefill": [prefill], "decode": [decode]}, transports=("shared",)
+    ) as running:
         prompt = [(17 * i) % 400 + 3 for i in range(len(PROMPT))]
         answer, _ = await running.generate(token_request(prompt, MAX_TOKENS, ignore_eos=True))
         prompt += answer

@@ -66,7 +66,8 @@ async def test_close_wakes_a_waiting_take() -> None:
         assert await waiting is None
 
 
-# --- the prefix cache ----------------------------------------------------------------------------------------------
+# --- the prefix cache
+# ----------------------------------------------------------------------------------------------
 
 
 async def test_changes_before_the_first_cache_report_are_in_it() -> None:
@@ -112,7 +113,8 @@ async def test_however_changes_and_messages_alternate_the_router_knows_the_cache
     names = [bytes([number]) for number in range(12)]
     for turn in itertools.count():
         stored = chance.sample(
-            [name for name in names if name not in cached], chance.randrange(len(names) - len(cached) + 1)
+            [name for name in names if name not in cached],
+            chance.randrange(len(names) - len(cached) + 1),
         )
         evicted = chance.sample(sorted(cached), chance.randrange(len(cached) + 1))
         cached = cached - set(evicted) | set(stored)
@@ -133,7 +135,8 @@ async def test_however_changes_and_messages_alternate_the_router_knows_the_cache
     assert known == cached
 
 
-# --- messages ------------------------------------------------------------------------------------------------------
+# --- messages
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,11 @@ async def test_however_changes_and_messages_alternate_the_router_knows_the_cache
 )
 async def test_a_token_becomes_a_message(finish: FinishReason | None, expected: int) -> None:
     session = RouterSession()
-    session.put_tokens(("a", 1), 2, NewTokens(id=1, first_index=3, token_ids=(42,), finish=finish, prefill_seconds=0.5))
+    session.put_tokens(
+        ("a", 1),
+        2,
+        NewTokens(id=1, first_index=3, token_ids=(42,), finish=finish, prefill_seconds=0.5),
+    )
     (output,) = (await taken(session)).outputs
     message = output.tokens
     assert (output.request_id, output.attempt, output.choice) == ("a", 1, 2)
@@ -155,7 +162,10 @@ async def test_a_token_becomes_a_message(finish: FinishReason | None, expected: 
 
 
 async def test_tokens_of_one_event_are_one_message() -> None:
-    scored = (SampledLogprobs(logprob=-0.5, top=((7, -0.25), (8, -0.5))), SampledLogprobs(logprob=-1.0, top=()))
+    scored = (
+        SampledLogprobs(logprob=-0.5, top=((7, -0.25), (8, -0.5))),
+        SampledLogprobs(logprob=-1.0, top=()),
+    )
     event = NewTokens(
         id=1,
         first_index=0,
@@ -184,11 +194,22 @@ async def test_tokens_of_one_event_are_one_message() -> None:
 
 
 def scored_token(count: int, index: int = 0) -> NewTokens:
-    scores = tuple(SampledLogprobs(logprob=-float(number), top=((number, -0.5),)) for number in range(count))
-    return NewTokens(id=1, first_index=index, token_ids=(7,), finish=None, prefill_seconds=0.1, prompt_logprobs=scores)
+    scores = tuple(
+        SampledLogprobs(logprob=-float(number), top=((number, -0.5),)) for number in range(count)
+    )
+    return NewTokens(
+        id=1,
+        first_index=index,
+        token_ids=(7,),
+        finish=None,
+        prefill_seconds=0.1,
+        prompt_logprobs=scores,
+    )
 
 
-async def test_a_long_prompts_scores_hold_up_their_own_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_prompts_scores_hold_up_their_own_request_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(session_module, "_MAX_LOGPROBS", 10)
     session = RouterSession()
     session.put_tokens(("long", 1), 0, scored_token(95))
@@ -198,13 +219,17 @@ async def test_a_long_prompts_scores_hold_up_their_own_request_and_no_other(monk
     while ("long", 1) in session._unfinished:
         session.put_tokens(("other", 1), 0, scored_token(10, turns))
         (output,) = (await taken(session)).outputs
-        assert (output.request_id, output.tokens.first_index) == ("other", turns), "it waits for nobody"
+        assert (output.request_id, output.tokens.first_index) == ("other", turns), (
+            "it waits for nobody"
+        )
         turns += 1
         await asyncio.sleep(0)
     assert turns >= 9
     outputs = (await taken(session)).outputs
     assert [output.choice for output in outputs] == [0, 1, 0]
-    assert [score.logprob for score in outputs[0].tokens.prompt_logprobs] == [-float(number) for number in range(95)]
+    assert [score.logprob for score in outputs[0].tokens.prompt_logprobs] == [
+        -float(number) for number in range(95)
+    ]
     assert list(outputs[0].tokens.ids) == [7]
     assert len(outputs[1].tokens.prompt_logprobs) == 3
     assert outputs[2].failure.message == "after all"
@@ -221,10 +246,19 @@ async def test_a_closed_session_sends_unfinished_outputs(monkeypatch: pytest.Mon
 
 
 async def test_no_turn_of_the_loop_is_long_for_a_long_prompt() -> None:
-    """As a part of all of them, in its processor's time: neither depends on the machine and on what else runs."""
+    """As a part of all of them, in its processor's time: neither depends on the machine and on what
+    else runs.
+    """
     top = tuple((number, -0.5) for number in range(20))
     scores = tuple(SampledLogprobs(logprob=-1.0, top=top) for _ in range(32_768))
-    token = NewTokens(id=1, first_index=0, token_ids=(7,), finish=None, prefill_seconds=0.1, prompt_logprobs=scores)
+    token = NewTokens(
+        id=1,
+        first_index=0,
+        token_ids=(7,),
+        finish=None,
+        prefill_seconds=0.1,
+        prompt_logprobs=scores,
+    )
     session, times = RouterSession(), [time.thread_time()]
     session.put_tokens(("a", 1), 0, token)
     while session._unfinished:

@@ -1,5 +1,7 @@
-"""Workers that guess tokens, over real sockets: the tokens of plain decoding through both pools, by ranks that share a
-model, when a stream moves to another worker, and as deltas whose indices are right."""
+"""Workers that guess tokens, over real sockets: the tokens of plain decoding through both pools, by
+ranks that share a model, when a stream moves to another worker, and as deltas whose indices are
+right.
+"""
 
 import asyncio
 import random
@@ -33,7 +35,9 @@ class Prophet(Drafter):
         self._num_drafts = 0
 
     def draft(self, tokens: Sequence[int], room: int) -> tuple[int, ...]:
-        text = next((text for text in self.texts if text[: len(tokens)] == list(tokens)), list(tokens))
+        text = next(
+            (text for text in self.texts if text[: len(tokens)] == list(tokens)), list(tokens)
+        )
         draft = text[len(tokens) :][: max(min(room, 4), 0)]
         self._num_drafts += 1
         if draft and self._num_drafts % 2:
@@ -53,15 +57,22 @@ def prophet(monkeypatch: pytest.MonkeyPatch) -> type[Prophet]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(
-        tmp_path_factory.mktemp("models") / "tiny", num_attention_heads=8, num_key_value_heads=2, hidden_size=128
+        tmp_path_factory.mktemp("models") / "tiny",
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        hidden_size=128,
     )
 
 
-@pytest.mark.parametrize("tp", [{"prefill": [1], "decode": [1]}, {"decode": [2]}, {"prefill": [2], "decode": [2]}])
+@pytest.mark.parametrize(
+    "tp", [{"prefill": [1], "decode": [1]}, {"decode": [2]}, {"prefill": [2], "decode": [2]}]
+)
 async def test_through_both_pools_and_by_several_ranks(
     folder: Path, tp: dict[str, list[int]], prophet: type[Prophet]
 ) -> None:
-    prompts = [[(17 * i + 5 * n) % 400 + 3 for i in range(length)] for n, length in enumerate([1, 16, 130])]
+    prompts = [
+        [(17 * i + 5 * n) % 400 + 3 for i in range(length)] for n, length in enumerate([1, 16, 130])
+    ]
     expected = model_tokens(folder, prompts, NUM_TOKENS)
     prophet.texts = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     async with split_fleet(folder, tp, speculative=CONFIG) as running:
@@ -73,9 +84,13 @@ async def test_through_both_pools_and_by_several_ranks(
 
 
 @pytest.mark.parametrize("tp", [{"prefill": [1], "decode": [1]}, {"prefill": [1], "decode": [2]}])
-async def test_a_draft_model_beside_one_rank_and_beside_several(folder: Path, tp: dict[str, list[int]]) -> None:
+async def test_a_draft_model_beside_one_rank_and_beside_several(
+    folder: Path, tp: dict[str, list[int]]
+) -> None:
     """It computes the prompt itself, whose KV cache comes from the prefill worker."""
-    prompts = [[(17 * i + 5 * n) % 400 + 3 for i in range(length)] for n, length in enumerate([1, 16, 130])]
+    prompts = [
+        [(17 * i + 5 * n) % 400 + 3 for i in range(length)] for n, length in enumerate([1, 16, 130])
+    ]
     expected = model_tokens(folder, prompts, NUM_TOKENS)
     config = SpeculativeConfig(model=str(folder))
     async with split_fleet(folder, tp, speculative=config, draft_model=str(folder)) as running:
@@ -97,7 +112,9 @@ async def test_streams_of_a_draining_worker_go_on_elsewhere(prophet: type[Prophe
         return fake_rank(num_blocks=512, step_seconds=0.002)
 
     async with fleet(1, 2, rank=rank, speculative=CONFIG) as running:
-        streams = [asyncio.create_task(running.generate(token_request(prompt, 300))) for prompt in prompts]
+        streams = [
+            asyncio.create_task(running.generate(token_request(prompt, 300))) for prompt in prompts
+        ]
         leaving = running.workers[1]
         async with asyncio.timeout(20):
             while leaving._engine.requests.num_accepted_tokens < 20:
@@ -110,13 +127,17 @@ async def test_streams_of_a_draining_worker_go_on_elsewhere(prophet: type[Prophe
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-async def test_streams_of_a_draining_worker_with_a_draft_model_go_on_elsewhere(folder: Path, tp: int) -> None:
+async def test_streams_of_a_draining_worker_with_a_draft_model_go_on_elsewhere(
+    folder: Path, tp: int
+) -> None:
     """The other worker's draft model computes what it knows nothing of, and guesses on."""
     prompts = [[(17 * i + 5 * n) % 400 + 3 for i in range(40 + n)] for n in range(6)]
     expected = model_tokens(folder, prompts, 500)
     config = SpeculativeConfig(model=str(folder))
     tps = {"prefill": [1], "decode": [tp, 1]}
-    async with split_fleet(folder, tps, speculative=config, draft_model=str(folder), kv_cache_bytes=2**23) as running:
+    async with split_fleet(
+        folder, tps, speculative=config, draft_model=str(folder), kv_cache_bytes=2**23
+    ) as running:
         requests = [token_request(prompt, 500, ignore_eos=True) for prompt in prompts]
         streams = [asyncio.create_task(running.generate(request)) for request in requests]
         leaving, other = running.workers[1:]

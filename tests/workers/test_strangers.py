@@ -1,4 +1,6 @@
-"""Whoever is not of the service gets nothing from a worker, does nothing to it, and is believed nothing."""
+"""Whoever is not of the service gets nothing from a worker, does nothing to it, and is believed
+nothing.
+"""
 
 import asyncio
 import time
@@ -26,36 +28,69 @@ from tandem.workers.transfer.endpoint import KvEndpoint
 from tandem.workers.transfer.frames import CONNECT_METHOD, PULL_METHOD, TransferKey
 
 WORKER_METHODS = tuple(f"/tandem.v1.Worker/{name}" for name in ("Session", "GetStatus", "Drain"))
-METHODS = (*WORKER_METHODS, PULL_METHOD, CONNECT_METHOD, "/tandem.v1.Rank/Control", "/tandem.v1.Worker/None")
+METHODS = (
+    *WORKER_METHODS,
+    PULL_METHOD,
+    CONNECT_METHOD,
+    "/tandem.v1.Rank/Control",
+    "/tandem.v1.Worker/None",
+)
 PROMPT = range(100)
 KEY = "tandem-proof-bin"
 RawCall = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
-def proofs(method: str, address: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, str | bytes], ...]]:
-    """Returns metadata of strangers: with nothing, noise, another secret, and real proofs for something else."""
+def proofs(
+    method: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[tuple[str, str | bytes], ...]]:
+    """Returns metadata of strangers: with nothing, noise, another secret, and real proofs for
+    something else.
+    """
     good = IDENTITY.make_proof(method, address)
     with monkeypatch.context() as context:
         before = time.time() - 2 * MAX_SKEW_SECONDS
         context.setattr("tandem.proto.identity.time.time", lambda: before)
         old = IDENTITY.make_proof(method, address)
-    others = [b"", bytes(56), good[:-1], good + b"\0", good[:-1] + bytes([good[-1] ^ 1]), IDENTITY.secret, old]
+    others = [
+        b"",
+        bytes(56),
+        good[:-1],
+        good + b"\0",
+        good[:-1] + bytes([good[-1] ^ 1]),
+        IDENTITY.secret,
+        old,
+    ]
     others.append(STRANGER.make_proof(method, address))
     others.append(IDENTITY.make_proof("/tandem.v1.Worker/Other", address))
-    others.append(IDENTITY.make_proof(method, "127.0.0.2:50051"))  # which a stranger may have got in another's place
-    return [(), (("authorization", "Bearer key"),), (("tandem-proof", "text"),), *(((KEY, each),) for each in others)]
+    others.append(
+        IDENTITY.make_proof(method, "127.0.0.2:50051")
+    )  # which a stranger may have got in another's place
+    return [
+        (),
+        (("authorization", "Bearer key"),),
+        (("tandem-proof", "text"),),
+        *(((KEY, each),) for each in others),
+    ]
 
 
-async def call(address: str, method: str, metadata: tuple[tuple[str, str | bytes], ...]) -> grpc.aio.AioRpcError:
+async def call(
+    address: str, method: str, metadata: tuple[tuple[str, str | bytes], ...]
+) -> grpc.aio.AioRpcError:
     """Opens a call, sends bytes that are no message, and returns how it is refused."""
     async with grpc.aio.insecure_channel(address) as channel:
         for _ in range(100):
-            opened: RawCall = channel.stream_stream(method)(metadata=grpc.aio.Metadata(*metadata), timeout=20)
-            with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it may be refused already
+            opened: RawCall = channel.stream_stream(method)(
+                metadata=grpc.aio.Metadata(*metadata), timeout=20
+            )
+            with suppress(
+                asyncio.InvalidStateError, grpc.aio.AioRpcError
+            ):  # it may be refused already
                 await opened.write(b"\xff" * 100)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await opened.read()
-            if refused.value.code() is not grpc.StatusCode.INTERNAL:  # which a write that meets the refusal ends with
+            if (
+                refused.value.code() is not grpc.StatusCode.INTERNAL
+            ):  # which a write that meets the refusal ends with
                 break
     return refused.value
 
@@ -68,17 +103,25 @@ async def check_whole(running: Fleet) -> None:
     assert not any(status.info.draining for status in await running.statuses())
 
 
-async def test_a_stranger_gets_nothing_from_a_worker_and_does_nothing_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stranger_gets_nothing_from_a_worker_and_does_nothing_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Over every method, refused before a byte of the message is read: it would not parse."""
     async with fleet() as running:
         for worker in running.workers:
-            tries = [(method, one) for method in METHODS for one in proofs(method, worker.address, monkeypatch)]
+            tries = [
+                (method, one)
+                for method in METHODS
+                for one in proofs(method, worker.address, monkeypatch)
+            ]
             for refused in await asyncio.gather(*(call(worker.address, *each) for each in tries)):
                 assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
                 assert refused.details() == "not a peer of this service"
                 assert not refused.initial_metadata()
         await check_whole(running)
-        assert sum(status.num_sessions for status in await running.statuses()) == 2, "those of the one router"
+        assert sum(status.num_sessions for status in await running.statuses()) == 2, (
+            "those of the one router"
+        )
 
 
 async def test_streams_that_a_stranger_opens_and_cancels_kill_nothing() -> None:
@@ -124,8 +167,9 @@ async def test_a_peer_with_another_secret_cannot_drain_a_worker_or_read_its_stat
 
 @asynccontextmanager
 async def stranger_with_kv_cache() -> AsyncIterator[tuple[worker_pb2.KvHandle, list[str]]]:
-    """Runs an endpoint of a stranger who knows all of the protocol but the secret, and offers the KV cache of another
-    text under the prompt's name; and lists the calls that come."""
+    """Runs an endpoint of a stranger who knows all of the protocol but the secret, and offers the
+    KV cache of another text under the prompt's name; and lists the calls that come.
+    """
     calls: list[str] = []
 
     class Impostor(PeerIdentity):
@@ -163,7 +207,9 @@ async def test_a_submit_with_a_foreign_kv_endpoint_fails_and_poisons_no_cache() 
         await session.send(submit("public", token_ids=PROMPT))
         await session.until(ended)
         assert session.tokens("public") == expected_tokens(PROMPT, 5, VOCAB)
-        (admitted,) = (each.admitted for each in session.outputs("public") if each.HasField("admitted"))
+        (admitted,) = (
+            each.admitted for each in session.outputs("public") if each.HasField("admitted")
+        )
         assert admitted.cached_tokens == 0
         await session.half_close()
 
@@ -172,14 +218,18 @@ async def test_a_stranger_at_the_address_of_a_worker_that_is_gone_gets_no_prompt
     """And no request is blamed for what it answers."""
     heard: list[object] = []
 
-    async def listen(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    async def listen(
+        requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> None:
         await context.send_initial_metadata((("tandem-proof-bin", bytes(32)),))
         await context.write(worker_pb2.SessionResponse().SerializeToString())
         heard.extend([each async for each in requests])
 
     server = grpc.aio.server()
     handlers: dict[str, Any] = {"Session": grpc.stream_stream_rpc_method_handler(listen)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tandem.v1.Worker", handlers),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("tandem.v1.Worker", handlers),)
+    )
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     wake, messages = asyncio.Event(), list[object]()
@@ -209,7 +259,9 @@ async def test_connections_of_strangers_keep_no_peer_out() -> None:
             await context.write(request)
 
     server = PeerServer(IDENTITY, max_connections=16)
-    handler = grpc.method_handlers_generic_handler("echo", {"Echo": grpc.stream_stream_rpc_method_handler(echo)})
+    handler = grpc.method_handlers_generic_handler(
+        "echo", {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
+    )
     server.add_generic_rpc_handlers([handler])
     address = server.bind("127.0.0.1", 0)
     await server.start()
@@ -233,7 +285,9 @@ async def test_connections_of_strangers_keep_no_peer_out() -> None:
 
 
 async def echoed(address: str) -> object:
-    """Returns the answer of an echo over a connection of its own, which is tried until there is one."""
+    """Returns the answer of an echo over a connection of its own, which is tried until there is
+    one.
+    """
     while True:
         async with PeerChannel(address, IDENTITY) as channel:
             stream: PeerStream[bytes, bytes] = channel.stream_stream("/echo/Echo")()

@@ -1,4 +1,6 @@
-"""What a worker makes of a submit: every field at its bound is taken, one past it refused with the field named."""
+"""What a worker makes of a submit: every field at its bound is taken, one past it refused with the
+field named.
+"""
 
 from typing import Any
 
@@ -17,7 +19,12 @@ PAST = 1.0000002  # a factor that a float32 feels
 
 def submit(**fields: Any) -> worker_pb2.Submit:
     """A good submit, but for the fields given; those of `sampling` are added to what it has."""
-    good: dict[str, Any] = {"task": worker_pb2.TASK_WHOLE, "token_ids": [1, 2, 3], "max_tokens": 7, "num_choices": 1}
+    good: dict[str, Any] = {
+        "task": worker_pb2.TASK_WHOLE,
+        "token_ids": [1, 2, 3],
+        "max_tokens": 7,
+        "num_choices": 1,
+    }
     sampling = {"temperature": 0.5, "top_p": 0.75} | fields.pop("sampling", {})
     return worker_pb2.Submit(**good | fields, sampling=inference_pb2.SamplingParams(**sampling))
 
@@ -63,7 +70,9 @@ def test_a_submit_as_the_engine_takes_it() -> None:
         (77, Turn.IN_ORDER, False),
     ],
 )
-def test_the_turn_of_what_was_begun_elsewhere(given: "worker_pb2.Turn", turn: Turn, continues: bool) -> None:
+def test_the_turn_of_what_was_begun_elsewhere(
+    given: "worker_pb2.Turn", turn: Turn, continues: bool
+) -> None:
     spec = parse(first_index=2, turn=given)
     assert (spec.turn, spec.continues) == (turn, continues)
 
@@ -110,9 +119,12 @@ def test_what_is_unset_does_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first_index", "min_tokens", "min_length"), [(0, 0, 0), (0, 2, 5), (2, 1, 0), (2, 2, 0), (2, 3, 4)]
+    ("first_index", "min_tokens", "min_length"),
+    [(0, 0, 0), (0, 2, 5), (2, 1, 0), (2, 2, 0), (2, 3, 4)],
 )
-def test_min_tokens_are_of_the_whole_completion(first_index: int, min_tokens: int, min_length: int) -> None:
+def test_min_tokens_are_of_the_whole_completion(
+    first_index: int, min_tokens: int, min_length: int
+) -> None:
     """Once there are so many, nothing is held back, and the sampler is not asked to."""
     spec = parse(first_index=first_index, min_tokens=min_tokens, stop_token_ids=[5, 4, 2000])
     assert spec.sampling.min_length == min_length
@@ -120,8 +132,15 @@ def test_min_tokens_are_of_the_whole_completion(first_index: int, min_tokens: in
 
 
 def test_a_beam_search() -> None:
-    spec = parse(num_choices=2, beam_search={"width": 4, "early_stopping": True}, sampling={"min_p": NAN, "top_k": 3})
-    assert (spec.num_choices, spec.beam) == (4, BeamSearch(num_best=2, length_penalty=1.0, early_stopping=True))
+    spec = parse(
+        num_choices=2,
+        beam_search={"width": 4, "early_stopping": True},
+        sampling={"min_p": NAN, "top_k": 3},
+    )
+    assert (spec.num_choices, spec.beam) == (
+        4,
+        BeamSearch(num_best=2, length_penalty=1.0, early_stopping=True),
+    )
     assert spec.sampling == SamplingParams(temperature=0)
     spec = parse(beam_search={"width": 4, "length_penalty": 0.0}, min_tokens=2)
     assert spec.beam == BeamSearch(num_best=1, length_penalty=0.0)
@@ -129,7 +148,9 @@ def test_a_beam_search() -> None:
 
 
 def test_more_alternatives_than_tokens_are_all_tokens() -> None:
-    worker_limits = WorkerLimits(vocab_size=5, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
+    worker_limits = WorkerLimits(
+        vocab_size=5, context_tokens=200, max_sequences=64, eos_ids=frozenset({0})
+    )
     sampling = parse(worker_limits, logprobs=20, prompt_logprobs=6).sampling
     assert (sampling.logprobs, sampling.prompt_logprobs) == (5, 5)
 
@@ -170,16 +191,36 @@ BOUNDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("priority", {"priority": -100}, {"priority": -101}),
     ("num_choices", {"num_choices": 32}, {"num_choices": 33}),
     ("first_choice", {"first_choice": 31}, {"first_choice": 32}),
-    ("first_choice", {"first_choice": 2, "num_choices": 30}, {"first_choice": 3, "num_choices": 30}),
+    (
+        "first_choice",
+        {"first_choice": 2, "num_choices": 30},
+        {"first_choice": 3, "num_choices": 30},
+    ),
     ("first_index", {"num_choices": 2}, {"num_choices": 2, "first_index": 1}),
     ("first_index", {"beam_search": {"width": 1}}, {"beam_search": {"width": 1}, "first_index": 1}),
-    ("first_choice", {"beam_search": {"width": 1}}, {"beam_search": {"width": 1}, "first_choice": 1}),
+    (
+        "first_choice",
+        {"beam_search": {"width": 1}},
+        {"beam_search": {"width": 1}, "first_choice": 1},
+    ),
     ("beam_search.width", {"beam_search": {"width": 16}}, {"beam_search": {"width": 17}}),
     ("beam_search.width", {"beam_search": {"width": 1}}, {"beam_search": {"width": 0}}),
-    ("num_choices", {"beam_search": {"width": 3}, "num_choices": 3}, {"beam_search": {"width": 3}, "num_choices": 4}),
-    ("beam_search", {"beam_search": {"width": 3}}, {"beam_search": {"width": 3}, "grammar": "start: /a/"}),
+    (
+        "num_choices",
+        {"beam_search": {"width": 3}, "num_choices": 3},
+        {"beam_search": {"width": 3}, "num_choices": 4},
+    ),
+    (
+        "beam_search",
+        {"beam_search": {"width": 3}},
+        {"beam_search": {"width": 3}, "grammar": "start: /a/"},
+    ),
     ("beam_search", {"beam_search": {"width": 3}}, {"beam_search": {"width": 3}, "logprobs": 0}),
-    ("beam_search", {"beam_search": {"width": 3}}, {"beam_search": {"width": 3}, "prompt_logprobs": 0}),
+    (
+        "beam_search",
+        {"beam_search": {"width": 3}},
+        {"beam_search": {"width": 3}, "prompt_logprobs": 0},
+    ),
     *(
         (
             "length_penalty",
@@ -200,21 +241,31 @@ BOUNDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("bad_words", {"bad_words": words(1, 1)}, {"bad_words": words(1, 0)}),
     ("bad_words", {"bad_words": [{"ids": [99]}]}, {"bad_words": [{"ids": [1]}, {"ids": [1, 100]}]}),
     ("bad_words", {"sampling": {}}, {"sampling": {"bad_words": ["text"]}}),
-    ("logit_bias", {"sampling": {"logit_bias": {99: 1.0}}}, {"sampling": {"logit_bias": {100: 1.0}}}),
+    (
+        "logit_bias",
+        {"sampling": {"logit_bias": {99: 1.0}}},
+        {"sampling": {"logit_bias": {100: 1.0}}},
+    ),
     *(
         (name, {"sampling": {name: at}}, {"sampling": {name: past}})
         for name, at, pasts in SAMPLING_BOUNDS
         for past in pasts
     ),
     *(
-        ("logit_bias", {"sampling": {"logit_bias": {1: at}}}, {"sampling": {"logit_bias": {2: 0.0, 1: past}}})
+        (
+            "logit_bias",
+            {"sampling": {"logit_bias": {1: at}}},
+            {"sampling": {"logit_bias": {2: 0.0, 1: past}}},
+        )
         for at, past in [(100, 100 * PAST), (-100, -100 * PAST), (0, NAN), (0, INF), (0, -INF)]
     ),
 ]
 
 
 @pytest.mark.parametrize(("field", "at", "past"), BOUNDS)
-def test_every_bound_is_the_last_good_value(field: str, at: dict[str, Any], past: dict[str, Any]) -> None:
+def test_every_bound_is_the_last_good_value(
+    field: str, at: dict[str, Any], past: dict[str, Any]
+) -> None:
     parse(**at)
     with pytest.raises(InvalidArgument) as refused:
         parse(**past)
@@ -225,9 +276,16 @@ def test_every_bound_is_the_last_good_value(field: str, at: dict[str, Any], past
 
 
 def test_so_many_biases_and_no_more() -> None:
-    worker_limits = WorkerLimits(vocab_size=5000, context_tokens=200, max_sequences=64, eos_ids=frozenset())
+    worker_limits = WorkerLimits(
+        vocab_size=5000, context_tokens=200, max_sequences=64, eos_ids=frozenset()
+    )
     assert (
-        len(parse(worker_limits, sampling={"logit_bias": dict.fromkeys(range(1024), 1.0)}).sampling.logit_bias) == 1024
+        len(
+            parse(
+                worker_limits, sampling={"logit_bias": dict.fromkeys(range(1024), 1.0)}
+            ).sampling.logit_bias
+        )
+        == 1024
     )
     with pytest.raises(InvalidArgument, match="logit_bias"):
         parse(worker_limits, sampling={"logit_bias": dict.fromkeys(range(1025), 1.0)})
@@ -235,13 +293,21 @@ def test_so_many_biases_and_no_more() -> None:
 
 @pytest.mark.parametrize("fields", [{"num_choices": 5}, {"beam_search": {"width": 5}}])
 def test_as_many_sequences_as_the_worker_computes(fields: dict[str, Any]) -> None:
-    parse(WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=5, eos_ids=frozenset()), **fields)
+    parse(
+        WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=5, eos_ids=frozenset()),
+        **fields,
+    )
     with pytest.raises(InvalidArgument, match="num_choices"):
-        parse(WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=4, eos_ids=frozenset()), **fields)
+        parse(
+            WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=4, eos_ids=frozenset()),
+            **fields,
+        )
 
 
 def test_a_model_with_more_end_tokens_than_an_opening_has_room_for() -> None:
-    many = WorkerLimits(vocab_size=500, context_tokens=200, max_sequences=64, eos_ids=frozenset(range(140)))
+    many = WorkerLimits(
+        vocab_size=500, context_tokens=200, max_sequences=64, eos_ids=frozenset(range(140))
+    )
     assert parse(many).stop_ids == many.eos_ids
     parse(many, beam_search={"width": 4})
     with pytest.raises(InvalidArgument, match="stop_token_ids"):

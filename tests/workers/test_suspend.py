@@ -1,5 +1,6 @@
-"""Running sequences that are suspended on one worker and continue on another, over real sockets: the tokens, log
-probabilities and ends of an undisturbed run, and nothing left behind."""
+"""Running sequences that are suspended on one worker and continue on another, over real sockets:
+the tokens, log probabilities and ends of an undisturbed run, and nothing left behind.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +27,13 @@ PROMPT = [(7 * n) % 400 + 3 for n in range(37)]
 SUSPEND = worker_pb2.Suspend(request_id="a", attempt=1)
 CANCEL = worker_pb2.Cancel(request_id="a", attempt=1)
 SAMPLED = inference_pb2.SamplingParams(
-    temperature=1, top_p=1, seed=11, typical_p=1, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3
+    temperature=1,
+    top_p=1,
+    seed=11,
+    typical_p=1,
+    repetition_penalty=1.2,
+    presence_penalty=0.5,
+    frequency_penalty=0.3,
 )
 
 
@@ -49,7 +56,12 @@ class Choice:
 
 def choice_of(sessions: Sequence[tuple[RawSession, str]], number: int) -> Choice:
     """Puts a choice together from the sessions that it went through, under a request id each."""
-    outputs = [output for session, name in sessions for output in session.outputs(name, number) if has_tokens(output)]
+    outputs = [
+        output
+        for session, name in sessions
+        for output in session.outputs(name, number)
+        if has_tokens(output)
+    ]
     made = Choice([], [], 0)
     for output in outputs:
         assert output.tokens.first_index == len(made.tokens), "an index is missing or repeated"
@@ -60,10 +72,19 @@ def choice_of(sessions: Sequence[tuple[RawSession, str]], number: int) -> Choice
 
 
 async def go_on(
-    session: RawSession, name: str, made: Choice, choice: int, kv: worker_pb2.KvHandle, **fields: Any
+    session: RawSession,
+    name: str,
+    made: Choice,
+    choice: int,
+    kv: worker_pb2.KvHandle,
+    **fields: Any,
 ) -> None:
     """Continues a choice on another worker, as a router has to."""
-    num_made, prompt, max_tokens = len(made.tokens), fields.pop("token_ids"), fields.pop("max_tokens")
+    num_made, prompt, max_tokens = (
+        len(made.tokens),
+        fields.pop("token_ids"),
+        fields.pop("max_tokens"),
+    )
     assert kv.num_tokens == len(prompt) + num_made - 1
     changed = {
         "token_ids": [*prompt, *made.tokens[:-1]],
@@ -75,28 +96,42 @@ async def go_on(
     await session.send(submit(name, task=worker_pb2.TASK_DECODE, kv=kv, **fields | changed))
 
 
-async def move(sessions: Sequence[RawSession], num_tokens: int, *, num_choices: int = 1, **fields: Any) -> list[Choice]:
+async def move(
+    sessions: Sequence[RawSession], num_tokens: int, *, num_choices: int = 1, **fields: Any
+) -> list[Choice]:
     """Runs a request, which after `num_tokens` tokens of each choice goes on on a second worker."""
     source, target = sessions
     outputs: list[worker_pb2.Output] = []
-    while not outputs or any(map(ended, outputs)):  # again, if the worker made all tokens before it read the command
+    while not outputs or any(
+        map(ended, outputs)
+    ):  # again, if the worker made all tokens before it read the command
         await source.send(CANCEL)
         source.messages.clear()
         await source.send(submit(num_choices=num_choices, **fields))
         while min(len(source.tokens(choice=choice)) for choice in range(num_choices)) < num_tokens:
             await source.until(has_tokens)
         await source.send(SUSPEND)
-        outputs = await source.until(lambda output: is_suspended(output) or ended(output), count=num_choices)
+        outputs = await source.until(
+            lambda output: is_suspended(output) or ended(output), count=num_choices
+        )
     for output in outputs:
         made = choice_of([(source, "a")], output.choice)
         assert num_tokens <= len(made.tokens) < fields["max_tokens"]
-        await go_on(target, f"moved {output.choice}", made, output.choice, output.suspended.kv, **fields)
-    await target.until(lambda output: ended(output) or output.HasField("failure"), count=num_choices)
+        await go_on(
+            target, f"moved {output.choice}", made, output.choice, output.suspended.kv, **fields
+        )
+    await target.until(
+        lambda output: ended(output) or output.HasField("failure"), count=num_choices
+    )
     # A session to a worker with one choice does not name it.
-    return [choice_of([(source, "a"), (target, f"moved {number}")], number) for number in range(num_choices)]
+    return [
+        choice_of([(source, "a"), (target, f"moved {number}")], number)
+        for number in range(num_choices)
+    ]
 
 
-# --- real models ---------------------------------------------------------------------------------------------------
+# --- real models
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +145,10 @@ async def real_workers(
 ) -> AsyncIterator[tuple[list[Worker], list[RawSession]]]:
     """Decode workers of so many ranks each, all of which must be idle in the end."""
     async with split_fleet(folder, {"decode": sizes}, **config) as fleet, AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(peer_channel(worker.address)) for worker in fleet.workers]
+        channels = [
+            await stack.enter_async_context(peer_channel(worker.address))
+            for worker in fleet.workers
+        ]
         yield fleet.workers, [RawSession(channel) for channel in channels]
         await asyncio.gather(*map(idle, fleet.workers))
         assert [rank.num_transfers for rank in fleet.ranks] == [0] * len(fleet.ranks)
@@ -120,26 +158,55 @@ REGEX = "(red|green|blue)( [0-9]{3}){12}"
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"ignore_eos": True},
     "sampled": {"sampling": SAMPLED, "ignore_eos": True},
-    "stop tokens after a while": {"sampling": SAMPLED, "min_tokens": 100, "stop_token_ids": range(64)},
-    "log probabilities": {"sampling": SAMPLED, "logprobs": 3, "prompt_logprobs": 1, "ignore_eos": True},
-    "bad words": {"sampling": SAMPLED, "bad_words": [{"ids": [n]} for n in range(3, 60)], "ignore_eos": True},
+    "stop tokens after a while": {
+        "sampling": SAMPLED,
+        "min_tokens": 100,
+        "stop_token_ids": range(64),
+    },
+    "log probabilities": {
+        "sampling": SAMPLED,
+        "logprobs": 3,
+        "prompt_logprobs": 1,
+        "ignore_eos": True,
+    },
+    "bad words": {
+        "sampling": SAMPLED,
+        "bad_words": [{"ids": [n]} for n in range(3, 60)],
+        "ignore_eos": True,
+    },
     "grammar": {"sampling": SAMPLED, "grammar": LLMatcher.grammar_from_regex(REGEX)},
     "choices": {"sampling": SAMPLED, "num_choices": 3, "logprobs": 0, "ignore_eos": True},
-    "choices under a grammar": {"sampling": SAMPLED, "grammar": LLMatcher.grammar_from_regex(REGEX), "num_choices": 2},
+    "choices under a grammar": {
+        "sampling": SAMPLED,
+        "grammar": LLMatcher.grammar_from_regex(REGEX),
+        "num_choices": 2,
+    },
 }
 
 
 @pytest.mark.skipif(
-    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own with AMX"
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)),
+    reason="no product of our own with AMX",
 )
 @pytest.mark.parametrize(
-    ("prefix_caching", "kv_cache_dtype"), [(False, "auto"), (True, "auto"), (True, "int8"), (True, "fp8")]
+    ("prefix_caching", "kv_cache_dtype"),
+    [(False, "auto"), (True, "auto"), (True, "int8"), (True, "fp8")],
 )
-async def test_a_moved_request_ends_as_it_would_have(folder: Path, prefix_caching: bool, kv_cache_dtype: str) -> None:
-    config = {"dtype": "bfloat16", "prefix_caching": prefix_caching, "kv_cache_dtype": kv_cache_dtype}
+async def test_a_moved_request_ends_as_it_would_have(
+    folder: Path, prefix_caching: bool, kv_cache_dtype: str
+) -> None:
+    config = {
+        "dtype": "bfloat16",
+        "prefix_caching": prefix_caching,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
     async with real_workers(folder, 1, 1, **config) as (_, sessions):
         for name, fields in REQUESTS.items():
-            request: dict[str, Any] = {"token_ids": PROMPT, "max_tokens": 200, "cache_salt": b"salt"} | fields
+            request: dict[str, Any] = {
+                "token_ids": PROMPT,
+                "max_tokens": 200,
+                "cache_salt": b"salt",
+            } | fields
             num_choices = fields.get("num_choices", 1)
             await sessions[1].send(submit(**request))
             await sessions[1].until(ended, count=num_choices)
@@ -153,8 +220,15 @@ async def test_a_moved_request_ends_as_it_would_have(folder: Path, prefix_cachin
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
-async def test_a_group_suspends_and_continues_on_all_its_ranks(folder: Path, sizes: tuple[int, int]) -> None:
-    request: dict[str, Any] = {"token_ids": PROMPT, "max_tokens": 100, "ignore_eos": True, "num_choices": 2}
+async def test_a_group_suspends_and_continues_on_all_its_ranks(
+    folder: Path, sizes: tuple[int, int]
+) -> None:
+    request: dict[str, Any] = {
+        "token_ids": PROMPT,
+        "max_tokens": 100,
+        "ignore_eos": True,
+        "num_choices": 2,
+    }
     request["sampling"] = SAMPLED
     async with real_workers(folder, *sizes) as (workers, sessions):
         await sessions[1].send(submit(**request))
@@ -167,7 +241,8 @@ async def test_a_group_suspends_and_continues_on_all_its_ranks(folder: Path, siz
             await idle(workers[0])  # the acknowledged leases end the request without a cancel
 
 
-# --- a fake model --------------------------------------------------------------------------------------------------
+# --- a fake model
+# --------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -195,7 +270,11 @@ async def test_nothing_is_computed_twice_and_a_request_moves_again_and_again() -
         for hop in range(6):
             session, name = running.sessions[hop % 2], f"hop {hop}"
             route.append((session, name))
-            await (go_on(session, name, made, 0, kv, **fields) if hop else session.send(submit(name, **fields)))
+            await (
+                go_on(session, name, made, 0, kv, **fields)
+                if hop
+                else session.send(submit(name, **fields))
+            )
             while not session.tokens(name):
                 await session.until(has_tokens)
             if hop < 5:
@@ -221,9 +300,14 @@ async def test_a_choice_that_was_fetched_ends_and_the_others_go_on() -> None:
         expected = expected_choices(PROMPT, 4, 300, VOCAB)
         for choice, num_leases in ((2, 3), (0, 2)):
             made = choice_of([(source, "a")], choice)
-            await go_on(target, f"moved {choice}", made, choice, outputs[choice].suspended.kv, **fields)
+            await go_on(
+                target, f"moved {choice}", made, choice, outputs[choice].suspended.kv, **fields
+            )
             await target.until(ended)
-            assert choice_of([(source, "a"), (target, f"moved {choice}")], choice).tokens == expected[choice]
+            assert (
+                choice_of([(source, "a"), (target, f"moved {choice}")], choice).tokens
+                == expected[choice]
+            )
             assert await running.num_leases() == num_leases
         await source.send(worker_pb2.Cancel(request_id="a", attempt=1, choice=3))
         async with asyncio.timeout(5):
@@ -244,7 +328,11 @@ async def test_a_suspended_request_is_freed(end: str) -> None:
         elif end == "session":
             await source.half_close()
         await idle(running.workers[0])
-        await target.send(submit("late", task=worker_pb2.TASK_DECODE, token_ids=[1] * handle.num_tokens, kv=handle))
+        await target.send(
+            submit(
+                "late", task=worker_pb2.TASK_DECODE, token_ids=[1] * handle.num_tokens, kv=handle
+            )
+        )
         assert (await target.failure()).kind == worker_pb2.FAILURE_KIND_TRANSFER
 
 
@@ -253,14 +341,21 @@ async def test_a_lost_fetch_leaves_a_suspended_sequence_to_another_worker() -> N
         source, target = running.sessions
         handle = await suspend(source, token_ids=PROMPT)
         made = choice_of([(source, "a")], 0)
-        await target.send(submit("wrong", task=worker_pb2.TASK_DECODE, token_ids=[1] * handle.num_tokens, kv=handle))
+        await target.send(
+            submit(
+                "wrong", task=worker_pb2.TASK_DECODE, token_ids=[1] * handle.num_tokens, kv=handle
+            )
+        )
         assert (await target.failure()).kind == worker_pb2.FAILURE_KIND_TRANSFER
         await go_on(target, "right", made, 0, handle, token_ids=PROMPT, max_tokens=200)
         await target.until(ended)
-        assert choice_of([(source, "a"), (target, "right")], 0).tokens == expected_tokens(PROMPT, 200, VOCAB)
+        assert choice_of([(source, "a"), (target, "right")], 0).tokens == expected_tokens(
+            PROMPT, 200, VOCAB
+        )
 
 
-# --- what is not suspended -----------------------------------------------------------------------------------------
+# --- what is not suspended
+# -----------------------------------------------------------------------------------------
 
 
 async def test_what_is_unknown_has_ended_or_is_suspended_is_ignored() -> None:
@@ -277,7 +372,9 @@ async def test_what_is_unknown_has_ended_or_is_suspended_is_ignored() -> None:
         await session.send(submit("c"))
         await session.until(lambda output: ended(output) and output.request_id == "c")
         assert sum(map(is_suspended, session.outputs("b"))) == 1
-        assert not any(output.HasField("failure") for name in "abc" for output in session.outputs(name))
+        assert not any(
+            output.HasField("failure") for name in "abc" for output in session.outputs(name)
+        )
         await session.send(worker_pb2.Cancel(request_id="b", attempt=1))
 
 
@@ -310,7 +407,9 @@ async def test_what_has_not_begun_is_refused() -> None:
         await session.send(worker_pb2.Cancel(request_id="runs", attempt=1))
 
 
-async def test_a_request_that_waits_for_its_kv_cache_is_refused_and_the_cache_is_left_to_another() -> None:
+async def test_a_request_that_waits_for_its_kv_cache_is_refused_and_the_cache_is_left_to_another() -> (
+    None
+):
     async with two_workers(step_seconds=0.02) as running:
         handle = await running.prefill()
         await running.fetch(1, handle)
@@ -323,7 +422,11 @@ async def test_a_request_that_waits_for_its_kv_cache_is_refused_and_the_cache_is
 
 async def test_prefills_and_beam_searches_go_on() -> None:
     async with worker_of(fake_rank(step_seconds=0.01), chunk_tokens=16) as (_, session):
-        beams: dict[str, Any] = {"beam_search": {"width": 3, "length_penalty": 1}, "num_choices": 2, "max_tokens": 20}
+        beams: dict[str, Any] = {
+            "beam_search": {"width": 3, "length_penalty": 1},
+            "num_choices": 2,
+            "max_tokens": 20,
+        }
         await session.send(submit("beams", **beams))
         await session.send(submit("prefill", task=worker_pb2.TASK_PREFILL, token_ids=range(60)))
         await session.until(lambda output: output.HasField("admitted"), count=2)
@@ -331,7 +434,11 @@ async def test_prefills_and_beam_searches_go_on() -> None:
             await session.send(worker_pb2.Suspend(request_id=name, attempt=1))
         await session.until(ended, count=2)
         assert session.tokens("prefill") == expected_tokens(range(60), 1, VOCAB)
-        assert not any(is_suspended(output) for name in ("beams", "prefill") for output in session.outputs(name))
+        assert not any(
+            is_suspended(output)
+            for name in ("beams", "prefill")
+            for output in session.outputs(name)
+        )
         await session.send(worker_pb2.Cancel(request_id="prefill", attempt=1))
 
 
@@ -345,7 +452,12 @@ async def test_a_prompt_that_is_being_computed_is_suspended_with_its_first_token
         for output in await source.until(is_suspended, count=3):
             made = choice_of([(source, "a")], output.choice)
             assert len(made.tokens) == 1
-            await go_on(target, f"moved {output.choice}", made, output.choice, output.suspended.kv, **fields)
+            await go_on(
+                target, f"moved {output.choice}", made, output.choice, output.suspended.kv, **fields
+            )
         await target.until(ended, count=3)
-        moved = [choice_of([(source, "a"), (target, f"moved {number}")], number).tokens for number in range(3)]
+        moved = [
+            choice_of([(source, "a"), (target, f"moved {number}")], number).tokens
+            for number in range(3)
+        ]
         assert moved == expected_choices(range(100), 3, 50, VOCAB)

@@ -1,4 +1,6 @@
-"""The cores that a process may use, by its CPU set and its cgroups, and the time slices of its threads."""
+"""The cores that a process may use, by its CPU set and its cgroups, and the time slices of its
+threads.
+"""
 
 import ctypes
 import os
@@ -15,7 +17,9 @@ from tandem.workers.threads import available_cores, go_first, in_thread, let_oth
 
 def make_root(folder: Path, cgroup: str, files: dict[str, str]) -> Path:
     """A root with this `proc/self/cgroup` and these files below `sys/fs/cgroup`."""
-    contents = {"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    contents = {"proc/self/cgroup": cgroup} | {
+        f"sys/fs/cgroup/{name}": text for name, text in files.items()
+    }
     for name, text in contents.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,13 +41,33 @@ CASES: dict[str, tuple[str, dict[str, str], int]] = {
     "v2, part of a core": ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
     "v2, rounded down": ("0::/\n", {"cpu.max": "250000 100000\n"}, 2),
     "v2, more than the CPU set": ("0::/\n", {"cpu.max": "1600000 100000\n"}, 8),
-    "v2, of a group": ("0::/a/b\n", {"a/b/cpu.max": "200000 100000\n", "a/cpu.max": "max 100000\n"}, 2),
-    "v2, of the group above": ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "400000 100000\n"}, 4),
+    "v2, of a group": (
+        "0::/a/b\n",
+        {"a/b/cpu.max": "200000 100000\n", "a/cpu.max": "max 100000\n"},
+        2,
+    ),
+    "v2, of the group above": (
+        "0::/a/b\n",
+        {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "400000 100000\n"},
+        4,
+    ),
     "v2, the group is outside": ("0::/../x\n", {"cpu.max": "200000 100000\n"}, 2),
     "v2, not a number": ("0::/\n", {"cpu.max": "many\n"}, 8),
-    "v1": (V1, {"cpu/docker/x/cpu.cfs_quota_us": "200000\n", "cpu/docker/x/cpu.cfs_period_us": "100000\n"}, 2),
-    "v1, of the container": (V1, {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
-    "v1, no quota": (V1, {"cpu/docker/x/cpu.cfs_quota_us": "-1\n", "cpu/docker/x/cpu.cfs_period_us": "100000\n"}, 8),
+    "v1": (
+        V1,
+        {"cpu/docker/x/cpu.cfs_quota_us": "200000\n", "cpu/docker/x/cpu.cfs_period_us": "100000\n"},
+        2,
+    ),
+    "v1, of the container": (
+        V1,
+        {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+        2,
+    ),
+    "v1, no quota": (
+        V1,
+        {"cpu/docker/x/cpu.cfs_quota_us": "-1\n", "cpu/docker/x/cpu.cfs_period_us": "100000\n"},
+        8,
+    ),
 }
 
 
@@ -63,19 +87,27 @@ def test_this_process_has_cores() -> None:
 
 async def test_work_in_a_thread_of_its_own_is_nicer_than_the_rest_of_the_process() -> None:
     here = os.getpriority(os.PRIO_PROCESS, 0)
-    assert await in_thread(lambda: os.getpriority(os.PRIO_PROCESS, 0), "test", nice=3) == min(here + 3, 19)
+    assert await in_thread(lambda: os.getpriority(os.PRIO_PROCESS, 0), "test", nice=3) == min(
+        here + 3, 19
+    )
     assert os.getpriority(os.PRIO_PROCESS, 0) == here
 
 
 def time_slice(thread: int) -> int:
     """Returns the time slice of a thread in nanoseconds, as the kernel has it."""
     buffer = ctypes.create_string_buffer(48)
-    assert ctypes.CDLL(None).syscall({"x86_64": 315, "aarch64": 275}[platform.machine()], thread, buffer, 48, 0) == 0
+    assert (
+        ctypes.CDLL(None).syscall(
+            {"x86_64": 315, "aarch64": 275}[platform.machine()], thread, buffer, 48, 0
+        )
+        == 0
+    )
     return int(struct.unpack("=IIQiIQQQ", buffer.raw)[5])
 
 
 @pytest.mark.skipif(
-    tuple(map(int, platform.release().split(".")[:2])) < (6, 12), reason="the kernel has no time slices of threads"
+    tuple(map(int, platform.release().split(".")[:2])) < (6, 12),
+    reason="the kernel has no time slices of threads",
 )
 def test_threads_that_communicate_interrupt_those_that_compute() -> None:
     found: dict[str, int] = {}

@@ -68,7 +68,9 @@ def test_a_pause_of_the_process_is_no_stall() -> None:
 
 def test_a_long_step_makes_progress_with_its_layers() -> None:
     class ThreeLayers(Executor):
-        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        def launch(
+            self, plan: StepPlan, on_layers: OnLayers | None = None
+        ) -> Callable[[], Samples]:
             assert on_layers is not None
             for layer in (1, 2, 3):
                 stalls.append(stalled_after(progress, clock, looks=3))

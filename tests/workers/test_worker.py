@@ -50,7 +50,10 @@ MALFORMED: dict[str, dict[str, Any]] = {
         "task": worker_pb2.TASK_DECODE,
         "kv": worker_pb2.KvHandle(num_tokens=19, endpoints=["127.0.0.1:1"]),
     },
-    "kv without endpoint": {"task": worker_pb2.TASK_DECODE, "kv": worker_pb2.KvHandle(num_tokens=20)},
+    "kv without endpoint": {
+        "task": worker_pb2.TASK_DECODE,
+        "kv": worker_pb2.KvHandle(num_tokens=20),
+    },
     "too many stop tokens": {"stop_token_ids": range(65)},
     "salt too long": {"cache_salt": bytes(65)},
 }
@@ -112,7 +115,10 @@ async def test_a_full_queue_and_a_pool_too_small_are_different_failures() -> Non
         await session.send(submit("waits"))
         await session.send(submit("is refused"))
         (refused,) = await session.until(lambda output: output.HasField("failure"))
-        assert (refused.request_id, refused.failure.kind) == ("is refused", worker_pb2.FAILURE_KIND_FULL)
+        assert (refused.request_id, refused.failure.kind) == (
+            "is refused",
+            worker_pb2.FAILURE_KIND_FULL,
+        )
         await session.until(ended, count=2)
         assert session.tokens("waits") == expected_tokens(range(20), 5, VOCAB)
 
@@ -123,7 +129,9 @@ async def test_one_message_a_step_whatever_the_batch() -> None:
         for n in range(16):
             await session.send(submit(str(n), token_ids=range(n, n + 20), max_tokens=50))
         await session.until(ended, count=16)
-    with_tokens = [m for m in session.messages if any(output.HasField("tokens") for output in m.outputs)]
+    with_tokens = [
+        m for m in session.messages if any(output.HasField("tokens") for output in m.outputs)
+    ]
     assert len(with_tokens) <= executor_of(rank).num_steps < 16 * 50 / 4
     assert len(session.messages) <= 2 * executor_of(rank).num_steps
     for n in range(16):
@@ -133,7 +141,13 @@ async def test_one_message_a_step_whatever_the_batch() -> None:
     assert first.num_waiting + first.num_running == 0 < then.num_waiting + then.num_running
     assert loads[-1].num_running == 0
     for load in loads:
-        blocks = load.free_blocks + load.cached_blocks + load.owned_blocks + load.leased_blocks + load.reserved_blocks
+        blocks = (
+            load.free_blocks
+            + load.cached_blocks
+            + load.owned_blocks
+            + load.leased_blocks
+            + load.reserved_blocks
+        )
         assert blocks == load.total_blocks == 512
 
 
@@ -149,7 +163,9 @@ async def test_the_end_of_the_stream_cancels_what_came_over_it() -> None:
         assert status.num_sessions == 0
 
 
-@pytest.mark.parametrize("task", [worker_pb2.TASK_WHOLE, worker_pb2.TASK_PREFILL, worker_pb2.TASK_DECODE])
+@pytest.mark.parametrize(
+    "task", [worker_pb2.TASK_WHOLE, worker_pb2.TASK_PREFILL, worker_pb2.TASK_DECODE]
+)
 async def test_a_cancelled_request_is_silent_and_frees_all(task: int) -> None:
     async with worker_of(fake_rank(step_seconds=0.005)) as (worker, session):
         kv = worker_pb2.KvHandle(num_tokens=20, endpoints=[worker.address], transfer_id=b"?")
@@ -161,7 +177,8 @@ async def test_a_cancelled_request_is_silent_and_frees_all(task: int) -> None:
         await session.until(ended)
 
 
-# --- the engine fails ----------------------------------------------------------------------------------------------
+# --- the engine fails
+# ----------------------------------------------------------------------------------------------
 
 
 async def test_a_failed_engine_fails_every_request_at_once() -> None:
@@ -206,7 +223,9 @@ async def test_a_worker_whose_step_never_ends_fails() -> None:
     rank = fake_rank()
     executor = Hanging(rank.executor)
     settings = worker_config(hang_seconds=0.5)
-    worker = await Worker.serve(replace(rank, executor=executor), settings, worker_id="worker", role="decode")
+    worker = await Worker.serve(
+        replace(rank, executor=executor), settings, worker_id="worker", role="decode"
+    )
     async with peer_channel(worker.address) as channel:
         session = RawSession(channel)
         await session.send(submit())
@@ -224,11 +243,14 @@ async def test_a_worker_whose_step_never_ends_fails() -> None:
     await worker.stop()
 
 
-# --- draining and stopping -----------------------------------------------------------------------------------------
+# --- draining and stopping
+# -----------------------------------------------------------------------------------------
 
 
 async def test_a_draining_worker_ends_what_it_has_and_takes_nothing_new() -> None:
-    worker = await Worker.serve(fake_rank(step_seconds=0.005), worker_config(), worker_id="worker", role="decode")
+    worker = await Worker.serve(
+        fake_rank(step_seconds=0.005), worker_config(), worker_id="worker", role="decode"
+    )
     async with peer_channel(worker.address) as channel:
         session = RawSession(channel)
         await session.send(submit(max_tokens=40))
@@ -261,8 +283,13 @@ async def test_a_draining_prefill_worker_still_sends_its_kv_cache() -> None:
 
 
 async def test_stop_with_requests_under_way_is_quick() -> None:
-    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.01), park_seconds=0.1) as running:
-        requests = [asyncio.create_task(running.generate(token_request(range(n, 300), 500))) for n in range(8)]
+    async with fleet(
+        1, 1, rank=lambda role: fake_rank(step_seconds=0.01), park_seconds=0.1
+    ) as running:
+        requests = [
+            asyncio.create_task(running.generate(token_request(range(n, 300), 500)))
+            for n in range(8)
+        ]
         async with asyncio.timeout(10):
             while not all(status.num_requests for status in await running.statuses()):
                 await asyncio.sleep(0.002)
@@ -278,10 +305,13 @@ async def test_a_port_that_is_taken_is_an_os_error() -> None:
     async with worker_of(fake_rank()) as (worker, _):
         port = int(worker.address.rpartition(":")[2])
         with pytest.raises(OSError, match="cannot bind"):
-            await Worker.serve(fake_rank(), worker_config(port=port), worker_id="other", role="decode")
+            await Worker.serve(
+                fake_rank(), worker_config(port=port), worker_id="other", role="decode"
+            )
 
 
-# --- leases --------------------------------------------------------------------------------------------------------
+# --- leases
+# --------------------------------------------------------------------------------------------------
 
 
 async def pull(channel: PeerChannel, handle: worker_pb2.KvHandle, epoch: int, rank: Rank) -> str:
@@ -289,7 +319,8 @@ async def pull(channel: PeerChannel, handle: worker_pb2.KvHandle, epoch: int, ra
     key = TransferKey(transfer_id=handle.transfer_id, epoch=epoch)
     call: PeerStream[bytes, bytes] = channel.stream_stream(PULL_METHOD)()
     try:
-        # No Pull follows: gRPC may give INTERNAL for a message that the refusal of the first one meets.
+        # No Pull follows: gRPC may give INTERNAL for a message that the refusal of the first one
+        # meets.
         await call.write(encode(key, Open(layout=rank.kv.layout.digest)))
         while isinstance(await call.read(), bytes):
             pass
@@ -329,7 +360,8 @@ async def test_cache_of_another_life_of_the_worker_is_gone() -> None:
         await idle(worker)
 
 
-# --- without Ray ---------------------------------------------------------------------------------------------------
+# --- without Ray
+# --------------------------------------------------------------------------------------------------
 
 NO_RAY = """
 import sys
@@ -347,5 +379,7 @@ assert [t for e in engine.step() if hasattr(e, "token_ids") for t in e.token_ids
 
 
 def test_a_worker_needs_no_ray() -> None:
-    done = subprocess.run([sys.executable, "-c", NO_RAY], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_RAY], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr

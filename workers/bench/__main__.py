@@ -1,4 +1,5 @@
-"""`python -m tandem.workers.bench`: measures how fast the engine runs on this device, beside what the device could do.
+"""`python -m tandem.workers.bench`: measures how fast the engine runs on this device, beside what
+the device could do.
 
 Needs no service and no Ray, and with --random-weights no checkpoint.
 """
@@ -61,8 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: EngineBenchOptions) -> Report:
-    """Runs everything that was asked for. Raises InvalidArgument or CheckpointError, before anything is loaded, if it
-    cannot."""
+    """Runs everything that was asked for. Raises InvalidArgument or CheckpointError, before
+    anything is loaded, if it cannot.
+    """
     config = _config(options)
     num_blocks = _check(options, config)
     if options.threads:
@@ -98,23 +100,33 @@ def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks
     report = Report(
         shape=options.name,
         dtype=_dtype(options),
-        device=torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else "cpu",
+        device=torch.cuda.get_device_name(options.device)
+        if options.device.type == "cuda"
+        else "cpu",
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         floors=floors,
         decode=tuple(decode(batch, options.context) for batch in options.batches),
-        prefill=tuple(_prefill(options, config, floors, runner, prompt) for prompt in options.prompts),
+        prefill=tuple(
+            _prefill(options, config, floors, runner, prompt) for prompt in options.prompts
+        ),
         sweep_batch=tuple(decode(batch, options.context) for batch in SWEEP_BATCHES if sweeps),
-        sweep_context=tuple(decode(SWEEP_CONTEXT_BATCH, context) for context in SWEEP_CONTEXTS if sweeps),
+        sweep_context=tuple(
+            decode(SWEEP_CONTEXT_BATCH, context) for context in SWEEP_CONTEXTS if sweeps
+        ),
     )
     if options.compare is None:
         return report
     if options.compare == "adapter":
-        return compare(report, adapter_variants(config, runner, options.lora_rank or 1), options.steps)
+        return compare(
+            report, adapter_variants(config, runner, options.lora_rank or 1), options.steps
+        )
     other = replace(options, **_OTHERS[options.compare])
     second = _runner(other, _config(other), num_blocks)
-    return compare(report, {"plain": lambda: runner, options.compare: lambda: second}, options.steps)
+    return compare(
+        report, {"plain": lambda: runner, options.compare: lambda: second}, options.steps
+    )
 
 
 def _runner(options: EngineBenchOptions, config: ModelConfig, num_blocks: int) -> BenchRunner:
@@ -144,36 +156,65 @@ def _dtype(options: EngineBenchOptions) -> str:
 
 
 def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
-    """Returns the KV blocks to take. Raises InvalidArgument if the model or the machine is too small."""
+    """Returns the KV blocks to take. Raises InvalidArgument if the model or the machine is too
+    small.
+    """
     longest = config.max_position_embeddings
-    for option, context in [("--context", c) for _, c in options.decodes] + [("--prompts", p) for p in options.prompts]:
+    for option, context in [("--context", c) for _, c in options.decodes] + [
+        ("--prompts", p) for p in options.prompts
+    ]:
         reach = context + (0 if option == "--prompts" else BLOCK_SIZE + options.steps)
         if reach > longest:
-            raise InvalidArgument(f"{context} tokens need {reach} positions, {options.name} has {longest}", option)
-    decode_blocks = [blocks_for(batch, context, options.steps) for batch, context in options.decodes]
-    num_blocks = max([*decode_blocks, *(-(-prompt // BLOCK_SIZE) + 1 for prompt in options.prompts)])
+            raise InvalidArgument(
+                f"{context} tokens need {reach} positions, {options.name} has {longest}", option
+            )
+    decode_blocks = [
+        blocks_for(batch, context, options.steps) for batch, context in options.decodes
+    ]
+    num_blocks = max(
+        [*decode_blocks, *(-(-prompt // BLOCK_SIZE) + 1 for prompt in options.prompts)]
+    )
     weights = loaded_bytes(config, options.dtype, options.device)
-    kv = num_blocks * BLOCK_SIZE * kv_bytes_per_token(config, 1, options.dtype, options.kv_cache_dtype)
+    kv = (
+        num_blocks
+        * BLOCK_SIZE
+        * kv_bytes_per_token(config, 1, options.dtype, options.kv_cache_dtype)
+    )
     if options.compare in _OTHERS:
         weights, kv = 2 * weights, 2 * kv
     rows = max(options.chunk, *(batch for batch, _ in options.decodes))
-    beside = 8 * rows * (config.vocab_size + 4 * config.intermediate_size)  # logits and activations, in float32 twice
-    beside = max(beside, 2 * BUFFER_BYTES[options.device.type] - weights)  # the floors come before the weights
+    beside = (
+        8 * rows * (config.vocab_size + 4 * config.intermediate_size)
+    )  # logits and activations, in float32 twice
+    beside = max(
+        beside, 2 * BUFFER_BYTES[options.device.type] - weights
+    )  # the floors come before the weights
     free = _free_bytes(options.device)
     if weights + kv + beside > free:
         raise InvalidArgument(
-            f"{options.name} in {options.dtype} needs {(weights + kv + beside) / 1e9:.1f} GB (weights "
-            f"{weights / 1e9:.1f}, KV cache {kv / 1e9:.1f}); {options.device} has {free / 1e9:.1f} GB free"
+            f"{options.name} in {options.dtype} needs {(weights + kv + beside) / 1e9:.1f} GB "
+            "(weights "
+            f"{weights / 1e9:.1f}, KV cache {kv / 1e9:.1f}); {options.device} has {free / 1e9:.1f} "
+            "GB free"
         )
     return num_blocks
 
 
 def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return (
+        torch.cuda.mem_get_info(device)[0]
+        if device.type == "cuda"
+        else psutil.virtual_memory().available
+    )
 
 
 def _decode(
-    options: EngineBenchOptions, config: ModelConfig, floors: Floors, runner: BenchRunner, batch: int, context: int
+    options: EngineBenchOptions,
+    config: ModelConfig,
+    floors: Floors,
+    runner: BenchRunner,
+    batch: int,
+    context: int,
 ) -> DecodeFigure:
     run = runner.decode(batch, context, options.steps)
     cost = decode_cost(config, options.dtype, batch, run.context, options.kv_cache_dtype)
@@ -200,7 +241,11 @@ def _decode(
 
 
 def _prefill(
-    options: EngineBenchOptions, config: ModelConfig, floors: Floors, runner: BenchRunner, prompt: int
+    options: EngineBenchOptions,
+    config: ModelConfig,
+    floors: Floors,
+    runner: BenchRunner,
+    prompt: int,
 ) -> PrefillFigure:
     seconds, token = runner.prefill(prompt)
     print_progress(f"prefill of {prompt}: {seconds:.3f} s")
@@ -222,8 +267,14 @@ def _with_transformers(options: EngineBenchOptions, report: Report) -> Report:
     if options.device.type == "cuda":
         torch.cuda.empty_cache()
     fields = dict(HF_CONFIGS[options.shape]) if options.shape else {}
-    config = AutoConfig.from_pretrained(options.model) if options.model else AutoConfig.for_model(**fields)
-    peer = TransformersPeer(config, _weights(options), dtype=DTYPES[options.dtype], device=options.device)
+    config = (
+        AutoConfig.from_pretrained(options.model)
+        if options.model
+        else AutoConfig.for_model(**fields)
+    )
+    peer = TransformersPeer(
+        config, _weights(options), dtype=DTYPES[options.dtype], device=options.device
+    )
     decode, prefill = [], []
     for decoded in report.decode:
         seconds = peer.decode_seconds(decoded.batch, decoded.context, options.steps)

@@ -1,4 +1,6 @@
-"""Compares the time of steps and prompts with what else could compute them, in turns within one run."""
+"""Compares the time of steps and prompts with what else could compute them, in turns within one
+run.
+"""
 
 import itertools
 import statistics
@@ -19,7 +21,9 @@ Variants = Mapping[str, Callable[[], BenchRunner]]
 
 
 def adapter_variants(config: ModelConfig, runner: BenchRunner, rank: int) -> Variants:
-    """Returns the same runner without an adapter, with one that no sequence uses, and with one that all use."""
+    """Returns the same runner without an adapter, with one that no sequence uses, and with one that
+    all use.
+    """
     adapters, folder = runner.runner.adapters, random_adapter(config, rank)
     numbers = itertools.count(1)
     loaded = 0
@@ -47,11 +51,15 @@ def compare(report: Report, variants: Variants, num_steps: int) -> Report:
         print_progress(f"{name}: {code.__module__}.{code.__qualname__}")
 
     decode = tuple(
-        replace(each, compared=_ratios(variants, partial(_decode_seconds, figure=each, num_steps=num_steps)))
+        replace(
+            each,
+            compared=_ratios(variants, partial(_decode_seconds, figure=each, num_steps=num_steps)),
+        )
         for each in report.decode
     )
     prefill = tuple(
-        replace(each, compared=_ratios(variants, partial(_prefill_seconds, figure=each))) for each in report.prefill
+        replace(each, compared=_ratios(variants, partial(_prefill_seconds, figure=each)))
+        for each in report.prefill
     )
     return replace(report, decode=decode, prefill=prefill)
 
@@ -68,5 +76,7 @@ def _prefill_seconds(runner: BenchRunner, figure: PrefillFigure) -> float:
 def _ratios(variants: Variants, seconds: Callable[[BenchRunner], float]) -> dict[str, float]:
     """Returns the median over rounds, in each of which all take turns."""
     first, *others = variants
-    rounds = [{name: seconds(prepare()) for name, prepare in variants.items()} for _ in range(_ROUNDS)]
+    rounds = [
+        {name: seconds(prepare()) for name, prepare in variants.items()} for _ in range(_ROUNDS)
+    ]
     return {name: statistics.median(each[name] / each[first] for each in rounds) for name in others}

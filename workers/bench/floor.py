@@ -1,4 +1,6 @@
-"""Measures the floors under a step on the device at hand: memory bandwidth and the rate of matrix products."""
+"""Measures the floors under a step on the device at hand: memory bandwidth and the rate of matrix
+products.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,14 +65,20 @@ def _matmul_rate(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def _gemm_seconds(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Times the faster of torch's linear map and the model's own, which may keep another form of the weight."""
+    """Times the faster of torch's linear map and the model's own, which may keep another form of
+    the weight.
+    """
     weight = torch.randn(rows, columns, device=device).to(dtype)
     x = torch.randn(GEMM_ROWS, columns, device=device).to(dtype)
     method = UnquantizedLinearMethod.from_tensors(weight)
-    return min(_best_seconds(lambda: functional.linear(x, weight)), _best_seconds(lambda: method.apply(x)))
+    return min(
+        _best_seconds(lambda: functional.linear(x, weight)), _best_seconds(lambda: method.apply(x))
+    )
 
 
 def _best_seconds(function: Callable[[], object]) -> float:
-    """Returns the least seconds of a call, of many timings: on a shared machine the best time is rare."""
+    """Returns the least seconds of a call, of many timings: on a shared machine the best time is
+    rare.
+    """
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     return float(min(timer.blocked_autorange(min_run_time=_TIMED_SECONDS).times))

@@ -1,7 +1,8 @@
-"""`python -m tandem.workers.bench.grammar`: measures a decode step in which every sequence is under a JSON schema.
+"""`python -m tandem.workers.bench.grammar`: measures a decode step in which every sequence is under
+a JSON schema.
 
-Two batches of one model take steps in turns, one under the schema and one free, so that whatever else the machine does
-affects both.
+Two batches of one model take steps in turns, one under the schema and one free, so that whatever
+else the machine does affects both.
 """
 
 import argparse
@@ -43,7 +44,9 @@ SCHEMA: Final[dict[str, Any]] = {"type": "array", "items": _PERSON, "minItems": 
 class Batch:
     """Holds sequences that decode together, on a runner that other batches use, too."""
 
-    def __init__(self, runner: ModelRunner, *, size: int, first_block: int, num_blocks: int, grammar: str) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, size: int, first_block: int, num_blocks: int, grammar: str
+    ) -> None:
         """Each sequence has `num_blocks` of its own."""
         self._runner = runner
         self._ids = [first_block + row for row in range(size)]
@@ -68,7 +71,12 @@ class Batch:
 
     def step(self) -> float:
         """Decodes a token of each sequence; returns seconds."""
-        fields: dict[str, Any] = {"start": self._length, "new_blocks": (), "sampling": None, "num_samples": 1}
+        fields: dict[str, Any] = {
+            "start": self._length,
+            "new_blocks": (),
+            "sampling": None,
+            "num_samples": 1,
+        }
         steps = tuple(
             SequenceStep(sequence_id=sequence_id, token_ids=(token,), **fields)
             for sequence_id, token in zip(self._ids, self.tokens[-1], strict=True)
@@ -99,7 +107,13 @@ def measure(options: argparse.Namespace) -> str:
     runner.load_grammar(grammar)
     compiled = time.perf_counter() - began
     bound, free = (
-        Batch(runner, size=options.batch, first_block=index * half, num_blocks=per_sequence, grammar=text)
+        Batch(
+            runner,
+            size=options.batch,
+            first_block=index * half,
+            num_blocks=per_sequence,
+            grammar=text,
+        )
         for index, text in enumerate((grammar, ""))
     )
     times: dict[Batch, list[float]] = {bound: [], free: []}
@@ -109,7 +123,8 @@ def measure(options: argparse.Namespace) -> str:
             times[batch].append(batch.step())
     constrained, plain = (statistics.median(times[batch][WARMUP_STEPS:]) for batch in (bound, free))
     return (
-        f"batch {options.batch}, {options.steps} steps in turns, {torch.get_num_threads()} threads, medians\n"
+        f"batch {options.batch}, {options.steps} steps in turns, {torch.get_num_threads()} "
+        "threads, medians\n"
         f"free text            {1000 * plain:8.3f} ms/step\n"
         f"under a JSON schema  {1000 * constrained:8.3f} ms/step\n"
         f"ratio                {constrained / plain:8.3f}\n"
@@ -119,13 +134,17 @@ def measure(options: argparse.Namespace) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints. Returns 0, or 2 after one line on stderr if the model cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m tandem.workers.bench.grammar", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem.workers.bench.grammar", description=__doc__
+    )
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0 is torch's default")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of torch on a CPU; 0 is torch's default"
+    )
     try:
         print(measure(parser.parse_args(arguments)))
     except (CheckpointError, ValueError) as error:

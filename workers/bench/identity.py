@@ -1,4 +1,6 @@
-"""`python -m tandem.workers.bench.identity`: states what proofs of peers cost a call; a message of a stream is free."""
+"""`python -m tandem.workers.bench.identity`: states what proofs of peers cost a call; a message of
+a stream is free.
+"""
 
 import argparse
 import sys
@@ -13,7 +15,9 @@ _METHOD, _TARGET = "/tandem.v1.Worker/Session", "10.0.0.1:50051"
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints. Returns 0."""
-    parser = argparse.ArgumentParser(prog="python -m tandem.workers.bench.identity", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem.workers.bench.identity", description=__doc__
+    )
     parser.add_argument("--repeat", type=int, default=20_000, help="calls to measure, five times")
     options = parser.parse_args(arguments)
     identity = PeerIdentity.generate()

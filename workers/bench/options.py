@@ -86,8 +86,12 @@ def parse(arguments: list[str] | None) -> EngineBenchOptions:
     parser = _parser()
     options = EngineBenchOptions(**vars(parser.parse_args(arguments)))
     if options.model is None and not options.random_weights:
-        parser.error(f"--shape {options.shape} has no weights: add --random-weights, or give --model")
-    cache_dtypes = {options.kv_cache_dtype, COMPARED_CACHES.get(options.compare or "", "auto")} - {"auto"}
+        parser.error(
+            f"--shape {options.shape} has no weights: add --random-weights, or give --model"
+        )
+    cache_dtypes = {options.kv_cache_dtype, COMPARED_CACHES.get(options.compare or "", "auto")} - {
+        "auto"
+    }
     if cache_dtypes and options.device.type != "cpu":
         parser.error(f"a KV cache of {min(cache_dtypes)} has kernels on cpu only")
     if options.kv_cache_dtype != "auto" and options.compare in COMPARED_CACHES:
@@ -102,7 +106,9 @@ def parse(arguments: list[str] | None) -> EngineBenchOptions:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tandem.workers.bench", description=_DESCRIPTION, epilog=_EPILOG)
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem.workers.bench", description=_DESCRIPTION, epilog=_EPILOG
+    )
     # One line, without the usage.
     parser.error = lambda message: parser.exit(2, f"bench: {message}\n")  # type: ignore[method-assign]
     which = parser.add_mutually_exclusive_group(required=True)
@@ -116,18 +122,48 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-cache-dtype", choices=("auto", *QUANTIZED), default="auto")
     add("--compare", choices=COMPARED, help="in turns: its time, over that without")
     add("--batches", type=_numbers(1, 1024), default=(1, 16, 64, 256), metavar="N,N")
-    add("--context", type=_number(1, 1 << 20), default=256, metavar="TOKENS", help="before the first decoded token")
-    add("--prompts", type=_numbers(1, 1 << 20), default=(512, 8192), metavar="N,N", help="tokens of each")
-    add("--steps", type=_number(20, 10_000), default=24, help="measured for each batch, after the warm-up")
+    add(
+        "--context",
+        type=_number(1, 1 << 20),
+        default=256,
+        metavar="TOKENS",
+        help="before the first decoded token",
+    )
+    add(
+        "--prompts",
+        type=_numbers(1, 1 << 20),
+        default=(512, 8192),
+        metavar="N,N",
+        help="tokens of each",
+    )
+    add(
+        "--steps",
+        type=_number(20, 10_000),
+        default=24,
+        help="measured for each batch, after the warm-up",
+    )
     add("--threads", type=_number(1, 1024), help="of torch on the CPU; its own choice if not given")
     add("--batch-invariant", action="store_true", help="on a GPU the kernels of `numerics: exact`")
-    add("--lora-rank", type=_number(1, 1024), metavar="R", help="all rows use a LoRA adapter of all linear layers")
     add(
-        "--model-impl", choices=("auto", "tandem", "transformers"), default="auto", help="whose code computes the model"
+        "--lora-rank",
+        type=_number(1, 1024),
+        metavar="R",
+        help="all rows use a LoRA adapter of all linear layers",
+    )
+    add(
+        "--model-impl",
+        choices=("auto", "tandem", "transformers"),
+        default="auto",
+        help="whose code computes the model",
     )
     add("--profile", action="store_true", help=f"split the step, at batch {PROFILE_BATCH} too")
     add("--transformers", action="store_true", help="also measure transformers' generate_batch")
-    add("--plot", type=_plot_file, metavar="FILE.png", help="draw step time against batch and context")
+    add(
+        "--plot",
+        type=_plot_file,
+        metavar="FILE.png",
+        help="draw step time against batch and context",
+    )
     add("--json", type=_output_file, metavar="FILE")
     return parser
 
@@ -135,7 +171,9 @@ def _parser() -> argparse.ArgumentParser:
 def _number(least: int, most: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"must be an integer from {least} to {most}, is {text[:40]!r}")
+            raise argparse.ArgumentTypeError(
+                f"must be an integer from {least} to {most}, is {text[:40]!r}"
+            )
         return int(text)
 
     return parse
@@ -148,7 +186,9 @@ def _numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
 
 def _device(text: str) -> torch.device:
     kind, _, index = text.partition(":")
-    if kind not in BUFFER_BYTES or (":" in text and not (kind == "cuda" and index.isascii() and index.isdigit())):
+    if kind not in BUFFER_BYTES or (
+        ":" in text and not (kind == "cuda" and index.isascii() and index.isdigit())
+    ):
         raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, is {text[:40]!r}")
     if kind == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError(f"{text}: torch finds no CUDA device here")
@@ -163,7 +203,9 @@ def _output_file(text: str) -> Path:
 
 def _plot_file(text: str) -> Path:
     if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("matplotlib is not installed (pip install 'tandem-llm[bench]')")
+        raise argparse.ArgumentTypeError(
+            "matplotlib is not installed (pip install 'tandem-llm[bench]')"
+        )
     if not text.lower().endswith(".png"):
         raise argparse.ArgumentTypeError(f"{text} must end in .png")
     return _output_file(text)

@@ -1,8 +1,10 @@
-"""`python -m tandem.workers.bench.overlap`: measures how much of a KV transfer hides behind the prefill.
+"""`python -m tandem.workers.bench.overlap`: measures how much of a KV transfer hides behind the
+prefill.
 
-A prefill and a decode worker in processes of their own, and this one in the place of a router. Measured is the wait
-between the first token and the moment when the sequence joins the decode worker's batch: once with the decode worker
-pulling while the prompt is computed, and once with a decode worker that gets the request when the prefill is done.
+A prefill and a decode worker in processes of their own, and this one in the place of a router.
+Measured is the wait between the first token and the moment when the sequence joins the decode
+worker's batch: once with the decode worker pulling while the prompt is computed, and once with a
+decode worker that gets the request when the prefill is done.
 """
 
 import argparse
@@ -62,8 +64,9 @@ class WorkerSession:
 async def measure(
     prefill: WorkerSession, decode: WorkerSession, prompt: Sequence[int], name: str, *, early: bool
 ) -> tuple[float, worker_pb2.KvReceived]:
-    """Runs one request; `early` sends it to the decode worker when the prefill begins. Returns the seconds between
-    prefill and decode, and what was moved."""
+    """Runs one request; `early` sends it to the decode worker when the prefill begins. Returns the
+    seconds between prefill and decode, and what was moved.
+    """
     submit = worker_pb2.Submit(
         request_id=name,
         attempt=1,
@@ -98,7 +101,10 @@ async def compare(options: argparse.Namespace) -> str:
     vocab_size = check_checkpoint(options.model).vocab_size
     waits: dict[bool, list[float]] = {True: [], False: []}
     identity = PeerIdentity.generate()
-    async with _worker("prefill", options, identity) as source, _worker("decode", options, identity) as target:
+    async with (
+        _worker("prefill", options, identity) as source,
+        _worker("decode", options, identity) as target,
+    ):
         for turn in range(-1, options.repeat):
             for early, seconds in waits.items():
                 name = f"{turn} {early}"
@@ -108,7 +114,8 @@ async def compare(options: argparse.Namespace) -> str:
                     seconds.append(wait)
     overlapped, alone = (statistics.median(waits[early]) for early in (True, False))
     return (
-        f"{options.prompt_tokens} prompt tokens, {received.transfer_bytes / 1e6:.1f} MB of KV cache over "
+        f"{options.prompt_tokens} prompt tokens, {received.transfer_bytes / 1e6:.1f} MB of KV "
+        "cache over "
         f"{received.transport}, medians of {options.repeat}\n"
         f"wait of a transfer that begins when the prefill is done  {1000 * alone:6.1f} ms\n"
         f"wait of one that runs beside it                          {1000 * overlapped:6.1f} ms\n"
@@ -117,11 +124,15 @@ async def compare(options: argparse.Namespace) -> str:
 
 
 @asynccontextmanager
-async def _worker(role: str, options: argparse.Namespace, identity: PeerIdentity) -> AsyncIterator[WorkerSession]:
+async def _worker(
+    role: str, options: argparse.Namespace, identity: PeerIdentity
+) -> AsyncIterator[WorkerSession]:
     command = [sys.executable, "-m", __spec__.name, *options.arguments, "--serve", role]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "3000"}
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, env=environment
+    )
     try:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -152,12 +163,16 @@ async def _serve(role: str, options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints. Returns 0, or 2 after one line on stderr if the model is not good."""
-    parser = argparse.ArgumentParser(prog="python -m tandem.workers.bench.overlap", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem.workers.bench.overlap", description=__doc__
+    )
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--prompt-tokens", type=int, default=1500)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--transports", nargs="*", default=[], help="preferred to grpc: shared, gloo, nixl")
+    parser.add_argument(
+        "--transports", nargs="*", default=[], help="preferred to grpc: shared, gloo, nixl"
+    )
     parser.add_argument("--serve", choices=("prefill", "decode"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else arguments

@@ -12,7 +12,9 @@ from .steps import PARTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFigure:
-    """Holds one batch's decode. Shares are of what the device was measured to do at best, 1 being the floor itself."""
+    """Holds one batch's decode. Shares are of what the device was measured to do at best, 1 being
+    the floor itself.
+    """
 
     batch: int
     context: int  # tokens that each sequence begins with
@@ -21,11 +23,17 @@ class DecodeFigure:
     tokens_per_s: float
     floor_ms: float
     roofline_share: float  # floor over step
-    bandwidth_share: float  # weights and KV cache read once, over the larger of read and copy bandwidth
+    bandwidth_share: (
+        float  # weights and KV cache read once, over the larger of read and copy bandwidth
+    )
     matmul_share: float
-    split_ms: dict[str, float] | None  # median of each of PARTS; None where only the host's time is known
+    split_ms: (
+        dict[str, float] | None
+    )  # median of each of PARTS; None where only the host's time is known
     overhead_share: float | None  # of the step outside `model`, median
-    compared: dict[str, float] = field(default_factory=dict)  # a step's time by each variant, over this one's, in turns
+    compared: dict[str, float] = field(
+        default_factory=dict
+    )  # a step's time by each variant, over this one's, in turns
     transformers_ms: float | None = None
 
 
@@ -62,8 +70,10 @@ class Report:
         """Returns the tables below a line that says how they were made."""
         floors = self.floors
         parts = [
-            f"{self.shape}, {self.dtype}, {self.device}, {self.threads} threads, torch {self.torch}, {self.date}",
-            f"floors: read {floors.read_bytes_per_s / 1e9:,.1f} GB/s, copy {floors.copy_bytes_per_s / 1e9:,.1f} GB/s, "
+            f"{self.shape}, {self.dtype}, {self.device}, {self.threads} threads, torch "
+            f"{self.torch}, {self.date}",
+            f"floors: read {floors.read_bytes_per_s / 1e9:,.1f} GB/s, copy "
+            f"{floors.copy_bytes_per_s / 1e9:,.1f} GB/s, "
             f"matmul {floors.matmul_flops_per_s / 1e12:,.3f} TFLOP/s",
         ]
         return "\n\n".join([*parts, *self._tables()])
@@ -82,21 +92,39 @@ def print_progress(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
-def plot(path: Path, title: str, by_batch: Sequence[DecodeFigure], by_context: Sequence[DecodeFigure]) -> None:
+def plot(
+    path: Path, title: str, by_batch: Sequence[DecodeFigure], by_context: Sequence[DecodeFigure]
+) -> None:
     """Writes a PNG of two panels. Both sequences are in ascending order and not empty."""
     from matplotlib.figure import Figure  # only --plot needs it, and it is an extra
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _panel(left, [each.batch for each in by_batch], by_batch, f"batch, at context {by_batch[0].context:,}")
-    _panel(right, [each.context for each in by_context], by_context, f"context, at batch {by_context[0].batch}")
+    _panel(
+        left,
+        [each.batch for each in by_batch],
+        by_batch,
+        f"batch, at context {by_batch[0].context:,}",
+    )
+    _panel(
+        right,
+        [each.context for each in by_context],
+        by_context,
+        f"context, at batch {by_context[0].batch}",
+    )
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 
 
 def _panel(axes: Any, x: list[int], figures: Sequence[DecodeFigure], label: str) -> None:
     axes.plot(x, [each.step_ms for each in figures], marker="o", label="step, median")
-    axes.fill_between(x, [each.step_ms for each in figures], [each.p90_ms for each in figures], alpha=0.2, label="p90")
+    axes.fill_between(
+        x,
+        [each.step_ms for each in figures],
+        [each.p90_ms for each in figures],
+        alpha=0.2,
+        label="p90",
+    )
     axes.plot(x, [each.floor_ms for each in figures], linestyle="--", color="black", label="floor")
     axes.set_xscale("log", base=2)
     axes.set_xticks(x, [f"{value:,}" for value in x])
@@ -140,7 +168,9 @@ _PREFILL_COLUMNS: tuple[_Column, ...] = (
     ("transformers", _formatted("transformers_tokens_per_s", ",.0f")),
     (
         "ahead by",
-        lambda f: f.transformers_tokens_per_s and f"{f.tokens_per_s / f.transformers_tokens_per_s:.2f}x",
+        lambda f: (
+            f.transformers_tokens_per_s and f"{f.tokens_per_s / f.transformers_tokens_per_s:.2f}x"
+        ),
     ),
 )
 

@@ -1,4 +1,6 @@
-"""Describes what the benchmark runs: shapes without a checkpoint, random weights, and the cost of a step."""
+"""Describes what the benchmark runs: shapes without a checkpoint, random weights, and the cost of a
+step.
+"""
 
 import zlib
 from collections.abc import Mapping
@@ -15,18 +17,44 @@ from ..model.module import WeightSlice
 from ..model.registry import parse_model_config
 
 StepCost = tuple[int, int]
-"""The least that a step moves and computes: bytes of weights and KV cache, and FLOPs of matrix products, attention's
-included."""
+"""The least that a step moves and computes: bytes of weights and KV cache, and FLOPs of matrix
+products, attention's included.
+"""
 
 
-def _hf_config(family: str, sizes: tuple[int, int, int, int, int, int, int], **fields: Any) -> dict[str, Any]:
-    """Returns config.json of a family of this many layers, hidden and intermediate size, heads, KV heads, head_dim,
-    vocabulary."""
-    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+def _hf_config(
+    family: str, sizes: tuple[int, int, int, int, int, int, int], **fields: Any
+) -> dict[str, Any]:
+    """Returns config.json of a family of this many layers, hidden and intermediate size, heads, KV
+    heads, head_dim, vocabulary.
+    """
+    names = (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     described = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
-    fixed = {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), "rms_norm_eps": 1e-5}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
-    return {**fixed, **described, **tokens, "sliding_window": None, "rope_theta": 500_000.0, **fields}
+    fixed = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "rms_norm_eps": 1e-5,
+    }
+    tokens = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    return {
+        **fixed,
+        **described,
+        **tokens,
+        "sliding_window": None,
+        "rope_theta": 500_000.0,
+        **fields,
+    }
 
 
 HF_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -38,9 +66,14 @@ HF_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
         tie_word_embeddings=True,
         rope_theta=100_000.0,
     ),
-    "llama-3-8b": _hf_config("Llama", (32, 4096, 14_336, 32, 8, 128, 128_256), max_position_embeddings=131_072),
+    "llama-3-8b": _hf_config(
+        "Llama", (32, 4096, 14_336, 32, 8, 128, 128_256), max_position_embeddings=131_072
+    ),
     "mistral-7b": _hf_config(
-        "Mistral", (32, 4096, 14_336, 32, 8, 128, 32_768), max_position_embeddings=32_768, rope_theta=1e6
+        "Mistral",
+        (32, 4096, 14_336, 32, 8, 128, 32_768),
+        max_position_embeddings=32_768,
+        rope_theta=1e6,
     ),
     "qwen3-8b": _hf_config(
         "Qwen3",
@@ -58,25 +91,41 @@ SHAPES: Final[dict[str, ModelConfig]] = {
 
 
 def random_weight(part: WeightSlice, target: torch.Tensor) -> None:
-    """Implements `ReadWeight` without a file: a weight depends on its name alone, and activations stay near 1."""
+    """Implements `ReadWeight` without a file: a weight depends on its name alone, and activations
+    stay near 1.
+    """
     whole = torch.empty(part.shape, dtype=target.dtype, device=target.device)
     if "norm" in part.name:
         whole.fill_(1)
     else:
         generator = torch.Generator(target.device).manual_seed(zlib.crc32(part.name.encode()))
-        whole.normal_(0, 0.4 if "embed" in part.name else part.shape[-1] ** -0.5, generator=generator)
+        whole.normal_(
+            0, 0.4 if "embed" in part.name else part.shape[-1] ** -0.5, generator=generator
+        )
     target.copy_(whole[part.slices])
 
 
-def decode_cost(config: ModelConfig, dtype: str, batch: int, context: float, cache_dtype: str = "auto") -> StepCost:
-    """Returns the cost of one decode step of `batch` sequences whose tokens see `context` positions each."""
+def decode_cost(
+    config: ModelConfig, dtype: str, batch: int, context: float, cache_dtype: str = "auto"
+) -> StepCost:
+    """Returns the cost of one decode step of `batch` sequences whose tokens see `context` positions
+    each.
+    """
     visible = [(layer, min(context, layer.window or context)) for layer in config.layers]
-    sizes = (layer.num_kv_heads * head_bytes(layer.head_dim, dtype, cache_dtype) for layer, _ in visible)
+    sizes = (
+        layer.num_kv_heads * head_bytes(layer.head_dim, dtype, cache_dtype) for layer, _ in visible
+    )
     keys = sum(2 * size * positions for size, (_, positions) in zip(sizes, visible, strict=True))
-    attention = sum(4 * layer.num_heads * layer.head_dim * positions for layer, positions in visible)
+    attention = sum(
+        4 * layer.num_heads * layer.head_dim * positions for layer, positions in visible
+    )
     params = _linear_params(config) + _head_params(config)
-    saved = weight_bytes(replace(config, quantization={}), 1, dtype) - weight_bytes(config, 1, dtype)
-    return int(params * ITEM_BYTES[dtype] + batch * keys) - saved, int(batch * (2 * params + attention))
+    saved = weight_bytes(replace(config, quantization={}), 1, dtype) - weight_bytes(
+        config, 1, dtype
+    )
+    return int(params * ITEM_BYTES[dtype] + batch * keys) - saved, int(
+        batch * (2 * params + attention)
+    )
 
 
 def prefill_flops(config: ModelConfig, prompt: int) -> int:
@@ -97,7 +146,11 @@ def loaded_bytes(config: ModelConfig, dtype: str, device: torch.device) -> int:
 
 def _linear_params(config: ModelConfig) -> int:
     shapes = weight_shapes(config).items()
-    return sum(prod(shape) for name, shape in shapes if name.startswith("model.layers.") and len(shape) == 2)
+    return sum(
+        prod(shape)
+        for name, shape in shapes
+        if name.startswith("model.layers.") and len(shape) == 2
+    )
 
 
 def _head_params(config: ModelConfig) -> int:

@@ -1,8 +1,9 @@
-"""`python -m tandem.workers.bench.speculative`: measures decoding with guessed tokens beside plain decoding.
+"""`python -m tandem.workers.bench.speculative`: measures decoding with guessed tokens beside plain
+decoding.
 
-Two engines on one model, one of which guesses by n-grams or by a draft model, generate the same texts in turns, one
-sequence at a time, so that whatever else the machine does affects both: an edit of code, most of which is in the
-prompt, and free text, of which nothing is.
+Two engines on one model, one of which guesses by n-grams or by a draft model, generate the same
+texts in turns, one sequence at a time, so that whatever else the machine does affects both: an edit
+of code, most of which is in the prompt, and free text, of which nothing is.
 """
 
 import argparse
@@ -65,26 +66,42 @@ class TimedEngine:
     """Generates on a runner that another engine uses, too, when this one is idle."""
 
     def __init__(
-        self, executor: Executor, num_blocks: int, speculative: SpeculativeConfig | None, *, overlap: bool
+        self,
+        executor: Executor,
+        num_blocks: int,
+        speculative: SpeculativeConfig | None,
+        *,
+        overlap: bool,
     ) -> None:
         budgets = Budgets(prefix_caching=False, speculative=speculative)
-        config = EngineConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, overlap=overlap, budgets=budgets)
+        config = EngineConfig(
+            num_blocks=num_blocks, block_size=BLOCK_SIZE, overlap=overlap, budgets=budgets
+        )
         self._engine = Engine(executor, config)
         self.tokens: list[int] = []  # of the last text
         self.rates: list[float] = []  # tokens/s of each text, without the first token
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams, num_tokens: int) -> None:
-        spec = SequenceSpec(id=0, task=Task.WHOLE, tokens=tuple(prompt), max_tokens=num_tokens, sampling=sampling)
+        spec = SequenceSpec(
+            id=0, task=Task.WHOLE, tokens=tuple(prompt), max_tokens=num_tokens, sampling=sampling
+        )
         self._engine.submit(spec)
         self.tokens, began = [], 0.0
         while self._engine.has_work:
             events = self._engine.step()
             began = began if self.tokens else time.perf_counter()
-            self.tokens += [token for event in events if isinstance(event, NewTokens) for token in event.token_ids]
+            self.tokens += [
+                token
+                for event in events
+                if isinstance(event, NewTokens)
+                for token in event.token_ids
+            ]
         self.rates.append((num_tokens - 1) / (time.perf_counter() - began))
 
     def take_counts(self) -> tuple[int, int]:
-        """Returns how many tokens were guessed since the last call, and how many of them were right."""
+        """Returns how many tokens were guessed since the last call, and how many of them were
+        right.
+        """
         requests = self._engine.requests
         counts = requests.num_draft_tokens, requests.num_accepted_tokens
         requests.num_draft_tokens = requests.num_accepted_tokens = 0
@@ -121,16 +138,25 @@ def measure(options: argparse.Namespace) -> str:
                 engine.generate(prompts[name], sampling, options.tokens)
         drafted, accepted = guessing.take_counts()
         rates = [statistics.median(engine.rates[1:]) for engine in (plain, guessing)]
-        share = f"{accepted / max(drafted, 1):.0%} of {drafted // (1 + options.rounds)} guesses right"
+        share = (
+            f"{accepted / max(drafted, 1):.0%} of {drafted // (1 + options.rounds)} guesses right"
+        )
         same = "the same tokens" if plain.tokens == guessing.tokens else "OTHER TOKENS"
         ratio = rates[1] / rates[0]
-        lines.append(f"{name:<16} {rates[0]:7.1f} {rates[1]:7.1f} tokens/s, ratio {ratio:.2f}, {share}, {same}")
+        lines.append(
+            f"{name:<16} {rates[0]:7.1f} {rates[1]:7.1f} tokens/s, ratio {ratio:.2f}, {share}, "
+            f"{same}"
+        )
     return "\n".join(lines)
 
 
 def _load(checkpoint: Checkpoint, options: argparse.Namespace, num_blocks: int) -> ModelRunner:
     runner = ModelRunner.load(
-        checkpoint, dtype=options.dtype, device=options.device, num_blocks=num_blocks, block_size=BLOCK_SIZE
+        checkpoint,
+        dtype=options.dtype,
+        device=options.device,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
     )
     runner.warmup()
     return runner
@@ -138,17 +164,25 @@ def _load(checkpoint: Checkpoint, options: argparse.Namespace, num_blocks: int) 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints. Returns 0, or 2 after one line on stderr if the model cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m tandem.workers.bench.speculative", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem.workers.bench.speculative", description=__doc__
+    )
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--quantization", help="of plain weights, when they are loaded")
-    parser.add_argument("--draft", type=Path, metavar="FOLDER", help="a model that guesses, in place of n-grams")
-    parser.add_argument("--draft-quantization", help="of that model's weights, when they are loaded")
+    parser.add_argument(
+        "--draft", type=Path, metavar="FOLDER", help="a model that guesses, in place of n-grams"
+    )
+    parser.add_argument(
+        "--draft-quantization", help="of that model's weights, when they are loaded"
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0 is torch's default")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of torch on a CPU; 0 is torch's default"
+    )
     try:
         print(measure(parser.parse_args(arguments)))
     except (CheckpointError, ValueError) as error:

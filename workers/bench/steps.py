@@ -28,9 +28,11 @@ from .floor import synchronize
 BLOCK_SIZE: Final = 16
 WARMUP_STEPS: Final = 4
 PARTS: Final = ("schedule", "prepare", "model", "sample", "emit")
-"""Of one engine step: `schedule` makes the plan, `prepare` builds the flat batch from it, `model` ends with the logits,
-`sample` with the tokens on the host, `emit` updates sequences and makes the events. Where steps overlap, those that are
-collected are the step before's, and only the sum is meaningful."""
+"""Of one engine step: `schedule` makes the plan, `prepare` builds the flat batch from it, `model`
+ends with the logits, `sample` with the tokens on the host, `emit` updates sequences and makes the
+events. Where steps overlap, those that are collected are the step before's, and only the sum is
+meaningful.
+"""
 _PREFILL_SECONDS: Final = 2.0  # prompts are repeated for about so long,
 _PREFILL_RUNS: Final = (2, 5)  # at least and at most so often
 
@@ -47,7 +49,9 @@ class DecodeRun:
 class BenchRunner(Executor):
     """Holds a model with KV memory, on which engines run one after the other.
 
-    The KV memory holds noise, so that a decode can begin at any context without a prefill, as after a KV transfer."""
+    The KV memory holds noise, so that a decode can begin at any context without a prefill, as after
+    a KV transfer.
+    """
 
     def __init__(
         self,
@@ -63,8 +67,10 @@ class BenchRunner(Executor):
         batch_invariant: bool = False,
         lora_rank: int | None = None,
     ) -> None:
-        """`chunk` bounds the tokens of a prefill step. `exact` waits for a GPU at every mark: the parts are true then,
-        but the steps slower, and they do not overlap. `lora_rank`: of an adapter that all sequences use."""
+        """`chunk` bounds the tokens of a prefill step. `exact` waits for a GPU at every mark: the
+        parts are true then, but the steps slower, and they do not overlap. `lora_rank`: of an
+        adapter that all sequences use.
+        """
         self._chunk, self._exact, self._device = chunk, exact, device
         self._marks: dict[str, float] = {}
         model = build_model(config, DTYPES[dtype], batch_invariant=batch_invariant)
@@ -77,16 +83,25 @@ class BenchRunner(Executor):
                 if part.shape == first.shape and layer:
                     part.copy_(first)
                 elif kv.is_quantized:
-                    noise = torch.randn(*part.shape[:-1], config.layers[layer].head_dim, generator=generator)
+                    noise = torch.randn(
+                        *part.shape[:-1], config.layers[layer].head_dim, generator=generator
+                    )
                     part.copy_(quantize(noise, part.dtype))
                 else:
                     part.normal_(generator=generator)
-        adapters = AdapterTable(model.lora, dtype=DTYPES[dtype], device=device, batch_invariant=batch_invariant)
+        adapters = AdapterTable(
+            model.lora, dtype=DTYPES[dtype], device=device, batch_invariant=batch_invariant
+        )
         self.adapter = 0 if lora_rank is None else 1  # the number of the one that sequences use
         if lora_rank is not None:
             adapters.load(self.adapter, random_adapter(config, lora_rank))
         self.runner = ModelRunner(
-            config, model, kv, on_stage=self._mark, batch_invariant=batch_invariant, adapters=adapters
+            config,
+            model,
+            kv,
+            on_stage=self._mark,
+            batch_invariant=batch_invariant,
+            adapters=adapters,
         )
         self.runner.warmup()
         self.code = model.code
@@ -112,14 +127,20 @@ class BenchRunner(Executor):
 
     def prompt(self, num_tokens: int, seed: int) -> tuple[int, ...]:
         """Returns random tokens; no two seeds share a prefix block."""
-        return tuple(random.Random(f"{num_tokens} {seed}").choices(range(self._vocab_size), k=num_tokens))
+        return tuple(
+            random.Random(f"{num_tokens} {seed}").choices(range(self._vocab_size), k=num_tokens)
+        )
 
     def decode(self, batch: int, context: int, steps: int) -> DecodeRun:
         """Decodes `batch` sequences that hold `context` tokens each, through a whole engine."""
         engine = self._engine(batch)
         self._sampled = []
         for index in range(batch):
-            engine.submit(self._spec(index, Task.DECODE, self.prompt(context, index), WARMUP_STEPS + steps + 2))
+            engine.submit(
+                self._spec(
+                    index, Task.DECODE, self.prompt(context, index), WARMUP_STEPS + steps + 2
+                )
+            )
         engine.step()  # admits them, as after a KV transfer
         for index in range(batch):
             engine.commit_import(index, FirstTokens(tokens=(index % self._vocab_size,)))
@@ -132,8 +153,9 @@ class BenchRunner(Executor):
         return DecodeRun(context=seen, steps=times[WARMUP_STEPS:], sampled=self._sampled)
 
     def prefill(self, num_tokens: int) -> tuple[float, int]:
-        """Returns the seconds from a lone prompt's submission to its first token, median of several prompts, and that
-        token (of the first prompt)."""
+        """Returns the seconds from a lone prompt's submission to its first token, median of several
+        prompts, and that token (of the first prompt).
+        """
         self._prefill(min(num_tokens, 2 * self._chunk), seed=-1)  # warm-up
         seconds: list[float] = []
         tokens: list[int] = []
@@ -167,12 +189,22 @@ class BenchRunner(Executor):
         end = time.perf_counter()
         marks = {"emit": end} | self._marks  # the first of steps that overlap collects nothing
         times = [begin, *(marks[name] for name in PARTS[1:]), end]
-        return {name: after - before for name, (before, after) in zip(PARTS, pairwise(times), strict=True)}
+        return {
+            name: after - before
+            for name, (before, after) in zip(PARTS, pairwise(times), strict=True)
+        }
 
-    def _spec(self, index: int, task: Task, prompt: tuple[int, ...], max_tokens: int) -> SequenceSpec:
+    def _spec(
+        self, index: int, task: Task, prompt: tuple[int, ...], max_tokens: int
+    ) -> SequenceSpec:
         greedy = SamplingParams(temperature=0.0)
         return SequenceSpec(
-            id=index, task=task, tokens=prompt, max_tokens=max_tokens, sampling=greedy, adapter=self.adapter
+            id=index,
+            task=task,
+            tokens=prompt,
+            max_tokens=max_tokens,
+            sampling=greedy,
+            adapter=self.adapter,
         )
 
     def _mark(self, name: str) -> None:

@@ -1,7 +1,8 @@
-"""`python -m tandem.workers.bench.transfer`: measures how fast KV cache moves between two processes, by transport.
+"""`python -m tandem.workers.bench.transfer`: measures how fast KV cache moves between two
+processes, by transport.
 
-Everything is as in a service, but for the models: a sender with its KV cache in one process, a receiver with another in
-this one. Beside them, in the same run, a bare gRPC stream of bytes.
+Everything is as in a service, but for the models: a sender with its KV cache in one process, a
+receiver with another in this one. Beside them, in the same run, a bare gRPC stream of bytes.
 """
 
 import argparse
@@ -73,8 +74,9 @@ def make_endpoint(transport: str, num_tokens: int, identity: PeerIdentity) -> Kv
 
 
 async def serve(transport: str, num_tokens: int) -> None:
-    """Runs the sender's process: after the identity, for every number of tokens on stdin it makes an offer, whose id
-    goes to stdout."""
+    """Runs the sender's process: after the identity, for every number of tokens on stdin it makes
+    an offer, whose id goes to stdout.
+    """
     identity = PeerIdentity.from_text(sys.stdin.readline())
     endpoint, server = make_endpoint(transport, num_tokens, identity), PeerServer(identity)
     endpoint.serve_on(server)
@@ -82,20 +84,28 @@ async def serve(transport: str, num_tokens: int) -> None:
     print(server.bind("127.0.0.1", 0), flush=True)
     await server.start()
     lines = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
+    )
     for sequence_id in itertools.count():
         if not (line := await lines.readline()):
             return
         transfer_id = secrets.token_bytes(16)
         endpoint.sender.offer(
-            sequence_id, transfer_id, tuple(range(endpoint.sender.context.kv.num_blocks)), int(line), b""
+            sequence_id,
+            transfer_id,
+            tuple(range(endpoint.sender.context.kv.num_blocks)),
+            int(line),
+            b"",
         )
         endpoint.sender.progress(sequence_id, int(line))
         endpoint.sender.complete(sequence_id, FirstTokens(tokens=(0,)))
         print(transfer_id.hex(), flush=True)
 
 
-async def _send_bytes(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+async def _send_bytes(
+    requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+) -> None:
     frame = os.urandom(FRAME_BYTES)
     async for request in requests:
         left = int(request)
@@ -108,7 +118,12 @@ class TransferBench:
     """Measures one transport from the receiver's side of two processes."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, endpoint: KvEndpoint, address: str, identity: PeerIdentity
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        endpoint: KvEndpoint,
+        address: str,
+        identity: PeerIdentity,
     ) -> None:
         self._name = name
         self._process = process
@@ -128,7 +143,9 @@ class TransferBench:
                     raise
 
     async def move(self, num_tokens: int) -> float:
-        """Returns the seconds that so many tokens take. Raises RuntimeError if another transport was taken."""
+        """Returns the seconds that so many tokens take. Raises RuntimeError if another transport
+        was taken.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{num_tokens}\n".encode())
@@ -168,7 +185,14 @@ class TransferBench:
 
 @asynccontextmanager
 async def _started(name: str, num_tokens: int, tls: bool) -> AsyncIterator[TransferBench]:
-    command = [sys.executable, "-m", "tandem.workers.bench.transfer", "--serve", name, str(num_tokens)]
+    command = [
+        sys.executable,
+        "-m",
+        "tandem.workers.bench.transfer",
+        "--serve",
+        name,
+        str(num_tokens),
+    ]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     try:
@@ -177,7 +201,9 @@ async def _started(name: str, num_tokens: int, tls: bool) -> AsyncIterator[Trans
         identity = PeerIdentity.generate(make_peer_tls("tandem-peer") if tls else None)
         process.stdin.write(f"{identity.to_text()}\n".encode())
         address = (await process.stdout.readline()).decode().strip()
-        bench = TransferBench(name, process, make_endpoint(name, num_tokens, identity), address, identity)
+        bench = TransferBench(
+            name, process, make_endpoint(name, num_tokens, identity), address, identity
+        )
         await bench.warm_up(num_tokens)
         yield bench
         await bench.close()
@@ -186,13 +212,22 @@ async def _started(name: str, num_tokens: int, tls: bool) -> AsyncIterator[Trans
         await process.wait()
 
 
-async def measure(names: list[str], sizes: list[int], repeat: int, *, tls: bool = False) -> dict[str, Rates]:
-    """Returns medians, of each transport and of the bare stream; all take turns. `sizes` are in MB; with `tls` all gRPC
-    is encrypted, that of the bare stream, too. Raises RuntimeError if a transport cannot be used."""
+async def measure(
+    names: list[str], sizes: list[int], repeat: int, *, tls: bool = False
+) -> dict[str, Rates]:
+    """Returns medians, of each transport and of the bare stream; all take turns. `sizes` are in MB;
+    with `tls` all gRPC is encrypted, that of the bare stream, too. Raises RuntimeError if a
+    transport cannot be used.
+    """
     tokens = {size: max(1, size * 1_000_000 // LAYOUT.bytes_per_token) for size in sizes}
-    found: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes} for name in (*names, BARE)}
+    found: dict[str, dict[int, list[float]]] = {
+        name: {size: [] for size in sizes} for name in (*names, BARE)
+    }
     async with AsyncExitStack() as stack:
-        benches = {name: await stack.enter_async_context(_started(name, max(tokens.values()), tls)) for name in names}
+        benches = {
+            name: await stack.enter_async_context(_started(name, max(tokens.values()), tls))
+            for name in names
+        }
         for _, (size, num_tokens) in itertools.product(range(repeat), tokens.items()):
             num_bytes = num_tokens * LAYOUT.bytes_per_token
             times = {name: await bench.move(num_tokens) for name, bench in benches.items()}
@@ -200,7 +235,8 @@ async def measure(names: list[str], sizes: list[int], repeat: int, *, tls: bool 
             for name, seconds in times.items():
                 found[name][size].append(num_bytes / seconds / 1e9)
     return {
-        name: {size: statistics.median(rates) for size, rates in by_size.items()} for name, by_size in found.items()
+        name: {size: statistics.median(rates) for size, rates in by_size.items()}
+        for name, by_size in found.items()
     }
 
 
@@ -212,18 +248,24 @@ def report(rates: dict[str, Rates], sizes: list[int]) -> Table:
         table.add_column(f"{size} MB, GB/s", justify="right")
         table.add_column("of bare", justify="right")
     for name, by_size in rates.items():
-        cells = ((f"{by_size[size]:.2f}", f"{by_size[size] / rates[BARE][size]:.0%}") for size in sizes)
+        cells = (
+            (f"{by_size[size]:.2f}", f"{by_size[size] / rates[BARE][size]:.0%}") for size in sizes
+        )
         table.add_row(name, *itertools.chain.from_iterable(cells))
     return table
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints. Returns 0."""
-    parser = argparse.ArgumentParser(prog="python -m tandem.workers.bench.transfer", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem.workers.bench.transfer", description=__doc__
+    )
     parser.add_argument("--transports", nargs="+", default=["grpc", "shared", "gloo"])
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 16, 128], metavar="MB")
     parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--peer-tls", action="store_true", help="encrypt gRPC, as peer_tls.mode cluster does")
+    parser.add_argument(
+        "--peer-tls", action="store_true", help="encrypt gRPC, as peer_tls.mode cluster does"
+    )
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options: Any = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -233,7 +275,9 @@ def main(arguments: list[str] | None = None) -> int:
         name, num_tokens = options.serve
         asyncio.run(serve(name, int(num_tokens)))
     else:
-        rates = asyncio.run(measure(options.transports, options.sizes, options.repeat, tls=options.peer_tls))
+        rates = asyncio.run(
+            measure(options.transports, options.sizes, options.repeat, tls=options.peer_tls)
+        )
         Console().print(report(rates, options.sizes))
     return 0
 

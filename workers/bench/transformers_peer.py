@@ -1,4 +1,6 @@
-"""Measures the same figures of transformers, whose continuous batching is the peer where no other server runs."""
+"""Measures the same figures of transformers, whose continuous batching is the peer where no other
+server runs.
+"""
 
 import random
 import statistics
@@ -21,7 +23,14 @@ _PREFILL_RUNS: Final = 2  # the first warms up
 class TransformersPeer:
     """Runs transformers' continuous batching on the very weights that the engine ran on."""
 
-    def __init__(self, config: PretrainedConfig, read: ReadWeight, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        read: ReadWeight,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self._vocab_size: int = config.vocab_size
         self._device = device
         with device:
@@ -31,7 +40,9 @@ class TransformersPeer:
                 read(WeightSlice(name, tuple(parameter.shape)), parameter)
 
     def decode_seconds(self, batch: int, context: int, steps: int) -> float:
-        """Returns the median seconds of a step that decodes `batch` sequences of `context` tokens and more."""
+        """Returns the median seconds of a step that decodes `batch` sequences of `context` tokens
+        and more.
+        """
         prompts = self._prompts(batch, context)
         prefill_steps = -(-batch * context // _CHUNK)
         results = self._generate_batch(prompts, prefill_steps + _WARMUP_STEPS + steps)
@@ -56,7 +67,11 @@ class TransformersPeer:
             pages = len(prompts) * -(-(len(prompts[0]) + num_tokens) // _PAGE)
             settings |= {"num_blocks": pages + 1, "max_batch_tokens": max(_CHUNK, len(prompts))}
         greedy = GenerationConfig(  # type: ignore[no-untyped-call]  # no token ends it
-            do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            eos_token_id=-1,
+            pad_token_id=0,
         )
         results = self._model.generate_batch(
             prompts,
@@ -64,7 +79,9 @@ class TransformersPeer:
             continuous_batching_config=transformers.ContinuousBatchingConfig(**settings),
             record_timestamps=True,
         )
-        if len(results) < len(prompts) or any(each.error for each in results.values()):  # which it only logs
+        if len(results) < len(prompts) or any(
+            each.error for each in results.values()
+        ):  # which it only logs
             raise RuntimeError("transformers' generate_batch failed")
         return list(results.values())
 

@@ -1,7 +1,9 @@
-"""Runs a beam search without a model: which hypotheses continue with which tokens, and which are the best at the end.
+"""Runs a beam search without a model: which hypotheses continue with which tokens, and which are
+the best at the end.
 
-Follows transformers' `GenerationMixin._beam_search` for one prompt without sampling, rounding included, so that equal
-log probabilities give equal hypotheses and scores. Knows nothing of sequences, blocks or steps.
+Follows transformers' `GenerationMixin._beam_search` for one prompt without sampling, rounding
+included, so that equal log probabilities give equal hypotheses and scores. Knows nothing of
+sequences, blocks or steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,18 +18,21 @@ Move = tuple[int, int]
 """The index of the beam that continues, among the previous beams, and its next token."""
 
 Hypothesis = tuple[tuple[int, ...], float]
-"""The tokens of a continuation and its score, float32: the sum of its log probabilities; once finished, with the length
-penalty."""
+"""The tokens of a continuation and its score, float32: the sum of its log probabilities; once
+finished, with the length penalty.
+"""
 
 _LEAST_FLOAT: Final = 2.0**-149
 
 
 @dataclass(eq=False, kw_only=True)
 class Beams:
-    """Holds the `width` likeliest running hypotheses, the likeliest first, and the best finished ones.
+    """Holds the `width` likeliest running hypotheses, the likeliest first, and the best finished
+    ones.
 
-    A hypothesis finishes with a stop token, which it keeps, or with max_tokens tokens. With early stopping the search
-    ends as soon as `width` have finished; else once the likeliest running one scores no more than the worst of them.
+    A hypothesis finishes with a stop token, which it keeps, or with max_tokens tokens. With early
+    stopping the search ends as soon as `width` have finished; else once the likeliest running one
+    scores no more than the worst of them.
     """
 
     width: int
@@ -47,30 +52,45 @@ class Beams:
 
     @property
     def num_candidates(self) -> int:
-        """How many of a beam's likeliest tokens `advance` needs: `width` remain even if all stop tokens are likelier,
-        so every next or finished hypothesis is among those of all beams."""
+        """How many of a beam's likeliest tokens `advance` needs: `width` remain even if all stop
+        tokens are likelier, so every next or finished hypothesis is among those of all beams.
+        """
         return self.width + max(1, len(self.stop_ids | self.late_ids))
 
     def advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[Move]:
-        """Takes the next tokens of each beam, the likeliest first, in the order of the previous moves; at the start
-        there is one beam. Returns the moves that give the next beams: `width` of them, or permanently fewer if there
-        are fewer tokens than `num_candidates`; none when the search is over."""
+        """Takes the next tokens of each beam, the likeliest first, in the order of the previous
+        moves; at the start there is one beam. Returns the moves that give the next beams: `width`
+        of them, or permanently fewer if there are fewer tokens than `num_candidates`; none when the
+        search is over.
+        """
         self._length += 1
-        ranked = sorted(self._extend(candidates), key=lambda extended: -extended[0])  # stable: earlier beams win ties
+        ranked = sorted(
+            self._extend(candidates), key=lambda extended: -extended[0]
+        )  # stable: earlier beams win ties
         is_last = self._length >= self.max_tokens
         ended = [c for c in ranked[: self.width] if is_last or c[2] in self.stop_ids]
-        running = [] if is_last else [c for c in ranked if c[2] not in self.stop_ids][: self._max_running]
+        running = (
+            [] if is_last else [c for c in ranked if c[2] not in self.stop_ids][: self._max_running]
+        )
         self._max_running = len(running)
         finished = [(self._tokens(c), self._penalized(c[0])) for c in ended]
-        self._finished = sorted(self._finished + finished, key=lambda hypothesis: -hypothesis[1])[: self.width]
+        self._finished = sorted(self._finished + finished, key=lambda hypothesis: -hypothesis[1])[
+            : self.width
+        ]
         self._running = [(self._tokens(c), c[0]) for c in running]
-        return [] if not running or self._is_done() else [(beam, token) for _, beam, token in running]
+        return (
+            [] if not running or self._is_done() else [(beam, token) for _, beam, token in running]
+        )
 
     def best(self, count: int) -> list[Hypothesis]:
-        """Returns the best finished hypotheses, the best first; `count` of them once the search is over."""
+        """Returns the best finished hypotheses, the best first; `count` of them once the search is
+        over.
+        """
         return self._finished[:count]
 
-    def _extend(self, candidates: Sequence[Sequence[Candidate]]) -> Iterator[tuple[float, int, int]]:
+    def _extend(
+        self, candidates: Sequence[Sequence[Candidate]]
+    ) -> Iterator[tuple[float, int, int]]:
         """Yields the score of every extension by one token, the index of its beam, and the token."""
         excluded = self.late_ids if self._length <= self.min_tokens else frozenset()
         for beam, ((_, score), row) in enumerate(zip(self._running, candidates, strict=True)):
@@ -89,4 +109,6 @@ class Beams:
 
     def _penalized(self, score: float) -> float:
         """Returns a score with the length penalty of the current length."""
-        return c_float(score / max(c_float(self._length**self.length_penalty).value, _LEAST_FLOAT)).value
+        return c_float(
+            score / max(c_float(self._length**self.length_penalty).value, _LEAST_FLOAT)
+        ).value

@@ -11,7 +11,8 @@ from .host_tier import HostTier
 
 
 class BlockState(enum.Enum):
-    """Names the state of a block. Each block is in exactly one; the five counts add up to the pool's size.
+    """Names the state of a block. Each block is in exactly one; the five counts add up to the
+    pool's size.
 
         FREE ──reserve──> RESERVED ──claim──> OWNED ──lease──> LEASED
          ^ ^                 │                 │ ^ ^              │
@@ -35,7 +36,8 @@ class BlockState(enum.Enum):
 class BlockPool:
     """Keeps ref-counted blocks with a hash-chained prefix cache and least-recently-used eviction.
 
-    Verbs come in pairs: reserve/unreserve, claim or share/release, lease/unlease. The caller of the first of a pair
+    Verbs come in pairs: reserve/unreserve, claim or share/release, lease/unlease. The caller of the
+    first of a pair
     has to call the second. Not thread-safe: only the engine's thread calls it.
 
     What is evicted goes to `host`, as long as there is room: its hashes are in the cache, too.
@@ -69,7 +71,9 @@ class BlockPool:
         return self._count[BlockState.FREE] + self._count[BlockState.CACHED]
 
     def match(self, chain: Iterable[bytes]) -> list[int]:
-        """Returns the blocks of the longest cached prefix of `chain`. `share` them before any other call."""
+        """Returns the blocks of the longest cached prefix of `chain`. `share` them before any other
+        call.
+        """
         blocks = []
         for digest in chain:
             block = self._block_of.get(digest)
@@ -83,7 +87,9 @@ class BlockPool:
         return sum(self._state[block] is BlockState.CACHED for block in blocks)
 
     def reserve(self, count: int) -> list[int]:
-        """Takes `count` blocks, evicting cached ones at need. Raises RuntimeError and takes none if there are fewer."""
+        """Takes `count` blocks, evicting cached ones at need. Raises RuntimeError and takes none if
+        there are fewer.
+        """
         if count > self.num_available:
             raise RuntimeError(f"{count} blocks requested, {self.num_available} available")
         return [self._take() for _ in range(count)]
@@ -109,7 +115,9 @@ class BlockPool:
             self._move(block, BlockState.OWNED)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Removes one owner. The last block is evicted first, so that a prefix outlives its continuation."""
+        """Removes one owner. The last block is evicted first, so that a prefix outlives its
+        continuation.
+        """
         for block in reversed(blocks):
             self._expect(block, BlockState.OWNED)
             self._owners[block] -= 1
@@ -142,27 +150,34 @@ class BlockPool:
                 _record(digest, self._stored, self._evicted)
 
     def restore(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
-        """Has owned blocks filled from `host`, where `match` found the hashes and `pin` kept them, and publishes
-        them."""
+        """Has owned blocks filled from `host`, where `match` found the hashes and `pin` kept them,
+        and publishes them.
+        """
         for block, digest in zip(blocks, digests, strict=True):
             self.host.restore(digest, block)
             self.publish(block, digest)
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Returns the hashes that entered and left the cache since the last call, without those that did both."""
+        """Returns the hashes that entered and left the cache since the last call, without those
+        that did both.
+        """
         stored, evicted = tuple(self._stored), tuple(self._evicted)
         self._stored.clear()
         self._evicted.clear()
         return stored, evicted
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless free + cached + owned + leased + reserved == total and every index agrees."""
+        """Raises RuntimeError unless free + cached + owned + leased + reserved == total and every
+        index agrees.
+        """
         for block, state in enumerate(self._state):
             held = self._owners[block] > 0, self._leases[block] > 0
             expected = {
                 BlockState.OWNED: held[0],
                 BlockState.LEASED: held == (False, True),
-                BlockState.CACHED: held == (False, False) and block in self._hash_of and block in self._lru,
+                BlockState.CACHED: held == (False, False)
+                and block in self._hash_of
+                and block in self._lru,
                 BlockState.FREE: held == (False, False) and block not in self._hash_of,
                 BlockState.RESERVED: held == (False, False) and block not in self._hash_of,
             }[state]

@@ -1,7 +1,8 @@
-"""Forks sequences that share blocks: several continuations of one, and beams that replace one another.
+"""Forks sequences that share blocks: several continuations of one, and beams that replace one
+another.
 
-Full blocks are shared, a partial one is copied by the next step. Until that step is planned, the sequence that gets the
-copy also owns the source block, so that it cannot be reused.
+Full blocks are shared, a partial one is copied by the next step. Until that step is planned, the
+sequence that gets the copy also owns the source block, so that it cannot be reused.
 """
 
 from collections.abc import Callable
@@ -13,8 +14,10 @@ from .sequence import Sequence, SequenceSpec, Task
 
 
 def least_blocks(spec: SequenceSpec, block_size: int) -> int:
-    """Returns the blocks that a sequence needs to finish on an empty worker: one choice to its last token, all choices
-    up to the fork, after which they may be preempted one by one, or a whole beam search."""
+    """Returns the blocks that a sequence needs to finish on an empty worker: one choice to its last
+    token, all choices up to the fork, after which they may be preempted one by one, or a whole beam
+    search.
+    """
     longest = -(-spec.max_length // block_size)
     if spec.num_choices == 1 or spec.task is Task.PREFILL:
         return longest
@@ -24,14 +27,17 @@ def least_blocks(spec: SequenceSpec, block_size: int) -> int:
 
 
 def growth_each(sequence: Sequence) -> int:
-    """Returns how many of its reserved blocks each sequence that `sequence` forks into gets for growth."""
+    """Returns how many of its reserved blocks each sequence that `sequence` forks into gets for
+    growth.
+    """
     num_copies = sequence.num_prompt_blocks - len(sequence.spec.tokens) // sequence.block_size
     return (len(sequence.reserved) - (sequence.num_slots - 1) * num_copies) // sequence.num_slots
 
 
 def branch(pool: BlockPool, parent: Sequence, spec: SequenceSpec, num_growth: int) -> Sequence:
-    """Returns a sequence that continues from all computed tokens of `parent` and takes over some of its reserved
-    blocks."""
+    """Returns a sequence that continues from all computed tokens of `parent` and takes over some of
+    its reserved blocks.
+    """
     child = parent.branch(spec)
     num_full = parent.num_computed // parent.block_size
     child.blocks = parent.blocks[:num_full]
@@ -47,12 +53,17 @@ def branch(pool: BlockPool, parent: Sequence, spec: SequenceSpec, num_growth: in
 
 
 def rearrange(
-    pool: BlockPool, beams: Items[Sequence], moves: Items[Move], new_beam: Callable[[Sequence], Sequence]
+    pool: BlockPool,
+    beams: Items[Sequence],
+    moves: Items[Move],
+    new_beam: Callable[[Sequence], Sequence],
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Returns the sequences of the next beams, in the moves' order and each with its token, and the unused sequences.
+    """Returns the sequences of the next beams, in the moves' order and each with its token, and the
+    unused sequences.
 
-    The first move from a beam keeps its sequence. Each further one reuses a sequence that no move is from, with its own
-    partial block, or takes `new_beam(parent)`."""
+    The first move from a beam keeps its sequence. Each further one reuses a sequence that no move
+    is from, with its own partial block, or takes `new_beam(parent)`.
+    """
     origins = {index for index, _ in moves}
     idle = [beam for index, beam in enumerate(beams) if index not in origins]
     arranged: list[Sequence] = []

@@ -1,4 +1,5 @@
-"""Accounts for the blocks of KV cache that a worker keeps in host memory after they have left its block pool.
+"""Accounts for the blocks of KV cache that a worker keeps in host memory after they have left its
+block pool.
 
 Knows the numbers of blocks and slots and hashes; nothing of tensors, tokens or sequences.
 """
@@ -11,11 +12,12 @@ Copies = tuple[tuple[int, int], ...]
 
 
 class HostTier:
-    """Keeps the hashes of evicted blocks, each in a slot of host memory; the least recently used goes first. A block
-    that is restored also stays here, so that it need not be saved again.
+    """Keeps the hashes of evicted blocks, each in a slot of host memory; the least recently used
+    goes first. A block that is restored also stays here, so that it need not be saved again.
 
-    What is decided here is done by the next plan of a step: first it saves, then it restores. So a slot that it
-    restores is taken for no other block until that plan is made. Not thread-safe."""
+    What is decided here is done by the next plan of a step: first it saves, then it restores. So a
+    slot that it restores is taken for no other block until that plan is made. Not thread-safe.
+    """
 
     def __init__(self, num_slots: int) -> None:
         """Without slots nothing is kept."""
@@ -42,14 +44,17 @@ class HostTier:
         return found
 
     def pin(self, digests: Sequence[bytes]) -> None:
-        """Keeps hashes that `match` found until the next plan, and makes them the last to go, their first one last."""
+        """Keeps hashes that `match` found until the next plan, and makes them the last to go, their
+        first one last.
+        """
         for digest in reversed(digests):
             self._slot_of.move_to_end(digest)
             self._pinned.add(self._slot_of[digest])
 
     def save(self, block: int, digest: bytes) -> bytes | None:
-        """Takes in a block that the pool evicts now. Returns the hash that leaves for it, if one does, which is its own
-        if no slot can be had."""
+        """Takes in a block that the pool evicts now. Returns the hash that leaves for it, if one
+        does, which is its own if no slot can be had.
+        """
         if digest in self._slot_of:
             self._slot_of.move_to_end(digest)
             return None
@@ -57,7 +62,9 @@ class HostTier:
         if self._free:
             slot = self._free.pop()
         else:
-            victim = next((each for each, slot in self._slot_of.items() if slot not in self._pinned), None)
+            victim = next(
+                (each for each, slot in self._slot_of.items() if slot not in self._pinned), None
+            )
             if victim is None:
                 return digest
             slot = self._slot_of.pop(victim)
@@ -71,7 +78,10 @@ class HostTier:
 
     def take_copies(self) -> tuple[Copies, Copies]:
         """Returns what a plan is to save, and then to restore, since the last call."""
-        saved, restored = tuple((block, slot) for slot, block in self._saved.items()), tuple(self._restored)
+        saved, restored = (
+            tuple((block, slot) for slot, block in self._saved.items()),
+            tuple(self._restored),
+        )
         self._saved.clear()
         self._restored.clear()
         self._pinned.clear()
@@ -81,6 +91,8 @@ class HostTier:
         """Raises RuntimeError unless every slot is free or has one hash."""
         slots = self._free + list(self._slot_of.values())
         if sorted(slots) != list(range(self.num_slots)):
-            raise RuntimeError(f"slots {sorted(slots)} are free or have a hash, of {self.num_slots}")
+            raise RuntimeError(
+                f"slots {sorted(slots)} are free or have a hash, of {self.num_slots}"
+            )
         if strangers := (self._pinned | self._saved.keys()).difference(self._slot_of.values()):
             raise RuntimeError(f"slots {strangers} are pinned or saved to without a hash")

@@ -1,4 +1,5 @@
-"""An executor that computes nothing, for measuring what is above it. Its tokens mean nothing and come at once.
+"""An executor that computes nothing, for measuring what is above it. Its tokens mean nothing and
+come at once.
 
 Knows nothing of models; its KV cache holds zeros, whatever is written.
 """
@@ -14,7 +15,9 @@ from .plan import Executor, OnLayers, Samples, StepPlan
 
 
 class NullKv:
-    """Implements `KvStore` for the whole model without memory for it: every read is of one buffer of zeros."""
+    """Implements `KvStore` for the whole model without memory for it: every read is of one buffer
+    of zeros.
+    """
 
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
@@ -26,7 +29,9 @@ class NullKv:
         """See `KvStore.num_slots`."""
         return self.layout.layers[layer].num_kv_heads
 
-    def attach(self, memory: mmap, *, num_blocks: int, block_size: int, tp: int, rank: int) -> KvRead:
+    def attach(
+        self, memory: mmap, *, num_blocks: int, block_size: int, tp: int, rank: int
+    ) -> KvRead:
         """Raises ValueError: this memory cannot be mapped."""
         raise ValueError("not shared")
 
@@ -44,16 +49,24 @@ class NullKv:
             raise ValueError(f"data: {data.nbytes} bytes, {size} are expected")
 
     def _check(self, span: KvSpan) -> int:
-        span.check(self.layout, num_tokens=span.first_token + span.num_tokens, num_slots=self.num_slots)
+        span.check(
+            self.layout, num_tokens=span.first_token + span.num_tokens, num_slots=self.num_slots
+        )
         return span.size(self.layout)
 
 
 class NullExecutor(Executor):
-    """Samples 0, 1, 2, ..., vocab_size - 1, 0, ... for any sequence, without log probabilities or beam search."""
+    """Samples 0, 1, 2, ..., vocab_size - 1, 0, ... for any sequence, without log probabilities or
+    beam search.
+    """
 
-    def __init__(self, *, vocab_size: int = 512, step_seconds: float = 0.0, model: str = "null") -> None:
+    def __init__(
+        self, *, vocab_size: int = 512, step_seconds: float = 0.0, model: str = "null"
+    ) -> None:
         """Collecting a step takes `step_seconds`."""
-        layout = KvLayout.uniform(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", model=model)
+        layout = KvLayout.uniform(
+            num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", model=model
+        )
         self.kv = NullKv(layout)
         self.vocab_size = vocab_size
         self._step_seconds = step_seconds

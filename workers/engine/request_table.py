@@ -1,6 +1,7 @@
 """Keeps the sequences of one worker and the blocks of each.
 
-Every change of a sequence's state or blocks goes through here, so that the counts agree. Takes no scheduling decision.
+Every change of a sequence's state or blocks goes through here, so that the counts agree. Takes no
+scheduling decision.
 """
 
 from bisect import insort
@@ -21,33 +22,59 @@ class RequestTable:
         self.clock = clock
         self.pool = BlockPool(config.num_blocks, config.num_host_blocks)
         self.sequences: dict[int, Sequence] = {}
-        self.searches: dict[int, Search] = {}  # by the ids of their specs, which their beams need not have
+        self.searches: dict[
+            int, Search
+        ] = {}  # by the ids of their specs, which their beams need not have
         self.waiting: list[Sequence] = []  # the next to admit first
-        self.running: list[Sequence] = []  # in order of admission; forked sequences follow their parent
+        self.running: list[
+            Sequence
+        ] = []  # in order of admission; forked sequences follow their parent
         self.dropped: list[int] = []  # ids finished since the last plan
-        self.committed: list[tuple[Sequence, FirstTokens]] = []  # imports committed since the last plan
-        self.unloading: set[int] = set()  # adapters that leave with the first plan after their last sequence
-        self.num_holding = 0  # sequences in IMPORTING or RUNNING, with those that they will fork into
+        self.committed: list[
+            tuple[Sequence, FirstTokens]
+        ] = []  # imports committed since the last plan
+        self.unloading: set[int] = (
+            set()
+        )  # adapters that leave with the first plan after their last sequence
+        self.num_holding = (
+            0  # sequences in IMPORTING or RUNNING, with those that they will fork into
+        )
         self.num_leased = 0
-        self.copied = Counter[int]()  # leases of blocks that are being copied elsewhere, see `lease_cached`
+        self.copied = Counter[
+            int
+        ]()  # leases of blocks that are being copied elsewhere, see `lease_cached`
         self.num_draft_tokens = self.num_accepted_tokens = 0  # since the start
         self.num_restored_tokens = 0  # since the start
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens to compute: in the queue, under way, and what is left of prompts that are being imported. Safe
-        from any thread: the copies are atomic."""
+        """Prompt tokens to compute: in the queue, under way, and what is left of prompts that are
+        being imported. Safe
+        from any thread: the copies are atomic.
+        """
         queued = sum(s.num_tokens for s in tuple(self.waiting) if s.spec.task is not Task.DECODE)
-        importing = [s for s in self.sequences.copy().values() if s.state is State.IMPORTING and s.importing]
+        importing = [
+            s for s in self.sequences.copy().values() if s.state is State.IMPORTING and s.importing
+        ]
         rest = sum(s.num_uncomputed - len(s.importing) * self.config.block_size for s in importing)
-        return queued + rest + sum(s.num_uncomputed for s in tuple(self.running) if s.num_uncomputed > 1)
+        return (
+            queued
+            + rest
+            + sum(s.num_uncomputed for s in tuple(self.running) if s.num_uncomputed > 1)
+        )
 
     def add(self, spec: SequenceSpec, submitted: float | None = None) -> None:
-        """Queues a sequence behind those of its order. The caller has checked `Scheduler.fits` and the queue's bound.
-        The queue time counts from `submitted`, else from now."""
+        """Queues a sequence behind those of its order. The caller has checked `Scheduler.fits` and
+        the queue's bound. The queue time counts from `submitted`, else from now.
+        """
         search = Search(spec) if spec.beam else None
         submitted = self.clock() if submitted is None else submitted
-        sequence = Sequence(search.member_spec() if search else spec, self.config.block_size, submitted, search=search)
+        sequence = Sequence(
+            search.member_spec() if search else spec,
+            self.config.block_size,
+            submitted,
+            search=search,
+        )
         if search:
             search.members.append(sequence)
             self.searches[spec.id] = search
@@ -55,18 +82,23 @@ class RequestTable:
         insort(self.waiting, sequence, key=lambda other: other.spec.order)
 
     def num_admission_blocks(self, sequence: Sequence) -> int:
-        """Returns the blocks that a sequence gets at admission: for its prompt and for the first growth of all
-        sequences that it will fork into."""
+        """Returns the blocks that a sequence gets at admission: for its prompt and for the first
+        growth of all sequences that it will fork into.
+        """
         growth = -(-self.config.budgets.growth_tokens // self.config.block_size)
         alone = min(sequence.max_blocks, sequence.num_prompt_blocks + growth)
         if sequence.num_slots == 1:
             return alone
-        further = alone - len(sequence.spec.tokens) // self.config.block_size  # full blocks of the prompt are shared
+        further = (
+            alone - len(sequence.spec.tokens) // self.config.block_size
+        )  # full blocks of the prompt are shared
         return min(alone + (sequence.num_slots - 1) * further, self.config.num_blocks)
 
     def admit(self, sequence: Sequence, shared: list[int], restored: list[bytes]) -> None:
-        """Gives a queued sequence its blocks, of which the prefix cache has `shared` and, after them, in host memory
-        those of the hashes `restored`. Raises RuntimeError if the pool has too few."""
+        """Gives a queued sequence its blocks, of which the prefix cache has `shared` and, after
+        them, in host memory those of the hashes `restored`. Raises RuntimeError if the pool has too
+        few.
+        """
         self.pool.share(shared)
         self.pool.host.pin(restored)
         sequence.blocks = shared
@@ -99,10 +131,14 @@ class RequestTable:
         del sequence.reserved[:count]
 
     def commit_prefix(self, sequence: Sequence, num_tokens: int) -> None:
-        """Starts an importing sequence that has the KV cache of num_tokens more than at its admission."""
+        """Starts an importing sequence that has the KV cache of num_tokens more than at its
+        admission.
+        """
         self.start(sequence)
         sequence.started = self.clock()
-        sequence.num_scheduled = sequence.num_computed = sequence.num_cached = sequence.num_cached + num_tokens
+        sequence.num_scheduled = sequence.num_computed = sequence.num_cached = (
+            sequence.num_cached + num_tokens
+        )
         self.num_restored_tokens += num_tokens
         self.publish(sequence)
 
@@ -116,7 +152,10 @@ class RequestTable:
         """See `Engine.lease_prefix`."""
         blocks = self.pool.match(chain)
         num_leased = self.pool.count(BlockState.LEASED)
-        if 2 * (num_leased + self.pool.num_evictable(blocks)) > num_leased + self.pool.num_available:
+        if (
+            2 * (num_leased + self.pool.num_evictable(blocks))
+            > num_leased + self.pool.num_available
+        ):
             return []
         self._lease_copied(blocks)
         return blocks
@@ -151,13 +190,18 @@ class RequestTable:
         sequence = search.members[0] if search else self.sequences.get(sequence_id)
         if sequence is None or sequence.state in (State.WAITING, State.IMPORTING):
             return False
-        if sequence.state is State.RUNNING and not sequence.search and sequence.spec.task is not Task.PREFILL:
+        if (
+            sequence.state is State.RUNNING
+            and not sequence.search
+            and sequence.spec.task is not Task.PREFILL
+        ):
             sequence.suspend()
         return True
 
     def lease(self, sequence: Sequence) -> None:
-        """Turns the blocks of a finished prefill or a suspended sequence into a lease and returns those reserved for
-        growth; the ranks forget the sequence."""
+        """Turns the blocks of a finished prefill or a suspended sequence into a lease and returns
+        those reserved for growth; the ranks forget the sequence.
+        """
         self._leave_batch(sequence)
         self.num_leased += 1
         self.pool.unreserve(sequence.reserved)
@@ -173,8 +217,10 @@ class RequestTable:
         sequence.move(State.LEASED)
 
     def fork(self, family: list[Sequence], spec: SequenceSpec, num_growth: int) -> None:
-        """Replaces a running sequence by several: the first of `family` is that sequence and continues as `spec`, with
-        num_growth of its reserved blocks; the new ones follow it in the batch."""
+        """Replaces a running sequence by several: the first of `family` is that sequence and
+        continues as `spec`, with num_growth of its reserved blocks; the new ones follow it in the
+        batch.
+        """
         parent, *others = family
         at = self.running.index(parent) + 1
         self.running[at:at] = others
@@ -185,8 +231,9 @@ class RequestTable:
         self.sequences |= {member.spec.id: member for member in family}
 
     def finish(self, sequence_id: int) -> None:
-        """Frees whatever the sequence holds, in any state; ends the whole search of a beam, also by the id of the
-        search's spec. Idempotent."""
+        """Frees whatever the sequence holds, in any state; ends the whole search of a beam, also by
+        the id of the search's spec. Idempotent.
+        """
         sequence = self.sequences.get(sequence_id)
         search = sequence.search if sequence else self.searches.get(sequence_id)
         if search:
@@ -197,7 +244,11 @@ class RequestTable:
     def abort(self, sequence: Sequence) -> list[int]:
         """Ends a sequence, or the search of a beam; returns the ids of its choices."""
         search = sequence.search
-        ids = [search.spec.id] if search else [sequence.spec.id + choice for choice in sequence.choices]
+        ids = (
+            [search.spec.id]
+            if search
+            else [sequence.spec.id + choice for choice in sequence.choices]
+        )
         self.finish(sequence.spec.id)
         return ids
 
@@ -241,7 +292,9 @@ class RequestTable:
                 self.finish(sequence_id)
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless every block is held by exactly the sequences whose tables name it."""
+        """Raises RuntimeError unless every block is held by exactly the sequences whose tables name
+        it.
+        """
         self.pool.check_integrity()
         holders = [[0, 0] for _ in range(self.config.num_blocks)]
         reserved: list[int] = []
@@ -254,14 +307,23 @@ class RequestTable:
         for block, (owners, leases) in enumerate(holders):
             if (owners, leases) != self.pool.holders(block):
                 raise RuntimeError(
-                    f"block {block}: {owners} owners, {leases} leases; the pool has {self.pool.holders(block)}"
+                    f"block {block}: {owners} owners, {leases} leases; the pool has "
+                    f"{self.pool.holders(block)}"
                 )
         if not len(reserved) == len(set(reserved)) == self.pool.count(BlockState.RESERVED):
-            raise RuntimeError(f"{reserved} reserved; the pool has {self.pool.count(BlockState.RESERVED)}")
-        states = [sequence.state for sequence in self.sequences.values() for _ in range(sequence.num_slots)]
+            raise RuntimeError(
+                f"{reserved} reserved; the pool has {self.pool.count(BlockState.RESERVED)}"
+            )
+        states = [
+            sequence.state
+            for sequence in self.sequences.values()
+            for _ in range(sequence.num_slots)
+        ]
         holding = sum(state in (State.IMPORTING, State.RUNNING) for state in states)
         if holding != self.num_holding or states.count(State.LEASED) != self.num_leased:
-            raise RuntimeError(f"{holding} sequences hold blocks, {self.num_holding} are counted; of {states}")
+            raise RuntimeError(
+                f"{holding} sequences hold blocks, {self.num_holding} are counted; of {states}"
+            )
 
     def _leave_batch(self, sequence: Sequence) -> None:
         self.num_holding -= sequence.num_slots

@@ -1,7 +1,8 @@
-"""Decides which tokens of which sequences the next step computes, and which sequences get the blocks for them.
+"""Decides which tokens of which sequences the next step computes, and which sequences get the
+blocks for them.
 
-One scheduler for prefill, decode and mixed work: a sequence has tokens to compute or it has none. Touches no tensor and
-no network.
+One scheduler for prefill, decode and mixed work: a sequence has tokens to compute or it has none.
+Touches no tensor and no network.
 """
 
 from collections.abc import Callable, Collection
@@ -18,24 +19,29 @@ from .update import advance_search, append_tokens
 
 
 class Scheduler:
-    """Schedules by continuous batching (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, arXiv 2403.02310).
+    """Schedules by continuous batching (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, arXiv
+    2403.02310).
 
-    A step takes first every running sequence that only needs its next token; then, in chunks, prompts by
-    `SequenceSpec.order`: of equal ones those under way in order of admission, then sequences admitted from the queue in
-    order of arrival. The queue's head waits until its blocks are free; no sequence behind it overtakes it. A prompt
-    that continues a stream shares its steps with no new one, whose tokens that stream would wait for. Not thread-safe.
+    A step takes first every running sequence that only needs its next token; then, in chunks,
+    prompts by `SequenceSpec.order`: of equal ones those under way in order of admission, then
+    sequences admitted from the queue in order of arrival. The queue's head waits until its blocks
+    are free; no sequence behind it overtakes it. A prompt that continues a stream shares its steps
+    with no new one, whose tokens that stream would wait for. Not thread-safe.
 
-    A step may be scheduled before the last one is updated (see `Sequence` for the counters). A sequence that ends
-    meanwhile returns its blocks at once, although the step in flight still writes to them: steps run in order, so the
-    next owner's writes come later; and the token that this step samples is dropped.
+    A step may be scheduled before the last one is updated (see `Sequence` for the counters). A
+    sequence that ends meanwhile returns its blocks at once, although the step in flight still
+    writes to them: steps run in order, so the next owner's writes come later; and the token that
+    this step samples is dropped.
 
-    Several choices are one sequence until their first tokens are known, and so are the beams of a search; the blocks
-    that they will need are reserved from the start (see `fork`).
+    Several choices are one sequence until their first tokens are known, and so are the beams of a
+    search; the blocks that they will need are reserved from the start (see `fork`).
 
-    Whoever is under a grammar that does not say yet what may follow sits steps out, so that it keeps nobody waiting.
+    Whoever is under a grammar that does not say yet what may follow sits steps out, so that it
+    keeps nobody waiting.
 
-    With `speculative`, a sequence that repeats itself, or any with a draft model, has the step verify a draft of its
-    next tokens, unless there are many sequences; so the next step of it is planned when that one is updated.
+    With `speculative`, a sequence that repeats itself, or any with a draft model, has the step
+    verify a draft of its next tokens, unless there are many sequences; so the next step of it is
+    planned when that one is updated.
     """
 
     def __init__(
@@ -45,9 +51,10 @@ class Scheduler:
         count_importable: Callable[[Items[bytes]], int],
         propose: Callable[[Items[DraftRequest]], dict[int, tuple[int, ...]]],
     ) -> None:
-        """`prepare_masks` returns which of some sequences under grammars may take part in a step, `count_importable`
-        how many blocks of a chain, from the first on, are to be imported, `propose` what a draft model makes of some
-        sequences."""
+        """`prepare_masks` returns which of some sequences under grammars may take part in a step,
+        `count_importable` how many blocks of a chain, from the first on, are to be imported,
+        `propose` what a draft model makes of some sequences.
+        """
         self._prepare_masks = prepare_masks
         self._count_importable = count_importable
         self._propose = propose
@@ -59,7 +66,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to schedule or to update. Imports that wait for their KV cache are no work."""
+        """Whether there is something to schedule or to update. Imports that wait for their KV cache
+        are no work.
+        """
         requests = self._requests
         return bool(requests.running or requests.committed or requests.dropped or self._can_admit())
 
@@ -70,15 +79,19 @@ class Scheduler:
         return num_slots <= self._budgets.max_sequences and least <= self._config.num_blocks
 
     def schedule(self) -> tuple[StepPlan, list[Event]]:
-        """Plans the next step, where at most one is in flight. Preempts the newest running sequences when an older one
-        cannot grow."""
+        """Plans the next step, where at most one is in flight. Preempts the newest running
+        sequences when an older one cannot grow.
+        """
         events = self._start_committed()
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         suspended: list[Sequence] = []
         late = self._find_late()
         # With more sequences there is no room for a draft, whatever follows.
-        may_await = self._speculative is not None and len(self._requests.running) < self._speculative.max_step_tokens
+        may_await = (
+            self._speculative is not None
+            and len(self._requests.running) < self._speculative.max_step_tokens
+        )
         for sequence in self._requests.running:
             if sequence.spec.id in late:
                 continue
@@ -89,14 +102,21 @@ class Scheduler:
             elif sequence.is_suspended:
                 suspended.append(sequence)
         events += map(self._lease, suspended)
-        for sequence in decodes:  # before any has its step, so that the beams of a search grow all or none
+        for (
+            sequence
+        ) in decodes:  # before any has its step, so that the beams of a search grow all or none
             if sequence.num_scheduled == len(sequence.blocks) * self._config.block_size:
                 events += self._grow(sequence)
         copies: list[tuple[int, int]] = []
         decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
         drafts = self._draft(decodes)
-        steps = [self._step(sequence, 1, copies, drafts.get(sequence.spec.id, ())) for sequence in decodes]
-        budget = self._budgets.chunk_beside(len(decodes), len(prompts) + len(self._requests.waiting))
+        steps = [
+            self._step(sequence, 1, copies, drafts.get(sequence.spec.id, ()))
+            for sequence in decodes
+        ]
+        budget = self._budgets.chunk_beside(
+            len(decodes), len(prompts) + len(self._requests.waiting)
+        )
         prompts.sort(key=lambda sequence: sequence.spec.order)
         is_urgent = False
         while budget > 0 and (prompt := self._next_prompt(prompts, events)) is not None:
@@ -107,7 +127,9 @@ class Scheduler:
                 break
         return self._plan(steps, copies, is_urgent), events
 
-    def _plan(self, steps: list[SequenceStep], copies: list[tuple[int, int]], is_urgent: bool) -> StepPlan:
+    def _plan(
+        self, steps: list[SequenceStep], copies: list[tuple[int, int]], is_urgent: bool
+    ) -> StepPlan:
         """Returns the plan of these steps, with all that is to happen before them."""
         saved, restored = self.pool.host.take_copies()
         plan = StepPlan(
@@ -120,12 +142,15 @@ class Scheduler:
             is_urgent=is_urgent,
         )
         self._requests.dropped.clear()
-        self.pool.release([source for source, _ in copies])  # not before admission: an import is written at once
+        self.pool.release(
+            [source for source, _ in copies]
+        )  # not before admission: an import is written at once
         return plan
 
     def _start_committed(self) -> list[Event]:
-        """Applies the first tokens of committed imports; reports only those that finish their choice, since the
-        worker that sampled the tokens has reported them."""
+        """Applies the first tokens of committed imports; reports only those that finish their
+        choice, since the worker that sampled the tokens has reported them.
+        """
         events: list[Event] = []
         for sequence, first_tokens in self._requests.committed:
             if sequence.state is not State.RUNNING:
@@ -135,12 +160,18 @@ class Scheduler:
                 events += advance_search(self._requests, sequence.search, [candidates])
             else:
                 appended = append_tokens(self._requests, sequence, list(first_tokens.tokens), None)
-                events += [event for event in appended if isinstance(event, NewTokens) and event.finish is not None]
+                events += [
+                    event
+                    for event in appended
+                    if isinstance(event, NewTokens) and event.finish is not None
+                ]
         self._requests.committed.clear()
         return events
 
     def _find_late(self) -> set[int]:
-        """Returns the ids of the running sequences whose masks are not ready: they sit the next step out."""
+        """Returns the ids of the running sequences whose masks are not ready: they sit the next
+        step out.
+        """
         constrained = [
             Constrained(
                 sequence_id=sequence.spec.id,
@@ -154,15 +185,22 @@ class Scheduler:
         ]
         if not constrained:
             return set()
-        return {each.sequence_id for each in constrained}.difference(self._prepare_masks(constrained))
+        return {each.sequence_id for each in constrained}.difference(
+            self._prepare_masks(constrained)
+        )
 
     def _next_prompt(self, prompts: list[Sequence], events: list[Event]) -> Sequence | None:
-        """Takes the first of `prompts`, which are under way, or admits one from the queue if there is none or if that
-        sorts before it."""
+        """Takes the first of `prompts`, which are under way, or admits one from the queue if there
+        is none or if that sorts before it.
+        """
         waiting = self._requests.waiting
         while prompts and prompts[0].state is not State.RUNNING:  # preempted meanwhile
             prompts.pop(0)
-        while waiting and (not prompts or waiting[0].spec.order < prompts[0].spec.order) and self._can_admit():
+        while (
+            waiting
+            and (not prompts or waiting[0].spec.order < prompts[0].spec.order)
+            and self._can_admit()
+        ):
             sequence = waiting[0]
             events.append(self._admit(sequence))
             if sequence.state is State.RUNNING and not sequence.needs_mask:
@@ -177,7 +215,12 @@ class Scheduler:
         """Leases a suspended sequence."""
         self._requests.lease(sequence)
         *tokens, last = sequence.tokens
-        return Suspended(id=sequence.spec.id, blocks=tuple(sequence.blocks), tokens=tuple(tokens), first_token=last)
+        return Suspended(
+            id=sequence.spec.id,
+            blocks=tuple(sequence.blocks),
+            tokens=tuple(tokens),
+            first_token=last,
+        )
 
     def _can_admit(self) -> bool:
         if not self._requests.waiting:
@@ -196,7 +239,9 @@ class Scheduler:
             num_found = len(shared) + len(restored)
             chain = self._cacheable(sequence)[num_found:]
             count = self._count_importable(chain)
-            num_remote = min(sequence.spec.num_remote // self._config.block_size - num_found, len(chain))
+            num_remote = min(
+                sequence.spec.num_remote // self._config.block_size - num_found, len(chain)
+            )
             from_remote = num_remote > count
             sequence.importing = tuple(chain[: max(num_remote, count)])
         self._requests.admit(sequence, shared, restored)
@@ -211,8 +256,9 @@ class Scheduler:
         )
 
     def _match(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
-        """Returns the blocks of the prompt's longest cached prefix, and the hashes of those after them that are in host
-        memory."""
+        """Returns the blocks of the prompt's longest cached prefix, and the hashes of those after
+        them that are in host memory.
+        """
         chain = self._cacheable(sequence)
         shared = self.pool.match(chain)
         return shared, self.pool.host.match(chain[len(shared) :])
@@ -226,26 +272,35 @@ class Scheduler:
         return sequence.chain[: last // self._config.block_size]
 
     def _grow(self, sequence: Sequence) -> list[Event]:
-        """Gives a sequence one more block; reports the sequences preempted for it, maybe the sequence itself."""
+        """Gives a sequence one more block; reports the sequences preempted for it, maybe the
+        sequence itself.
+        """
         events: list[Event] = []
         while sequence.state is State.RUNNING and not sequence.reserved:
             if self.pool.num_available:
                 sequence.reserved += self.pool.reserve(1)
             else:
-                events += [Preempted(id=number) for number in self._requests.abort(self._requests.running[-1])]
+                events += [
+                    Preempted(id=number)
+                    for number in self._requests.abort(self._requests.running[-1])
+                ]
         if sequence.state is State.RUNNING:
             self._requests.claim(sequence, 1)
         return events
 
     def _awaits_token(self, sequence: Sequence) -> bool:
-        """Whether a sequence whose next token is pending sits the step out: a draft is likely to follow that token, and
-        needs to know it."""
+        """Whether a sequence whose next token is pending sits the step out: a draft is likely to
+        follow that token, and needs to know it.
+        """
         is_pending = sequence.num_scheduled == sequence.num_tokens
-        return is_pending and bool(self._guess(sequence, sequence.max_length - sequence.num_tokens - 1))
+        return is_pending and bool(
+            self._guess(sequence, sequence.max_length - sequence.num_tokens - 1)
+        )
 
     def _draft(self, decodes: Items[Sequence]) -> dict[int, tuple[int, ...]]:
-        """Drafts what follows the last tokens of sequences, whose steps are next, as far as there is room, and gives
-        the sequences blocks for it; preempts nobody. Returns drafts by id."""
+        """Drafts what follows the last tokens of sequences, whose steps are next, as far as there
+        is room, and gives the sequences blocks for it; preempts nobody. Returns drafts by id.
+        """
         if self._speculative is None:
             return {}
         room = self._speculative.max_step_tokens - len(decodes)
@@ -271,7 +326,9 @@ class Scheduler:
         return drafts | self._propose(requests) if requests else drafts
 
     def _make_room(self, sequence: Sequence, count: int) -> int:
-        """Gives a sequence blocks for `count` tokens after those known; returns for how many there are."""
+        """Gives a sequence blocks for `count` tokens after those known; returns for how many there
+        are.
+        """
         num_free = len(sequence.blocks) * self._config.block_size - sequence.num_tokens
         while num_free < count and (sequence.reserved or self.pool.num_available):
             if not sequence.reserved:
@@ -281,7 +338,9 @@ class Scheduler:
         return min(count, num_free)
 
     def _guess(self, sequence: Sequence, room: int) -> tuple[int, ...]:
-        """Returns what may follow, at most `room` tokens; where a draft model is to say it, tokens of unknown ids."""
+        """Returns what may follow, at most `room` tokens; where a draft model is to say it, tokens
+        of unknown ids.
+        """
         if self._speculative is None or not sequence.may_draft:
             return ()
         sequence.drafter = sequence.drafter or Drafter(self._speculative)
@@ -290,10 +349,15 @@ class Scheduler:
         return sequence.drafter.draft(sequence.tokens, room)
 
     def _step(
-        self, sequence: Sequence, count: int, copies: list[tuple[int, int]], draft: tuple[int, ...] = ()
+        self,
+        sequence: Sequence,
+        count: int,
+        copies: list[tuple[int, int]],
+        draft: tuple[int, ...] = (),
     ) -> SequenceStep:
-        """Schedules a sequence's next `count` tokens and `draft` after them; adds the block copy that it needs first to
-        `copies`."""
+        """Schedules a sequence's next `count` tokens and `draft` after them; adds the block copy
+        that it needs first to `copies`.
+        """
         start, end = sequence.num_scheduled, sequence.num_scheduled + count
         num_samples = sequence.num_samples if end >= len(sequence.tokens) else 0
         step = SequenceStep(
@@ -307,7 +371,9 @@ class Scheduler:
             num_draft=len(draft),
         )
         if step.sampling is not None and step.sampling.needs_history:
-            step = replace(step, history=tuple(sequence.tokens), num_prompt=sequence.spec.num_prompt)
+            step = replace(
+                step, history=tuple(sequence.tokens), num_prompt=sequence.spec.num_prompt
+            )
         if sequence.scores_prompt and end < sequence.spec.num_prompt:
             step = replace(step, next_prompt_token=sequence.tokens[end])
         if sequence.copy_source is not None:

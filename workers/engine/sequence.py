@@ -26,7 +26,9 @@ class Task(enum.Enum):
 class Turn(enum.Enum):
     """Says when a prompt is computed, of those that wait."""
 
-    BY_INDEX = "by_index"  # before all others if some of it was generated elsewhere, else by priority
+    BY_INDEX = (
+        "by_index"  # before all others if some of it was generated elsewhere, else by priority
+    )
     FIRST_OF_PRIORITY = "first_of_priority"
     IN_ORDER = "in_order"  # by priority
 
@@ -41,7 +43,8 @@ class State(enum.Enum):
     """
 
     WAITING = "waiting"  # in the queue; holds nothing
-    IMPORTING = "importing"  # holds blocks of a cached prefix and reserved ones that are being filled from elsewhere
+    # holds blocks of a cached prefix and reserved ones that are being filled from elsewhere
+    IMPORTING = "importing"
     RUNNING = "running"  # in the batch
     LEASED = "leased"  # its blocks wait for a remote reader
     FINISHED = "finished"  # holds nothing
@@ -68,7 +71,9 @@ class BeamSearch:
     """Holds the parameters of a beam search, which replaces sampling."""
 
     num_best: int  # hypotheses to return; the beam width is the spec's num_choices
-    length_penalty: float = 1.0  # a hypothesis scores its log probability / its length ** length_penalty
+    length_penalty: float = (
+        1.0  # a hypothesis scores its log probability / its length ** length_penalty
+    )
     early_stopping: bool = False
 
 
@@ -78,7 +83,9 @@ class SequenceSpec:
 
     id: int
     task: Task
-    tokens: tuple[int, ...]  # the prompt and, after an interruption elsewhere, the tokens generated so far
+    tokens: tuple[
+        int, ...
+    ]  # the prompt and, after an interruption elsewhere, the tokens generated so far
     first_index: int = 0  # the index of the next generated token
     max_tokens: int  # to generate from here, at least 1
     sampling: SamplingParams  # of the first choice; choice i draws with seed + i
@@ -89,22 +96,28 @@ class SequenceSpec:
     salt: bytes = b""  # of its prefixes in the cache; another one for each adapter
     adapter: int = 0  # the number under which its adapter is loaded; 0 is none
     turn: Turn = Turn.BY_INDEX
-    num_remote: int = 0  # of the first tokens of a prompt that is computed here, those that another worker has cached
+    # of the first tokens of a prompt that is computed here, those that another worker has cached
+    num_remote: int = 0
 
     @property
     def max_length(self) -> int:
-        """The most tokens with KV cache that this sequence can have here. The last token's KV is never computed."""
+        """The most tokens with KV cache that this sequence can have here. The last token's KV is
+        never computed.
+        """
         return len(self.tokens) + (0 if self.task is Task.PREFILL else self.max_tokens - 1)
 
     @property
     def continues(self) -> bool:
-        """Whether a stream that was interrupted elsewhere stands still until this has its first token."""
+        """Whether a stream that was interrupted elsewhere stands still until this has its first
+        token.
+        """
         return self.first_index > 0 and self.turn is Turn.BY_INDEX
 
     @property
     def order(self) -> tuple[bool, int, bool]:
-        """Sorts what waits, for blocks or for a step: a stream that stands still goes ahead; then the higher
-        priority, and of one priority what is to go first."""
+        """Sorts what waits, for blocks or for a step: a stream that stands still goes ahead; then
+        the higher priority, and of one priority what is to go first.
+        """
         return not self.continues, -self.priority, self.turn is not Turn.FIRST_OF_PRIORITY
 
     @property
@@ -119,31 +132,43 @@ class SequenceSpec:
         return FinishReason.LENGTH if num_generated >= self.max_tokens else None
 
     def check_first_tokens(self, first: FirstTokens) -> None:
-        """Raises ValueError unless `first` has one token for each choice, or at least as many candidates with log
-        probabilities as a beam search is wide."""
+        """Raises ValueError unless `first` has one token for each choice, or at least as many
+        candidates with log probabilities as a beam search is wide.
+        """
         num_tokens, num_logprobs, width = len(first.tokens), len(first.logprobs), self.num_choices
-        matches = width <= num_tokens == num_logprobs if self.beam else (num_tokens, num_logprobs) == (width, 0)
+        matches = (
+            width <= num_tokens == num_logprobs
+            if self.beam
+            else (num_tokens, num_logprobs) == (width, 0)
+        )
         if not matches:
-            raise ValueError(f"first_tokens: {num_tokens} tokens and {num_logprobs} logprobs for {width} choices")
+            raise ValueError(
+                f"first_tokens: {num_tokens} tokens and {num_logprobs} logprobs for {width} choices"
+            )
 
     def choice(self, number: int) -> "SequenceSpec":
         """Returns one of several choices as a sequence of its own."""
         seed = (self.sampling.seed + number) % 2**64
-        return replace(self, id=self.id + number, sampling=replace(self.sampling, seed=seed), num_choices=1)
+        return replace(
+            self, id=self.id + number, sampling=replace(self.sampling, seed=seed), num_choices=1
+        )
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Holds a sequence's counters, not phases: planning uses `num_scheduled`, all visible results `num_computed`.
+    """Holds a sequence's counters, not phases: planning uses `num_scheduled`, all visible results
+    `num_computed`.
 
-    Always `num_computed <= num_tokens` and `num_computed <= num_scheduled <= spec.max_length`. The step that schedules
-    the last token of a sequence samples the one after it. Until that step is collected, the sampled token is *pending*:
-    the next to schedule, at position `num_scheduled == num_tokens`, but of unknown id. Between two steps of the engine
-    a sequence has at most one, and none without overlap: then `num_scheduled == num_computed`. Sequences whose next
+    Always `num_computed <= num_tokens` and `num_computed <= num_scheduled <= spec.max_length`. The
+    step that schedules the last token of a sequence samples the one after it. Until that step is
+    collected, the sampled token is *pending*: the next to schedule, at position `num_scheduled ==
+    num_tokens`, but of unknown id. Between two steps of the engine a sequence has at most one, and
+    none without overlap: then `num_scheduled == num_computed`. Sequences whose next
     step depends on its id have none: beams, sequences with a grammar, and sequences that will fork.
 
-    A step may also verify a *draft*: guessed tokens after the last known one. They count as scheduled until the step is
-    collected; then those that are right are tokens, with KV cache, and the others have never been.
+    A step may also verify a *draft*: guessed tokens after the last known one. They count as
+    scheduled until the step is collected; then those that are right are tokens, with KV cache, and
+    the others have never been.
     """
 
     spec: SequenceSpec
@@ -155,25 +180,37 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV was computed by a collected step, cached or imported
     num_cached: int = 0  # prompt tokens that the prefix cache held at admission
     num_restored: int = 0  # those of them that it held in host memory only
-    importing: tuple[bytes, ...] = ()  # hashes of the blocks after those that are to be imported, but for a DECODE
+    importing: tuple[
+        bytes, ...
+    ] = ()  # hashes of the blocks after those that are to be imported, but for a DECODE
     blocks: list[int] = field(default_factory=list)  # the block table: shared ones and own ones
-    reserved: list[int] = field(default_factory=list)  # for the import and for growth, in the order of use
+    reserved: list[int] = field(
+        default_factory=list
+    )  # for the import and for growth, in the order of use
     num_sent_blocks: int = 0  # how many of `blocks` the ranks know
     sampling_sent: bool = False
-    started: float = 0.0  # clock; when its prompt could be computed: at admission, or once it had been imported
-    max_length: int = field(init=False)  # tokens that get KV cache here; below the spec's once it is being suspended
+    started: float = (
+        0.0  # clock; when its prompt could be computed: at admission, or once it had been imported
+    )
+    max_length: int = field(
+        init=False
+    )  # tokens that get KV cache here; below the spec's once it is being suspended
     choices: list[int] = field(init=False)  # uncancelled choices that it will fork into
     num_slots: int = field(init=False)  # sequences that it counts for: those it will fork into
     num_samples: int = field(init=False)  # tokens to sample after its last one
     may_pend: bool = field(init=False)
     scores_prompt: bool = field(init=False)  # log probabilities of its prompt are requested
     search: "Search | None" = None  # the search that it is a beam of
-    copy_source: int | None = None  # the block whose content the next step copies into its last block
+    copy_source: int | None = (
+        None  # the block whose content the next step copies into its last block
+    )
     prompt_logprobs: list[SampledLogprobs] = field(default_factory=list)  # so far
     chain: list[bytes] = field(init=False)  # hashes of the full blocks, as far as computed
     num_published: int = 0
     drafter: Drafter | None = None  # made with the first draft
-    num_draft: int = 0  # tokens of the draft that the step in flight verifies; counted in num_scheduled
+    num_draft: int = (
+        0  # tokens of the draft that the step in flight verifies; counted in num_scheduled
+    )
     forgoes_drafts: bool = False
 
     def __post_init__(self) -> None:
@@ -183,12 +220,18 @@ class Sequence:
         self.choices = list(range(self.spec.num_choices))
         self.num_slots = 1 if self.spec.task is Task.PREFILL else self.spec.num_choices
         self.num_samples = 1 if self.search else self.spec.num_choices
-        self.may_pend = self.num_samples == 1 and self.search is None and not self.spec.sampling.grammar
-        self.scores_prompt = self.spec.sampling.prompt_logprobs is not None and self.spec.task is not Task.DECODE
+        self.may_pend = (
+            self.num_samples == 1 and self.search is None and not self.spec.sampling.grammar
+        )
+        self.scores_prompt = (
+            self.spec.sampling.prompt_logprobs is not None and self.spec.task is not Task.DECODE
+        )
 
     @property
     def needs_every_position(self) -> bool:
-        """Whether something is reported of each position of the prompt, so that all are to be computed here."""
+        """Whether something is reported of each position of the prompt, so that all are to be
+        computed here.
+        """
         return self.scores_prompt or self.spec.sampling.pooling == "mean"
 
     @property
@@ -203,17 +246,24 @@ class Sequence:
 
     @property
     def num_unscheduled(self) -> int:
-        """Tokens that the next steps can schedule: the known ones and after them the pending one, unless it is the last
-        token in any case or may not pend. None while a draft is being verified."""
+        """Tokens that the next steps can schedule: the known ones and after them the pending one,
+        unless it is the last token in any case or may not pend. None while a draft is being
+        verified.
+        """
         if self.num_draft:
             return 0
-        return min(max(len(self.tokens), self.num_scheduled + self.may_pend), self.max_length) - self.num_scheduled
+        return (
+            min(max(len(self.tokens), self.num_scheduled + self.may_pend), self.max_length)
+            - self.num_scheduled
+        )
 
     @property
     def may_draft(self) -> bool:
-        """Whether a draft of what follows could be verified: what it samples depends on nothing else that changes with
-        each token, and it has its first token. Where a grammar and bad words leave no token, an end token is sampled
-        that the grammar does not allow; then nothing can follow it, so nothing is guessed for both together."""
+        """Whether a draft of what follows could be verified: what it samples depends on nothing
+        else that changes with each token, and it has its first token. Where a grammar and bad words
+        leave no token, an end token is sampled that the grammar does not allow; then nothing can
+        follow it, so nothing is guessed for both together.
+        """
         sampling = self.spec.sampling
         is_late = len(self.tokens) >= sampling.min_length or not sampling.stop_ids
         is_alone = self.num_samples == 1 and self.search is None and self.num_generated > 0
@@ -222,8 +272,9 @@ class Sequence:
 
     @property
     def needs_mask(self) -> bool:
-        """Whether it is under a grammar, the next step can schedule it, and what may follow depends on its tokens. What
-        a completion may begin with is known as soon as the grammar is compiled."""
+        """Whether it is under a grammar, the next step can schedule it, and what may follow depends
+        on its tokens. What a completion may begin with is known as soon as the grammar is compiled.
+        """
         if not self.spec.sampling.grammar or len(self.tokens) == self.spec.num_prompt:
             return False
         return self.num_unscheduled > 0
@@ -258,19 +309,23 @@ class Sequence:
         self.max_length = max(self.num_scheduled - self.num_draft, len(self.spec.tokens))
 
     def accept(self, tokens: Items[int]) -> None:
-        """Appends the verified tokens of a draft and the token after them, and takes the rest of the draft back. The
-        blocks for it stay, for the tokens to come."""
+        """Appends the verified tokens of a draft and the token after them, and takes the rest of
+        the draft back. The blocks for it stay, for the tokens to come.
+        """
         self.tokens += tokens
-        self.num_computed += len(tokens)  # the token before the draft, and all of these but the last
+        self.num_computed += len(
+            tokens
+        )  # the token before the draft, and all of these but the last
         self.num_scheduled, self.num_draft = self.num_computed, 0
         self.max_length = max(self.max_length, self.num_computed)
         if self.drafter is not None:
             self.drafter.record(len(tokens) - 1)
 
     def forgo_drafts(self) -> None:
-        """Takes a draft back whose step has failed, and has no other made: it may be the draft's own fault. If it is
-        not, the step without one fails, too. That step registers the sequence anew: what the ranks keep of its tokens
-        for penalties has those that failed."""
+        """Takes a draft back whose step has failed, and has no other made: it may be the draft's
+        own fault. If it is not, the step without one fails, too. That step registers the sequence
+        anew: what the ranks keep of its tokens for penalties has those that failed.
+        """
         self.num_scheduled, self.num_draft, self.forgoes_drafts = self.num_computed, 0, True
         self.sampling_sent, self.num_sent_blocks = False, 0
 
@@ -286,7 +341,9 @@ class Sequence:
         self.may_pend = self.search is None and not spec.sampling.grammar
 
     def branch(self, spec: SequenceSpec) -> Self:
-        """Returns another sequence with the same tokens, which holds no block and is unknown to the ranks."""
+        """Returns another sequence with the same tokens, which holds no block and is unknown to the
+        ranks.
+        """
         branch = copy.copy(self)
         branch.become(spec)
         branch.blocks, branch.reserved, branch.prompt_logprobs = [], [], []
@@ -295,7 +352,11 @@ class Sequence:
 
     def continue_from(self, other: "Sequence") -> None:
         """Copies the tokens of another sequence that has computed equally many."""
-        self.tokens, self.chain, self.num_published = other.tokens.copy(), other.chain.copy(), other.num_published
+        self.tokens, self.chain, self.num_published = (
+            other.tokens.copy(),
+            other.chain.copy(),
+            other.num_published,
+        )
         self.forget_sent()
 
     def forget_sent(self) -> None:
@@ -308,7 +369,9 @@ class Sequence:
         return tuple(taken[: self.spec.num_prompt - 1])
 
     def publishable(self) -> list[tuple[int, bytes]]:
-        """Returns the blocks that have become full and computed since the last call, with their hashes."""
+        """Returns the blocks that have become full and computed since the last call, with their
+        hashes.
+        """
         size = self.block_size
         full = self.num_computed // size
         for index in range(len(self.chain), full):
@@ -321,11 +384,15 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """Holds a beam search, whose beams are sequences that are scheduled in the same steps and end together."""
+    """Holds a beam search, whose beams are sequences that are scheduled in the same steps and end
+    together.
+    """
 
     spec: SequenceSpec  # as submitted
     beams: Beams = field(init=False)
-    members: list[Sequence] = field(default_factory=list)  # the beams, the likeliest first; until the fork the prompt
+    members: list[Sequence] = field(
+        default_factory=list
+    )  # the beams, the likeliest first; until the fork the prompt
     choices: list[int] = field(init=False)  # the uncancelled hypotheses
     prefill_seconds: float = 0.0
 
@@ -346,5 +413,9 @@ class Search:
         self.choices = list(range(beam.num_best))
 
     def member_spec(self) -> SequenceSpec:
-        """Returns the spec of the sequence that computes the prompt, whose top log probabilities are the candidates."""
-        return replace(self.spec, sampling=SamplingParams(temperature=0.0, logprobs=self.beams.num_candidates))
+        """Returns the spec of the sequence that computes the prompt, whose top log probabilities
+        are the candidates.
+        """
+        return replace(
+            self.spec, sampling=SamplingParams(temperature=0.0, logprobs=self.beams.num_candidates)
+        )

@@ -1,4 +1,5 @@
-"""Applies what a step computed to its sequences: they continue, finish, fork, or wait for a remote reader.
+"""Applies what a step computed to its sequences: they continue, finish, fork, or wait for a remote
+reader.
 
 Knows nothing of what is computed when.
 """
@@ -14,8 +15,9 @@ from .sequence import Search, Sequence, Task
 
 
 def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]:
-    """Applies what a step computed, in the order in which steps were scheduled. Drops what it computed for sequences
-    that have ended since."""
+    """Applies what a step computed, in the order in which steps were scheduled. Drops what it
+    computed for sequences that have ended since.
+    """
     num_samples = sum([step.num_samples for step in plan.sequences])
     if len(samples.tokens) != num_samples:
         raise RuntimeError(f"{len(samples.tokens)} samples; {num_samples} were planned")
@@ -66,9 +68,10 @@ def append_tokens(
     logprobs: Items[SampledLogprobs] | None,
     embedding: Items[float] = (),
 ) -> list[Event]:
-    """Continues a sequence with its next token; one of several choices, which then have their first tokens, forks into
-    those that this does not finish. `logprobs`: one for each of `tokens`, if they are known; `embedding`: of the
-    prompt, if it is requested."""
+    """Continues a sequence with its next token; one of several choices, which then have their first
+    tokens, forks into those that this does not finish. `logprobs`: one for each of `tokens`, if
+    they are known; `embedding`: of the prompt, if it is requested.
+    """
     spec, num_generated = sequence.spec, sequence.num_generated + 1
     seconds = table.clock() - sequence.started if num_generated == 1 else 0.0
     events: list[Event] = []
@@ -105,11 +108,14 @@ def _accept_draft(
     samples: Items[int],
     logprobs: Items[SampledLogprobs] | None,
 ) -> NewTokens:
-    """Continues a sequence with the tokens of its draft that are right and the one after them, or up to the one that
-    finishes it."""
+    """Continues a sequence with the tokens of its draft that are right and the one after them, or
+    up to the one that finishes it.
+    """
     spec, index = sequence.spec, sequence.num_generated
     tokens = samples[: step.num_accepted(samples) + 1]
-    reasons = [spec.finish_reason(token, index + number) for number, token in enumerate(tokens, start=1)]
+    reasons = [
+        spec.finish_reason(token, index + number) for number, token in enumerate(tokens, start=1)
+    ]
     finish = next(filter(None, reasons), None)
     if finish is not None:
         tokens = tokens[: reasons.index(finish) + 1]
@@ -130,8 +136,12 @@ def _accept_draft(
     )
 
 
-def advance_search(table: RequestTable, search: Search, candidates: Items[Items[Candidate]]) -> list[Event]:
-    """Advances a beam search by the candidates of each beam: to its next beams, or to its end and hypotheses."""
+def advance_search(
+    table: RequestTable, search: Search, candidates: Items[Items[Candidate]]
+) -> list[Event]:
+    """Advances a beam search by the candidates of each beam: to its next beams, or to its end and
+    hypotheses.
+    """
     first = search.members[0]
     if first.spec.task is Task.PREFILL:
         tokens, logprobs = zip(*candidates[0], strict=True)
@@ -158,12 +168,18 @@ def advance_search(table: RequestTable, search: Search, candidates: Items[Items[
 
 
 def _fork_choices(table: RequestTable, sequence: Sequence, tokens: Items[int]) -> None:
-    """Lets the first remaining choice continue with the sequence's own blocks, and branches the others off."""
+    """Lets the first remaining choice continue with the sequence's own blocks, and branches the
+    others off.
+    """
     spec, growth, choices = sequence.spec, fork.growth_each(sequence), sequence.choices
-    others = [fork.branch(table.pool, sequence, spec.choice(choice), growth) for choice in choices[1:]]
+    others = [
+        fork.branch(table.pool, sequence, spec.choice(choice), growth) for choice in choices[1:]
+    ]
     if choices[0]:
         table.dropped.append(spec.id)
-    if choices[0] or spec.sampling.needs_history:  # of several samples the ranks do not know which is whose
+    if (
+        choices[0] or spec.sampling.needs_history
+    ):  # of several samples the ranks do not know which is whose
         sequence.forget_sent()
     table.fork([sequence, *others], spec.choice(choices[0]), growth)
     for member, choice in zip([sequence, *others], choices, strict=True):
@@ -177,7 +193,9 @@ def _lease(table: RequestTable, sequence: Sequence, first_tokens: FirstTokens) -
 
 
 def _finish_search(table: RequestTable, search: Search) -> list[Event]:
-    """Reports the best hypotheses; there are too few where a model has hardly more tokens than beams."""
+    """Reports the best hypotheses; there are too few where a model has hardly more tokens than
+    beams.
+    """
     spec = search.spec
     events: list[Event] = []
     best = search.beams.best(spec.num_choices)

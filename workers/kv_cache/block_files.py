@@ -18,7 +18,8 @@ from typing import Final, Self
 
 from crc32c import crc32c
 
-# Magic with the version, crc32c of all that follows, what kind of blocks it is, hash; then the block's bytes.
+# Magic with the version, crc32c of all that follows, what kind of blocks it is, hash; then the
+# block's bytes.
 _HEADER: Final = struct.Struct(">4sI16s16s")
 _MAGIC: Final = b"TKV1"
 _NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})\.kv")
@@ -28,15 +29,20 @@ _MAX_FOLDERS: Final = 1_024
 
 
 class BlockFiles:
-    """Keeps each block in a file that is named after its kind and its hash; the least recently used leaves first.
+    """Keeps each block in a file that is named after its kind and its hash; the least recently used
+    leaves first.
 
-    The files and the one that is being written never exceed the bound, whenever the process is killed: room is made
-    before it is written. A file appears whole, by its last name; one that is damaged nevertheless is noticed by its
-    length or checksum, and removed. What other kinds of blocks have left counts, too, and leaves as the oldest.
+    The files and the one that is being written never exceed the bound, whenever the process is
+    killed: room is made before it is written. A file appears whole, by its last name; one that is
+    damaged nevertheless is noticed by its length or checksum, and removed. What other kinds of
+    blocks have left counts, too, and leaves as the oldest.
 
-    Thread-safe, with one thread that writes."""
+    Thread-safe, with one thread that writes.
+    """
 
-    def __init__(self, folder: int, number: int, *, kind: bytes, block_bytes: int, max_bytes: int) -> None:
+    def __init__(
+        self, folder: int, number: int, *, kind: bytes, block_bytes: int, max_bytes: int
+    ) -> None:
         """`folder` is the descriptor of a locked folder; its files are adopted. See `open`."""
         self.max_bytes = max_bytes
         self.number = number  # of the folder
@@ -50,11 +56,23 @@ class BlockFiles:
         self._adopt()
 
     @classmethod
-    def open(cls, parent: Path, role: str, *, kind: bytes, block_bytes: int, max_bytes: int, number: int = 0) -> Self:
-        """Opens the first of the folders ROLE-NUMBER, ROLE-0, ROLE-1, ... in `parent` that nobody else has open; makes
-        it at need. `kind` are 16 bytes, different for blocks that are not to be mixed up.
+    def open(
+        cls,
+        parent: Path,
+        role: str,
+        *,
+        kind: bytes,
+        block_bytes: int,
+        max_bytes: int,
+        number: int = 0,
+    ) -> Self:
+        """Opens the first of the folders ROLE-NUMBER, ROLE-0, ROLE-1, ... in `parent` that nobody
+        else has open; makes it at need. `kind` are 16 bytes, different for blocks that are not to
+        be mixed up.
 
-        Raises ValueError, with one line for the user, if max_bytes holds no block or the folder cannot be used."""
+        Raises ValueError, with one line for the user, if max_bytes holds no block or the folder
+        cannot be used.
+        """
         if max_bytes < (least := _on_disk(_HEADER.size + block_bytes)):
             raise ValueError(f"kv_disk_gb: {max_bytes} bytes hold no block, which takes {least}")
         try:
@@ -83,13 +101,19 @@ class BlockFiles:
         os.close(self._folder)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Returns the hashes that have come and gone since the last call; of all that were adopted in the first."""
+        """Returns the hashes that have come and gone since the last call; of all that were adopted
+        in the first.
+        """
         with self._lock:
             changed, self._changed = self._changed, {}
-        return [digest for digest in changed if digest in self], [digest for digest in changed if digest not in self]
+        return [digest for digest in changed if digest in self], [
+            digest for digest in changed if digest not in self
+        ]
 
     def write(self, digest: bytes, parts: Sequence[memoryview]) -> None:
-        """Writes a block, which `parts` are together, unless it is here. Raises OSError if the disk refuses it."""
+        """Writes a block, which `parts` are together, unless it is here. Raises OSError if the disk
+        refuses it.
+        """
         name = self._name(digest)
         size = _on_disk(self._size)
         with self._lock:
@@ -122,18 +146,24 @@ class BlockFiles:
             self._changed[digest] = None
 
     def read(self, digest: bytes) -> memoryview | None:
-        """Returns the bytes of a block and makes it the last to leave; None if it is not here, or damaged, or cannot be
-        read: then it leaves."""
+        """Returns the bytes of a block and makes it the last to leave; None if it is not here, or
+        damaged, or cannot be
+        read: then it leaves.
+        """
         name = self._name(digest)
         try:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # not blocking: it might be a pipe
+            flags = (
+                os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )  # not blocking: it might be a pipe
             with os.fdopen(os.open(name, flags, dir_fd=self._folder), "rb") as file:
                 data = memoryview(file.read(self._size + 1))
                 _touch(file.fileno())
         except OSError:
             data = memoryview(b"")
         payload = data[_HEADER.size :]
-        is_whole = len(data) == self._size and data[: _HEADER.size] == self._header(digest, [payload])
+        is_whole = len(data) == self._size and data[: _HEADER.size] == self._header(
+            digest, [payload]
+        )
         with self._lock:
             if is_whole and name in self._files:
                 self._files.move_to_end(name)
@@ -151,8 +181,9 @@ class BlockFiles:
         return f"{self._kind.hex()}-{digest.hex()}.kv"
 
     def _adopt(self) -> None:
-        """Takes in the files of an earlier process, removes what it was writing and what exceeds the bound, and leaves
-        alone what it has not made."""
+        """Takes in the files of an earlier process, removes what it was writing and what exceeds
+        the bound, and leaves alone what it has not made.
+        """
         found: list[tuple[int, str, int]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -187,13 +218,17 @@ def _on_disk(num_bytes: int) -> int:
 
 
 def _touch(file: int) -> None:
-    """Makes a file the last to leave, also for a later process; the kernel's own clock has steps of milliseconds."""
+    """Makes a file the last to leave, also for a later process; the kernel's own clock has steps of
+    milliseconds.
+    """
     now = time.time_ns()
     os.utime(file, ns=(now, now))
 
 
 def _open_folder(parent: Path, role: str, first: int) -> tuple[int, int]:
-    """Returns the descriptor of a folder that is locked as long as it is open, and its number. Raises OSError."""
+    """Returns the descriptor of a folder that is locked as long as it is open, and its number.
+    Raises OSError.
+    """
     os.makedirs(parent, mode=0o700, exist_ok=True)
     for number in (first, *range(_MAX_FOLDERS)):
         path = str(parent / f"{role}-{number}")

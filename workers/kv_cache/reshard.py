@@ -1,9 +1,9 @@
-"""Plans which piece of KV cache goes from which prefill rank to which decode rank, for any two degrees of tensor
-parallelism.
+"""Plans which piece of KV cache goes from which prefill rank to which decode rank, for any two
+degrees of tensor parallelism.
 
-Pure arithmetic on KV slots (see `sharding`). A piece stands for all tokens of all layers of one group; the canonical
-form of the cache, [layer, key or value, token, KV head, head_dim], makes it one slice of the KV head axis on either
-side, whatever the block sizes and storage layouts are.
+Pure arithmetic on KV slots (see `sharding`). A piece stands for all tokens of all layers of one
+group; the canonical form of the cache, [layer, key or value, token, KV head, head_dim], makes it
+one slice of the KV head axis on either side, whatever the block sizes and storage layouts are.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,9 @@ from .sharding import check_split, kv_heads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Names neighbouring KV slots of one source rank that fill as many slots of a target rank, in order."""
+    """Names neighbouring KV slots of one source rank that fill as many slots of a target rank, in
+    order.
+    """
 
     source_rank: int
     source_slots: range
@@ -22,9 +24,12 @@ class Piece:
     group: int = 0  # of KvLayout.groups
 
 
-def plan_layout(layout: KvLayout, source_tp: int, target_tp: int, target_rank: int) -> tuple[Piece, ...]:
-    """Returns the pieces that fill a target rank, group by group of equal layers. Raises ValueError as `check_split`
-    does."""
+def plan_layout(
+    layout: KvLayout, source_tp: int, target_tp: int, target_rank: int
+) -> tuple[Piece, ...]:
+    """Returns the pieces that fill a target rank, group by group of equal layers. Raises ValueError
+    as `check_split` does.
+    """
     pieces: list[Piece] = []
     for group, layers in enumerate(layout.groups):
         geometry = layout.layers[layers[0]]
@@ -33,16 +38,21 @@ def plan_layout(layout: KvLayout, source_tp: int, target_tp: int, target_rank: i
     return tuple(pieces)
 
 
-def plan(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int, target_rank: int) -> tuple[Piece, ...]:
-    """Returns the pieces that fill every KV slot of a target (decode) rank exactly once, in the order of its slots.
+def plan(
+    num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int, target_rank: int
+) -> tuple[Piece, ...]:
+    """Returns the pieces that fill every KV slot of a target (decode) rank exactly once, in the
+    order of its slots.
 
-    8 query heads over 2 KV heads, from tp 4 to tp 1: source ranks hold the KV heads (0) (0) (1) (1), the target holds
-    (0, 1). It reads its slot 0 from rank 0 and its slot 1 from rank 2. Back, from tp 1 to tp 4, each target rank reads
-    its one slot from slot 0 or 1 of source rank 0.
+    8 query heads over 2 KV heads, from tp 4 to tp 1: source ranks hold the KV heads (0) (0) (1)
+    (1), the target holds (0, 1). It reads its slot 0 from rank 0 and its slot 1 from rank 2. Back,
+    from tp 1 to tp 4, each target rank reads its one slot from slot 0 or 1 of source rank 0.
 
-    There are as few pieces as can be. Of source ranks that would do equally well a target takes one that it reads from
-    anyway, or else the one nearest to that which computes the same query heads: so target ranks spread over replicas,
-    and between equal degrees each rank reads from its like. Raises ValueError as `check_split` does."""
+    There are as few pieces as can be. Of source ranks that would do equally well a target takes one
+    that it reads from anyway, or else the one nearest to that which computes the same query heads:
+    so target ranks spread over replicas, and between equal degrees each rank reads from its like.
+    Raises ValueError as `check_split` does.
+    """
     check_split(num_heads, num_kv_heads, source_tp)
     sources = [kv_heads(num_heads, num_kv_heads, source_tp, rank) for rank in range(source_tp)]
     wanted = kv_heads(num_heads, num_kv_heads, target_tp, target_rank)
@@ -66,8 +76,9 @@ def plan(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int, targ
 
 
 def _longest_run(slots: tuple[int, ...], wanted: tuple[int, ...]) -> range:
-    """Returns the longest run of `slots` whose heads `wanted` begins with; the first of equals, empty if there is
-    none."""
+    """Returns the longest run of `slots` whose heads `wanted` begins with; the first of equals,
+    empty if there is none.
+    """
     best = range(0)
     for first in range(len(slots)):
         stop = first

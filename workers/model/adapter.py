@@ -1,4 +1,6 @@
-"""Loads LoRA adapters of a model: checks their weights against its layers, and makes the maps of a rank."""
+"""Loads LoRA adapters of a model: checks their weights against its layers, and makes the maps of a
+rank.
+"""
 
 import struct
 from collections.abc import Iterator, Mapping
@@ -27,10 +29,17 @@ Adapter = Mapping[int, LowRankMap]
 
 
 def load_adapter(
-    folder: AdapterFolder, step: LoraStep | None, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool
+    folder: AdapterFolder,
+    step: LoraStep | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool,
 ) -> Adapter:
-    """Loads a rank's part of an adapter of the model whose layers have joined `step`. Raises CheckpointError, one line
-    naming file and tensor, if the weights are not those of such an adapter."""
+    """Loads a rank's part of an adapter of the model whose layers have joined `step`. Raises
+    CheckpointError, one line naming file and tensor, if the weights are not those of such an
+    adapter.
+    """
     factors = _read_factors(folder, _sizes(step))
     make = partial(LowRankMap, dtype=dtype, device=device, batch_invariant=batch_invariant)
     return {
@@ -41,20 +50,32 @@ def load_adapter(
 
 
 def _sizes(step: LoraStep | None) -> dict[str, tuple[int, int]]:
-    """Returns the numbers of outputs and inputs of the maps that adapters may change, by their names."""
+    """Returns the numbers of outputs and inputs of the maps that adapters may change, by their
+    names.
+    """
     if step is None:
-        raise CheckpointError(f"{CONFIG_FILE}: peft_type: this model runs by code that takes no adapters")
-    return {name: (size, part.num_inputs) for part, _ in step.layers for name, size, _ in part.outputs}
+        raise CheckpointError(
+            f"{CONFIG_FILE}: peft_type: this model runs by code that takes no adapters"
+        )
+    return {
+        name: (size, part.num_inputs) for part, _ in step.layers for name, size, _ in part.outputs
+    }
 
 
-def _read_factors(folder: AdapterFolder, sizes: Mapping[str, tuple[int, int]]) -> dict[str, Factors]:
-    """Returns the factors by the names of the maps, whose numbers of outputs and inputs are `sizes`."""
+def _read_factors(
+    folder: AdapterFolder, sizes: Mapping[str, tuple[int, int]]
+) -> dict[str, Factors]:
+    """Returns the factors by the names of the maps, whose numbers of outputs and inputs are
+    `sizes`.
+    """
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in sorted(_parse(folder.weights).items()):
         suffix = next(filter(name.endswith, _SUFFIXES), "")
         layer = name.removeprefix(_PREFIX).removesuffix(suffix)
         if not suffix or layer not in sizes:
-            raise CheckpointError(f"{WEIGHTS_FILE}: {name[:160]}: adapts no linear layer of this model's layers")
+            raise CheckpointError(
+                f"{WEIGHTS_FILE}: {name[:160]}: adapts no linear layer of this model's layers"
+            )
         outputs, inputs = sizes[layer]
         expected = (folder.rank, inputs) if suffix == _SUFFIXES[0] else (outputs, folder.rank)
         _check(name, tensor, expected)
@@ -82,7 +103,9 @@ def _check(name: str, tensor: torch.Tensor, expected: tuple[int, int]) -> None:
         problem = f"shape is {list(tensor.shape)}, the model and r in {CONFIG_FILE} ask for {list(expected)}"
         raise CheckpointError(f"{where}: {problem}")
     if tensor.dtype not in _DTYPES:
-        raise CheckpointError(f"{where}: dtype {str(tensor.dtype).removeprefix('torch.')} is not supported")
+        raise CheckpointError(
+            f"{where}: dtype {str(tensor.dtype).removeprefix('torch.')} is not supported"
+        )
     if not tensor.isfinite().all():
         raise CheckpointError(f"{where}: has a number that is not finite")
 
@@ -96,16 +119,23 @@ def random_adapter(config: ModelConfig, rank: int) -> AdapterFolder:
     """Returns an adapter of all linear layers that changes next to nothing, for benchmarks."""
     tensors = {}
     for name, (outputs, inputs) in _sizes(build_model(config, DTYPES[config.dtype]).lora).items():
-        tensors[f"{_PREFIX}{name}{_SUFFIXES[0]}"] = torch.randn(rank, inputs, dtype=torch.bfloat16) * inputs**-0.5
-        tensors[f"{_PREFIX}{name}{_SUFFIXES[1]}"] = torch.randn(outputs, rank, dtype=torch.bfloat16) * 1e-3
-    return AdapterFolder(rank=rank, scale=1.0, weights=save_safetensors(tensors), fingerprint=bytes(16))
+        tensors[f"{_PREFIX}{name}{_SUFFIXES[0]}"] = (
+            torch.randn(rank, inputs, dtype=torch.bfloat16) * inputs**-0.5
+        )
+        tensors[f"{_PREFIX}{name}{_SUFFIXES[1]}"] = (
+            torch.randn(outputs, rank, dtype=torch.bfloat16) * 1e-3
+        )
+    return AdapterFolder(
+        rank=rank, scale=1.0, weights=save_safetensors(tensors), fingerprint=bytes(16)
+    )
 
 
 class AdapterTable:
     """Keeps the adapters that a rank has loaded, and which of its sequences use which.
 
-    `load` may be called from any thread, the others from the runner's. An adapter that is unloaded goes on for the
-    sequences that use it."""
+    `load` may be called from any thread, the others from the runner's. An adapter that is unloaded
+    goes on for the sequences that use it.
+    """
 
     def __init__(
         self,
@@ -117,12 +147,20 @@ class AdapterTable:
     ) -> None:
         self._lora = lora
         self._device = device or torch.device("cpu")
-        self._load = partial(load_adapter, step=lora, dtype=dtype, device=self._device, batch_invariant=batch_invariant)
+        self._load = partial(
+            load_adapter,
+            step=lora,
+            dtype=dtype,
+            device=self._device,
+            batch_invariant=batch_invariant,
+        )
         self._loaded: dict[int, Adapter] = {}  # by number
         self._of_sequence: dict[int, Adapter] = {}
 
     def load(self, number: int, folder: AdapterFolder) -> None:
-        """Takes an adapter, under a number that none had before. Raises CheckpointError as `load_adapter`."""
+        """Takes an adapter, under a number that none had before. Raises CheckpointError as
+        `load_adapter`.
+        """
         self._loaded[number] = self._load(folder)
 
     def unload(self, number: int) -> None:
@@ -130,7 +168,9 @@ class AdapterTable:
         self._loaded.pop(number, None)
 
     def admit(self, sequence_id: int, number: int) -> None:
-        """Has a sequence use the adapter of this number, none if it is 0. Raises KeyError if it is not loaded."""
+        """Has a sequence use the adapter of this number, none if it is 0. Raises KeyError if it is
+        not loaded.
+        """
         self._of_sequence.pop(sequence_id, None)
         if number:
             self._of_sequence[sequence_id] = self._loaded[number]
@@ -141,8 +181,9 @@ class AdapterTable:
 
     @contextmanager
     def applied(self, plan: StepPlan) -> Iterator[bool]:
-        """Has the model's layers apply the adapters of a plan's sequences to their tokens, and yields whether there are
-        any."""
+        """Has the model's layers apply the adapters of a plan's sequences to their tokens, and
+        yields whether there are any.
+        """
         if self._lora is None or not self._of_sequence:
             yield False
             return
@@ -154,7 +195,10 @@ class AdapterTable:
             if (adapter := self._of_sequence.get(step.sequence_id)) is not None:
                 adapters[id(adapter)] = adapter
                 rows.setdefault(id(adapter), []).extend(range(begin, end))
-        found = [AdapterRows(_rows(rows[key], self._device), adapter) for key, adapter in adapters.items()]
+        found = [
+            AdapterRows(_rows(rows[key], self._device), adapter)
+            for key, adapter in adapters.items()
+        ]
         self._lora.adapters = tuple(found)
         try:
             yield bool(found)

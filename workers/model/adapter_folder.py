@@ -1,4 +1,5 @@
-"""Reads a folder as peft writes it: the settings of a LoRA adapter, its weights as bytes, and its fingerprint.
+"""Reads a folder as peft writes it: the settings of a LoRA adapter, its weights as bytes, and its
+fingerprint.
 
 Imports no torch and knows nothing of the model's structure.
 """
@@ -16,11 +17,25 @@ WEIGHTS_FILE: Final = "adapter_model.safetensors"
 _MAX_WEIGHT_BYTES: Final = 4 * 1024**3
 
 _UNSUPPORTED: Final = (
-    *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "fan_in_fan_out", "layer_replication", "lora_bias"),
-    *("megatron_config", "modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices"),
+    *(
+        "alora_invocation_tokens",
+        "alpha_pattern",
+        "arrow_config",
+        "fan_in_fan_out",
+        "layer_replication",
+        "lora_bias",
+    ),
+    *(
+        "megatron_config",
+        "modules_to_save",
+        "rank_pattern",
+        "target_parameters",
+        "trainable_token_indices",
+    ),
     *("use_bdlora", "use_dora", "use_qalora"),
 )
-"""Fields of peft's LoraConfig that change what an adapter computes, unless they are empty or false."""
+"""Fields of peft's LoraConfig that change what an adapter computes, unless they are empty or false.
+"""
 
 _BASE_CHANGING: Final = ("corda", "loftq", "olora", "pissa")
 """Beginnings of `init_lora_weights` with which peft changes the weights of the model, too."""
@@ -37,8 +52,9 @@ class AdapterFolder:
 
 
 def read_adapter(folder: Path, max_rank: int) -> AdapterFolder:
-    """Reads a folder. Raises CheckpointError, one line naming file and field, if a file is missing, leads out of the
-    folder or is too large, or if peft's settings are not supported."""
+    """Reads a folder. Raises CheckpointError, one line naming file and field, if a file is missing,
+    leads out of the folder or is too large, or if peft's settings are not supported.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{CONFIG_FILE}: there is no such folder")
     try:
@@ -55,7 +71,10 @@ def read_adapter(folder: Path, max_rank: int) -> AdapterFolder:
         raise fields.error("bias", "is not supported, only 'none'")
     initial = dict(fields.items()).get("init_lora_weights")
     if isinstance(initial, str) and initial.lower().startswith(_BASE_CHANGING):
-        raise fields.error("init_lora_weights", f"{initial[:32]!r} is not supported: it changes the model's weights")
+        raise fields.error(
+            "init_lora_weights",
+            f"{initial[:32]!r} is not supported: it changes the model's weights",
+        )
     rank = fields.integer("r", 8)
     if rank > max_rank:
         raise fields.error("r", f"is {rank}, above max_lora_rank, which is {max_rank}")
@@ -68,17 +87,23 @@ def read_adapter(folder: Path, max_rank: int) -> AdapterFolder:
 
 def _scale(fields: Fields, rank: int) -> float:
     """Returns alpha / r, or alpha / sqrt(r) of a rank-stabilised adapter (arXiv 2312.03732)."""
-    return fields.number("lora_alpha", 8.0) / (math.sqrt(rank) if fields.boolean("use_rslora", False) else rank)
+    return fields.number("lora_alpha", 8.0) / (
+        math.sqrt(rank) if fields.boolean("use_rslora", False) else rank
+    )
 
 
 def _read_weights(path: Path) -> bytes:
-    """Returns the whole file: a tensor over a mapped one would die with a file that is truncated meanwhile."""
+    """Returns the whole file: a tensor over a mapped one would die with a file that is truncated
+    meanwhile.
+    """
     try:
         size = path.stat().st_size
         if size > _MAX_WEIGHT_BYTES:
             raise CheckpointError(f"{path.name}: larger than {_MAX_WEIGHT_BYTES} bytes")
         return path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(f"{path.name}: not found (only safetensors weights are read)") from None
+        raise CheckpointError(
+            f"{path.name}: not found (only safetensors weights are read)"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from error

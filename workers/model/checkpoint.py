@@ -1,7 +1,8 @@
-"""Reads what a model folder holds besides its weights: safetensors headers, the tokenizer's ids, the fingerprint.
+"""Reads what a model folder holds besides its weights: safetensors headers, the tokenizer's ids,
+the fingerprint.
 
-Reads the safetensors format (8 bytes of header length, a JSON header, the tensors back to back), single file or
-sharded. Imports no torch and knows nothing of the model's structure.
+Reads the safetensors format (8 bytes of header length, a JSON header, the tensors back to back),
+single file or sharded. Imports no torch and knows nothing of the model's structure.
 """
 
 import hashlib
@@ -53,9 +54,11 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]  # that the model takes
 
     def fingerprint(self) -> str:
-        """Hashes the model to 32 hex digits: equal config and weights give equal fingerprints, however sharded.
+        """Hashes the model to 32 hex digits: equal config and weights give equal fingerprints,
+        however sharded.
 
-        Of each tensor it reads only the first and last 4 KiB."""
+        Of each tensor it reads only the first and last 4 KiB.
+        """
         described = asdict(self.config)
         del described["eos_token_ids"]
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
@@ -70,12 +73,15 @@ class Checkpoint:
     def kv_layout(self, dtype: str, cache_dtype: str = "auto") -> KvLayout:
         """Returns the layout of the KV cache of the model in this dtype."""
         model = self.fingerprint()
-        return KvLayout(layers=self.config.layers, dtype=dtype, model=model, cache_dtype=cache_dtype)
+        return KvLayout(
+            layers=self.config.layers, dtype=dtype, model=model, cache_dtype=cache_dtype
+        )
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Reads the headers of all shards. Raises CheckpointError, one line naming file and tensor, if there are no
-    safetensors weights, or a file is truncated or does not hold what the index says."""
+    """Reads the headers of all shards. Raises CheckpointError, one line naming file and tensor, if
+    there are no safetensors weights, or a file is truncated or does not hold what the index says.
+    """
     single = folder / SINGLE_FILE
     if single.exists():
         return _read_header(single)
@@ -93,19 +99,31 @@ def weights_file(folder: Path) -> str:
 
 
 def check_tokenizer(folder: Path, config: ModelConfig) -> None:
-    """Checks that the tokens of the vocabulary are rows of the embedding. Added tokens may lie beyond it, as
-    Gemma 3 and many fine-tunes have them: a prompt that contains one is refused. Raises CheckpointError."""
+    """Checks that the tokens of the vocabulary are rows of the embedding. Added tokens may lie
+    beyond it, as
+    Gemma 3 and many fine-tunes have them: a prompt that contains one is refused. Raises
+    CheckpointError.
+    """
     path = tokenizer_file(folder)
     if not path.exists():
         raise CheckpointError(f"{path.name}: not found")
     tokenizer = read_json(path)
     if not (ids := token_ids_of(tokenizer)):
         raise CheckpointError(f"{path.name}: model.vocab: missing or not a vocabulary")
-    added = {token.get("content") for token in tokenizer.get("added_tokens", []) if isinstance(token, dict)}
+    added = {
+        token.get("content")
+        for token in tokenizer.get("added_tokens", [])
+        if isinstance(token, dict)
+    }
     for token, index in ids.items():
-        if type(index) is not int or index < 0 or (index >= config.vocab_size and token not in added):
+        if (
+            type(index) is not int
+            or index < 0
+            or (index >= config.vocab_size and token not in added)
+        ):
             raise CheckpointError(
-                f"{path.name}: token {token[:40]!r} has id {index!r}, beyond the {config.vocab_size} rows of "
+                f"{path.name}: token {token[:40]!r} has id {index!r}, beyond the "
+                f"{config.vocab_size} rows of "
                 "model.embed_tokens.weight (vocab_size in config.json)"
             )
 
@@ -120,8 +138,15 @@ def _read_index(folder: Path) -> dict[str, Path]:
     files = {}
     for name, file in weight_map.items():
         # A plain file name cannot lead out of the folder.
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{INDEX_FILE}: {name}: {file!r} is not the name of a safetensors file in the folder")
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or not file.endswith(".safetensors")
+        ):
+            raise CheckpointError(
+                f"{INDEX_FILE}: {name}: {file!r} is not the name of a safetensors file in the "
+                "folder"
+            )
         files[name] = folder / file
     return files
 
@@ -131,7 +156,9 @@ def _other_weights(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
     if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl"))]:
         text = f"; {pickles[0]:.80} may run code when it is read, so it is not: "
-        return text + "save the model anew by transformers' save_pretrained, which writes safetensors"
+        return (
+            text + "save the model anew by transformers' save_pretrained, which writes safetensors"
+        )
     if others := [name for name in names if name.endswith(".safetensors")]:
         return f"; {others[0]:.80} is none of them"
     return " (only safetensors weights are read)"
@@ -156,10 +183,14 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     position, last = start, "header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
-            raise CheckpointError(f"{path.name}: {name}: data_offsets leave a gap or overlap after {last}")
+            raise CheckpointError(
+                f"{path.name}: {name}: data_offsets leave a gap or overlap after {last}"
+            )
         position, last = entry.end, name
         if position > size:
-            raise CheckpointError(f"{path.name}: {name}: truncated: ends at byte {position} of a file of {size} bytes")
+            raise CheckpointError(
+                f"{path.name}: {name}: truncated: ends at byte {position} of a file of {size} bytes"
+            )
     if position != size:
         raise CheckpointError(f"{path.name}: {size - position} bytes follow the last tensor {last}")
     return entries
@@ -169,13 +200,21 @@ def _parse_entry(file: Path, name: str, value: Any, start: int) -> StoredTensor:
     error = CheckpointError(f"{file.name}: {name}: not a valid tensor entry")
     if not isinstance(value, dict):
         raise error
-    dtype, shape, offsets = value.get("dtype"), _sizes(value.get("shape")), _sizes(value.get("data_offsets"))
+    dtype, shape, offsets = (
+        value.get("dtype"),
+        _sizes(value.get("shape")),
+        _sizes(value.get("data_offsets")),
+    )
     if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2:
         raise error
     begin, end = offsets
     if dtype in _ITEM_BYTES and end - begin != math.prod(shape) * _ITEM_BYTES[dtype]:
-        raise CheckpointError(f"{file.name}: {name}: data_offsets {offsets} do not fit {dtype} of shape {shape}")
-    return StoredTensor(file=file, dtype=dtype, shape=tuple(shape), begin=start + begin, end=start + end)
+        raise CheckpointError(
+            f"{file.name}: {name}: data_offsets {offsets} do not fit {dtype} of shape {shape}"
+        )
+    return StoredTensor(
+        file=file, dtype=dtype, shape=tuple(shape), begin=start + begin, end=start + end
+    )
 
 
 def _sizes(value: Any) -> list[int] | None:

@@ -16,16 +16,22 @@ from ..kv_cache.layout import LayerGeometry
 MAX_JSON_BYTES: Final = 100 * 1024 * 1024
 _CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 _MAX_SIZE: Final = 2**31 - 1
-_SHARED_BLOBS_MARKER: Final = ".huggingface-shared-blobs"  # huggingface_hub writes it into its store
+_SHARED_BLOBS_MARKER: Final = (
+    ".huggingface-shared-blobs"  # huggingface_hub writes it into its store
+)
 
 
 class CheckpointError(ValueError):
-    """Says in one line why a model folder cannot be served, naming the file and the field or tensor."""
+    """Says in one line why a model folder cannot be served, naming the file and the field or
+    tensor.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: the base and how its frequencies are scaled. Every optional field is resolved."""
+    """Rotary embedding: the base and how its frequencies are scaled. Every optional field is
+    resolved.
+    """
 
     kind: str = "default"  # default, linear, llama3, yarn or longrope
     theta: float = 10_000.0
@@ -37,10 +43,14 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     factors: tuple[float, ...] = ()  # longrope: what each frequency is divided by
-    short_factors: tuple[float, ...] = ()  # longrope: the same where no sequence is longer than original_max_position
+    short_factors: tuple[
+        float, ...
+    ] = ()  # longrope: the same where no sequence is longer than original_max_position
     attention_factor: float = 1.0  # cos and sin are multiplied by it
     rotated: float = 1.0  # share of a head's dimensions that are rotated, the first ones
-    interleaved: bool = False  # neighbours are rotated as a pair, not what lies half of the dimensions apart
+    interleaved: bool = (
+        False  # neighbours are rotated as a pair, not what lies half of the dimensions apart
+    )
 
     def num_rotated(self, head_dim: int) -> int:
         """Returns how many dimensions of a head are rotated."""
@@ -84,16 +94,20 @@ class ModelConfig:
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     experts: ExpertsConfig | None = None
-    quantization: Mapping[str, Any] = field(default_factory=dict)  # quantization_config; empty is none
-    # The fields of config.json, for a model that runs through transformers' code; None: through a family of ours.
+    quantization: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # quantization_config; empty is none
+    # The fields of config.json, for a model that runs through transformers' code; None: through a
+    # family of ours.
     transformers: Mapping[str, Any] | None = None
     has_tp_plan: bool = True  # whether it can be split over ranks at all
     eos_token_ids: tuple[int, ...] = ()
 
 
 def read_fields(folder: Path, name: str = "config.json") -> "Fields":
-    """Reads a file of a folder. Raises CheckpointError if the folder or the file is missing or not a JSON object, or if
-    the folder has files that are none, or leads out of itself."""
+    """Reads a file of a folder. Raises CheckpointError if the folder or the file is missing or not
+    a JSON object, or if the folder has files that are none, or leads out of itself.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     _check_files(folder)
@@ -103,20 +117,26 @@ def read_fields(folder: Path, name: str = "config.json") -> "Fields":
 
 
 def read_context_tokens(folder: Path) -> int:
-    """Reads the tokens of the model's longest sequence, whatever the family. Raises CheckpointError."""
+    """Reads the tokens of the model's longest sequence, whatever the family. Raises
+    CheckpointError.
+    """
     return context_tokens(read_fields(folder))
 
 
 def context_tokens(fields: "Fields") -> int:
-    """Returns the tokens of the longest sequence, by any name that decoders of transformers have for them."""
+    """Returns the tokens of the longest sequence, by any name that decoders of transformers have
+    for them.
+    """
     return fields.integer(next(filter(fields.has, _CONTEXT_NAMES), _CONTEXT_NAMES[0]))
 
 
 def read_eos_token_ids(folder: Path, fields: "Fields", vocab_size: int) -> tuple[int, ...]:
-    """Returns the end-of-sequence tokens: those of generation_config.json, else of `fields`, and the
-    tokenizer's eos_token, as vLLM takes them. Ids beyond the vocabulary end nothing and are left out.
+    """Returns the end-of-sequence tokens: those of generation_config.json, else of `fields`, and
+    the tokenizer's eos_token, as vLLM takes them. Ids beyond the vocabulary end nothing and are
+    left out.
 
-    Raises CheckpointError for what is no token id."""
+    Raises CheckpointError for what is no token id.
+    """
     path = folder / "generation_config.json"
     generation = Fields(path.name, read_json(path) if path.exists() else {})
     declared = generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id")
@@ -125,10 +145,12 @@ def read_eos_token_ids(folder: Path, fields: "Fields", vocab_size: int) -> tuple
 
 
 def _tokenizer_end(folder: Path) -> tuple[int, ...]:
-    """Returns the id of the token that the tokenizer's files call eos_token; empty if there is none.
+    """Returns the id of the token that the tokenizer's files call eos_token; empty if there is
+    none.
 
     As in transformers, special_tokens_map.json counts unless tokenizer_config.json has an
-    added_tokens_decoder, and then before tokenizer_config.json."""
+    added_tokens_decoder, and then before tokenizer_config.json.
+    """
     config, old = (
         Fields(name, read_json(folder / name) if (folder / name).exists() else {})
         for name in ("tokenizer_config.json", "special_tokens_map.json")
@@ -144,8 +166,9 @@ def _tokenizer_end(folder: Path) -> tuple[int, ...]:
 
 
 def token_ids_of(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the ids, not checked, of the texts of all tokens of a tokenizer.json: the vocabulary's and the
-    added ones. Empty if it has no vocabulary."""
+    """Returns the ids, not checked, of the texts of all tokens of a tokenizer.json: the
+    vocabulary's and the added ones. Empty if it has no vocabulary.
+    """
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens", [])
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocab, dict | list) or not isinstance(added, list):
@@ -155,7 +178,9 @@ def token_ids_of(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     else:  # Unigram models list pieces and scores in the order of their ids
         pieces = (entry[0] if isinstance(entry, list) and entry else entry for entry in vocab)
         ids = {str(piece): index for index, piece in enumerate(pieces)}
-    return ids | {str(token.get("content")): token.get("id") for token in added if isinstance(token, dict)}
+    return ids | {
+        str(token.get("content")): token.get("id") for token in added if isinstance(token, dict)
+    }
 
 
 def _instead_of_config(folder: Path) -> str:
@@ -171,7 +196,9 @@ def _instead_of_config(folder: Path) -> str:
 
 
 def _check_files(folder: Path) -> None:
-    """Raises CheckpointError for a link that leads out of the folder, and for pipes, devices and dangling links."""
+    """Raises CheckpointError for a link that leads out of the folder, and for pipes, devices and
+    dangling links.
+    """
     allowed = _link_targets(folder.resolve())
     for path in (*folder.iterdir(), *folder.glob("*/*")):
         if path.is_symlink() and not any(map(path.resolve().is_relative_to, allowed)):
@@ -215,7 +242,9 @@ def parse_json(file: str, data: bytes) -> dict[str, Any]:
 
 
 class Fields:
-    """Reads typed fields of a JSON object; null counts as missing. Every method raises CheckpointError."""
+    """Reads typed fields of a JSON object; null counts as missing. Every method raises
+    CheckpointError.
+    """
 
     def __init__(self, file: str, values: dict[str, Any], prefix: str = "") -> None:
         self._file = file
@@ -233,10 +262,14 @@ class Fields:
         return self._values.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Returns whether the field is there and null, where that means something else than missing."""
+        """Returns whether the field is there and null, where that means something else than
+        missing.
+        """
         return name in self._values and self._values[name] is None
 
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_SIZE) -> int:
+    def integer(
+        self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_SIZE
+    ) -> int:
         def is_valid(value: Any) -> bool:
             return type(value) is int and minimum <= value <= maximum
 
@@ -249,7 +282,9 @@ class Fields:
         return float(self._value(name, default, is_valid, "a number above 0"))
 
     def boolean(self, name: str, default: bool) -> bool:
-        return bool(self._value(name, default, lambda value: isinstance(value, bool), "true or false"))
+        return bool(
+            self._value(name, default, lambda value: isinstance(value, bool), "true or false")
+        )
 
     def text(self, name: str, default: str | None = None) -> str:
         return str(self._value(name, default, lambda value: isinstance(value, str), "a string"))
@@ -266,7 +301,9 @@ class Fields:
         """Returns a list of integers of at least 0; empty if missing."""
 
         def is_valid(value: Any) -> bool:
-            return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+            return isinstance(value, list) and all(
+                type(item) is int and item >= 0 for item in value
+            )
 
         return tuple(self._value(name, [], is_valid, "a list of integers of at least 0"))
 

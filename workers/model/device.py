@@ -1,4 +1,6 @@
-"""Copies host memory to device memory and back, in the order of the device's work and without waiting for it."""
+"""Copies host memory to device memory and back, in the order of the device's work and without
+waiting for it.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,23 +16,32 @@ Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]  # one-dimensional
 
 
 def enter_device(device: torch.device | str) -> None:
-    """Makes a GPU the calling thread's current device, without which what the thread allocates or launches goes to
-    GPU 0. Call it in each thread that uses the device; without an index or on CPUs it does nothing."""
+    """Makes a GPU the calling thread's current device, without which what the thread allocates or
+    launches goes to GPU 0. Call it in each thread that uses the device; without an index or on CPUs
+    it does nothing.
+    """
     device = torch.device(device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns the tensor on the device. A copy to a GPU is queued behind what runs there: a plain one would wait."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    """Returns the tensor on the device. A copy to a GPU is queued behind what runs there: a plain
+    one would wait.
+    """
+    return (
+        host.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else host.to(device)
+    )
 
 
 def copy_to_device(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
     """Copies integer arrays to int32 tensors on the device, in one transfer."""
     if device.type == "cpu":
         return [torch.from_numpy(array.astype(np.int32, copy=False)) for array in arrays]
-    # Each begins at a multiple of 16 bytes: for pointers that do not, Triton would compile its kernels anew.
+    # Each begins at a multiple of 16 bytes: for pointers that do not, Triton would compile its
+    # kernels anew.
     begins = [0, *itertools.accumulate(-(-len(array) // 4) * 4 for array in arrays)]
     host = np.zeros(begins[-1], np.int32)
     for array, begin in zip(arrays, begins, strict=False):
@@ -50,13 +61,16 @@ def indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def take_rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Returns these rows of x; x itself if they are as many, which must then be all of them in order."""
+    """Returns these rows of x; x itself if they are as many, which must then be all of them in
+    order.
+    """
     return x if len(rows) == len(x) else x[indices(rows, x.device)]
 
 
 def to_host(*tensors: torch.Tensor) -> Callable[[], list[Any]]:
-    """Queues the copy of tensors to the host. The result, when called, waits for it and for all work queued before it,
-    and returns them as lists of numbers."""
+    """Queues the copy of tensors to the host. The result, when called, waits for it and for all
+    work queued before it, and returns them as lists of numbers.
+    """
     if not tensors[0].is_cuda:
         return lambda: [tensor.tolist() for tensor in tensors]
     hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]

@@ -1,4 +1,6 @@
-"""Replays whole decode steps as CUDA graphs: one launch instead of hundreds, whose cost is most of a small step."""
+"""Replays whole decode steps as CUDA graphs: one launch instead of hundreds, whose cost is most of
+a small step.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -13,16 +15,20 @@ BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor]
-"""Maps token ids and positions [num_tokens] to the logits of every token, [num_tokens, vocab_size]."""
+"""Maps token ids and positions [num_tokens] to the logits of every token, [num_tokens, vocab_size].
+"""
 
 Launch = Callable[[], torch.Tensor]
 Capture = Callable[[Launch], tuple[Callable[[], object], torch.Tensor]]
-"""Captures what a function launches; returns a function that replays it, and the tensor that each replay writes."""
+"""Captures what a function launches; returns a function that replays it, and the tensor that each
+replay writes.
+"""
 
 
 def cuda_capture() -> Capture:
-    """Returns what captures CUDA graphs. They share one memory pool: only one may run at a time, and its result is read
-    before the next runs."""
+    """Returns what captures CUDA graphs. They share one memory pool: only one may run at a time,
+    and its result is read before the next runs.
+    """
     pool = torch.cuda.graph_pool_handle()
 
     def capture(launch: Launch) -> tuple[Callable[[], object], torch.Tensor]:
@@ -39,23 +45,35 @@ class DecodeGraphs:
     """Holds the graphs of steps in which every sequence has one new token."""
 
     def __init__(
-        self, forward: Forward, backend: TritonAttentionBackend, capture: Capture, batches: Sequence[int]
+        self,
+        forward: Forward,
+        backend: TritonAttentionBackend,
+        capture: Capture,
+        batches: Sequence[int],
     ) -> None:
-        """Captures a step of each of `batches`, the largest first, so that the others find memory in its pool."""
+        """Captures a step of each of `batches`, the largest first, so that the others find memory
+        in its pool.
+        """
         self.num_replays = 0
         self._batches = sorted(batches)
         self._static = StaticDecodes(backend, self._batches[-1])
         self._token_ids = torch.zeros(self._batches[-1], dtype=torch.int64, device=backend.device)
-        self._captured = {batch: capture(self._step(forward, batch)) for batch in reversed(self._batches)}
+        self._captured = {
+            batch: capture(self._step(forward, batch)) for batch in reversed(self._batches)
+        }
 
     def run(self, token_ids: torch.Tensor, spans: Sequence[SequenceSpan]) -> torch.Tensor | None:
-        """Maps token_ids [batch] to logits [batch, vocab_size], valid until the next run; None if no graph fits.
+        """Maps token_ids [batch] to logits [batch, vocab_size], valid until the next run; None if
+        no graph fits.
 
-        Safe to call while earlier runs are still queued on the device."""
+        Safe to call while earlier runs are still queued on the device.
+        """
         if not self._static.fill(spans):
             return None
         self._token_ids[: len(spans)] = token_ids
-        replay, logits = self._captured[next(batch for batch in self._batches if batch >= len(spans))]
+        replay, logits = self._captured[
+            next(batch for batch in self._batches if batch >= len(spans))
+        ]
         replay()
         self.num_replays += 1
         return logits[: len(spans)]

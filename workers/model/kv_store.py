@@ -20,21 +20,24 @@ from .device import indices, to_device
 from .kernels.build import library, loaded_library
 
 ITEMS: Final = {"int8": torch.int8, "fp8": torch.uint8}
-"""What the tensors of a quantised cache have; uint8 are the bits of E4M3, as their rows have a scale's, too."""
+"""What the tensors of a quantised cache have; uint8 are the bits of E4M3, as their rows have a
+scale's, too.
+"""
 
 Bytes = npt.NDArray[np.uint8]
-# Where a span lies in a group's tensor as [layer, key or value, token, slot]: layers, both, block and offset of each
-# token, slots.
+# Where a span lies in a group's tensor as [layer, key or value, token, slot]: layers, both, block
+# and offset of each token, slots.
 _Index = tuple[slice, slice, npt.NDArray[np.int64], npt.NDArray[np.int64], slice]
 
 
 class PagedKv:
-    """Implements `KvStore`. The blocks of each group of equal layers lie in one tensor, [num_layers, 2, num_blocks,
-    num_slots, block_size, head_dim]; the groups' tensors lie one after the other in one memory. Of a quantised
-    cache the last dimension has the scale's bytes, too: [.., head_dim + SCALE_BYTES].
+    """Implements `KvStore`. The blocks of each group of equal layers lie in one tensor,
+    [num_layers, 2, num_blocks, num_slots, block_size, head_dim]; the groups' tensors lie one after
+    the other in one memory. Of a quantised cache the last dimension has the scale's bytes, too:
+    [.., head_dim + SCALE_BYTES].
 
-    KV slot before token, so that one gather of (block, slot) rows gives attention the [head, token, head_dim] it
-    multiplies with.
+    KV slot before token, so that one gather of (block, slot) rows gives attention the [head, token,
+    head_dim] it multiplies with.
     """
 
     def __init__(
@@ -48,9 +51,10 @@ class PagedKv:
         tp: int = 1,
         rank: int = 0,
     ) -> None:
-        """`shared` lets other processes of the host map the memory; ignored on GPUs. Raises ValueError if the layout's
-        heads cannot be split over `tp` ranks, there is no such rank, host memory is short, or a quantised cache is on a
-        GPU."""
+        """`shared` lets other processes of the host map the memory; ignored on GPUs. Raises
+        ValueError if the layout's heads cannot be split over `tp` ranks, there is no such rank,
+        host memory is short, or a quantised cache is on a GPU.
+        """
         self.layout = layout
         self.tp = tp
         self.rank = rank
@@ -60,30 +64,53 @@ class PagedKv:
         self.dtype: torch.dtype = getattr(torch, layout.dtype)  # that the model computes in
         self.is_quantized = layout.cache_dtype in ITEMS
         if self.is_quantized and device.type != "cpu":
-            raise ValueError(f"kv_cache_dtype: {layout.cache_dtype} has kernels on cpu only, on cuda it must be auto")
+            raise ValueError(
+                f"kv_cache_dtype: {layout.cache_dtype} has kernels on cpu only, on cuda it must be "
+                "auto"
+            )
         self.shared_fd: int | None = None
-        shapes = paged_shapes(layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
+        shapes = paged_shapes(
+            layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
+        )
         sizes = [math.prod(shape) for shape in shapes]
         memory = self._allocate(sum(sizes), shared=shared)  # [bytes of all groups]
         item = ITEMS.get(layout.cache_dtype, self.dtype)
         parts = zip(torch.split(memory, sizes), shapes, strict=True)
-        self.tensors = tuple(part.view(item).view(*shape[:-1], -1) for part, shape in parts)  # one for each group
-        # Views of each layer's keys and values, made once, since making them is what a small step spends its time on:
-        # in place, each [num_blocks, num_slots, block_size, head_dim]; as rows of (block, slot), each [rows,
-        # block_size * head_dim]; and as rows of (block, slot, token), each [rows, head_dim].
-        self.layers = [tuple(self.tensors[group][index].unbind(0)) for group, index in layout.places]
-        self.gather_rows = [tuple(part.flatten(0, 1).flatten(1) for part in layer) for layer in self.layers]
+        self.tensors = tuple(
+            part.view(item).view(*shape[:-1], -1) for part, shape in parts
+        )  # one for each group
+        # Views of each layer's keys and values, made once, since making them is what a small step
+        # spends its time on: in place, each [num_blocks, num_slots, block_size, head_dim]; as rows
+        # of (block, slot), each [rows, block_size * head_dim]; and as rows of (block, slot, token),
+        # each [rows, head_dim].
+        self.layers = [
+            tuple(self.tensors[group][index].unbind(0)) for group, index in layout.places
+        ]
+        self.gather_rows = [
+            tuple(part.flatten(0, 1).flatten(1) for part in layer) for layer in self.layers
+        ]
         self.scatter_rows = [tuple(part.flatten(0, 2) for part in layer) for layer in self.layers]
         if device.type == "cuda":
             slots = [shape[3] for shape in shapes]
-            self._locate = partial(_locate, layout, num_blocks=num_blocks, block_size=block_size, slots=slots)
+            self._locate = partial(
+                _locate, layout, num_blocks=num_blocks, block_size=block_size, slots=slots
+            )
             self._tokens = [tensor.view(torch.int32).transpose(3, 4) for tensor in self.tensors]
             self._reader = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         else:
-            self._host = HostKv(layout, memory.numpy(), num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
+            self._host = HostKv(
+                layout,
+                memory.numpy(),
+                num_blocks=num_blocks,
+                block_size=block_size,
+                tp=tp,
+                rank=rank,
+            )
 
-    def _allocate(self, num_bytes: int, *, shared: bool) -> torch.Tensor:  # uint8 [num_bytes], zeros
+    def _allocate(
+        self, num_bytes: int, *, shared: bool
+    ) -> torch.Tensor:  # uint8 [num_bytes], zeros
         if self.device.type != "cpu":
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         if not shared:
@@ -97,7 +124,9 @@ class PagedKv:
             os.posix_fallocate(self.shared_fd, 0, num_bytes)
         except OSError as error:
             raise ValueError(_misfit("kv_cache_gb", num_bytes, available)) from error
-        shared_memory: torch.Tensor = torch.frombuffer(mmap.mmap(self.shared_fd, num_bytes), dtype=torch.uint8)
+        shared_memory: torch.Tensor = torch.frombuffer(
+            mmap.mmap(self.shared_fd, num_bytes), dtype=torch.uint8
+        )
         return shared_memory
 
     @property
@@ -111,7 +140,9 @@ class PagedKv:
         return int(self.tensors[self.layout.places[layer][0]].shape[3])
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks, given as (source, target), in order with the steps. No target may be a source."""
+        """Copies whole blocks, given as (source, target), in order with the steps. No target may be
+        a source.
+        """
         sources, targets = (indices(blocks, self.device) for blocks in zip(*pairs, strict=True))
         for tensor in self.tensors:
             tensor.index_copy_(2, targets, tensor.index_select(2, sources))
@@ -121,22 +152,28 @@ class PagedKv:
         for tensor in self.tensors:
             tensor[:, :, block, :, first_offset:] = 0
 
-    def attach(self, memory: mmap.mmap, *, num_blocks: int, block_size: int, tp: int, rank: int) -> KvRead:
+    def attach(
+        self, memory: mmap.mmap, *, num_blocks: int, block_size: int, tp: int, rank: int
+    ) -> KvRead:
         """See `KvStore.attach`."""
         raw = np.frombuffer(memory, np.uint8)
-        return HostKv(self.layout, raw, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank).read
+        return HostKv(
+            self.layout, raw, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
+        ).read
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
         """See `KvStore.read`."""
         if self.device.type != "cuda":
             return self._host.read(blocks, span)
         group, index = self._locate(blocks, span)
-        # On a stream of its own, so that it waits for no step: a reader knows that the tokens are computed. Only
-        # writes, whose end is not reported, come first.
+        # On a stream of its own, so that it waits for no step: a reader knows that the tokens are
+        # computed. Only writes, whose end is not reported, come first.
         with torch.cuda.stream(self._reader):
             self._reader.wait_event(self._written)
             picked = self._tokens[group][self._index_on_device(index)]
-            host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True).copy_(picked, non_blocking=True)
+            host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True).copy_(
+                picked, non_blocking=True
+            )
         self._reader.synchronize()
         return _bytes(host.numpy())
 
@@ -162,24 +199,33 @@ class PagedKv:
 
     def _index_on_device(self, index: _Index) -> tuple[Any, ...]:
         layers, both, block, offset, slots = index
-        block_device, offset_device = (to_device(torch.from_numpy(place), self.device) for place in (block, offset))
+        block_device, offset_device = (
+            to_device(torch.from_numpy(place), self.device) for place in (block, offset)
+        )
         return layers, both, block_device, offset_device, slots
 
 
 class HostBlocks:
-    """Keeps whole blocks of a `PagedKv` in slots of host memory, which is pinned if the KV cache is a GPU's.
+    """Keeps whole blocks of a `PagedKv` in slots of host memory, which is pinned if the KV cache is
+    a GPU's.
 
-    A slot is contiguous, [bytes of a block]: of each group in turn [num_layers, 2, num_slots, block_size,
-    head_bytes]."""
+    A slot is contiguous, [bytes of a block]: of each group in turn [num_layers, 2, num_slots,
+    block_size, head_bytes].
+    """
 
     def __init__(self, kv: PagedKv, num_slots: int) -> None:
         """Raises ValueError if host memory is short."""
         self._kv = kv
-        shapes = paged_shapes(kv.layout, num_blocks=1, block_size=kv.block_size, tp=kv.tp, rank=kv.rank)
+        shapes = paged_shapes(
+            kv.layout, num_blocks=1, block_size=kv.block_size, tp=kv.tp, rank=kv.rank
+        )
         sizes = [math.prod(shape) for shape in shapes]
         memory = host_memory(num_slots * sum(sizes), "kv_host_gb", pinned=kv.device.type == "cuda")
-        parts = torch.split(memory.view(num_slots, -1), sizes, dim=1)  # of each group, [num_slots, bytes]
-        # Of each group: in the KV cache [num_layers, 2, num_blocks, ...], here [num_slots, num_layers, 2, ...].
+        parts = torch.split(
+            memory.view(num_slots, -1), sizes, dim=1
+        )  # of each group, [num_slots, bytes]
+        # Of each group: in the KV cache [num_layers, 2, num_blocks, ...], here [num_slots,
+        # num_layers, 2, ...].
         self._groups = [
             (tensor.view(torch.uint8), part.view(num_slots, *shape[:2], *shape[3:]))
             for tensor, part, shape in zip(kv.tensors, parts, shapes, strict=True)
@@ -200,25 +246,38 @@ class HostBlocks:
 
 
 class HostKv:
-    """Reads and writes the KV cache of one rank in host memory, this process's own or mapped from another.
+    """Reads and writes the KV cache of one rank in host memory, this process's own or mapped from
+    another.
 
-    Copies in the calling thread, where torch would wake a second team of OpenMP threads against those of the running
-    step (measured: down to 0.04 GB/s)."""
+    Copies in the calling thread, where torch would wake a second team of OpenMP threads against
+    those of the running step (measured: down to 0.04 GB/s).
+    """
 
-    def __init__(self, layout: KvLayout, raw: Bytes, *, num_blocks: int, block_size: int, tp: int, rank: int) -> None:
-        """`raw` is all of the memory, [bytes]. Raises ValueError if it is too small, or as `check_split` does."""
-        shapes = paged_shapes(layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
+    def __init__(
+        self, layout: KvLayout, raw: Bytes, *, num_blocks: int, block_size: int, tp: int, rank: int
+    ) -> None:
+        """`raw` is all of the memory, [bytes]. Raises ValueError if it is too small, or as
+        `check_split` does.
+        """
+        shapes = paged_shapes(
+            layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
+        )
         sizes = [math.prod(shape) for shape in shapes]
         if min(num_blocks, block_size) < 1 or sum(sizes) > len(raw):
-            raise ValueError(f"{len(raw)} bytes do not hold {num_blocks} blocks of {block_size} tokens")
+            raise ValueError(
+                f"{len(raw)} bytes do not hold {num_blocks} blocks of {block_size} tokens"
+            )
         ends = np.cumsum(sizes).tolist()
         # Of each group, [num_layers, 2, num_blocks, num_slots, block_size, bytes of a head].
         self._groups = [
-            raw[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)
+            raw[end - size : end].reshape(shape)
+            for end, size, shape in zip(ends, sizes, shapes, strict=True)
         ]
         self._layout = layout
         slots = [shape[3] for shape in shapes]
-        self._locate = partial(_locate, layout, num_blocks=num_blocks, block_size=block_size, slots=slots)
+        self._locate = partial(
+            _locate, layout, num_blocks=num_blocks, block_size=block_size, slots=slots
+        )
         self._native = library() is not None
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
@@ -227,7 +286,9 @@ class HostKv:
         raw = self._groups[group]
         if not self._native:
             return _bytes(raw.transpose(0, 1, 2, 4, 3, 5)[index])
-        dense = np.empty((span.num_layers, 2, span.num_tokens, span.num_slots, raw.shape[5]), np.uint8)
+        dense = np.empty(
+            (span.num_layers, 2, span.num_tokens, span.num_slots, raw.shape[5]), np.uint8
+        )
         _copy("read_heads", raw, index, dense)
         return _bytes(dense)
 
@@ -245,8 +306,11 @@ class HostKv:
 
 
 def host_memory(num_bytes: int, setting: str, *, pinned: bool = False) -> torch.Tensor:
-    """Returns zeros in host memory, uint8 [num_bytes]. Raises ValueError, which names the setting, if they do not fit.
-    All pages are taken now: what does not fit must fail here, not by the kernel's OOM killer under load."""
+    """Returns zeros in host memory, uint8 [num_bytes]. Raises ValueError, which names the setting,
+    if they do not fit.
+    All pages are taken now: what does not fit must fail here, not by the kernel's OOM killer under
+    load.
+    """
     if num_bytes > (available := available_memory()):
         raise ValueError(_misfit(setting, num_bytes, available))
     return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -257,7 +321,9 @@ def _misfit(setting: str, num_bytes: int, available: int) -> str:
 
 
 def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:
-    """Copies between a group's memory and `dense`, [layers, 2, tokens, slots, bytes of a head], contiguous."""
+    """Copies between a group's memory and `dense`, [layers, 2, tokens, slots, bytes of a head],
+    contiguous.
+    """
     layers, _, block, offset, slots = index
     layer_bytes, half_bytes, block_bytes, slot_bytes, head_bytes = raw.strides[:5]
     places = block * block_bytes + offset * head_bytes
@@ -276,11 +342,22 @@ def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:
 
 
 def _locate(
-    layout: KvLayout, blocks: Sequence[int], span: KvSpan, *, num_blocks: int, block_size: int, slots: Sequence[int]
+    layout: KvLayout,
+    blocks: Sequence[int],
+    span: KvSpan,
+    *,
+    num_blocks: int,
+    block_size: int,
+    slots: Sequence[int],
 ) -> tuple[int, _Index]:
-    """Returns a span's group and its index in that group's tensor, seen as [layer, 2, block, token, slot]; `slots` are
-    of each group. Raises ValueError if the span or a block is out of range."""
-    span.check(layout, num_tokens=len(blocks) * block_size, num_slots=lambda layer: slots[layout.places[layer][0]])
+    """Returns a span's group and its index in that group's tensor, seen as [layer, 2, block, token,
+    slot]; `slots` are of each group. Raises ValueError if the span or a block is out of range.
+    """
+    span.check(
+        layout,
+        num_tokens=len(blocks) * block_size,
+        num_slots=lambda layer: slots[layout.places[layer][0]],
+    )
     table = np.asarray(blocks, np.int64)
     if table.min() < 0 or table.max() >= num_blocks:
         raise ValueError(f"a block is not within {num_blocks}")

@@ -1,4 +1,6 @@
-"""Builds a model's tree, and reads off it what a checkpoint must hold, what a rank keeps, and what to load."""
+"""Builds a model's tree, and reads off it what a checkpoint must hold, what a rank keeps, and what
+to load.
+"""
 
 import math
 import mmap
@@ -28,7 +30,9 @@ from .registry import (
 )
 
 ReadWeight = Callable[[WeightSlice, torch.Tensor], None]
-"""Copies a slice of a weight into a tensor of the slice's shape, whose dtype may differ from the weight's."""
+"""Copies a slice of a weight into a tensor of the slice's shape, whose dtype may differ from the
+weight's.
+"""
 
 _TORCH_DTYPES: Final = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
@@ -37,17 +41,25 @@ _TORCH_DTYPES: Final = {
 }  # fmt: skip
 _FLOATS: Final = ("F32", "BF16", "F16")  # converted into one another
 _QUANTISED: Final = ("weight_packed", "qweight")
-_OTHER_QUANTISATION: Final = "the weights are quantised in another way than quantization_config in config.json says"
+_OTHER_QUANTISATION: Final = (
+    "the weights are quantised in another way than quantization_config in config.json says"
+)
 _COMPARED_BYTES: Final = 2**24  # of two tensors, at once
 
 
 def build_model(
-    config: ModelConfig, dtype: torch.dtype, tp: TensorParallel | None = None, *, batch_invariant: bool = False
+    config: ModelConfig,
+    dtype: torch.dtype,
+    tp: TensorParallel | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> CausalLM:
-    """Builds a rank's tree, its parameters on `meta`; without `tp` the whole model's. `batch_invariant` as in
-    `ModelRunner.load`.
+    """Builds a rank's tree, its parameters on `meta`; without `tp` the whole model's.
+    `batch_invariant` as in `ModelRunner.load`.
 
-    Raises ValueError if the heads cannot be split over the ranks, CheckpointError if no family has the architecture."""
+    Raises ValueError if the heads cannot be split over the ranks, CheckpointError if no family has
+    the architecture.
+    """
     options = BuildOptions(
         dtype=dtype,
         tp=tp or TensorParallel(),
@@ -58,14 +70,20 @@ def build_model(
 
 
 def open_checkpoint(
-    folder: Path, model_impl: str = "auto", *, quantization: str | None = None, context_tokens: int | None = None
+    folder: Path,
+    model_impl: str = "auto",
+    *,
+    quantization: str | None = None,
+    context_tokens: int | None = None,
 ) -> Checkpoint:
-    """Checks that the folder holds a model that can be served, and reads the headers of its weights, but no weights.
-    `model_impl` as in `find_model`; `quantization` is the linear method by which plain weights are kept,
-    `context_tokens` the longest sequence that is served, by default the model's.
+    """Checks that the folder holds a model that can be served, and reads the headers of its
+    weights, but no weights. `model_impl` as in `find_model`; `quantization` is the linear method by
+    which plain weights are kept, `context_tokens` the longest sequence that is served, by default
+    the model's.
 
-    Raises CheckpointError, one line naming file and tensor or field, if something is missing, truncated or does not
-    fit config.json."""
+    Raises CheckpointError, one line naming file and tensor or field, if something is missing,
+    truncated or does not fit config.json.
+    """
     config = load_model_config(folder, model_impl)
     stored = read_tensors(folder)
     config = with_stored_quantization(config, folder, stored)
@@ -76,7 +94,9 @@ def open_checkpoint(
     config, stored = _with_stored_head(config, stored)
     tensors: dict[str, StoredTensor] = {}
     for part, dtype in _weight_slices(config):
-        found = next((stored[name] for name in (part.name, *part.other_names) if name in stored), None)
+        found = next(
+            (stored[name] for name in (part.name, *part.other_names) if name in stored), None
+        )
         if found is None:
             raise _missing(folder, part.name, stored)
         _check_tensor(found, part, dtype)
@@ -94,10 +114,12 @@ def _weight_slices(config: ModelConfig) -> list[tuple[WeightSlice, torch.dtype]]
 def _with_stored_head(
     config: ModelConfig, stored: dict[str, StoredTensor]
 ) -> tuple[ModelConfig, dict[str, StoredTensor]]:
-    """Returns config and tensors of a model as its checkpoint has the head, whatever tie_word_embeddings says.
+    """Returns config and tensors of a model as its checkpoint has the head, whatever
+    tie_word_embeddings says.
 
-    As in transformers 5, a stored head that is not a copy of the embedding is the head: a training tool has
-    untied them. Where only the head is stored, it is the embedding, too."""
+    As in transformers 5, a stored head that is not a copy of the embedding is the head: a training
+    tool has untied them. Where only the head is stored, it is the embedding, too.
+    """
     if not config.tie_word_embeddings:
         return config, stored
     tied = {part.name: part for part, _ in _weight_slices(config)}
@@ -106,8 +128,14 @@ def _with_stored_head(
     untied = with_untied_head(config)
     head = [part for part, _ in _weight_slices(untied) if part.name not in tied]
     prefixes = tuple({f"{part.name.rpartition('.')[0]}." for part in head})
-    own = [name for name in stored if name not in tied and name.startswith(prefixes)] if prefixes else []
-    embeddings = [name for name, part in tied.items() if part.shape in {each.shape for each in head}]
+    own = (
+        [name for name in stored if name not in tied and name.startswith(prefixes)]
+        if prefixes
+        else []
+    )
+    embeddings = [
+        name for name, part in tied.items() if part.shape in {each.shape for each in head}
+    ]
     if not own or not embeddings:
         return config, stored
     if embeddings[0] not in stored:
@@ -162,8 +190,9 @@ def linear_weights(config: ModelConfig) -> list[str]:
 
 
 def weight_schemes(config: ModelConfig, dtype: str) -> list[str]:
-    """Says in what formats of checkpoints linear weights are kept, and how they are multiplied; nothing of plain
-    ones."""
+    """Says in what formats of checkpoints linear weights are kept, and how they are multiplied;
+    nothing of plain ones.
+    """
     modules = build_model(config, DTYPES[dtype]).modules()
     return sorted({each.scheme() for each in modules if isinstance(each, LinearMethod)} - {""})
 
@@ -171,20 +200,25 @@ def weight_schemes(config: ModelConfig, dtype: str) -> list[str]:
 def rank_weight_bytes(config: ModelConfig, dtype: str, tp: int, rank: int) -> int:
     """Returns the bytes of the weights that a rank keeps. Raises ValueError as `check_split` does.
 
-    Not in it: that in bfloat16 on CPUs a head tied to the embedding is packed for its kernel beside it."""
+    Not in it: that in bfloat16 on CPUs a head tied to the embedding is packed for its kernel beside
+    it.
+    """
     tree = build_model(config, DTYPES[dtype], TensorParallel(rank=rank, size=tp))
     saved = sum(module.saved_bytes() for module in tree.modules())
     return sum(parameter.num_bytes for parameter in all_parameters(tree)) - saved
 
 
 def weight_bytes(config: ModelConfig, tp: int, dtype: str) -> int:
-    """Returns the bytes of the weights on the rank that has the most: where a size does not divide, parts differ by
-    one. Raises ValueError as `check_split` does."""
+    """Returns the bytes of the weights on the rank that has the most: where a size does not divide,
+    parts differ by one. Raises ValueError as `check_split` does.
+    """
     return max(rank_weight_bytes(config, dtype, tp, rank) for rank in range(tp))
 
 
 def load_weights(model: CausalLM, read: ReadWeight, device: torch.device) -> None:
-    """Fills the tree's parameters on `device`, one after the other, and lets each module process its own."""
+    """Fills the tree's parameters on `device`, one after the other, and lets each module process
+    its own.
+    """
     for module in model.modules():
         _fill(module, read, device)
         module.process_after_load()
@@ -193,32 +227,43 @@ def load_weights(model: CausalLM, read: ReadWeight, device: torch.device) -> Non
 
 
 def checkpoint_reader(checkpoint: Checkpoint) -> ReadWeight:
-    """Returns what reads the weights of a checkpoint, each of whose files it maps once, until it is dropped.
+    """Returns what reads the weights of a checkpoint, each of whose files it maps once, until it is
+    dropped.
 
-    Does not use `safetensors.safe_open`, which has no call to release the pages that were read: they would count as
-    memory of the process as long as the file is mapped. Reading raises KeyError if the checkpoint has no such tensor,
-    OSError if its file is gone, CheckpointError if not all of its numbers are finite."""
+    Does not use `safetensors.safe_open`, which has no call to release the pages that were read:
+    they would count as memory of the process as long as the file is mapped. Reading raises KeyError
+    if the checkpoint has no such tensor, OSError if its file is gone, CheckpointError if not all of
+    its numbers are finite.
+    """
     maps: dict[Path, mmap.mmap] = {}
 
     def read(part: WeightSlice, target: torch.Tensor) -> None:
         stored = checkpoint.tensors[part.name]
         if stored.file not in maps:
-            with stored.file.open("rb") as file:  # copy-on-write, since torch wants buffers that it could write to
+            with stored.file.open(
+                "rb"
+            ) as file:  # copy-on-write, since torch wants buffers that it could write to
                 maps[stored.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         dtype, size = _TORCH_DTYPES[stored.dtype], math.prod(stored.shape)
         whole = torch.frombuffer(maps[stored.file], dtype=dtype, count=size, offset=stored.begin)
         target.copy_(whole.view(part.shape)[part.slices])
         if not _is_finite(target):
-            raise CheckpointError(f"{stored.file.name}: {part.name}: has NaN or infinite numbers in {target.dtype}")
+            raise CheckpointError(
+                f"{stored.file.name}: {part.name}: has NaN or infinite numbers in {target.dtype}"
+            )
         if part.below is not None and not _is_below(target, part.below):
-            raise CheckpointError(f"{stored.file.name}: {part.name}: must have numbers from 0 to {part.below - 1}")
+            raise CheckpointError(
+                f"{stored.file.name}: {part.name}: must have numbers from 0 to {part.below - 1}"
+            )
         maps[stored.file].madvise(mmap.MADV_DONTNEED)
 
     return read
 
 
 def _is_finite(data: torch.Tensor) -> bool:
-    """Returns whether no number is NaN or infinite, without memory for each, as torch.isfinite takes it."""
+    """Returns whether no number is NaN or infinite, without memory for each, as torch.isfinite
+    takes it.
+    """
     if data.dtype is torch.float8_e4m3fn:  # which has no infinite ones
         return not bool(((data.view(torch.uint8) & 0x7F) == 0x7F).any())
     if data.dtype not in DTYPES.values() or not data.numel():
@@ -233,14 +278,20 @@ def _is_below(data: torch.Tensor, bound: int) -> bool:
 
 def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -> None:
     where = f"{stored.file.name}: {part.name}"
-    is_number = math.prod(stored.shape) == math.prod(part.shape) == 1  # such as a scale, with or without dimensions
+    is_number = (
+        math.prod(stored.shape) == math.prod(part.shape) == 1
+    )  # such as a scale, with or without dimensions
     if stored.shape != part.shape and not is_number:
-        raise CheckpointError(f"{where}: shape is {list(stored.shape)}, config.json asks for {list(part.shape)}")
+        raise CheckpointError(
+            f"{where}: shape is {list(stored.shape)}, config.json asks for {list(part.shape)}"
+        )
     allowed = tuple(name for name, same in _TORCH_DTYPES.items() if same == dtype)
     allowed = _FLOATS if set(allowed) <= set(_FLOATS) else allowed
     if stored.dtype not in allowed:
         why = f"; {_OTHER_QUANTISATION}" if allowed == _FLOATS else ""
-        raise CheckpointError(f"{where}: dtype {stored.dtype[:32]} is not supported, only {', '.join(allowed)}{why}")
+        raise CheckpointError(
+            f"{where}: dtype {stored.dtype[:32]} is not supported, only {', '.join(allowed)}{why}"
+        )
 
 
 def _fill(module: Module, read: ReadWeight, device: torch.device) -> None:
@@ -251,7 +302,8 @@ def _fill(module: Module, read: ReadWeight, device: torch.device) -> None:
 
 
 def _read(parameter: Parameter, read: ReadWeight, device: torch.device) -> torch.Tensor:
-    # A copy, even where nothing changes: a tensor over the mapped file would die with a truncated file.
+    # A copy, even where nothing changes: a tensor over the mapped file would die with a truncated
+    # file.
     data = _empty(tuple(parameter.data.shape), parameter.data.dtype, device)
     for part, target in zip(parameter.slices, parameter.parts(data), strict=True):
         read(part, target)
@@ -259,8 +311,10 @@ def _read(parameter: Parameter, read: ReadWeight, device: torch.device) -> torch
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocates a tensor; on CPUs in memory that goes back to the system with the tensor: much of what is read is
-    packed and then dropped, and the holes that it would leave in the heap were up to a third of a rank's memory."""
+    """Allocates a tensor; on CPUs in memory that goes back to the system with the tensor: much of
+    what is read is packed and then dropped, and the holes that it would leave in the heap were up
+    to a third of a rank's memory.
+    """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -1,8 +1,8 @@
 """Defines trees of modules whose parameters know where they lie in a checkpoint.
 
-A tree is built on torch's `meta` device, where tensors have shapes but no memory. The checkpoint check, the memory plan
-and the loader all read names, shapes and slices off it. `torch.nn.Module` is not used: its attribute look-up and call
-hooks cost about 0.25 ms in a decode step of 30 layers.
+A tree is built on torch's `meta` device, where tensors have shapes but no memory. The checkpoint
+check, the memory plan and the loader all read names, shapes and slices off it. `torch.nn.Module` is
+not used: its attribute look-up and call hooks cost about 0.25 ms in a decode step of 30 layers.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,10 @@ class WeightSlice:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Returns the shape of the part."""
-        kept = [len(range(*taken.indices(size))) for taken, size in zip(self.slices, self.shape, strict=False)]
+        kept = [
+            len(range(*taken.indices(size)))
+            for taken, size in zip(self.slices, self.shape, strict=False)
+        ]
         return (*kept, *self.shape[len(kept) :])
 
 
@@ -64,7 +67,9 @@ class Module:
         return (value for value in list(vars(self).values()) if isinstance(value, Parameter))
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors that this module alone holds, of parameters or of what was made of them."""
+        """Yields the tensors that this module alone holds, of parameters or of what was made of
+        them.
+        """
         for value in vars(self).values():
             for part in value if isinstance(value, tuple) else (value,):
                 data = part.data if isinstance(part, Parameter) else part
@@ -72,14 +77,19 @@ class Module:
                     yield data
 
     def process_after_load(self) -> None:
-        """Called once when the parameters of this module and of those below are loaded; may replace its own by another
-        form of them."""
+        """Called once when the parameters of this module and of those below are loaded; may replace
+        its own by another form of them.
+        """
 
     def saved_bytes(self) -> int:
-        """Returns how many bytes fewer this module keeps than its own parameters have when they are loaded."""
+        """Returns how many bytes fewer this module keeps than its own parameters have when they are
+        loaded.
+        """
         return 0
 
 
 def all_parameters(tree: Module) -> list[Parameter]:
     """Returns the parameters of a whole tree, each once however many modules share it."""
-    return list({id(each): each for module in tree.modules() for each in module.parameters()}.values())
+    return list(
+        {id(each): each for module in tree.modules() for each in module.parameters()}.values()
+    )

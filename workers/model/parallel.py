@@ -1,7 +1,7 @@
 """Splits a model over tensor parallel ranks (Megatron-LM, arXiv 1909.08053).
 
-Query heads, the MLP's intermediate size and the vocabulary are split; a rank computes a summand of a layer's output, or
-some columns of the logits. Norms are replicated.
+Query heads, the MLP's intermediate size and the vocabulary are split; a rank computes a summand of
+a layer's output, or some columns of the logits. Norms are replicated.
 """
 
 from dataclasses import replace
@@ -14,7 +14,9 @@ from ..kv_cache.sharding import kv_heads, part, query_heads
 
 
 class Group(Protocol):
-    """Performs the collectives of the ranks of one model. Every rank makes the same calls in the same order."""
+    """Performs the collectives of the ranks of one model. Every rank makes the same calls in the
+    same order.
+    """
 
     rank: int
     size: int
@@ -33,10 +35,14 @@ class Group(Protocol):
 
 
 class TensorParallel:
-    """Splits a model's dimensions for one of its ranks, and reduces or gathers what the ranks compute."""
+    """Splits a model's dimensions for one of its ranks, and reduces or gathers what the ranks
+    compute.
+    """
 
     def __init__(self, group: Group | None = None, *, rank: int = 0, size: int = 1) -> None:
-        """Without a group the tree can be built for any `rank` of `size`, but only a single rank can run."""
+        """Without a group the tree can be built for any `rank` of `size`, but only a single rank
+        can run.
+        """
         self.group = group
         self.rank, self.size = (group.rank, group.size) if group else (rank, size)
 
@@ -55,15 +61,22 @@ class TensorParallel:
         return kv_heads(layer.num_heads, layer.num_kv_heads, self.size, self.rank)
 
     def kv_copies(self, layer: LayerGeometry) -> tuple[int, ...]:
-        """Returns of each of the rank's KV slots in how many slots of all ranks its head lies. Raises ValueError as
-        `check_split`."""
+        """Returns of each of the rank's KV slots in how many slots of all ranks its head lies.
+        Raises ValueError as `check_split`.
+        """
         ranks = range(self.size)
-        held = [head for rank in ranks for head in kv_heads(layer.num_heads, layer.num_kv_heads, self.size, rank)]
+        held = [
+            head
+            for rank in ranks
+            for head in kv_heads(layer.num_heads, layer.num_kv_heads, self.size, rank)
+        ]
         return tuple(held.count(head) for head in self.kv_heads(layer))
 
     def local_geometry(self, layer: LayerGeometry) -> LayerGeometry:
         """Returns the layer with the head counts of this rank. Raises ValueError as `check_split`."""
-        return replace(layer, num_heads=layer.num_heads // self.size, num_kv_heads=len(self.kv_heads(layer)))
+        return replace(
+            layer, num_heads=layer.num_heads // self.size, num_kv_heads=len(self.kv_heads(layer))
+        )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of x over the ranks; x may be overwritten."""

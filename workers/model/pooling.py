@@ -34,7 +34,9 @@ class Pooler:
         return bool(self._kinds) and any(step.sequence_id in self._kinds for step in steps)
 
     def __call__(self, hidden: torch.Tensor, steps: Sequence[SequenceStep]) -> "Embeddings | None":
-        """Takes the hidden states of a step, [num_tokens, hidden]; returns the embeddings of prompts that end in it."""
+        """Takes the hidden states of a step, [num_tokens, hidden]; returns the embeddings of
+        prompts that end in it.
+        """
         ids: list[int] = []
         rows: list[torch.Tensor] = []
         end = 0
@@ -56,7 +58,9 @@ class Pooler:
 
 
 class Embeddings:
-    """Holds the embeddings of a step on the device, [num_sequences, hidden], float32, and whose they are."""
+    """Holds the embeddings of a step on the device, [num_sequences, hidden], float32, and whose
+    they are.
+    """
 
     def __init__(self, ids: Sequence[int], rows: torch.Tensor) -> None:
         self.ids = ids

@@ -1,7 +1,8 @@
 """Runs whole steps on CPUs as a native call, as CUDA graphs do on GPUs.
 
-Between the kernels of a step there is no Python then: nothing gives up the interpreter's lock and must win it back, and
-no thread is woken or waited for some hundred times (see kernels/team.c)."""
+Between the kernels of a step there is no Python then: nothing gives up the interpreter's lock and
+must win it back, and no thread is woken or waited for some hundred times (see kernels/team.c).
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,9 +22,13 @@ _REUSE_DISTANCE: Final = 24  # calls; about three layers
 
 
 class StepProgram:
-    """Runs a recorded step of a model: of decodes up to the logits, or of any tokens up to the hidden states."""
+    """Runs a recorded step of a model: of decodes up to the logits, or of any tokens up to the
+    hidden states.
+    """
 
-    def __init__(self, model: CausalLM, backend: TorchAttentionBackend, *, decodes_only: bool) -> None:
+    def __init__(
+        self, model: CausalLM, backend: TorchAttentionBackend, *, decodes_only: bool
+    ) -> None:
         """Raises NotImplementedError if some part of the step has no kernel."""
         self._max_tokens = _MAX_DECODES if decodes_only else _MAX_TOKENS
         static = backend.static(self._max_tokens)
@@ -31,7 +36,9 @@ class StepProgram:
             raise NotImplementedError("no kernel for the attention of some layer")
         attention, self._fill = static
         # [max_tokens] each
-        self._token_ids, self._positions = torch.zeros(2, self._max_tokens, dtype=torch.int32).unbind()
+        self._token_ids, self._positions = torch.zeros(
+            2, self._max_tokens, dtype=torch.int32
+        ).unbind()
         self._num_layers: list[int] = []  # that are computed at each mark
 
         def on_layers(computed: int) -> None:
@@ -41,8 +48,11 @@ class StepProgram:
         with Recorder() as recorder:
             result = model(self._token_ids, self._positions, attention, on_layers)
             result = model.compute_logits(result) if decodes_only else result
-        # Decodes have memory to spare, and nobody waits for a thread within a step; other steps are large.
-        self._program = recorder.program(result, self._max_tokens, None if decodes_only else _REUSE_DISTANCE)
+        # Decodes have memory to spare, and nobody waits for a thread within a step; other steps are
+        # large.
+        self._program = recorder.program(
+            result, self._max_tokens, None if decodes_only else _REUSE_DISTANCE
+        )
 
     def __call__(
         self,
@@ -51,8 +61,9 @@ class StepProgram:
         spans: Sequence[SequenceSpan],
         on_layers: OnLayers | None = None,
     ) -> torch.Tensor | None:
-        """Returns logits [num_tokens, vocab_size] or hidden states [num_tokens, hidden], valid until the next run; None
-        if the step is too large."""
+        """Returns logits [num_tokens, vocab_size] or hidden states [num_tokens, hidden], valid
+        until the next run; None if the step is too large.
+        """
         num_tokens = len(token_ids)
         if num_tokens > self._max_tokens:
             return None
@@ -64,7 +75,9 @@ class StepProgram:
         return self._program.result[:num_tokens]
 
 
-def record_steps(model: CausalLM, backend: TorchAttentionBackend) -> tuple[StepProgram | None, StepProgram | None]:
+def record_steps(
+    model: CausalLM, backend: TorchAttentionBackend
+) -> tuple[StepProgram | None, StepProgram | None]:
     """Returns a program of decodes and one of any tokens; None for what has no kernels."""
     decodes = tokens = None
     with suppress(NotImplementedError):

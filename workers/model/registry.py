@@ -1,7 +1,8 @@
 """Finds model families by architecture and linear methods by quantisation format.
 
-What is not built in comes from installed packages: entry points of the groups `tandem.models` (named by architecture,
-a `ModelFamily`) and `tandem.linear_methods` (named by quant_method, a `LinearMethod`). So every process finds them.
+What is not built in comes from installed packages: entry points of the groups `tandem.models`
+(named by architecture, a `ModelFamily`) and `tandem.linear_methods` (named by quant_method, a
+`LinearMethod`). So every process finds them.
 """
 
 import sys
@@ -23,12 +24,22 @@ from .config import (
 )
 from .models.cohere2 import Cohere2ForCausalLM, parse_cohere2_config
 from .models.family import ModelFamily
-from .models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, parse_gemma2_config, parse_gemma3_config
+from .models.gemma import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    parse_gemma2_config,
+    parse_gemma3_config,
+)
 from .models.gpt_oss import GptOssForCausalLM, parse_gpt_oss_config
 from .models.granite import GraniteForCausalLM, parse_granite_config
 from .models.llama import LlamaForCausalLM, parse_llama_config
 from .models.mistral import parse_mistral_config
-from .models.mixtral import MixtralForCausalLM, Qwen3MoeForCausalLM, parse_mixtral_config, parse_qwen3_moe_config
+from .models.mixtral import (
+    MixtralForCausalLM,
+    Qwen3MoeForCausalLM,
+    parse_mixtral_config,
+    parse_qwen3_moe_config,
+)
 from .models.olmo2 import Olmo2ForCausalLM, parse_olmo2_config
 from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
 from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
@@ -63,7 +74,9 @@ LINEAR_METHODS: Final[dict[str, type[LinearMethod]]] = {
     "fbgemm_fp8": FbgemmFp8LinearMethod,
     "modelopt": ModelOptLinearMethod,
 }
-"""By quant_method of a checkpoint's quantization_config; without one it is `UnquantizedLinearMethod`."""
+"""By quant_method of a checkpoint's quantization_config; without one it is
+`UnquantizedLinearMethod`.
+"""
 ROUNDED: Final = (*BITS, FP8)
 """What plain weights can be rounded to when they are loaded."""
 _QUANTIZATION_FILES: Final = (
@@ -71,7 +84,9 @@ _QUANTIZATION_FILES: Final = (
     ("quant_config.json", "awq", ".qweight"),
     ("hf_quant_config.json", "modelopt", ".weight_scale"),
 )
-"""Files that describe a quantisation beside a config.json that does not, their method, and how its tensors end."""
+"""Files that describe a quantisation beside a config.json that does not, their method, and how its
+tensors end.
+"""
 _PAGE: Final = """# Models
 
 Written by `python -m tandem.workers.model.registry`; do not edit.
@@ -93,8 +108,10 @@ alone and beside others, through a transfer, split over ranks.
 
 
 def find_model(architecture: str, model_impl: str = "auto") -> ModelFamily:
-    """Returns the family of an architecture, or that of all decoders of transformers: with "auto" where there is none
-    of its own. Raises CheckpointError if there is none and `model_impl` is "tandem"."""
+    """Returns the family of an architecture, or that of all decoders of transformers: with "auto"
+    where there is none of its own. Raises CheckpointError if there is none and `model_impl` is
+    "tandem".
+    """
     family: ModelFamily | None = MODELS.get(architecture) or _plugin("tandem.models", architecture)
     if model_impl == "transformers" or (family is None and model_impl == "auto"):
         from .generic.family import TRANSFORMERS  # with transformers, which takes a second
@@ -102,24 +119,33 @@ def find_model(architecture: str, model_impl: str = "auto") -> ModelFamily:
         return TRANSFORMERS
     if family is None:
         supported = ", ".join(MODELS)
-        raise CheckpointError(f"config.json: architectures: {architecture!r} is not supported, only {supported}")
+        raise CheckpointError(
+            f"config.json: architectures: {architecture!r} is not supported, only {supported}"
+        )
     return family
 
 
 def family_of(config: ModelConfig) -> ModelFamily:
     """Returns the family that has parsed a model's config."""
-    return find_model(config.architecture, "tandem" if config.transformers is None else "transformers")
+    return find_model(
+        config.architecture, "tandem" if config.transformers is None else "transformers"
+    )
 
 
 def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) -> LinearMethodOf:
-    """Returns what makes the linear method of each of a model's layers; `batch_invariant` holds for those that have no
-    kernel of their own. Raises CheckpointError for an unknown quant_method."""
+    """Returns what makes the linear method of each of a model's layers; `batch_invariant` holds for
+    those that have no kernel of their own. Raises CheckpointError for an unknown quant_method.
+    """
     if not config.quantization:
         return lambda name: UnquantizedLinearMethod(batch_invariant=batch_invariant)
     format_name = config.quantization.get("quant_method")
-    method = LINEAR_METHODS.get(str(format_name)) or _plugin("tandem.linear_methods", str(format_name))
+    method = LINEAR_METHODS.get(str(format_name)) or _plugin(
+        "tandem.linear_methods", str(format_name)
+    )
     if method is None:
-        raise CheckpointError(f"config.json: quantization_config.quant_method: {format_name!r} is not supported")
+        raise CheckpointError(
+            f"config.json: quantization_config.quant_method: {format_name!r} is not supported"
+        )
 
     def make(name: str) -> LinearMethod:
         made: LinearMethod = method.for_layer(config.quantization, name)
@@ -129,17 +155,22 @@ def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) ->
     return make
 
 
-def with_stored_quantization(config: ModelConfig, folder: Path, names: Collection[str]) -> ModelConfig:
-    """Returns the config of a model whose quantisation is described by a file beside config.json, as the first
-    checkpoints of GPTQ, AWQ and ModelOpt have it; `names` are those of the stored tensors: without quantised
-    ones such a file counts for nothing. Raises CheckpointError."""
+def with_stored_quantization(
+    config: ModelConfig, folder: Path, names: Collection[str]
+) -> ModelConfig:
+    """Returns the config of a model whose quantisation is described by a file beside config.json,
+    as the first checkpoints of GPTQ, AWQ and ModelOpt have it; `names` are those of the stored
+    tensors: without quantised ones such a file counts for nothing. Raises CheckpointError.
+    """
     if config.quantization:
         return config
     for file, quant_method, suffix in _QUANTIZATION_FILES:
         if not (folder / file).is_file() or not any(name.endswith(suffix) for name in names):
             continue
         if config.transformers is not None:
-            raise CheckpointError(f"{file}: quantised weights run only through the families of Tandem's own")
+            raise CheckpointError(
+                f"{file}: quantised weights run only through the families of Tandem's own"
+            )
         values = read_json(folder / file)
         nested = values.get("quantization")  # of ModelOpt
         found = {"quant_method": quant_method, **(nested if isinstance(nested, dict) else values)}
@@ -150,10 +181,13 @@ def with_stored_quantization(config: ModelConfig, folder: Path, names: Collectio
 
 
 def with_quantization(config: ModelConfig, quant_method: str) -> ModelConfig:
-    """Returns the config of the model with its plain weights rounded when they are loaded. Raises CheckpointError if
-    they are not plain, or if the model runs by transformers' code."""
+    """Returns the config of the model with its plain weights rounded when they are loaded. Raises
+    CheckpointError if they are not plain, or if the model runs by transformers' code.
+    """
     if config.quantization or (config.experts and config.experts.is_mxfp4):
-        raise CheckpointError(f"config.json: has a quantization_config, so {quant_method} cannot be asked for")
+        raise CheckpointError(
+            f"config.json: has a quantization_config, so {quant_method} cannot be asked for"
+        )
     if config.transformers is not None:
         text = f"runs by transformers' code, whose weights stay as they are: {quant_method} cannot be asked for"
         raise CheckpointError(f"config.json: architectures: {config.architecture!r} {text}")
@@ -169,8 +203,9 @@ def with_untied_head(config: ModelConfig) -> ModelConfig:
 
 
 def longest_context(config: ModelConfig) -> int:
-    """Returns the tokens of the longest sequence that may be asked for: max_position_embeddings, or as far as
-    the rotary embeddings of all layers are scaled."""
+    """Returns the tokens of the longest sequence that may be asked for: max_position_embeddings, or
+    as far as the rotary embeddings of all layers are scaled.
+    """
     spans = [_scaled_context(config, rope) for rope in set(config.ropes) if rope is not None]
     return max(config.max_position_embeddings, min(spans, default=0))
 
@@ -185,38 +220,50 @@ def check_context(config: ModelConfig, context_tokens: int) -> None:
     """Raises InvalidArgument for a context that is longer than the model's."""
     if context_tokens > (longest := longest_context(config)):
         raise InvalidArgument(
-            f"{context_tokens} is above the model's context of {longest} tokens (max_position_embeddings "
+            f"{context_tokens} is above the model's context of {longest} tokens "
+            "(max_position_embeddings "
             "and the scaling of rotary embeddings in config.json)",
             "context_tokens",
         )
 
 
 def with_context(config: ModelConfig, context_tokens: int) -> ModelConfig:
-    """Returns the config of the model where no sequence is longer than `context_tokens`: as in vLLM, LongRoPE takes its
-    short factors if they are all within the original context. Models by transformers' code stay as they are.
+    """Returns the config of the model where no sequence is longer than `context_tokens`: as in
+    vLLM, LongRoPE takes its short factors if they are all within the original context. Models by
+    transformers' code stay as they are.
 
-    Raises InvalidArgument as `check_context`."""
+    Raises InvalidArgument as `check_context`.
+    """
     check_context(config, context_tokens)
 
     def short(rope: RopeConfig | None) -> RopeConfig | None:
-        takes_short = rope is not None and rope.short_factors and context_tokens <= rope.original_max_position
-        return replace(rope, factors=rope.short_factors) if rope is not None and takes_short else rope
+        takes_short = (
+            rope is not None and rope.short_factors and context_tokens <= rope.original_max_position
+        )
+        return (
+            replace(rope, factors=rope.short_factors) if rope is not None and takes_short else rope
+        )
 
     longest = max(config.max_position_embeddings, context_tokens)
     return replace(config, ropes=tuple(map(short, config.ropes)), max_position_embeddings=longest)
 
 
 def load_model_config(folder: Path, model_impl: str = "auto") -> ModelConfig:
-    """Reads config.json and, for the end-of-sequence tokens, generation_config.json. `model_impl` as in `find_model`.
+    """Reads config.json and, for the end-of-sequence tokens, generation_config.json. `model_impl`
+    as in `find_model`.
 
-    Raises CheckpointError if the folder or a field is missing, ill-typed, out of bounds or not supported."""
+    Raises CheckpointError if the folder or a field is missing, ill-typed, out of bounds or not
+    supported.
+    """
     fields = read_fields(folder)
     config = parse_model_config(fields, model_impl)
     return replace(config, eos_token_ids=read_eos_token_ids(folder, fields, config.vocab_size))
 
 
 def parse_model_config(fields: Fields, model_impl: str = "auto") -> ModelConfig:
-    """Lets the family of the fields' architecture parse them. Raises CheckpointError as `load_model_config`."""
+    """Lets the family of the fields' architecture parse them. Raises CheckpointError as
+    `load_model_config`.
+    """
     names = fields.texts("architectures")
     if len(names) != 1:
         raise fields.error("architectures", f"must be one name, is {names!r:.60}")

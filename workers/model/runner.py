@@ -1,4 +1,6 @@
-"""Carries out step plans on one device: keeps block tables, builds the flat batch, runs the model, samples."""
+"""Carries out step plans on one device: keeps block tables, builds the flat batch, runs the model,
+samples.
+"""
 
 import itertools
 import math
@@ -44,10 +46,12 @@ if TYPE_CHECKING:
 
 
 class ModelRunner(Executor):
-    """Implements `Executor` for one rank. Used from one thread; `kv` may be read and written from any.
+    """Implements `Executor` for one rank. Used from one thread; `kv` may be read and written from
+    any.
 
-    On a GPU `launch` waits for nothing: all it does is queued, and tokens that one step samples are put into the next
-    on the device."""
+    On a GPU `launch` waits for nothing: all it does is queued, and tokens that one step samples are
+    put into the next on the device.
+    """
 
     def __init__(
         self,
@@ -62,8 +66,10 @@ class ModelRunner(Executor):
         adapters: AdapterTable | None = None,
         host: HostBlocks | None = None,
     ) -> None:
-        """`model` is loaded and this rank's, `config` the whole model's. `on_stage` is called with "model" and "sample"
-        when a step comes to it, for benchmarks. `folder` is the model's, without which there are no grammars."""
+        """`model` is loaded and this rank's, `config` the whole model's. `on_stage` is called with
+        "model" and "sample" when a step comes to it, for benchmarks. `folder` is the model's,
+        without which there are no grammars.
+        """
         self.config = config
         self.kv = kv
         self.adapters = adapters or AdapterTable()
@@ -79,8 +85,9 @@ class ModelRunner(Executor):
             self._decodes, self._tokens = record_steps(model, self._attention)
         self._tables: dict[int, array[int]] = {}  # the block tables, by sequence
         self._grammars = GrammarCache(folder, config.vocab_size, config.eos_token_ids)
-        # Where a step starts before the tokens of the last are known on the host, ranks take rank 0's on the device:
-        # their own may differ at near ties. Elsewhere the next plan brings rank 0's.
+        # Where a step starts before the tokens of the last are known on the host, ranks take rank
+        # 0's on the device: their own may differ at near ties. Elsewhere the next plan brings rank
+        # 0's.
         self._sampler = Sampler(
             config.vocab_size,
             config.eos_token_ids,
@@ -89,9 +96,13 @@ class ModelRunner(Executor):
             broadcast=group.broadcast if group and self.launches_ahead else None,
         )
         self._pooler = Pooler(model.normalize)
-        self._num_top: dict[int, int] = {}  # alternatives of each prompt token, where they are wanted, by sequence
+        self._num_top: dict[
+            int, int
+        ] = {}  # alternatives of each prompt token, where they are wanted, by sequence
         self._drafted: set[int] = set()  # sequences whose last step had a draft
-        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)  # that the last step sampled,
+        self._last_tokens = torch.zeros(
+            0, dtype=torch.int64, device=self._device
+        )  # that the last step sampled,
         self._last_rows: dict[int, int] = {}  # and in which row, by sequence
 
     @classmethod
@@ -111,20 +122,27 @@ class ModelRunner(Executor):
     ) -> "ModelRunner":
         """Loads a checked model folder; of a group's model only this rank's part is read.
 
-        `dtype` and `cache_dtype` as in `KvLayout`; `device` is what torch.device takes, and becomes the calling
-        thread's; `shared` as in `PagedKv`. `num_host_blocks`: in host memory, of what leaves the KV cache.
-        `batch_invariant`: on GPUs a token's logits do not depend on batch and chunks, to the bit, at some cost; on CPUs
-        they do not in any case where the kernels of ours are used. Raises ValueError if the model's heads cannot be
-        split over the group, or host memory is short."""
+        `dtype` and `cache_dtype` as in `KvLayout`; `device` is what torch.device takes, and becomes
+        the calling thread's; `shared` as in `PagedKv`. `num_host_blocks`: in host memory, of what
+        leaves the KV cache. `batch_invariant`: on GPUs a token's logits do not depend on batch and
+        chunks, to the bit, at some cost; on CPUs they do not in any case where the kernels of ours
+        are used. Raises ValueError if the model's heads cannot be split over the group, or host
+        memory is short.
+        """
         enter_device(device)
         config, target = checkpoint.config, torch.device(device)
         tp = TensorParallel(group)
         model = build_model(config, DTYPES[dtype], tp, batch_invariant=batch_invariant)
         load_weights(model, checkpoint_reader(checkpoint), target)
-        layout, sizes = checkpoint.kv_layout(dtype, cache_dtype), {"num_blocks": num_blocks, "block_size": block_size}
+        layout, sizes = (
+            checkpoint.kv_layout(dtype, cache_dtype),
+            {"num_blocks": num_blocks, "block_size": block_size},
+        )
         kv = PagedKv(layout, **sizes, device=target, shared=shared, tp=tp.size, rank=tp.rank)
         host = HostBlocks(kv, num_host_blocks) if num_host_blocks else None
-        adapters = AdapterTable(model.lora, dtype=DTYPES[dtype], device=target, batch_invariant=batch_invariant)
+        adapters = AdapterTable(
+            model.lora, dtype=DTYPES[dtype], device=target, batch_invariant=batch_invariant
+        )
         return cls(
             config,
             model,
@@ -142,8 +160,10 @@ class ModelRunner(Executor):
         return self._device.type == "cuda"
 
     def load_grammar(self, grammar: str, owner: bytes = b"", tenant: bytes = b"") -> object:
-        """Compiles a grammar of `SamplingParams`; sequences of its owner find it compiled as long as the result is
-        held. May be called from any thread; may take seconds. Raises what `GrammarCache.load` raises."""
+        """Compiles a grammar of `SamplingParams`; sequences of its owner find it compiled as long
+        as the result is held. May be called from any thread; may take seconds. Raises what
+        `GrammarCache.load` raises.
+        """
         return self._grammars.load(grammar, owner, tenant)
 
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
@@ -152,7 +172,9 @@ class ModelRunner(Executor):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
-        """See `Executor.launch`. Raises KeyError if a sequence's first step carries no sampling parameters."""
+        """See `Executor.launch`. Raises KeyError if a sequence's first step carries no sampling
+        parameters.
+        """
         for sequence_id in plan.dropped:
             self._release(sequence_id)
         for adapter in plan.unloaded:
@@ -161,13 +183,17 @@ class ModelRunner(Executor):
             self._host.save(plan.saved)
             self._host.restore(plan.restored)
         is_copying = plan.saved or plan.restored
-        if is_copying and not plan.sequences and self._group:  # a step that computes waits for all ranks in any case
+        if (
+            is_copying and not plan.sequences and self._group
+        ):  # a step that computes waits for all ranks in any case
             self._group.all_reduce(torch.zeros(1, device=self._device))
         if plan.copies:
             self.kv.copy(plan.copies)
         for step in plan.sequences:
             self._admit(step)
-        sampled = [each for step in plan.sequences if step.num_samples for each in step.each_sample()]
+        sampled = [
+            each for step in plan.sequences if step.num_samples for each in step.each_sample()
+        ]
         on_layers = None if self.launches_ahead else on_layers
         found = StepOutput()
         if plan.sequences:
@@ -182,15 +208,21 @@ class ModelRunner(Executor):
         return _collect(plan, result.tokens, found, result.logprobs, result.failed)
 
     def warmup(self) -> None:
-        """Runs steps like those to come, so that the first request does not pay for first-use set-up, and captures
-        graphs on a GPU.
+        """Runs steps like those to come, so that the first request does not pay for first-use
+        set-up, and captures graphs on a GPU.
 
-        On a GPU the largest step is a full chunk: kernels are compiled and libraries and the allocator take memory by
-        the size of the step. Overwrites the KV cache: call it before the first plan."""
+        On a GPU the largest step is a full chunk: kernels are compiled and libraries and the
+        allocator take memory by the size of the step. Overwrites the KV cache: call it before the
+        first plan.
+        """
         capacity = self.kv.num_blocks * self.kv.block_size
         size = default_chunk_tokens("cuda") if self.launches_ahead else min(self.kv.block_size, 16)
         size = min(size, capacity)
-        kinds = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=2, top_p=0.9, min_p=0.01))
+        kinds = (
+            SamplingParams(temperature=0.0),
+            SamplingParams(),
+            SamplingParams(top_k=2, top_p=0.9, min_p=0.01),
+        )
         for sampling in kinds if self.launches_ahead else kinds[:2]:
             # Single tokens take other kernels than chunks.
             self.execute(_warmup_plan(self.kv.block_size, size, sampling))
@@ -210,7 +242,9 @@ class ModelRunner(Executor):
 
         assert isinstance(self._attention, TritonAttentionBackend)
 
-        def forward(token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+        def forward(
+            token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+        ) -> torch.Tensor:
             return self._model.compute_logits(self._model(token_ids, positions, attention))
 
         self._graphs = DecodeGraphs(forward, self._attention, capture, batches)
@@ -238,21 +272,28 @@ class ModelRunner(Executor):
             self.adapters.admit(step.sequence_id, step.adapter)
         blocks = self._tables[step.sequence_id]
         blocks.extend(step.new_blocks)
-        # A mask hides any number but no NaN or infinity that the block's last sequence left, or a wrong token of a
-        # draft, so where attention masks what it has read, the rest of a block is cleared when the sequence enters it
-        # and after a draft.
+        # A mask hides any number but no NaN or infinity that the block's last sequence left, or a
+        # wrong token of a draft, so where attention masks what it has read, the rest of a block is
+        # cleared when the sequence enters it and after a draft.
         last = (step.start + len(step.token_ids) - 1) // self.kv.block_size
         first_in_last = max(step.start - last * self.kv.block_size, 0)
-        is_unknown = step.sampling is not None or first_in_last == 0 or step.sequence_id in self._drafted
+        is_unknown = (
+            step.sampling is not None or first_in_last == 0 or step.sequence_id in self._drafted
+        )
         if self._attention.reads_whole_blocks and is_unknown:
             self.kv.clear_after(blocks[last], first_in_last)
         (self._drafted.add if step.num_draft else self._drafted.discard)(step.sequence_id)
 
     def _logits(self, plan: StepPlan, on_layers: OnLayers | None, is_adapted: bool) -> StepOutput:
-        """Runs the model; there is a row of logits for each token of a draft, too. A step that `is_adapted` is neither
-        a recorded nor a captured one."""
+        """Runs the model; there is a row of logits for each token of a draft, too. A step that
+        `is_adapted` is neither a recorded nor a captured one.
+        """
         spans = [
-            SequenceSpan(blocks=self._tables[step.sequence_id], start=step.start, num_tokens=len(step.token_ids))
+            SequenceSpan(
+                blocks=self._tables[step.sequence_id],
+                start=step.start,
+                num_tokens=len(step.token_ids),
+            )
             for step in plan.sequences
         ]
         token_ids = self._token_ids(plan)
@@ -279,7 +320,9 @@ class ModelRunner(Executor):
         rows = None if len(sampled_rows) == len(token_ids) else rows_device
         prompts = None
         if self._num_top and any(each.sequence_id in self._num_top for each in plan.sequences):
-            prompts = compute_prompt_logprobs(hidden, self._model.compute_logits, plan.sequences, self._num_top)
+            prompts = compute_prompt_logprobs(
+                hidden, self._model.compute_logits, plan.sequences, self._num_top
+            )
         logits = self._model.compute_logits(hidden if rows is None else hidden[rows])
         embeddings = self._pooler(hidden, plan.sequences) if pools else None
         return StepOutput(logits, prompts, sum_chunks(hidden, plan.sequences), embeddings)
@@ -303,27 +346,43 @@ class ModelRunner(Executor):
         return self._model(token_ids, positions, attention, on_layers)
 
     def _token_ids(self, plan: StepPlan) -> torch.Tensor:
-        """Returns the step's tokens on the device, [num_tokens]; those that the last step sampled never leave it."""
-        known = np.fromiter(itertools.chain.from_iterable(step.token_ids for step in plan.sequences), np.int32)
+        """Returns the step's tokens on the device, [num_tokens]; those that the last step sampled
+        never leave it.
+        """
+        known = np.fromiter(
+            itertools.chain.from_iterable(step.token_ids for step in plan.sequences), np.int32
+        )
         if PENDING_TOKEN not in known:
             return copy_to_device([known], self._device)[0]
         index = np.arange(len(known)) + len(self._last_tokens)
-        pending = [step.sequence_id for step in plan.sequences if step.token_ids[0] == PENDING_TOKEN]
+        pending = [
+            step.sequence_id for step in plan.sequences if step.token_ids[0] == PENDING_TOKEN
+        ]
         index[known == PENDING_TOKEN] = [self._last_rows[sequence_id] for sequence_id in pending]
         known_device, index_device = copy_to_device([known, index], self._device)
         # A sequence whose last logits were not finite is in this step already: any token will do.
-        return torch.cat((self._last_tokens.clamp(min=0), known_device)).index_select(0, index_device)
+        return torch.cat((self._last_tokens.clamp(min=0), known_device)).index_select(
+            0, index_device
+        )
 
 
 def _collect(
-    plan: StepPlan, tokens: torch.Tensor, output: StepOutput, logprobs: LogprobsTensors | None, failed: dict[int, str]
+    plan: StepPlan,
+    tokens: torch.Tensor,
+    output: StepOutput,
+    logprobs: LogprobsTensors | None,
+    failed: dict[int, str],
 ) -> Callable[[], Samples]:
-    """Queues the copy of tokens [num_samples], and of what else is reported, to the host; the result waits for it."""
+    """Queues the copy of tokens [num_samples], and of what else is reported, to the host; the
+    result waits for it.
+    """
     prompts, embeddings = output.prompts, output.embeddings
     computed = [each for each in (logprobs, prompts) if each is not None]
     sums = [] if output.chunks is None else [output.chunks]
     pooled = [] if embeddings is None else [embeddings.rows]
-    wait = to_host(tokens, *sums, *pooled, *(tensor for each in computed for tensor in each.tensors))
+    wait = to_host(
+        tokens, *sums, *pooled, *(tensor for each in computed for tensor in each.tensors)
+    )
 
     def collect() -> Samples:
         sampled, *rest = wait()
@@ -335,7 +394,8 @@ def _collect(
         if not computed:
             return Samples(tokens=sampled, embeddings=by_id, failed=failed)
         by_sequence = iter(
-            each.to_lists(*rest[NUM_TENSORS * index : NUM_TENSORS * (index + 1)]) for index, each in enumerate(computed)
+            each.to_lists(*rest[NUM_TENSORS * index : NUM_TENSORS * (index + 1)])
+            for index, each in enumerate(computed)
         )
         return Samples(
             tokens=sampled,
@@ -348,13 +408,19 @@ def _collect(
     return collect
 
 
-def _sampled_rows(steps: Sequence[SequenceStep], ends: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Returns the rows of the flat batch after whose tokens the steps sample; `ends` are where the steps end in it."""
+def _sampled_rows(
+    steps: Sequence[SequenceStep], ends: "np.ndarray[Any, Any]"
+) -> "np.ndarray[Any, Any]":
+    """Returns the rows of the flat batch after whose tokens the steps sample; `ends` are where the
+    steps end in it.
+    """
     rows: np.ndarray[Any, Any] = ends[[step.num_samples > 0 for step in steps]] - 1
     drafts = [step.num_draft for step in steps if step.num_samples]
     if not any(drafts):
         return rows
-    return np.concatenate([np.arange(row - count, row + 1) for row, count in zip(rows, drafts, strict=True)])
+    return np.concatenate(
+        [np.arange(row - count, row + 1) for row, count in zip(rows, drafts, strict=True)]
+    )
 
 
 def _warmup_plan(block_size: int, num_tokens: int, sampling: SamplingParams) -> StepPlan:
@@ -370,7 +436,9 @@ def _warmup_plan(block_size: int, num_tokens: int, sampling: SamplingParams) -> 
     return StepPlan(sequences=(step,), dropped=())
 
 
-def _attention_backend(kv: PagedKv, config: ModelConfig, tp: TensorParallel, batch_invariant: bool) -> AttentionBackend:
+def _attention_backend(
+    kv: PagedKv, config: ModelConfig, tp: TensorParallel, batch_invariant: bool
+) -> AttentionBackend:
     layers = [tp.local_geometry(layer) for layer in config.layers]
     if kernels.on_gpu(kv.layers[0][0]):
         from .attention.triton_backend import TritonAttentionBackend  # with Triton

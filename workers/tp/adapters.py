@@ -1,4 +1,6 @@
-"""Loads LoRA adapters on all ranks of a worker when requests need them, and keeps those that were used last."""
+"""Loads LoRA adapters on all ranks of a worker when requests need them, and keeps those that were
+used last.
+"""
 
 import asyncio
 import logging
@@ -22,8 +24,9 @@ from .rank_client import RankClient
 logger = logging.getLogger(__name__)
 
 LoadOnRank = Callable[[int, worker_pb2.Adapter], str]
-"""Loads an adapter on one rank, under a number; returns why it cannot be used, naming file and field, or nothing. From
-any thread."""
+"""Loads an adapter on one rank, under a number; returns why it cannot be used, naming file and
+field, or nothing. From any thread.
+"""
 
 
 def adapter_loader(runner: ModelRunner, folders: Collection[str], max_rank: int) -> LoadOnRank:
@@ -63,14 +66,23 @@ class AdapterCache:
     """Holds the adapters of a worker, at most `max_loras`. Lives in its event loop."""
 
     def __init__(
-        self, load: LoadOnRank, clients: Sequence[RankClient] = (), *, max_loras: int, unload: Callable[[int], None]
+        self,
+        load: LoadOnRank,
+        clients: Sequence[RankClient] = (),
+        *,
+        max_loras: int,
+        unload: Callable[[int], None],
     ) -> None:
-        """`clients` are the other ranks. `unload` has all ranks let go of an adapter once no sequence uses it."""
+        """`clients` are the other ranks. `unload` has all ranks let go of an adapter once no
+        sequence uses it.
+        """
         self._load_here = load
         self._clients = clients
         self._max_loras = max_loras
         self._unload = unload
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # by fingerprint, next to evict first
+        self._entries: OrderedDict[bytes, _Entry] = (
+            OrderedDict()
+        )  # by fingerprint, next to evict first
         self._last_number = 0
 
     @property
@@ -79,10 +91,12 @@ class AdapterCache:
         return [key for key, entry in self._entries.items() if entry.loading.done()]
 
     async def load(self, adapter: worker_pb2.Adapter, in_use: Collection[bytes]) -> int:
-        """Returns the number of an adapter, which is then loaded on all ranks. For a place it unloads none of those
-        `in_use`, which has the fingerprints of the adapters that requests use or wait for.
+        """Returns the number of an adapter, which is then loaded on all ranks. For a place it
+        unloads none of those `in_use`, which has the fingerprints of the adapters that requests use
+        or wait for.
 
-        Raises Unavailable if it cannot be used here, queue.Full if others are in use on all places."""
+        Raises Unavailable if it cannot be used here, queue.Full if others are in use on all places.
+        """
         key = adapter.fingerprint
         if key not in self._entries:
             self._make_place(in_use)

@@ -1,4 +1,5 @@
-"""Coordinates a tensor-parallel group from rank 0: loads the other ranks, keeps them alive, and detects a lost one.
+"""Coordinates a tensor-parallel group from rank 0: loads the other ranks, keeps them alive, and
+detects a lost one.
 
 A worker of one rank has a coordinator without clients.
 """
@@ -19,8 +20,9 @@ from .rank import Rank, RankConfig, load_rank
 from .rank_client import RankClient, RankLost
 
 _LOAD_NICE: Final = 10
-"""Niceness of loading on CPUs, as of prefill: a worker mostly starts in the place of one that has died, while others on
-the same cores compute what its streams need to go on."""
+"""Niceness of loading on CPUs, as of prefill: a worker mostly starts in the place of one that has
+died, while others on the same cores compute what its streams need to go on.
+"""
 
 _HEARTBEAT_SHARE: Final = 0.25
 """Interval of an idle rank 0's empty plans, as a share of the collectives' timeout."""
@@ -32,8 +34,12 @@ class TpCoordinator:
 
     epoch: int = field(default_factory=time.time_ns)  # grows with every start of a worker
     clients: list[RankClient] = field(default_factory=list)
-    endpoints: list[str] = field(default_factory=list)  # HOST:PORT of the KV cache of ranks 1, 2, ...
-    lost: "asyncio.Future[RankLost]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    endpoints: list[str] = field(
+        default_factory=list
+    )  # HOST:PORT of the KV cache of ranks 1, 2, ...
+    lost: "asyncio.Future[RankLost]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     _group: TpGroup | None = None
     _executor: TpExecutor | None = None
     _heartbeats: asyncio.Task[None] | None = None
@@ -42,12 +48,14 @@ class TpCoordinator:
     async def load(cls, config: RankConfig, addresses: Sequence[str]) -> tuple[Self, Rank]:
         """Loads this rank, and at the same time the ranks of the `RankServer`s at these addresses.
 
-        Raises what `load_rank` raises, RankLost if another rank cannot load its part, OSError if config.host cannot be
-        bound."""
+        Raises what `load_rank` raises, RankLost if another rank cannot load its part, OSError if
+        config.host cannot be bound.
+        """
         coordinator = cls()
         silence = config.silence_seconds
         coordinator.clients = [
-            RankClient(address, config.identity, coordinator._lose, silence_seconds=silence) for address in addresses
+            RankClient(address, config.identity, coordinator._lose, silence_seconds=silence)
+            for address in addresses
         ]
         try:
             return coordinator, await coordinator._load(config)
@@ -85,8 +93,9 @@ class TpCoordinator:
         return replace(loaded, executor=self._executor)
 
     def start_heartbeats(self, post: Callable[[Callable[[Engine], object]], None]) -> None:
-        """Starts to send empty plans to the other ranks, whose waits for a plan have a deadline. `post` runs a command
-        in the engine's thread."""
+        """Starts to send empty plans to the other ranks, whose waits for a plan have a deadline.
+        `post` runs a command in the engine's thread.
+        """
         if self._group is not None and self._executor is not None:
             self._heartbeats = asyncio.create_task(
                 _send_heartbeats(self._executor, self._group.timeout * _HEARTBEAT_SHARE, post)

@@ -1,4 +1,6 @@
-"""Has steps on a CPU wait for other processes on its cores, but not those for which a stream stands still."""
+"""Has steps on a CPU wait for other processes on its cores, but not those for which a stream stands
+still.
+"""
 
 import os
 import threading
@@ -11,8 +13,10 @@ from ..engine.plan import Constrained, Executor, OnLayers, Samples, StepPlan
 class NiceExecutor(Executor):
     """Runs another executor's steps nicer than the process, the urgent ones as nice as that.
 
-    A stream that was interrupted would else wait for all that decodes on the same cores, and first for the step under
-    way. To become less nice again takes CAP_SYS_NICE, or RLIMIT_NICE: without them all steps are nice."""
+    A stream that was interrupted would else wait for all that decodes on the same cores, and first
+    for the step under way. To become less nice again takes CAP_SYS_NICE, or RLIMIT_NICE: without
+    them all steps are nice.
+    """
 
     def __init__(self, executor: Executor, nice: int) -> None:
         """`nice`: by how much nicer the thread that calls `launch` is at first."""

@@ -1,4 +1,5 @@
-"""Implements a tensor-parallel group: its collectives, each with a deadline, and the broadcast of step plans.
+"""Implements a tensor-parallel group: its collectives, each with a deadline, and the broadcast of
+step plans.
 
 Uses no global process group, so that two engines fit in one process.
 """
@@ -16,7 +17,16 @@ import msgpack
 import torch
 from torch import distributed
 
-from ..engine.plan import Constrained, DraftRequest, Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
+from ..engine.plan import (
+    Constrained,
+    DraftRequest,
+    Executor,
+    OnLayers,
+    Samples,
+    SamplingParams,
+    SequenceStep,
+    StepPlan,
+)
 from ..transfer.backend import join_store, listen_store, open_group
 
 EMPTY_PLAN: Final = StepPlan(sequences=(), dropped=())
@@ -26,7 +36,10 @@ _PLAN_FIELDS: Final = tuple(each.name for each in fields(StepPlan))
 _PLAN: Final = attrgetter(*_PLAN_FIELDS)
 _STEP_FIELDS: Final = tuple(each.name for each in fields(SequenceStep))
 _SAMPLING_FIELDS: Final = tuple(each.name for each in fields(SamplingParams))
-_VALUES: Final = {SequenceStep: attrgetter(*_STEP_FIELDS), SamplingParams: attrgetter(*_SAMPLING_FIELDS)}
+_VALUES: Final = {
+    SequenceStep: attrgetter(*_STEP_FIELDS),
+    SamplingParams: attrgetter(*_SAMPLING_FIELDS),
+}
 _LENGTH: Final = struct.Struct("<I")
 _SECRET_BYTES: Final = 32
 _PLAN_BYTES: Final = 4096  # sent at once; a decode step of a hundred sequences fits
@@ -36,12 +49,13 @@ _PLAN_BYTES: Final = 4096  # sent at once; a decode step of a hundred sequences 
 class TpGroup:
     """Implements `Group` of `model.parallel`, and broadcasts messages of rank 0.
 
-    Tensors go over gloo in host memory and over NCCL between GPUs, messages over gloo. A call whose other ranks are
-    lost or silent raises RuntimeError within the timeout; after that the group cannot be used any more. All calls but
-    `abort` come from one thread.
+    Tensors go over gloo in host memory and over NCCL between GPUs, messages over gloo. A call whose
+    other ranks are lost or silent raises RuntimeError within the timeout; after that the group
+    cannot be used any more. All calls but `abort` come from one thread.
 
-    Whoever reaches the store can join: so all ranks show each other that they know the address, which has a secret,
-    before any of them sends anything else."""
+    Whoever reaches the store can join: so all ranks show each other that they know the address,
+    which has a secret, before any of them sends anything else.
+    """
 
     store: Any  # rank 0's TCPStore or a connection to it
     secret: str
@@ -51,19 +65,33 @@ class TpGroup:
     size: int
     device: str
     timeout: float  # seconds, of every collective
-    _messages: Any = field(init=False, default=None)  # backends of torch.distributed, opened by `connect`
+    _messages: Any = field(
+        init=False, default=None
+    )  # backends of torch.distributed, opened by `connect`
     _tensors: Any = field(init=False, default=None)
-    _buffer: torch.Tensor = field(init=False, default_factory=lambda: torch.zeros(_PLAN_BYTES, dtype=torch.uint8))
+    _buffer: torch.Tensor = field(
+        init=False, default_factory=lambda: torch.zeros(_PLAN_BYTES, dtype=torch.uint8)
+    )
 
     @classmethod
-    def listen(cls, *, host: str, size: int, device: str, timeout: float, start_timeout: float) -> Self:
+    def listen(
+        cls, *, host: str, size: int, device: str, timeout: float, start_timeout: float
+    ) -> Self:
         """Makes rank 0's group, whose `address` the others join."""
         store, secret = listen_store(host, size, start_timeout), secrets.token_hex(_SECRET_BYTES)
         return cls(store, secret, host=host, rank=0, size=size, device=device, timeout=timeout)
 
     @classmethod
     def join(
-        cls, address: str, *, host: str, rank: int, size: int, device: str, timeout: float, start_timeout: float
+        cls,
+        address: str,
+        *,
+        host: str,
+        rank: int,
+        size: int,
+        device: str,
+        timeout: float,
+        start_timeout: float,
     ) -> Self:
         """Makes another rank's group. Raises RuntimeError if rank 0 cannot be reached in time."""
         place, _, secret = address.partition("/")
@@ -77,9 +105,11 @@ class TpGroup:
         return f"{self.host}:{self.store.port}/{self.secret}"
 
     def connect(self) -> None:
-        """Connects all ranks, waiting as long as a start may take; call it before the first collective.
+        """Connects all ranks, waiting as long as a start may take; call it before the first
+        collective.
 
-        Raises RuntimeError if a rank does not come, or if somebody else comes in its place."""
+        Raises RuntimeError if a rank does not come, or if somebody else comes in its place.
+        """
         self.store.set(f"here/{self.rank}", "")
         self.store.wait([f"here/{rank}" for rank in range(self.size)])
         self._messages = self._open("gloo")
@@ -87,24 +117,37 @@ class TpGroup:
         self._tensors = self._messages if self.device == "cpu" else self._open("nccl")
 
     def _check_ranks(self) -> None:
-        expected = [hmac.digest(self.secret.encode(), b"rank %d" % rank, "sha256") for rank in range(self.size)]
+        expected = [
+            hmac.digest(self.secret.encode(), b"rank %d" % rank, "sha256")
+            for rank in range(self.size)
+        ]
         shown = [torch.zeros(len(expected[0]), dtype=torch.uint8) for _ in expected]
         own = torch.frombuffer(bytearray(expected[self.rank]), dtype=torch.uint8)
         self._messages.allgather([shown], [own]).wait()
         if not all(
-            hmac.compare_digest(*pair) for pair in zip((x.numpy().tobytes() for x in shown), expected, strict=True)
+            hmac.compare_digest(*pair)
+            for pair in zip((x.numpy().tobytes() for x in shown), expected, strict=True)
         ):
             raise RuntimeError("a rank does not know the group's secret")
 
     def _open(self, backend: str) -> Any:
         store = distributed.PrefixStore(backend, self.store)  # type: ignore[attr-defined]
-        return open_group(store, backend=backend, rank=self.rank, size=self.size, host=self.host, timeout=self.timeout)
+        return open_group(
+            store,
+            backend=backend,
+            rank=self.rank,
+            size=self.size,
+            host=self.host,
+            timeout=self.timeout,
+        )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of the ranks' x, any shape; may overwrite x. On CPUs terms are added in float32, in the order
-        of the ranks."""
+        """Returns the sum of the ranks' x, any shape; may overwrite x. On CPUs terms are added in
+        float32, in the order of the ranks.
+        """
         if self.device == "cpu" and self.size > 2:
-            # Gloo's own sum begins at another rank in each part of a tensor: a row would depend on the rows beside it.
+            # Gloo's own sum begins at another rank in each part of a tensor: a row would depend on
+            # the rows beside it.
             total, *others = (part.float() for part in self.all_gather(x))
             for part in others:
                 total += part
@@ -125,13 +168,17 @@ class TpGroup:
         return x
 
     def abort(self) -> None:
-        """Aborts the collectives between GPUs, in a daemon thread: NCCL's abort may block for as long as CUDA graphs
-        refer to its communicator (pytorch#115388). Gloo's waits end by their deadlines."""
+        """Aborts the collectives between GPUs, in a daemon thread: NCCL's abort may block for as
+        long as CUDA graphs refer to its communicator (pytorch#115388). Gloo's waits end by their
+        deadlines.
+        """
         if self._tensors is not self._messages:
             threading.Thread(target=self._tensors.abort, name="tandem-abort", daemon=True).start()
 
     def broadcast_message(self, message: bytes) -> None:
-        """Sends a message from rank 0 to the `receive_message` of all others: one collective if short, else two."""
+        """Sends a message from rank 0 to the `receive_message` of all others: one collective if
+        short, else two.
+        """
         head = _LENGTH.pack(len(message)) + message[: _PLAN_BYTES - _LENGTH.size]
         self._buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self._messages.broadcast(self._buffer, 0).wait()
@@ -154,8 +201,9 @@ class TpGroup:
 class TpExecutor(Executor):
     """Executes plans on rank 0 after broadcasting each to the other ranks, which execute it, too.
 
-    Only the plan travels, so a decode step costs some bytes per sequence. The other ranks follow no grammars; their
-    samples of such sequences are not used, since the next plan has rank 0's token."""
+    Only the plan travels, so a decode step costs some bytes per sequence. The other ranks follow no
+    grammars; their samples of such sequences are not used, since the next plan has rank 0's token.
+    """
 
     def __init__(self, group: TpGroup, executor: Executor) -> None:
         self._group = group
@@ -216,5 +264,7 @@ def decode_plan(data: bytes) -> StepPlan:
 def _decode_step(values: tuple[Any, ...]) -> SequenceStep:
     step = dict(zip(_STEP_FIELDS, values, strict=True))
     if step["sampling"] is not None:
-        step["sampling"] = SamplingParams(**dict(zip(_SAMPLING_FIELDS, step["sampling"], strict=True)))
+        step["sampling"] = SamplingParams(
+            **dict(zip(_SAMPLING_FIELDS, step["sampling"], strict=True))
+        )
     return SequenceStep(**step)

@@ -47,20 +47,25 @@ class RankConfig:
     context_tokens: int | None = None  # None takes the model's
     num_threads: int = 1  # of torch, on CPU; 0 takes every core that this process may use
     transports: tuple[str, ...] = ("shared",)  # of KV cache, preferred to gRPC in this order
-    nice: int = 0  # by how much nicer than its process the thread is that computes on a CPU, see `NiceExecutor`
+    # by how much nicer than its process the thread is that computes on a CPU, see `NiceExecutor`
+    nice: int = 0
     host: str = "127.0.0.1"  # the one interface to bind
     port: int = 0  # 0 takes a free one
     stall_seconds: float = 30.0  # timeout of a KV transfer without progress
     collective_seconds: float = 30.0  # timeout of a group's collectives
     silence_seconds: float = 5.0  # timeout of the heartbeats between a group's ranks
     start_seconds: float = 300.0  # timeout of a group's ranks for each other to load
-    adapter_folders: tuple[str, ...] = ()  # adapters are loaded from these and from folders below them
+    adapter_folders: tuple[
+        str, ...
+    ] = ()  # adapters are loaded from these and from folders below them
     max_loras: int = 8  # adapters that are loaded at once
     max_lora_rank: int = 64
 
     def transfer_context(self, kv: KvStore, metrics: Metrics = NULL_METRICS) -> TransferContext:
         """Returns what transfers of this rank's KV cache use."""
-        return TransferContext(kv=kv, transports=self.transports, host=self.host, device=self.device, metrics=metrics)
+        return TransferContext(
+            kv=kv, transports=self.transports, host=self.host, device=self.device, metrics=metrics
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +80,9 @@ class Rank:
     context_tokens: int
     eos_ids: frozenset[int]
     launches_ahead: bool = False  # the executor starts a step before the last one has ended
-    # Compiles a grammar for an owner and a tenant, see `GrammarCache.load`. From any thread. Raises ValueError, whose
-    # text may be shown to a user, if the grammar is wrong; queue.Full and OSError are no fault of the grammar.
+    # Compiles a grammar for an owner and a tenant, see `GrammarCache.load`. From any thread. Raises
+    # ValueError, whose text may be shown to a user, if the grammar is wrong; queue.Full and OSError
+    # are no fault of the grammar.
     load_grammar: Callable[[str, bytes, bytes], object] | None = None
     num_graph_replays: Callable[[], int] = lambda: 0  # steps that ran as a CUDA graph
     num_host_blocks: int = 0  # in host memory, of what leaves the KV cache
@@ -94,11 +100,13 @@ class Rank:
 
 
 def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
-    """Checks the model folder, loads this rank's part of its weights and allocates the KV memory; then connects the
-    group and warms up together with it. Blocks for seconds.
+    """Checks the model folder, loads this rank's part of its weights and allocates the KV memory;
+    then connects the group and warms up together with it. Blocks for seconds.
 
-    Raises CheckpointError for a bad folder, ValueError if kv_cache_bytes or kv_host_bytes holds no block, does not fit
-    into memory or the model cannot be split into group.size parts, RuntimeError if the group's ranks do not come."""
+    Raises CheckpointError for a bad folder, ValueError if kv_cache_bytes or kv_host_bytes holds no
+    block, does not fit into memory or the model cannot be split into group.size parts, RuntimeError
+    if the group's ranks do not come.
+    """
     torch.set_num_threads(config.num_threads or available_cores())
     checkpoint = open_checkpoint(
         Path(config.model),
@@ -111,7 +119,9 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     token_bytes = kv_bytes_per_token(model, tp, config.dtype, config.kv_cache_dtype)
     draft, draft_bytes = _open_draft(config, model)
     num_blocks = _count_blocks(config, "kv_cache_bytes", token_bytes + draft_bytes)
-    num_host_blocks = _count_blocks(config, "kv_host_bytes", token_bytes) if config.kv_host_bytes else 0
+    num_host_blocks = (
+        _count_blocks(config, "kv_host_bytes", token_bytes) if config.kv_host_bytes else 0
+    )
     runner = ModelRunner.load(
         checkpoint,
         dtype=config.dtype,
@@ -146,20 +156,30 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
 
 
 def _make_executor(runner: ModelRunner, draft: Checkpoint | None, config: RankConfig) -> Executor:
-    """Returns what executes plans on a loaded model; loads the model that is to draft for it, if there is one."""
-    executor: Executor = NiceExecutor(runner, config.nice) if config.device == "cpu" and config.nice else runner
+    """Returns what executes plans on a loaded model; loads the model that is to draft for it, if
+    there is one.
+    """
+    executor: Executor = (
+        NiceExecutor(runner, config.nice) if config.device == "cpu" and config.nice else runner
+    )
     if draft is None:
         return executor
     proposer = ModelRunner.load(
-        draft, dtype=config.dtype, device=config.device, num_blocks=runner.kv.num_blocks, block_size=config.block_size
+        draft,
+        dtype=config.dtype,
+        device=config.device,
+        num_blocks=runner.kv.num_blocks,
+        block_size=config.block_size,
     )
     proposer.warmup()
     return DraftingExecutor(executor, proposer)
 
 
 def _open_draft(config: RankConfig, model: ModelConfig) -> tuple[Checkpoint | None, int]:
-    """Opens the checkpoint of the model that drafts for `model`, if there is one; returns it, and the bytes of its KV
-    cache for each token. Raises ValueError for a bad folder and for a model of other tokens."""
+    """Opens the checkpoint of the model that drafts for `model`, if there is one; returns it, and
+    the bytes of its KV cache for each token. Raises ValueError for a bad folder and for a model of
+    other tokens.
+    """
     if config.draft_model is None:
         return None, 0
     try:
@@ -179,11 +199,14 @@ def _count_blocks(config: RankConfig, setting: str, token_bytes: int) -> int:
 
 
 def enter_engine_thread(config: RankConfig) -> None:
-    """Prepares the calling thread to run the executor of this process's only rank: device, time slice, niceness and CPU
-    binding."""
+    """Prepares the calling thread to run the executor of this process's only rank: device, time
+    slice, niceness and CPU binding.
+    """
     enter_device(config.device)
     if config.device == "cpu":
         let_others_first()
         if config.nice:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), usual_niceness() + config.nice)
+            os.setpriority(
+                os.PRIO_PROCESS, threading.get_native_id(), usual_niceness() + config.nice
+            )
         cpu.bind_threads()

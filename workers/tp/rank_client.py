@@ -1,4 +1,6 @@
-"""Connects rank 0 to the other ranks of its group: one Control stream to each, with heartbeats both ways."""
+"""Connects rank 0 to the other ranks of its group: one Control stream to each, with heartbeats both
+ways.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +20,9 @@ T = TypeVar("T")
 
 
 class RankLost(RuntimeError):
-    """Reports that a rank of the group has died, failed or fallen silent; the group cannot be used any more."""
+    """Reports that a rank of the group has died, failed or fallen silent; the group cannot be used
+    any more.
+    """
 
 
 async def next_or_heartbeat(queue: asyncio.Queue[T], heartbeat: T) -> T:
@@ -30,9 +34,12 @@ async def next_or_heartbeat(queue: asyncio.Queue[T], heartbeat: T) -> T:
 
 
 async def unless_silent(message: Awaitable[T], silence_seconds: float) -> T:
-    """Returns the peer's next message. Raises TimeoutError if there is none within `silence_seconds`.
+    """Returns the peer's next message. Raises TimeoutError if there is none within
+    `silence_seconds`.
 
-    A time in which this process itself was held up counts only in part: what the peer has sent is then still unread."""
+    A time in which this process itself was held up counts only in part: what the peer has sent is
+    then still unread.
+    """
     task = asyncio.ensure_future(message)
     loop = asyncio.get_running_loop()
     silent = 0.0
@@ -48,15 +55,24 @@ async def unless_silent(message: Awaitable[T], silence_seconds: float) -> T:
 
 
 class RankClient:
-    """Holds the stream to one other rank. Once lost it stays lost, and every pending answer raises RankLost."""
+    """Holds the stream to one other rank. Once lost it stays lost, and every pending answer raises
+    RankLost.
+    """
 
     def __init__(
-        self, address: str, identity: PeerIdentity, on_lost: Callable[[RankLost], None], *, silence_seconds: float
+        self,
+        address: str,
+        identity: PeerIdentity,
+        on_lost: Callable[[RankLost], None],
+        *,
+        silence_seconds: float,
     ) -> None:
         """`on_lost` is called once, unless `close` comes first."""
         self._silence_seconds = silence_seconds
         self.disk_changed: Callable[[worker_pb2.DiskChanges], object] = lambda changes: None
-        self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the rank's KV endpoint
+        self.ready: asyncio.Future[str] = (
+            asyncio.get_running_loop().create_future()
+        )  # the rank's KV endpoint
         self._on_lost = on_lost
         self._commands: asyncio.Queue[worker_pb2.RankControlRequest] = asyncio.Queue()
         self._answers: dict[tuple[str, int], asyncio.Future[Any]] = {}  # by kind and sequence id
@@ -70,11 +86,13 @@ class RankClient:
         self._commands.put_nowait(command)
 
     def ask(self, sequence_id: int, **command: Any) -> "asyncio.Future[Any]":
-        """Queues `fetch_kv=`, whose answer is a KvReceived or raises TransferError if the rank's part could not be
-        fetched, or `stop_kv=`, whose answer comes when the rank neither reads nor writes the sequence's blocks, or
-        `load_adapter=` with the adapter's number instead of the sequence's, whose answer is that of `LoadOnRank`, or
-        `open_disk=`, which raises ValueError for the user, or `read_disk=`, whose answer is how many blocks are filled,
-        or `write_disk=`, which raises OSError if the disk refuses the block."""
+        """Queues `fetch_kv=`, whose answer is a KvReceived or raises TransferError if the rank's
+        part could not be fetched, or `stop_kv=`, whose answer comes when the rank neither reads nor
+        writes the sequence's blocks, or `load_adapter=` with the adapter's number instead of the
+        sequence's, whose answer is that of `LoadOnRank`, or `open_disk=`, which raises ValueError
+        for the user, or `read_disk=`, whose answer is how many blocks are filled, or `write_disk=`,
+        which raises OSError if the disk refuses the block.
+        """
         self.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, **command))
         (kind,) = command
         answer = self._answers[kind, sequence_id] = asyncio.get_running_loop().create_future()
@@ -95,9 +113,12 @@ class RankClient:
         call = stub.Control(self._outgoing())
         try:
             while True:
-                # A rank that loads a model may not answer for a while; if it dies, the stream breaks all the same.
+                # A rank that loads a model may not answer for a while; if it dies, the stream
+                # breaks all the same.
                 read = call.read()
-                event = await (unless_silent(read, self._silence_seconds) if self.ready.done() else read)
+                event = await (
+                    unless_silent(read, self._silence_seconds) if self.ready.done() else read
+                )
                 if not isinstance(event, worker_pb2.RankControlResponse):
                     raise RankLost("a rank has ended")
                 self._handle(event)
@@ -143,7 +164,11 @@ class RankClient:
                 self._answer("stop_kv", event)
 
     def _answer(
-        self, kind: str, event: worker_pb2.RankControlResponse, result: object = None, error: Exception | None = None
+        self,
+        kind: str,
+        event: worker_pb2.RankControlResponse,
+        result: object = None,
+        error: Exception | None = None,
     ) -> None:
         if answer := self._answers.pop((kind, event.sequence_id), None):
             _settle(answer, result, error)

@@ -20,10 +20,12 @@ _PART: Final = struct.Struct(">II")  # ranks, rank
 
 
 class RankDisk:
-    """Moves whole blocks between a rank's KV cache and its files, see `BlockFiles`. Lives in one event loop.
+    """Moves whole blocks between a rank's KV cache and its files, see `BlockFiles`. Lives in one
+    event loop.
 
-    The files are of this layout, block size, degree of tensor parallelism and rank alone: those of others have other
-    names, and another checksum."""
+    The files are of this layout, block size, degree of tensor parallelism and rank alone: those of
+    others have other names, and another checksum.
+    """
 
     def __init__(self, files: BlockFiles, kv: KvStore) -> None:
         self.files = files
@@ -32,8 +34,9 @@ class RankDisk:
 
     @classmethod
     def open(cls, folder: str, role: str, kv: KvStore, *, max_bytes: int, number: int = 0) -> Self:
-        """Opens a folder of this rank in `folder`, of this number if it can be had. May take long: call it in a thread.
-        Raises ValueError as `BlockFiles.open` does."""
+        """Opens a folder of this rank in `folder`, of this number if it can be had. May take long:
+        call it in a thread. Raises ValueError as `BlockFiles.open` does.
+        """
         described = kv.layout.digest + kv.block_size.to_bytes(4)
         if kv.tp > 1:
             described += _PART.pack(kv.tp, kv.rank)
@@ -48,14 +51,16 @@ class RankDisk:
         return cls(files, kv)
 
     async def write(self, digest: bytes, block: int) -> None:
-        """Writes a block to a file, unless there is one; one call at a time. The block is read before the first await.
-        Raises OSError if the disk refuses it."""
+        """Writes a block to a file, unless there is one; one call at a time. The block is read
+        before the first await. Raises OSError if the disk refuses it.
+        """
         parts = [self._kv.read([block], span) for span in _spans(self._kv)]
         await in_thread(partial(self.files.write, digest, parts), "tandem-disk-write")
 
     async def read(self, digests: Sequence[bytes], blocks: Sequence[int]) -> int:
-        """Fills blocks of the KV cache. Returns how many, from the first on: fewer if a file is missing or damaged. A
-        call that is cancelled fills none any more."""
+        """Fills blocks of the KV cache. Returns how many, from the first on: fewer if a file is
+        missing or damaged. A call that is cancelled fills none any more.
+        """
         payloads = await in_thread(partial(self._read, digests), "tandem-disk-read")
         for block, payload in zip(blocks, payloads, strict=False):
             self._fill(block, payload)
@@ -84,9 +89,13 @@ def _block_bytes(kv: KvStore) -> int:
 
 
 def _spans(kv: KvStore) -> list[KvSpan]:
-    """Returns the spans of a block with all KV slots of a rank in all layers: one for each run of equal layers."""
+    """Returns the spans of a block with all KV slots of a rank in all layers: one for each run of
+    equal layers.
+    """
     spans = []
-    for _, run in itertools.groupby(range(kv.layout.num_layers), key=lambda layer: kv.layout.places[layer][0]):
+    for _, run in itertools.groupby(
+        range(kv.layout.num_layers), key=lambda layer: kv.layout.places[layer][0]
+    ):
         layers = list(run)
         spans.append(
             KvSpan(

@@ -1,7 +1,8 @@
-"""Serves one rank other than 0, in a process of its own: executes rank 0's plans, transfers its part of the KV cache.
+"""Serves one rank other than 0, in a process of its own: executes rank 0's plans, transfers its
+part of the KV cache.
 
-Rank 0 controls it over one stream and for as long as that stream lives; `ended` is then set, and the owner of the
-process ends it.
+Rank 0 controls it over one stream and for as long as that stream lives; `ended` is then set, and
+the owner of the process ends it.
 """
 
 import asyncio
@@ -38,7 +39,9 @@ _NUM_HASHES = 65_536  # of a message, in which each takes 18 bytes
 
 
 class RankServer(worker_pb2_grpc.RankServicer):
-    """Serves `tandem.v1.Rank`, and the KV endpoint of the rank once it is loaded. Make one with `start`."""
+    """Serves `tandem.v1.Rank`, and the KV endpoint of the rank once it is loaded. Make one with
+    `start`.
+    """
 
     def __init__(self, config: RankConfig) -> None:
         self.address = ""
@@ -57,7 +60,9 @@ class RankServer(worker_pb2_grpc.RankServicer):
 
     @classmethod
     async def start(cls, config: RankConfig) -> Self:
-        """Binds config.host and config.port and waits for rank 0. Raises OSError for a port that is taken."""
+        """Binds config.host and config.port and waits for rank 0. Raises OSError for a port that is
+        taken.
+        """
         keep_freed_memory()
         enter_device(config.device)  # this thread reads and writes KV cache
         server = cls(config)
@@ -85,7 +90,9 @@ class RankServer(worker_pb2_grpc.RankServicer):
     async def Control(
         self,
         request_iterator: AsyncIterator[worker_pb2.RankControlRequest],
-        context: grpc.aio.ServicerContext[worker_pb2.RankControlRequest, worker_pb2.RankControlResponse],
+        context: grpc.aio.ServicerContext[
+            worker_pb2.RankControlRequest, worker_pb2.RankControlResponse
+        ],
     ) -> None:
         """Serves rank 0, see the proto; there is one such stream in the life of a rank."""
         if self._is_led:
@@ -111,9 +118,13 @@ class RankServer(worker_pb2_grpc.RankServicer):
                     logger.error("rank of %s has failed", self._config.model, exc_info=result)
 
     async def _read(
-        self, requests: AsyncIterator[worker_pb2.RankControlRequest], joined: "asyncio.Future[worker_pb2.JoinGroup]"
+        self,
+        requests: AsyncIterator[worker_pb2.RankControlRequest],
+        joined: "asyncio.Future[worker_pb2.JoinGroup]",
     ) -> None:
-        """Executes commands until rank 0 ends the stream. Raises TimeoutError if rank 0 falls silent."""
+        """Executes commands until rank 0 ends the stream. Raises TimeoutError if rank 0 falls
+        silent.
+        """
         while True:
             try:
                 # While either side loads a model, it may not answer for a while.
@@ -127,10 +138,15 @@ class RankServer(worker_pb2_grpc.RankServicer):
                 self._execute(command, self._kv)
 
     async def _write(
-        self, context: grpc.aio.ServicerContext[worker_pb2.RankControlRequest, worker_pb2.RankControlResponse]
+        self,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.RankControlRequest, worker_pb2.RankControlResponse
+        ],
     ) -> None:
         while True:
-            await context.write(await next_or_heartbeat(self._events, worker_pb2.RankControlResponse()))
+            await context.write(
+                await next_or_heartbeat(self._events, worker_pb2.RankControlResponse())
+            )
 
     async def _run(self, joined: "asyncio.Future[worker_pb2.JoinGroup]") -> None:
         """Loads the model and executes rank 0's plans to the end. Raises what stopped it before."""
@@ -176,21 +192,35 @@ class RankServer(worker_pb2_grpc.RankServicer):
         match command.WhichOneof("command"):
             case "offer_kv":
                 offer = command.offer_kv
-                kv.offer(sequence_id, offer.kv.transfer_id, tuple(offer.blocks), offer.kv.num_tokens, offer.prefix_hash)
+                kv.offer(
+                    sequence_id,
+                    offer.kv.transfer_id,
+                    tuple(offer.blocks),
+                    offer.kv.num_tokens,
+                    offer.prefix_hash,
+                )
             case "kv_progress":
                 progress = command.kv_progress
                 if progress.first_tokens:
-                    first = FirstTokens(tokens=tuple(progress.first_tokens), logprobs=tuple(progress.first_logprobs))
+                    first = FirstTokens(
+                        tokens=tuple(progress.first_tokens), logprobs=tuple(progress.first_logprobs)
+                    )
                     kv.complete(sequence_id, first)
                 else:
-                    kv.progress(sequence_id, progress.num_ready, progress.num_ahead, progress.num_layers)
+                    kv.progress(
+                        sequence_id, progress.num_ready, progress.num_ahead, progress.num_layers
+                    )
             case "fetch_kv":
                 fetch = kv.fetch(sequence_id, command.fetch_kv.kv, command.fetch_kv.prefix_hash)
                 fetch.add_done_callback(partial(self._fetched, sequence_id))
             case "kv_target":
-                kv.set_target(sequence_id, tuple(command.kv_target.blocks), command.kv_target.num_cached)
+                kv.set_target(
+                    sequence_id, tuple(command.kv_target.blocks), command.kv_target.num_cached
+                )
             case "load_adapter" if self._load_adapter:
-                load = in_thread(partial(self._load_adapter, sequence_id, command.load_adapter), "tandem-adapter")
+                load = in_thread(
+                    partial(self._load_adapter, sequence_id, command.load_adapter), "tandem-adapter"
+                )
                 load.add_done_callback(partial(self._adapter_loaded, sequence_id))
             case "open_disk" if self._rank_kv:
                 opening = partial(_open_disk, command.open_disk, self._rank_kv)
@@ -237,7 +267,9 @@ class RankServer(worker_pb2_grpc.RankServicer):
         if error := reading.exception():
             settle(self._failure, None, error)
         else:
-            self._events.put_nowait(worker_pb2.RankControlResponse(sequence_id=sequence_id, disk_read=reading.result()))
+            self._events.put_nowait(
+                worker_pb2.RankControlResponse(sequence_id=sequence_id, disk_read=reading.result())
+            )
 
     def _disk_written(self, disk: RankDisk, writing: "asyncio.Task[None]") -> None:
         self._report_changes(disk)
@@ -247,7 +279,9 @@ class RankServer(worker_pb2_grpc.RankServicer):
             case None:
                 self._events.put_nowait(worker_pb2.RankControlResponse(disk_written=""))
             case OSError() as refused:
-                self._events.put_nowait(worker_pb2.RankControlResponse(disk_written=str(refused) or "refused"))
+                self._events.put_nowait(
+                    worker_pb2.RankControlResponse(disk_written=str(refused) or "refused")
+                )
             case error:
                 settle(self._failure, None, error)
 
@@ -278,4 +312,6 @@ class RankServer(worker_pb2_grpc.RankServicer):
 
 
 def _open_disk(command: worker_pb2.OpenDisk, kv: KvStore) -> RankDisk:
-    return RankDisk.open(command.folder, command.role, kv, max_bytes=command.max_bytes, number=command.number)
+    return RankDisk.open(
+        command.folder, command.role, kv, max_bytes=command.max_bytes, number=command.number
+    )

@@ -1,7 +1,10 @@
-"""Opens process groups of torch.distributed that bind one named interface, without any global state.
+"""Opens process groups of torch.distributed that bind one named interface, without any global
+state.
 
-Groups of one process know nothing of each other, and `torch.distributed.init_process_group` is never called. Calls here
-block, without the interpreter lock: they belong into a thread. What goes wrong is RuntimeError, as torch raises it.
+Groups of one process know nothing of each other, and `torch.distributed.init_process_group` is
+never called. Calls here
+block, without the interpreter lock: they belong into a thread. What goes wrong is RuntimeError, as
+torch raises it.
 """
 
 import os
@@ -22,46 +25,68 @@ if TYPE_CHECKING:
 
 _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENVIRONMENT: Final = threading.Lock()
-_MAX_BYTES: Final = 65_536  # of all that one side of a rendezvous sends; with gloo it is a fifth of a kilobyte
+_MAX_BYTES: Final = (
+    65_536  # of all that one side of a rendezvous sends; with gloo it is a fifth of a kilobyte
+)
 
 
 def listen_store(host: str, size: int, timeout: float) -> "TCPStore":
-    """Returns the store at which `size` ranks of one group find each other. It waits for none of them, and listens at
-    `host` and its `port` until it is dropped. `timeout` is in seconds, of waits for its keys. Raises OSError if this
-    machine has no such interface."""
+    """Returns the store at which `size` ranks of one group find each other. It waits for none of
+    them, and listens at `host` and its `port` until it is dropped. `timeout` is in seconds, of
+    waits for its keys. Raises OSError if this machine has no such interface.
+    """
     return _serve_store(listen(host, 0), size, timeout)
 
 
 def _serve_store(server: socket.socket, size: int, timeout: float) -> "TCPStore":
     limit, (host, port, *_) = timedelta(seconds=timeout), server.getsockname()
-    # From here on the store closes the socket. One that listened itself would do so on all interfaces.
+    # From here on the store closes the socket. One that listened itself would do so on all
+    # interfaces.
     return distributed.TCPStore(  # type: ignore[attr-defined]
         host, port, size, True, limit, wait_for_workers=False, master_listen_fd=server.detach()
     )
 
 
 def join_store(host: str, port: int, timeout: float) -> "TCPStore":
-    """Returns the store at which another process listens. Raises RuntimeError if none listens there. Torch has no
-    deadline for a listener that is frozen: then this returns, or raises, when it wakes or dies."""
+    """Returns the store at which another process listens. Raises RuntimeError if none listens
+    there. Torch has no
+    deadline for a listener that is frozen: then this returns, or raises, when it wakes or dies.
+    """
     try:
-        # The store's own connect tries again for three times the timeout, and logs a stack trace each time.
+        # The store's own connect tries again for three times the timeout, and logs a stack trace
+        # each time.
         socket.create_connection((without_brackets(host), port), timeout).close()
     except OSError as error:
         raise RuntimeError("no process group at this address") from error
     return distributed.TCPStore(  # type: ignore[attr-defined]
-        without_brackets(host), port, None, False, timedelta(seconds=timeout), wait_for_workers=False
+        without_brackets(host),
+        port,
+        None,
+        False,
+        timedelta(seconds=timeout),
+        wait_for_workers=False,
     )
 
 
 def open_group(
-    store: Store, *, backend: str, rank: int, size: int, host: str, timeout: float, outlives_peers: bool = False
+    store: Store,
+    *,
+    backend: str,
+    rank: int,
+    size: int,
+    host: str,
+    timeout: float,
+    outlives_peers: bool = False,
 ) -> "Backend":
-    """Returns a group over this store, once all `size` ranks have joined; a second one over it needs a PrefixStore.
+    """Returns a group over this store, once all `size` ranks have joined; a second one over it
+    needs a PrefixStore.
 
-    `host` is this rank's own interface, which gloo binds. NCCL takes its interface from NCCL_SOCKET_IFNAME, and makes
-    its communicator with the first call, on the device of that call's tensor. `timeout` is in seconds, of the wait
-    for the others and of every call. By default a group of NCCL ends the process when a peer is lost, unless it
-    `outlives_peers`. Raises ValueError for a backend that this torch lacks."""
+    `host` is this rank's own interface, which gloo binds. NCCL takes its interface from
+    NCCL_SOCKET_IFNAME, and makes its communicator with the first call, on the device of that call's
+    tensor. `timeout` is in seconds, of the wait for the others and of every call. By default a
+    group of NCCL ends the process when a peer is lost, unless it `outlives_peers`. Raises
+    ValueError for a backend that this torch lacks.
+    """
     limit = timedelta(seconds=timeout)
     if backend == "gloo":
         gloo = distributed.ProcessGroupGloo
@@ -88,10 +113,13 @@ def open_group(
 
 
 class Rendezvous(Store):
-    """Shares a store between two ranks over one socket: what one sets, the other gets. Used by one thread.
+    """Shares a store between two ranks over one socket: what one sets, the other gets. Used by one
+    thread.
 
-    In the place of torch's own, which asks the name service for the names of all addresses that it sees, and waits for
-    the answer up to seconds. NCCL needs torch's: it looks into its store at any time, from threads of its own."""
+    In the place of torch's own, which asks the name service for the names of all addresses that it
+    sees, and waits for the answer up to seconds. NCCL needs torch's: it looks into its store at any
+    time, from threads of its own.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         """The connection's timeout is that of every wait."""
@@ -130,9 +158,12 @@ class Rendezvous(Store):
         self._connection.close()
 
 
-def meet_peer(place: tuple[str, int], server: socket.socket | None, backend: str, timeout: float) -> Store:
-    """Returns the store of two ranks that meet at `place`, where the first one listens by `server` and gets it once the
-    other has connected. Raises RuntimeError or OSError."""
+def meet_peer(
+    place: tuple[str, int], server: socket.socket | None, backend: str, timeout: float
+) -> Store:
+    """Returns the store of two ranks that meet at `place`, where the first one listens by `server`
+    and gets it once the other has connected. Raises RuntimeError or OSError.
+    """
     if backend != "gloo":
         return _serve_store(server, 2, timeout) if server else join_store(*place, timeout)
     if server is None:

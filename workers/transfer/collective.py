@@ -1,7 +1,8 @@
-"""Moves KV cache through a process group of the two ranks: gloo between host memories, NCCL between GPUs.
+"""Moves KV cache through a process group of the two ranks: gloo between host memories, NCCL between
+GPUs.
 
-Two-sided: the sender sends each span as one message; all transfers of a connection share its pair of ranks, in the
-order in which the messages are announced over the connection's stream.
+Two-sided: the sender sends each span as one message; all transfers of a connection share its pair
+of ranks, in the order in which the messages are announced over the connection's stream.
 """
 
 import asyncio
@@ -14,7 +15,15 @@ from torch import distributed
 
 from ..kv_cache.layout import KvSpan
 from .connector import CONNECT_SECONDS, KvConnector, TransferContext, checked
-from .frames import CONNECTION_LOST, FRAME_BYTES, Announce, Data, TransferError, TransportError, checksum_of
+from .frames import (
+    CONNECTION_LOST,
+    FRAME_BYTES,
+    Announce,
+    Data,
+    TransferError,
+    TransportError,
+    checksum_of,
+)
 from .pair import Pair
 
 _MAX_WAITING: Final = 8  # spans of all transfers that wait for the pair
@@ -29,15 +38,22 @@ class CollectiveConnector(KvConnector):
         self._announce: Callable[[Announce], None] = lambda announcement: None
         self._waiting: deque[memoryview] = deque()  # to be sent
         self._changed = asyncio.Event()
-        self._arrived: dict[int, asyncio.Queue[memoryview | None]] = {}  # by stream; None: no more will
+        self._arrived: dict[
+            int, asyncio.Queue[memoryview | None]
+        ] = {}  # by stream; None: no more will
         layout = context.kv.layout  # a span has one token of one layer at least
-        tokens = (geometry.num_heads * layout.bytes_per_slot(i) for i, geometry in enumerate(layout.layers))
+        tokens = (
+            geometry.num_heads * layout.bytes_per_slot(i)
+            for i, geometry in enumerate(layout.layers)
+        )
         self._max_bytes = max(FRAME_BYTES, *tokens)
 
     @classmethod
     def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
         """Returns nothing but that this torch has the backend, and the rank a GPU for NCCL."""
-        able = name == "gloo" or (distributed.is_nccl_available() and context.device.startswith("cuda"))
+        able = name == "gloo" or (
+            distributed.is_nccl_available() and context.device.startswith("cuda")
+        )
         return {} if able else None
 
     @classmethod
@@ -46,7 +62,11 @@ class CollectiveConnector(KvConnector):
     ) -> "CollectiveConnector":
         """Binds the rank's interface. Raises OSError if there is none."""
         device = context.device if name == "nccl" else "cpu"
-        connector = cls(context, name, Pair.listen(context.host, backend=name, device=device, timeout=CONNECT_SECONDS))
+        connector = cls(
+            context,
+            name,
+            Pair.listen(context.host, backend=name, device=device, timeout=CONNECT_SECONDS),
+        )
         connector._announce = announce
         return connector
 
@@ -55,11 +75,15 @@ class CollectiveConnector(KvConnector):
         return {"address": self.pair.address}
 
     @classmethod
-    async def connect(cls, context: TransferContext, name: str, description: dict[str, Any]) -> "CollectiveConnector":
+    async def connect(
+        cls, context: TransferContext, name: str, description: dict[str, Any]
+    ) -> "CollectiveConnector":
         """Joins the pair. Raises TransferError."""
         address = checked(description, {"address": str})["address"]
         device = context.device if name == "nccl" else "cpu"
-        pair = await Pair.join(address, host=context.host, backend=name, device=device, timeout=CONNECT_SECONDS)
+        pair = await Pair.join(
+            address, host=context.host, backend=name, device=device, timeout=CONNECT_SECONDS
+        )
         return cls(context, name, pair)
 
     async def run(self) -> None:
@@ -87,7 +111,8 @@ class CollectiveConnector(KvConnector):
         """Queues the span for the pair. Raises TransportError."""
         self._check()
         data = self.context.kv.read(blocks, span)
-        # Announced ahead, so that the receiver asks for one message while the next announcement is on its way.
+        # Announced ahead, so that the receiver asks for one message while the next announcement is
+        # on its way.
         self._announce(Announce(stream=stream, num_bytes=data.nbytes, checksum=checksum_of(data)))
         self._waiting.append(data)
         self._changed.set()
@@ -107,14 +132,19 @@ class CollectiveConnector(KvConnector):
     async def deliver(self, announcement: Announce) -> None:
         """Receives the message, and gives it to its stream."""
         if not 0 < announcement.num_bytes <= self._max_bytes:
-            raise TransferError(f"KV message of {announcement.num_bytes} bytes, at most {self._max_bytes} are expected")
+            raise TransferError(
+                f"KV message of {announcement.num_bytes} bytes, at most {self._max_bytes} are "
+                "expected"
+            )
         data = await self.pair.receive(announcement.num_bytes)
         if checksum_of(data) != announcement.checksum:
             raise TransferError("KV message with a wrong checksum")
         if announcement.stream in self._arrived:  # else the transfer was cancelled
             self._arrived[announcement.stream].put_nowait(data)
 
-    async def fetch(self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview) -> memoryview:
+    async def fetch(
+        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+    ) -> memoryview:
         """Returns the stream's next message."""
         found = await self._arrived[stream].get()
         if found is None:

@@ -1,8 +1,9 @@
-"""Keeps the connections of ranks that transfer KV cache: each two choose one transport when they first meet.
+"""Keeps the connections of ranks that transfer KV cache: each two choose one transport when they
+first meet.
 
-A connection is a stream that lives as long as both ranks do. The choice is static, from the capabilities of both. Where
-the transport cannot be connected or breaks, transfers go over gRPC for RETRY_SECONDS; then it is tried anew. Neither is
-an error of any transfer.
+A connection is a stream that lives as long as both ranks do. The choice is static, from the
+capabilities of both. Where the transport cannot be connected or breaks, transfers go over gRPC for
+RETRY_SECONDS; then it is tried anew. Neither is an error of any transfer.
 """
 
 import asyncio
@@ -34,7 +35,9 @@ from .registry import capabilities, choose, find_connector
 
 logger = logging.getLogger(__name__)
 
-CONNECT_WAIT_SECONDS: Final = 0.5  # how long transfers wait for a first connection, before they go over gRPC
+CONNECT_WAIT_SECONDS: Final = (
+    0.5  # how long transfers wait for a first connection, before they go over gRPC
+)
 RETRY_SECONDS: Final = 10.0  # how long gRPC is taken after a transport has failed
 _FORGET_SECONDS: Final = 600.0  # how long a failure is remembered
 
@@ -44,7 +47,9 @@ KvCall = PeerStream[bytes, bytes]
 class Connection:
     """Connects a receiver to one sender; lives as long as its task."""
 
-    def __init__(self, endpoint: str, call: KvCall, context: TransferContext, *, awaited: bool) -> None:
+    def __init__(
+        self, endpoint: str, call: KvCall, context: TransferContext, *, awaited: bool
+    ) -> None:
         self.endpoint = endpoint
         self.awaited = awaited  # transfers wait for it, for a while
         self.began = time.monotonic()
@@ -68,8 +73,14 @@ class Connection:
                 await self.connector.deliver(announcement)
         except (TransferError, TimeoutError, OSError, ValueError) as error:
             level = logging.INFO if self.transport else logging.WARNING  # a peer may leave
-            # As text: a record that is kept would keep the exception, and with it the mapped memory.
-            logger.log(level, "the KV connection to %s has ended: %s", self.endpoint, str(error) or "timeout")
+            # As text: a record that is kept would keep the exception, and with it the mapped
+            # memory.
+            logger.log(
+                level,
+                "the KV connection to %s has ended: %s",
+                self.endpoint,
+                str(error) or "timeout",
+            )
 
     async def _connect(self) -> None:
         hello = Open(layout=self._context.kv.layout.digest, transports=capabilities(self._context))
@@ -123,13 +134,24 @@ class ReceiverConnections:
     @property
     def transports(self) -> dict[str, str]:
         """The transport to each endpoint that is connected, in the order of the endpoints."""
-        return {endpoint: one.transport for endpoint, one in sorted(self._open.items()) if one.transport}
+        return {
+            endpoint: one.transport for endpoint, one in sorted(self._open.items()) if one.transport
+        }
 
     def connect(self, endpoint: str) -> None:
-        """Begins to connect, unless there is a connection or it has failed in the last RETRY_SECONDS."""
+        """Begins to connect, unless there is a connection or it has failed in the last
+        RETRY_SECONDS.
+        """
         now = time.monotonic()
-        self._failed = {other: failed for other, failed in self._failed.items() if now - failed < _FORGET_SECONDS}
-        if endpoint in self._open or now - self._failed.get(endpoint, -RETRY_SECONDS) < RETRY_SECONDS:
+        self._failed = {
+            other: failed
+            for other, failed in self._failed.items()
+            if now - failed < _FORGET_SECONDS
+        }
+        if (
+            endpoint in self._open
+            or now - self._failed.get(endpoint, -RETRY_SECONDS) < RETRY_SECONDS
+        ):
             return
         call: KvCall = self.channel(endpoint).stream_stream(CONNECT_METHOD)()
         connection = Connection(endpoint, call, self._context, awaited=endpoint not in self._failed)
@@ -137,7 +159,9 @@ class ReceiverConnections:
         connection.task.add_done_callback(lambda task: self.drop(connection))
 
     async def get(self, endpoint: str) -> Connection | None:
-        """Returns the connection as soon as its transport is known; None if that is gRPC or not known in time."""
+        """Returns the connection as soon as its transport is known; None if that is gRPC or not
+        known in time.
+        """
         connection = self._open.get(endpoint)
         if connection is None:
             return None
@@ -185,8 +209,9 @@ class SenderConnections:
             outbox.put_nowait(None)
 
     async def serve(self, incoming: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-        """Answers one Connect stream for as long as it lives. Raises TransferError, or what the transport raises, for
-        whatever ends it but the receiver."""
+        """Answers one Connect stream for as long as it lives. Raises TransferError, or what the
+        transport raises, for whatever ends it but the receiver.
+        """
         frames = aiter(incoming)
         key, hello = await receive(frames, CONNECT_SECONDS)
         if not isinstance(hello, Open) or key.transfer_id in self._connectors:
@@ -220,7 +245,9 @@ class SenderConnections:
             if ended := self._connectors.pop(key.transfer_id):
                 ended.close()
 
-    async def _listen(self, hello: Open, announce: Callable[[Announce], None]) -> KvConnector | None:
+    async def _listen(
+        self, hello: Open, announce: Callable[[Announce], None]
+    ) -> KvConnector | None:
         chosen = choose(self._context, hello.transports)
         if chosen is None:
             return None
@@ -236,8 +263,10 @@ class SenderConnections:
 async def receive(
     incoming: AsyncIterator[bytes], timeout: float | None, key: TransferKey | None = None
 ) -> tuple[TransferKey, Message | None]:
-    """Returns the receiver's next message and its key, which must be `key` if given; after that, None when the receiver
-    has ended the stream. Raises TransferError for what cannot be read, and if nothing comes."""
+    """Returns the receiver's next message and its key, which must be `key` if given; after that,
+    None when the receiver has ended the stream. Raises TransferError for what cannot be read, and
+    if nothing comes.
+    """
     try:
         async with asyncio.timeout(timeout):
             # With a default for the end, a cancel of `anext` would come out as RuntimeError.

@@ -1,4 +1,6 @@
-"""Joins what one rank needs to move KV cache: its sender, its receiver and the channels to other workers."""
+"""Joins what one rank needs to move KV cache: its sender, its receiver and the channels to other
+workers.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -29,7 +31,9 @@ class KvEndpoint:
         """The receiver has the sender's context and its `stall_seconds`."""
         self.sender = sender
         self._channels = PeerChannels(identity)
-        self.receiver = KvReceiver(sender.context, stall_seconds=sender.stall_seconds, channel=self._channels.get)
+        self.receiver = KvReceiver(
+            sender.context, stall_seconds=sender.stall_seconds, channel=self._channels.get
+        )
 
     def serve_on(self, server: PeerServer) -> None:
         """Adds the KV endpoint to a server that has not started yet."""
@@ -37,7 +41,9 @@ class KvEndpoint:
         add_bytes_method(server, CONNECT_METHOD, _answering(self.sender.connections.serve))
 
     def disconnect(self) -> None:
-        """Ends the connections that others have to this rank, so that the server can stop; they connect anew."""
+        """Ends the connections that others have to this rank, so that the server can stop; they
+        connect anew.
+        """
         self.sender.connections.disconnect()
 
     async def close(self) -> None:
@@ -50,14 +56,17 @@ class KvEndpoint:
 class PeerChannels:
     """Keeps a channel to each peer that is called, and closes those that had no call for a while.
 
-    A connection to a peer is a call, so what is closed leads to a peer that has left, or is rarely called. Lives in one
-    event loop."""
+    A connection to a peer is a call, so what is closed leads to a peer that has left, or is rarely
+    called. Lives in one event loop.
+    """
 
     def __init__(self, identity: PeerIdentity, unused_seconds: float = UNUSED_SECONDS) -> None:
         self._identity = identity
         self._unused_seconds = unused_seconds
         self._channels: dict[str, PeerChannel] = {}  # by endpoint
-        self._unused_since: dict[str, float] = {}  # the loop's time when the last call ended, or none had begun
+        self._unused_since: dict[
+            str, float
+        ] = {}  # the loop's time when the last call ended, or none had begun
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -65,7 +74,9 @@ class PeerChannels:
         return len(self._channels)
 
     def get(self, endpoint: str) -> PeerChannel:
-        """Returns the channel to a peer, to be called before the next await: a channel without a call may be closed."""
+        """Returns the channel to a peer, to be called before the next await: a channel without a
+        call may be closed.
+        """
         channel = self._channels.get(endpoint)
         if channel is None:
             channel = self._channels[endpoint] = PeerChannel(endpoint, self._identity)
@@ -89,8 +100,12 @@ class PeerChannels:
             return
         loop = asyncio.get_running_loop()
         self._unused_since[endpoint] = loop.time()
-        if endpoint not in self._timers:  # one for many calls: asyncio keeps the timers that are cancelled for long
-            self._timers[endpoint] = loop.call_later(self._unused_seconds, self._close_unused, endpoint)
+        if (
+            endpoint not in self._timers
+        ):  # one for many calls: asyncio keeps the timers that are cancelled for long
+            self._timers[endpoint] = loop.call_later(
+                self._unused_seconds, self._close_unused, endpoint
+            )
 
     def _close_unused(self, endpoint: str) -> None:
         del self._timers[endpoint]
@@ -111,13 +126,17 @@ def add_bytes_method(server: PeerServer, name: str, handle: _Handle) -> None:
     """Adds a method of streams both ways, without serializers; `name` is /SERVICE/METHOD."""
     service, method = name.strip("/").split("/")
     handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(handle)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service, {method: handler}),)
+    )
 
 
 def _answering(serve: _Serve) -> _Handle:
     """Returns the handler of a stream whose frames `serve` answers."""
 
-    async def answer(incoming: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    async def answer(
+        incoming: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> None:
         writing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         writing.set_result(None)
         try:

@@ -2,14 +2,15 @@
 
     | crc32c of all that follows: u32 | header length: u32 | header | payload |
 
-A transfer is one stream for each piece: the receiver sends Open, Pull and in the end, on one stream of the whole
-fetch, Ack; the sender sends Data, ..., Data, Commit, and before them BlockTable if the receiver is to read the blocks
-itself. A connection, which two ranks have for as long as both live, chooses their transport: the receiver sends Open
-with its transports, the sender Open with at most one of them, then Announce for each message of a two-sided transport.
-There the transfer id is the connection's.
+A transfer is one stream for each piece: the receiver sends Open, Pull and in the end, on one stream
+of the whole fetch, Ack; the sender sends Data, ..., Data, Commit, and before them BlockTable if the
+receiver is to read the blocks itself. A connection, which two ranks have for as long as both live,
+chooses their transport: the receiver sends Open with its transports, the sender Open with at most
+one of them, then Announce for each message of a two-sided transport. There the transfer id is the
+connection's.
 
-Every frame names the transfer id and the epoch of the worker that holds the cache, so that a reused number or a
-restarted worker is never mistaken. Knows the form of frames only.
+Every frame names the transfer id and the epoch of the worker that holds the cache, so that a reused
+number or a restarted worker is never mistaken. Knows the form of frames only.
 """
 
 import math
@@ -30,14 +31,20 @@ CONNECT_METHOD: Final = "/tandem.v1.KvTransfer/Connect"
 CONNECTION_LOST: Final = "KV connection lost"
 """The text in which a sender ends a transfer whose connection it does not know, or not any more."""
 FRAME_BYTES: Final = 1024 * 1024
-"""KV of one data frame to aim at: the fastest for gRPC streams of Python bytes on loopback (measured 64 KiB to 4 MiB),
-and short enough to be copied at once in an event loop (a fifth of a millisecond)."""
+"""KV of one data frame to aim at: the fastest for gRPC streams of Python bytes on loopback
+(measured 64 KiB to 4 MiB), and short enough to be copied at once in an event loop (a fifth of a
+millisecond).
+"""
 
 MAX_FIRST_TOKENS: Final = limits.MAX_BEAM_WIDTH + 2 * limits.MAX_STOP_TOKEN_IDS
-"""A beam search begins with a candidate for each beam and for each token that could end one; some the model adds."""
+"""A beam search begins with a candidate for each beam and for each token that could end one; some
+the model adds.
+"""
 
 _PREFIX = struct.Struct(">II")
-_MAX_HEADER_BYTES: Final = 4096 + 14 * MAX_FIRST_TOKENS  # 5 bytes for a token, 9 for its log probability
+_MAX_HEADER_BYTES: Final = (
+    4096 + 14 * MAX_FIRST_TOKENS
+)  # 5 bytes for a token, 9 for its log probability
 
 
 class TransferError(Exception):
@@ -58,19 +65,22 @@ class TransferKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Begins a stream of the receiver, and answers that of a connection. The stream of a transfer pins the cache: the
-    sender keeps it as long as the stream lives."""
+    """Begins a stream of the receiver, and answers that of a connection. The stream of a transfer
+    pins the cache: the sender keeps it as long as the stream lives.
+    """
 
     layout: bytes  # KvLayout.digest
-    # Of a connection, by name in order of preference: its capabilities at the receiver, or how the chosen one
-    # is reached.
+    # Of a connection, by name in order of preference: its capabilities at the receiver, or how the
+    # chosen one is reached.
     transports: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
-    """Asks for the layers of a group, of the tokens from `first_token` on (the receiver has those before), in the
-    sender's KV slots [first_slot, +num_slots). No slots at all is a stream that only pins the cache."""
+    """Asks for the layers of a group, of the tokens from `first_token` on (the receiver has those
+    before), in the sender's KV slots [first_slot, +num_slots). No slots at all is a stream that
+    only pins the cache.
+    """
 
     first_token: int
     group: int
@@ -82,15 +92,21 @@ class Pull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """Answers a Pull over a one-sided transport. Its payload is the block table, int32, little endian."""
+    """Answers a Pull over a one-sided transport. Its payload is the block table, int32, little
+    endian.
+    """
 
     entry: int  # of the sender's lease table,
-    number: int  # which it holds as long as the blocks are the transfer's; 0: the table is full, so Data have payload
+    # which it holds as long as the blocks are the transfer's; 0: the table is full, so Data have
+    # payload
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data(KvSpan):
-    """Brings a span of the sender's KV cache, in canonical form as payload or wherever the transport has it."""
+    """Brings a span of the sender's KV cache, in canonical form as payload or wherever the
+    transport has it.
+    """
 
     index: int  # counts the data frames of a stream from 0
     num_bytes: int  # of KV
@@ -116,8 +132,9 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
-    """Confirms that every rank of the receiver's group has its part of the cache, verified; the sender's group may free
-    it. Sent by rank 0 to rank 0; other streams just end."""
+    """Confirms that every rank of the receiver's group has its part of the cache, verified; the
+    sender's group may free it. Sent by rank 0 to rank 0; other streams just end.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +164,9 @@ def encode(key: TransferKey, message: Message, payload: bytes | memoryview = b""
 
 
 def decode(frame: bytes) -> tuple[TransferKey, Message, memoryview]:
-    """Returns what `encode` was given; the payload is a view of `frame`. Raises TransferError for anything else."""
+    """Returns what `encode` was given; the payload is a view of `frame`. Raises TransferError for
+    anything else.
+    """
     if len(frame) < _PREFIX.size:
         raise TransferError("KV frame cut short")
     checksum, header_length = _PREFIX.unpack_from(frame)
@@ -167,7 +186,9 @@ def decode(frame: bytes) -> tuple[TransferKey, Message, memoryview]:
         raise TransferError("KV frame with an unreadable header") from error
     _check_types(key)
     _check_types(message)
-    if isinstance(message, Commit) and not (message.tokens and len(message.logprobs) in (0, len(message.tokens))):
+    if isinstance(message, Commit) and not (
+        message.tokens and len(message.logprobs) in (0, len(message.tokens))
+    ):
         raise TransferError("KV frame with bad first tokens")
     return key, message, view[end:]
 
@@ -176,12 +197,17 @@ _CHECKS: Final[dict[object, Callable[[Any], bool]]] = {
     int: lambda value: type(value) is int and value >= 0,
     float: lambda value: type(value) is float and math.isfinite(value) and value >= 0,
     bytes: lambda value: type(value) is bytes,
-    list[int]: lambda value: type(value) is list and all(type(item) is int and item >= 0 for item in value),
-    list[float]: lambda value: type(value) is list and all(type(x) is float and math.isfinite(x) for x in value),
+    list[int]: lambda value: (
+        type(value) is list and all(type(item) is int and item >= 0 for item in value)
+    ),
+    list[float]: lambda value: (
+        type(value) is list and all(type(x) is float and math.isfinite(x) for x in value)
+    ),
     dict[str, Any]: lambda value: type(value) is dict and all(type(name) is str for name in value),
 }
 _FIELDS: Final = {
-    cls: {each.name: _CHECKS[each.type] for each in fields(cls)} for cls in (TransferKey, *_TYPES.values())
+    cls: {each.name: _CHECKS[each.type] for each in fields(cls)}
+    for cls in (TransferKey, *_TYPES.values())
 }
 
 

@@ -1,4 +1,6 @@
-"""Carries KV cache as payload of the transfer's own frames, over gRPC: always available, the fallback of all others."""
+"""Carries KV cache as payload of the transfer's own frames, over gRPC: always available, the
+fallback of all others.
+"""
 
 from collections.abc import Sequence
 
@@ -14,6 +16,8 @@ class GrpcConnector(KvConnector):
         """Returns the span as payload."""
         return self.context.kv.read(blocks, span)
 
-    async def fetch(self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview) -> memoryview:
+    async def fetch(
+        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+    ) -> memoryview:
         """Returns the payload."""
         return payload

@@ -1,7 +1,8 @@
 """Shows other processes which offers of KV cache still own their blocks.
 
-A one-sided reader copies blocks while their owner does nothing. Whether a block was reused meanwhile shows here: an
-offer has an entry that holds its number for as long as it owns its blocks. The reader checks it after its last copy.
+A one-sided reader copies blocks while their owner does nothing. Whether a block was reused
+meanwhile shows here: an offer has an entry that holds its number for as long as it owns its blocks.
+The reader checks it after its last copy.
 """
 
 import mmap
@@ -21,7 +22,9 @@ _NUM_ENTRIES: Final = (TABLE_BYTES - TOKEN_BYTES) // ENTRY_BYTES
 
 
 class LeaseTable:
-    """Holds the leases of one sender, in a file without a name that other processes of the host can map."""
+    """Holds the leases of one sender, in a file without a name that other processes of the host can
+    map.
+    """
 
     def __init__(self, *, shared: bool) -> None:
         """Without `shared` memory no other process can read the table, and it has no entries."""
@@ -38,7 +41,9 @@ class LeaseTable:
             self._free = list(range(_NUM_ENTRIES))
 
     def open(self) -> tuple[int, int]:
-        """Takes an entry; returns it and the number that it holds from now on, which is 0 if there is none left."""
+        """Takes an entry; returns it and the number that it holds from now on, which is 0 if there
+        is none left.
+        """
         if not self._free:
             return 0, 0
         entry = self._free.pop()
@@ -54,7 +59,9 @@ class LeaseTable:
 
 
 def entry_offset(table: BlockTable) -> int:
-    """Returns where in the lease table an offer's ENTRY_BYTES are. Raises TransferError if there is no such entry."""
+    """Returns where in the lease table an offer's ENTRY_BYTES are. Raises TransferError if there is
+    no such entry.
+    """
     if table.entry >= _NUM_ENTRIES:
         raise TransferError(f"KV block table with lease entry {table.entry} of {_NUM_ENTRIES}")
     return TOKEN_BYTES + table.entry * ENTRY_BYTES

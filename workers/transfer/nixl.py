@@ -1,4 +1,5 @@
-"""Reads KV cache of another worker by NIXL, from wherever it reaches: as `shared_memory`, but for the mapping.
+"""Reads KV cache of another worker by NIXL, from wherever it reaches: as `shared_memory`, but for
+the mapping.
 
 The sender's KV cache and its lease table are two regions, read as one memory laid end to end.
 """
@@ -26,19 +27,25 @@ _STAGING_BYTES: Final = 4 * 1024 * 1024  # holds FRAME_BYTES of KV where they li
 
 
 class NixlConnector(KvConnector):
-    """Connects two ranks by NIXL. The receiver reads one span at a time; other transfers wait for it."""
+    """Connects two ranks by NIXL. The receiver reads one span at a time; other transfers wait for
+    it.
+    """
 
     one_sided = True
     _memory: NixlMemory
     _peer: NixlPeer
     _reading: asyncio.Lock
     _sizes: dict[str, int]  # of the sender's memory
-    _shapes: list[tuple[int, ...]]  # of each group: [num_layers, 2, num_blocks, num_slots, block_size, head_bytes]
+    _shapes: list[
+        tuple[int, ...]
+    ]  # of each group: [num_layers, 2, num_blocks, num_slots, block_size, head_bytes]
     _starts: list[int]  # of each group, in bytes, and the end
 
     @classmethod
     def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
-        """Returns whether this rank's memory can be read: a sender's must be; None without the library or on GPUs."""
+        """Returns whether this rank's memory can be read: a sender's must be; None without the
+        library or on GPUs.
+        """
         if not available() or context.device != "cpu":
             return None
         return {"shares": context.kv.shared_fd is not None}
@@ -49,7 +56,9 @@ class NixlConnector(KvConnector):
         return bool(sender["shares"])
 
     @classmethod
-    async def listen(cls, context: TransferContext, name: str, announce: Callable[[Announce], None]) -> "NixlConnector":
+    async def listen(
+        cls, context: TransferContext, name: str, announce: Callable[[Announce], None]
+    ) -> "NixlConnector":
         """Registers the rank's memory, the first time. Raises OSError if NIXL does not work here."""
         connector = cls(context, name)
         connector._memory = await context.resource("nixl memory", partial(_register, context))
@@ -57,12 +66,18 @@ class NixlConnector(KvConnector):
 
     def description(self) -> dict[str, Any]:
         """Returns how the memory is reached and how it is laid out."""
-        return {"memory": self._memory.describe(), **{name: getattr(self.context.kv, name) for name in MEMORY_SIZES}}
+        return {
+            "memory": self._memory.describe(),
+            **{name: getattr(self.context.kv, name) for name in MEMORY_SIZES},
+        }
 
     @classmethod
-    async def connect(cls, context: TransferContext, name: str, description: dict[str, Any]) -> "NixlConnector":
-        """Connects to the sender's memory. Raises TransferError if NIXL does not reach it, OSError if it does not work
-        here, ValueError if the memory is of another size."""
+    async def connect(
+        cls, context: TransferContext, name: str, description: dict[str, Any]
+    ) -> "NixlConnector":
+        """Connects to the sender's memory. Raises TransferError if NIXL does not reach it, OSError
+        if it does not work here, ValueError if the memory is of another size.
+        """
         found = checked(description, {"memory": bytes, **MEMORY_SIZES})
         connector = cls(context, name)
         connector._sizes = {name: found[name] for name in MEMORY_SIZES}
@@ -78,7 +93,9 @@ class NixlConnector(KvConnector):
             raise ValueError(f"{kv_bytes} bytes are not {found['num_blocks']} blocks of KV cache")
         return connector
 
-    async def fetch(self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview) -> memoryview:
+    async def fetch(
+        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+    ) -> memoryview:
         """Reads the span, in parts if it is larger than the staging memory."""
         layout = self.context.kv.layout
         block_size, num_blocks = self._sizes["block_size"], self._sizes["num_blocks"]
@@ -88,7 +105,9 @@ class NixlConnector(KvConnector):
             raise ValueError(f"a block is not within {num_blocks}")
         head_bytes = layout.bytes_per_slot(data.first_layer) // 2
         first_block, offset = divmod(data.first_token, block_size)
-        rows = self._rows(blocks[first_block : -(-(data.first_token + data.num_tokens) // block_size)], data)
+        rows = self._rows(
+            blocks[first_block : -(-(data.first_token + data.num_tokens) // block_size)], data
+        )
         piece_bytes = data.num_slots * block_size * head_bytes
         num_rows = max(1, _STAGING_BYTES // (rows.shape[1] * piece_bytes))
         order = np.arange(min(num_rows, len(rows)) * rows.shape[1] * data.num_slots * block_size)
@@ -99,25 +118,39 @@ class NixlConnector(KvConnector):
             for start in range(0, len(rows), num_rows):
                 places = rows[start : start + num_rows]
                 pieces = np.stack([places.ravel(), np.full(places.size, piece_bytes)], 1)
-                heads = np.frombuffer(await self._peer.read(pieces), np.uint8).reshape(-1, head_bytes)
-                # Of numpy's ways to pick them the one that is fast for few bytes: 30 us for 1 MB, an index 800.
-                np.take(heads, order[: len(places)], 0, dense[start : start + num_rows], mode="clip")
+                heads = np.frombuffer(await self._peer.read(pieces), np.uint8).reshape(
+                    -1, head_bytes
+                )
+                # Of numpy's ways to pick them the one that is fast for few bytes: 30 us for 1 MB,
+                # an index 800.
+                np.take(
+                    heads, order[: len(places)], 0, dense[start : start + num_rows], mode="clip"
+                )
         return dense.reshape(-1).data
 
-    def _rows(self, blocks: Sequence[int], span: KvSpan) -> npt.NDArray[np.int64]:  # [2 * num_layers, num_blocks]
-        """Returns where the span's slots begin in each block, for each layer's keys and values, in bytes."""
+    def _rows(
+        self, blocks: Sequence[int], span: KvSpan
+    ) -> npt.NDArray[np.int64]:  # [2 * num_layers, num_blocks]
+        """Returns where the span's slots begin in each block, for each layer's keys and values, in
+        bytes.
+        """
         layout = self.context.kv.layout
         group, first = layout.places[span.first_layer]
         _, _, num_blocks, num_slots, block_size, head_bytes = self._shapes[group]
         halves = np.arange(2 * first, 2 * (first + span.num_layers))
-        slots = (halves[:, None] * num_blocks + np.asarray(blocks, np.int64)) * num_slots + span.first_slot
+        slots = (
+            halves[:, None] * num_blocks + np.asarray(blocks, np.int64)
+        ) * num_slots + span.first_slot
         places: npt.NDArray[np.int64] = self._starts[group] + slots * (block_size * head_bytes)
         return places
 
     async def verify(self, table: BlockTable) -> None:
         """See `KvConnector.verify`."""
         async with self._reading:
-            check_entry(await self._peer.read([(self._starts[-1] + entry_offset(table), ENTRY_BYTES)]), table)
+            check_entry(
+                await self._peer.read([(self._starts[-1] + entry_offset(table), ENTRY_BYTES)]),
+                table,
+            )
 
     def close(self) -> None:
         """Ends the receiver's side. Idempotent."""
@@ -129,7 +162,9 @@ def _register(context: TransferContext) -> NixlMemory:
     """Raises OSError if NIXL does not work here."""
     assert context.kv.shared_fd is not None
     memory = mmap.mmap(context.kv.shared_fd, 0)
-    regions = [torch.frombuffer(each, dtype=torch.uint8) for each in (memory, context.leases.memory)]
+    regions = [
+        torch.frombuffer(each, dtype=torch.uint8) for each in (memory, context.leases.memory)
+    ]
     return NixlMemory(regions, devices=_devices(context.host))
 
 

@@ -1,8 +1,10 @@
-"""Sends bytes between two ranks over a process group of their own: gloo for host memory, NCCL for GPU memory.
+"""Sends bytes between two ranks over a process group of their own: gloo for host memory, NCCL for
+GPU memory.
 
-Messages arrive in order, and the receiver must know their lengths. All calls into torch run in a thread of the pair. A
-pair is either whole or broken for good: a call that fails, is cancelled or is not done within the timeout breaks it,
-because then it is not known which message comes next.
+Messages arrive in order, and the receiver must know their lengths. All calls into torch run in a
+thread of the pair. A
+pair is either whole or broken for good: a call that fails, is cancelled or is not done within the
+timeout breaks it, because then it is not known which message comes next.
 """
 
 import asyncio
@@ -36,9 +38,11 @@ _Future = asyncio.Future[Any]
 
 @dataclass(eq=False, repr=False)
 class Pair:
-    """Connects two ranks privately. Made by `listen` and `accept` on one side, `join` on the other; used and
-    closed in the event loop that made it. Closing it, or breaking it, frees its thread and sockets: at once if it is
-    idle, else when the call in progress has ended, after the timeout at the latest (gloo cannot be interrupted)."""
+    """Connects two ranks privately. Made by `listen` and `accept` on one side, `join` on the other;
+    used and closed in the event loop that made it. Closing it, or breaking it, frees its thread and
+    sockets: at once if it is idle, else when the call in progress has ended, after the timeout at
+        the latest (gloo cannot be interrupted).
+    """
 
     place: tuple[str, int]  # where the first side listens
     secret: str
@@ -60,17 +64,24 @@ class Pair:
     def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._work, name="kv-pair", daemon=True)
         self._thread.start()
-        # A thread that comes out of torch when the interpreter has gone ends the process with a signal.
+        # A thread that comes out of torch when the interpreter has gone ends the process with a
+        # signal.
         atexit.register(self._leave)
 
     @classmethod
-    def listen(cls, host: str, *, backend: str = "gloo", device: str = "cpu", timeout: float) -> "Pair":
-        """Opens the first side. `timeout` is in seconds, of the wait for the other side and of every call.
+    def listen(
+        cls, host: str, *, backend: str = "gloo", device: str = "cpu", timeout: float
+    ) -> "Pair":
+        """Opens the first side. `timeout` is in seconds, of the wait for the other side and of
+        every call.
 
-        Raises OSError if there is no such interface."""
+        Raises OSError if there is no such interface.
+        """
         server = listen(host, 0)
         place, secret = (host, server.getsockname()[1]), secrets.token_hex(_SECRET_BYTES)
-        return cls(place, secret, host=host, backend=backend, device=device, timeout=timeout, server=server)
+        return cls(
+            place, secret, host=host, backend=backend, device=device, timeout=timeout, server=server
+        )
 
     @property
     def address(self) -> str:
@@ -78,20 +89,30 @@ class Pair:
         return f"{self.place[0]}:{self.place[1]}/{self.secret}"
 
     async def accept(self) -> None:
-        """Returns when the other side has joined and has shown that it knows the address. Raises TransferError, also if
-        torch lacks the backend."""
+        """Returns when the other side has joined and has shown that it knows the address. Raises
+        TransferError, also if torch lacks the backend.
+        """
         await self._call(self._open)
 
     @classmethod
     async def join(
         cls, address: str, *, host: str, backend: str = "gloo", device: str = "cpu", timeout: float
     ) -> "Pair":
-        """Opens the other side, which binds `host`; the rest is as in `listen`. Raises TransferError."""
+        """Opens the other side, which binds `host`; the rest is as in `listen`. Raises
+        TransferError.
+        """
         place, _, secret = address.partition("/")
         peer, _, port = place.rpartition(":")
-        if not peer or not port.isdecimal() or int(port) > 65535 or len(secret) != 2 * _SECRET_BYTES:
+        if (
+            not peer
+            or not port.isdecimal()
+            or int(port) > 65535
+            or len(secret) != 2 * _SECRET_BYTES
+        ):
             raise TransferError("KV pair with an impossible address")
-        pair = cls((peer, int(port)), secret, host=host, backend=backend, device=device, timeout=timeout)
+        pair = cls(
+            (peer, int(port)), secret, host=host, backend=backend, device=device, timeout=timeout
+        )
         await pair._call(pair._open)
         return pair
 
@@ -104,12 +125,16 @@ class Pair:
         return bool(self._reason)
 
     async def send(self, data: bytearray | memoryview) -> None:
-        """Returns when the bytes, at least one, have left, not when they have arrived; until then, or until the call in
-        progress has ended if this one fails, they must not change. Raises TransferError."""
+        """Returns when the bytes, at least one, have left, not when they have arrived; until then,
+        or until the call in progress has ended if this one fails, they must not change. Raises
+        TransferError.
+        """
         await self._call(lambda: self._send(data))
 
     async def receive(self, num_bytes: int) -> memoryview:
-        """Returns the other side's next message, which has this length, not 0. Raises TransferError."""
+        """Returns the other side's next message, which has this length, not 0. Raises
+        TransferError.
+        """
         received: memoryview = await self._call(lambda: self._receive(num_bytes))
         return received
 
@@ -200,7 +225,8 @@ class Pair:
         finally:
             if isinstance(self._store, Rendezvous):
                 self._store.close()
-        # Any process may connect to the interface: each side shows one half of the secret, the joining one first.
+        # Any process may connect to the interface: each side shows one half of the secret, the
+        # joining one first.
         halves = self.secret[:_SECRET_BYTES].encode(), self.secret[_SECRET_BYTES:].encode()
         if self.rank == 0:
             self._expect(halves[0])

@@ -1,9 +1,10 @@
 """Fetches KV cache from other workers into this rank's own blocks.
 
-The receiver writes its own memory, so a late write into reused blocks cannot happen. It fails closed: until the context
-of `fetch` is entered, nothing that arrived may be used; and after that was cancelled or has raised, it writes no more.
-A rank pulls from as many ranks as hold what it needs, over a stream for each piece; the bytes go by the transport that
-the two ranks' connection has chosen, and over the stream itself where there is none or it breaks.
+The receiver writes its own memory, so a late write into reused blocks cannot happen. It fails
+closed: until the context of `fetch` is entered, nothing that arrived may be used; and after that
+was cancelled or has raised, it writes no more. A rank pulls from as many ranks as hold what it
+needs, over a stream for each piece; the bytes go by the transport that the two ranks' connection
+has chosen, and over the stream itself where there is none or it breaks.
 """
 
 import asyncio
@@ -47,18 +48,26 @@ logger = logging.getLogger(__name__)
 
 
 FetchTarget = tuple[tuple[int, ...], int]
-"""Where a cache goes: the block table of the prompt, and how many tokens the prefix cache holds already."""
+"""Where a cache goes: the block table of the prompt, and how many tokens the prefix cache holds
+already.
+"""
 
 FetchResult = tuple[FirstTokens, worker_pb2.KvReceived]
-"""What a stream has brought, or all of a fetch, and verified. The active seconds go from reading at the sender to
-writing here, without waits for the prefill; the transport of a stream without KV is empty."""
+"""What a stream has brought, or all of a fetch, and verified. The active seconds go from reading at
+the sender to writing here, without waits for the prefill; the transport of a stream without KV is
+empty.
+"""
 
 
 class PieceWriter:
-    """Checks that frames bring every layer of every token of a piece exactly once and in order, and writes them. Pure
-    but for the writes; one per stream. A piece without slots takes nothing, and then is complete."""
+    """Checks that frames bring every layer of every token of a piece exactly once and in order, and
+    writes them. Pure but for the writes; one per stream. A piece without slots takes nothing, and
+    then is complete.
+    """
 
-    def __init__(self, num_tokens: int, prefix_hash: bytes, target: FetchTarget, kv: KvStore, piece: Piece) -> None:
+    def __init__(
+        self, num_tokens: int, prefix_hash: bytes, target: FetchTarget, kv: KvStore, piece: Piece
+    ) -> None:
         """`num_tokens` and `prefix_hash` are those of the prompt that this worker was given."""
         self._num_tokens = num_tokens
         self._prefix_hash = prefix_hash
@@ -71,7 +80,9 @@ class PieceWriter:
         self.num_bytes = 0
 
     def write(self, frame: Data, payload: memoryview) -> None:
-        """Writes one data frame. Raises TransferError for a repeated, reordered, short or foreign one."""
+        """Writes one data frame. Raises TransferError for a repeated, reordered, short or foreign
+        one.
+        """
         end = frame.first_token + frame.num_tokens
         if frame.index != self._num_frames:
             raise TransferError("KV frame repeated or missing")
@@ -79,7 +90,8 @@ class PieceWriter:
             raise TransferError("KV frame out of bounds")
         if range(frame.first_slot, frame.first_slot + frame.num_slots) != self._piece.source_slots:
             raise TransferError("KV frame out of bounds")
-        # A number of layers that no model has must not be counted through. A layer of another group has no next token.
+        # A number of layers that no model has must not be counted through. A layer of another group
+        # has no next token.
         if frame.num_layers > len(self._next_token):
             raise TransferError("KV frame out of bounds")
         if set(map(self._next_token.get, frame.layers)) != {frame.first_token}:
@@ -101,7 +113,9 @@ class PieceWriter:
 
     def finish(self, commit: Commit) -> FirstTokens:
         """Checks that everything has arrived and is what was asked for. Raises TransferError."""
-        if commit.num_frames != self._num_frames or any(n != self._num_tokens for n in self._next_token.values()):
+        if commit.num_frames != self._num_frames or any(
+            n != self._num_tokens for n in self._next_token.values()
+        ):
             raise TransferError("KV cache incomplete")
         if commit.num_tokens != self._num_tokens or commit.prefix_hash != self._prefix_hash:
             raise TransferError("KV cache of another prompt")
@@ -134,10 +148,14 @@ class PieceStream:
             connections.connect(self._endpoint)
 
     async def pull(
-        self, target: asyncio.Future[FetchTarget], stall: asyncio.Timeout, extend: Callable[[], None]
+        self,
+        target: asyncio.Future[FetchTarget],
+        stall: asyncio.Timeout,
+        extend: Callable[[], None],
     ) -> FetchResult:
-        """Brings the piece when the target is known, over gRPC if the transport breaks; `extend` postpones `stall`.
-        Raises TransferError."""
+        """Brings the piece when the target is known, over gRPC if the transport breaks; `extend`
+        postpones `stall`. Raises TransferError.
+        """
         self._extend = extend
         try:
             await self._send(Open(layout=self._kv.layout.digest))
@@ -150,7 +168,9 @@ class PieceStream:
                     return await self._transfer(place, self._connection)
                 except TransportError as error:
                     self._count_failure()
-                    logger.warning("KV cache from %s goes over gRPC: %s", self._endpoint, str(error))
+                    logger.warning(
+                        "KV cache from %s goes over gRPC: %s", self._endpoint, str(error)
+                    )
                 self._connections.drop(self._connection)
                 self._connection = None
                 self.call.cancel()
@@ -172,10 +192,14 @@ class PieceStream:
 
     def _count_failure(self) -> None:
         connector = self._connection.connector if self._connection else None
-        self._metrics.add(KV_FAILURES, transport=connector.name if connector else self._connector.name)
+        self._metrics.add(
+            KV_FAILURES, transport=connector.name if connector else self._connector.name
+        )
 
     async def close(self, seconds: float, *, acknowledge: bool) -> None:
-        """Lets the sender end the stream, since a cancel could overtake the Ack; cancels it after so long."""
+        """Lets the sender end the stream, since a cancel could overtake the Ack; cancels it after
+        so long.
+        """
         try:
             async with asyncio.timeout(seconds):
                 if acknowledge:
@@ -218,8 +242,12 @@ class PieceStream:
         return target.result()
 
     async def _transfer(self, target: FetchTarget, connection: Connection | None) -> FetchResult:
-        """Brings the whole piece, from the Pull to the Commit. Raises TransportError if another transport might."""
-        connector, stream = (connection.connector, next(connection.streams)) if connection else (self._connector, 0)
+        """Brings the whole piece, from the Pull to the Commit. Raises TransportError if another
+        transport might.
+        """
+        connector, stream = (
+            (connection.connector, next(connection.streams)) if connection else (self._connector, 0)
+        )
         if connector is None:
             raise TransportError(CONNECTION_LOST)
         slots = self.piece.source_slots
@@ -269,7 +297,8 @@ class PieceStream:
                 raise TransferError("KV frame out of bounds") from error
             writer.write(message, data)
             now = time.monotonic()
-            # Within a burst nothing waits for the prefill: all the time since the frame before counts.
+            # Within a burst nothing waits for the prefill: all the time since the frame before
+            # counts.
             active += now - last if message.burst == burst else message.age + now - received
             last, burst = now, message.burst
 
@@ -282,13 +311,19 @@ class KvReceiver:
     """Fetches this rank's part of KV caches from other workers, over channels that the caller owns."""
 
     def __init__(
-        self, context: TransferContext, *, stall_seconds: float, channel: Callable[[str], PeerChannel]
+        self,
+        context: TransferContext,
+        *,
+        stall_seconds: float,
+        channel: Callable[[str], PeerChannel],
     ) -> None:
         self.connections = ReceiverConnections(context, channel)
         self._context = context
         self._stall_seconds = stall_seconds
         self._closing: set[asyncio.Task[None]] = set()
-        self._pieces: dict[int, tuple[Piece, ...]] = {}  # by the source's degree of tensor parallelism
+        self._pieces: dict[
+            int, tuple[Piece, ...]
+        ] = {}  # by the source's degree of tensor parallelism
 
     @property
     def num_closing(self) -> int:
@@ -299,31 +334,45 @@ class KvReceiver:
     async def fetch(
         self, handle: worker_pb2.KvHandle, prefix_hash: bytes, target: asyncio.Future[FetchTarget]
     ) -> AsyncGenerator[FetchResult, None]:
-        """Opens streams to ranks of the source group at once, which pins the cache, and pulls when `target` is known.
-        `prefix_hash` is that of the tokens that this worker was given.
+        """Opens streams to ranks of the source group at once, which pins the cache, and pulls when
+        `target` is known. `prefix_hash` is that of the tokens that this worker was given.
 
-        Inside of the context everything has arrived and verified, and the streams are still open. At its clean end rank
-        0 acknowledges the cache for its whole group; if that is lost on the way, the source's lease runs out. After an
-        exception in it nothing is acknowledged, and the streams break off: the cache can be fetched again. Raises
-        TransferError on entry for every fault; the target's blocks then have undefined content."""
+        Inside of the context everything has arrived and verified, and the streams are still open.
+        At its clean end rank 0 acknowledges the cache for its whole group; if that is lost on the
+        way, the source's lease runs out. After an exception in it nothing is acknowledged, and the
+        streams break off: the cache can be fetched again. Raises TransferError on entry for every
+        fault; the target's blocks then have undefined content.
+        """
         streams: list[PieceStream] = []
         try:
             for piece in self._plan(handle):
-                streams.append(PieceStream(piece, handle, prefix_hash, self._context, self.connections))
+                streams.append(
+                    PieceStream(piece, handle, prefix_hash, self._context, self.connections)
+                )
             yield await self._pull(streams, target)
         except BaseException:
             for stream in streams:
                 stream.call.cancel()
             raise
-        leading = next((stream for stream in streams if stream.piece.source_rank == self._context.kv.rank == 0), None)
+        leading = next(
+            (
+                stream
+                for stream in streams
+                if stream.piece.source_rank == self._context.kv.rank == 0
+            ),
+            None,
+        )
         for stream in streams:
-            closing = asyncio.create_task(stream.close(self._stall_seconds, acknowledge=stream is leading))
+            closing = asyncio.create_task(
+                stream.close(self._stall_seconds, acknowledge=stream is leading)
+            )
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
     def _plan(self, handle: worker_pb2.KvHandle) -> tuple[Piece, ...]:
-        """Returns what this rank pulls; rank 0 has at least one stream to rank 0. Raises TransferError if the source
-        cannot be split so."""
+        """Returns what this rank pulls; rank 0 has at least one stream to rank 0. Raises
+        TransferError if the source cannot be split so.
+        """
         kv, source_tp = self._context.kv, len(handle.endpoints)
         if handle.layout != kv.layout.digest:
             raise TransferError("KV layouts differ")
@@ -337,7 +386,9 @@ class KvReceiver:
             self._pieces[source_tp] = pieces
         return self._pieces[source_tp]
 
-    async def _pull(self, streams: Sequence[PieceStream], target: asyncio.Future[FetchTarget]) -> FetchResult:
+    async def _pull(
+        self, streams: Sequence[PieceStream], target: asyncio.Future[FetchTarget]
+    ) -> FetchResult:
         tasks: list[asyncio.Task[FetchResult]] = []
         loop = asyncio.get_running_loop()
 
@@ -355,12 +406,14 @@ class KvReceiver:
                 raise
 
         try:
-            # One deadline, which a frame on any stream extends: one that only pins the cache is silent for long.
+            # One deadline, which a frame on any stream extends: one that only pins the cache is
+            # silent for long.
             async with asyncio.timeout(None) as stall:
                 tasks += [asyncio.create_task(pull(stream)) for stream in streams]
-                # Neither wait_for nor a TaskGroup nor wait: of all these only gather has cancelled every task when
-                # `cancel` returns, and from then on the blocks may have another owner. With exceptions as results it
-                # loses no cancel that comes together with a failure.
+                # Neither wait_for nor a TaskGroup nor wait: of all these only gather has cancelled
+                # every task when `cancel` returns, and from then on the blocks may have another
+                # owner. With exceptions as results it loses no cancel that comes together with a
+                # failure.
                 results = await asyncio.gather(*tasks, return_exceptions=True)
         except TimeoutError as error:
             raise TransferError("KV cache made no progress") from error
@@ -368,9 +421,12 @@ class KvReceiver:
 
 
 def _merge(results: Sequence[FetchResult | BaseException]) -> FetchResult:
-    """Returns what the streams of one fetch have brought. Raises the failure of one, and TransferError if they are not
-    of one cache."""
-    if failures := [result for result in results if isinstance(result, BaseException)]:  # the others were cancelled
+    """Returns what the streams of one fetch have brought. Raises the failure of one, and
+    TransferError if they are not of one cache.
+    """
+    if failures := [
+        result for result in results if isinstance(result, BaseException)
+    ]:  # the others were cancelled
         raise next((failure for failure in failures if isinstance(failure, Exception)), failures[0])
     parts = [result for result in results if not isinstance(result, BaseException)]
     if len({first_tokens for first_tokens, _ in parts}) > 1:

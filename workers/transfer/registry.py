@@ -1,7 +1,8 @@
 """Finds transports by name.
 
-What is not built in comes from installed packages: entry points of the group `tandem.kv_connectors`, named as in
-`kv_transports` of the configuration, each a `KvConnector`. So every process finds them.
+What is not built in comes from installed packages: entry points of the group
+`tandem.kv_connectors`, named as in `kv_transports` of the configuration, each a `KvConnector`. So
+every process finds them.
 """
 
 from collections.abc import Mapping
@@ -36,9 +37,12 @@ def capabilities(context: TransferContext) -> dict[str, Any]:
     return {name: able for name, able in found.items() if able is not None}
 
 
-def choose(context: TransferContext, receiver: Mapping[str, Any]) -> tuple[str, type[KvConnector]] | None:
-    """Returns the transport to a receiver with these capabilities, and its name: the first in its order that both can
-    use; None for gRPC."""
+def choose(
+    context: TransferContext, receiver: Mapping[str, Any]
+) -> tuple[str, type[KvConnector]] | None:
+    """Returns the transport to a receiver with these capabilities, and its name: the first in its
+    order that both can use; None for gRPC.
+    """
     own = capabilities(context)
     for name, able in receiver.items():
         connector = find_connector(name) if name in own and isinstance(able, dict) else None

@@ -1,7 +1,7 @@
 """Sends KV cache to other workers while the prefill still runs.
 
-Everything here runs in one event loop, and reads of KV memory are synchronous: once `withdraw` has returned, no byte of
-the blocks is read any more and they may be reused.
+Everything here runs in one event loop, and reads of KV memory are synchronous: once `withdraw` has
+returned, no byte of the blocks is read any more and they may be reused.
 """
 
 import asyncio
@@ -18,10 +18,22 @@ from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvLayout, KvSpan
 from .connections import SenderConnections, receive
 from .connector import KvConnector, TransferContext
-from .frames import Ack, BlockTable, Commit, Data, Message, Open, Pull, TransferError, TransferKey, encode
+from .frames import (
+    Ack,
+    BlockTable,
+    Commit,
+    Data,
+    Message,
+    Open,
+    Pull,
+    TransferError,
+    TransferKey,
+    encode,
+)
 from .grpc_connector import GrpcConnector
 
-# Seconds between two frames that no decode waits for yet: shorter pauses would cost more than they spread.
+# Seconds between two frames that no decode waits for yet: shorter pauses would cost more than they
+# spread.
 _MIN_PAUSE: Final = 0.001
 _MAX_PAUSE: Final = 0.05
 
@@ -33,8 +45,9 @@ FrameHook = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
 
 @dataclass(slots=True, eq=False)
 class KvOffer:
-    """Holds KV cache on offer: the blocks of a prefill, whose tokens become readable as they are computed, or of a
-    suspended sequence, which is computed."""
+    """Holds KV cache on offer: the blocks of a prefill, whose tokens become readable as they are
+    computed, or of a suspended sequence, which is computed.
+    """
 
     key: TransferKey
     sequence_id: int
@@ -72,11 +85,12 @@ class KvOffer:
 
 @dataclass(eq=False)
 class KvSender:
-    """Offers the KV cache of this rank, by transfer id. An offer stays, for any receiver, until one acknowledges it,
-    its lease runs out or it is withdrawn.
+    """Offers the KV cache of this rank, by transfer id. An offer stays, for any receiver, until one
+    acknowledges it, its lease runs out or it is withdrawn.
 
-    `on_release(sequence_id)` is called exactly once for each offer that was acknowledged or whose lease ran out; the
-    engine may then free the blocks. After `withdraw` it is not called. With `lease_seconds` None it is never called,
+    `on_release(sequence_id)` is called exactly once for each offer that was acknowledged or whose
+    lease ran out; the engine may then free the blocks. After `withdraw` it is not called. With
+    `lease_seconds` None it is never called,
     and offers end by `withdraw` alone: rank 0 decides for its group.
     """
 
@@ -106,16 +120,27 @@ class KvSender:
         return sum(offer.num_streams for offer in self._offers.values())
 
     def offer(
-        self, sequence_id: int, transfer_id: bytes, blocks: tuple[int, ...], num_tokens: int, prefix_hash: bytes
+        self,
+        sequence_id: int,
+        transfer_id: bytes,
+        blocks: tuple[int, ...],
+        num_tokens: int,
+        prefix_hash: bytes,
     ) -> None:
         """Opens an offer. The transfer id is 128 random bits, the same on every rank of the group."""
         key = TransferKey(transfer_id=transfer_id, epoch=self.epoch)
-        offer = KvOffer(key, sequence_id, blocks, num_tokens, prefix_hash, self.context.leases.open())
+        offer = KvOffer(
+            key, sequence_id, blocks, num_tokens, prefix_hash, self.context.leases.open()
+        )
         self._offers[transfer_id] = self._by_sequence[sequence_id] = offer
         self._offered.set()
 
-    def progress(self, sequence_id: int, num_ready: int, num_ahead: int = 0, num_layers: int = 0) -> None:
-        """Reports that the first num_ready tokens are computed; the first num_ahead in the first num_layers layers."""
+    def progress(
+        self, sequence_id: int, num_ready: int, num_ahead: int = 0, num_layers: int = 0
+    ) -> None:
+        """Reports that the first num_ready tokens are computed; the first num_ahead in the first
+        num_layers layers.
+        """
         offer = self._by_sequence.get(sequence_id)
         if offer is not None:
             offer.num_ready, offer.num_ahead, offer.num_layers = num_ready, num_ahead, num_layers
@@ -152,7 +177,8 @@ class KvSender:
         if offer.expiry:
             offer.expiry.cancel()
         try:
-            # The receiver may wait for blocks without a limit here: its stream is the pin, and a dead peer ends it.
+            # The receiver may wait for blocks without a limit here: its stream is the pin, and a
+            # dead peer ends it.
             _, request = await receive(incoming, None, key)
             if not isinstance(request, Pull) or not self._has(offer, request):
                 raise TransferError("KV pull out of order")
@@ -161,7 +187,11 @@ class KvSender:
                 connector = self.connections.connector(request.connection)
                 if connector.one_sided:
                     entry, number = offer.entry
-                    yield encode(key, BlockTable(entry=entry, number=number), np.asarray(offer.blocks, "<i4").tobytes())
+                    yield encode(
+                        key,
+                        BlockTable(entry=entry, number=number),
+                        np.asarray(offer.blocks, "<i4").tobytes(),
+                    )
                     connector = connector if number else self._grpc
             num_frames = 0
             async with aclosing(self._send_data(offer, request, connector)) as frames:
@@ -180,7 +210,8 @@ class KvSender:
         if first.layout != self.context.kv.layout.digest:
             raise TransferError("KV layouts differ")
         if self.lease_seconds is None:
-            # Rank 0 sends the offer to this rank and to the router at the same time: a receiver may be here first.
+            # Rank 0 sends the offer to this rank and to the router at the same time: a receiver may
+            # be here first.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_OFFER_SECONDS):
                     while key.transfer_id not in self._offers:
@@ -195,21 +226,30 @@ class KvSender:
         groups = self.context.kv.layout.groups
         if request.first_token > offer.num_tokens or request.group >= len(groups):
             return False
-        return request.first_slot + request.num_slots <= self.context.kv.num_slots(groups[request.group][0])
+        return request.first_slot + request.num_slots <= self.context.kv.num_slots(
+            groups[request.group][0]
+        )
 
-    async def _send_data(self, offer: KvOffer, request: Pull, connector: KvConnector) -> AsyncGenerator[bytes, None]:
-        """Yields the frames of all tokens that were asked for, as soon as each is computed; returns when the first
-        tokens are known."""
+    async def _send_data(
+        self, offer: KvOffer, request: Pull, connector: KvConnector
+    ) -> AsyncGenerator[bytes, None]:
+        """Yields the frames of all tokens that were asked for, as soon as each is computed; returns
+        when the first tokens are known.
+        """
         index, burst, layout = 0, 0, self.context.kv.layout
         sent = dict.fromkeys(layout.groups[request.group], request.first_token)
         slots = range(request.first_slot, request.first_slot + request.num_slots)
         while min(sent.values()) < offer.num_tokens or offer.first_tokens is None:
             await self._wait_for_more(offer, sent)
-            began, ready = time.monotonic(), {layer: max(sent[layer], offer.ready(layer)) for layer in sent}
+            began, ready = (
+                time.monotonic(),
+                {layer: max(sent[layer], offer.ready(layer)) for layer in sent},
+            )
             spans = plan_frames(layout, slots, sent, ready, connector.frame_bytes)
             for span in spans:
-                # Until the prefill is done no decode waits for them. Spread over half of the time that its next chunk
-                # will take, they delay neither frames that are waited for nor the steps of the decode worker.
+                # Until the prefill is done no decode waits for them. Spread over half of the time
+                # that its next chunk will take, they delay neither frames that are waited for nor
+                # the steps of the decode worker.
                 pause = min(offer.interval / 2 / len(spans), _MAX_PAUSE)
                 if pause > _MIN_PAUSE and offer.first_tokens is None:
                     with suppress(TimeoutError):
@@ -227,7 +267,9 @@ class KvSender:
 
     async def _wait_for_more(self, offer: KvOffer, sent: Mapping[int, int]) -> None:
         def more() -> bool:
-            return offer.first_tokens is not None or any(offer.ready(layer) > count for layer, count in sent.items())
+            return offer.first_tokens is not None or any(
+                offer.ready(layer) > count for layer, count in sent.items()
+            )
 
         try:
             await offer.wait(more, self.stall_seconds)
@@ -243,11 +285,18 @@ class KvSender:
 
     def _start_lease(self, offer: KvOffer) -> None:
         """Starts the lease of a finished prefill that has no open stream."""
-        if self.lease_seconds is None or offer.first_tokens is None or offer.num_streams or offer.withdrawn:
+        if (
+            self.lease_seconds is None
+            or offer.first_tokens is None
+            or offer.num_streams
+            or offer.withdrawn
+        ):
             return
         if offer.expiry:
             offer.expiry.cancel()
-        offer.expiry = asyncio.get_running_loop().call_later(self.lease_seconds, self._release, offer)
+        offer.expiry = asyncio.get_running_loop().call_later(
+            self.lease_seconds, self._release, offer
+        )
 
     def _release(self, offer: KvOffer) -> None:
         self._forget(offer)
@@ -263,10 +312,16 @@ class KvSender:
 
 
 def plan_frames(
-    layout: KvLayout, slots: range, sent: Mapping[int, int], ready: Mapping[int, int], frame_bytes: int
+    layout: KvLayout,
+    slots: range,
+    sent: Mapping[int, int],
+    ready: Mapping[int, int],
+    frame_bytes: int,
 ) -> list[KvSpan]:
-    """Cuts these KV slots of the tokens from sent[layer] up to ready[layer], for every layer of a group, into frames of
-    about frame_bytes, long in tokens before wide in layers. Without slots there are none."""
+    """Cuts these KV slots of the tokens from sent[layer] up to ready[layer], for every layer of a
+    group, into frames of about frame_bytes, long in tokens before wide in layers. Without slots
+    there are none.
+    """
     if not slots:
         return []
     spans = []
@@ -274,7 +329,9 @@ def plan_frames(
     chunk = max(1, frame_bytes // token_bytes)
     # Neighbours in the model have equal distances to their places in the group.
     places = [(layer - place, layer) for place, layer in enumerate(sent)]
-    for (_, start, end), run in itertools.groupby(places, lambda item: (item[0], sent[item[1]], ready[item[1]])):
+    for (_, start, end), run in itertools.groupby(
+        places, lambda item: (item[0], sent[item[1]], ready[item[1]])
+    ):
         layers = [layer for _, layer in run]
         for first_token in range(start, end, chunk):
             num_tokens = min(chunk, end - first_token)

@@ -1,4 +1,6 @@
-"""Reads KV cache of another process of this host: the receiver maps the sender's memory and copies out of it."""
+"""Reads KV cache of another process of this host: the receiver maps the sender's memory and copies
+out of it.
+"""
 
 import mmap
 import os
@@ -36,22 +38,36 @@ class SharedMemoryConnector(KvConnector):
     def description(self) -> dict[str, Any]:
         """Returns where the memory and the lease table lie."""
         kv, leases = self.context.kv, self.context.leases
-        files = {"token": leases.token, "pid": os.getpid(), "kv_fd": kv.shared_fd, "leases_fd": leases.fd}
+        files = {
+            "token": leases.token,
+            "pid": os.getpid(),
+            "kv_fd": kv.shared_fd,
+            "leases_fd": leases.fd,
+        }
         return files | {name: getattr(kv, name) for name in MEMORY_SIZES}
 
     @classmethod
-    async def connect(cls, context: TransferContext, name: str, description: dict[str, Any]) -> "SharedMemoryConnector":
-        """Maps the sender's memory. Raises OSError or ValueError if this process cannot, or it is another one."""
+    async def connect(
+        cls, context: TransferContext, name: str, description: dict[str, Any]
+    ) -> "SharedMemoryConnector":
+        """Maps the sender's memory. Raises OSError or ValueError if this process cannot, or it is
+        another one.
+        """
         found = checked(description, _DESCRIPTION)
         connector = cls(context, name)
         connector._leases = _map(found["pid"], found["leases_fd"])
-        if len(connector._leases) != TABLE_BYTES or connector._leases[:TOKEN_BYTES] != found["token"]:
+        if (
+            len(connector._leases) != TABLE_BYTES
+            or connector._leases[:TOKEN_BYTES] != found["token"]
+        ):
             raise ValueError("another KV cache memory")
         sizes = {name: found[name] for name in MEMORY_SIZES}
         connector._read = context.kv.attach(_map(found["pid"], found["kv_fd"]), **sizes)
         return connector
 
-    async def fetch(self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview) -> memoryview:
+    async def fetch(
+        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+    ) -> memoryview:
         """Copies the span out of the sender's memory."""
         return self._read(blocks, data)
 
@@ -62,8 +78,9 @@ class SharedMemoryConnector(KvConnector):
 
 
 def host_id() -> str:
-    """Returns what is equal for processes that may map each other's files by their ids: those of one running kernel and
-    one namespace of process ids. Empty where that is not known."""
+    """Returns what is equal for processes that may map each other's files by their ids: those of
+    one running kernel and one namespace of process ids. Empty where that is not known.
+    """
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not boot.exists() or not namespace.exists():
         return ""

@@ -32,10 +32,17 @@ _UNFINISHED: Final = inference_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class MessageWriter:
-    """Writes the answer to one request: the events as its messages come, or the whole when all have come."""
+    """Writes the answer to one request: the events as its messages come, or the whole when all have
+    come.
+    """
 
     def __init__(self, request: HttpRequest, model: str, prompts: TokenIds) -> None:
-        self._head = {"id": f"msg_{request.request_id}", "type": "message", "role": "assistant", "model": model}
+        self._head = {
+            "id": f"msg_{request.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
         self._prompt_tokens = sum(map(len, prompts))
         self._has_started = False
         self._index = 0  # of the next content block, or of the open one
@@ -73,7 +80,12 @@ class MessageWriter:
         if not self._has_started:
             self._has_started = True
             usage = _counts(self._prompt_tokens, message.cached_tokens, 0)
-            begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+            begun: dict[str, Any] = {
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": usage,
+            }
             yield _event("message_start", message=self._head | begun)
             yield _event("ping")
         if message.reasoning:
@@ -95,7 +107,9 @@ class MessageWriter:
             yield from self._close()
             self._open = kind
             yield _event("content_block_start", index=self._index, content_block=begin)
-        yield _event("content_block_delta", index=self._index, delta={"type": f"{kind}_delta"} | delta)
+        yield _event(
+            "content_block_delta", index=self._index, delta={"type": f"{kind}_delta"} | delta
+        )
 
     def _close(self) -> Iterator[bytes]:
         if self._open:
@@ -111,7 +125,10 @@ def anthropic_error(error: TandemError, name: Callable[[str], str]) -> dict[str,
 
 def anthropic_plain_error(status: int, message: str) -> dict[str, Any]:
     """Returns Anthropic's form of an error of any status."""
-    return {"type": "error", "error": {"type": _ERROR_TYPES.get(status, "api_error"), "message": message}}
+    return {
+        "type": "error",
+        "error": {"type": _ERROR_TYPES.get(status, "api_error"), "message": message},
+    }
 
 
 def _event(type: str, **fields: Any) -> bytes:
@@ -134,7 +151,9 @@ def _usage(usage: inference_pb2.Usage) -> dict[str, int]:
 
 
 def _counts(prompt: int, cached: int, completion: int) -> dict[str, int]:
-    """Returns Anthropic's form of the counts: the prompt's cached tokens are not among its input tokens."""
+    """Returns Anthropic's form of the counts: the prompt's cached tokens are not among its input
+    tokens.
+    """
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

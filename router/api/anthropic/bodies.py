@@ -59,8 +59,12 @@ class ToolUseBlock(ReturnedModel):
     caller: Ignored[dict[str, Any]] = None
 
 
-_TextBlocks = TypeAliasType("_TextBlocks", Annotated[list[TextBlock], Field(max_length=_MAX_BLOCKS), FailFast()])
-TextOrBlocks = Annotated[Annotated[str, Tag("[text]")] | Annotated[_TextBlocks, Tag("[blocks]")], Discriminator(_form)]
+_TextBlocks = TypeAliasType(
+    "_TextBlocks", Annotated[list[TextBlock], Field(max_length=_MAX_BLOCKS), FailFast()]
+)
+TextOrBlocks = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[_TextBlocks, Tag("[blocks]")], Discriminator(_form)
+]
 
 
 class ToolResultBlock(ReturnedModel):
@@ -85,12 +89,16 @@ Block = Annotated[
 ]
 
 
-_Blocks = TypeAliasType("_Blocks", Annotated[list[Block], Field(max_length=_MAX_BLOCKS), FailFast()])
+_Blocks = TypeAliasType(
+    "_Blocks", Annotated[list[Block], Field(max_length=_MAX_BLOCKS), FailFast()]
+)
 
 
 class InputMessage(OpenModel):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Annotated[str, Tag("[text]")] | Annotated[_Blocks, Tag("[blocks]")], Discriminator(_form)]
+    content: Annotated[
+        Annotated[str, Tag("[text]")] | Annotated[_Blocks, Tag("[blocks]")], Discriminator(_form)
+    ]
 
 
 class AssistantInput(InputMessage, ReturnedModel):
@@ -105,7 +113,8 @@ def _role(value: object) -> str:
 
 
 Message = Annotated[
-    Annotated[AssistantInput, Tag("[assistant]")] | Annotated[InputMessage, Tag("[other]")], Discriminator(_role)
+    Annotated[AssistantInput, Tag("[assistant]")] | Annotated[InputMessage, Tag("[other]")],
+    Discriminator(_role),
 ]
 
 
@@ -126,7 +135,9 @@ class InputTool(OpenModel):
 class ToolChoiceBody(OpenModel):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = Field(None, description="Goes with type tool, and only with it.")
-    disable_parallel_tool_use: bool | None = Field(None, description="If true, the answer ends after its first call.")
+    disable_parallel_tool_use: bool | None = Field(
+        None, description="If true, the answer ends after its first call."
+    )
 
 
 class Thinking(OpenModel):

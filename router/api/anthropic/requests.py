@@ -51,7 +51,10 @@ def parse_count_tokens(body: bytes) -> HttpRequest:
 
 def _translate(body: CountTokensBody) -> dict[str, Any]:
     """Returns what an HttpRequest has of the body."""
-    chat, names = inference_pb2.Chat(), {"stopping.stop": "stop_sequences", "prompt.chat.template_kwargs": "thinking"}
+    chat, names = (
+        inference_pb2.Chat(),
+        {"stopping.stop": "stop_sequences", "prompt.chat.template_kwargs": "thinking"},
+    )
     if body.system:
         _add(chat, names, "system", role="system", content=_text(body.system))
     for i, message in enumerate(body.messages):
@@ -78,8 +81,12 @@ def _add(chat: inference_pb2.Chat, names: dict[str, str], path: str, **fields: A
     chat.messages.add(**fields)
 
 
-def _add_user(chat: inference_pb2.Chat, names: dict[str, str], message: InputMessage, path: str) -> None:
-    """Adds the results of tools and the texts between them, as messages of their own; also of role system."""
+def _add_user(
+    chat: inference_pb2.Chat, names: dict[str, str], message: InputMessage, path: str
+) -> None:
+    """Adds the results of tools and the texts between them, as messages of their own; also of role
+    system.
+    """
     if isinstance(message.content, str):
         _add(chat, names, path, role=message.role, content=message.content)
         return
@@ -99,11 +106,16 @@ def _add_user(chat: inference_pb2.Chat, names: dict[str, str], message: InputMes
             place = f"{path}.content[{i}]"
             _add(chat, names, place, role="tool", tool_call_id=block.tool_use_id, content=content)
         else:
-            raise InvalidArgument(f"a block of type {block.type} goes with role assistant only", f"{path}.content[{i}]")
+            raise InvalidArgument(
+                f"a block of type {block.type} goes with role assistant only",
+                f"{path}.content[{i}]",
+            )
     add_texts()
 
 
-def _add_assistant(chat: inference_pb2.Chat, names: dict[str, str], message: InputMessage, path: str) -> None:
+def _add_assistant(
+    chat: inference_pb2.Chat, names: dict[str, str], message: InputMessage, path: str
+) -> None:
     if isinstance(message.content, str):
         _add(chat, names, path, role="assistant", content=message.content)
         return

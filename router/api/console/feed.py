@@ -1,7 +1,8 @@
-"""Gathers what the console shows: the service as its status page has it, and the requests of this router.
+"""Gathers what the console shows: the service as its status page has it, and the requests of this
+router.
 
-Who polls says what he has, by a cursor, and gets what is new. The service is described once for all who poll; what a
-caller may see of requests depends on his key.
+Who polls says what he has, by a cursor, and gets what is new. The service is described once for all
+who poll; what a caller may see of requests depends on his key.
 """
 
 import asyncio
@@ -24,11 +25,31 @@ MAX_RUNNING: Final = 64
 """Requests that run, of which one answer tells; it has the number of all."""
 
 _WORKER_FACTS: Final = {
-    *("id", "worker_id", "role", "state", "draining", "integrity_ok", "epoch", "address", "tp", "transports"),
-    *("kv_bytes_per_token", "block_size", "context_tokens", "max_sequences", "mixed_chunk_tokens", "layout"),
+    *(
+        "id",
+        "worker_id",
+        "role",
+        "state",
+        "draining",
+        "integrity_ok",
+        "epoch",
+        "address",
+        "tp",
+        "transports",
+    ),
+    *(
+        "kv_bytes_per_token",
+        "block_size",
+        "context_tokens",
+        "max_sequences",
+        "mixed_chunk_tokens",
+        "layout",
+    ),
     "application",
 }
-"""What a caller who does not see the requests of all tenants is told of a worker: nothing that changes with them."""
+"""What a caller who does not see the requests of all tenants is told of a worker: nothing that
+changes with them.
+"""
 
 _CURSOR: Final = re.compile(r"([0-9a-f]{8})\.([0-9]{1,15})")
 _NO_SERVICE: Final = "null"
@@ -43,14 +64,18 @@ class ConsoleFeed:
         describe_service: Callable[[], Awaitable[dict[str, Any]]] | None = None,
         workers: Callable[[], Iterable[worker_pb2.WorkerInfo]] = lambda: (),
     ) -> None:
-        """`telemetry` follows the requests of the router. `describe_service`: what the status page shows; None: nothing
-        is known of the service. `workers`: those that the router knows."""
+        """`telemetry` follows the requests of the router. `describe_service`: what the status page
+        shows; None: nothing
+        is known of the service. `workers`: those that the router knows.
+        """
         self.log = RequestLog(telemetry)
         self._workers = workers
         self._known: Mapping[str, worker_pb2.WorkerInfo] | None = None
         self._start = secrets.token_hex(4)  # numbers of another process mean nothing here
         # By whether the caller sees the requests of all tenants.
-        self._described: SharedResult[dict[bool, str]] = SharedResult(lambda: _encode(describe_service), SAMPLE_SECONDS)
+        self._described: SharedResult[dict[bool, str]] = SharedResult(
+            lambda: _encode(describe_service), SAMPLE_SECONDS
+        )
 
     async def run(self) -> None:
         """Takes a sample each second, until it is cancelled."""
@@ -69,23 +94,34 @@ class ConsoleFeed:
         self._known = workers
 
     async def answer(self, cursor: str, caller: Caller) -> bytes:
-        """Returns JSON: the service, the requests that run, and of the rest what is newer than `cursor`, which is empty
-        or of an earlier answer.
+        """Returns JSON: the service, the requests that run, and of the rest what is newer than
+        `cursor`, which is empty or of an earlier answer.
 
-        Raises InvalidArgument."""
+        Raises InvalidArgument.
+        """
         described = await self._described.get()
         log, now = self.log, time.monotonic()
         number = self._parse(cursor, next(log.numbers))
         running = [each for each in log.running if _sees(caller, each.facts.tenant)]
-        ended = [each for each in log.ended.numbered_after(number) if _sees(caller, each[1]["tenant"])]
-        events = [each for each in log.events.numbered_after(number) if _sees_event(caller, each[1])]
+        ended = [
+            each for each in log.ended.numbered_after(number) if _sees(caller, each[1]["tenant"])
+        ]
+        events = [
+            each for each in log.events.numbered_after(number) if _sees_event(caller, each[1])
+        ]
         samples = log.samples.numbered_after(number)
-        last = max((each for each, _ in (*ended, *events, *samples)), default=number)  # of what he sees
+        last = max(
+            (each for each, _ in (*ended, *events, *samples)), default=number
+        )  # of what he sees
         found = {
             "cursor": f"{self._start}.{last}",
             "is_whole": number == 0,
             "time": round(time.time(), 3),
-            "viewer": {"key": caller.key_name, "tenant": caller.tenant, "sees_all": caller.sees_all},
+            "viewer": {
+                "key": caller.key_name,
+                "tenant": caller.tenant,
+                "sees_all": caller.sees_all,
+            },
             "num_running": len(running),
             "running": [describe(each, now) for each in running[-MAX_RUNNING:]],
             "ended": [each for _, each in ended],
@@ -95,8 +131,9 @@ class ConsoleFeed:
         return f'{{"service": {described[caller.sees_all]}, {json.dumps(found)[1:]}'.encode()
 
     def _parse(self, cursor: str, last: int) -> int:
-        """Returns the number of the last item that the caller has, 0 if it has none of this process, whose items have
-        numbers up to `last`."""
+        """Returns the number of the last item that the caller has, 0 if it has none of this
+        process, whose items have numbers up to `last`.
+        """
         if not cursor:
             return 0
         found = _CURSOR.fullmatch(cursor)
@@ -109,8 +146,9 @@ class ConsoleFeed:
 def worker_changes(
     before: Mapping[str, worker_pb2.WorkerInfo], after: Mapping[str, worker_pb2.WorkerInfo]
 ) -> list[dict[str, str]]:
-    """Returns what has happened to workers between two lists of them: each worker, and joined, left, restarted or
-    draining."""
+    """Returns what has happened to workers between two lists of them: each worker, and joined,
+    left, restarted or draining.
+    """
     found = []
     for worker_id in sorted(before.keys() | after.keys()):
         old, new = before.get(worker_id), after.get(worker_id)
@@ -138,12 +176,18 @@ def _sample_for(caller: Caller, sample: RequestSample) -> dict[str, Any]:
 
 
 def without_loads(service: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the description of a service without what tells how busy its workers are, and with whose requests."""
-    workers = [{name: each[name] for name in each if name in _WORKER_FACTS} for each in service["workers"]]
+    """Returns the description of a service without what tells how busy its workers are, and with
+    whose requests.
+    """
+    workers = [
+        {name: each[name] for name in each if name in _WORKER_FACTS} for each in service["workers"]
+    ]
     return {**service, "workers": workers}
 
 
-async def _encode(describe_service: Callable[[], Awaitable[dict[str, Any]]] | None) -> dict[bool, str]:
+async def _encode(
+    describe_service: Callable[[], Awaitable[dict[str, Any]]] | None,
+) -> dict[bool, str]:
     if describe_service is None:
         return dict.fromkeys((True, False), _NO_SERVICE)
     service = await describe_service()

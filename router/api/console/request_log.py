@@ -1,7 +1,8 @@
-"""Remembers the requests of a router for the console: those that run, and the last ones that have ended.
+"""Remembers the requests of a router for the console: those that run, and the last ones that have
+ended.
 
-Of a request it holds names, counts and times, never a prompt, a token or a key. Nothing is computed for a token: what a
-request has done until now is read when somebody asks.
+Of a request it holds names, counts and times, never a prompt, a token or a key. Nothing is computed
+for a token: what a request has done until now is read when somebody asks.
 """
 
 import time
@@ -11,7 +12,13 @@ from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any, Final, Generic, TypeVar
 
-from ...telemetry.requests import PARTS, EndedRequest, RequestTelemetry, RequestTotals, RunningRequest
+from ...telemetry.requests import (
+    PARTS,
+    EndedRequest,
+    RequestTelemetry,
+    RequestTotals,
+    RunningRequest,
+)
 
 MAX_ENDED: Final = 128
 MAX_EVENTS: Final = 128
@@ -24,8 +31,9 @@ _T = TypeVar("_T")
 
 
 def clock_numbers(clock: Callable[[], float] = time.monotonic) -> Iterator[int]:
-    """Yields numbers that grow and tell the time alone, in microseconds, not how many there were before: a caller who
-    sees some of the items must not learn how many he does not see."""
+    """Yields numbers that grow and tell the time alone, in microseconds, not how many there were
+    before: a caller who sees some of the items must not learn how many he does not see.
+    """
     start, number = clock(), FIRST_NUMBER - 1
     while True:
         number = max(number + 1, FIRST_NUMBER + round((clock() - start) * 1e6))
@@ -46,7 +54,9 @@ class RequestSample:
         return {"time": self.time, "seconds": self.seconds, **self.total}
 
     def of(self, tenant: str) -> dict[str, Any]:
-        """Returns the sums of one tenant's requests as plain data; callers without a key are no tenant."""
+        """Returns the sums of one tenant's requests as plain data; callers without a key are no
+        tenant.
+        """
         own = self.tenants.get(tenant, _NOTHING) if tenant else _NOTHING
         return {"time": self.time, "seconds": self.seconds, **own}
 
@@ -73,9 +83,11 @@ class Ring(Generic[_T]):
 
 
 class RequestLog:
-    """Holds what the console shows of requests. `sample` is to be called once a second; it reads what has come since.
+    """Holds what the console shows of requests. `sample` is to be called once a second; it reads
+    what has come since.
 
-    Lives in one event loop."""
+    Lives in one event loop.
+    """
 
     def __init__(self, telemetry: RequestTelemetry) -> None:
         self.numbers = clock_numbers()  # each greater than those of the items before
@@ -85,7 +97,9 @@ class RequestLog:
         self._telemetry = telemetry
         telemetry.take_totals()
         self._sampled = time.monotonic()
-        self._ttfts: deque[tuple[str, float]] = deque(maxlen=_MAX_TIMES)  # with the tenant, since the last sample
+        self._ttfts: deque[tuple[str, float]] = deque(
+            maxlen=_MAX_TIMES
+        )  # with the tenant, since the last sample
         self._tpots: deque[tuple[str, float]] = deque(maxlen=_MAX_TIMES)
         telemetry.observers.append(self._add_ended)
 
@@ -135,7 +149,9 @@ class RequestLog:
         self.ended.add(describe(request, time.monotonic()))
 
     def _note_news(self, request: RunningRequest | EndedRequest) -> None:
-        """Notes the first token of a request, and what has interrupted it, if that was since the last sample."""
+        """Notes the first token of a request, and what has interrupted it, if that was since the
+        last sample.
+        """
         facts, timeline = request.facts, request.timeline
         since = self._sampled - facts.arrived
         if request.num_generated and timeline.ttft_seconds > since:
@@ -203,8 +219,12 @@ def describe(request: RunningRequest | EndedRequest, now: float) -> dict[str, An
         "ttft": round(timeline.ttft_seconds, 6),
         "tpot": round(timeline.tpot_seconds, 6),
         "total": round(timeline.end_to_end_seconds or now - facts.arrived, 6),
-        "stages": [round(getattr(timeline, f"{part}_seconds"), 6) for part in PARTS] if finish else [],
-        "interruptions": [[round(each.at_seconds, 3), each.cause, each.worker] for each in timeline.interruptions],
+        "stages": [round(getattr(timeline, f"{part}_seconds"), 6) for part in PARTS]
+        if finish
+        else [],
+        "interruptions": [
+            [round(each.at_seconds, 3), each.cause, each.worker] for each in timeline.interruptions
+        ],
     }
 
 

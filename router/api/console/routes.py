@@ -1,7 +1,7 @@
 """Serves the console: one page with its styles and modules, and the data that it polls.
 
-The page is the same for everybody and says nothing about the service; it runs no script but its own files, and loads
-nothing from elsewhere.
+The page is the same for everybody and says nothing about the service; it runs no script but its own
+files, and loads nothing from elsewhere.
 """
 
 import hashlib
@@ -24,7 +24,9 @@ _MEDIA_TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_FILES: Final = sorted(path for path in Path(__file__).with_name("static").iterdir() if path.suffix in _MEDIA_TYPES)
+_FILES: Final = sorted(
+    path for path in Path(__file__).with_name("static").iterdir() if path.suffix in _MEDIA_TYPES
+)
 
 _POLICY: Final = "; ".join(
     (

@@ -1,9 +1,10 @@
 """Defines the bodies of HTTP requests: OpenAI's fields, and vLLM's additions.
 
-The fields of request parameters are made of the rows of proto/parameters.py. null means absent everywhere. Bounds of
-numbers and strings are documentation here, all requests are checked in frontend/validation.py; those of lists and
-objects are enforced here, too, before objects are made of their entries. Fields with one value exist because clients
-send it. One file because all bodies are made of the same kinds of fields and messages.
+The fields of request parameters are made of the rows of proto/parameters.py. null means absent
+everywhere. Bounds of numbers and strings are documentation here, all requests are checked in
+frontend/validation.py; those of lists and objects are enforced here, too, before objects are made
+of their entries. Fields with one value exist because clients send it. One file because all bodies
+are made of the same kinds of fields and messages.
 """
 
 import math
@@ -34,8 +35,15 @@ _M = TypeVar("_M", bound=BaseModel)
 _MAX_PARTS: Final = limits.MAX_CHAT_MESSAGES
 """In the content of one message."""
 
-_PART_TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""The field of a content part that holds its text, by type; as in vLLM also types of the Responses API."""
+_PART_TEXTS: Final = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
+"""The field of a content part that holds its text, by type; as in vLLM also types of the Responses
+API.
+"""
 
 
 def _strings(value: object) -> object:
@@ -43,18 +51,28 @@ def _strings(value: object) -> object:
 
 
 def parse_prompts(value: object, most: int = limits.MAX_PROMPTS) -> object:
-    """Returns a list of at most `most` prompts, strings or lists of token ids, for any of the four forms."""
-    prompts = [value] if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])) else value
+    """Returns a list of at most `most` prompts, strings or lists of token ids, for any of the four
+    forms.
+    """
+    prompts = (
+        [value]
+        if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0]))
+        else value
+    )
     if isinstance(prompts, list):
         if not 1 <= len(prompts) <= most:
-            raise PydanticCustomError("prompt", f"has {len(prompts)} prompts; 1 to {most} are taken")
+            raise PydanticCustomError(
+                "prompt", f"has {len(prompts)} prompts; 1 to {most} are taken"
+            )
         if all(isinstance(prompt, str) or _is_ids(prompt) for prompt in prompts):
             return prompts
     raise PydanticCustomError("prompt", "must be a string, a list of token ids, or a list of these")
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and 1 <= len(value) <= limits.MAX_TOKENS and all(map(_is_id, value))
+    return (
+        isinstance(value, list) and 1 <= len(value) <= limits.MAX_TOKENS and all(map(_is_id, value))
+    )
 
 
 def _is_id(value: object) -> bool:
@@ -68,7 +86,9 @@ def _content(value: object) -> object:
     if not isinstance(value, list):
         return value
     if len(value) > _MAX_PARTS:
-        raise PydanticCustomError("content", f"has {len(value)} parts; at most {_MAX_PARTS} are taken")
+        raise PydanticCustomError(
+            "content", f"has {len(value)} parts; at most {_MAX_PARTS} are taken"
+        )
     return "".join(map(_part_text, value))
 
 
@@ -80,7 +100,9 @@ def _part_text(part: object) -> str:
         )
     text = part.get(_PART_TEXTS[kind]) if isinstance(part, dict) and isinstance(kind, str) else None
     if not isinstance(text, str):
-        raise PydanticCustomError("content", 'takes parts of the form {"type": "text", "text": ...} only')
+        raise PydanticCustomError(
+            "content", 'takes parts of the form {"type": "text", "text": ...} only'
+        )
     return text
 
 
@@ -88,7 +110,10 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 Count = Annotated[int, Field(ge=1, lt=2**32)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-Name = Annotated[str, Field(json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}$"})]
+Name = Annotated[
+    str,
+    Field(json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}$"}),
+]
 Texts = Annotated[list[str] | None, Field(max_length=limits.MAX_CONSTRAINT_CHOICES), FailFast()]
 Only = Annotated[_T | None, Field(description="No other value is supported.")]
 Ignored = Annotated[_T | None, Field(description="Accepted, without effect.")]
@@ -145,7 +170,9 @@ REASONS: Final = {
 }
 """Why a value of a field that clients of OpenAI or vLLM know is refused, and what to do instead."""
 
-_GIVEN: Final = core_schema.with_default_schema(core_schema.none_schema(), default=True, on_error="default")
+_GIVEN: Final = core_schema.with_default_schema(
+    core_schema.none_schema(), default=True, on_error="default"
+)
 Given = Annotated[Literal[True] | None, GetPydanticSchema(lambda _source, _handler: _GIVEN)]
 """Anything but null, validated to True without making objects of it."""
 
@@ -159,27 +186,35 @@ def refusing(reason: str) -> GetPydanticSchema:
 
     schema = core_schema.no_info_plain_validator_function(check)
     return GetPydanticSchema(
-        lambda _source, _handler: schema, lambda _schema, handler: handler(core_schema.none_schema())
+        lambda _source, _handler: schema,
+        lambda _schema, handler: handler(core_schema.none_schema()),
     )
 
 
 class OpenModel(BaseModel):
     """Keeps the names of unknown fields, so that those that are not null can be refused by name."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
+    model_config = ConfigDict(
+        strict=True, extra="allow", json_schema_extra={"additionalProperties": False}
+    )
     __pydantic_extra__: dict[str, Given] = Field(init=False)
 
 
 class ReturnedModel(OpenModel):
-    """Ignores unknown fields: clients send back what they got from a service, with fields that it or a library added,
-    such as the `index` of a streamed tool call."""
+    """Ignores unknown fields: clients send back what they got from a service, with fields that it
+    or a library added, such as the `index` of a streamed tool call.
+    """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
 
 class StreamOptions(OpenModel):
-    include_usage: bool | None = Field(None, description="Sends the usage in an event of its own at the end.")
-    continuous_usage_stats: bool | None = Field(None, description="Sends the usage so far in each event.")
+    include_usage: bool | None = Field(
+        None, description="Sends the usage in an event of its own at the end."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None, description="Sends the usage so far in each event."
+    )
     include_obfuscation: Only[Literal[False]] = None
 
 
@@ -201,20 +236,25 @@ class StructuredOutputs(OpenModel):
     """Declares vLLM's constraints, of which one may be given."""
 
     disable_additional_properties: bool | None = Field(
-        None, description="Closes the objects of a JSON schema that say nothing of it; by default of response_format."
+        None,
+        description="Closes the objects of a JSON schema that say nothing of it; by default of response_format.",
     )
 
     json_: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     json_object: bool | None = None
     regex: str | None = None
     choice: Texts = None
-    grammar: str | None = Field(None, description="A context-free grammar in the Lark format of llguidance.")
+    grammar: str | None = Field(
+        None, description="A context-free grammar in the Lark format of llguidance."
+    )
 
 
 class Body(OpenModel):
     """Declares what both endpoints take beside request parameters."""
 
-    use_beam_search: bool | None = Field(None, description="Searches beam_width wide, or else n wide.")
+    use_beam_search: bool | None = Field(
+        None, description="Searches beam_width wide, or else n wide."
+    )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
@@ -230,7 +270,9 @@ class Body(OpenModel):
     skip_special_tokens: Only[Literal[True]] = None
     spaces_between_special_tokens: Only[Literal[True]] = None
     include_stop_str_in_output: Only[Literal[False]] = None
-    return_token_ids: bool | None = Field(None, description="Reports the ids of the prompt and of what is generated.")
+    return_token_ids: bool | None = Field(
+        None, description="Reports the ids of the prompt and of what is generated."
+    )
     guided_decoding_backend: Ignored[str] = None
     prompt_cache_options: Ignored[dict[str, Any]] = None
 
@@ -238,8 +280,12 @@ class Body(OpenModel):
 class CompletionFields(Body):
     """Declares the fields of POST /v1/completions that are no request parameters."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(parse_prompts), WithJsonSchema(prompt_schema())]
-    suffix: str | None = Field(None, description="What follows; of models with tokens for filling in, one text each.")
+    prompt: Annotated[
+        list[str | list[int]], BeforeValidator(parse_prompts), WithJsonSchema(prompt_schema())
+    ]
+    suffix: str | None = Field(
+        None, description="What follows; of models with tokens for filling in, one text each."
+    )
     add_special_tokens: Only[Literal[True]] = None
 
 
@@ -260,11 +306,19 @@ class MessageBody(OpenModel):
         str,
         BeforeValidator(_content),
         WithJsonSchema(
-            {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "maxItems": _MAX_PARTS}, {"type": "null"}]}
+            {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": _PART, "maxItems": _MAX_PARTS},
+                    {"type": "null"},
+                ]
+            }
         ),
     ] = ""
     name: str | None = None
-    tool_calls: Annotated[list[ToolCallBody] | None, Field(max_length=limits.MAX_TOOL_CALLS), FailFast()] = None
+    tool_calls: Annotated[
+        list[ToolCallBody] | None, Field(max_length=limits.MAX_TOOL_CALLS), FailFast()
+    ] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="What the assistant has thought.")
     refusal: Annotated[str | None, Field(max_length=0)] = None
@@ -280,7 +334,9 @@ class AssistantMessage(MessageBody, ReturnedModel):
     refusal: str | None = Field(None, description="Is the content of a message without one.")
     annotations: Ignored[list[Any]] = None
     audio: Annotated[None, refusing("the model reads text only")] = None
-    function_call: Annotated[None, refusing("is deprecated by OpenAI and not supported; send tool_calls")] = None
+    function_call: Annotated[
+        None, refusing("is deprecated by OpenAI and not supported; send tool_calls")
+    ] = None
 
 
 def _role(value: object) -> str:
@@ -289,7 +345,8 @@ def _role(value: object) -> str:
 
 
 Message = Annotated[
-    Annotated[AssistantMessage, Tag("[assistant]")] | Annotated[MessageBody, Tag("[other]")], Discriminator(_role)
+    Annotated[AssistantMessage, Tag("[assistant]")] | Annotated[MessageBody, Tag("[other]")],
+    Discriminator(_role),
 ]
 
 
@@ -297,7 +354,9 @@ class FunctionBody(OpenModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="The JSON schema of the arguments.")
-    strict: bool | None = Field(None, description="The schema binds the model when tool_choice asks for a call.")
+    strict: bool | None = Field(
+        None, description="The schema binds the model when tool_choice asks for a call."
+    )
 
 
 class ToolBody(OpenModel):
@@ -319,11 +378,21 @@ class TemplateFields(OpenModel):
     """Declares what becomes the prompt of a chat, together with the messages."""
 
     tools: Annotated[list[ToolBody] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
-    continue_final_message: bool | None = Field(None, description="Goes on with the last message, the assistant's.")
-    parse_special: bool | None = Field(None, description="Special tokens that messages spell are no text.")
-    add_generation_prompt: bool | None = Field(None, description="False goes with continue_final_message only.")
-    documents: list[dict[str, Any]] | None = Field(None, description="A variable of the chat template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables of the chat template."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Goes on with the last message, the assistant's."
+    )
+    parse_special: bool | None = Field(
+        None, description="Special tokens that messages spell are no text."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="False goes with continue_final_message only."
+    )
+    documents: list[dict[str, Any]] | None = Field(
+        None, description="A variable of the chat template."
+    )
     reasoning_effort: Annotated[str | None, Field(max_length=32)] = Field(
         None, description="A variable of the chat template, which may know none such."
     )
@@ -337,7 +406,9 @@ class ChatFields(Body, TemplateFields):
     )
     logprobs: bool | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(None, description="If false, the answer ends after its first call.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="If false, the answer ends after its first call."
+    )
     modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
     echo: Only[Literal[False]] = None
     add_special_tokens: Only[Literal[False]] = None
@@ -353,8 +424,12 @@ class TokenizeBody(TemplateFields):
 
     model: str | None = None
     prompt: str | None = Field(None, description="Goes without messages.")
-    messages: Annotated[list[Message] | None, Field(max_length=limits.MAX_CHAT_MESSAGES), FailFast()] = None
-    add_special_tokens: bool | None = Field(None, description="Of a prompt, true by default; of messages never.")
+    messages: Annotated[
+        list[Message] | None, Field(max_length=limits.MAX_CHAT_MESSAGES), FailFast()
+    ] = None
+    add_special_tokens: bool | None = Field(
+        None, description="Of a prompt, true by default; of messages never."
+    )
     return_token_strs: bool | None = None
 
 
@@ -381,13 +456,17 @@ class UnloadLoraAdapterBody(OpenModel):
 
 
 def with_parameters(kind: type[_M], name: str, *, chat: bool = False) -> type[_M]:
-    """Returns the model `name`, `kind` with a field for each request parameter that the endpoint takes."""
+    """Returns the model `name`, `kind` with a field for each request parameter that the endpoint
+    takes.
+    """
     fields = {field: _field(row) for row in PARAMETERS for field in row.body_names(chat=chat)}
     return create_model(name, __base__=kind, **fields)
 
 
 def with_named_parameters(kind: type[_M], name: str, names: Mapping[str, str]) -> type[_M]:
-    """Returns the model `name`, `kind` with a field for some request parameters; `names`: the parameter of each."""
+    """Returns the model `name`, `kind` with a field for some request parameters; `names`: the
+    parameter of each.
+    """
     fields: dict[str, Any] = {field: _field(ROWS[row]) for field, row in names.items()}
     return create_model(name, __base__=kind, **fields)
 
@@ -397,19 +476,25 @@ def _field(row: RequestParameter) -> Any:
     if row.kind == "strings":
         return _strings_type(row), description
     if row.max_items:
-        return Annotated[_TYPES[row.kind] | None, Field(max_length=row.max_items), FailFast()], description
+        return Annotated[
+            _TYPES[row.kind] | None, Field(max_length=row.max_items), FailFast()
+        ], description
     kind = Count if row.zero_is_unset or row.name == "beam_width" else _TYPES[row.kind]
     return kind | None, Field(None, description=row.help, json_schema_extra=_bounds(row))
 
 
 def _strings_type(row: RequestParameter) -> Any:
     item = {"type": "string", "minLength": 1, "maxLength": row.max_characters}
-    schema = {"anyOf": [{"type": "array", "items": item, "maxItems": row.max_items}, {"type": "null"}]}
+    schema = {
+        "anyOf": [{"type": "array", "items": item, "maxItems": row.max_items}, {"type": "null"}]
+    }
     length = Field(max_length=row.max_items)
     if row.leaf != "stop":  # which OpenAI's clients also send as a single string
         return Annotated[list[str] | None, length, FailFast(), WithJsonSchema(schema)]
     schema["anyOf"].append(item)
-    return Annotated[list[str] | None, length, FailFast(), BeforeValidator(_strings), WithJsonSchema(schema)]
+    return Annotated[
+        list[str] | None, length, FailFast(), BeforeValidator(_strings), WithJsonSchema(schema)
+    ]
 
 
 def _bounds(row: RequestParameter) -> Callable[[dict[str, Any]], None]:

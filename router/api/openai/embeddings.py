@@ -1,4 +1,6 @@
-"""Answers POST /v1/embeddings, OpenAI's, and POST /score, vLLM's: both are prompts of which nothing is generated."""
+"""Answers POST /v1/embeddings, OpenAI's, and POST /score, vLLM's: both are prompts of which nothing
+is generated.
+"""
 
 import asyncio
 import base64
@@ -33,7 +35,9 @@ _MAX_NUMBERS: Final = {"float": 2**22, "base64": 2**24}
 
 def _no_dimensions(value: object) -> object:
     if value is not None:
-        raise PydanticCustomError("dimensions", "is not supported: no shorter embeddings of this model are defined")
+        raise PydanticCustomError(
+            "dimensions", "is not supported: no shorter embeddings of this model are defined"
+        )
     return value
 
 
@@ -47,7 +51,9 @@ class EmbeddingsFields(OpenModel):
         WithJsonSchema(prompt_schema(limits.MAX_TEXTS)),
     ]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[None, BeforeValidator(_no_dimensions), WithJsonSchema({"type": "null"})] = None
+    dimensions: Annotated[
+        None, BeforeValidator(_no_dimensions), WithJsonSchema({"type": "null"})
+    ] = None
     pooling_type: Literal["LAST", "MEAN"] | None = Field(
         None, description="Of the last hidden states; LAST by default."
     )
@@ -62,12 +68,17 @@ EmbeddingsBody = with_named_parameters(EmbeddingsFields, "EmbeddingsBody", _TRUN
 def _texts(value: object) -> object:
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and not 1 <= len(texts) <= limits.MAX_TEXTS:
-        raise PydanticCustomError("texts", f"has {len(texts)} texts; 1 to {limits.MAX_TEXTS} are taken")
+        raise PydanticCustomError(
+            "texts", f"has {len(texts)} texts; 1 to {limits.MAX_TEXTS} are taken"
+        )
     return texts
 
 
 _TEXTS_SCHEMA: Final = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": limits.MAX_TEXTS}]
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "maxItems": limits.MAX_TEXTS},
+    ]
 }
 _Texts = Annotated[list[str], FailFast(), BeforeValidator(_texts), WithJsonSchema(_TEXTS_SCHEMA)]
 
@@ -79,7 +90,8 @@ class ScoreBody(OpenModel):
     text_1: _Texts
     text_2: _Texts
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=limits.MAX_TOKENS)] = Field(
-        None, description="Keeps so many tokens of the end of both texts; -1 keeps what fits the context, 0 all."
+        None,
+        description="Keeps so many tokens of the end of both texts; -1 keeps what fits the context, 0 all.",
     )
     user: Ignored[str] = None
 
@@ -116,16 +128,23 @@ def parse_embeddings(body: bytes, request_id: str) -> EmbeddingsRequest:
     )
 
 
-async def make_score_request(body: ScoreBody, model: ServedModel, request_id: str, caller: Caller) -> ScoreRequest:
-    """Makes a prompt of each pair of texts: of the first text 1 with each text 2, or of as many of both.
+async def make_score_request(
+    body: ScoreBody, model: ServedModel, request_id: str, caller: Caller
+) -> ScoreRequest:
+    """Makes a prompt of each pair of texts: of the first text 1 with each text 2, or of as many of
+    both.
 
-    The prompts are charged when they are accepted. Raises InvalidArgument, and Overloaded if the caller has no tokens
-    left."""
+    The prompts are charged when they are accepted. Raises InvalidArgument, and Overloaded if the
+    caller has no tokens left.
+    """
     tokenizer = model.tokenizer
     firsts, seconds = body.text_1, body.text_2
     if len(firsts) not in (1, len(seconds)):
-        raise InvalidArgument(f"has {len(firsts)} texts; 1 or as many as text_2 are taken", "text_1")
-    # Each text_1 stands before as many texts as there are: together they are bounded as if the body had them all.
+        raise InvalidArgument(
+            f"has {len(firsts)} texts; 1 or as many as text_2 are taken", "text_1"
+        )
+    # Each text_1 stands before as many texts as there are: together they are bounded as if the body
+    # had them all.
     num_characters = len(seconds) // len(firsts) * sum(map(len, firsts)) + sum(map(len, seconds))
     check_count(num_characters, limits.MAX_MESSAGE_BYTES, "characters in all pairs", "text_1")
     for field, texts in (("text_1", firsts), ("text_2", seconds)):
@@ -137,7 +156,9 @@ async def make_score_request(body: ScoreBody, model: ServedModel, request_id: st
     _check_not_empty(before, "text_1", before + after, caller)
     _check_not_empty(after, "text_2", before + after, caller)
     before *= len(after) // len(before)
-    common = inference_pb2.GenerateRequest(model=body.model or "", prompt_logprobs=0, stopping={"max_tokens": 0})
+    common = inference_pb2.GenerateRequest(
+        model=body.model or "", prompt_logprobs=0, stopping={"max_tokens": 0}
+    )
     kept = body.truncate_prompt_tokens or limits.MAX_TOKENS
     kept = model.context_tokens - 1 if kept < 0 else kept
     pairs = list(zip(before, after, strict=True))
@@ -147,14 +168,18 @@ async def make_score_request(body: ScoreBody, model: ServedModel, request_id: st
         request_id=request_id,
         names={"prompt": "text_2", "logprobs": "text_2"},
         is_streamed=False,
-        starts=[max(len(first) - max(len(first) + len(second) - kept, 0), 0) for first, second in pairs],
+        starts=[
+            max(len(first) - max(len(first) + len(second) - kept, 0), 0) for first, second in pairs
+        ],
     )
 
 
 def _check_not_empty(
     texts: Sequence[Sequence[int]], field: str, encoded: Sequence[Sequence[int]], caller: Caller
 ) -> None:
-    """Raises InvalidArgument if a text has no tokens; the caller is then charged for all that was encoded."""
+    """Raises InvalidArgument if a text has no tokens; the caller is then charged for all that was
+    encoded.
+    """
     for i, ids in enumerate(texts):
         if not ids:
             caller.quota.take_tokens(sum(map(len, encoded)))
@@ -173,11 +198,21 @@ class EmbeddingsWriter(WholeWriter):
         return await asyncio.to_thread(self._whole, answers)
 
     def _whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
-        found = [array("f", [number for each in messages for number in each.embedding]) for messages in answers]
+        found = [
+            array("f", [number for each in messages for number in each.embedding])
+            for messages in answers
+        ]
         count, most = sum(map(len, found)), _MAX_NUMBERS["base64" if self._in_base64 else "float"]
         if count > most:
-            remedy = "send fewer texts" if self._in_base64 else "send fewer texts, or set encoding_format to base64"
-            raise InvalidArgument(f"asks for {count} numbers; the maximum of one response is {most}; {remedy}", "input")
+            remedy = (
+                "send fewer texts"
+                if self._in_base64
+                else "send fewer texts, or set encoding_format to base64"
+            )
+            raise InvalidArgument(
+                f"asks for {count} numbers; the maximum of one response is {most}; {remedy}",
+                "input",
+            )
         # One by one: a number takes 4 bytes here, 20 as text and 32 as an object.
         data = ", ".join(
             json.dumps({"object": "embedding", "index": i, "embedding": self._written(each)})
@@ -190,7 +225,11 @@ class EmbeddingsWriter(WholeWriter):
         if self._normalizes:
             length = math.sqrt(math.fsum(number * number for number in embedding)) or 1.0
             embedding = array("f", [number / length for number in embedding])
-        return base64.b64encode(embedding.tobytes()).decode() if self._in_base64 else embedding.tolist()
+        return (
+            base64.b64encode(embedding.tobytes()).decode()
+            if self._in_base64
+            else embedding.tolist()
+        )
 
 
 class ScoreWriter(WholeWriter):
@@ -208,9 +247,16 @@ class ScoreWriter(WholeWriter):
     def _whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
         data = []
         for index, (start, messages) in enumerate(zip(self._starts, answers, strict=True)):
-            scores = [each.token.logprob for message in messages for each in message.prompt_logprobs]
+            scores = [
+                each.token.logprob for message in messages for each in message.prompt_logprobs
+            ]
             data.append({"index": index, "object": "score", "score": math.fsum(scores[start:])})
-        head = {"id": f"score-{self._request_id}", "object": "list", "created": int(time.time()), "model": self._model}
+        head = {
+            "id": f"score-{self._request_id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": self._model,
+        }
         return json.dumps(head | {"data": data, "usage": _usage(answers)}).encode()
 
 

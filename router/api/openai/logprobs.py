@@ -16,7 +16,9 @@ _LEAST = -9_999.0
 
 
 class TextLogprobs:
-    """Writes the form of /v1/completions. Follows one choice, to know where in the text each token begins."""
+    """Writes the form of /v1/completions. Follows one choice, to know where in the text each token
+    begins.
+    """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -40,16 +42,22 @@ class TextLogprobs:
             "top_logprobs": (_top(each) for each in tokens),
             "text_offset": (self._text_offset(each.token.text) for each in tokens),
         }
-        self._rendered = {name: (*self._rendered.get(name, ()), _entries(each)) for name, each in new.items()}
+        self._rendered = {
+            name: (*self._rendered.get(name, ()), _entries(each)) for name, each in new.items()
+        }
 
     def render(self) -> str:
         """Returns the object of the tokens taken since the last call; null if there are none."""
         rendered, self._rendered = self._rendered, {}
-        lists = (f'"{name}": [{", ".join(filter(None, parts))}]' for name, parts in rendered.items())
+        lists = (
+            f'"{name}": [{", ".join(filter(None, parts))}]' for name, parts in rendered.items()
+        )
         return f"{{{', '.join(lists)}}}" if rendered else "null"
 
     def _text_offset(self, text: bytes) -> int:
-        """Returns the number of characters before the token; a character that it completes counts as its own."""
+        """Returns the number of characters before the token; a character that it completes counts
+        as its own.
+        """
         offset = self._offset
         self._offset += len(self._decoder.decode(text))
         return offset
@@ -59,13 +67,17 @@ def chat_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> str:
     """Returns the form of /v1/chat/completions; null without tokens."""
     if not tokens:
         return "null"
-    content = (_entry(each.token) | {"top_logprobs": [_entry(other) for other in each.top]} for each in tokens)
+    content = (
+        _entry(each.token) | {"top_logprobs": [_entry(other) for other in each.top]}
+        for each in tokens
+    )
     return f'{{"content": [{_entries(content)}], "refusal": null}}'
 
 
 def prompt_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> str:
-    """Returns vLLM's form: for each token of the prompt alternatives by token id, itself among them; null for the
-    first."""
+    """Returns vLLM's form: for each token of the prompt alternatives by token id, itself among
+    them; null for the first.
+    """
     return f"[{_entries(_ranked(each) if each.token.HasField('logprob') else None for each in tokens)}]"
 
 

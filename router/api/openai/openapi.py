@@ -42,7 +42,11 @@ _MODEL: Final = _object(
     default_sampling_params={"type": "object", "additionalProperties": {"type": "number"}},
 )
 _SCHEMAS: Final = {
-    "Error": _object(error=_object(message=_STRING, type=_STRING, param={"anyOf": [_STRING, _NULL]}, code=_STRING)),
+    "Error": _object(
+        error=_object(
+            message=_STRING, type=_STRING, param={"anyOf": [_STRING, _NULL]}, code=_STRING
+        )
+    ),
     "Model": _MODEL,
     "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _MODEL}),
     "TokenizeResponse": _object(
@@ -53,15 +57,22 @@ _SCHEMAS: Final = {
         token_strs={"type": "array", "items": _STRING},
     ),
     "DetokenizeResponse": _object(prompt=_STRING),
-    "AnthropicError": _object(type={"const": "error"}, error=_object(type=_STRING, message=_STRING)),
+    "AnthropicError": _object(
+        type={"const": "error"}, error=_object(type=_STRING, message=_STRING)
+    ),
     "TokenCount": _object(input_tokens=_INTEGER),
 }
 
 
-def responses(schema: str = "", *errors: int, form: str = "Error") -> dict[int | str, dict[str, Any]]:
-    """Returns the descriptions of a path's responses: of success, if its `schema` is named, and of error statuses;
-    `form`: the schema of errors."""
-    found: dict[int | str, dict[str, Any]] = {200: {"description": "OK", **_content(schema)}} if schema else {}
+def responses(
+    schema: str = "", *errors: int, form: str = "Error"
+) -> dict[int | str, dict[str, Any]]:
+    """Returns the descriptions of a path's responses: of success, if its `schema` is named, and of
+    error statuses; `form`: the schema of errors.
+    """
+    found: dict[int | str, dict[str, Any]] = (
+        {200: {"description": "OK", **_content(schema)}} if schema else {}
+    )
     return found | {status: {"description": _ERRORS[status], **_content(form)} for status in errors}
 
 
@@ -90,24 +101,37 @@ def request_body(kind: type[BaseModel]) -> dict[str, Any]:
 
 def command(kind: type[BaseModel]) -> dict[str, Any]:
     """Returns the description of a path that does something and says so in a line."""
-    return request_body(kind) | {"responses": {"200": {"description": "OK", "content": {"text/plain": {}}}}}
+    return request_body(kind) | {
+        "responses": {"200": {"description": "OK", "content": {"text/plain": {}}}}
+    }
 
 
-def generation(kind: type[BaseModel], made: str, members: Sequence[str] = ("id", "choices", "usage")) -> dict[str, Any]:
-    """Returns the description of a path that generates: its body, its headers, the forms of its response, which whole
-    is an object with these `members`."""
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": list(members)}}}
+def generation(
+    kind: type[BaseModel], made: str, members: Sequence[str] = ("id", "choices", "usage")
+) -> dict[str, Any]:
+    """Returns the description of a path that generates: its body, its headers, the forms of its
+    response, which whole is an object with these `members`.
+    """
+    content: dict[str, Any] = {
+        "application/json": {"schema": {"type": "object", "required": list(members)}}
+    }
     description = f"A {made}."
     if "stream" in kind.model_fields:
         content["text/event-stream"] = {}
-        description = f"A {made}; with `stream` as server-sent events, of which the last may be an error."
+        description = (
+            f"A {made}; with `stream` as server-sent events, of which the last may be an error."
+        )
     return request_body(kind) | {
         "parameters": [
             {
                 "name": REQUEST_ID,
                 "in": "header",
                 "description": "Names the request in logs and in the answer.",
-                "schema": {"type": "string", "maxLength": MAX_REQUEST_ID_CHARACTERS, "pattern": "^[ -~]*$"},
+                "schema": {
+                    "type": "string",
+                    "maxLength": MAX_REQUEST_ID_CHARACTERS,
+                    "pattern": "^[ -~]*$",
+                },
             },
             {
                 "name": REQUEST_TIMEOUT,
@@ -123,9 +147,16 @@ def generation(kind: type[BaseModel], made: str, members: Sequence[str] = ("id",
 def document(app: FastAPI, version: str, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
     """Returns the whole document, made once and kept in the app. `bodies`: of all requests."""
     if app.openapi_schema is None:
-        made = get_openapi(title="Tandem", version=version, description=_DESCRIPTION, routes=app.routes)
-        _, schemas = models_json_schema([(kind, "validation") for kind in bodies], ref_template=_REF)
-        made["components"] = {"schemas": _SCHEMAS | schemas["$defs"], "securitySchemes": {"key": _KEY}}
+        made = get_openapi(
+            title="Tandem", version=version, description=_DESCRIPTION, routes=app.routes
+        )
+        _, schemas = models_json_schema(
+            [(kind, "validation") for kind in bodies], ref_template=_REF
+        )
+        made["components"] = {
+            "schemas": _SCHEMAS | schemas["$defs"],
+            "securitySchemes": {"key": _KEY},
+        }
         made["security"] = [{"key": []}, {}]  # by configuration
         for path in made["paths"].values():
             for operation in path.values():
@@ -135,7 +166,9 @@ def document(app: FastAPI, version: str, bodies: Sequence[type[BaseModel]]) -> d
 
 
 _DESCRIPTION: Final = (
-    "OpenAI's API, with vLLM's additions, and Anthropic's Messages API. Fields that Tandem cannot honour are refused "
-    "by name. Where the service has API keys, each call but /health brings one in `Authorization: Bearer` or in "
+    "OpenAI's API, with vLLM's additions, and Anthropic's Messages API. Fields that Tandem cannot "
+    "honour are refused "
+    "by name. Where the service has API keys, each call but /health brings one in `Authorization: "
+    "Bearer` or in "
     "`x-api-key`. Tenants are served in turn and share no prefix cache."
 )

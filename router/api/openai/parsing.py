@@ -16,12 +16,17 @@ from .bodies import REASONS, OpenModel, ReturnedModel
 MAX_NAME: Final = 64  # characters that an error repeats of a name in a body
 
 _PIECE: Final = 4_096  # values of a long list that are written at a time
-_UNION_TAGS: Final = frozenset({"str", "NamedTool"})  # pydantic's path elements where a field has several types
+_UNION_TAGS: Final = frozenset(
+    {"str", "NamedTool"}
+)  # pydantic's path elements where a field has several types
 
 _FIELDS: Final = (
     (re.compile(r"^prompt\.chat\.template_kwargs"), "chat_template_kwargs"),
     (re.compile(r"^prompt\.chat\.tool_choice.*"), "tool_choice"),
-    (re.compile(r"^prompt\.chat\.(messages\[\d+\]\.tool_calls\[\d+\])\.(name|arguments)"), r"\1.function.\2"),
+    (
+        re.compile(r"^prompt\.chat\.(messages\[\d+\]\.tool_calls\[\d+\])\.(name|arguments)"),
+        r"\1.function.\2",
+    ),
     (re.compile(r"^prompt\.chat\.(tools\[\d+\])\."), r"\1.function."),
     (re.compile(r"^prompt\.chat\.(.+)"), r"\1"),
     (re.compile(r"^prompt\.chat$"), "messages"),
@@ -64,8 +69,10 @@ def parse(kind: type[_B], body: bytes) -> _B:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Switches the garbage collector off: parsing makes no cycles, but each list in a body counts towards the next
-    collection. With a million lists collections take four fifths of the time, in which no other thread runs."""
+    """Switches the garbage collector off: parsing makes no cycles, but each list in a body counts
+    towards the next collection. With a million lists collections take four fifths of the time, in
+    which no other thread runs.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -76,22 +83,29 @@ def _without_collection() -> Iterator[None]:
 
 
 def json_text(value: Any, path: str) -> str:
-    """Returns a value of a body as JSON. Raises InvalidArgument if it is too deep, or has a number that JSON lacks."""
+    """Returns a value of a body as JSON. Raises InvalidArgument if it is too deep, or has a number
+    that JSON lacks.
+    """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
-        raise InvalidArgument("is not valid JSON, too deep, or has a number that is too long", path) from None
+        raise InvalidArgument(
+            "is not valid JSON, too deep, or has a number that is too long", path
+        ) from None
 
 
 def json_list(values: Sequence[Any]) -> str:
-    """Returns values as a list in JSON. Writes it piece by piece: `json.dumps` holds the interpreter's lock, for a
-    million tokens as long as 70 ms."""
+    """Returns values as a list in JSON. Writes it piece by piece: `json.dumps` holds the
+    interpreter's lock, for a million tokens as long as 70 ms.
+    """
     pieces = (json.dumps(values[i : i + _PIECE])[1:-1] for i in range(0, len(values), _PIECE))
     return f"[{', '.join(pieces)}]"
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    parts = [str(part)[:MAX_NAME] for part in loc if part not in _UNION_TAGS and "[" not in str(part)]
+    parts = [
+        str(part)[:MAX_NAME] for part in loc if part not in _UNION_TAGS and "[" not in str(part)
+    ]
     return re.sub(r"\.(\d+)", r"[\1]", ".".join(parts))
 
 
@@ -100,7 +114,9 @@ def _refuse_unknown(model: BaseModel, prefix: str) -> None:
     for name, value in (model.model_extra or {}).items():
         if value is not None and not isinstance(model, ReturnedModel):
             reason = REASONS.get(name) if not prefix else None
-            raise InvalidArgument(reason or "is not a field that is known here", f"{prefix}{name[:MAX_NAME]}")
+            raise InvalidArgument(
+                reason or "is not a field that is known here", f"{prefix}{name[:MAX_NAME]}"
+            )
     for name, value in model:
         values = value if isinstance(value, list) else [value]
         for i, inner in enumerate(values):

@@ -14,14 +14,17 @@ _MAX_DROPPED_BYTES: Final = 16 * MAX_MESSAGE_BYTES
 
 
 class RefusedBody(Response):
-    """Sends a response at once, then drops what still comes of the body for a while: a connection that is closed with
-    bytes unread loses the response on its way."""
+    """Sends a response at once, then drops what still comes of the body for a while: a connection
+    that is closed with bytes unread loses the response on its way.
+    """
 
     def __init__(self, response: Response) -> None:
         super().__init__(response.body, response.status_code, response.headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_SECONDS):

@@ -30,7 +30,11 @@ from .openapi import LAST_EVENT_ID
 from .parsing import MAX_NAME, http_field, json_text, parse
 
 _BODY_NAMES: Final = [
-    [(row, row.body_names(chat=chat)) for row in PARAMETERS if not row.field.startswith("constraint.")]
+    [
+        (row, row.body_names(chat=chat))
+        for row in PARAMETERS
+        if not row.field.startswith("constraint.")
+    ]
     for chat in (False, True)
 ]
 _NO_EFFECT: Final = {"temperature": (0, 1), "top_k": (0, -1)}
@@ -46,7 +50,9 @@ class HttpRequest:
     common: inference_pb2.GenerateRequest  # what all prompts have; without prompt and id
     prompts: Sequence[inference_pb2.Prompt]
     request_id: str
-    names: Mapping[str, str]  # names in this body of fields of GenerateRequest, where they differ from the usual
+    names: Mapping[
+        str, str
+    ]  # names in this body of fields of GenerateRequest, where they differ from the usual
     is_streamed: bool
     last_event_id: str | None = None  # see RequestContext.event_id
     has_prompt_logprobs: bool = False  # asked for by themselves, not by echo
@@ -62,13 +68,17 @@ class HttpRequest:
         return max(self.common.n, 1)
 
     def requests(self) -> Iterator[inference_pb2.GenerateRequest]:
-        """Yields one for each prompt, made when it is asked for: where the first is refused, no other is made."""
+        """Yields one for each prompt, made when it is asked for: where the first is refused, no
+        other is made.
+        """
         for i, prompt in enumerate(self.prompts):
             request = inference_pb2.GenerateRequest()
             request.CopyFrom(self.common)
             request.prompt.CopyFrom(prompt)
             suffix = f"-{i}" if len(self.prompts) > 1 else ""
-            request.request_id = self.request_id[: limits.MAX_REQUEST_ID_CHARACTERS - len(suffix)] + suffix
+            request.request_id = (
+                self.request_id[: limits.MAX_REQUEST_ID_CHARACTERS - len(suffix)] + suffix
+            )
             yield request
 
     def field(self, path: str) -> str:
@@ -122,7 +132,9 @@ def prompt_messages(prompts: Iterable[str | list[int]]) -> list[inference_pb2.Pr
 
 
 def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
-    """Translates the body of POST /v1/chat/completions. Raises InvalidArgument that names the field."""
+    """Translates the body of POST /v1/chat/completions. Raises InvalidArgument that names the
+    field.
+    """
     parsed = parse(ChatBody, body)
     common, names = _translate(parsed)
     if parsed.logprobs:
@@ -165,7 +177,9 @@ def parse_tokenize(body: bytes) -> tuple[inference_pb2.TokenizeRequest, Tokenize
     return inference_pb2.TokenizeRequest(model=parsed.model or "", prompt=prompt), parsed
 
 
-def set_parameters(request: inference_pb2.GenerateRequest, body: OpenModel, names: Mapping[str, str]) -> None:
+def set_parameters(
+    request: inference_pb2.GenerateRequest, body: OpenModel, names: Mapping[str, str]
+) -> None:
     """Sets the request parameters of a body made by with_named_parameters."""
     for name, field in names.items():
         if (value := getattr(body, name)) is not None:
@@ -173,7 +187,9 @@ def set_parameters(request: inference_pb2.GenerateRequest, body: OpenModel, name
 
 
 def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str]]:
-    """Returns what all prompts of a body have in common, and the names of fields that depend on the body."""
+    """Returns what all prompts of a body have in common, and the names of fields that depend on the
+    body.
+    """
     constraint, constraint_name = _constraint(body)
     names = {"constraint": constraint_name}
     values: dict[str, dict[str, Any]] = {"": {}, "sampling": {}, "stopping": {}, "beam_search": {}}
@@ -184,7 +200,9 @@ def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str
     if body.use_beam_search or "width" in values["beam_search"]:
         names.setdefault("beam_search.width", "n")
         values["beam_search"].setdefault("width", values[""].get("n", 1))
-        values["sampling"] = {leaf: value for leaf, value in values["sampling"].items() if _has_effect(leaf, value)}
+        values["sampling"] = {
+            leaf: value for leaf, value in values["sampling"].items() if _has_effect(leaf, value)
+        }
     for leaf, value in list(values["beam_search"].items()):
         if "width" not in values["beam_search"] and value != ROWS[f"beam_search.{leaf}"].default:
             raise InvalidArgument("goes with use_beam_search only", leaf)
@@ -200,7 +218,9 @@ def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str
 
 
 def _given_parameters(body: Body) -> Iterator[tuple[RequestParameter, str, Any]]:
-    """Yields the parameters that a body has, but for constraints: the row, its name there, the value for its field."""
+    """Yields the parameters that a body has, but for constraints: the row, its name there, the
+    value for its field.
+    """
     given = body.model_fields_set
     for row, names in _BODY_NAMES[isinstance(body, ChatFields)]:
         for name in names:
@@ -238,7 +258,9 @@ def _response_format(body: Body) -> Iterator[tuple[inference_pb2.Constraint, str
     if form is None:
         return
     if (form.type == "json_schema") != (form.json_schema is not None):
-        raise InvalidArgument("goes together with type json_schema, and only with it", "response_format.json_schema")
+        raise InvalidArgument(
+            "goes together with type json_schema, and only with it", "response_format.json_schema"
+        )
     if form.json_schema is not None:
         schema = form.json_schema.schema_
         schema = close_objects(schema) if _is_closed(body, True) else schema
@@ -251,7 +273,12 @@ def _response_format(body: Body) -> Iterator[tuple[inference_pb2.Constraint, str
 def _other_constraints(body: Body) -> Iterator[tuple[inference_pb2.Constraint, str]]:
     for row in parameters_of("constraint"):
         name = row.leaf.removesuffix("_schema")
-        given = [(f"structured_outputs.{name}", getattr(body.structured_outputs, _ATTRIBUTES.get(name, name), None))]
+        given = [
+            (
+                f"structured_outputs.{name}",
+                getattr(body.structured_outputs, _ATTRIBUTES.get(name, name), None),
+            )
+        ]
         given += [(guided, getattr(body, guided)) for guided in row.body_names(chat=False)]
         for field, value in given:
             if value is None or value is False:
@@ -271,14 +298,23 @@ def _is_closed(body: Body, default: bool) -> bool:
 
 def _chat(body: TemplateFields, messages: Sequence[MessageBody]) -> inference_pb2.Chat:
     if body.add_generation_prompt is False and not body.continue_final_message:
-        raise InvalidArgument("false goes with continue_final_message only", "add_generation_prompt")
+        raise InvalidArgument(
+            "false goes with continue_final_message only", "add_generation_prompt"
+        )
     if body.add_generation_prompt and body.continue_final_message:
-        raise InvalidArgument("true does not go with continue_final_message", "add_generation_prompt")
+        raise InvalidArgument(
+            "true does not go with continue_final_message", "add_generation_prompt"
+        )
     named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
-    kwargs = {name: value for name, value in named.items() if value is not None} | (body.chat_template_kwargs or {})
+    kwargs = {name: value for name, value in named.items() if value is not None} | (
+        body.chat_template_kwargs or {}
+    )
     return inference_pb2.Chat(
         messages=[_message(message) for message in messages],
-        tools=[_tool(tool, f"tools[{i}].function.parameters") for i, tool in enumerate(body.tools or ())],
+        tools=[
+            _tool(tool, f"tools[{i}].function.parameters")
+            for i, tool in enumerate(body.tools or ())
+        ],
         template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
         continue_final_message=bool(body.continue_final_message),
         parse_special=bool(body.parse_special),
@@ -297,7 +333,9 @@ def _message(message: MessageBody) -> inference_pb2.ChatMessage:
         name=message.name or "",
         tool_call_id=message.tool_call_id or "",
         tool_calls=[
-            inference_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments or "")
+            inference_pb2.ToolCall(
+                id=call.id, name=call.function.name, arguments=call.function.arguments or ""
+            )
             for call in message.tool_calls or ()
         ],
     )
@@ -306,11 +344,15 @@ def _message(message: MessageBody) -> inference_pb2.ChatMessage:
 def _tool(tool: ToolBody, path: str) -> inference_pb2.Tool:
     function = tool.function
     parameters = json_text(function.parameters, path) if function.parameters else ""
-    return inference_pb2.Tool(name=function.name, description=function.description or "", parameters=parameters)
+    return inference_pb2.Tool(
+        name=function.name, description=function.description or "", parameters=parameters
+    )
 
 
 def _tool_choice(choice: str | NamedTool | None) -> inference_pb2.ToolChoice:
     modes = inference_pb2.ToolChoice
     if isinstance(choice, NamedTool):
         return modes(mode=modes.MODE_NAMED, name=choice.function.name)
-    return modes(mode={"none": modes.MODE_NONE, "required": modes.MODE_REQUIRED}.get(choice or "auto"))
+    return modes(
+        mode={"none": modes.MODE_NONE, "required": modes.MODE_REQUIRED}.get(choice or "auto")
+    )

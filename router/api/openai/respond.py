@@ -12,7 +12,14 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from ....proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, TandemError, TooLarge, UnknownEncoding
+from ....proto.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    TandemError,
+    TooLarge,
+    UnknownEncoding,
+)
 from ....proto.limits import MAX_MESSAGE_BYTES
 from ...frontend.prepare import RequestContext
 from ...frontend.validation import check_request_id
@@ -37,7 +44,9 @@ async def respond(
     answer: Callable[[bytes, str, RequestContext], Awaitable[Response]],
     form: AnswerForm = OPENAI_FORM,
 ) -> Response:
-    """Answers the request's body. Turns errors into responses of `form`; each response has the request's id."""
+    """Answers the request's body. Turns errors into responses of `form`; each response has the
+    request's id.
+    """
     arrived = time.monotonic()
     request_id = uuid.uuid4().hex
     response: Response
@@ -78,12 +87,15 @@ def _timeout(header: str | None) -> float | None:
     with suppress(ValueError):
         if 0 < (seconds := float(header)) <= MAX_TIMEOUT_SECONDS:
             return seconds
-    raise InvalidArgument(f"must be a number of seconds from above 0 to {MAX_TIMEOUT_SECONDS}", REQUEST_TIMEOUT)
+    raise InvalidArgument(
+        f"must be a number of seconds from above 0 to {MAX_TIMEOUT_SECONDS}", REQUEST_TIMEOUT
+    )
 
 
 async def _read(request: Request) -> bytes:
-    """Reads the body. Raises TooLarge, before anything is read if its length is announced, DeadlineExceeded, or
-    Cancelled if the client has disconnected."""
+    """Reads the body. Raises TooLarge, before anything is read if its length is announced,
+    DeadlineExceeded, or Cancelled if the client has disconnected.
+    """
     body, announced = bytearray(), request.headers.get("content-length", "")
     has_room = not announced.isdecimal() or int(announced[:20]) <= MAX_MESSAGE_BYTES
     try:
@@ -97,7 +109,9 @@ async def _read(request: Request) -> bytes:
                 else:
                     return bytes(body)
     except TimeoutError:
-        raise DeadlineExceeded(f"the body did not arrive within {_MAX_BODY_SECONDS} seconds") from None
+        raise DeadlineExceeded(
+            f"the body did not arrive within {_MAX_BODY_SECONDS} seconds"
+        ) from None
     except ClientDisconnect:
         raise Cancelled("the client has disconnected") from None
     raise _too_large()
@@ -108,19 +122,23 @@ def _too_large() -> TooLarge:
 
 
 def _is_gzip(encodings: Sequence[str]) -> bool:
-    """Returns whether the body is compressed, by the values of Content-Encoding. Raises UnknownEncoding
-    for any encoding but one gzip."""
+    """Returns whether the body is compressed, by the values of Content-Encoding. Raises
+    UnknownEncoding for any encoding but one gzip.
+    """
     names = [name.strip().lower() for value in encodings for name in value.split(",")]
     names = [name for name in names if name not in ("", "identity")]
     if names and names not in (["gzip"], ["x-gzip"]):
         shown = ", ".join(names)[:MAX_NAME]
-        raise UnknownEncoding(f"{shown!r} is not decoded here; send gzip, or no encoding", "Content-Encoding")
+        raise UnknownEncoding(
+            f"{shown!r} is not decoded here; send gzip, or no encoding", "Content-Encoding"
+        )
     return bool(names)
 
 
 def _gunzip(body: bytes) -> bytes:
-    """Returns the decompressed body. Raises InvalidArgument if it is not one gzip file, and TooLarge if it is too large
-    decompressed, of which it decompresses no more than the bound."""
+    """Returns the decompressed body. Raises InvalidArgument if it is not one gzip file, and
+    TooLarge if it is too large decompressed, of which it decompresses no more than the bound.
+    """
     unpacking = zlib.decompressobj(_GZIP_BITS)
     try:
         found = unpacking.decompress(body, MAX_MESSAGE_BYTES + 1)
@@ -136,7 +154,9 @@ def _gunzip(body: bytes) -> bytes:
 
 
 async def off_loop(turn: str, body: bytes, parse_body: Callable[..., _T], *args: Any) -> _T:
-    """Parses a body; off the event loop, in the caller's turn, where that takes more than some milliseconds."""
+    """Parses a body; off the event loop, in the caller's turn, where that takes more than some
+    milliseconds.
+    """
     if len(body) < LARGE_FROM:
         return parse_body(body, *args)
     return await parse_large(turn, len(body), parse_body, body, *args)

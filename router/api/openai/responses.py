@@ -23,7 +23,8 @@ TokenIds = Sequence[Sequence[int]]
 _DONE: Final = b"data: [DONE]\n\n"
 
 _THREAD_FROM_LOGPROBS: Final = 64
-"""Log probabilities of so many tokens take about a millisecond to write; more leave the event loop."""
+"""Log probabilities of so many tokens take about a millisecond to write; more leave the event loop.
+"""
 
 MAX_PROMPT_LOGPROBS: Final = 2**19
 """Of all prompts, with alternatives and for each choice, in one response: about 40 MB of JSON."""
@@ -38,7 +39,9 @@ _REASONS = {
 
 
 class ResponseWriter:
-    """Writes the response to one request: `chunk` as its messages come, or `whole` when all have come."""
+    """Writes the response to one request: `chunk` as its messages come, or `whole` when all have
+    come.
+    """
 
     def __init__(self, request: OpenAIRequest, model: str, prompts: TokenIds) -> None:
         self._request = request
@@ -68,8 +71,9 @@ class ResponseWriter:
         self._prompt_ids: dict[int, str] = {}
 
     async def chunk(self, prompt: int, message: inference_pb2.GenerateResponse) -> bytes:
-        """Returns the event, or for the first message of a choice of a chat two, of one message for prompt number
-        `prompt`."""
+        """Returns the event, or for the first message of a choice of a chat two, of one message for
+        prompt number `prompt`.
+        """
         num_logprobs = len(message.prompt_logprobs) + len(message.logprobs)
         if self._index(prompt, message) not in self._text_logprobs:
             num_logprobs += len(self._prompt_logprobs.get(prompt, ()))
@@ -80,7 +84,9 @@ class ResponseWriter:
         return await asyncio.to_thread(self._chunk, prompt, message)
 
     def restore(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
-        """Takes what the client of a single prompt has already: the chunks that follow count on from there."""
+        """Takes what the client of a single prompt has already: the chunks that follow count on
+        from there.
+        """
         for message in delivered:
             self._chunk(0, message)
 
@@ -88,7 +94,10 @@ class ResponseWriter:
         """Returns the events after the last choice. `usages`: of each prompt."""
         if not self._includes_usage:
             return _DONE
-        return f'{self._chunk_start}"choices": [], "usage": {json.dumps(_usage(usages))}}}\n\n'.encode() + _DONE
+        return (
+            f'{self._chunk_start}"choices": [], "usage": {json.dumps(_usage(usages))}}}\n\n'.encode()
+            + _DONE
+        )
 
     def error_event(self, error: TandemError, name: Callable[[str], str]) -> bytes:
         """Returns the last event of a stream that broke; no [DONE] follows it."""
@@ -99,7 +108,9 @@ class ResponseWriter:
         messages = [message for each in answers for message in each]
         num_logprobs = sum(len(each.prompt_logprobs) + len(each.logprobs) for each in messages)
         if self._request.has_token_ids:
-            num_logprobs += (self._prompt_tokens + sum(len(each.token_ids) for each in messages)) // _LOGPROB_IDS
+            num_logprobs += (
+                self._prompt_tokens + sum(len(each.token_ids) for each in messages)
+            ) // _LOGPROB_IDS
         if num_logprobs < _THREAD_FROM_LOGPROBS:
             return self._whole(answers)
         return await asyncio.to_thread(self._whole, answers)
@@ -122,7 +133,9 @@ class ResponseWriter:
     def _whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
         choices = []
         for prompt, messages in enumerate(answers):
-            self._prompt_logprobs[prompt] = [entry for message in messages for entry in message.prompt_logprobs]
+            self._prompt_logprobs[prompt] = [
+                entry for message in messages for entry in message.prompt_logprobs
+            ]
             report = self._prompt_report(prompt)
             for message in join_choices(messages):
                 if self._request.is_chat:
@@ -137,7 +150,9 @@ class ResponseWriter:
     def _index(self, prompt: int, message: inference_pb2.GenerateResponse) -> int:
         return prompt * self._request.num_choices + message.choice
 
-    def _text_choice(self, prompt: int, message: inference_pb2.GenerateResponse, report: str) -> str:
+    def _text_choice(
+        self, prompt: int, message: inference_pb2.GenerateResponse, report: str
+    ) -> str:
         """Returns a choice of a completion as JSON; `report` is that of the prompt."""
         index, ids = self._index(prompt, message), self._id_report(message)
         if index not in self._text_logprobs:
@@ -147,27 +162,40 @@ class ResponseWriter:
         choice = {"index": index} | self._finish(message) | {"text": message.text}
         return _with_logprobs(choice, self._text_logprobs[index].render(), report + ids)
 
-    def _chat_choice(self, index: int, message: inference_pb2.GenerateResponse, *, is_delta: bool) -> str:
+    def _chat_choice(
+        self, index: int, message: inference_pb2.GenerateResponse, *, is_delta: bool
+    ) -> str:
         """Returns a choice of a chat as JSON, whole or as a delta to the messages before."""
         calls = self._tool_calls(index, message.tool_calls, is_delta=is_delta)
         content: dict[str, Any] = {"tool_calls": calls} if calls else {}
         if message.reasoning:
             content["reasoning_content"] = message.reasoning
         if not is_delta:
-            content = {"role": "assistant", "content": message.text or (None if calls else "")} | content
+            content = {
+                "role": "assistant",
+                "content": message.text or (None if calls else ""),
+            } | content
         elif message.text or not content:
             content["content"] = message.text
-        shown = {"index": index} | self._finish(message) | {"delta" if is_delta else "message": content}
+        shown = (
+            {"index": index} | self._finish(message) | {"delta" if is_delta else "message": content}
+        )
         return _with_logprobs(shown, chat_logprobs(message.logprobs), self._id_report(message))
 
     def _finish(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """Returns why a choice has ended: OpenAI's reason, and as in vLLM the stop string or the id of the stop token
-        that was asked for, null for any other end."""
+        """Returns why a choice has ended: OpenAI's reason, and as in vLLM the stop string or the id
+        of the stop token that was asked for, null for any other end.
+        """
         reason = _REASONS[message.finish_reason]
         if reason is None:
             return {"finish_reason": None}
         stop: str | int | None = message.stop_string or None
-        if stop is None and reason != "length" and message.token_ids and message.token_ids[-1] in self._stop_ids:
+        if (
+            stop is None
+            and reason != "length"
+            and message.token_ids
+            and message.token_ids[-1] in self._stop_ids
+        ):
             stop = message.token_ids[-1]
         return {"finish_reason": reason, "stop_reason": stop}
 
@@ -178,12 +206,18 @@ class ResponseWriter:
         self._num_tool_calls[index] += len(calls)
         return [
             ({"index": i} if is_delta else {})
-            | {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            | {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for i, call in enumerate(calls, start)
         ]
 
     def _echoed(self, prompt: int) -> TextLogprobs:
-        """Returns the log probabilities with which the choices of a prompt begin; made once for a prompt."""
+        """Returns the log probabilities with which the choices of a prompt begin; made once for a
+        prompt.
+        """
         if prompt not in self._echoed_logprobs:
             self._echoed_logprobs[prompt] = TextLogprobs()
             if self._request.common.echo and self._request.common.HasField("logprobs"):
@@ -191,7 +225,9 @@ class ResponseWriter:
         return self._echoed_logprobs[prompt]
 
     def _prompt_report(self, prompt: int) -> str:
-        """Returns the prompt's log probabilities as a member of a JSON object, if they were asked for; made once."""
+        """Returns the prompt's log probabilities as a member of a JSON object, if they were asked
+        for; made once.
+        """
         if not self._request.has_prompt_logprobs:
             return ""
         if prompt not in self._prompt_reports:
@@ -200,7 +236,9 @@ class ResponseWriter:
         return self._prompt_reports[prompt]
 
     def _prompt_id_report(self, prompt: int) -> str:
-        """Returns the prompt's token ids as a member of a JSON object, if they were asked for; written once."""
+        """Returns the prompt's token ids as a member of a JSON object, if they were asked for;
+        written once.
+        """
         if not self._request.has_token_ids:
             return ""
         if prompt not in self._prompt_ids:
@@ -209,24 +247,31 @@ class ResponseWriter:
 
     def _id_report(self, message: inference_pb2.GenerateResponse) -> str:
         """Returns the ids of generated tokens, too, with that of the stop token."""
-        return f', "token_ids": {_id_list(message.token_ids)}' if self._request.has_token_ids else ""
+        return (
+            f', "token_ids": {_id_list(message.token_ids)}' if self._request.has_token_ids else ""
+        )
 
     def _event(self, choice: str, report: str = "") -> bytes:
         usage = ', "usage": null' if self._includes_usage else ""  # as OpenAI documents
         if self._continuous_usage:
-            usage = f', "usage": {json.dumps(_counts(self._prompt_tokens, self._completion_tokens))}'
+            usage = (
+                f', "usage": {json.dumps(_counts(self._prompt_tokens, self._completion_tokens))}'
+            )
         return f'{self._chunk_start}"choices": [{choice}]{report}{usage}}}\n\n'.encode()
 
 
 def check_prompt_logprobs(request: HttpRequest, prompt_tokens: int) -> None:
-    """Raises InvalidArgument if the response would have too many log probabilities of so many prompt tokens."""
+    """Raises InvalidArgument if the response would have too many log probabilities of so many
+    prompt tokens.
+    """
     if not request.common.HasField("prompt_logprobs"):
         return
     copies = 1 if request.is_chat else request.num_choices
     count = prompt_tokens * (1 + request.common.prompt_logprobs) * copies
     if count > MAX_PROMPT_LOGPROBS:
         raise InvalidArgument(
-            f"asks for {count} log probabilities ({prompt_tokens} prompt tokens and their alternatives, in {copies} "
+            f"asks for {count} log probabilities ({prompt_tokens} prompt tokens and their "
+            f"alternatives, in {copies} "
             f"choices); at most {MAX_PROMPT_LOGPROBS} are reported in one response",
             "prompt_logprobs" if request.has_prompt_logprobs else "logprobs",
         )
@@ -248,8 +293,9 @@ def error_response(
     name: Callable[[str], str] = http_field,
     body: Callable[[TandemError, Callable[[str], str]], dict[str, Any]] | None = None,
 ) -> JSONResponse:
-    """Returns the response to a request that failed before its first token. `name` maps a field of GenerateRequest to
-    the body's name; `body` writes the form of another API than OpenAI's."""
+    """Returns the response to a request that failed before its first token. `name` maps a field of
+    GenerateRequest to the body's name; `body` writes the form of another API than OpenAI's.
+    """
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
@@ -278,7 +324,13 @@ def error_body(error: TandemError, name: Callable[[str], str] = http_field) -> d
 
 def plain_error(status: int, message: str, param: str | None, code: str) -> dict[str, Any]:
     """Returns OpenAI's error body."""
-    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    kind = (
+        "server_error"
+        if status >= 500
+        else "rate_limit_error"
+        if status == 429
+        else "invalid_request_error"
+    )
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -288,17 +340,28 @@ def _with_logprobs(choice: Mapping[str, Any], logprobs: str, more: str = "") -> 
 
 
 def _id_list(ids: Sequence[int]) -> str:
-    """Returns the ids as JSON, one by one: json.dumps would hold the interpreter's lock for all of them."""
+    """Returns the ids as JSON, one by one: json.dumps would hold the interpreter's lock for all of
+    them.
+    """
     return f"[{', '.join(str(each) for each in ids)}]"
 
 
 def _usage(usages: Sequence[inference_pb2.Usage]) -> dict[str, Any]:
-    counts = _counts(sum(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages))
-    details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in usages)}}
+    counts = _counts(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+    )
+    details: dict[str, Any] = {
+        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in usages)}
+    }
     if reasoning_tokens := sum(each.reasoning_tokens for each in usages):
         details["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     return counts | details
 
 
 def _counts(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }

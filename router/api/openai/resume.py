@@ -1,7 +1,8 @@
-"""Lets a stream over HTTP go on after it broke: each event has an id, and the request with the last one resumes it.
+"""Lets a stream over HTTP go on after it broke: each event has an id, and the request with the last
+one resumes it.
 
-Only for clients that ask for it. The id comes in a header or in the body: browsers and proxies bound headers, and some
-clients cannot set any.
+Only for clients that ask for it. The id comes in a header or in the body: browsers and proxies
+bound headers, and some clients cannot set any.
 """
 
 from collections.abc import Mapping
@@ -59,8 +60,9 @@ class EventIds:
             self._signer = EventIdSigner(request.resume, request.event)
 
     def take(self, message: inference_pb2.GenerateResponse) -> bool:
-        """Takes the next message; returns whether the client has it. Raises InternalError if it differs from what the
-        client has."""
+        """Takes the next message; returns whether the client has it. Raises InternalError if it
+        differs from what the client has.
+        """
         if self._signer is None:
             return False
         has_ended = message.finish_reason != _UNFINISHED

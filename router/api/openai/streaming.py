@@ -22,7 +22,13 @@ from ...output.processor import delivered
 from ..service import GenerationService, tandem_errors_only
 from .openapi import MAX_TOKENS, REQUEST_ID
 from .requests import HttpRequest
-from .responses import ResponseWriter, TokenIds, check_prompt_ids, check_prompt_logprobs, error_response
+from .responses import (
+    ResponseWriter,
+    TokenIds,
+    check_prompt_ids,
+    check_prompt_logprobs,
+    error_response,
+)
 from .resume import EventIds, with_event_id
 
 _T = TypeVar("_T")
@@ -44,7 +50,9 @@ class AnswerWriter(WholeWriter, Protocol):
         ...
 
     def restore(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
-        """Takes what the client of a single prompt has already: the chunks that follow go on from there."""
+        """Takes what the client of a single prompt has already: the chunks that follow go on from
+        there.
+        """
         ...
 
     def end(self, usages: Sequence[inference_pb2.Usage]) -> bytes:
@@ -52,14 +60,17 @@ class AnswerWriter(WholeWriter, Protocol):
         ...
 
     def error_event(self, error: TandemError, name: Callable[[str], str]) -> bytes:
-        """Returns the last event of a stream that broke; `name` maps a field of GenerateRequest to the body's name."""
+        """Returns the last event of a stream that broke; `name` maps a field of GenerateRequest to
+        the body's name.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """Holds how an API writes answers: makes the writer for a request of it, the model's name and the tokens of each
-    prompt; and the response of an error."""
+    """Holds how an API writes answers: makes the writer for a request of it, the model's name and
+    the tokens of each prompt; and the response of an error.
+    """
 
     writer: Callable[[Any, str, TokenIds], WholeWriter]  # an AnswerWriter, if the API streams
     error_response: Callable[[TandemError, Callable[[str], str]], JSONResponse]
@@ -71,13 +82,18 @@ OPENAI_FORM: Final = AnswerForm(ResponseWriter, error_response)
 class GenerationResponse(Response):
     """Responds to one request, streamed as server-sent events or whole.
 
-    An error before the first token is a response with the error's status, a later one the last event of the stream.
+    An error before the first token is a response with the error's status, a later one the last
+    event of the stream.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, service: GenerationService, request: HttpRequest, context: RequestContext, form: AnswerForm = OPENAI_FORM
+        self,
+        service: GenerationService,
+        request: HttpRequest,
+        context: RequestContext,
+        form: AnswerForm = OPENAI_FORM,
     ) -> None:
         # nginx, which buffers answers unless this header says no, would hold back events.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -93,7 +109,9 @@ class GenerationResponse(Response):
         await _until_disconnect(receive, respond(scope, receive, send))
 
     async def whole(self) -> Response:
-        """Returns the response that is not streamed, once all is generated: the completions, or an error."""
+        """Returns the response that is not streamed, once all is generated: the completions, or an
+        error.
+        """
         answers = [JoinedAnswer() for _ in self._request.prompts]
         try:
             with tandem_errors_only():
@@ -103,7 +121,9 @@ class GenerationResponse(Response):
                     async for prompt, message in messages:
                         answers[prompt].add(message)
                 joined = [answer.messages() for answer in answers]
-                return Response(await self._made_writer(accepted).whole(joined), media_type="application/json")
+                return Response(
+                    await self._made_writer(accepted).whole(joined), media_type="application/json"
+                )
         except TandemError as error:
             return self._form.error_response(error, self._request.field)
 
@@ -113,12 +133,20 @@ class GenerationResponse(Response):
             async with aclosing(self._events()) as events:
                 async for event in events:
                     if not has_started:
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                        await send(
+                            {
+                                "type": "http.response.start",
+                                "status": 200,
+                                "headers": self.raw_headers,
+                            }
+                        )
                         has_started = True
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         except TandemError as error:
             if not has_started or self._writer is None:
-                await self._send_other(self._form.error_response(error, self._request.field), scope, receive, send)
+                await self._send_other(
+                    self._form.error_response(error, self._request.field), scope, receive, send
+                )
                 return
             self._service.metrics.add(ERRORS, api="http", code=str(error.http_status))
             last = self._writer.error_event(error, self._request.field)
@@ -132,7 +160,10 @@ class GenerationResponse(Response):
         with tandem_errors_only():
             accepted = await self._accept()
             writer = self._writer = cast(AnswerWriter, self._made_writer(accepted))
-            event_ids, timelines = EventIds(accepted[0]), [inference_pb2.Timeline() for _ in accepted]
+            event_ids, timelines = (
+                EventIds(accepted[0]),
+                [inference_pb2.Timeline() for _ in accepted],
+            )
             if accepted[0].progress:
                 writer.restore(await asyncio.to_thread(delivered, accepted[0]))
             async with aclosing(self._messages(accepted, timelines)) as messages:
@@ -146,7 +177,9 @@ class GenerationResponse(Response):
             yield writer.end(usages)
 
     async def _accept(self) -> list[PreparedRequest]:
-        """Checks all prompts before the first runs: no part of a body that is refused is carried out."""
+        """Checks all prompts before the first runs: no part of a body that is refused is carried
+        out.
+        """
         self._context = with_event_id(self._request, self._context)
         context = replace(self._context, reduces_max_tokens=self._request.is_chat)
         accepted: list[PreparedRequest] = []
@@ -162,7 +195,9 @@ class GenerationResponse(Response):
             prompt_tokens = sum(len(each.tokens.prompt) for each in accepted)
             check_prompt_logprobs(self._request, prompt_tokens)
             check_prompt_ids(self._request, prompt_tokens)
-            await asyncio.sleep(0)  # lets others run: short prompts are checked without a break, and there may be 128
+            await asyncio.sleep(
+                0
+            )  # lets others run: short prompts are checked without a break, and there may be 128
         return accepted
 
     def _messages(
@@ -175,7 +210,9 @@ class GenerationResponse(Response):
         model = self._request.common.model or self._service.base_name
         return self._form.writer(self._request, model, [each.tokens.prompt for each in accepted])
 
-    async def _send_other(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_other(
+        self, response: Response, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         for name in (REQUEST_ID, MAX_TOKENS):
             if name in self.headers:
                 response.headers[name] = self.headers[name]
@@ -185,10 +222,12 @@ class GenerationResponse(Response):
 async def _interleave(
     streams: Sequence[Callable[[], AsyncGenerator[_T, None]]], most: int = MAX_PROMPTS
 ) -> AsyncGenerator[tuple[int, _T], None]:
-    """Runs the streams concurrently, at most `most` at a time; yields (index of the stream, item) as they come.
+    """Runs the streams concurrently, at most `most` at a time; yields (index of the stream, item)
+    as they come.
 
-    Raises the first exception of a stream. Whichever way it ends, every stream is closed. As many items as there are
-    running streams wait for a slow caller; then the streams wait, too."""
+    Raises the first exception of a stream. Whichever way it ends, every stream is closed. As many
+    items as there are running streams wait for a slow caller; then the streams wait, too.
+    """
     if len(streams) == 1:  # without the cost of a task and a queue
         async with aclosing(streams[0]()) as stream:
             async for item in stream:
@@ -225,7 +264,9 @@ async def _interleave(
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work`; cancels it, and waits for its end, when the client disconnects or the caller is cancelled."""
+    """Runs `work`; cancels it, and waits for its end, when the client disconnects or the caller is
+    cancelled.
+    """
     working = asyncio.create_task(work)
     disconnected = asyncio.create_task(_disconnected(receive))
     try:

@@ -27,7 +27,9 @@ _TEXT_ITEMS: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 class ResponsesWriter:
-    """Writes the answer to one request: the events as its messages come, or the whole when all have come."""
+    """Writes the answer to one request: the events as its messages come, or the whole when all have
+    come.
+    """
 
     def __init__(self, request: ResponsesRequest, model: str, _prompts: TokenIds) -> None:
         self._request_id = request.request_id
@@ -91,16 +93,24 @@ class ResponsesWriter:
             item, part = _TEXT_ITEMS[kind]
             yield self._add_item(_PREFIXES[kind], item | {"content": []})
             self._output[-1]["content"].append(part | {"text": ""})
-            yield self._item_event("response.content_part.added", content_index=0, part=part | {"text": ""})
+            yield self._item_event(
+                "response.content_part.added", content_index=0, part=part | {"text": ""}
+            )
         self._output[-1]["content"][0]["text"] += text
         logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield self._item_event(f"response.{_TEXTS[kind]}.delta", content_index=0, delta=text, **logprobs)
+        yield self._item_event(
+            f"response.{_TEXTS[kind]}.delta", content_index=0, delta=text, **logprobs
+        )
 
     def _call(self, call: inference_pb2.ToolCall) -> Iterator[bytes]:
         yield from self._close("completed")
-        yield self._add_item("fc", {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""})
+        yield self._add_item(
+            "fc", {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
+        )
         yield self._item_event("response.function_call_arguments.delta", delta=call.arguments)
-        yield self._item_event("response.function_call_arguments.done", name=call.name, arguments=call.arguments)
+        yield self._item_event(
+            "response.function_call_arguments.done", name=call.name, arguments=call.arguments
+        )
         self._output[-1]["arguments"] = call.arguments
         yield self._end_item("completed")
 
@@ -118,14 +128,20 @@ class ResponsesWriter:
     def _add_item(self, prefix: str, item: dict[str, Any]) -> bytes:
         item_id = f"{prefix}_{self._request_id}_{len(self._output)}"
         self._output.append({"id": item_id, "status": "in_progress"} | item)
-        return self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
+        return self._event(
+            "response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1]
+        )
 
     def _end_item(self, status: str) -> bytes:
         self._output[-1]["status"] = status
-        return self._event("response.output_item.done", output_index=len(self._output) - 1, item=self._output[-1])
+        return self._event(
+            "response.output_item.done", output_index=len(self._output) - 1, item=self._output[-1]
+        )
 
     def _item_event(self, name: str, /, **fields: Any) -> bytes:
-        return self._event(name, item_id=self._output[-1]["id"], output_index=len(self._output) - 1, **fields)
+        return self._event(
+            name, item_id=self._output[-1]["id"], output_index=len(self._output) - 1, **fields
+        )
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         numbered = {"type": name, "sequence_number": self._sequence_number} | fields
@@ -146,8 +162,12 @@ class ResponsesWriter:
 def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:
     """Returns the response as it is before anything is generated."""
     body = request.body
-    dumped = body.model_dump(by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text", "metadata"})
-    parameters = {name: getattr(body, name) for name in ("temperature", "top_p", "max_output_tokens")}
+    dumped = body.model_dump(
+        by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text", "metadata"}
+    )
+    parameters = {
+        name: getattr(body, name) for name in ("temperature", "top_p", "max_output_tokens")
+    }
     effort = body.reasoning.effort if body.reasoning else None
     return {
         "id": f"resp_{request.request_id}",

@@ -24,7 +24,9 @@ _MAX_PARTS: Final = limits.MAX_CHAT_MESSAGES
 
 def _not_stored(value: object) -> object:
     if value is not None:
-        reason = "is not supported: responses are not stored here; send the whole conversation as input"
+        reason = (
+            "is not supported: responses are not stored here; send the whole conversation as input"
+        )
         raise PydanticCustomError("not_stored", reason)
     return value
 
@@ -43,7 +45,9 @@ def _form(value: object) -> str:
 
 
 def _item_type(value: object) -> str | None:
-    found = value if isinstance(value, dict) else vars(value) if isinstance(value, OpenModel) else {}
+    found = (
+        value if isinstance(value, dict) else vars(value) if isinstance(value, OpenModel) else {}
+    )
     kind = found.get("type", "message")
     if kind == "message" and found.get("role") == "assistant":
         return "[assistant]"
@@ -73,7 +77,8 @@ def _part_type(value: object) -> str:
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], Discriminator(_part_type)
+    Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")],
+    Discriminator(_part_type),
 ]
 _Parts = TypeAliasType("_Parts", Annotated[list[Part], Field(max_length=_MAX_PARTS), FailFast()])
 TextOrParts = Annotated[
@@ -139,7 +144,9 @@ Item = Annotated[
 ]
 
 
-_Items = TypeAliasType("_Items", Annotated[list[Item], Field(max_length=limits.MAX_CHAT_MESSAGES), FailFast()])
+_Items = TypeAliasType(
+    "_Items", Annotated[list[Item], Field(max_length=limits.MAX_CHAT_MESSAGES), FailFast()]
+)
 
 
 class FunctionTool(OpenModel):
@@ -149,7 +156,9 @@ class FunctionTool(OpenModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="The JSON schema of the arguments.")
-    strict: bool | None = Field(None, description="The schema binds the model when tool_choice asks for a call.")
+    strict: bool | None = Field(
+        None, description="The schema binds the model when tool_choice asks for a call."
+    )
 
 
 class NamedFunctionTool(NamedFunction):
@@ -170,7 +179,9 @@ class TextConfig(OpenModel):
 
 
 class ReasoningConfig(OpenModel):
-    """Declares how the model is to think; the effort is the variable reasoning_effort of its chat template."""
+    """Declares how the model is to think; the effort is the variable reasoning_effort of its chat
+    template.
+    """
 
     effort: str | None = None
     summary: Ignored[str] = None
@@ -185,28 +196,37 @@ class ResponsesFields(OpenModel):
     """Declares the fields of POST /v1/responses that are no request parameters."""
 
     model: str | None = None
-    input: Annotated[Annotated[str, Tag("[text]")] | Annotated[_Items, Tag("[list]")], Discriminator(_form)]
+    input: Annotated[
+        Annotated[str, Tag("[text]")] | Annotated[_Items, Tag("[list]")], Discriminator(_form)
+    ]
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = None
+    tools: Annotated[list[FunctionTool] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = (
+        None
+    )
     tool_choice: (
         Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("[text]")] | Annotated[NamedFunctionTool, Tag("[list]")],
+            Annotated[Literal["none", "auto", "required"], Tag("[text]")]
+            | Annotated[NamedFunctionTool, Tag("[list]")],
             Discriminator(_form),
         ]
         | None
     ) = None
-    parallel_tool_calls: bool | None = Field(None, description="If false, the answer ends after its first call.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="If false, the answer ends after its first call."
+    )
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     last_event_id: LastEventId = None
-    store: Annotated[Literal[False] | None, BeforeValidator(_store), WithJsonSchema({"enum": [False, None]})] = None
+    store: Annotated[
+        Literal[False] | None, BeforeValidator(_store), WithJsonSchema({"enum": [False, None]})
+    ] = None
     previous_response_id: NotStored = None
     conversation: NotStored = None
     background: Only[Literal[False]] = None
-    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, Field(max_length=1)] = Field(
-        None, description="Accepted, without effect: reasoning comes as text."
+    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, Field(max_length=1)] = (
+        Field(None, description="Accepted, without effect: reasoning comes as text.")
     )
     truncation: Only[Literal["disabled"]] = None
     top_logprobs: Only[Literal[0]] = None

@@ -47,7 +47,9 @@ def parse_responses(body: bytes, request_id: str) -> ResponsesRequest:
     constraint = _constraint(parsed)
     names["constraint"] = "tools" if must_call(chat) else "text.format"
     # The format is one of texts: where a call is demanded there is none.
-    common = inference_pb2.GenerateRequest(model=parsed.model or "", constraint=None if must_call(chat) else constraint)
+    common = inference_pb2.GenerateRequest(
+        model=parsed.model or "", constraint=None if must_call(chat) else constraint
+    )
     set_parameters(common, parsed, PARAMETER_NAMES)
     return ResponsesRequest(
         body=parsed,
@@ -83,7 +85,10 @@ def _chat(body: ResponsesFields, names: dict[str, str]) -> inference_pb2.Chat:
         names[f"prompt.chat.tools[{i}].parameters"] = f"tools[{i}].parameters"
         names[f"prompt.chat.tools[{i}].name"] = f"tools[{i}].name"
     if isinstance(body.tool_choice, NamedFunctionTool):
-        chat.tool_choice.mode, chat.tool_choice.name = inference_pb2.ToolChoice.MODE_NAMED, body.tool_choice.name
+        chat.tool_choice.mode, chat.tool_choice.name = (
+            inference_pb2.ToolChoice.MODE_NAMED,
+            body.tool_choice.name,
+        )
     else:
         chat.tool_choice.mode = _MODES[body.tool_choice]
     chat.tool_choice.single_call = body.parallel_tool_calls is False
@@ -118,9 +123,13 @@ def _constraint(body: ResponsesFields) -> inference_pb2.Constraint | None:
     if not form:
         return None
     if (form.type == "json_schema") != (form.schema_ is not None):
-        raise InvalidArgument("goes together with type json_schema, and only with it", "text.format.schema")
+        raise InvalidArgument(
+            "goes together with type json_schema, and only with it", "text.format.schema"
+        )
     if form.schema_ is not None:
-        return inference_pb2.Constraint(json_schema=json_text(close_objects(form.schema_), "text.format.schema"))
+        return inference_pb2.Constraint(
+            json_schema=json_text(close_objects(form.schema_), "text.format.schema")
+        )
     return inference_pb2.Constraint(json_object=True) if form.type == "json_object" else None
 
 

@@ -38,7 +38,9 @@ class OpenAiServer:
 
     delays: list[float] = field(default_factory=lambda: [0.0, 0.0])  # seconds before each event
     tokens_per_event: int = 1
-    endings: list[str] = field(default_factory=lambda: ["done"])  # of the requests in turn, see `_answer`
+    endings: list[str] = field(
+        default_factory=lambda: ["done"]
+    )  # of the requests in turn, see `_answer`
     gate: Callable[[], Awaitable[object]] | None = None  # awaited before the first event
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -54,7 +56,11 @@ class OpenAiServer:
                 if head.startswith(b"GET /v1/models "):
                     self._write_plain(writer, 200, {"data": [{"id": "the-model"}]})
                     continue
-                length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-len"))
+                length = next(
+                    int(line[15:])
+                    for line in head.lower().split(b"\r\n")
+                    if line.startswith(b"content-len")
+                )
                 body = json.loads(await reader.readexactly(length))
                 self.arrivals.append(perf_counter())
                 self.running += 1
@@ -166,7 +172,18 @@ async def run_cli(*args: str) -> tuple[int, str, str]:
 async def test_it_finds_the_delays_of_a_server(start: Start) -> None:
     server = await start(delays=[0.15, *[0.03] * 9], tokens_per_event=2)
     code, out, err = await run_cli(
-        *("--url", server.url, "--num-prompts", "6", "--concurrency", "2", "--warmup", "2", "--input-len", "16"),
+        *(
+            "--url",
+            server.url,
+            "--num-prompts",
+            "6",
+            "--concurrency",
+            "2",
+            "--warmup",
+            "2",
+            "--input-len",
+            "16",
+        ),
         *("--output-len", "20", "--slo", "ttft=10000,tpot=10000", "--json", "-"),
     )
     assert (code, err) == (0, "")
@@ -175,7 +192,13 @@ async def test_it_finds_the_delays_of_a_server(start: Start) -> None:
     assert summary["num_completed"] == summary["num_requests"] == 6
     assert (summary["prompt_tokens"], summary["output_tokens"]) == (6 * 16, 6 * 20)
     assert server.max_running == 2
-    wanted = {"model": "the-model", "max_tokens": 20, "stream": True, "ignore_eos": True, "temperature": 0.0}
+    wanted = {
+        "model": "the-model",
+        "max_tokens": 20,
+        "stream": True,
+        "ignore_eos": True,
+        "temperature": 0.0,
+    }
     assert server.bodies[-1].items() >= wanted.items()
 
     # What the server did, not what it had meant to do: a busy machine delays it too.
@@ -202,7 +225,9 @@ async def test_every_failure_is_counted_by_its_kind(start: Start) -> None:
     server = await start(endings=["done", "500", "cut", "error", "reset", "empty", "429", "500"])
     asked = options(server.url, num_prompts=8)
     summary = await measure(
-        BenchOptions(addresses=asked.addresses, workload=asked.workload, load=asked.load, slo={"e2e": 1e6})
+        BenchOptions(
+            addresses=asked.addresses, workload=asked.workload, load=asked.load, slo={"e2e": 1e6}
+        )
     )
     assert (summary.num_requests, summary.num_completed) == (8, 1)
     assert {each.kind: each.count for each in summary.failures} == {
@@ -230,7 +255,9 @@ async def test_a_stalled_answer_ends_at_its_timeout(start: Start) -> None:
 async def test_nobody_there_is_a_failure_of_each_request() -> None:
     asked = options("http://127.0.0.1:1")
     asked = BenchOptions(
-        addresses=[ServerAddress(url="http://127.0.0.1:1", model="m")], workload=asked.workload, load=asked.load
+        addresses=[ServerAddress(url="http://127.0.0.1:1", model="m")],
+        workload=asked.workload,
+        load=asked.load,
     )
     summary = await measure(asked)
     assert [(each.kind, each.count) for each in summary.failures] == [("cannot connect", 4)]
@@ -247,7 +274,9 @@ async def test_an_open_loop_sends_at_the_planned_times(start: Start) -> None:
     summary = await measure(options(server.url, num_prompts=None, seconds=0.5, rate=40.0))
     planned = list(itertools.takewhile(lambda offset: offset <= 0.5, arrival_offsets(40.0, 0)))
     assert summary.num_requests == summary.num_completed == len(planned)
-    assert server.arrivals[-1] - server.arrivals[0] == pytest.approx(planned[-1] - planned[0], abs=0.1)
+    assert server.arrivals[-1] - server.arrivals[0] == pytest.approx(
+        planned[-1] - planned[0], abs=0.1
+    )
     assert summary.figures["late_ms"] < 100
 
 
@@ -293,13 +322,32 @@ async def test_a_peer_takes_turns_and_the_ratio_is_found(start: Start, tmp_path:
 async def test_the_tables_show_figures_and_failures(start: Start) -> None:
     server = await start(endings=["done", "500"])
     code, out, err = await run_cli(
-        *("--url", server.url, "--num-prompts", "4", "--concurrency", "1", "--warmup", "0", "--slo", "ttft=5000")
+        *(
+            "--url",
+            server.url,
+            "--num-prompts",
+            "4",
+            "--concurrency",
+            "1",
+            "--warmup",
+            "0",
+            "--slo",
+            "ttft=5000",
+        )
     )
     assert (code, err) == (0, "")
-    for words in ("2 of 4 requests completed", "good requests/s (ttft <= 5000 ms)", "TTFT", "p99.9", "HTTP 500"):
+    for words in (
+        "2 of 4 requests completed",
+        "good requests/s (ttft <= 5000 ms)",
+        "TTFT",
+        "p99.9",
+        "HTTP 500",
+    ):
         assert words in out
     server.endings = ["500"]
-    code, out, err = await run_cli("--url", server.url, "--num-prompts", "2", "--concurrency", "1", "--warmup", "0")
+    code, out, err = await run_cli(
+        "--url", server.url, "--num-prompts", "2", "--concurrency", "1", "--warmup", "0"
+    )
     assert (code, err) == (1, f"error: {server.url} completed no request: HTTP 500\n")
 
 
@@ -308,18 +356,27 @@ async def test_the_tables_show_figures_and_failures(start: Start) -> None:
     [
         (["--url", "127.0.0.1:80", "--rate", "1"], "--url: must be grpc(s)://HOST:PORT"),
         (["--url", "http://h:1"], "either --concurrency or --rate"),
-        (["--url", "http://h:1", "--rate", "1", "--concurrency", "1"], "either --concurrency or --rate"),
+        (
+            ["--url", "http://h:1", "--rate", "1", "--concurrency", "1"],
+            "either --concurrency or --rate",
+        ),
         (["--url", "http://h:1", "--rate", "nan"], "--rate: must be from"),
         (["--url", "http://h:1", "--concurrency", "0"], "--concurrency: must be from 1"),
         (["--url", "http://h:1", "--rate", "1", "--workload", "odd"], "--workload: must be one of"),
         (["--url", "http://h:1", "--rate", "1", "--workload", "file"], "--file: belongs to"),
-        (["--url", "http://h:1", "--rate", "1", "--workload", "shared-prefix"], "--prefix-len: must be from 1"),
+        (
+            ["--url", "http://h:1", "--rate", "1", "--workload", "shared-prefix"],
+            "--prefix-len: must be from 1",
+        ),
         (["--url", "http://h:1", "--rate", "1", "--slo", "x=1"], "--slo: must name ttft"),
         (
             ["--url", "http://h:1", "--rate", "1", "--workload", "file", "--file", "/no/file"],
             "--file: /no/file: ",
         ),
-        (["--url", "http://h:1", "--rate", "1", "--json", "/no/folder/x"], "--json: /no/folder/x cannot be written"),
+        (
+            ["--url", "http://h:1", "--rate", "1", "--json", "/no/folder/x"],
+            "--json: /no/folder/x cannot be written",
+        ),
     ],
 )
 async def test_bad_input_ends_in_one_line_and_code_2(args: list[str], words: str) -> None:
@@ -350,7 +407,9 @@ async def test_over_grpc(grpc_service: tuple[str, FakeTokenSource]) -> None:
     ((summary,),) = await run_bench(asked, lambda _address, _number, _summary: None)
     assert (summary.num_completed, summary.failures) == (6, ())
     assert (summary.prompt_tokens, summary.output_tokens) == (6 * 16, 6 * 10)
-    assert summary.figures["mean_tpot_ms"] == pytest.approx(summary.figures["mean_itl_ms"] * 2 / 9)  # 3 chunks each
+    assert summary.figures["mean_tpot_ms"] == pytest.approx(
+        summary.figures["mean_itl_ms"] * 2 / 9
+    )  # 3 chunks each
     assert source.max_running <= 3
     assert {request.ignore_eos for request in source.requests} == {True}
 
@@ -395,9 +454,13 @@ def test_what_is_no_event_is_refused() -> None:
 
 
 def test_the_times_of_a_process_are_those_of_its_threads() -> None:
-    with subprocess.Popen([sys.executable, "-c", "sum(range(5_000_000)); input()"], stdin=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", "sum(range(5_000_000)); input()"], stdin=subprocess.PIPE
+    ) as child:
         before = ThreadTimes(0.0, {}, {})
-        while not any(process == child.pid and used > 0 for (process, _), used in before.seconds.items()):
+        while not any(
+            process == child.pid and used > 0 for (process, _), used in before.seconds.items()
+        ):
             before = ThreadTimes.take()
         child.communicate(b"\n", timeout=60)
     assert before.names[child.pid].startswith("python")

@@ -27,7 +27,9 @@ from tandem.cluster.bench.workload import BenchPrompt, Prompts, arrival_offsets
 from tandem.proto.errors import InvalidArgument
 
 
-def record(*chunk_times: float, started: float = 0.0, tokens: int | None = None, prompt: int = 10) -> RequestRecord:
+def record(
+    *chunk_times: float, started: float = 0.0, tokens: int | None = None, prompt: int = 10
+) -> RequestRecord:
     """A request that completed with its last chunk."""
     return RequestRecord(
         started=started,
@@ -41,7 +43,12 @@ def record(*chunk_times: float, started: float = 0.0, tokens: int | None = None,
 def failed(kind: str, detail: str = "", started: float = 0.0, ended: float = 1.0) -> RequestRecord:
     failure = RequestFailed(kind, detail)
     return RequestRecord(
-        started=started, ended=ended, chunk_times=[started + 0.1], prompt_tokens=0, output_tokens=0, failure=failure
+        started=started,
+        ended=ended,
+        chunk_times=[started + 0.1],
+        prompt_tokens=0,
+        output_tokens=0,
+        failure=failure,
     )
 
 
@@ -52,7 +59,11 @@ def test_the_latencies_of_one_request() -> None:
 
 
 def test_the_figures_of_a_round() -> None:
-    requests = [record(1.0, 2.0, 4.0), record(3.0, 5.0, started=2.0, prompt=30), failed("HTTP 500", ended=10.0)]
+    requests = [
+        record(1.0, 2.0, 4.0),
+        record(3.0, 5.0, started=2.0, prompt=30),
+        failed("HTTP 500", ended=10.0),
+    ]
     summary = summarize(requests, {})
     assert (summary.num_requests, summary.num_completed, summary.duration) == (3, 2, 10.0)
     assert (summary.prompt_tokens, summary.output_tokens) == (40, 5)
@@ -71,12 +82,20 @@ def test_the_figures_of_a_round() -> None:
 
 
 def test_a_round_without_an_answer_has_no_latencies() -> None:
-    summary = summarize([failed("timeout", "a"), failed("HTTP 500"), failed("timeout", "b")], {"ttft": 1e9})
+    summary = summarize(
+        [failed("timeout", "a"), failed("HTTP 500"), failed("timeout", "b")], {"ttft": 1e9}
+    )
     assert summary.failures == (
         FailureCount(kind="timeout", count=2, example="a"),
         FailureCount(kind="HTTP 500", count=1, example=""),
     )
-    rates = {"request_throughput", "output_throughput", "total_throughput", "goodput", "slo_attainment"}
+    rates = {
+        "request_throughput",
+        "output_throughput",
+        "total_throughput",
+        "goodput",
+        "slo_attainment",
+    }
     assert summary.figures == dict.fromkeys([*rates, "late_ms"], 0)
 
 
@@ -120,12 +139,22 @@ def test_the_parts_of_a_request_add_up(steps: list[float]) -> None:
 
 def summary_of(figures: dict[str, float]) -> Summary:
     return Summary(
-        duration=1.0, num_requests=1, num_completed=1, prompt_tokens=1, output_tokens=1, failures=(), figures=figures
+        duration=1.0,
+        num_requests=1,
+        num_completed=1,
+        prompt_tokens=1,
+        output_tokens=1,
+        failures=(),
+        figures=figures,
     )
 
 
 def test_medians_and_ratios() -> None:
-    rounds = [summary_of({"a": 1.0, "b": 5.0}), summary_of({"a": 9.0}), summary_of({"a": 2.0, "b": 7.0})]
+    rounds = [
+        summary_of({"a": 1.0, "b": 5.0}),
+        summary_of({"a": 9.0}),
+        summary_of({"a": 2.0, "b": 7.0}),
+    ]
     assert medians(rounds) == {"a": 2.0, "b": 6.0}
     assert ratios({"a": 3.0, "b": 1.0, "c": 1.0}, {"a": 2.0, "b": 0.0}) == {"a": 1.5}
 
@@ -134,7 +163,9 @@ def test_poisson_arrivals_have_the_rate_and_the_spread() -> None:
     offsets = list(itertools.islice(arrival_offsets(50.0, seed=3), 20_000))
     gaps = [after - before for before, after in itertools.pairwise([0.0, *offsets])]
     assert statistics.fmean(gaps) == pytest.approx(1 / 50, rel=0.03)
-    assert statistics.pstdev(gaps) == pytest.approx(1 / 50, rel=0.03)  # exponential: as great as the mean
+    assert statistics.pstdev(gaps) == pytest.approx(
+        1 / 50, rel=0.03
+    )  # exponential: as great as the mean
     assert min(gaps) > 0
     assert offsets[:100] == list(itertools.islice(arrival_offsets(50.0, seed=3), 100))
     assert offsets[:100] != list(itertools.islice(arrival_offsets(50.0, seed=4), 100))
@@ -219,5 +250,7 @@ def test_slos() -> None:
 def test_a_thread_is_busy_from_a_quarter_of_a_core_on() -> None:
     names = {1: "server", 2: "server", 3: "idle"}
     before = ThreadTimes(10.0, {(1, 1): 5.0, (1, 2): 0.0, (3, 3): 70.0}, names)
-    after = ThreadTimes(14.0, {(1, 1): 6.0, (1, 2): 4.0, (2, 9): 1.1, (3, 3): 70.9}, names)  # (2, 9) is new
+    after = ThreadTimes(
+        14.0, {(1, 1): 6.0, (1, 2): 4.0, (2, 9): 1.1, (3, 3): 70.9}, names
+    )  # (2, 9) is new
     assert after.count_busy(before) == {"server": 3}

@@ -1,4 +1,6 @@
-"""Commands with what they cannot mean: exit code 2, the reason on stderr, no traceback; no service is asked."""
+"""Commands with what they cannot mean: exit code 2, the reason on stderr, no traceback; no service
+is asked.
+"""
 
 import itertools
 import re
@@ -16,9 +18,32 @@ BAD_NUMBERS = ("-5", "x", "nan", "9" * 40, "")
 NUMBER = re.compile(r"\b(int|float)\b")
 NO_NUMBERS = ("x", "", "1,5", "1e", "0x1g")
 OPTIONS = (
-    *("--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--typical-p", "--repetition-penalty"),
-    *("--presence-penalty", "--frequency-penalty", "--seed", "--n", "--best-of", "--beam-width", "--length-penalty"),
-    *("--min-tokens", "--stop-token-id", "--logprobs", "--prompt-logprobs", "--priority", "--timeout"),
+    *(
+        "--max-tokens",
+        "--temperature",
+        "--top-k",
+        "--top-p",
+        "--min-p",
+        "--typical-p",
+        "--repetition-penalty",
+    ),
+    *(
+        "--presence-penalty",
+        "--frequency-penalty",
+        "--seed",
+        "--n",
+        "--best-of",
+        "--beam-width",
+        "--length-penalty",
+    ),
+    *(
+        "--min-tokens",
+        "--stop-token-id",
+        "--logprobs",
+        "--prompt-logprobs",
+        "--priority",
+        "--timeout",
+    ),
 )
 COMMANDS: list[list[str]] = [
     *(
@@ -31,17 +56,41 @@ COMMANDS: list[list[str]] = [
         for option in ("--prefill", "--decode", "--tp", "--routers")
         for value in BAD_NUMBERS
     ),
-    *(["serve", model] for model in ("", "a b", "\x7f", "x" * 5_000, "no-such-model", "./no/such/folder", "/dev/null")),
+    *(
+        ["serve", model]
+        for model in (
+            "",
+            "a b",
+            "\x7f",
+            "x" * 5_000,
+            "no-such-model",
+            "./no/such/folder",
+            "/dev/null",
+        )
+    ),
     *(["check-config", path] for path in ("", "no-such-file", "/", "x" * 5_000)),
     *(["model", "get", name] for name in ("", "../x", "nothing", "x" * 5_000)),
     *(["plan", "memory", model] for model in ("", "no-such-model", "/dev/null", "./nothing")),
     *(["plan", "memory", "m", "--tp", value] for value in BAD_NUMBERS),
-    *(["drain"], ["drain", "all", "--timeout", "x"], ["drain", "all", "--timeout", "-1"], ["status", "--nothing"]),
+    *(
+        ["drain"],
+        ["drain", "all", "--timeout", "x"],
+        ["drain", "all", "--timeout", "-1"],
+        ["status", "--nothing"],
+    ),
     *(["bench", "--concurrency", value] for value in BAD_NUMBERS),
     *(
         [command, "--url", url]
         for command in ("status", "dashboard", "drain all")
-        for url in ("", "garbage", "ftp://x/", "file:///etc/passwd", "http://", "http://[::1/", "http://x:99999/t")
+        for url in (
+            "",
+            "garbage",
+            "ftp://x/",
+            "file:///etc/passwd",
+            "http://",
+            "http://[::1/",
+            "http://x:99999/t",
+        )
     ),
 ]
 
@@ -55,10 +104,15 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=range(len(COMMANDS)))
 def test_a_command_that_means_nothing(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code = run([part for word in arguments[:1] for part in word.split()] + arguments[1:], monkeypatch)
+    code = run(
+        [part for word in arguments[:1] for part in word.split()] + arguments[1:], monkeypatch
+    )
     captured = capsys.readouterr()
     assert code == 2, captured
     assert captured.err
@@ -74,8 +128,9 @@ def test_an_option_that_is_no_number(
 
 
 def generated() -> Iterator[list[str]]:
-    """Yields, for every command: options that it lacks, words too many, each of its options without a value, flags with
-    one, and numbers that are none."""
+    """Yields, for every command: options that it lacks, words too many, each of its options without
+    a value, flags with one, and numbers that are none.
+    """
 
     def walk(command: Any, path: list[str]) -> Iterator[list[str]]:
         for name, inner in getattr(command, "commands", {}).items():

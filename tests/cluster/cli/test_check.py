@@ -35,7 +35,11 @@ def test_a_quantised_model_says_its_scheme(tmp_path: Path) -> None:
     assert code == 0
     scheme = "compressed-tensors float-quantized W8A8 FP8, a scale for each output"
     has_kernel = cpu.can_multiply_fp8(64, 64)
-    kept = "multiplied so on CPUs like this one" if has_kernel else "turned into bfloat16 when they are loaded"
+    kept = (
+        "multiplied so on CPUs like this one"
+        if has_kernel
+        else "turned into bfloat16 when they are loaded"
+    )
     assert f"weights: {scheme}, {kept}" in text
     counts = [re.search(r"([\d,]+) parameters", each) for each in (text, check(str(plain))[1])]
     assert len({each and each[1] for each in counts}) == 1
@@ -51,7 +55,10 @@ def test_a_model_with_code_of_transformers(tmp_path: Path) -> None:
 def test_a_model_without_a_plan_says_so(tmp_path: Path) -> None:
     folder = str(make_tiny_decoder(tmp_path, "gpt2"))
     code, text = check(folder)
-    assert (code, "transformers has no plan to split GPT2LMHeadModel, only 1 is possible" in text) == (0, True)
+    assert (
+        code,
+        "transformers has no plan to split GPT2LMHeadModel, only 1 is possible" in text,
+    ) == (0, True)
     assert check(folder, "--tp", "2")[0] == 1
 
 
@@ -96,6 +103,8 @@ def break_folder(folder: Path, damage: str) -> None:
     elif damage == "json":
         config.write_text("{")
     elif damage == "mamba":
-        config.write_text(json.dumps({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}))
+        config.write_text(
+            json.dumps({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]})
+        )
     elif damage == "tokenizer":
         (folder / "tokenizer.json").unlink()

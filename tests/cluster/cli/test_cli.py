@@ -34,9 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_command_line_loads_neither_ray_nor_torch() -> None:
-    code = (
-        "import sys, tandem.cluster.cli.main; print({'ray', 'torch', 'transformers', 'sacrebleu'} & set(sys.modules))"
-    )
+    code = "import sys, tandem.cluster.cli.main; print({'ray', 'torch', 'transformers', 'sacrebleu'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "set()\n", done.stderr
 
@@ -69,10 +67,16 @@ def test_check_config_says_ok(run: Callable[..., Done], tmp_path: Path) -> None:
     assert run("check-config", str(path)) == (0, f"{path}: ok\n", "")
 
 
-def test_check_config_tells_each_mistake_in_a_line(run: Callable[..., Done], tmp_path: Path) -> None:
+def test_check_config_tells_each_mistake_in_a_line(
+    run: Callable[..., Done], tmp_path: Path
+) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("model: m\nprefil: {}\n")
-    assert run("check-config", str(path)) == (2, "", "error: prefil: unknown key; did you mean prefill?\n")
+    assert run("check-config", str(path)) == (
+        2,
+        "",
+        "error: prefil: unknown key; did you mean prefill?\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,11 +87,16 @@ def test_check_config_tells_each_mistake_in_a_line(run: Callable[..., Done], tmp
         (["serve", "m", "--decode", "0"], "decode.replicas: must be at least 1"),
         (["serve", "m", "--dtype", "int3"], "dtype: must be 'float32'"),
         (["serve", "m", "--decode-tp", "0"], "decode.tp: must be greater than or equal to 1"),
-        (["serve", "m", "--grpc-port", "70000"], "router.grpc_port: must be less than or equal to 65535"),
+        (
+            ["serve", "m", "--grpc-port", "70000"],
+            "router.grpc_port: must be less than or equal to 65535",
+        ),
         (["model", "get", "no-such-model"], "no-such-model"),
     ],
 )
-def test_bad_input_ends_in_one_line_and_code_2(run: Callable[..., Done], args: list[str], words: str) -> None:
+def test_bad_input_ends_in_one_line_and_code_2(
+    run: Callable[..., Done], args: list[str], words: str
+) -> None:
     code, out, err = run(*args)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
@@ -145,7 +154,10 @@ def test_flags_split_both_pools_or_one(
     monkeypatch.setattr(serve, "checked_folder", refuse)
     file = tmp_path / "split.yaml"
     file.write_text("model: m\nprefill: {tp: 2}\ndecode: {tp: 4}\n")
-    assert isinstance(CliRunner().invoke(main.app, ["serve", "--config", str(file), *flags]).exception, InvalidArgument)
+    assert isinstance(
+        CliRunner().invoke(main.app, ["serve", "--config", str(file), *flags]).exception,
+        InvalidArgument,
+    )
     assert asked == [split]
 
 
@@ -159,13 +171,18 @@ def test_only_our_line_is_on_stdout_whatever_else_writes_there() -> None:
         "    typer.echo('tandem ready', file=stdout)\n"
         "print('after')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout == "tandem ready\nafter\n"
     assert sorted(done.stderr.splitlines()) == ["a library", "a process"]
 
 
 def test_clients_say_in_one_line_that_nobody_answers(run: Callable[..., Done]) -> None:
-    for args in (["status", "--url", "http://127.0.0.1:1"], ["generate", "hi", "--target", "127.0.0.1:1"]):
+    for args in (
+        ["status", "--url", "http://127.0.0.1:1"],
+        ["generate", "hi", "--target", "127.0.0.1:1"],
+    ):
         code, out, err = run(*args)
         assert (code, out) == (1, ""), args
         assert err.startswith("error: ")
@@ -181,7 +198,11 @@ def test_clients_say_in_one_line_that_nobody_answers(run: Callable[..., Done]) -
     ],
 )
 def test_a_flag_names_the_draft_model_or_drops_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str | None, method: str, model: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    flag: str | None,
+    method: str,
+    model: str | None,
 ) -> None:
     asked: list[TandemConfig] = []
 
@@ -211,7 +232,11 @@ def test_a_draft_model_that_cannot_be_used_is_refused_in_a_line(
         (f"{tmp_path}/none", f"speculative.model: there is no folder {tmp_path}/none"),
         ("", "speculative.model: must have at least 1 character, got ''"),
     ):
-        assert run("serve", str(tiny_model), "--speculative", f"draft={model}") == (2, "", f"error: {line}\n"), model
+        assert run("serve", str(tiny_model), "--speculative", f"draft={model}") == (
+            2,
+            "",
+            f"error: {line}\n",
+        ), model
 
 
 FAILURES = (
@@ -248,7 +273,9 @@ def run_in_shell(command: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_commands_run_without_standard_files(closed: str) -> None:
     """Nothing else may get their numbers: a file that is opened first would receive the output."""
-    done = run_in_shell(f'"$@" model list {closed}; "$@" generate --target 127.0.0.1:1 --timeout 1 {closed}')
+    done = run_in_shell(
+        f'"$@" model list {closed}; "$@" generate --target 127.0.0.1:1 --timeout 1 {closed}'
+    )
     lines = done.stderr.splitlines()
     assert done.returncode in (1, 2)
     assert len(lines) == (0 if "2>&-" in closed else 1), done.stderr
@@ -272,4 +299,6 @@ def test_the_environment_is_checked_before_the_model_is_fetched(
     monkeypatch.setattr(serve, "checked_folder", lambda _: pytest.fail("fetched"))
     code, out, err = run("serve", "org/name")
     assert (code, out) == (2, "")
-    assert err.startswith("error: RAY_ADDRESS: http://127.0.0.1:8265 is an address of Ray's dashboard")
+    assert err.startswith(
+        "error: RAY_ADDRESS: http://127.0.0.1:8265 is an address of Ray's dashboard"
+    )

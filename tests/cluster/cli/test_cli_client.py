@@ -56,10 +56,21 @@ def invoke(*args: str, stdin: str = "") -> tuple[str, str]:
 def test_prompts_from_everywhere(service: StubService, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("of a file")
-    ways = [(("of the command",), ""), (("-",), "of stdin"), ((), "of a pipe"), (("--file", str(file)), "")]
-    said = [invoke("generate", *args, "--target", service.address, stdin=stdin) for args, stdin in ways]
-    assert said == [(f"<{text}>\n", "") for text in ("of the command", "of stdin", "of a pipe", "of a file")]
-    with pytest.raises(InvalidArgument, match="file: must not be given together with another prompt"):
+    ways = [
+        (("of the command",), ""),
+        (("-",), "of stdin"),
+        ((), "of a pipe"),
+        (("--file", str(file)), ""),
+    ]
+    said = [
+        invoke("generate", *args, "--target", service.address, stdin=stdin) for args, stdin in ways
+    ]
+    assert said == [
+        (f"<{text}>\n", "") for text in ("of the command", "of stdin", "of a pipe", "of a file")
+    ]
+    with pytest.raises(
+        InvalidArgument, match="file: must not be given together with another prompt"
+    ):
         invoke("generate", "x", "--file", str(file), "--target", service.address)
     with pytest.raises(InvalidArgument, match="no/such: No such file"):
         invoke("generate", "--file", "/no/such", "--target", service.address)
@@ -69,12 +80,73 @@ def test_every_parameter_is_an_option(service: StubService, tmp_path: Path) -> N
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object"}')
     invoke(
-        *("generate", "hi", "--target", service.address, "--model", "m", "--request-id", "r", "--priority", "-3"),
-        *("--max-tokens", "9", "--min-tokens", "2", "--stop", "a", "--stop", "b", "--stop-token-id", "5"),
-        *("--ignore-eos", "--truncate-prompt", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.25"),
-        *("--min-p", "0.125", "--typical-p", "0.75", "--repetition-penalty", "1.5", "--presence-penalty", "0.5"),
-        *("--frequency-penalty", "-0.5", "--logit-bias", "7=-100", "--logit-bias", "8=1", "--bad-word", "worse"),
-        *("--seed", "11", "--n", "2", "--best-of", "3", "--logprobs", "0", "--prompt-logprobs", "4", "--echo"),
+        *(
+            "generate",
+            "hi",
+            "--target",
+            service.address,
+            "--model",
+            "m",
+            "--request-id",
+            "r",
+            "--priority",
+            "-3",
+        ),
+        *(
+            "--max-tokens",
+            "9",
+            "--min-tokens",
+            "2",
+            "--stop",
+            "a",
+            "--stop",
+            "b",
+            "--stop-token-id",
+            "5",
+        ),
+        *(
+            "--ignore-eos",
+            "--truncate-prompt",
+            "--temperature",
+            "0.5",
+            "--top-k",
+            "3",
+            "--top-p",
+            "0.25",
+        ),
+        *(
+            "--min-p",
+            "0.125",
+            "--typical-p",
+            "0.75",
+            "--repetition-penalty",
+            "1.5",
+            "--presence-penalty",
+            "0.5",
+        ),
+        *(
+            "--frequency-penalty",
+            "-0.5",
+            "--logit-bias",
+            "7=-100",
+            "--logit-bias",
+            "8=1",
+            "--bad-word",
+            "worse",
+        ),
+        *(
+            "--seed",
+            "11",
+            "--n",
+            "2",
+            "--best-of",
+            "3",
+            "--logprobs",
+            "0",
+            "--prompt-logprobs",
+            "4",
+            "--echo",
+        ),
         *("--json-schema", f"@{schema}"),
     )
     assert service.requests == [
@@ -130,7 +202,11 @@ def test_constraints_and_beam_search(service: StubService, tmp_path: Path) -> No
     grammar = tmp_path / "x.lark"
     grammar.write_text('start: "x"')
     ways = [
-        (("--choice", "yes", "--choice", "no"), inference_pb2.StringChoices(texts=["yes", "no"]), "choice"),
+        (
+            ("--choice", "yes", "--choice", "no"),
+            inference_pb2.StringChoices(texts=["yes", "no"]),
+            "choice",
+        ),
         (("--regex", "a+"), "a+", "regex"),
         (("--json-object",), True, "json_object"),
         (("--grammar", f"@{grammar}"), 'start: "x"', "grammar"),
@@ -155,7 +231,9 @@ def scored(text: str, number: float | None) -> inference_pb2.TokenLogprobs:
 def two_choices(_: inference_pb2.GenerateRequest) -> Responses:
     length = inference_pb2.FINISH_REASON_LENGTH
     prompt = [scored("[", None), scored("b", -2)]
-    yield inference_pb2.GenerateResponse(choice=1, text="second", token_ids=[1], logprobs=[scored("second", -1.25)])
+    yield inference_pb2.GenerateResponse(
+        choice=1, text="second", token_ids=[1], logprobs=[scored("second", -1.25)]
+    )
     yield inference_pb2.GenerateResponse(
         choice=0, text="first", prompt_logprobs=prompt, score=-0.5, finish_reason=length
     )
@@ -166,9 +244,19 @@ def test_several_choices_and_their_logprobs() -> None:
     with stub_service(two_choices) as service:
         out, err = invoke("generate", "hi", "--n", "2", "--target", service.address)
         assert out == "--- 0 (length)\nfirst\n--- 1 (stop)\nsecond\n"
-        for word in ("prompt", "completion 1", "'second'", "-1.2500", "'[' ", " - ", "'[red]' -3.0000"):
+        for word in (
+            "prompt",
+            "completion 1",
+            "'second'",
+            "-1.2500",
+            "'[' ",
+            " - ",
+            "'[red]' -3.0000",
+        ):
             assert word in err, (word, err)
-        out, _ = invoke("generate", "hi", "--n", "2", "--beam-width", "2", "--target", service.address)
+        out, _ = invoke(
+            "generate", "hi", "--n", "2", "--beam-width", "2", "--target", service.address
+        )
         assert out.startswith("--- 0 (length, score -0.5000)\n")
         out, err = invoke("generate", "hi", "--n", "2", "--json", "--target", service.address)
         found = json.loads(out)
@@ -191,11 +279,17 @@ def test_a_late_error_is_below_what_was_printed() -> None:
 
 
 def test_a_piped_chat(service: StubService) -> None:
-    questions = 'one\n\n"""two\nlines"""\ngoes \\\non\n/system be brief\n//slash\n/retry\n/undo\nlast\n'
-    out, err = invoke("chat", "--target", service.address, "--system", "S", "--timeline", stdin=questions)
+    questions = (
+        'one\n\n"""two\nlines"""\ngoes \\\non\n/system be brief\n//slash\n/retry\n/undo\nlast\n'
+    )
+    out, err = invoke(
+        "chat", "--target", service.address, "--system", "S", "--timeline", stdin=questions
+    )
     assert out == "<one>\n<two\nlines>\n<goes \non>\n</slash>\n</slash>\n<last>\n"
     assert err.count("Where the time went") == 6
-    roles = [[message.role for message in request.prompt.chat.messages] for request in service.requests]
+    roles = [
+        [message.role for message in request.prompt.chat.messages] for request in service.requests
+    ]
     talk = ["system", "user", "assistant", "user", "assistant", "user", "assistant", "user"]
     assert roles == [talk[:2], talk[:4], talk[:6], talk, talk, talk]
     systems = [request.prompt.chat.messages[0].content for request in service.requests]
@@ -215,12 +309,22 @@ def session(service: StubService) -> Iterator[ChatSession]:
 
 
 def test_set(session: ChatSession, service: StubService) -> None:
-    for line in ("/set temperature 0.5", "/set seed 7", '/set stop ["a", "b"]', "/set max_tokens", "hello"):
+    for line in (
+        "/set temperature 0.5",
+        "/set seed 7",
+        '/set stop ["a", "b"]',
+        "/set max_tokens",
+        "hello",
+    ):
         session.take(line)
     assert session.options == {"temperature": 0.5, "seed": 7, "stop": ["a", "b"]}
     assert service.requests[0].sampling == inference_pb2.SamplingParams(temperature=0.5, seed=7)
     assert service.requests[0].stopping == inference_pb2.StoppingParams(stop=["a", "b"])
-    for line, field in (("/set temperature hot", "temperature"), ("/set n 3", "n"), ("/set stop [1", "stop")):
+    for line, field in (
+        ("/set temperature hot", "temperature"),
+        ("/set n 3", "n"),
+        ("/set stop [1", "stop"),
+    ):
         with pytest.raises(InvalidArgument) as caught:
             session.take(line)
         assert caught.value.field == field
@@ -232,7 +336,12 @@ def test_commands_keep_the_conversation_whole(session: ChatSession, tmp_path: Pa
     session.take("two")
     file = tmp_path / "talk.json"
     session.take(f"/save {file}")
-    assert [message["content"] for message in json.loads(file.read_text())] == ["one", "<one>", "two", "<two>"]
+    assert [message["content"] for message in json.loads(file.read_text())] == [
+        "one",
+        "<one>",
+        "two",
+        "<two>",
+    ]
     session.take("/undo")
     assert session.conversation.turns == [("one", "<one>")]
     session.take("/clear")
@@ -304,7 +413,12 @@ class Terminal:
         self._master, slave = pty.openpty()
         environment = os.environ | {"XDG_STATE_HOME": str(home), "TERM": "dumb"}
         self.process = subprocess.Popen(
-            [*TANDEM, *args], stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+            [*TANDEM, *args],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            start_new_session=True,
         )
         os.close(slave)
         self.seen = ""
@@ -322,7 +436,9 @@ class Terminal:
         self.seen = self.seen[found.end() :]
 
     def interrupt(self, pattern: str) -> None:
-        """Sends SIGINT, and again after 5 s, until the output matches: Python drops one that arrives in a finalizer."""
+        """Sends SIGINT, and again after 5 s, until the output matches: Python drops one that
+        arrives in a finalizer.
+        """
         for _ in range(int(WAIT / 5)):
             os.killpg(self.process.pid, signal.SIGINT)
             deadline = time.monotonic() + 5

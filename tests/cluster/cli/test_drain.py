@@ -18,8 +18,12 @@ from tandem.workers.worker import Worker
 NOBODY = "127.0.0.2:1"
 
 
-async def run(monkeypatch: pytest.MonkeyPatch, workers: dict[str, str], *args: str) -> tuple[str, BaseException | None]:
-    """Runs the command on a service that has these workers, by id; returns what it printed and what it raised."""
+async def run(
+    monkeypatch: pytest.MonkeyPatch, workers: dict[str, str], *args: str
+) -> tuple[str, BaseException | None]:
+    """Runs the command on a service that has these workers, by id; returns what it printed and what
+    it raised.
+    """
     service = {"workers": [{"id": name, "address": address} for name, address in workers.items()]}
     monkeypatch.setattr(drain, "fetch_status", lambda url, _key: (url, service))
     monkeypatch.setattr(drain, "read_identity", lambda *args: IDENTITY)
@@ -28,7 +32,10 @@ async def run(monkeypatch: pytest.MonkeyPatch, workers: dict[str, str], *args: s
 
 
 async def test_workers_are_chosen_by_id_by_host_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = [await Worker.serve(fake_rank(), worker_config(), worker_id=f"w{n}", role="decode") for n in range(3)]
+    workers = [
+        await Worker.serve(fake_rank(), worker_config(), worker_id=f"w{n}", role="decode")
+        for n in range(3)
+    ]
     known = {worker.worker_id: worker.address for worker in workers}
     try:
         assert await run(monkeypatch, known, "w1") == ("w1: 0 requests left\n", None)

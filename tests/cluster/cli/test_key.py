@@ -25,11 +25,18 @@ def run(*args: str) -> str:
 
 def test_create_list_revoke(tmp_path: Path) -> None:
     path = str(tmp_path / "keys.json")
-    secret = run("create", path, "laptop", "--tenant", "ada", "--max-streams", "8", "--expires", "2020-01-31").strip()
+    secret = run(
+        "create", path, "laptop", "--tenant", "ada", "--max-streams", "8", "--expires", "2020-01-31"
+    ).strip()
     run("create", path, "bob")
     first, second = load_keys(path)
     assert first.sha256 == hash_key(secret).hex()
-    assert (first.tenant, first.max_streams, second.tenant, second.max_streams) == ("ada", 8, "bob", None)
+    assert (first.tenant, first.max_streams, second.tenant, second.max_streams) == (
+        "ada",
+        8,
+        "bob",
+        None,
+    )
     listed = run("list", path)
     for text in ("laptop", "ada", "2020-01-31 00:00 UTC (expired)", first.sha256[:12]):
         assert text in listed
@@ -46,7 +53,9 @@ def test_serve_refuses_a_wrong_file_before_anything_starts(tmp_path: Path) -> No
     assert "No such file" in result.exception.message
 
 
-def test_commands_take_the_key_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_take_the_key_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other users of the machine see the arguments of a command."""
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     assert read_api_key(None) == ""

@@ -20,7 +20,9 @@ LLAMA = SHAPES["llama-3-8b"]  # 32 query heads, 8 KV heads, 32 layers, heads of 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), num_attention_heads=4, num_key_value_heads=2)
+    return make_tiny_model(
+        tmp_path_factory.mktemp("tiny"), num_attention_heads=4, num_key_value_heads=2
+    )
 
 
 def plan(*args: str) -> list[list[str]]:
@@ -28,14 +30,24 @@ def plan(*args: str) -> list[list[str]]:
     result = CliRunner().invoke(app, ["plan", "memory", *args])
     assert result.exception is None, result.output
     lines = result.output.splitlines()[1:]
-    table = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    table = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in lines
+        if line.startswith("│")
+    ]
     return table + [[line] for line in lines if line[0] not in "┏┃┡│└"]
 
 
 def test_llama_3_8b() -> None:
-    """By hand: 8.03 billion weights; 32 layers x 8 KV heads x 128 x keys and values x 2 bytes are 128 KiB a token."""
+    """By hand: 8.03 billion weights; 32 layers x 8 KV heads x 128 x keys and values x 2 bytes are
+    128 KiB a token.
+    """
     whole = rank_memory(LLAMA, 1, "bfloat16")
-    assert (whole.weights, whole.kv_per_token, whole.num_copies) == (2 * 8_030_261_248, 128 * 1024, 1)
+    assert (whole.weights, whole.kv_per_token, whole.num_copies) == (
+        2 * 8_030_261_248,
+        128 * 1024,
+        1,
+    )
     eighth = rank_memory(LLAMA, 8, "bfloat16")
     norms = 65 * 4096
     assert eighth.weights == 2 * ((8_030_261_248 - norms) // 8 + norms)
@@ -90,15 +102,21 @@ def test_without_tp_every_usual_one_that_divides_is_shown(model: Path) -> None:
 
 def test_what_fits_is_shown_for_a_memory(model: Path) -> None:
     args = [str(model), "--dtype", "float32", "--gpu-memory-gb", "0.002", "--utilization", "0.5"]
-    ((tp, weights, *_, rest, tokens, sequences),) = plan(*args, "--tp", "1", "--context-tokens", "100")
-    # 1,073,741 bytes less 509,184 of weights are 68 blocks of 16 tokens of 512 bytes; a sequence of 100 tokens takes 7.
+    ((tp, weights, *_, rest, tokens, sequences),) = plan(
+        *args, "--tp", "1", "--context-tokens", "100"
+    )
+    # 1,073,741 bytes less 509,184 of weights are 68 blocks of 16 tokens of 512 bytes; a sequence of
+    # 100 tokens takes 7.
     assert (tp, weights, rest, tokens, sequences) == ("1", "0.5 MiB", "0.5 MiB", "1,088", "9")
 
 
 def test_weights_that_do_not_fit_are_named(model: Path) -> None:
     args = [str(model), "--dtype", "float32", "--gpu-memory-gb", "0.001", "--utilization", "0.3"]
     *rows, (line,) = plan(*args, "--tp", "1", "--tp", "4")
-    assert [(row[0], row[5] == "-", row[6] == "0") for row in rows] == [("1", True, True), ("4", False, False)]
+    assert [(row[0], row[5] == "-", row[6] == "0") for row in rows] == [
+        ("1", True, True),
+        ("4", False, False),
+    ]
     assert line == "tp 1: the weights alone, 0.5 MiB, do not fit 0.3 MiB"
 
 
@@ -131,8 +149,12 @@ def test_the_page_shows_what_the_command_prints() -> None:
     assert [line.rstrip() for line in said] == shown
 
 
-@pytest.mark.parametrize(("arguments", "loaded"), [(["plan", "memory", "MODEL"], {"torch"}), (["--help"], set())])
-def test_it_loads_no_more_than_it_needs(model: Path, arguments: list[str], loaded: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "loaded"), [(["plan", "memory", "MODEL"], {"torch"}), (["--help"], set())]
+)
+def test_it_loads_no_more_than_it_needs(
+    model: Path, arguments: list[str], loaded: set[str]
+) -> None:
     arguments = [str(model) if each == "MODEL" else each for each in arguments]
     code = (
         "import sys; from tandem.cluster.cli.main import app; "

@@ -1,4 +1,6 @@
-"""Tests `tandem serve` with a Ray of its own: services from start to stop, and their ends by signals and faults."""
+"""Tests `tandem serve` with a Ray of its own: services from start to stop, and their ends by
+signals and faults.
+"""
 
 import asyncio
 import json
@@ -31,13 +33,17 @@ TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main(
 WAIT = 60  # seconds that anything may take, on however busy a machine
 RAY_LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d [^]]* [IWE] \d+ \d+\] ")
 SCRATCH = re.compile(rf"{re.escape(tempfile.gettempdir())}/tandem-\w+")
-READY = re.compile(r"^tandem ready grpc=(127\.0\.0\.1:\d+) http=(127\.0\.0\.1:\d+) ops=(127\.0\.0\.1:\d+)\n$")
+READY = re.compile(
+    r"^tandem ready grpc=(127\.0\.0\.1:\d+) http=(127\.0\.0\.1:\d+) ops=(127\.0\.0\.1:\d+)\n$"
+)
 
 
 def run(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
     command = [*TANDEM, *args]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=WAIT, env=environment)
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=WAIT, env=environment
+    )
 
 
 class Serving:
@@ -46,7 +52,9 @@ class Serving:
     ops_address = ""  # once it is ready
 
     def __init__(self, *args: str, **variables: str) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in OURS} | variables
+        environment = {
+            name: value for name, value in os.environ.items() if name not in OURS
+        } | variables
         command = [*TANDEM, "serve", "--grpc-port", "0", "--http-port", "0", *args]
         self.process = subprocess.Popen(
             command,
@@ -67,8 +75,9 @@ class Serving:
         return ready[1], ready[2]
 
     def stop(self, signum: signal.Signals) -> str:
-        """Sends the signal, SIGINT to the whole group as a terminal does, and waits until everything has ended; returns
-        the rest of stdout."""
+        """Sends the signal, SIGINT to the whole group as a terminal does, and waits until
+        everything has ended; returns the rest of stdout.
+        """
         return self.wait_ended(self.signal(signum))
 
     def signal(self, signum: signal.Signals) -> list[psutil.Process]:
@@ -103,8 +112,9 @@ def serving(tiny_model: Path) -> Iterator[Callable[..., Serving]]:
 
 
 def share_kernels(home: Path) -> None:
-    """Lets a user of another home have the kernels that are there: two workers on cores that they share would compile
-    them for most of a minute."""
+    """Lets a user of another home have the kernels that are there: two workers on cores that they
+    share would compile them for most of a minute.
+    """
     kernels = platformdirs.user_cache_path("tandem") / "kernels"
     kernels.mkdir(parents=True, exist_ok=True)
     link = home / ".cache" / "tandem" / "kernels"
@@ -113,7 +123,9 @@ def share_kernels(home: Path) -> None:
 
 
 def check_token_of_ray(service: Serving, home: Path) -> None:
-    """Fails unless the service's Ray is in token mode, with a token of its own that no argument or variable has."""
+    """Fails unless the service's Ray is in token mode, with a token of its own that no argument or
+    variable has.
+    """
     family = psutil.Process(service.process.pid).children(recursive=True)
     (gcs_server,) = (process for process in family if process.name() == "gcs_server")
     environment = gcs_server.environ()
@@ -124,13 +136,19 @@ def check_token_of_ray(service: Serving, home: Path) -> None:
     token = path.read_text()
     for process in family:
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            assert not any(token in text for text in (*process.cmdline(), *process.environ().values()))
+            assert not any(
+                token in text for text in (*process.cmdline(), *process.environ().values())
+            )
     (raylet,) = (process for process in family if process.name() == "raylet")
-    (address,) = {word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--gcs-address=")}
+    (address,) = {
+        word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--gcs-address=")
+    }
     (home / "auth_token").write_text("0" * len(token))
     stranger = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(home / "auth_token")}
     joins = [sys.executable, "-c", f"import ray; ray.init('{address}', log_to_driver=False)"]
-    joined = subprocess.run(joins, capture_output=True, text=True, timeout=WAIT, env=os.environ | stranger)
+    joined = subprocess.run(
+        joins, capture_output=True, text=True, timeout=WAIT, env=os.environ | stranger
+    )
     assert joined.returncode != 0
     assert "AuthenticationError" in joined.stderr, joined.stderr
 
@@ -152,7 +170,9 @@ def test_a_service_from_start_to_stop(
     grpc_address, http_address = service.wait_ready()
     check_token_of_ray(service, tmp_path)
 
-    generated = run("generate", "The quick brown", "--target", grpc_address, "--max-tokens", "8", "--timeline")
+    generated = run(
+        "generate", "The quick brown", "--target", grpc_address, "--max-tokens", "8", "--timeline"
+    )
     assert generated.returncode == 0, generated.stderr
     assert len(generated.stdout.strip()) > 0
     assert "Where the time went" in generated.stderr
@@ -166,8 +186,13 @@ def test_a_service_from_start_to_stop(
     assert status_url
     workers: dict[str, Any] = {}
     deadline = time.monotonic() + WAIT
-    while {role: worker["state"] for role, worker in workers.items()} != {"prefill": "ready", "decode": "ready"}:
-        assert time.monotonic() < deadline, workers  # one that a busy machine keeps from answering is silent
+    while {role: worker["state"] for role, worker in workers.items()} != {
+        "prefill": "ready",
+        "decode": "ready",
+    }:
+        assert time.monotonic() < deadline, (
+            workers
+        )  # one that a busy machine keeps from answering is silent
         status = run("status", "--url", status_url[1], "--json")
         workers = {worker["role"]: worker for worker in json.loads(status.stdout)["workers"]}
     for worker in workers.values():
@@ -177,7 +202,9 @@ def test_a_service_from_start_to_stop(
         assert load["free_blocks"] + load["cached_blocks"] == load["total_blocks"] > 0
     drained = run("drain", "all", "--url", status_url[1])
     assert (drained.returncode, drained.stderr) == (0, "")
-    assert sorted(drained.stdout.splitlines()) == sorted(f"{each['id']}: 0 requests left" for each in workers.values())
+    assert sorted(drained.stdout.splitlines()) == sorted(
+        f"{each['id']}: 0 requests left" for each in workers.values()
+    )
     status = run("status", "--url", status_url[1], "--json")
     assert {worker["state"] for worker in json.loads(status.stdout)["workers"]} == {"draining"}
 
@@ -188,19 +215,26 @@ def test_a_service_from_start_to_stop(
 async def test_after_sigterm_streams_end_and_who_waits_is_refused(
     serving: Callable[..., Serving], tmp_path: Path
 ) -> None:
-    """One stream at a time, and time enough for it; on a fast machine for all. Those that are cut: test_runtime.py."""
+    """One stream at a time, and time enough for it; on a fast machine for all. Those that are cut:
+    test_runtime.py.
+    """
     path = tmp_path / "one.yaml"
     path.write_text(
-        "model: ignored\ngrace_seconds: 60\ndecode: {max_sequences: 1}\nrouter: {max_queue_seconds: 3600}\n"
+        "model: ignored\ngrace_seconds: 60\ndecode: {max_sequences: 1}\nrouter: "
+        "{max_queue_seconds: 3600}\n"
     )
     service = serving("--prefill", "0", "--config", str(path))
     grpc_address, _ = service.wait_ready()
     async with AsyncClient(grpc_address, max_retries=0) as client:
         asked = [
-            asyncio.create_task(client.generate([number, 6, 7], max_tokens=2000, ignore_eos=True, timeout=2 * WAIT))
+            asyncio.create_task(
+                client.generate([number, 6, 7], max_tokens=2000, ignore_eos=True, timeout=2 * WAIT)
+            )
             for number in range(3, 12)
         ]
-        await scrape_until(lambda page: page.value("vllm:num_requests_waiting") == 8, service.ops_address)
+        await scrape_until(
+            lambda page: page.value("vllm:num_requests_waiting") == 8, service.ops_address
+        )
         family = service.signal(signal.SIGTERM)
         ended = await asyncio.gather(*asked, return_exceptions=True)
     assert (service.wait_ended(family), service.process.returncode) == ("", 0)
@@ -213,20 +247,29 @@ async def test_after_sigterm_streams_end_and_who_waits_is_refused(
 
 
 @pytest.mark.parametrize("victim", ["gcs_server", pytest.param("raylet", marks=pytest.mark.soak)])
-def test_the_end_of_ray_is_told_in_a_line_and_leaves_nothing(serving: Callable[..., Serving], victim: str) -> None:
+def test_the_end_of_ray_is_told_in_a_line_and_leaves_nothing(
+    serving: Callable[..., Serving], victim: str
+) -> None:
     service = serving("--prefill", "0")
     grpc_address, _ = service.wait_ready()
     me = psutil.Process(service.process.pid)
     family = me.children(recursive=True)
-    (folder,) = {found[0] for child in family for word in child.cmdline() if (found := SCRATCH.search(word))}
-    with Client(grpc_address) as client, client.stream([5, 6, 7], max_tokens=1000, ignore_eos=True) as stream:
+    (folder,) = {
+        found[0] for child in family for word in child.cmdline() if (found := SCRATCH.search(word))
+    }
+    with (
+        Client(grpc_address) as client,
+        client.stream([5, 6, 7], max_tokens=1000, ignore_eos=True) as stream,
+    ):
         tokens = len(next(stream).token_ids)
         next(child for child in family if child.name() == victim).kill()
         tokens += sum(len(delta.token_ids) for delta in stream)
     assert tokens == 1000
     _, err = service.process.communicate(timeout=WAIT)
     assert service.process.returncode == 1
-    ours = [line for line in err.splitlines() if not RAY_LOG_LINE.match(line)]  # Ray's own client may log as it ends
+    ours = [
+        line for line in err.splitlines() if not RAY_LOG_LINE.match(line)
+    ]  # Ray's own client may log as it ends
     assert ours[2:] == [
         f"error: Ray has ended: its {victim} process is gone"
     ]  # after the lines of the status page and the console
@@ -248,11 +291,17 @@ def test_ctrl_c_during_the_start_leaves_nothing_behind(serving: Callable[..., Se
 
 
 def test_a_service_in_an_awkward_environment(
-    serving: Callable[..., Serving], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Callable[..., Serving],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Proxies that nothing answers at, an empty RAY_ADDRESS, a long TMPDIR, no home and no compiler; on ::1 if there is
-    IPv6, with two ranks."""
-    proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"), "http://127.0.0.1:9")
+    """Proxies that nothing answers at, an empty RAY_ADDRESS, a long TMPDIR, no home and no
+    compiler; on ::1 if there is IPv6, with two ranks.
+    """
+    proxies = dict.fromkeys(
+        ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"), "http://127.0.0.1:9"
+    )
     for name, value in proxies.items():
         monkeypatch.setenv(name, value)
         monkeypatch.setenv(name.upper(), value)
@@ -261,7 +310,12 @@ def test_a_service_in_an_awkward_environment(
     folder = tmp_path / ("temporary-" * 6)
     folder.mkdir()
     (tmp_path / "home").write_text("")
-    variables = {"RAY_ADDRESS": "", "TMPDIR": str(folder), "TANDEM_HOME": str(tmp_path / "home"), "CC": "false"}
+    variables = {
+        "RAY_ADDRESS": "",
+        "TMPDIR": str(folder),
+        "TANDEM_HOME": str(tmp_path / "home"),
+        "CC": "false",
+    }
     host = "127.0.0.1" if why_not_bound("::1", 0) else "::1"
     service = serving("--host", host, "--prefill-tp", "2", **variables)
     assert service.process.stdout is not None
@@ -270,7 +324,14 @@ def test_a_service_in_an_awkward_environment(
     assert ready, (line, service.process.communicate()[1])
     assert ready[1].startswith(f"{in_brackets(host)}:")
     generated = run(
-        "generate", "The quick brown", "--target", ready[1], "--max-tokens", "4", "--model", str(tiny_model)
+        "generate",
+        "The quick brown",
+        "--target",
+        ready[1],
+        "--max-tokens",
+        "4",
+        "--model",
+        str(tiny_model),
     )
     assert generated.returncode == 0, generated.stderr
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -278,7 +339,10 @@ def test_a_service_in_an_awkward_environment(
         assert json.load(answer)["root"] == tiny_model.name
     assert service.process.stderr is not None
     warnings = [next(iter(service.process.stderr)) for _ in range(2)]
-    assert any(re.search(rf"status page: http://{re.escape(in_brackets(host))}:\d+/tandem", each) for each in warnings)
+    assert any(
+        re.search(rf"status page: http://{re.escape(in_brackets(host))}:\d+/tandem", each)
+        for each in warnings
+    )
     assert (service.stop(signal.SIGTERM), service.process.returncode) == ("", 0)
     assert not list(folder.iterdir())
 

@@ -1,4 +1,6 @@
-"""`tandem status` and `tandem drain` of a service that has been replaced: its old URL goes on to do."""
+"""`tandem status` and `tandem drain` of a service that has been replaced: its old URL goes on to
+do.
+"""
 
 import json
 import threading
@@ -17,7 +19,9 @@ from tandem.tests.peers import IDENTITY
 
 
 class Proxy(ThreadingHTTPServer):
-    """Answers as the HTTP proxy of Ray Serve does: each application under its route, and the list of routes."""
+    """Answers as the HTTP proxy of Ray Serve does: each application under its route, and the list
+    of routes.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -28,7 +32,10 @@ class Proxy(ThreadingHTTPServer):
     def deploy(self, *names: str) -> None:
         """Has these applications, and no others."""
         self.routes = {f"/{name}": name for name in names}
-        self.pages = {f"/{name}": {"service": name, "model": "m", "routers": [], "workers": []} for name in names}
+        self.pages = {
+            f"/{name}": {"service": name, "model": "m", "routers": [], "workers": []}
+            for name in names
+        }
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -67,7 +74,10 @@ def test_the_page_of_a_replaced_service_is_that_of_its_successor(
 
 def test_the_named_page_is_taken_while_it_is_there(proxy: Proxy) -> None:
     proxy.deploy("a", "a.2")
-    assert [fetch_status(f"{proxy.root}/{name}")[1]["service"] for name in ("a", "a.2")] == ["a", "a.2"]
+    assert [fetch_status(f"{proxy.root}/{name}")[1]["service"] for name in ("a", "a.2")] == [
+        "a",
+        "a.2",
+    ]
 
 
 def test_a_deployment_that_has_just_gone_is_passed_over(proxy: Proxy) -> None:
@@ -84,7 +94,9 @@ def test_a_service_that_is_not_there_is_one_line(proxy: Proxy, routes: object) -
         fetch_status(f"{proxy.root}/a")
 
 
-def test_status_and_drain_take_the_old_url(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_and_drain_take_the_old_url(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The identity that `tandem drain` needs is that of the deployment which is there."""
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path))
     proxy.deploy("a.2")

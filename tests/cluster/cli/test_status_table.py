@@ -33,7 +33,11 @@ def printed(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> list[s
 
 def test_every_router_is_shown_with_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed(monkeypatch, worker("d-0", {}))
-    assert lines[:3] == ["tandem: m", "router r-0  grpc=a:1 http=a:2 ops=a:5", "router r-1  grpc=a:3 http=a:4 ops=a:6"]
+    assert lines[:3] == [
+        "tandem: m",
+        "router r-0  grpc=a:1 http=a:2 ops=a:5",
+        "router r-1  grpc=a:3 http=a:4 ops=a:6",
+    ]
 
 
 def test_the_transport_of_each_pair_of_ranks_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +48,9 @@ def test_the_transport_of_each_pair_of_ranks_is_shown(monkeypatch: pytest.Monkey
     assert lines[-1].split() == ["d-0", "10.0.0.2:7000", "grpc"]
 
 
-def test_workers_that_have_pulled_nothing_have_no_such_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_have_pulled_nothing_have_no_such_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines = printed(monkeypatch, worker("d-0", {}))
     assert not any("pulls from" in line for line in lines)
     assert lines[-1].split()[1] == "d-0"

@@ -1,4 +1,6 @@
-"""`tandem eval`: windows, scores and commands against their definitions, and the demo model against transformers."""
+"""`tandem eval`: windows, scores and commands against their definitions, and the demo model against
+transformers.
+"""
 
 import functools
 import json
@@ -39,24 +41,33 @@ from tandem.tests.stub_service import Refusal, Responses, StubService, pieces, s
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
 
 TEXT = (
-    "The Danube rises in the Black Forest, where two small rivers meet, and flows for 2,850 kilometres through ten "
-    "countries before it reaches the Black Sea. Four capitals stand on its banks: Vienna, Bratislava, Budapest and "
-    "Belgrade.\n\ndef fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\n"
-    "Whoever reads a long text remembers its beginning badly. A model that sees only a window of it does so, too: what "
-    "lies before the window is gone, and the first words inside are hard to guess. That is why the windows overlap, "
+    "The Danube rises in the Black Forest, where two small rivers meet, and flows for 2,850 "
+    "kilometres through ten "
+    "countries before it reaches the Black Sea. Four capitals stand on its banks: Vienna, "
+    "Bratislava, Budapest and "
+    "Belgrade.\n\ndef fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a "
+    "+ b\n    return a\n\n"
+    "Whoever reads a long text remembers its beginning badly. A model that sees only a window of "
+    "it does so, too: what "
+    "lies before the window is gone, and the first words inside are hard to guess. That is why the "
+    "windows overlap, "
     "and why only the last part of each is counted.\n\n"
 )
 
 
 @given(num_tokens=st.integers(2, 300), window=st.integers(2, 64), data=st.data())
-def test_every_token_but_the_first_counts_once(num_tokens: int, window: int, data: st.DataObject) -> None:
+def test_every_token_but_the_first_counts_once(
+    num_tokens: int, window: int, data: st.DataObject
+) -> None:
     stride = data.draw(st.integers(1, window - 1))
     windows = sliding_windows(num_tokens, window, stride)
     scored = Counter(index for _, end, score_from in windows for index in range(score_from, end))
     assert scored == Counter(range(1, num_tokens))
     for begin, end, score_from in windows:
         assert end - begin <= window
-        assert score_from - begin >= min(window - stride, score_from)  # so much is before each token
+        assert score_from - begin >= min(
+            window - stride, score_from
+        )  # so much is before each token
         assert score_from < end
 
 
@@ -64,7 +75,9 @@ def test_windows_without_overlap_do_not_score_their_first_token() -> None:
     assert sliding_windows(10, 4, 4) == [(0, 4, 1), (4, 8, 5), (8, 10, 9)]
 
 
-@pytest.mark.parametrize(("window", "stride", "field"), [(8, 0, "stride"), (8, 9, "stride"), (1, 1, "window")])
+@pytest.mark.parametrize(
+    ("window", "stride", "field"), [(8, 0, "stride"), (8, 9, "stride"), (1, 1, "window")]
+)
 def test_windows_that_make_no_sense_are_refused(window: int, stride: int, field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         sliding_windows(10, window, stride)
@@ -84,7 +97,9 @@ def score_prompt(request: inference_pb2.GenerateRequest) -> Responses:
     assert request.HasField("prompt_logprobs")
     if len(ids) >= 64:  # as a service does: it always has room for a token after the prompt
         raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "prompt: does not fit the context")
-    tokens = [inference_pb2.Logprob(token_id=each, logprob=logprob(ids, i)) for i, each in enumerate(ids)]
+    tokens = [
+        inference_pb2.Logprob(token_id=each, logprob=logprob(ids, i)) for i, each in enumerate(ids)
+    ]
     tokens[0].ClearField("logprob")
     made = [inference_pb2.TokenLogprobs(token=token) for token in tokens]
     yield from pieces("", prompt_logprobs=made, finish_reason=inference_pb2.FINISH_REASON_LENGTH)
@@ -104,7 +119,11 @@ async def test_perplexity_is_what_a_direct_computation_gives(
     seen = []
     async with AsyncClient(service.address) as client:
         found = await measure_perplexity(
-            client, text, window=window, stride=stride, on_window=lambda done, total: seen.append((done, total))
+            client,
+            text,
+            window=window,
+            stride=stride,
+            on_window=lambda done, total: seen.append((done, total)),
         )
     ids = [256, *text.encode()]
     width = window or service.context_tokens - 1
@@ -114,7 +133,11 @@ async def test_perplexity_is_what_a_direct_computation_gives(
         number = max(0, -(-(index + 1 - width) // step))  # the first window that reaches so far
         total -= logprob(ids[number * step :], index - number * step)
     assert found.nll == pytest.approx(total)
-    assert (found.num_tokens, found.num_scored, found.num_bytes) == (len(ids), len(ids) - 1, len(text.encode()))
+    assert (found.num_tokens, found.num_scored, found.num_bytes) == (
+        len(ids),
+        len(ids) - 1,
+        len(text.encode()),
+    )
     assert found.perplexity == pytest.approx(math.exp(total / (len(ids) - 1)))
     assert found.bits_per_byte == pytest.approx(total / math.log(2) / len(text.encode()))
     assert seen == [(n, found.num_windows) for n in range(1, found.num_windows + 1)]
@@ -122,7 +145,9 @@ async def test_perplexity_is_what_a_direct_computation_gives(
 
 async def test_a_window_that_leaves_no_room_is_refused(service: StubService) -> None:
     async with AsyncClient(service.address) as client:
-        with pytest.raises(InvalidArgument, match="window: must be at most 63 tokens, one less than"):
+        with pytest.raises(
+            InvalidArgument, match="window: must be at most 63 tokens, one less than"
+        ):
             await measure_perplexity(client, "some text", window=64)
 
 
@@ -152,7 +177,9 @@ async def test_a_model_that_is_not_served_is_named(service: StubService) -> None
             await measure_perplexity(client, "some text", model="other")
 
 
-async def test_long_texts_go_in_pieces(service: StubService, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_texts_go_in_pieces(
+    service: StubService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "MAX_PROMPT_CHARACTERS", 16)
     text = "one line\nanother line\n" + "x" * 40 + "\nend"
     async with AsyncClient(service.address) as client:
@@ -173,7 +200,10 @@ def test_the_perplexity_command(service: StubService, tmp_path: Path) -> None:
     found = json.loads(invoke(*args, "--window", "40", "--stride", "20", "--json"))
     assert (found["tokens"], found["windows"]) == (301, 15)
     assert found["perplexity"] == pytest.approx(math.exp(found["mean_nll"]))
-    table = dict(line.rsplit(maxsplit=1) for line in invoke(*args, "--window", "40", "--stride", "20").splitlines())
+    table = dict(
+        line.rsplit(maxsplit=1)
+        for line in invoke(*args, "--window", "40", "--stride", "20").splitlines()
+    )
     assert (table["tokens"], table["perplexity"]) == ("301", f"{found['perplexity']:,.4f}")
     with pytest.raises(InvalidArgument, match="stride: must be from 1 to the window's 40 tokens"):
         invoke(*args, "--window", "40", "--stride", "41")
@@ -184,14 +214,24 @@ def test_the_perplexity_command(service: StubService, tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: text: has fewer than two tokens\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "error: text: has fewer than two tokens\n",
+    )
 
 
 def test_scores_are_the_libraries() -> None:
     texts = ["the cat sat on the mat today", "a dog barked at the old tree"]
-    references = [["the cat sat on the mat", "a cat was on the mat today"], ["the dog barked at a tree"]]
+    references = [
+        ["the cat sat on the mat", "a cat was on the mat today"],
+        ["the dog barked at a tree"],
+    ]
     found = score_texts(texts, references)
-    streams: Any = [[references[0][0], references[1][0]], [references[0][1], None]]  # None: no second reference
+    streams: Any = [
+        [references[0][0], references[1][0]],
+        [references[0][1], None],
+    ]  # None: no second reference
     bleu = sacrebleu.corpus_bleu(texts, streams)
     assert found.bleu == pytest.approx(bleu.score)
     assert 0 < found.bleu < 100
@@ -203,7 +243,13 @@ def test_scores_are_the_libraries() -> None:
 
 def test_the_best_reference_counts() -> None:
     found = score_texts(["The cat sat on that mat!"], [["no", "the cat sat on that mat"]])
-    assert (found.rouge1, found.rouge2, found.rouge_l, found.exact_match, found.f1) == (100, 100, 100, 100, 100)
+    assert (found.rouge1, found.rouge2, found.rouge_l, found.exact_match, found.f1) == (
+        100,
+        100,
+        100,
+        100,
+        100,
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +291,17 @@ def echo(request: inference_pb2.GenerateRequest) -> Responses:
 def test_the_generate_command(tmp_path: Path) -> None:
     file, output = write_cases(tmp_path / "cases.jsonl"), tmp_path / "answers.jsonl"
     with stub_service(echo) as service:
-        args = ("eval", "generate", str(file), "--target", service.address, "--output", str(output), "--seed", "3")
+        args = (
+            "eval",
+            "generate",
+            str(file),
+            "--target",
+            service.address,
+            "--output",
+            str(output),
+            "--seed",
+            "3",
+        )
         found = json.loads(invoke(*args, "--max-tokens", "9", "--json"))
         table = invoke(*args)
     assert (found["cases"], found["exact_match"]) == (3, pytest.approx(200 / 3))
@@ -254,7 +310,12 @@ def test_the_generate_command(tmp_path: Path) -> None:
     assert request.sampling == inference_pb2.SamplingParams(temperature=0, seed=3)
     assert request.stopping == inference_pb2.StoppingParams(max_tokens=9)
     answers = [json.loads(line) for line in output.read_text().splitlines()]
-    assert answers[0] == {"prompt": "Paris", "reference": "<Paris>", "text": "<Paris>", "finish_reason": "stop"}
+    assert answers[0] == {
+        "prompt": "Paris",
+        "reference": "<Paris>",
+        "text": "<Paris>",
+        "finish_reason": "stop",
+    }
     assert [each["text"] for each in answers] == ["<Paris>", "<Rome>", "<x>"]
 
 
@@ -278,18 +339,27 @@ def test_bad_cases_are_named_by_their_line(tmp_path: Path, line: str, words: str
 
 def test_without_the_extra_one_line_names_it(tmp_path: Path) -> None:
     code = "import sys; sys.modules['sacrebleu'] = None; from tandem.cluster.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "eval", "generate", str(write_cases(tmp_path / "cases.jsonl"))]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "eval",
+        "generate",
+        str(write_cases(tmp_path / "cases.jsonl")),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "error: tandem eval generate needs sacrebleu and rouge-score: pip install 'tandem-llm[eval]'\n"
+        "error: tandem eval generate needs sacrebleu and rouge-score: pip install "
+        "'tandem-llm[eval]'\n"
     )
 
 
 @functools.cache
 def transformers_perplexity(ids: tuple[int, ...], window: int, stride: int) -> float:
-    """Runs the loop of "Perplexity of fixed-length models" in transformers' documentation, but each window counts
-    all the tokens whose loss it has."""
+    """Runs the loop of "Perplexity of fixed-length models" in transformers' documentation, but each
+    window counts all the tokens whose loss it has.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(demo_model.folder(), dtype=torch.float32)
     tokens = torch.tensor([ids])  # [1, tokens]
     nll, count, before = 0.0, 0, 0
@@ -310,14 +380,18 @@ def transformers_perplexity(ids: tuple[int, ...], window: int, stride: int) -> f
 @pytest.mark.parametrize("prefill", [1, 0])
 async def test_perplexity_of_the_demo_model_equals_transformers(prefill: int) -> None:
     text = TEXT * 2
-    served = ServedModel(name="demo", tokenizer=Tokenizer.load(demo_model.folder()), context_tokens=2048)
+    served = ServedModel(
+        name="demo", tokenizer=Tokenizer.load(demo_model.folder()), context_tokens=2048
+    )
     async with fleet(prefill, 1, rank=lambda role: demo_model.rank(num_threads=1)) as running:
         server = await ApiServers.start(GenerationService([served], running.dispatcher))
         try:
             async with AsyncClient(server.grpc_address) as client:
                 ids = await client.tokenize(text)
                 found = await measure_perplexity(client, text, window=256, stride=128)
-                again = await measure_perplexity(client, text, window=256, stride=128)  # from a warm prefix cache
+                again = await measure_perplexity(
+                    client, text, window=256, stride=128
+                )  # from a warm prefix cache
         finally:
             await server.stop(0)
     assert 300 <= len(ids) <= 450  # three windows or four

@@ -1,4 +1,6 @@
-"""`tandem batch`: its files, and what is asked again. No process, no service: both are in test_batch_runs.py."""
+"""`tandem batch`: its files, and what is asked again. No process, no service: both are in
+test_batch_runs.py.
+"""
 
 import asyncio
 import json
@@ -14,13 +16,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cluster.local import batch, batch_senders
-from tandem.cluster.local.batch import BatchAnswer, BatchOutput, BatchRequest, answer_requests, read_requests
+from tandem.cluster.local.batch import (
+    BatchAnswer,
+    BatchOutput,
+    BatchRequest,
+    answer_requests,
+    read_requests,
+)
 from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.tests.damaged import NUM_INPUTS, damaged
 
 
 def line(custom_id: object = "a", **changes: Any) -> str:
-    whole = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    whole = {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "x"},
+    }
     return json.dumps(whole | changes)
 
 
@@ -53,7 +66,12 @@ def test_a_wrong_line_is_named(tmp_path: Path, lines: list[str], number: int, wo
 
 def test_five_hundred_damaged_files_are_refused_or_read(tmp_path: Path) -> None:
     """Requests, and answers of an earlier run; a file that is refused stays as it is."""
-    answer = {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "body": {}}, "error": None}
+    answer = {
+        "id": "batch_req_1",
+        "custom_id": "a",
+        "response": {"status_code": 200, "body": {}},
+        "error": None,
+    }
     files = {name: tmp_path / name for name in ("in.jsonl", "out.jsonl")}
     seeds = {"in.jsonl": f"{line()}\n{line('b')}\n", "out.jsonl": f"{json.dumps(answer)}\n"}
     for name, path in files.items():
@@ -93,7 +111,12 @@ async def echo(request: BatchRequest) -> BatchAnswer:
     return BatchAnswer(status=200, body={"of": request.custom_id}, request_id="r")
 
 
-async def run(path: Path, wanted: Sequence[BatchRequest], send: batch.SendRequest = echo, patience: float = 0.0) -> Any:
+async def run(
+    path: Path,
+    wanted: Sequence[BatchRequest],
+    send: batch.SendRequest = echo,
+    patience: float = 0.0,
+) -> Any:
     with BatchOutput(path, [each.custom_id for each in wanted]) as output:
         return await answer_requests(wanted, output, send, concurrency=3, patience_seconds=patience)
 
@@ -105,7 +128,11 @@ async def test_each_request_has_one_line(tmp_path: Path) -> None:
     lines = [json.loads(each) for each in path.read_text().splitlines()]
     assert sorted(int(each["custom_id"]) for each in lines) == list(range(10))
     assert len({each["id"] for each in lines}) == 10
-    assert lines[0]["response"] == {"status_code": 200, "request_id": "r", "body": {"of": lines[0]["custom_id"]}}
+    assert lines[0]["response"] == {
+        "status_code": 200,
+        "request_id": "r",
+        "body": {"of": lines[0]["custom_id"]},
+    }
     assert lines[0]["error"] is None
     assert (await run(path, wanted)).skipped == 10
     assert len(path.read_text().splitlines()) == 10
@@ -115,7 +142,10 @@ async def test_each_request_has_one_line(tmp_path: Path) -> None:
 def test_a_run_that_was_cut_at_any_byte_is_completed(
     tmp_path_factory: pytest.TempPathFactory, cut: float, num_lines: int
 ) -> None:
-    path, wanted = tmp_path_factory.mktemp("cut") / "out.jsonl", requests(*map(str, range(num_lines)))
+    path, wanted = (
+        tmp_path_factory.mktemp("cut") / "out.jsonl",
+        requests(*map(str, range(num_lines))),
+    )
     asyncio.run(run(path, wanted))
     whole = path.read_bytes()
     left = whole[: round(cut * len(whole))]
@@ -136,7 +166,9 @@ def test_a_run_that_was_cut_at_any_byte_is_completed(
         (["no json"], "Invalid JSON"),
     ],
 )
-def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, lines: list[str], words: str) -> None:
+def test_a_file_of_something_else_is_left_as_it_is(
+    tmp_path: Path, lines: list[str], words: str
+) -> None:
     path = write(tmp_path / "out.jsonl", *lines)
     with path.open("a") as file:
         file.write('{"cut')
@@ -157,7 +189,10 @@ def test_a_line_without_an_end_that_is_no_answer_is_kept(tmp_path: Path, text: s
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with BatchOutput(path, ["a"]), pytest.raises(InvalidArgument, match="written by another process"):
+    with (
+        BatchOutput(path, ["a"]),
+        pytest.raises(InvalidArgument, match="written by another process"),
+    ):
         BatchOutput(path, ["a"])
     with BatchOutput(path, ["a"]):  # which the first has given back
         pass
@@ -174,7 +209,10 @@ async def test_a_refused_request_has_its_refusal_as_answer(tmp_path: Path) -> No
 
     counts = await run(tmp_path / "out.jsonl", requests("a", "b"), refuse)
     assert (counts.answered, counts.failed) == (2, 2)
-    assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["response"]["status_code"] == 400
+    assert (
+        json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["response"]["status_code"]
+        == 400
+    )
 
 
 async def test_a_busy_service_is_asked_again(tmp_path: Path) -> None:
@@ -192,7 +230,9 @@ async def test_a_busy_service_is_asked_again(tmp_path: Path) -> None:
     assert (counts.answered, counts.failed, sorted(tries)) == (2, 0, ["a"] * 3 + ["b"] * 3)
 
 
-async def test_a_service_that_stays_away_ends_the_run_and_keeps_what_is_answered(tmp_path: Path) -> None:
+async def test_a_service_that_stays_away_ends_the_run_and_keeps_what_is_answered(
+    tmp_path: Path,
+) -> None:
     async def half(request: BatchRequest) -> BatchAnswer:
         if request.custom_id == "b":
             raise Unavailable("nobody answers at URL", 1.0)
@@ -234,6 +274,11 @@ async def test_a_connection_whose_other_machine_is_gone_fails() -> None:
         assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle, interval, count, sent = (
             opened.getsockopt(socket.IPPROTO_TCP, option)
-            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+            for option in (
+                socket.TCP_KEEPIDLE,
+                socket.TCP_KEEPINTVL,
+                socket.TCP_KEEPCNT,
+                socket.TCP_USER_TIMEOUT,
+            )
         )
     assert (idle + interval * count, sent) == (60, 60_000)

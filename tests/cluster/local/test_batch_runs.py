@@ -1,4 +1,6 @@
-"""`tandem batch` as a command: in its own process and over a service, killed in the middle, and begun again."""
+"""`tandem batch` as a command: in its own process and over a service, killed in the middle, and
+begun again.
+"""
 
 import asyncio
 import json
@@ -41,7 +43,10 @@ def request_lines(model: str) -> list[dict[str, Any]]:
         if i % 2:
             url, body = "/v1/completions", body | {"prompt": f"dog {i}"}
         else:
-            url, body = "/v1/chat/completions", body | {"messages": [{"role": "user", "content": f"fox {i}"}]}
+            url, body = (
+                "/v1/chat/completions",
+                body | {"messages": [{"role": "user", "content": f"fox {i}"}]},
+            )
         if i == 5:
             body["temperature"] = 9
         lines.append({"custom_id": f"r{i}", "method": "POST", "url": url, "body": body})
@@ -67,9 +72,13 @@ def run(*arguments: str, timeout: float = 120) -> "subprocess.CompletedProcess[s
     return subprocess.run(arguments, capture_output=True, text=True, timeout=timeout)
 
 
-def test_a_batch_that_is_killed_is_completed_by_the_same_command(folder: Path, tmp_path: Path) -> None:
+def test_a_batch_that_is_killed_is_completed_by_the_same_command(
+    folder: Path, tmp_path: Path
+) -> None:
     source, output = write_requests(tmp_path / "in.jsonl", "tiny"), tmp_path / "out.jsonl"
-    here = command(source, output, "--model", str(folder), "--dtype", "float32", "--kv-cache-gb", "0.02")
+    here = command(
+        source, output, "--model", str(folder), "--dtype", "float32", "--kv-cache-gb", "0.02"
+    )
     here += ["--max-sequences", "2"]
     killed = subprocess.Popen(here, stderr=subprocess.DEVNULL)
     try:
@@ -101,15 +110,23 @@ def test_a_batch_that_is_killed_is_completed_by_the_same_command(folder: Path, t
 
 def check_texts(folder: Path, answers: dict[str, Any]) -> None:
     """The answers are those of `LLM` to the same requests."""
-    lines = {each["custom_id"]: each["body"] for each in request_lines("tiny") if each["custom_id"] in answers}
+    lines = {
+        each["custom_id"]: each["body"]
+        for each in request_lines("tiny")
+        if each["custom_id"] in answers
+    }
     found = {custom_id: answers[custom_id]["body"]["choices"][0] for custom_id in lines}
     with LLM(str(folder), dtype="float32", kv_cache_gb=0.02) as llm:
         for key, complete in (("prompt", llm.generate), ("messages", llm.chat)):
             asked = {custom_id: body for custom_id, body in lines.items() if key in body}
             params = [
-                SamplingParams(temperature=0, ignore_eos=True, max_tokens=body["max_tokens"]) for body in asked.values()
+                SamplingParams(temperature=0, ignore_eos=True, max_tokens=body["max_tokens"])
+                for body in asked.values()
             ]
-            expected = [each.outputs[0].text for each in complete([body[key] for body in asked.values()], params)]
+            expected = [
+                each.outputs[0].text
+                for each in complete([body[key] for body in asked.values()], params)
+            ]
             texts = [found[each].get("text") or found[each]["message"]["content"] for each in asked]
             assert texts == expected
 
@@ -157,7 +174,10 @@ def test_a_batch_over_a_service(service: HttpService, tmp_path: Path) -> None:
     source, output = write_requests(tmp_path / "in.jsonl", "tiny"), tmp_path / "out.jsonl"
     done = run(*command(source, output, "--url", service.url, "--concurrency", "3"))
     assert done.returncode == 0, done.stderr
-    assert done.stderr == f"{NUM_REQUESTS} requests: 0 answered before, {NUM_REQUESTS} now, 1 of these by an error\n"
+    assert (
+        done.stderr
+        == f"{NUM_REQUESTS} requests: 0 answered before, {NUM_REQUESTS} now, 1 of these by an error\n"
+    )
     answers = read_answers(output)
     assert set(answers) == {f"r{i}" for i in range(NUM_REQUESTS)}
     assert answers.pop("r5")["status_code"] == 400
@@ -187,7 +207,8 @@ def test_a_service_that_is_away_ends_the_command_in_one_line(tmp_path: Path) -> 
     done = run(*command(source, output, "--url", "http://127.0.0.1:9", "--patience", "0"))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "error: nobody answers at http://127.0.0.1:9; what is answered is kept, and the same command goes on from there"
+        "error: nobody answers at http://127.0.0.1:9; what is answered is kept, and the same "
+        "command goes on from there"
         "\n"
     )
 

@@ -1,4 +1,6 @@
-"""`tandem.LLM`: the service's tokens and transformers', in the caller's process, with nothing left behind."""
+"""`tandem.LLM`: the service's tokens and transformers', in the caller's process, with nothing left
+behind.
+"""
 
 import gc
 import json
@@ -37,7 +39,13 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import reference_greedy
 
 NUM_TOKENS = 16
-PROMPTS = ["The capital of France is", "A cache holds", "What is the capital of France? " * 20, "dog", "no"]
+PROMPTS = [
+    "The capital of France is",
+    "A cache holds",
+    "What is the capital of France? " * 20,
+    "dog",
+    "no",
+]
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SMALL: dict[str, Any] = {"dtype": "float32", "kv_cache_gb": 0.02, "num_threads": 1}
 
@@ -77,27 +85,43 @@ def ids_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_greedy_equals_transformers_together_alone_and_from_the_prefix_cache(llm: LLM, folder: Path) -> None:
+def test_greedy_equals_transformers_together_alone_and_from_the_prefix_cache(
+    llm: LLM, folder: Path
+) -> None:
     together = llm.generate(PROMPTS, GREEDY)
     assert [output.prompt for output in together] == PROMPTS
-    assert ids_of(together) == expected_tokens(folder, [each.prompt_token_ids for each in together], NUM_TOKENS)
-    assert [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS] == ids_of(together)
-    again = llm.generate(prompt_token_ids=[each.prompt_token_ids for each in together], sampling_params=GREEDY)
+    assert ids_of(together) == expected_tokens(
+        folder, [each.prompt_token_ids for each in together], NUM_TOKENS
+    )
+    assert [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS] == ids_of(
+        together
+    )
+    again = llm.generate(
+        prompt_token_ids=[each.prompt_token_ids for each in together], sampling_params=GREEDY
+    )
     assert ids_of(again) == ids_of(together)
     assert again[2].num_cached_tokens > 0
     assert {each.outputs[0].finish_reason for each in again} == {"length"}
     tokenizer = Tokenizer.load(folder)
-    assert [each.outputs[0].text for each in again] == [tokenizer.decode(ids) for ids in ids_of(again)]
+    assert [each.outputs[0].text for each in again] == [
+        tokenizer.decode(ids) for ids in ids_of(again)
+    ]
 
 
-def test_what_parameters_leave_out_is_as_generation_config_says(folder: Path, tmp_path: Path) -> None:
+def test_what_parameters_leave_out_is_as_generation_config_says(
+    folder: Path, tmp_path: Path
+) -> None:
     copied = Path(shutil.copytree(folder, tmp_path / "model"))
-    (copied / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "max_new_tokens": 5}))
+    (copied / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.0, "max_new_tokens": 5})
+    )
     with LLM(str(copied), max_num_seqs=4, **SMALL) as llm:
         assert llm.get_default_sampling_params() == Options(temperature=0.0, max_tokens=5)
         (short,) = llm.generate(PROMPTS[0], Options(ignore_eos=True))
         (long,) = llm.generate(PROMPTS[0], Options(max_tokens=NUM_TOKENS, ignore_eos=True))
-        (sampled,) = llm.generate(PROMPTS[0], Options(max_tokens=NUM_TOKENS, temperature=2.0, seed=1))
+        (sampled,) = llm.generate(
+            PROMPTS[0], Options(max_tokens=NUM_TOKENS, temperature=2.0, seed=1)
+        )
     assert ids_of([long]) == expected_tokens(folder, [long.prompt_token_ids], NUM_TOKENS)
     assert ids_of([short]) == [long.outputs[0].token_ids[:5]]
     assert ids_of([sampled]) != ids_of([long])
@@ -133,7 +157,10 @@ WAYS: list[Options] = [
     Options(beam_width=3, n=2),
     Options(seed=6, top_k=20, logit_bias={7: 5.0}, presence_penalty=0.5, bad_words=["the"]),
     Options(temperature=0, stop=["e"], logprobs=1, prompt_logprobs=1),
-    Options(seed=7, json_schema={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}),
+    Options(
+        seed=7,
+        json_schema={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+    ),
     Options(seed=8, choice=["Paris", "Rome"]),
     Options(max_tokens=0, prompt_logprobs=2),
 ]
@@ -146,7 +173,9 @@ async def test_every_way_to_sample_equals_the_service(llm: LLM, folder: Path) ->
     async with service_client(folder) as client:
         for way, output in zip(ways, found, strict=True):
             expected = await client.generate(PROMPTS[0], **way)
-            assert [(each.text, tuple(each.token_ids), each.finish_reason) for each in output.outputs] == [
+            assert [
+                (each.text, tuple(each.token_ids), each.finish_reason) for each in output.outputs
+            ] == [
                 (choice.text, choice.token_ids, choice.finish_reason) for choice in expected.choices
             ]
             for one, choice in zip(output.outputs, expected.choices, strict=True):
@@ -172,7 +201,11 @@ def test_guessed_tokens_change_no_answer(llm: LLM, folder: Path, method: str) ->
         assert guessing._loop.run(guessing._engine.status()).num_accepted_tokens > 0
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours.outputs, theirs.outputs, strict=True):
-            assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
+            assert (one.text, one.token_ids, one.finish_reason) == (
+                other.text,
+                other.token_ids,
+                other.finish_reason,
+            )
             assert values_of(one.logprobs) == pytest.approx(values_of(other.logprobs), abs=1e-4)
 
 
@@ -187,15 +220,21 @@ def assert_same_logprobs(found: Any, expected: Choice, *, asked: bool) -> None:
     assert len(found) == len(expected.logprobs)
     for by_token, scores in zip(found, expected.logprobs, strict=True):
         alternatives = {each.token_id: each.logprob for each in (*scores.top, scores.token)}
-        assert {token: each.logprob for token, each in by_token.items()} == pytest.approx(alternatives, abs=1e-4)
+        assert {token: each.logprob for token, each in by_token.items()} == pytest.approx(
+            alternatives, abs=1e-4
+        )
         for place, each in enumerate(scores.top, start=1):
             rank = by_token[each.token_id].rank
-            assert rank == place or (each.token_id == scores.token.token_id and rank < place)  # of equals the first
+            assert rank == place or (
+                each.token_id == scores.token.token_id and rank < place
+            )  # of equals the first
         assert by_token[scores.token.token_id].rank >= 1
 
 
 async def test_a_chat_equals_the_service(llm: LLM, folder: Path) -> None:
-    chats = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "dog")]
+    chats = [
+        [{"role": "user", "content": text}] for text in ("What is the capital of France?", "dog")
+    ]
     found = llm.chat(chats, GREEDY)
     (alone,) = llm.chat(chats[0], GREEDY)
     assert alone.outputs == found[0].outputs
@@ -224,17 +263,34 @@ def test_a_stream_has_the_same_tokens_and_can_be_left(llm: LLM) -> None:
     [
         (lambda llm: llm.generate(["a", "b" * 9000], GREEDY), "prompts[1]: "),
         (lambda llm: llm.generate(["a", 3], GREEDY), "prompts[1]: "),
-        (lambda llm: llm.generate(prompt_token_ids=[[3], [4], []], sampling_params=GREEDY), "prompt_token_ids[2]: "),
-        (lambda llm: llm.generate(prompt_token_ids=[[3], [4096]], sampling_params=GREEDY), "prompt_token_ids[1]: "),
-        (lambda llm: llm.generate(["a", "b"], [{}, {"temperature": 9}]), "prompts[1], sampling.temperature: must be"),
-        (lambda llm: llm.generate(["a", "b"], [GREEDY]), "sampling_params: has 1 entries for 2 prompts"),
-        (lambda llm: llm.generate(["a"], {"temprature": 1}), "prompts[0], temprature: there is no such option"),
+        (
+            lambda llm: llm.generate(prompt_token_ids=[[3], [4], []], sampling_params=GREEDY),
+            "prompt_token_ids[2]: ",
+        ),
+        (
+            lambda llm: llm.generate(prompt_token_ids=[[3], [4096]], sampling_params=GREEDY),
+            "prompt_token_ids[1]: ",
+        ),
+        (
+            lambda llm: llm.generate(["a", "b"], [{}, {"temperature": 9}]),
+            "prompts[1], sampling.temperature: must be",
+        ),
+        (
+            lambda llm: llm.generate(["a", "b"], [GREEDY]),
+            "sampling_params: has 1 entries for 2 prompts",
+        ),
+        (
+            lambda llm: llm.generate(["a"], {"temprature": 1}),
+            "prompts[0], temprature: there is no such option",
+        ),
         (lambda llm: llm.generate(), "prompts: give either"),
         (lambda llm: llm.chat([[{"role": "user", "content": "a"}], []]), "messages[1]"),
         (lambda llm: llm.stream("a", {"top_p": 0.0}), "sampling.top_p: must be"),
     ],
 )
-def test_a_wrong_prompt_is_named_before_anything_runs(llm: LLM, call: Callable[[LLM], object], named: str) -> None:
+def test_a_wrong_prompt_is_named_before_anything_runs(
+    llm: LLM, call: Callable[[LLM], object], named: str
+) -> None:
     before = num_submitted(llm)
     with pytest.raises(InvalidArgument) as caught:
         call(llm)
@@ -250,12 +306,27 @@ def test_a_wrong_prompt_is_named_before_anything_runs(llm: LLM, call: Callable[[
         ({"dtype": "int3"}, "dtype: must be"),
         ({"quantization": "awq"}, "quantization: "),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: must be 'auto', 'int8' or 'fp8'"),
-        ({"kv_cache_dtype": "int8", "device": "cuda"}, "kv_cache_dtype: int8 has kernels on cpu only"),
+        (
+            {"kv_cache_dtype": "int8", "device": "cuda"},
+            "kv_cache_dtype: int8 has kernels on cpu only",
+        ),
         ({"max_num_seqs": "8"}, "max_num_seqs: must be"),
-        ({"speculative_config": {"method": "eagle"}}, "speculative_config.method: must be 'ngram' or 'draft_model'"),
-        ({"speculative_config": {"method": "draft_model"}}, "speculative_config.model: goes with method draft_model"),
-        ({"speculative_config": {"model": "x", "method": "ngram"}}, "speculative_config.model: goes with method"),
-        ({"speculative_config": {"model": "no model"}}, "speculative_config.model: 'no model' is no built-in model"),
+        (
+            {"speculative_config": {"method": "eagle"}},
+            "speculative_config.method: must be 'ngram' or 'draft_model'",
+        ),
+        (
+            {"speculative_config": {"method": "draft_model"}},
+            "speculative_config.model: goes with method draft_model",
+        ),
+        (
+            {"speculative_config": {"model": "x", "method": "ngram"}},
+            "speculative_config.model: goes with method",
+        ),
+        (
+            {"speculative_config": {"model": "no model"}},
+            "speculative_config.model: 'no model' is no built-in model",
+        ),
         ({"kv_cache_gb": 1e9}, "kv_cache_gb: must be"),
         ({"kv_host_gb": -1.0}, "kv_host_gb: must be"),
         ({"kv_disk": "/x"}, "kv_disk: goes with kv_disk_gb above 0"),
@@ -280,7 +351,9 @@ def test_perplexity_equals_transformers(llm: LLM, folder: Path) -> None:
     for text, perplexity in zip(texts, found, strict=True):
         ids = torch.tensor([llm.generate(text, GREEDY)[0].prompt_token_ids])
         with torch.no_grad():
-            assert perplexity == pytest.approx(math.exp(model(ids, labels=ids).loss.item()), rel=1e-3)
+            assert perplexity == pytest.approx(
+                math.exp(model(ids, labels=ids).loss.item()), rel=1e-3
+            )
 
 
 def test_an_interrupt_frees_everything_and_the_next_call_runs(llm: LLM) -> None:
@@ -299,31 +372,51 @@ def test_an_interrupt_frees_everything_and_the_next_call_runs(llm: LLM) -> None:
 
 
 def test_more_prompts_than_blocks_for_them_end_with_the_same_tokens(llm: LLM, folder: Path) -> None:
-    expected = ids_of(llm.generate(PROMPTS * 2, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)))
-    with LLM(str(folder), max_num_seqs=8, max_model_len=600, **SMALL | {"kv_cache_gb": 0.001}) as small:
+    expected = ids_of(
+        llm.generate(PROMPTS * 2, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+    )
+    with LLM(
+        str(folder), max_num_seqs=8, max_model_len=600, **SMALL | {"kv_cache_gb": 0.001}
+    ) as small:
         assert small._loop.run(small._engine.status()).info.load.total_blocks < 8 * 300 // 16
-        found = small.generate(PROMPTS * 2, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+        found = small.generate(
+            PROMPTS * 2, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+        )
         wait_idle(small)
     assert ids_of(found) == expected
 
 
 def test_what_leaves_the_cache_comes_back_from_host_memory(llm: LLM, folder: Path) -> None:
-    prompts, once = [f"{number} {'dog ' * 300}" for number in range(16)], SamplingParams(temperature=0, max_tokens=4)
+    prompts, once = (
+        [f"{number} {'dog ' * 300}" for number in range(16)],
+        SamplingParams(temperature=0, max_tokens=4),
+    )
     expected = [ids_of(llm.generate(prompt, once)) for prompt in prompts]
     with LLM(
-        str(folder), max_num_seqs=2, max_model_len=400, **SMALL | {"kv_cache_gb": 0.001}, kv_host_gb=0.01
+        str(folder),
+        max_num_seqs=2,
+        max_model_len=400,
+        **SMALL | {"kv_cache_gb": 0.001},
+        kv_host_gb=0.01,
     ) as small:
         for _ in range(2):
             assert [ids_of(small.generate(prompt, once)) for prompt in prompts] == expected
         wait_idle(small)
         status = small._loop.run(small._engine.status())
-    num_blocks = sum(len(llm.generate(prompt, once)[0].prompt_token_ids) // 16 for prompt in prompts)
+    num_blocks = sum(
+        len(llm.generate(prompt, once)[0].prompt_token_ids) // 16 for prompt in prompts
+    )
     assert status.info.load.total_blocks < num_blocks
     assert status.num_restored_tokens > 16 * 16
 
 
-def test_what_was_computed_comes_back_from_disk_after_a_restart(llm: LLM, folder: Path, tmp_path: Path) -> None:
-    prompts, once = [f"{number} {'cat ' * 150}" for number in range(4)], SamplingParams(temperature=0, max_tokens=4)
+def test_what_was_computed_comes_back_from_disk_after_a_restart(
+    llm: LLM, folder: Path, tmp_path: Path
+) -> None:
+    prompts, once = (
+        [f"{number} {'cat ' * 150}" for number in range(4)],
+        SamplingParams(temperature=0, max_tokens=4),
+    )
     expected = [ids_of(llm.generate(prompt, once)) for prompt in prompts]
     disk: dict[str, Any] = {"kv_disk": str(tmp_path / "kv"), "kv_disk_gb": 0.01}
     num_restored = []
@@ -447,7 +540,9 @@ def test_a_script_of_six_lines_that_closes_nothing_ends_in_order(llm: LLM, folde
     assert run_script(SCRIPT, folder).splitlines() == expected
 
 
-@pytest.mark.parametrize("imported", ["import tandem", "from tandem import LLM, SamplingParams, RequestOutput"])
+@pytest.mark.parametrize(
+    "imported", ["import tandem", "from tandem import LLM, SamplingParams, RequestOutput"]
+)
 def test_the_import_is_light(imported: str) -> None:
     code = f"{imported}; import sys; print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -458,11 +553,24 @@ def test_a_lora_request_has_the_tokens_of_peft(llm: LLM, folder: Path, tmp_path:
     path = make_adapter(tmp_path / "adapter", folder)
     request = LoRARequest("sql", 1, str(path))
     ids = [(7 * n) % 400 + 3 for n in range(40)]
-    plain = llm.generate(prompt_token_ids=ids, sampling_params=GREEDY, progress=False)[0].outputs[0].token_ids
+    plain = (
+        llm.generate(prompt_token_ids=ids, sampling_params=GREEDY, progress=False)[0]
+        .outputs[0]
+        .token_ids
+    )
     for _ in range(2):
-        (output,) = llm.generate(prompt_token_ids=ids, sampling_params=GREEDY, progress=False, lora_request=request)
-        assert output.outputs[0].token_ids == reference_greedy(peft_reference(folder, {"sql": path}), ids, NUM_TOKENS)
+        (output,) = llm.generate(
+            prompt_token_ids=ids, sampling_params=GREEDY, progress=False, lora_request=request
+        )
+        assert output.outputs[0].token_ids == reference_greedy(
+            peft_reference(folder, {"sql": path}), ids, NUM_TOKENS
+        )
         assert output.outputs[0].token_ids != plain
-    for wrong in (LoRARequest("gone", 2, str(tmp_path / "gone")), LoRARequest(folder.name, 3, str(path))):
+    for wrong in (
+        LoRARequest("gone", 2, str(tmp_path / "gone")),
+        LoRARequest(folder.name, 3, str(path)),
+    ):
         with pytest.raises(InvalidArgument, match="lora_request: "):
-            llm.chat([{"role": "user", "content": "hi"}], GREEDY, lora_request=wrong, progress=False)
+            llm.chat(
+                [{"role": "user", "content": "hi"}], GREEDY, lora_request=wrong, progress=False
+            )

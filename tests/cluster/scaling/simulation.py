@@ -1,8 +1,9 @@
-"""Two pools in simulated time, whose numbers of workers the policy decides from the reports that Serve would hand it.
+"""Two pools in simulated time, whose numbers of workers the policy decides from the reports that
+Serve would hand it.
 
-Prefill workers compute one prompt after another, decode workers make steps that take longer the more sequences there
-are, and a request waits at the router while the pool that it needs next is full. Workers take their time to start;
-those that stop give what they have to others.
+Prefill workers compute one prompt after another, decode workers make steps that take longer the
+more sequences there are, and a request waits at the router while the pool that it needs next is
+full. Workers take their time to start; those that stop give what they have to others.
 """
 
 import heapq
@@ -15,7 +16,14 @@ from typing import Any, Final
 
 from tandem.cluster.scaling import reports
 from tandem.cluster.scaling.config import ScalingConfig
-from tandem.cluster.scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER, PoolContext, Sample, ScalingPolicy
+from tandem.cluster.scaling.policy import (
+    DECODE_POOL,
+    PREFILL_POOL,
+    ROUTER,
+    PoolContext,
+    Sample,
+    ScalingPolicy,
+)
 
 TICK: Final = 0.05  # seconds
 POLICY_SECONDS: Final = 1.0  # between two calls; Serve makes ten in that time
@@ -52,21 +60,28 @@ class Outcome:
     numbers: list[int] = field(default_factory=list)  # in the trace
     waits: list[float] = field(default_factory=list)  # from its arrival to its prompt's computation
     tpots: list[float] = field(default_factory=list)
-    targets: dict[str, list[tuple[float, int]]] = field(default_factory=dict)  # of each pool: from when on how many
+    targets: dict[str, list[tuple[float, int]]] = field(
+        default_factory=dict
+    )  # of each pool: from when on how many
     worker_seconds: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
     def in_time(self, wait_seconds: float, tpot_seconds: float) -> set[int]:
         """Returns the requests that neither waited longer nor were decoded more slowly."""
         ended = zip(self.numbers, self.waits, self.tpots, strict=True)
-        return {number for number, wait, tpot in ended if wait <= wait_seconds and tpot <= tpot_seconds}
+        return {
+            number for number, wait, tpot in ended if wait <= wait_seconds and tpot <= tpot_seconds
+        }
 
     def reversals(self, pool: str, within: float) -> int:
-        """Returns how often a pool grew or shrank within so many seconds after it had done the opposite."""
+        """Returns how often a pool grew or shrank within so many seconds after it had done the
+        opposite.
+        """
         pairs = itertools.pairwise(self.targets[pool])
         changes = [(time, number > before) for (_, before), (time, number) in pairs]
         return sum(
-            grew != grows and time - last < within for (last, grew), (time, grows) in itertools.pairwise(changes)
+            grew != grows and time - last < within
+            for (last, grew), (time, grows) in itertools.pairwise(changes)
         )
 
 
@@ -89,7 +104,9 @@ class PrefillWorker:
 
 
 class DecodeWorker:
-    """Every sequence gets a token in each step: `pace` counts the tokens that each has got, `ends` when it has all."""
+    """Every sequence gets a token in each step: `pace` counts the tokens that each has got, `ends`
+    when it has all.
+    """
 
     def __init__(self) -> None:
         self.pace = 0.0
@@ -114,8 +131,9 @@ class DecodeWorker:
 
 
 class Simulation:
-    """Runs a trace through pools of the sizes that the policy decides, or through fixed ones (where a config is an
-    int)."""
+    """Runs a trace through pools of the sizes that the policy decides, or through fixed ones (where
+    a config is an int).
+    """
 
     def __init__(
         self,
@@ -125,8 +143,9 @@ class Simulation:
         *,
         first: int | None = None,
     ) -> None:
-        """`first`: how many workers of each pool there are when the trace begins; the others of a fixed one start then.
-        By default one of a pool that scales, and all of a fixed one."""
+        """`first`: how many workers of each pool there are when the trace begins; the others of a
+        fixed one start then. By default one of a pool that scales, and all of a fixed one.
+        """
         self._hardware = hardware
         self._sizes = {PREFILL_POOL: prefill, DECODE_POOL: decode}
         self._policy = ScalingPolicy()
@@ -135,7 +154,10 @@ class Simulation:
         self._computed: list[tuple[float, int, Job]] = []  # prompts, by when they are
         self._prefill: list[PrefillWorker] = []
         self._decode: list[DecodeWorker] = []
-        self._starting: dict[str, list[float]] = {PREFILL_POOL: [], DECODE_POOL: []}  # by when they are ready
+        self._starting: dict[str, list[float]] = {
+            PREFILL_POOL: [],
+            DECODE_POOL: [],
+        }  # by when they are ready
         self._states: dict[str, dict[str, Any]] = {PREFILL_POOL: {}, DECODE_POOL: {}}
         self._samples: dict[str, dict[tuple[str, int], deque[SimpleNamespace]]] = {}
         self._number = 0
@@ -165,7 +187,9 @@ class Simulation:
             self._now += TICK
             self.outcome.seconds = self._now
             for pool in self._sizes:
-                self.outcome.worker_seconds[pool] += TICK * (len(self._workers(pool)) + len(self._starting[pool]))
+                self.outcome.worker_seconds[pool] += TICK * (
+                    len(self._workers(pool)) + len(self._starting[pool])
+                )
         return self.outcome
 
     def _workers(self, pool: str) -> list[Any]:
@@ -183,7 +207,9 @@ class Simulation:
         coming_tokens = sum(each.arrival.prompt for _, _, each in self._computed)
         sequences = sum(held) + coming + 1 > self._hardware.max_sequences * len(self._decode)
         needed = held_tokens + coming_tokens + _kv_tokens(job)
-        return prefill, sequences or (held_tokens > 0 and needed > self._hardware.kv_tokens * len(self._decode))
+        return prefill, sequences or (
+            held_tokens > 0 and needed > self._hardware.kv_tokens * len(self._decode)
+        )
 
     def _admit(self) -> None:
         while self._queue and not any(self._lacks(self._queue[0])):
@@ -217,7 +243,9 @@ class Simulation:
         return self._hardware.step_fixed + self._hardware.step_each * len(worker.ends)
 
     def _report(self) -> None:
-        windows = [size.window_seconds for size in self._sizes.values() if isinstance(size, ScalingConfig)]
+        windows = [
+            size.window_seconds for size in self._sizes.values() if isinstance(size, ScalingConfig)
+        ]
         if not windows or self._now - self._last_report < min(windows) / 5:
             return
         self._last_report = self._now
@@ -230,7 +258,9 @@ class Simulation:
             {
                 reports.PREFILL_TOKENS: self._tokens,
                 reports.PREFILL_SECONDS: self._tokens / self._hardware.prefill_rate,
-                reports.WAITING_PREFILL_TOKENS: sum(each.prompt - each.cached for each in waiting) if waits[0] else 0,
+                reports.WAITING_PREFILL_TOKENS: sum(each.prompt - each.cached for each in waiting)
+                if waits[0]
+                else 0,
                 reports.WAITING_SEQUENCES: len(waiting) if waits[1] else 0,
                 reports.WAITING_KV_TOKENS: sum(map(_kv_tokens, self._queue)) if waits[1] else 0,
             },
@@ -249,7 +279,9 @@ class Simulation:
                 },
             )
 
-    def _sample(self, deployment: str, replica: int, window: float, figures: Mapping[str, float]) -> None:
+    def _sample(
+        self, deployment: str, replica: int, window: float, figures: Mapping[str, float]
+    ) -> None:
         for figure, value in figures.items():
             series = self._samples.setdefault(deployment, {}).setdefault((figure, replica), deque())
             series.append(SimpleNamespace(timestamp=self._now, value=float(value)))
@@ -283,14 +315,20 @@ class Simulation:
             target_num_replicas=self.outcome.targets[name][-1][1] if name in self._sizes else 1,
             current_time=self._now,
             policy_state=self._states.get(name, {}),
-            config=SimpleNamespace(policy=self._carrier(size), min_replicas=bounds[0], max_replicas=bounds[1]),
+            config=SimpleNamespace(
+                policy=self._carrier(size), min_replicas=bounds[0], max_replicas=bounds[1]
+            ),
             raw_metrics=metrics,
         )
         return found  # type: ignore[no-any-return]
 
     def _carrier(self, size: ScalingConfig | int) -> SimpleNamespace:
-        """Stands for the policy of a deployment; that of a fixed pool carries the config of another."""
-        config = next(each for each in (size, *self._sizes.values()) if isinstance(each, ScalingConfig))
+        """Stands for the policy of a deployment; that of a fixed pool carries the config of
+        another.
+        """
+        config = next(
+            each for each in (size, *self._sizes.values()) if isinstance(each, ScalingConfig)
+        )
         return SimpleNamespace(policy_kwargs=config.model_dump())
 
     def _resize(self, pool: str, number: int) -> None:
@@ -308,7 +346,9 @@ class Simulation:
 
     def _stop(self, workers: list[Any]) -> None:
         if workers is self._prefill:
-            worker = max(self._prefill, key=lambda each: each.free_at)  # what it has is computed before it ends
+            worker = max(
+                self._prefill, key=lambda each: each.free_at
+            )  # what it has is computed before it ends
             self._prefill.remove(worker)
             return
         left = min(self._decode, key=lambda each: len(each.ends))
@@ -321,7 +361,9 @@ def _kv_tokens(job: Job) -> int:
     return job.arrival.prompt + min(job.arrival.output, 256)
 
 
-def steady(per_second: float, seconds: float, prompt: int, output: int, start: float = 0.0) -> Iterable[Arrival]:
+def steady(
+    per_second: float, seconds: float, prompt: int, output: int, start: float = 0.0
+) -> Iterable[Arrival]:
     """Yields requests at equal distances."""
     for index in range(int(per_second * seconds)):
         yield Arrival(time=start + index / per_second, prompt=prompt, output=output)

@@ -1,4 +1,6 @@
-"""The policy as Serve holds it: pickled, behind its wrapper, with its contexts; and the reports that it reads."""
+"""The policy as Serve holds it: pickled, behind its wrapper, with its contexts; and the reports
+that it reads.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -21,9 +23,15 @@ from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.router.pools import fill, request
 
-SCALED = {"replicas": 1, "autoscaling": {"max_replicas": 4, "up_delay_seconds": 2.0, "down_delay_seconds": 4.0}}
+SCALED = {
+    "replicas": 1,
+    "autoscaling": {"max_replicas": 4, "up_delay_seconds": 2.0, "down_delay_seconds": 4.0},
+}
 IDLE = {reports.PREFILL_TOKENS: (0, 0), reports.PREFILL_SECONDS: (0, 0)}
-BUSY = {reports.PREFILL_TOKENS: (5_000, 25_000), reports.PREFILL_SECONDS: (5, 25)}  # in 10 seconds: two workers' work
+BUSY = {
+    reports.PREFILL_TOKENS: (5_000, 25_000),
+    reports.PREFILL_SECONDS: (5, 25),
+}  # in 10 seconds: two workers' work
 DECODING = {
     reports.SEQUENCES: (3, 30),
     reports.MAX_SEQUENCES: (16, 16),
@@ -41,23 +49,35 @@ class Serve:
     def __init__(self, config: TandemConfig) -> None:
         named: Any = AutoscalingPolicy
         given = named(policy_function="tandem.cluster.scaling.policy:ScalingPolicy")
-        kept = named.from_serialized_policy_def(given.model_dump(), given.get_serialized_policy_def())
+        kept = named.from_serialized_policy_def(
+            given.model_dump(), given.get_serialized_policy_def()
+        )
         self._policy: Any = _apply_app_level_autoscaling_config(_resolve_policy_callable(kept))
         sizes = {ROUTER: (1, 1, _reports_to(config))}
         for name, pool in ((PREFILL_POOL, config.prefill), (DECODE_POOL, config.decode)):
             if pool.replicas:
-                sizes[name] = (pool.replicas, pool.max_replicas, pool.autoscaling or _reports_to(config))
-        self.configs = {name: _number_options(*size)["autoscaling_config"] for name, size in sizes.items()}
+                sizes[name] = (
+                    pool.replicas,
+                    pool.max_replicas,
+                    pool.autoscaling or _reports_to(config),
+                )
+        self.configs = {
+            name: _number_options(*size)["autoscaling_config"] for name, size in sizes.items()
+        }
         self.numbers = {name: size[0] for name, size in sizes.items()}
         self._states: dict[Any, Any] = {}
 
     def decide(self, now: float, given: Figures) -> dict[str, int]:
-        """Calls it with two values of each figure, ten seconds apart, of the one replica of each deployment."""
+        """Calls it with two values of each figure, ten seconds apart, of the one replica of each
+        deployment.
+        """
         contexts = {}
         for name, config in self.configs.items():
             key = DeploymentID(name=name, app_name="tandem")
             metrics = {
-                figure: {"replica": [TimeStampedValue(now - 10, first), TimeStampedValue(now, last)]}
+                figure: {
+                    "replica": [TimeStampedValue(now - 10, first), TimeStampedValue(now, last)]
+                }
                 for figure, (first, last) in given.get(name, {}).items()
             }
             context: Any = AutoscalingContext
@@ -136,7 +156,9 @@ def test_the_decode_pool_does_not_wait_for_what_is_known_of_prompts() -> None:
 
 def test_a_deployment_with_an_autoscaling_config_of_another_kind_stays() -> None:
     serve = service(prefill=SCALED, decode=SCALED)
-    serve.configs[DECODE_POOL] = AutoscalingConfig(max_replicas=4, upscale_delay_s=0, downscale_delay_s=0)
+    serve.configs[DECODE_POOL] = AutoscalingConfig(
+        max_replicas=4, upscale_delay_s=0, downscale_delay_s=0
+    )
     for now in (0.0, 5.0):
         found = serve.decide(now, {ROUTER: BUSY, DECODE_POOL: DECODING})
     assert found == {PREFILL_POOL: 3, DECODE_POOL: 1}

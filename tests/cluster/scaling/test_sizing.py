@@ -1,4 +1,6 @@
-"""How many workers a pool needs: within bounds, more for more load, no change at constant load, after a delay."""
+"""How many workers a pool needs: within bounds, more for more load, no change at constant load,
+after a delay.
+"""
 
 import itertools
 import math
@@ -42,7 +44,9 @@ def test_prompts_take_what_arrives_and_what_waits() -> None:
 
 def test_decode_takes_the_most_of_sequences_and_kv_cache() -> None:
     config = ScalingConfig(max_replicas=8, utilization=0.5)
-    by_sequences = DecodeDemand(sequences=40, kv_tokens=100, worker_sequences=20, worker_kv_tokens=1000)
+    by_sequences = DecodeDemand(
+        sequences=40, kv_tokens=100, worker_sequences=20, worker_kv_tokens=1000
+    )
     by_kv = DecodeDemand(sequences=4, kv_tokens=3000, worker_sequences=20, worker_kv_tokens=1000)
     assert by_sequences.workers(config) == 4
     assert by_kv.workers(config) == 6
@@ -54,23 +58,42 @@ def test_sequences_within_the_target_are_read_off_the_line_through_the_steps() -
     assert sequences_within(0.200, 64, steps) == 64
     assert sequences_within(0.005, 64, steps) == 1
     assert sequences_within(None, 64, steps) == sequences_within(0.030, 64, []) == 64
-    assert sequences_within(0.030, 64, [(8.0, 0.020)] * 5) == pytest.approx(12)  # nothing tells the fixed part
+    assert sequences_within(0.030, 64, [(8.0, 0.020)] * 5) == pytest.approx(
+        12
+    )  # nothing tells the fixed part
 
 
-@given(demand=st.builds(PrefillDemand, arriving=AMOUNT, waiting=AMOUNT, worker_rate=RATE), config=CONFIG, more=AMOUNT)
-def test_more_prompts_never_take_fewer_workers(demand: PrefillDemand, config: ScalingConfig, more: float) -> None:
+@given(
+    demand=st.builds(PrefillDemand, arriving=AMOUNT, waiting=AMOUNT, worker_rate=RATE),
+    config=CONFIG,
+    more=AMOUNT,
+)
+def test_more_prompts_never_take_fewer_workers(
+    demand: PrefillDemand, config: ScalingConfig, more: float
+) -> None:
     rate = demand.worker_rate
-    for arriving, waiting in ((demand.arriving + more, demand.waiting), (demand.arriving, demand.waiting + more)):
+    for arriving, waiting in (
+        (demand.arriving + more, demand.waiting),
+        (demand.arriving, demand.waiting + more),
+    ):
         larger = PrefillDemand(arriving=arriving, waiting=waiting, worker_rate=rate)
         assert larger.workers(config) >= demand.workers(config)
 
 
 @given(
-    demand=st.builds(DecodeDemand, sequences=AMOUNT, kv_tokens=AMOUNT, worker_sequences=RATE, worker_kv_tokens=RATE),
+    demand=st.builds(
+        DecodeDemand,
+        sequences=AMOUNT,
+        kv_tokens=AMOUNT,
+        worker_sequences=RATE,
+        worker_kv_tokens=RATE,
+    ),
     config=CONFIG,
     more=AMOUNT,
 )
-def test_more_sequences_never_take_fewer_workers(demand: DecodeDemand, config: ScalingConfig, more: float) -> None:
+def test_more_sequences_never_take_fewer_workers(
+    demand: DecodeDemand, config: ScalingConfig, more: float
+) -> None:
     for sequences, kv_tokens in (
         (demand.sequences + more, demand.kv_tokens),
         (demand.sequences, demand.kv_tokens + more),
@@ -99,7 +122,9 @@ def test_a_looser_target_never_allows_fewer_sequences(
     extra=st.integers(0, 9),
     more=st.floats(0, 10),
 )
-def test_the_bounds_hold(workers: float, current: int, fewest: int, extra: int, more: float) -> None:
+def test_the_bounds_hold(
+    workers: float, current: int, fewest: int, extra: int, more: float
+) -> None:
     found = bounded(workers, current, fewest, fewest + extra)
     assert fewest <= found <= fewest + extra
     assert found <= bounded(workers + more, current, fewest, fewest + extra) or math.isnan(workers)
@@ -110,7 +135,9 @@ def test_a_load_about_a_whole_number_of_workers_keeps_their_number() -> None:
     assert [bounded(each, 4, 1, 9) for each in (2.9, 3.1, 4.4)] == [3, 4, 4]
 
 
-def settled(config: ScalingConfig, needs: Sequence[tuple[float, int]], current: int = 1) -> list[tuple[float, int]]:
+def settled(
+    config: ScalingConfig, needs: Sequence[tuple[float, int]], current: int = 1
+) -> list[tuple[float, int]]:
     """Returns from when on there were how many workers, with what was needed at each time."""
     past: Sequence[Need] = []
     found = [(0.0, current)]
@@ -122,7 +149,9 @@ def settled(config: ScalingConfig, needs: Sequence[tuple[float, int]], current: 
 
 
 @given(config=CONFIG, needed=st.integers(1, 20), current=st.integers(1, 20))
-def test_a_constant_need_makes_one_change_after_its_delay(config: ScalingConfig, needed: int, current: int) -> None:
+def test_a_constant_need_makes_one_change_after_its_delay(
+    config: ScalingConfig, needed: int, current: int
+) -> None:
     changes = settled(config, [(0.5 * tick, needed) for tick in range(500)], current)[1:]
     delay = config.up_delay_seconds if needed > current else config.down_delay_seconds
     assert [number for _, number in changes] == ([] if needed == current else [needed])
@@ -154,7 +183,12 @@ def test_the_past_is_forgotten_when_no_delay_needs_it(needs: list[int]) -> None:
     assert len(past) <= 7
 
 
-QUICK = {"up_delay_seconds": 5.0, "down_delay_seconds": 60.0, "window_seconds": 10.0, "max_replicas": 8}
+QUICK = {
+    "up_delay_seconds": 5.0,
+    "down_delay_seconds": 60.0,
+    "window_seconds": 10.0,
+    "max_replicas": 8,
+}
 HARDWARE = Hardware(prefill_rate=1000, step_fixed=0.02, step_each=0.001, start_seconds=10)
 
 

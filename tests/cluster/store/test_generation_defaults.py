@@ -22,8 +22,20 @@ def test_the_fields_that_vllm_reads_are_defaults_and_the_others_are_not(tmp_path
     assert generation_defaults(AUTO, tmp_path) == {}
     folder = write(
         tmp_path,
-        **{"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "repetition_penalty": 1.05},
-        **{"max_new_tokens": 2048, "do_sample": False, "eos_token_id": [1, 2], "typical_p": 0.5, "max_length": 7},
+        **{
+            "temperature": 0.6,
+            "top_k": 20,
+            "top_p": 0.95,
+            "min_p": None,
+            "repetition_penalty": 1.05,
+        },
+        **{
+            "max_new_tokens": 2048,
+            "do_sample": False,
+            "eos_token_id": [1, 2],
+            "typical_p": 0.5,
+            "max_length": 7,
+        },
     )
     defaults = generation_defaults(AUTO, folder)
     assert describe_defaults(defaults) == (

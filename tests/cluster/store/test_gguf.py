@@ -1,4 +1,6 @@
-"""GGUF files: the tokens of transformers' own dequantised load, one conversion, and hostile headers."""
+"""GGUF files: the tokens of transformers' own dequantised load, one conversion, and hostile
+headers.
+"""
 
 import os
 import re
@@ -58,7 +60,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(file: Path, ids: list[int]) -> list[int]:
     """The greedy tokens of what transformers makes of the file."""
     model: Any = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
     )
     return reference_greedy(model, ids, NUM_TOKENS)
 
@@ -76,14 +81,19 @@ def expected(file: Path, ids: list[int]) -> list[int]:
 def test_a_converted_file_has_the_tokens_of_transformers(
     tmp_path: Path, family: str, kind: Kind, overrides: dict[str, Any]
 ) -> None:
-    file = write_gguf(make_tiny_model(tmp_path / "model", family, **overrides), tmp_path / "x.gguf", kind)
+    file = write_gguf(
+        make_tiny_model(tmp_path / "model", family, **overrides), tmp_path / "x.gguf", kind
+    )
     out = tmp_path / "out"
     out.mkdir()
     gguf_convert.convert(file, out, "float32")
     for length in (5, 40):
         ids = prompt(length)
         assert Driver(load(out)).generate(1, ids, NUM_TOKENS) == expected(file, ids)
-    tokenizer, theirs = Tokenizer.load(out), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer, theirs = (
+        Tokenizer.load(out),
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name),
+    )
     assert tokenizer._encode(TEXT, True) == theirs.encode(TEXT)
     assert tokenizer.chat_template(tools=False) == theirs.chat_template
 
@@ -95,12 +105,17 @@ LLAMA3_SPLIT = "|".join(
     )
 )
 DIGITS = Sequence([PreDigits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-LLAMA3 = Sequence([Split(Regex(LLAMA3_SPLIT), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
+LLAMA3 = Sequence(
+    [Split(Regex(LLAMA3_SPLIT), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+)
 ONE_DIGIT = Split(Regex(LLAMA3_SPLIT.replace("{1,3}", "")), "isolated")
 SPLITS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), DIGITS),
     **dict.fromkeys(("llama-bpe", "smaug-bpe", "glm4"), LLAMA3),
-    **dict.fromkeys(("qwen2", "stablelm2"), Sequence([ONE_DIGIT, ByteLevel(add_prefix_space=False, use_regex=False)])),
+    **dict.fromkeys(
+        ("qwen2", "stablelm2"),
+        Sequence([ONE_DIGIT, ByteLevel(add_prefix_space=False, use_regex=False)]),
+    ),
     **dict.fromkeys(("gpt-2", "olmo"), ByteLevel(add_prefix_space=False)),
 }
 
@@ -119,9 +134,15 @@ def test_texts_are_split_as_the_file_says(tmp_path: Path, pre: str) -> None:
 
 @pytest.mark.parametrize(
     ("pre", "reason"),
-    [("deepseek-coder", "'deepseek-coder' is not supported"), ("new", "'new' is not supported"), (None, "is missing")],
+    [
+        ("deepseek-coder", "'deepseek-coder' is not supported"),
+        ("new", "'new' is not supported"),
+        (None, "is missing"),
+    ],
 )
-def test_a_file_that_splits_texts_in_an_unknown_way_is_refused(tmp_path: Path, pre: str | None, reason: str) -> None:
+def test_a_file_that_splits_texts_in_an_unknown_way_is_refused(
+    tmp_path: Path, pre: str | None, reason: str
+) -> None:
     """transformers would split them as GPT-2 does, without a word."""
     file = write_gguf(make_tiny_model(tmp_path / "model"), tmp_path / "x.gguf", pre=pre)
     with pytest.raises(CheckpointError, match=rf"^x\.gguf: tokenizer\.ggml\.pre: {reason}"):
@@ -155,7 +176,9 @@ def test_scaled_rotary_embeddings_are_not_lost(tmp_path: Path) -> None:
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 2048)
 
 
-def test_a_file_is_converted_once_for_each_dtype(llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_converted_once_for_each_dtype(
+    llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     converted: list[str] = []
 
     def convert(gguf: Path, out: Path, dtype: str) -> None:
@@ -188,7 +211,9 @@ store.resolve_model({str(llama)!r}, dtype="float16")
         os.close(file)
     store._kept.clear()
     subprocess.run([sys.executable, "-c", script], check=True)
-    assert [path.name for path in home.iterdir() if path.is_dir()] == [resolve_model(str(llama), dtype="float16").name]
+    assert [path.name for path in home.iterdir() if path.is_dir()] == [
+        resolve_model(str(llama), dtype="float16").name
+    ]
 
 
 def test_the_engine_and_the_check_take_a_file(llama: Path, home: Path) -> None:
@@ -205,7 +230,9 @@ def test_the_engine_and_the_check_take_a_file(llama: Path, home: Path) -> None:
 def test_a_file_with_tensors_that_transformers_drops_is_refused(tmp_path: Path) -> None:
     file = write_gguf(make_tiny_model(tmp_path / "m", attention_bias=True), tmp_path / "x.gguf")
     (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match=r"^x.gguf: tensors: holds \d+ numbers, of which LlamaForCausalLM"):
+    with pytest.raises(
+        CheckpointError, match=r"^x.gguf: tensors: holds \d+ numbers, of which LlamaForCausalLM"
+    ):
         gguf_convert.convert(file, tmp_path / "out", "float32")
 
 
@@ -230,8 +257,13 @@ NAME = value("general.architecture", 8, text("llama"))
 LAYERS = value("llama.block_count", 4, struct.pack("<I", 1))
 
 
-def made(*values: bytes, tensors: tuple[bytes, ...] = (), num_values: int = -1, num_tensors: int = -1) -> bytes:
-    counts = (len(tensors) if num_tensors < 0 else num_tensors, len(values) if num_values < 0 else num_values)
+def made(
+    *values: bytes, tensors: tuple[bytes, ...] = (), num_values: int = -1, num_tensors: int = -1
+) -> bytes:
+    counts = (
+        len(tensors) if num_tensors < 0 else num_tensors,
+        len(values) if num_values < 0 else num_values,
+    )
     header = b"GGUF" + struct.pack("<IQQ", 3, *counts) + b"".join((*values, *tensors))
     return header + bytes(-len(header) % 32 + 128)
 
@@ -239,42 +271,89 @@ def made(*values: bytes, tensors: tuple[bytes, ...] = (), num_values: int = -1, 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty"),
     "other": (b"PK\x03\x04" + bytes(100), "header: is no GGUF file"),
-    "version": (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "header: version 1 is not supported, only 2 and 3"),
-    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "header: version 50331648 is not supported"),
+    "version": (
+        b"GGUF" + struct.pack("<IQQ", 1, 0, 0),
+        "header: version 1 is not supported, only 2 and 3",
+    ),
+    "big-endian": (
+        b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+        "header: version 50331648 is not supported",
+    ),
     "tensors": (made(num_tensors=2**60), f"tensor_count: {2**60} is beyond 65536"),
     "values": (made(num_values=2**60), f"metadata_kv_count: {2**60} is beyond 4096"),
     "key": (made(struct.pack("<Q", 2**60)), f"metadata 0: {2**60} is beyond 256"),
     "text": (made(value("x", 8, struct.pack("<Q", 2**40))), f"x: {2**40} is beyond 1048576"),
-    "cut": (made(NAME, value("x", 8, struct.pack("<Q", 2**20))), "x: truncated: the header goes beyond"),
+    "cut": (
+        made(NAME, value("x", 8, struct.pack("<Q", 2**20))),
+        "x: truncated: the header goes beyond",
+    ),
     "array": (made(value("x", 9, array(4, 2**60))), f"x: {2**60} is beyond 4194304"),
     "bomb": (
         made(value("x", 9, array(8, 2**22, bytes(2**25))), value("y", 9, array(8, 1))),
         "y: 1 is beyond 0",
     ),
-    "entry": (made(value("x", 9, array(8, 1, text("x" * 2_000)))), "x: has an entry of 2000 bytes, beyond 1024"),
+    "entry": (
+        made(value("x", 9, array(8, 1, text("x" * 2_000)))),
+        "x: has an entry of 2000 bytes, beyond 1024",
+    ),
     "entries": (made(value("x", 9, array(8, 2**20))), "x: truncated: the header goes beyond"),
-    "nested": (made(value("x", 9, array(9, 1, array(9, 1)))), "x: an array of type 9 is not supported"),
+    "nested": (
+        made(value("x", 9, array(9, 1, array(9, 1)))),
+        "x: an array of type 9 is not supported",
+    ),
     "kind": (made(value("x", 99, b"")), "x: type 99 is not known"),
     "twice": (made(NAME, NAME), "general.architecture: is there twice"),
     "letters": (made(value("x", 8, text(b"\xff\xfe"))), "x: is not UTF-8"),
-    "unnamed": (made(LAYERS, tensors=(tensor("a", 1),)), "general.architecture: is missing, or no text"),
-    "alignment": (made(NAME, value("general.alignment", 4, bytes(4))), "general.alignment: must be a power of 2"),
+    "unnamed": (
+        made(LAYERS, tensors=(tensor("a", 1),)),
+        "general.architecture: is missing, or no text",
+    ),
+    "alignment": (
+        made(NAME, value("general.alignment", 4, bytes(4))),
+        "general.alignment: must be a power of 2",
+    ),
     "layers": (
-        made(NAME, value("llama.block_count", 4, struct.pack("<I", 10**9)), tensors=(tensor("a", 1),)),
+        made(
+            NAME, value("llama.block_count", 4, struct.pack("<I", 10**9)), tensors=(tensor("a", 1),)
+        ),
         "llama.block_count: must be from 1 to the number of tensors, 1, is 1000000000",
     ),
     "split": (
         made(NAME, LAYERS, value("split.count", 2, b"\3\0")),
         "split.count: is a part of 3 files; join them first",
     ),
-    "dimensions": (made(NAME, tensors=(tensor("a", *[1] * 9),)), "a: has 9 dimensions; 1 to 4 are possible"),
-    "size": (made(NAME, LAYERS, tensors=(tensor("a", 2**62, 2**62),)), "a: truncated: ends at byte "),
-    "place": (made(NAME, LAYERS, tensors=(tensor("a", 1, offset=2**63),)), "a: truncated: ends at byte "),
-    "nothing": (made(NAME, LAYERS, tensors=(tensor("a", 0),)), "a: shape [0] does not fit blocks of 1"),
-    "blocks": (made(NAME, LAYERS, tensors=(tensor("a", 33, kind=2),)), "a: shape [33] does not fit blocks of 32"),
-    "quantised": (made(NAME, LAYERS, tensors=(tensor("a", 32, kind=99),)), "a: type 99 is not known"),
-    "over": (made(NAME, LAYERS, tensors=(tensor("a", 8), tensor("b", 8))), "b: lies over another tensor"),
-    "double": (made(NAME, LAYERS, tensors=(tensor("a", 1), tensor("a", 1, offset=32))), "a: is there twice"),
+    "dimensions": (
+        made(NAME, tensors=(tensor("a", *[1] * 9),)),
+        "a: has 9 dimensions; 1 to 4 are possible",
+    ),
+    "size": (
+        made(NAME, LAYERS, tensors=(tensor("a", 2**62, 2**62),)),
+        "a: truncated: ends at byte ",
+    ),
+    "place": (
+        made(NAME, LAYERS, tensors=(tensor("a", 1, offset=2**63),)),
+        "a: truncated: ends at byte ",
+    ),
+    "nothing": (
+        made(NAME, LAYERS, tensors=(tensor("a", 0),)),
+        "a: shape [0] does not fit blocks of 1",
+    ),
+    "blocks": (
+        made(NAME, LAYERS, tensors=(tensor("a", 33, kind=2),)),
+        "a: shape [33] does not fit blocks of 32",
+    ),
+    "quantised": (
+        made(NAME, LAYERS, tensors=(tensor("a", 32, kind=99),)),
+        "a: type 99 is not known",
+    ),
+    "over": (
+        made(NAME, LAYERS, tensors=(tensor("a", 8), tensor("b", 8))),
+        "b: lies over another tensor",
+    ),
+    "double": (
+        made(NAME, LAYERS, tensors=(tensor("a", 1), tensor("a", 1, offset=32))),
+        "a: is there twice",
+    ),
 }
 
 
@@ -322,7 +401,9 @@ def test_damaged_headers_are_refused_in_a_line_or_read(llama: Path, tmp_path: Pa
         ("heads", "cannot convert x.gguf: .*number of attention heads"),
     ],
 )
-def test_the_check_refuses_in_a_line(llama: Path, tmp_path: Path, home: Path, damage: str, reason: str) -> None:
+def test_the_check_refuses_in_a_line(
+    llama: Path, tmp_path: Path, home: Path, damage: str, reason: str
+) -> None:
     file = tmp_path / "x.gguf"
     data = llama.read_bytes()
     if damage == "cut":

@@ -13,7 +13,13 @@ import pytest
 
 from tandem.cluster.config import load_config
 from tandem.cluster.store.store import resolve_model
-from tandem.proto.errors import InvalidArgument, NotFound, PermissionDenied, TandemError, Unavailable
+from tandem.proto.errors import (
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    TandemError,
+    Unavailable,
+)
 
 SHA = "a" * 40
 FILES = {
@@ -40,8 +46,9 @@ def etag(name: str) -> str:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves `org/tiny` at main, v1 and SHA, with other bytes for the file `changed`; `org/gated` is gated,
-    `org/broken` answers 500, everything else does not exist."""
+    """Serves `org/tiny` at main, v1 and SHA, with other bytes for the file `changed`; `org/gated`
+    is gated, `org/broken` answers 500, everything else does not exist.
+    """
 
     changed = ""
 
@@ -66,13 +73,20 @@ class Hub(BaseHTTPRequestHandler):
         if "org/broken" in self.path:
             return 500, {}, b"a stack of secrets"
         if self.path.startswith("/api/models/org/tiny/tree/"):
-            tree = [{"type": "file", "path": name, "size": len(FILES[name]), "oid": name} for name in FILES]
+            tree = [
+                {"type": "file", "path": name, "size": len(FILES[name]), "oid": name}
+                for name in FILES
+            ]
             return 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
         revision = self.path.partition("/revision/")[2]
         if revision not in ("", "main", "v1", SHA):
             return 404, {"X-Error-Code": "RevisionNotFound"}, b""
         if self.path.startswith("/api/models/org/tiny"):
-            info = {"id": "org/tiny", "sha": SHA, "siblings": [{"rfilename": name} for name in FILES]}
+            info = {
+                "id": "org/tiny",
+                "sha": SHA,
+                "siblings": [{"rfilename": name} for name in FILES],
+            }
             return 200, {"Content-Type": "application/json"}, json.dumps(info).encode()
         name = self.path.removeprefix(f"/org/tiny/resolve/{SHA}/")
         if name in FILES:
@@ -102,11 +116,21 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHT
     thread.join()
 
 
-def test_a_hub_id_brings_only_what_is_safe_to_load_and_then_works_offline(hub: ThreadingHTTPServer) -> None:
+def test_a_hub_id_brings_only_what_is_safe_to_load_and_then_works_offline(
+    hub: ThreadingHTTPServer,
+) -> None:
     folder = resolve_model("org/tiny")
-    got = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    got = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     unwanted = ("pytorch_model.bin", "modeling_own.py", "consolidated.safetensors")
-    assert got == {name: FILES[name] for name in FILES if not name.startswith("original/") and name not in unwanted}
+    assert got == {
+        name: FILES[name]
+        for name in FILES
+        if not name.startswith("original/") and name not in unwanted
+    }
     hub.shutdown()
     hub.server_close()
     assert resolve_model("org/tiny") == folder
@@ -121,13 +145,17 @@ def test_a_revision_is_pinned(hub: ThreadingHTTPServer, revision: str) -> None:
     assert config.served_name == "tiny"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "additional_chat_templates/tool_use.jinja"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "tokenizer.json", "additional_chat_templates/tool_use.jinja"]
+)
 def test_a_file_that_is_not_the_published_one_is_refused(
     hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(FILES, "tokenizer.json", b'{"a": 1}')
     monkeypatch.setattr(Hub, "changed", name)
-    with pytest.raises(Unavailable, match=f"{Path(name).name} in the cache of the hub is not the published file"):
+    with pytest.raises(
+        Unavailable, match=f"{Path(name).name} in the cache of the hub is not the published file"
+    ):
         resolve_model("org/tiny")
 
 
@@ -142,7 +170,10 @@ def test_a_file_of_the_blobs_that_repositories_share_is_checked_by_its_own_hash(
 ) -> None:
     """The name of a shared blob is a hash of another kind."""
     weights = resolve_model("org/tiny") / "model.safetensors"
-    blob, shared = weights.parent / weights.readlink(), tmp_path / "hub" / "blobs" / "ab" / ("ab" * 32)
+    blob, shared = (
+        weights.parent / weights.readlink(),
+        tmp_path / "hub" / "blobs" / "ab" / ("ab" * 32),
+    )
     shared.parent.mkdir(parents=True)
     blob.rename(shared)
     blob.symlink_to(shared)
@@ -161,7 +192,9 @@ def test_a_file_of_the_blobs_that_repositories_share_is_checked_by_its_own_hash(
         ("org/broken", Unavailable, "does not deliver it"),
     ],
 )
-def test_a_refusal_ends_in_one_line(hub: ThreadingHTTPServer, model: str, kind: type[TandemError], text: str) -> None:
+def test_a_refusal_ends_in_one_line(
+    hub: ThreadingHTTPServer, model: str, kind: type[TandemError], text: str
+) -> None:
     with pytest.raises(kind) as failure:
         resolve_model(model)
     assert text in failure.value.message
@@ -177,7 +210,8 @@ def test_without_a_hub_a_hub_id_ends_in_one_line_at_once(hub: ThreadingHTTPServe
         resolve_model("org/tiny")
     assert time.monotonic() - started < 5
     assert failure.value.message == (
-        "model: org/tiny is no folder here, not in the cache, and the Hugging Face hub does not deliver it (offline?)"
+        "model: org/tiny is no folder here, not in the cache, and the Hugging Face hub does not "
+        "deliver it (offline?)"
     )
 
 
@@ -186,13 +220,17 @@ def test_a_cache_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
-    with pytest.raises(Unavailable, match=r"^model: org/tiny cannot be stored: .*set HF_HOME to") as refused:
+    with pytest.raises(
+        Unavailable, match=r"^model: org/tiny cannot be stored: .*set HF_HOME to"
+    ) as refused:
         resolve_model("org/tiny")
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "what://127.0.0.1:9"])
-def test_a_proxy_that_cannot_be_used(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+def test_a_proxy_that_cannot_be_used(
+    hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, proxy)
     for name in ("no_proxy", "NO_PROXY"):

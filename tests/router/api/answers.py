@@ -29,7 +29,9 @@ async def start(
     service = GenerationService([model], source)
     context = RequestContext(arrived=time.monotonic(), deadline=deadline)
     accepted = await service.accept(request() if message is None else message, context)
-    async with aclosing(service.run(accepted, inference_pb2.Timeline() if timeline is None else timeline)) as run:
+    async with aclosing(
+        service.run(accepted, inference_pb2.Timeline() if timeline is None else timeline)
+    ) as run:
         async for answer in run:
             yield answer
 
@@ -54,7 +56,9 @@ async def collect_all(*args: Any, **kwargs: Any) -> Answers:
         if message.finish_reason != NONE:
             finished.add(message.choice)
     assert finished == set(range(len(counts)))
-    assert [message.HasField("usage") for message in messages] == [False] * (len(messages) - 1) + [True]
+    assert [message.HasField("usage") for message in messages] == [False] * (len(messages) - 1) + [
+        True
+    ]
     assert len({message.request_id for message in messages}) == 1
     return messages
 
@@ -63,7 +67,9 @@ def of_choice(messages: Answers, choice: int) -> Answers:
     return [message for message in messages if message.choice == choice]
 
 
-async def fill(seen: Answers, messages: AsyncGenerator[inference_pb2.GenerateResponse, None]) -> None:
+async def fill(
+    seen: Answers, messages: AsyncGenerator[inference_pb2.GenerateResponse, None]
+) -> None:
     async for message in messages:
         seen.append(message)
 

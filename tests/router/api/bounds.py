@@ -8,7 +8,10 @@ from tandem.proto.parameters import parameters_of
 
 VOCAB: Final = 258
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
-TOOL_CHAT = CHAT | {"tools": [{"name": "f"}], "tool_choice": {"mode": inference_pb2.ToolChoice.MODE_REQUIRED}}
+TOOL_CHAT = CHAT | {
+    "tools": [{"name": "f"}],
+    "tool_choice": {"mode": inference_pb2.ToolChoice.MODE_REQUIRED},
+}
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling": {"temperature": math.nan}}, "sampling.temperature", "0 to 2"),
@@ -26,10 +29,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stopping": {"max_tokens": -1}}, "stopping.max_tokens", "1 to 1048576"),
     ({"stopping": {"max_tokens": 0}}, "stopping.max_tokens", "1 to 1048576"),
     ({"stopping": {"max_tokens": 1_048_577}}, "stopping.max_tokens", "1 to 1048576"),
-    ({"stopping": {"max_tokens": 0, "min_tokens": 0}, "echo": False}, "stopping.max_tokens", "1 to 1048576"),
+    (
+        {"stopping": {"max_tokens": 0, "min_tokens": 0}, "echo": False},
+        "stopping.max_tokens",
+        "1 to 1048576",
+    ),
     ({"stopping": {"max_tokens": -1}, "echo": True}, "stopping.max_tokens", "0 to 1048576"),
     ({"stopping": {"min_tokens": -1}}, "stopping.min_tokens", "0 to 1048576"),
-    ({"stopping": {"min_tokens": 5, "max_tokens": 4}}, "stopping.min_tokens", "max_tokens, which is 4"),
+    (
+        {"stopping": {"min_tokens": 5, "max_tokens": 4}},
+        "stopping.min_tokens",
+        "max_tokens, which is 4",
+    ),
     ({"stopping": {"min_tokens": 63}}, "stopping.min_tokens", "max_tokens, which is 16"),
     ({"sampling": {"typical_p": 0.0}}, "sampling.typical_p", "greater than 0"),
     ({"sampling": {"typical_p": 1.1}}, "sampling.typical_p", "at most 1"),
@@ -45,7 +56,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling": {"logit_bias": {1: 100.1}}}, "sampling.logit_bias[1]", "-100 to 100"),
     ({"sampling": {"logit_bias": {7: math.nan}}}, "sampling.logit_bias[7]", "-100 to 100"),
     ({"sampling": {"logit_bias": {VOCAB: 1.0}}}, "sampling.logit_bias", "258 tokens"),
-    ({"sampling": {"logit_bias": dict.fromkeys(range(1_025), 1.0)}}, "sampling.logit_bias", "at most 1024"),
+    (
+        {"sampling": {"logit_bias": dict.fromkeys(range(1_025), 1.0)}},
+        "sampling.logit_bias",
+        "at most 1024",
+    ),
     ({"sampling": {"bad_words": ["x"] * 129}}, "sampling.bad_words", "at most 128"),
     ({"sampling": {"bad_words": ["x", "y", "z", ""]}}, "sampling.bad_words[3]", "1 to 256"),
     ({"sampling": {"bad_words": ["x" * 257]}}, "sampling.bad_words[0]", "1 to 256"),
@@ -61,19 +76,43 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"beam_search": {}}, "beam_search.width", "1 to 16"),
     ({"beam_search": {"width": 17}}, "beam_search.width", "1 to 16"),
     ({"beam_search": {"width": 3}, "n": 4}, "n", "beam_search.width, which is 3"),
-    ({"beam_search": {"width": 3, "length_penalty": 10.1}}, "beam_search.length_penalty", "-10 to 10"),
-    ({"beam_search": {"width": 3, "length_penalty": math.nan}}, "beam_search.length_penalty", "-10 to 10"),
+    (
+        {"beam_search": {"width": 3, "length_penalty": 10.1}},
+        "beam_search.length_penalty",
+        "-10 to 10",
+    ),
+    (
+        {"beam_search": {"width": 3, "length_penalty": math.nan}},
+        "beam_search.length_penalty",
+        "-10 to 10",
+    ),
     ({"beam_search": {"width": 3}, "sampling": {"seed": 0}}, "sampling.seed", "beam_search"),
-    ({"beam_search": {"width": 3}, "sampling": {"temperature": 1.0}}, "sampling.temperature", "beam_search"),
+    (
+        {"beam_search": {"width": 3}, "sampling": {"temperature": 1.0}},
+        "sampling.temperature",
+        "beam_search",
+    ),
     ({"beam_search": {"width": 3}, "best_of": 3}, "best_of", "beam_search"),
     ({"beam_search": {"width": 3}, "logprobs": 0}, "logprobs", "beam_search"),
     ({"beam_search": {"width": 3}, "constraint": {"regex": "a"}}, "constraint", "beam_search"),
-    ({"constraint": {"regex": "a"}, "stopping": {"min_tokens": 1}}, "stopping.min_tokens", "constraint"),
-    ({"constraint": {"regex": "a"}, "stopping": {"ignore_eos": True}}, "stopping.ignore_eos", "constraint"),
+    (
+        {"constraint": {"regex": "a"}, "stopping": {"min_tokens": 1}},
+        "stopping.min_tokens",
+        "constraint",
+    ),
+    (
+        {"constraint": {"regex": "a"}, "stopping": {"ignore_eos": True}},
+        "stopping.ignore_eos",
+        "constraint",
+    ),
     ({"constraint": {"regex": "a("}}, "constraint.regex", "unclosed group"),
     ({"constraint": {"regex": "a"}, "prompt": {"chat": TOOL_CHAT}}, "constraint", "tool_choice"),
     ({"beam_search": {"width": 3}, "prompt": {"chat": TOOL_CHAT}}, "beam_search", "tool_choice"),
-    ({"stopping": {"min_tokens": 1}, "prompt": {"chat": TOOL_CHAT}}, "stopping.min_tokens", "constraint"),
+    (
+        {"stopping": {"min_tokens": 1}, "prompt": {"chat": TOOL_CHAT}},
+        "stopping.min_tokens",
+        "constraint",
+    ),
     ({"stopping": {"stop": ["x"] * 17}}, "stopping.stop", "at most 16"),
     ({"stopping": {"stop": ["x", ""]}}, "stopping.stop[1]", "1 to 1024"),
     ({"stopping": {"stop": ["x" * 1_025]}}, "stopping.stop[0]", "1 to 1024"),
@@ -83,12 +122,32 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {"token_ids": {}}}, "prompt", "at least 1"),
     ({"prompt": {"text": ""}}, "prompt", "at least 1"),
     ({"prompt": {}}, "prompt", "must be set"),
-    ({"prompt": {"text": "x" * (limits.MAX_PROMPT_CHARACTERS + 1)}}, "prompt.text", "at most 1000000"),
+    (
+        {"prompt": {"text": "x" * (limits.MAX_PROMPT_CHARACTERS + 1)}},
+        "prompt.text",
+        "at most 1000000",
+    ),
     ({"prompt": {"chat": {}}}, "prompt.chat.messages", "1 to 1024"),
-    ({"prompt": {"chat": {"messages": [{"role": "user"}] * 1_025}}}, "prompt.chat.messages", "1 to 1024"),
-    ({"prompt": {"chat": {"messages": [{"content": "x"}]}}}, "prompt.chat.messages[0].role", "1 to 64"),
-    ({"prompt": {"chat": {"messages": [{"role": "r" * 65}]}}}, "prompt.chat.messages[0].role", "1 to 64"),
-    ({"prompt": {"chat": {"messages": [{"role": "robot", "content": "x"}]}}}, "prompt.chat", "unknown role"),
+    (
+        {"prompt": {"chat": {"messages": [{"role": "user"}] * 1_025}}},
+        "prompt.chat.messages",
+        "1 to 1024",
+    ),
+    (
+        {"prompt": {"chat": {"messages": [{"content": "x"}]}}},
+        "prompt.chat.messages[0].role",
+        "1 to 64",
+    ),
+    (
+        {"prompt": {"chat": {"messages": [{"role": "r" * 65}]}}},
+        "prompt.chat.messages[0].role",
+        "1 to 64",
+    ),
+    (
+        {"prompt": {"chat": {"messages": [{"role": "robot", "content": "x"}]}}},
+        "prompt.chat",
+        "unknown role",
+    ),
     (
         {"prompt": {"chat": {"messages": [{"role": "user", "content": "x" * 500_001}] * 2}}},
         "prompt.chat",
@@ -111,10 +170,32 @@ ALLOWED: list[tuple[dict[str, Any], str]] = [
     ({"stopping": {"stop": ["x" * 1_024] * 16, "stop_token_ids": [257] * 64}}, "hi"),
     ({"request_id": "x" * 128}, "hi"),
     ({}, "x" * 63),
-    ({"n": 32, "best_of": 32, "logprobs": 20, "prompt_logprobs": 20, "priority": 100, "echo": True}, "hi"),
+    (
+        {
+            "n": 32,
+            "best_of": 32,
+            "logprobs": 20,
+            "prompt_logprobs": 20,
+            "priority": 100,
+            "echo": True,
+        },
+        "hi",
+    ),
     ({"priority": -100, "stopping": {"min_tokens": 62, "max_tokens": 62}}, "hi"),
-    ({"sampling": {"repetition_penalty": 0.01, "presence_penalty": 2.0, "frequency_penalty": -2.0}}, "hi"),
-    ({"sampling": {"repetition_penalty": 10.0, "typical_p": 1.0, "bad_words": ["x" * 63] * 128}}, "hi"),
+    (
+        {
+            "sampling": {
+                "repetition_penalty": 0.01,
+                "presence_penalty": 2.0,
+                "frequency_penalty": -2.0,
+            }
+        },
+        "hi",
+    ),
+    (
+        {"sampling": {"repetition_penalty": 10.0, "typical_p": 1.0, "bad_words": ["x" * 63] * 128}},
+        "hi",
+    ),
     ({"sampling": {"logit_bias": dict.fromkeys(range(VOCAB), 100.0)}}, "hi"),
     ({"beam_search": {"width": 16, "length_penalty": -10.0}, "n": 16}, "hi"),
 ]

@@ -10,7 +10,9 @@ MESSAGES = [{"role": "user", "content": "hello?"}]
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:
-    return ({"prompt": "hi"} if path == TEXT else {"messages": MESSAGES}) | {"model": "tiny"} | fields
+    return (
+        ({"prompt": "hi"} if path == TEXT else {"messages": MESSAGES}) | {"model": "tiny"} | fields
+    )
 
 
 def events(answer: httpx.Response) -> list[Any]:
@@ -22,5 +24,9 @@ def events(answer: httpx.Response) -> list[Any]:
 
 
 def streamed_text(chunks: list[Any], index: int = 0) -> str:
-    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
-    return "".join(choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices)
+    choices = [
+        choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index
+    ]
+    return "".join(
+        choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices
+    )

@@ -1,4 +1,6 @@
-"""LoRA adapters through both APIs: chosen by `model`, listed, loaded and unloaded; who may not is told so."""
+"""LoRA adapters through both APIs: chosen by `model`, listed, loaded and unloaded; who may not is
+told so.
+"""
 
 import time
 from collections.abc import AsyncIterator
@@ -36,16 +38,22 @@ def read(name: str, folder: Path) -> LoraAdapter:
 def admin(tmp_path: Path) -> AdapterAdmin:
     for name in ("french", "german"):
         (tmp_path / name).mkdir()
-    return AdapterAdmin(AdapterRegistry([SQL]), folder=str(tmp_path), read=read, try_on_workers=accept)
+    return AdapterAdmin(
+        AdapterRegistry([SQL]), folder=str(tmp_path), read=read, try_on_workers=accept
+    )
 
 
 @pytest.fixture
 async def service(model: ServedModel, admin: AdapterAdmin) -> AsyncIterator[Service]:
     source = FakeTokenSource(answer=b"abcd")
     keys = Authenticator([api_key("ada", operator=True), api_key("bob")])
-    servers = await ApiServers.start(GenerationService([model], source, adapters=admin), authenticator=keys)
+    servers = await ApiServers.start(
+        GenerationService([model], source, adapters=admin), authenticator=keys
+    )
     await servers.set_serving(True)
-    yield Service(servers=servers, source=source, grpc=servers.grpc_address, http=servers.http_address)
+    yield Service(
+        servers=servers, source=source, grpc=servers.grpc_address, http=servers.http_address
+    )
     await servers.stop(0)
 
 
@@ -65,12 +73,17 @@ async def test_the_model_field_chooses_and_the_list_shows(service: Service) -> N
             ("sql", "tiny", "tiny"),
         ]
         assert (await client.models.retrieve("sql")).id == "sql"
-        with pytest.raises(openai.NotFoundError, match="'nope' is not served here; served: tiny, sql"):
+        with pytest.raises(
+            openai.NotFoundError, match="'nope' is not served here; served: tiny, sql"
+        ):
             await client.completions.create(model="nope", prompt="hi")
     async with AsyncClient(service.grpc, api_key="bob") as grpc_client:
         await grpc_client.generate("hi", max_tokens=2, model="sql")
         assert service.source.requests[-1].adapter == SQL
-        assert [(each.id, each.parent) for each in await grpc_client.list_models()] == [("tiny", ""), ("sql", "tiny")]
+        assert [(each.id, each.parent) for each in await grpc_client.list_models()] == [
+            ("tiny", ""),
+            ("sql", "tiny"),
+        ]
         await grpc_client.generate("hi", max_tokens=2)
         assert service.source.requests[-1].adapter is None
 
@@ -79,25 +92,41 @@ async def test_loaded_and_unloaded_as_with_vllm(service: Service) -> None:
     async with http(service) as client:
         body = {"lora_name": "french", "lora_path": "french"}
         done = await client.post("/v1/load_lora_adapter", json=body)
-        assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'french' added successfully.")
+        assert (done.status_code, done.text) == (
+            200,
+            "Success: LoRA adapter 'french' added successfully.",
+        )
         twice = await client.post("/v1/load_lora_adapter", json=body)
         assert twice.status_code == 400
         assert twice.json()["error"]["param"] == "lora_name"
-        answer = await client.post("/v1/completions", json={"model": "french", "prompt": "hi", "max_tokens": 1})
+        answer = await client.post(
+            "/v1/completions", json={"model": "french", "prompt": "hi", "max_tokens": 1}
+        )
         assert answer.json()["model"] == "french"
         name = {"lora_name": "french"}
         done = await client.post("/v1/unload_lora_adapter", json=name | {"lora_int_id": 7})
-        assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'french' removed successfully.")
+        assert (done.status_code, done.text) == (
+            200,
+            "Success: LoRA adapter 'french' removed successfully.",
+        )
         assert (await client.post("/v1/unload_lora_adapter", json=name)).status_code == 404
-        gone = await client.post("/v1/completions", json={"model": "french", "prompt": "hi", "max_tokens": 1})
+        gone = await client.post(
+            "/v1/completions", json={"model": "french", "prompt": "hi", "max_tokens": 1}
+        )
         assert gone.status_code == 404
-        outside = await client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "/etc"})
+        outside = await client.post(
+            "/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "/etc"}
+        )
         assert (outside.status_code, outside.json()["error"]["param"]) == (400, "lora_path")
 
 
-async def test_a_key_that_is_no_operators_changes_nothing(service: Service, admin: AdapterAdmin) -> None:
+async def test_a_key_that_is_no_operators_changes_nothing(
+    service: Service, admin: AdapterAdmin
+) -> None:
     async with http(service, "bob") as client:
-        loaded = await client.post("/v1/load_lora_adapter", json={"lora_name": "french", "lora_path": "french"})
+        loaded = await client.post(
+            "/v1/load_lora_adapter", json={"lora_name": "french", "lora_path": "french"}
+        )
         unloaded = await client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
     assert (loaded.status_code, unloaded.status_code) == (403, 403)
     async with AsyncClient(service.grpc, api_key="bob") as grpc_client:
@@ -125,7 +154,9 @@ async def test_a_resume_token_is_of_one_adapter(model: ServedModel) -> None:
 
     async def prepared(name: str, content: bytes) -> bytes:
         adapter = LoraAdapter(name="sql", folder="/adapters/sql", fingerprint=content * 16)
-        service = GenerationService([model], FakeTokenSource(), adapters=AdapterAdmin(AdapterRegistry([adapter])))
+        service = GenerationService(
+            [model], FakeTokenSource(), adapters=AdapterAdmin(AdapterRegistry([adapter]))
+        )
         context = RequestContext(arrived=time.monotonic(), is_resumable=True)
         request = inference_pb2.GenerateRequest(model=name, prompt={"text": "hi"})
         binding = (await service.accept(request, context)).resume

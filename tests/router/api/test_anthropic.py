@@ -21,7 +21,11 @@ from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokeni
 
 PATH = "/v1/messages"
 ASK: Any = [{"role": "user", "content": "hello?"}]
-SAMPLED = {"temperature": 0.5, "top_k": 3, "top_p": 0.9}  # the package has no arguments for these any more
+SAMPLED = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.9,
+}  # the package has no arguments for these any more
 TOOLS: Any = [
     {
         "name": "weather",
@@ -38,7 +42,9 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 async def client(service: Service) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with anthropic.AsyncAnthropic(base_url=f"http://{service.http}", api_key="key", max_retries=0) as client:
+    async with anthropic.AsyncAnthropic(
+        base_url=f"http://{service.http}", api_key="key", max_retries=0
+    ) as client:
         yield client
 
 
@@ -54,7 +60,9 @@ async def test_a_message(service: Service, client: anthropic.AsyncAnthropic) -> 
     said = await ask(client, system="Be brief.", metadata={"user_id": "x"}, extra_body=SAMPLED)
     assert (said.type, said.role, said.model) == ("message", "assistant", "tiny")
     assert said.id.startswith("msg_")
-    assert [(block.type, block.text) for block in said.content if block.type == "text"] == [("text", "hello")]
+    assert [(block.type, block.text) for block in said.content if block.type == "text"] == [
+        ("text", "hello")
+    ]
     assert (said.stop_reason, said.stop_sequence) == ("end_turn", None)
     assert last_prompt(service) == "system: Be brief.\nuser: hello?\nassistant: "
     assert (said.usage.input_tokens, said.usage.output_tokens) == (len(last_prompt(service)), 6)
@@ -63,7 +71,9 @@ async def test_a_message(service: Service, client: anthropic.AsyncAnthropic) -> 
     assert (sampling.temperature, sampling.top_k) == (0.5, 3)
 
 
-async def test_texts_in_blocks_and_the_begin_of_an_answer(service: Service, client: anthropic.AsyncAnthropic) -> None:
+async def test_texts_in_blocks_and_the_begin_of_an_answer(
+    service: Service, client: anthropic.AsyncAnthropic
+) -> None:
     service.source.answer = [*b" is", EOS_ID]
     cached = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
     content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -92,7 +102,9 @@ async def test_stop_reasons(
 ) -> None:
     service.source.answer = [*b"one two three", EOS_ID]
     if stream:
-        async with client.messages.stream(**({"model": "tiny", "messages": ASK, "max_tokens": 100} | fields)) as events:
+        async with client.messages.stream(
+            **({"model": "tiny", "messages": ASK, "max_tokens": 100} | fields)
+        ) as events:
             said: Any = await events.get_final_message()
     else:
         said = await ask(client, **fields)
@@ -119,7 +131,11 @@ async def test_the_events_of_a_stream(service: Service, client: anthropic.AsyncA
         "message_delta",
         "message_stop",
     ]
-    assert [event["index"] for event in events if event["type"] == "content_block_start"] == [0, 1, 2]
+    assert [event["index"] for event in events if event["type"] == "content_block_start"] == [
+        0,
+        1,
+        2,
+    ]
     assert "".join(event["delta"].get("text", "") for event in deltas) == "I look."
     inputs = [event["delta"]["partial_json"] for event in deltas if event["index"] == 2]
     assert json.loads("".join(inputs)) == {"city": "Köln"}
@@ -128,7 +144,9 @@ async def test_the_events_of_a_stream(service: Service, client: anthropic.AsyncA
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tools_and_their_results(service: Service, client: anthropic.AsyncAnthropic, stream: bool) -> None:
+async def test_tools_and_their_results(
+    service: Service, client: anthropic.AsyncAnthropic, stream: bool
+) -> None:
     """One round: the model calls, the caller answers with what the client library made of the call."""
     service.source.answer = [*f"I look.\n{CALL}\n{CALL}".encode(), EOS_ID]
     fields: Any = {"model": "tiny", "messages": ASK, "max_tokens": 300, "tools": TOOLS}
@@ -138,19 +156,30 @@ async def test_tools_and_their_results(service: Service, client: anthropic.Async
     else:
         said = await client.messages.create(**fields)
     assert [block.type for block in said.content] == ["text", "tool_use", "tool_use"]
-    assert [(call.name, call.input) for call in said.content[1:]] == [("weather", {"city": "Köln"})] * 2
+    assert [(call.name, call.input) for call in said.content[1:]] == [
+        ("weather", {"city": "Köln"})
+    ] * 2
     assert said.stop_reason == "tool_use"
     assert last_prompt(service) == "[weather] user: hello?\nassistant: "
     results = [
         {"type": "tool_result", "tool_use_id": said.content[1].id, "content": "rain"},
-        {"type": "tool_result", "tool_use_id": said.content[2].id, "content": [{"type": "text", "text": "sun"}]},
+        {
+            "type": "tool_result",
+            "tool_use_id": said.content[2].id,
+            "content": [{"type": "text", "text": "sun"}],
+        },
         {"type": "text", "text": "So?"},
     ]
     service.source.answer = [*b"It rains.", EOS_ID]
     content = [
-        block.model_dump(exclude_none=True, include={"type", "text", "id", "name", "input"}) for block in said.content
+        block.model_dump(exclude_none=True, include={"type", "text", "id", "name", "input"})
+        for block in said.content
     ]
-    messages = [*ASK, {"role": "assistant", "content": content}, {"role": "user", "content": results}]
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": content},
+        {"role": "user", "content": results},
+    ]
     said = await ask(client, messages=messages, tools=TOOLS)
     assert [block.text for block in said.content] == ["It rains."]
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
@@ -176,17 +205,24 @@ async def test_tool_choice(service: Service, client: anthropic.AsyncAnthropic) -
 
 async def test_output_of_a_schema(service: Service, client: anthropic.AsyncAnthropic) -> None:
     service.source.answer = [*b"{}", EOS_ID]
-    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"age": {"type": "integer"}}}}
+    form = {
+        "type": "json_schema",
+        "schema": {"type": "object", "properties": {"age": {"type": "integer"}}},
+    }
     await ask(client, extra_body={"output_config": {"format": form}})
     assert '"age"' in service.source.requests[-1].grammar
 
 
 async def test_counting_tokens(service: Service, client: anthropic.AsyncAnthropic) -> None:
-    counted = await client.messages.count_tokens(model="tiny", messages=ASK, tools=TOOLS, system="Be brief.")
+    counted = await client.messages.count_tokens(
+        model="tiny", messages=ASK, tools=TOOLS, system="Be brief."
+    )
     await ask(client, tools=TOOLS, system="Be brief.")
     assert counted.input_tokens == len(service.source.requests[-1].prompt)
     with pytest.raises(anthropic.BadRequestError, match="messages: has 1000001 characters"):
-        await client.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": "x" * 1_000_001}])
+        await client.messages.count_tokens(
+            model="tiny", messages=[{"role": "user", "content": "x" * 1_000_001}]
+        )
 
 
 async def test_errors(service: Service, client: anthropic.AsyncAnthropic) -> None:
@@ -211,7 +247,8 @@ async def test_errors(service: Service, client: anthropic.AsyncAnthropic) -> Non
 async def test_a_key_in_its_own_header(model: ServedModel) -> None:
     """As a bearer key, with the same refusals, in Anthropic's form."""
     servers = await ApiServers.start(
-        GenerationService([model], FakeTokenSource(answer=b"x")), authenticator=Authenticator([api_key("ada")])
+        GenerationService([model], FakeTokenSource(answer=b"x")),
+        authenticator=Authenticator([api_key("ada")]),
     )
     await servers.set_serving(True)
     url = f"http://{servers.http_address}"
@@ -232,17 +269,24 @@ async def test_a_key_in_its_own_header(model: ServedModel) -> None:
     await servers.stop(0)
 
 
-async def test_the_first_event_counts_cached_tokens_once(service: Service, client: anthropic.AsyncAnthropic) -> None:
+async def test_the_first_event_counts_cached_tokens_once(
+    service: Service, client: anthropic.AsyncAnthropic
+) -> None:
     """Of all usages of a stream the sum of cached and other input tokens is the prompt's length."""
     service.source.answer = [*b"hello", EOS_ID]
     service.source.cached_tokens = 16
     events = [
-        event async for event in await client.messages.create(model="tiny", messages=ASK, max_tokens=9, stream=True)
+        event
+        async for event in await client.messages.create(
+            model="tiny", messages=ASK, max_tokens=9, stream=True
+        )
     ]
     usages: Any = [event.message.usage for event in events if event.type == "message_start"]
     usages += [event.usage for event in events if event.type == "message_delta"]
     num_prompt = len(last_prompt(service))
-    assert [(each.input_tokens, each.cache_read_input_tokens) for each in usages] == [(num_prompt - 16, 16)] * 2
+    assert [(each.input_tokens, each.cache_read_input_tokens) for each in usages] == [
+        (num_prompt - 16, 16)
+    ] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -259,21 +303,37 @@ async def test_max_tokens_become_what_the_prompt_leaves(
         await create(model="tiny", messages=ASK, max_tokens=513, stream=stream)
 
 
-async def test_a_cut_answer_with_calls_ends_by_max_tokens(service: Service, client: anthropic.AsyncAnthropic) -> None:
+async def test_a_cut_answer_with_calls_ends_by_max_tokens(
+    service: Service, client: anthropic.AsyncAnthropic
+) -> None:
     service.source.answer = f"{CALL}\n<tool_".encode()
     said = await ask(client, tools=TOOLS)
-    assert ([block.type for block in said.content], said.stop_reason) == (["text", "tool_use"], "max_tokens")
+    assert ([block.type for block in said.content], said.stop_reason) == (
+        ["text", "tool_use"],
+        "max_tokens",
+    )
     service.source.answer = f"{CALL}\n{CALL}".encode()
-    said = await ask(client, tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    said = await ask(
+        client, tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
+    )
     assert ([block.type for block in said.content], said.stop_reason) == (["tool_use"], "tool_use")
     assert said.usage.output_tokens == len(CALL.encode())
 
 
-async def test_what_libraries_add_to_an_answer_comes_back(service: Service, client: anthropic.AsyncAnthropic) -> None:
+async def test_what_libraries_add_to_an_answer_comes_back(
+    service: Service, client: anthropic.AsyncAnthropic
+) -> None:
     service.source.answer = [*b"hello", EOS_ID]
     content = [
         {"type": "text", "text": "So.", "citations": None, "parsed_output": {"a": 1}},
-        {"type": "tool_use", "id": "t", "name": "weather", "input": {}, "index": 1, "caller": {"type": "direct"}},
+        {
+            "type": "tool_use",
+            "id": "t",
+            "name": "weather",
+            "input": {},
+            "index": 1,
+            "caller": {"type": "direct"},
+        },
     ]
     said = {"id": "msg_1", "type": "message", "role": "assistant", "content": content, "usage": {}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "rain", "is_error": False}
@@ -283,7 +343,9 @@ async def test_what_libraries_add_to_an_answer_comes_back(service: Service, clie
         await ask(client, messages=[{"role": "user", "content": "x", "images": []}])
 
 
-async def test_a_schema_of_an_answer_is_closed(service: Service, client: anthropic.AsyncAnthropic) -> None:
+async def test_a_schema_of_an_answer_is_closed(
+    service: Service, client: anthropic.AsyncAnthropic
+) -> None:
     schema = {k: v for k, v in SCHEMA.items() if k != "additionalProperties"}
     form = {"format": {"type": "json_schema", "schema": schema}}
     await ask(client, extra_body={"output_config": form})

@@ -39,7 +39,11 @@ KEYS = (api_key("ada", max_priority=3), api_key("bob"))
 PATHS = ("/version", "/v1/models", "/v1/models/tiny", "/docs", "/openapi.json", "/nowhere")
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "tiny", "prompt": "hi", "max_tokens": 4},
-    "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/chat/completions": {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 4,
+    },
     "/v1/responses": {"model": "tiny", "input": "hi", "max_output_tokens": 4},
     "/v1/embeddings": {"model": "tiny", "input": "hi"},
     "/score": {"model": "tiny", "text_1": "h", "text_2": "i"},
@@ -74,13 +78,19 @@ def authenticator() -> Authenticator:
 
 
 @pytest.fixture
-async def service(model: ServedModel, source: FakeTokenSource, authenticator: Authenticator) -> AsyncIterator[Service]:
+async def service(
+    model: ServedModel, source: FakeTokenSource, authenticator: Authenticator
+) -> AsyncIterator[Service]:
     """Both servers, which need a key."""
     servers = await ApiServers.start(
-        GenerationService([model], source, resume_key=SECRET), authenticator=authenticator, reflection=True
+        GenerationService([model], source, resume_key=SECRET),
+        authenticator=authenticator,
+        reflection=True,
     )
     await servers.set_serving(True)
-    yield Service(servers=servers, source=source, grpc=servers.grpc_address, http=servers.http_address)
+    yield Service(
+        servers=servers, source=source, grpc=servers.grpc_address, http=servers.http_address
+    )
     await servers.stop(0)
     assert source.running == 0
 
@@ -111,7 +121,9 @@ async def code_of(call: Any) -> grpc.StatusCode:
     return code
 
 
-@pytest.mark.parametrize("headers", [{}, bearer("wrong"), {"authorization": "Basic ada"}, bearer("wrong key")])
+@pytest.mark.parametrize(
+    "headers", [{}, bearer("wrong"), {"authorization": "Basic ada"}, bearer("wrong key")]
+)
 async def test_a_stranger_is_refused_everywhere_over_http(
     service: Service, http: httpx.AsyncClient, headers: dict[str, str]
 ) -> None:
@@ -143,8 +155,9 @@ async def test_a_stranger_is_refused_everywhere_over_grpc(service: Service, give
                 iter([info]), metadata=given
             ),
         ]
-        # One after the other: an asyncio client that writes to a stream that has just been refused overwrites the
-        # status with INTERNAL (github.com/grpc/grpc/issues/36066), which no server can help without reading on.
+        # One after the other: an asyncio client that writes to a stream that has just been refused
+        # overwrites the status with INTERNAL (github.com/grpc/grpc/issues/36066), which no server
+        # can help without reading on.
         codes = [await code_of(call()) for call in calls]
         assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
@@ -156,12 +169,20 @@ async def test_the_key_is_checked_before_a_body_is_read(
     service: Service, stub: inference_pb2_grpc.InferenceStub
 ) -> None:
     reader, writer = await asyncio.open_connection(*service.http.split(":"))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1000\r\n\r\n")  # and no body
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1000\r\n\r\n"
+    )  # and no body
     assert (await asyncio.wait_for(reader.readline(), WAIT)).split()[1] == b"401"
     writer.close()
     large = request(prompt={"text": "x" * limits.MAX_MESSAGE_BYTES})  # too large, had it been read
-    assert await code_of(stub.Generate(large, metadata=metadata("wrong"))) is grpc.StatusCode.UNAUTHENTICATED
-    assert await code_of(stub.Generate(large, metadata=metadata("ada"))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (
+        await code_of(stub.Generate(large, metadata=metadata("wrong")))
+        is grpc.StatusCode.UNAUTHENTICATED
+    )
+    assert (
+        await code_of(stub.Generate(large, metadata=metadata("ada")))
+        is grpc.StatusCode.RESOURCE_EXHAUSTED
+    )
 
 
 async def test_tenant_cache_and_priority_come_from_the_key(
@@ -171,7 +192,9 @@ async def test_tenant_cache_and_priority_come_from_the_key(
         async for _ in stub.Generate(request(priority=50), metadata=metadata(secret)):
             pass
         body = BODIES["/v1/completions"] | {"priority": -50, "user": "root"}
-        assert (await http.post("/v1/completions", json=body, headers=bearer(secret))).status_code == 200
+        assert (
+            await http.post("/v1/completions", json=body, headers=bearer(secret))
+        ).status_code == 200
     found = [(each.tenant, each.priority) for each in service.source.requests]
     assert found == [("ada", 3)] * 2 + [("bob", 0)] * 2
     salts = [each.cache_salt for each in service.source.requests]
@@ -207,7 +230,17 @@ async def test_a_token_costs_no_check_of_its_key(
         source.answer = b"a" * length
         looked.clear()
         stopping = {"max_tokens": length}
-        assert len([_ async for _ in stub.Generate(request(stopping=stopping), metadata=metadata("ada"))]) == length
+        assert (
+            len(
+                [
+                    _
+                    async for _ in stub.Generate(
+                        request(stopping=stopping), metadata=metadata("ada")
+                    )
+                ]
+            )
+            == length
+        )
         body = BODIES["/v1/completions"] | {"max_tokens": length, "stream": True}
         answer = await http.post("/v1/completions", json=body, headers=bearer("ada"))
         assert answer.text.count('"text": "a"') == length
@@ -217,7 +250,9 @@ async def test_a_token_costs_no_check_of_its_key(
 
 async def test_the_openai_client_brings_its_key(service: Service) -> None:
     for secret, expected in (("ada", "abcd"), ("wrong", None)):
-        async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key=secret, max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"http://{service.http}/v1", api_key=secret, max_retries=0
+        ) as client:
             create = client.completions.create(model="tiny", prompt="hi", max_tokens=4)
             if expected is None:
                 with pytest.raises(openai.AuthenticationError):
@@ -247,7 +282,8 @@ async def test_a_stream_goes_on_at_another_router_with_the_same_key(
 ) -> None:
     other_source = FakeTokenSource(answer=b"abcd")
     other = await ApiServers.start(
-        GenerationService([model], other_source, resume_key=SECRET), authenticator=Authenticator(KEYS, secret=SECRET)
+        GenerationService([model], other_source, resume_key=SECRET),
+        authenticator=Authenticator(KEYS, secret=SECRET),
     )
     source.error, source.error_after = Unavailable("the worker is gone", 0.01), 2
     while not source.requests:  # a client's first router is chosen at random
@@ -273,7 +309,10 @@ async def test_a_stream_is_not_resumed_by_another_tenant(
 
 
 async def test_the_audit_log_names_the_key(
-    service: Service, http: httpx.AsyncClient, stub: inference_pb2_grpc.InferenceStub, caplog: pytest.LogCaptureFixture
+    service: Service,
+    http: httpx.AsyncClient,
+    stub: inference_pb2_grpc.InferenceStub,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Where a valid one was shown, though the call was refused."""
     refused: Any = request(sampling={"temperature": 9})
@@ -281,7 +320,11 @@ async def test_the_audit_log_names_the_key(
         await http.post("/v1/completions", json={}, headers=bearer(secret))
         call: Any = stub.Generate(refused, metadata=metadata(secret))
         await code_of(call)
-    found = [json.loads(record.getMessage()) for record in caplog.records if record.name == "tandem.audit"]
+    found = [
+        json.loads(record.getMessage())
+        for record in caplog.records
+        if record.name == "tandem.audit"
+    ]
     assert [(line["reason"], line.get("key")) for line in found] == [
         ("400", "ada"),
         ("INVALID_ARGUMENT", "ada"),
@@ -290,13 +333,22 @@ async def test_the_audit_log_names_the_key(
     ]
 
 
-async def test_requests_a_minute(service: Service, authenticator: Authenticator, http: httpx.AsyncClient) -> None:
-    authenticator.replace([api_key("ada", requests_per_minute=2, tokens_per_minute=600), api_key("bob")])
+async def test_requests_a_minute(
+    service: Service, authenticator: Authenticator, http: httpx.AsyncClient
+) -> None:
+    authenticator.replace(
+        [api_key("ada", requests_per_minute=2, tokens_per_minute=600), api_key("bob")]
+    )
     answers = [
-        await http.post("/v1/completions", json=BODIES["/v1/completions"], headers=bearer("ada")) for _ in range(3)
+        await http.post("/v1/completions", json=BODIES["/v1/completions"], headers=bearer("ada"))
+        for _ in range(3)
     ]
     assert [answer.status_code for answer in answers] == [200, 200, 429]
-    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0", "0"]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == [
+        "1",
+        "0",
+        "0",
+    ]
     assert answers[0].headers["x-ratelimit-limit-tokens"] == "600"
     assert 1 <= int(answers[2].headers["retry-after"]) <= 30
     assert answers[2].json()["error"]["type"] == "rate_limit_error"
@@ -315,7 +367,9 @@ async def test_tokens_a_minute(service: Service, authenticator: Authenticator) -
     async with AsyncClient(service.grpc, api_key="ada", max_retries=0) as client:
         for _ in range(2):
             await client.generate("hi", max_tokens=4)
-        await client.generate("hi", max_tokens=4, n=4)  # one token is left: it may begin, and leaves a debt
+        await client.generate(
+            "hi", max_tokens=4, n=4
+        )  # one token is left: it may begin, and leaves a debt
         for _ in range(2):
             with pytest.raises(Overloaded, match="13 tokens a minute") as caught:
                 await client.generate("hi", max_tokens=4)
@@ -330,10 +384,26 @@ async def test_tokens_a_minute(service: Service, authenticator: Authenticator) -
         ("/tokenize", {"prompt": "twelve bytes"}, 12),
         ("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}, 22),
         ("/detokenize", {"tokens": [104] * 9}, 9),
-        ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}, 22),
-        ("/v1/completions", {"model": "tiny", "prompt": "x" * 5_000, "max_tokens": 4}, 5_000),  # is refused
-        ("/tokenize", {"messages": [{"role": "x" * 60, "content": "y" * 3_932}]}, 1_000),  # the template refuses it
-        ("/score", {"model": "tiny", "text_1": "seven b", "text_2": ["eight by", ""]}, 15),  # is refused
+        (
+            "/v1/messages/count_tokens",
+            {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]},
+            22,
+        ),
+        (
+            "/v1/completions",
+            {"model": "tiny", "prompt": "x" * 5_000, "max_tokens": 4},
+            5_000,
+        ),  # is refused
+        (
+            "/tokenize",
+            {"messages": [{"role": "x" * 60, "content": "y" * 3_932}]},
+            1_000,
+        ),  # the template refuses it
+        (
+            "/score",
+            {"model": "tiny", "text_1": "seven b", "text_2": ["eight by", ""]},
+            15,
+        ),  # is refused
         ("/v1/embeddings", {"model": "tiny", "input": ["four", "five"]}, 8),
     ],
 )
@@ -361,24 +431,37 @@ async def test_nothing_is_tokenized_without_tokens_left(
     assert [(await http.post("/tokenize", **ask)).status_code for _ in range(2)] == [200, 429]
     paths = BODIES | {"/v1/messages/count_tokens": BODIES["/v1/chat/completions"]}
     for path, said in paths.items():
-        kept = {name: value for name, value in said.items() if "count" not in path or name != "max_tokens"}
+        kept = {
+            name: value
+            for name, value in said.items()
+            if "count" not in path or name != "max_tokens"
+        }
         answer = await http.post(path, json=kept, headers=bearer("ada"))
         assert (path, answer.status_code) == (path, 429)
         assert "10 tokens a minute" in answer.text
     texts = inference_pb2.TokenizeRequest(prompt={"text": "hi"})
     ids = inference_pb2.DetokenizeRequest(token_ids=[104])
-    for call in (stub.Tokenize(texts, metadata=metadata("ada")), stub.Detokenize(ids, metadata=metadata("ada"))):
+    for call in (
+        stub.Tokenize(texts, metadata=metadata("ada")),
+        stub.Detokenize(ids, metadata=metadata("ada")),
+    ):
         assert await code_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert (await stub.Tokenize(texts, metadata=metadata("bob"))).token_ids == [104, 105]
 
 
-async def held_streams(service: Service, secret: str, number: int) -> tuple[list[asyncio.Task[str]], AsyncClient]:
+async def held_streams(
+    service: Service, secret: str, number: int
+) -> tuple[list[asyncio.Task[str]], AsyncClient]:
     """So many streams, half of them over HTTP, each with its first token."""
     client = AsyncClient(service.grpc, api_key=secret, max_retries=0)
 
     async def over_http() -> str:
-        async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key=secret, max_retries=0) as other:
-            stream = await other.completions.create(model="tiny", prompt="hi", max_tokens=4, stream=True)
+        async with openai.AsyncOpenAI(
+            base_url=f"http://{service.http}/v1", api_key=secret, max_retries=0
+        ) as other:
+            stream = await other.completions.create(
+                model="tiny", prompt="hi", max_tokens=4, stream=True
+            )
             return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def over_grpc() -> str:
@@ -414,14 +497,18 @@ async def test_no_stream_is_cut_when_keys_change_expire_or_shrink(
 
 
 @pytest.mark.parametrize("source", [HeldSource(answer=b"abcd")])
-async def test_streams_at_a_time(service: Service, source: HeldSource, authenticator: Authenticator) -> None:
+async def test_streams_at_a_time(
+    service: Service, source: HeldSource, authenticator: Authenticator
+) -> None:
     source.released = asyncio.Event()
     authenticator.replace([api_key("ada", max_streams=4), api_key("bob")])
     streams, client = await held_streams(service, "ada", 4)
     with pytest.raises(Overloaded, match="4 calls at a time"):
         await client.generate("hi", max_tokens=4)
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
-        answer = await http.post("/v1/completions", json=BODIES["/v1/completions"], headers=bearer("ada"))
+        answer = await http.post(
+            "/v1/completions", json=BODIES["/v1/completions"], headers=bearer("ada")
+        )
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         for stream in streams[:2]:  # who hangs up has a place again
             stream.cancel()
@@ -437,10 +524,13 @@ async def test_streams_at_a_time(service: Service, source: HeldSource, authentic
 
 
 async def test_callers_without_a_key_share_no_cache_across_connections(model: ServedModel) -> None:
-    """Over HTTP those of one connection share one; gRPC does not tell which calls come through one connection."""
+    """Over HTTP those of one connection share one; gRPC does not tell which calls come through one
+    connection.
+    """
     source = FakeTokenSource(answer=b"abcd")
     servers = await ApiServers.start(
-        GenerationService([model], source), authenticator=Authenticator(share_anonymous_prefixes=False)
+        GenerationService([model], source),
+        authenticator=Authenticator(share_anonymous_prefixes=False),
     )
     body = BODIES["/v1/completions"]
     for number in (2, 1):
@@ -458,11 +548,14 @@ async def test_callers_without_a_key_share_no_cache_across_connections(model: Se
     assert {each.tenant for each in source.requests} == {""}
 
 
-async def test_a_connection_from_the_address_of_an_earlier_one_shares_no_cache_with_it(model: ServedModel) -> None:
+async def test_a_connection_from_the_address_of_an_earlier_one_shares_no_cache_with_it(
+    model: ServedModel,
+) -> None:
     """As behind a NAT, which gives the port of a client that has left to another one."""
     source = FakeTokenSource(answer=b"abcd")
     servers = await ApiServers.start(
-        GenerationService([model], source), authenticator=Authenticator(share_anonymous_prefixes=False)
+        GenerationService([model], source),
+        authenticator=Authenticator(share_anonymous_prefixes=False),
     )
     host, port = servers.http_address.split(":")
     body = json.dumps(BODIES["/v1/completions"]).encode()
@@ -471,7 +564,9 @@ async def test_a_connection_from_the_address_of_an_earlier_one_shares_no_cache_w
     local = None
     for _ in range(2):
         connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no TIME_WAIT
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )  # no TIME_WAIT
         connection.bind(local or (host, 0))
         local = connection.getsockname()
         connection.connect((host, int(port)))
@@ -489,7 +584,9 @@ async def test_a_connection_from_the_address_of_an_earlier_one_shares_no_cache_w
 
 async def test_requests_without_a_key_go_no_further_than_their_priority(model: ServedModel) -> None:
     source = FakeTokenSource(answer=b"abcd")
-    servers = await ApiServers.start(GenerationService([model], source), authenticator=Authenticator())
+    servers = await ApiServers.start(
+        GenerationService([model], source), authenticator=Authenticator()
+    )
     async with (
         httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=WAIT) as http,
         AsyncClient(servers.grpc_address) as client,
@@ -501,7 +598,9 @@ async def test_requests_without_a_key_go_no_further_than_their_priority(model: S
     assert [each.priority for each in source.requests] == [0, 0]
 
 
-async def test_the_resume_token_of_another_tenant_is_wrong_over_http(http: httpx.AsyncClient) -> None:
+async def test_the_resume_token_of_another_tenant_is_wrong_over_http(
+    http: httpx.AsyncClient,
+) -> None:
     body = BODIES["/v1/completions"] | {"stream": True, "seed": 1}
     asked = {"Tandem-Resume": "1"}
     answer = await http.post("/v1/completions", json=body, headers=bearer("ada") | asked)

@@ -1,4 +1,6 @@
-"""Malformed requests through both APIs: each gets the code of the status table, and the next good one its answer."""
+"""Malformed requests through both APIs: each gets the code of the status table, and the next good
+one its answer.
+"""
 
 import gzip
 import json
@@ -50,7 +52,11 @@ GRPC_CASES: list[tuple[bytes, grpc.StatusCode, str]] = [
     (message(**messages(1_025, role="user")), INVALID, "prompt.chat.messages"),
     (message(**messages(1, content="x")), INVALID, "prompt.chat.messages[0].role"),
     (message(**messages(1, role="r" * 65)), INVALID, "prompt.chat.messages[0].role"),
-    (message(**messages(1, role="robot", content="x")), INVALID, "prompt.chat: the model's chat template"),
+    (
+        message(**messages(1, role="robot", content="x")),
+        INVALID,
+        "prompt.chat: the model's chat template",
+    ),
     (message(model="nope"), NOT_FOUND, "'nope'"),
     (message(model="x" * 257), INVALID, "model"),
     (message(request_id="x" * 129), INVALID, "request_id"),
@@ -79,17 +85,24 @@ GRPC_CASES: list[tuple[bytes, grpc.StatusCode, str]] = [
 async def test_over_grpc(grpc_service: Service) -> None:
     assert len(GRPC_CASES) >= 30
     async with grpc.aio.insecure_channel(grpc_service.grpc) as channel:
-        generate: Any = channel.unary_stream(GENERATE, None, inference_pb2.GenerateResponse.FromString)
+        generate: Any = channel.unary_stream(
+            GENERATE, None, inference_pb2.GenerateResponse.FromString
+        )
         for body, code, named in GRPC_CASES:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await generate(body).read()
             error = caught.value
-            assert (error.code(), named in (error.details() or "")) == (code, True), (body[:80], error)
+            assert (error.code(), named in (error.details() or "")) == (code, True), (
+                body[:80],
+                error,
+            )
             assert [len(m.token_ids) async for m in generate(message())] == [1, 1, 1, 1], body[:80]
     assert len(grpc_service.source.requests) == len(GRPC_CASES)  # the good ones only
 
 
-Case = tuple[str, bytes, int, str | None, str]  # path, body, status, param, what the message must say
+Case = tuple[
+    str, bytes, int, str | None, str
+]  # path, body, status, param, what the message must say
 
 
 def text(**fields: Any) -> bytes:
@@ -97,7 +110,9 @@ def text(**fields: Any) -> bytes:
 
 
 def chat(**fields: Any) -> bytes:
-    return json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}]} | fields).encode()
+    return json.dumps(
+        {"model": "tiny", "messages": [{"role": "user", "content": "x"}]} | fields
+    ).encode()
 
 
 def anthropic(**fields: Any) -> bytes:
@@ -123,7 +138,14 @@ def offers(**function: Any) -> bytes:
     return chat(tools=[{"type": "function", "function": {"name": "f"} | function}])
 
 
-KINDS: dict[str, Any] = {"text": "x", "flag": True, "whole": 7, "number": 1.5, "list": [{}], "object": {"a": 1}}
+KINDS: dict[str, Any] = {
+    "text": "x",
+    "flag": True,
+    "whole": 7,
+    "number": 1.5,
+    "list": [{}],
+    "object": {"a": 1},
+}
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 
 # A field, the kinds of value that it takes, and values of these kinds out of its bounds.
@@ -141,7 +163,11 @@ BOTH: list[tuple[str, str, tuple[Any, ...]]] = [
     ("presence_penalty", "whole number", (-2.001, 2.001, *NOT_FINITE)),
     ("frequency_penalty", "whole number", (-2.001, 2.001, *NOT_FINITE)),
     ("logit_bias", "object", ({"x": 1}, {"-1": 1}, {"258": 1}, {"9" * 40: 1})),
-    ("logit_bias", "object", ({"1": 100.1}, {"1": math.nan}, {"1": "x"}, {str(i): 1 for i in range(1_025)})),
+    (
+        "logit_bias",
+        "object",
+        ({"1": 100.1}, {"1": math.nan}, {"1": "x"}, {str(i): 1 for i in range(1_025)}),
+    ),
     ("bad_words", "list", ([""], ["x" * 257], ["x"] * 129, [1], ["x" * 65])),
     ("seed", "whole", (2**64, -(2**63) - 1)),
     ("stop", "text list", ("", "x" * 1_025, ["x"] * 17, [1], ["a", ""])),
@@ -154,18 +180,30 @@ BOTH: list[tuple[str, str, tuple[Any, ...]]] = [
     ("length_penalty", "whole number", (2, -10.5, *NOT_FINITE)),
     ("early_stopping", "flag", (True,)),
     ("prompt_logprobs", "whole", (-1, limits.MAX_LOGPROBS + 1)),
-    ("response_format", "object", ({"type": "xml"}, {"type": "json_schema"}, {}, {"type": "text", "json_schema": 1})),
+    (
+        "response_format",
+        "object",
+        ({"type": "xml"}, {"type": "json_schema"}, {}, {"type": "text", "json_schema": 1}),
+    ),
     (
         "structured_outputs",
         "object",
         ({"regex": "("}, {"choice": []}, {"choice": [""]}, {"grammar": "x"}, {"json": "{"}),
     ),
-    ("guided_json", "text object", ("", "{", "[]", "false", {"type": "nothing"}, "9" * 400, {"a": math.nan})),
+    (
+        "guided_json",
+        "text object",
+        ("", "{", "[]", "false", {"type": "nothing"}, "9" * 400, {"a": math.nan}),
+    ),
     ("guided_regex", "text", ("", "(", "x" * (limits.MAX_GRAMMAR_CHARACTERS + 1))),
     ("guided_choice", "list", ([], [""], [1], ["x"] * 1_025)),
     ("guided_grammar", "text", ("", "x", "start: nothing")),
     ("priority", "whole", (-101, 101, 2**31)),
-    ("stream_options", "object", ({"include_usage": 1}, {"include_usages": True}, {"include_obfuscation": True})),
+    (
+        "stream_options",
+        "object",
+        ({"include_usage": 1}, {"include_usages": True}, {"include_obfuscation": True}),
+    ),
     ("user", "text", ()),
     ("store", "flag", (True,)),
     ("service_tier", "text", ("flex",)),
@@ -173,7 +211,11 @@ BOTH: list[tuple[str, str, tuple[Any, ...]]] = [
 ]
 FUNCTION = {"name": "f"}
 TEXT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
-    ("prompt", "text", ("", [], ["x"] * 129, [1, "x"], [-1], [2**32], [258], ["good", ""], [[]], "x" * 512, None)),
+    (
+        "prompt",
+        "text",
+        ("", [], ["x"] * 129, [1, "x"], [-1], [2**32], [258], ["good", ""], [[]], "x" * 512, None),
+    ),
     ("logprobs", "whole", (-1, limits.MAX_LOGPROBS + 1)),
     ("echo", "flag", ()),
     ("suffix", "text", ("more",)),
@@ -183,9 +225,25 @@ CHAT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("max_completion_tokens", "whole", (-1, 0, 513)),
     ("logprobs", "flag", ()),
     ("top_logprobs", "whole", (-1, 5, limits.MAX_LOGPROBS + 1)),
-    ("tools", "list", ([{"type": "web"}], [{"type": "function"}], [{"type": "function", "function": FUNCTION}] * 2)),
-    ("tool_choice", "text object", ("x", "required", {"type": "function"}, {"type": "function", "function": FUNCTION})),
-    ("chat_template_kwargs", "object", ({"messages": []}, {"x": "x" * 4_096}, {"raise_exception": 1}, {"x": math.nan})),
+    (
+        "tools",
+        "list",
+        (
+            [{"type": "web"}],
+            [{"type": "function"}],
+            [{"type": "function", "function": FUNCTION}] * 2,
+        ),
+    ),
+    (
+        "tool_choice",
+        "text object",
+        ("x", "required", {"type": "function"}, {"type": "function", "function": FUNCTION}),
+    ),
+    (
+        "chat_template_kwargs",
+        "object",
+        ({"messages": []}, {"x": "x" * 4_096}, {"raise_exception": 1}, {"x": math.nan}),
+    ),
     ("continue_final_message", "flag", (True,)),
     ("parse_special", "flag", ()),
     ("add_generation_prompt", "flag", (False,)),
@@ -202,10 +260,22 @@ MESSAGES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("stop_sequences", "text list", ("", ["x"] * 17, [1], ["a", ""])),
     ("system", "text list", ([{"type": "image"}], [1])),
     ("messages", "list", ([], ["x"], [{"role": "user", "content": "x"}] * 1_025, None)),
-    ("tools", "list", ([{"name": "f"}], [{"name": "f", "input_schema": {"type": "array"}}], [{"type": "web"}])),
-    ("tool_choice", "object", ({"type": "x"}, {"type": "any"}, {"type": "tool"}, {"type": "auto", "name": "f"})),
+    (
+        "tools",
+        "list",
+        ([{"name": "f"}], [{"name": "f", "input_schema": {"type": "array"}}], [{"type": "web"}]),
+    ),
+    (
+        "tool_choice",
+        "object",
+        ({"type": "x"}, {"type": "any"}, {"type": "tool"}, {"type": "auto", "name": "f"}),
+    ),
     ("thinking", "object", ({"type": "x"},)),
-    ("output_config", "object", ({"format": {"type": "json_schema"}}, {"format": {"type": "xml", "schema": {}}})),
+    (
+        "output_config",
+        "object",
+        ({"format": {"type": "json_schema"}}, {"format": {"type": "xml", "schema": {}}}),
+    ),
     ("stream", "flag", ()),
     ("metadata", "object", ()),
     ("service_tier", "text", ("priority",)),
@@ -218,11 +288,26 @@ RESPONSES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     (
         "input",
         "text list",
-        ([], [1], [{"role": "user"}], [{"type": "image"}], [{"role": "user", "content": [1]}], None),
+        (
+            [],
+            [1],
+            [{"role": "user"}],
+            [{"type": "image"}],
+            [{"role": "user", "content": [1]}],
+            None,
+        ),
     ),
     ("instructions", "text", ()),
-    ("tools", "list", ([{"type": "web_search"}], [{"type": "function"}], [{"type": "function", "name": "f"}] * 2)),
-    ("tool_choice", "text object", ("x", "required", {"type": "function"}, {"type": "function", "name": "f"})),
+    (
+        "tools",
+        "list",
+        ([{"type": "web_search"}], [{"type": "function"}], [{"type": "function", "name": "f"}] * 2),
+    ),
+    (
+        "tool_choice",
+        "text object",
+        ("x", "required", {"type": "function"}, {"type": "function", "name": "f"}),
+    ),
     ("text", "object", ({"format": {"type": "xml"}}, {"format": {"type": "json_schema"}})),
     ("reasoning", "object", ({"effort": 1}, {"effort": "x" * 4_096})),
     ("stream", "flag", ()),
@@ -238,7 +323,9 @@ UNKNOWN = ("temprature", "function", "logits_processors", "mm_processor_kwargs")
 
 
 def by_field() -> Iterator[Case]:
-    """Each field with a value of each wrong kind, and with values out of bounds; each field that there is none of."""
+    """Each field with a value of each wrong kind, and with values out of bounds; each field that
+    there is none of.
+    """
     for path, body, fields in (
         *((TEXT, text, BOTH + TEXT_ONLY), (CHAT, chat, BOTH + CHAT_ONLY)),
         *((MESSAGES, anthropic, MESSAGES_ONLY), (RESPONSES, response, RESPONSES_ONLY)),
@@ -283,7 +370,13 @@ HTTP_CASES: list[Case] = [
     (TEXT, text(beam_width=2, temperature=0.5), 400, "temperature", ""),
     (TEXT, text(beam_width=2, n=3), 400, "n", ""),
     (TEXT, text(guided_regex="a", guided_choice=["a"]), 400, "guided_choice", "guided_regex"),
-    (TEXT, text(structured_outputs={"regex": "a", "grammar": "b"}), 400, "structured_outputs.grammar", "together"),
+    (
+        TEXT,
+        text(structured_outputs={"regex": "a", "grammar": "b"}),
+        400,
+        "structured_outputs.grammar",
+        "together",
+    ),
     (TEXT, text(guided_json=TOO_DEEP), 400, "guided_json", ""),
     (CHAT, text(), 400, "messages", "required"),
     (CHAT, says(role=""), 400, "messages[0].role", "1 to 64"),
@@ -293,7 +386,13 @@ HTTP_CASES: list[Case] = [
     (CHAT, says(content=7), 400, "messages[0].content", "string"),
     (CHAT, says(content=[7]), 400, "messages[0].content", "parts"),
     (CHAT, says(content=[{"type": "text"}]), 400, "messages[0].content", "parts"),
-    (CHAT, says(content=[{"type": "image_url", "image_url": {"url": "x"}}]), 400, "messages[0].content", "'image_url'"),
+    (
+        CHAT,
+        says(content=[{"type": "image_url", "image_url": {"url": "x"}}]),
+        400,
+        "messages[0].content",
+        "'image_url'",
+    ),
     (CHAT, says(content=[{"type": "input_audio"}]), 400, "messages[0].content", "'input_audio'"),
     (CHAT, says(content=[{"type": "{0}"}]), 400, "messages[0].content", "'{0}'"),
     (CHAT, says(content="x" * 1_000_001), 400, "messages", "at most 1000000"),
@@ -305,7 +404,10 @@ HTTP_CASES: list[Case] = [
     (CHAT, says(tool_calls=[CALL]), 400, "messages[0].tool_calls", "assistant"),
     (
         CHAT,
-        says(role="assistant", tool_calls=[CALL, CALL | {"function": {"name": "f g", "arguments": "{}"}}]),
+        says(
+            role="assistant",
+            tool_calls=[CALL, CALL | {"function": {"name": "f g", "arguments": "{}"}}],
+        ),
         400,
         "messages[0].tool_calls[1].function.name",
         "letters",
@@ -327,7 +429,10 @@ HTTP_CASES: list[Case] = [
     (CHAT, chat(max_completion_tokens=0), 400, "max_completion_tokens", "1 to 1048576"),
     (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", "0 to 20"),
     (CHAT, chat(response_format=WRONG_SCHEMA), 400, "response_format", ""),
-    *((path, b"{", 400, None, "not valid JSON") for path in (MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES)),
+    *(
+        (path, b"{", 400, None, "not valid JSON")
+        for path in (MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES)
+    ),
     (MESSAGES, anthropic(model="nope"), 404, "model", "'nope'"),
     (MESSAGES, sends({"type": "image"}), 400, "messages[0].content[0]", "block of type text"),
     (MESSAGES, sends({"type": "text"}), 400, "messages[0].content[0].text", "required"),
@@ -339,20 +444,64 @@ HTTP_CASES: list[Case] = [
         "messages[0].more",
         "not a field",
     ),
-    (MESSAGES, sends({"type": "tool_use", "id": "i", "name": "f", "input": {}}), 400, "messages[0].content[0]", "role"),
-    (MESSAGES, sends({"type": "tool_result", "tool_use_id": "i"}, role="assistant"), 400, "messages[0]", "role user"),
-    (MESSAGES, sends({"type": "tool_result", "tool_use_id": "i" * 65}), 400, "messages[0].content[0]", "at most 64"),
-    (MESSAGES, sends({"type": "text", "text": "x" * 1_000_001}), 400, "messages", "at most 1000000"),
-    (MESSAGES, anthropic(messages=[{"role": "robot", "content": "x"}]), 400, "messages[0].role", "'user'"),
+    (
+        MESSAGES,
+        sends({"type": "tool_use", "id": "i", "name": "f", "input": {}}),
+        400,
+        "messages[0].content[0]",
+        "role",
+    ),
+    (
+        MESSAGES,
+        sends({"type": "tool_result", "tool_use_id": "i"}, role="assistant"),
+        400,
+        "messages[0]",
+        "role user",
+    ),
+    (
+        MESSAGES,
+        sends({"type": "tool_result", "tool_use_id": "i" * 65}),
+        400,
+        "messages[0].content[0]",
+        "at most 64",
+    ),
+    (
+        MESSAGES,
+        sends({"type": "text", "text": "x" * 1_000_001}),
+        400,
+        "messages",
+        "at most 1000000",
+    ),
+    (
+        MESSAGES,
+        anthropic(messages=[{"role": "robot", "content": "x"}]),
+        400,
+        "messages[0].role",
+        "'user'",
+    ),
     (f"{MESSAGES}/count_tokens", chat(system=1), 400, "system", "array"),
     (RESPONSES, response(model="nope"), 404, None, "'nope'"),
-    (RESPONSES, response(previous_response_id="r"), 400, "previous_response_id", "send the whole conversation"),
-    (RESPONSES, response(input=[{"type": "message", "role": "r"}]), 400, "input[0].role", "'user'"),
-    (RESPONSES, response(input=[]), 400, "input", "no message"),
-    (RESPONSES, response(input=[{"type": "item_reference", "id": "x"}]), 400, "input[0]", "item of type"),
     (
         RESPONSES,
-        response(input=[{"type": "function_call", "call_id": "c" * 65, "name": "f", "arguments": "{}"}]),
+        response(previous_response_id="r"),
+        400,
+        "previous_response_id",
+        "send the whole conversation",
+    ),
+    (RESPONSES, response(input=[{"type": "message", "role": "r"}]), 400, "input[0].role", "'user'"),
+    (RESPONSES, response(input=[]), 400, "input", "no message"),
+    (
+        RESPONSES,
+        response(input=[{"type": "item_reference", "id": "x"}]),
+        400,
+        "input[0]",
+        "item of type",
+    ),
+    (
+        RESPONSES,
+        response(
+            input=[{"type": "function_call", "call_id": "c" * 65, "name": "f", "arguments": "{}"}]
+        ),
         400,
         "input[0]",
         "at most 64",
@@ -381,15 +530,23 @@ def _streamed(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("form", [_plain, _streamed])
 async def test_over_http(service: Service, form: Callable[[bytes], bytes]) -> None:
-    """No bad request breaks anything: each is answered for what it is, and a good one after it as one before it."""
+    """No bad request breaks anything: each is answered for what it is, and a good one after it as
+    one before it.
+    """
     assert len(HTTP_CASES) >= 300
     good = text(seed=1)
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10, headers=JSON) as http:
+    async with httpx.AsyncClient(
+        base_url=f"http://{service.http}", timeout=10, headers=JSON
+    ) as http:
         expected = (await http.post(TEXT, content=good)).json()["choices"]
         for path, body, status, param, said in HTTP_CASES:
-            answer = await http.post(path, content=body if path.endswith(("tokenize", "count_tokens")) else form(body))
+            answer = await http.post(
+                path, content=body if path.endswith(("tokenize", "count_tokens")) else form(body)
+            )
             error = answer.json().get("error", {"param": None, "message": ""})
-            if path.startswith(MESSAGES):  # Anthropic's errors have no place of their own for the field
+            if path.startswith(
+                MESSAGES
+            ):  # Anthropic's errors have no place of their own for the field
                 error["param"] = next(iter(re.findall(r"^([\w.\[\]]+): ", error["message"])), None)
             assert answer.status_code == status, (path, body[:200], answer.text[:200])
             assert _names(error["param"], param), (path, body[:200], error)
@@ -400,12 +557,16 @@ async def test_over_http(service: Service, form: Callable[[bytes], bytes]) -> No
 
 def _names(found: str | None, field: str | None) -> bool:
     """Whether the error is about the field or something in it."""
-    return found == field or (field is not None and found is not None and found.startswith((f"{field}.", f"{field}[")))
+    return found == field or (
+        field is not None and found is not None and found.startswith((f"{field}.", f"{field}["))
+    )
 
 
 @pytest.mark.parametrize("header", ["", "x", "0", "-1", "nan", "inf", "86400.5", "1e999", "1 s"])
 async def test_timeouts_that_are_none(service: Service, header: str) -> None:
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10, headers=JSON) as http:
+    async with httpx.AsyncClient(
+        base_url=f"http://{service.http}", timeout=10, headers=JSON
+    ) as http:
         answer = await http.post(TEXT, content=text(), headers={"x-request-timeout": header})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "x-request-timeout"

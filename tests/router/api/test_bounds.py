@@ -31,7 +31,9 @@ def request(text: str, fields: dict[str, Any]) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(**({"prompt": {"text": text}} | fields))
 
 
-async def test_one_past_each_bound_is_refused_and_the_field_named(stub: inference_pb2_grpc.InferenceStub) -> None:
+async def test_one_past_each_bound_is_refused_and_the_field_named(
+    stub: inference_pb2_grpc.InferenceStub,
+) -> None:
     for fields, field, words in REFUSED:
         asked = request("hi", fields)
         if asked.ByteSize() > limits.MAX_MESSAGE_BYTES:
@@ -42,7 +44,9 @@ async def test_one_past_each_bound_is_refused_and_the_field_named(stub: inferenc
         error = caught.value
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, (field, error.details())
         assert words in (error.details() or "")
-        status = status_pb2.Status.FromString(dict(error.trailing_metadata() or ())["grpc-status-details-bin"])
+        status = status_pb2.Status.FromString(
+            dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
+        )
         violations = error_details_pb2.BadRequest()
         assert status.details[0].Unpack(violations)
         assert violations.field_violations[0].field == field

@@ -32,20 +32,32 @@ async def opened(model: ServedModel) -> AsyncIterator[httpx.AsyncClient]:
     """A service that one page may use, under one name."""
     rules = BrowserRules(host_names=("models.example.com",), cors_origins=(PAGE,))
     server = HttpServer(GenerationService([model], FakeTokenSource()), rules)
-    async with httpx.AsyncClient(base_url=f"http://{await server.start('127.0.0.1:0')}", timeout=5) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://{await server.start('127.0.0.1:0')}", timeout=5
+    ) as client:
         yield client
     await server.stop(0)
 
 
 def check(host: str | None, origin: str | None = None, **rules: Any) -> None:
     given = {"host": host, "origin": origin}
-    BrowserRules(**rules).check(Headers({name: value for name, value in given.items() if value is not None}))
+    BrowserRules(**rules).check(
+        Headers({name: value for name, value in given.items() if value is not None})
+    )
 
 
 @pytest.mark.parametrize(
     "host",
     [
-        *("127.0.0.1", "127.0.0.1:8080", "localhost", "LOCALHOST:8080", "[::1]", "[::1]:8080", "10.1.2.3:80"),
+        *(
+            "127.0.0.1",
+            "127.0.0.1:8080",
+            "localhost",
+            "LOCALHOST:8080",
+            "[::1]",
+            "[::1]:8080",
+            "10.1.2.3:80",
+        ),
         *("0.0.0.0:8080", "models.example.com", "Models.Example.com:8080", "[fe80::1]:1", None),
     ],
 )
@@ -56,8 +68,22 @@ def test_hosts_that_are_taken(host: str | None) -> None:
 @pytest.mark.parametrize(
     "host",
     [
-        *("evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "", ":8080", "*"),
-        *("models.example.com.evil.example", "xmodels.example.com", "localhost:8080:8080", "evil@localhost", "[::1"),
+        *(
+            "evil.example",
+            "evil.example:8080",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "",
+            ":8080",
+            "*",
+        ),
+        *(
+            "models.example.com.evil.example",
+            "xmodels.example.com",
+            "localhost:8080:8080",
+            "evil@localhost",
+            "[::1",
+        ),
     ],
 )
 def test_hosts_that_are_refused(host: str) -> None:
@@ -74,7 +100,15 @@ def test_origins_that_are_taken(origin: str | None) -> None:
 @pytest.mark.parametrize(
     "origin",
     [
-        *("null", "", FOREIGN, "http://127.0.0.1", "http://127.0.0.1:3000", "http://localhost:8080", f"{PAGE}:444"),
+        *(
+            "null",
+            "",
+            FOREIGN,
+            "http://127.0.0.1",
+            "http://127.0.0.1:3000",
+            "http://localhost:8080",
+            f"{PAGE}:444",
+        ),
         *(f"{PAGE}.evil.example", "http://chat.example.com", "file://", "*"),
     ],
 )
@@ -89,17 +123,26 @@ def test_a_second_host_cannot_hide_the_first() -> None:
         BrowserRules().check(Headers(raw=[(b"host", b"localhost"), (b"host", b"evil.example")]))
 
 
-@pytest.mark.parametrize("path", [TEXT, CHAT, "/tokenize", "/v1/models", "/openapi.json", "/nothing"])
-async def test_dns_rebinding_reads_and_runs_nothing(service: Service, http: httpx.AsyncClient, path: str) -> None:
+@pytest.mark.parametrize(
+    "path", [TEXT, CHAT, "/tokenize", "/v1/models", "/openapi.json", "/nothing"]
+)
+async def test_dns_rebinding_reads_and_runs_nothing(
+    service: Service, http: httpx.AsyncClient, path: str
+) -> None:
     host = {"host": f"evil.example:{service.http.rpartition(':')[2]}"}
-    for answer in (await http.get(path, headers=host), await http.post(path, headers=host, json=body(path))):
+    for answer in (
+        await http.get(path, headers=host),
+        await http.post(path, headers=host, json=body(path)),
+    ):
         assert answer.status_code == 403
         assert answer.json()["error"]["code"] == "permission_denied"
     assert service.source.requests == []
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT, "/tokenize", "/detokenize"])
-@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
+)
 async def test_csrf_without_preflight_runs_nothing(
     service: Service, http: httpx.AsyncClient, path: str, content_type: str
 ) -> None:
@@ -115,7 +158,9 @@ async def test_csrf_without_preflight_runs_nothing(
 
 async def test_csrf_with_preflight_runs_nothing(service: Service, http: httpx.AsyncClient) -> None:
     wanted = {"origin": FOREIGN, "access-control-request-method": "POST"}
-    answer = await http.options(TEXT, headers=wanted | {"access-control-request-headers": "content-type"})
+    answer = await http.options(
+        TEXT, headers=wanted | {"access-control-request-headers": "content-type"}
+    )
     assert answer.status_code == 403
     assert not [name for name in answer.headers if name.startswith("access-control")]
     answer = await http.post(TEXT, json=body(TEXT), headers={"origin": FOREIGN})
@@ -133,12 +178,16 @@ async def test_the_service_s_own_page_may_use_it(http: httpx.AsyncClient) -> Non
 async def test_a_page_that_is_allowed(opened: httpx.AsyncClient) -> None:
     wanted = {"origin": PAGE, "access-control-request-method": "POST"}
     names = "authorization, content-type, x-stainless-lang"
-    preflight = await opened.options(CHAT, headers=wanted | {"access-control-request-headers": names})
+    preflight = await opened.options(
+        CHAT, headers=wanted | {"access-control-request-headers": names}
+    )
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == PAGE
     assert preflight.headers["access-control-allow-headers"] == names
     assert "POST" in preflight.headers["access-control-allow-methods"]
-    assert "access-control-allow-credentials" not in preflight.headers  # keys are in headers, never in cookies
+    assert (
+        "access-control-allow-credentials" not in preflight.headers
+    )  # keys are in headers, never in cookies
     for name in ("models.example.com", "127.0.0.1"):
         answer = await opened.post(CHAT, json=body(CHAT), headers={"origin": PAGE, "host": name})
         assert answer.status_code == 200
@@ -151,4 +200,6 @@ async def test_a_page_that_is_allowed(opened: httpx.AsyncClient) -> None:
 async def test_other_pages_stay_refused(opened: httpx.AsyncClient) -> None:
     wanted = {"origin": FOREIGN, "access-control-request-method": "POST"}
     assert (await opened.options(CHAT, headers=wanted)).status_code == 403
-    assert (await opened.post(CHAT, json=body(CHAT), headers={"origin": FOREIGN})).status_code == 403
+    assert (
+        await opened.post(CHAT, json=body(CHAT), headers={"origin": FOREIGN})
+    ).status_code == 403

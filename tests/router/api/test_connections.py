@@ -27,7 +27,9 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @asynccontextmanager
-async def serving(model: ServedModel, bounds: ConnectionBounds) -> AsyncIterator[tuple[ApiServers, FakeTokenSource]]:
+async def serving(
+    model: ServedModel, bounds: ConnectionBounds
+) -> AsyncIterator[tuple[ApiServers, FakeTokenSource]]:
     source = FakeTokenSource()
     servers = await ApiServers.start(GenerationService([model], source), bounds=bounds)
     await servers.set_serving(True)
@@ -62,7 +64,11 @@ async def drip(streams: Streams, data: bytes) -> None:
 @pytest.mark.parametrize("api", ["http", "grpc"])
 async def test_a_stream_that_is_not_read_is_cut(model: ServedModel, api: str) -> None:
     async with serving(model, ConnectionBounds(stall_seconds=0.3)) as (servers, source):
-        unread = unread_http(servers.http_address) if api == "http" else unread_grpc(servers.grpc_address)
+        unread = (
+            unread_http(servers.http_address)
+            if api == "http"
+            else unread_grpc(servers.grpc_address)
+        )
         async with unread:
             await source.wait_running(1)
             await source.wait_running(0)
@@ -75,7 +81,9 @@ async def test_who_reads_a_cut_stream_later_learns_why(model: ServedModel) -> No
         async with grpc.aio.insecure_channel(servers.grpc_address, options=options) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
             stopping = inference_pb2.StoppingParams(max_tokens=200, ignore_eos=True)
-            request = inference_pb2.GenerateRequest(prompt={"text": "hi"}, n=32, logprobs=20, stopping=stopping)
+            request = inference_pb2.GenerateRequest(
+                prompt={"text": "hi"}, n=32, logprobs=20, stopping=stopping
+            )
             call = stub.Generate(request)
             await source.wait_running(1)
             await source.wait_running(0)
@@ -91,9 +99,18 @@ async def test_who_reads_a_cut_stream_later_learns_why(model: ServedModel) -> No
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"a"),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b"a"),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\r\n"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b"a"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n",
+            b"a",
+        ),
     ],
-    ids=["no head", "a long head", "a body that nobody reads", "nothing after an answer", "a slow body"],
+    ids=[
+        "no head",
+        "a long head",
+        "a body that nobody reads",
+        "nothing after an answer",
+        "a slow body",
+    ],
 )
 async def test_a_connection_that_sends_a_byte_now_and_then_is_ended(
     model: ServedModel, first: bytes, more: bytes
@@ -110,26 +127,40 @@ async def test_a_connection_that_sends_a_byte_now_and_then_is_ended(
     ("first", "more"),
     [
         (b"GET /health HTTP/1.1\r\nA: ", b"a" * 1_024),
-        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"A: " + b"a" * 1_024 + b"\r\n"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+            b"A: " + b"a" * 1_024 + b"\r\n",
+        ),
         (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;a=", b"a" * 1_024),
     ],
     ids=["headers", "trailers", "extensions of a chunk"],
 )
-async def test_a_connection_with_a_head_without_end_is_ended(model: ServedModel, first: bytes, more: bytes) -> None:
+async def test_a_connection_with_a_head_without_end_is_ended(
+    model: ServedModel, first: bytes, more: bytes
+) -> None:
     """And what may come after a body, or beside it."""
-    async with serving(model, ConnectionBounds()) as (servers, _), connected(servers.http_address) as streams:
+    async with (
+        serving(model, ConnectionBounds()) as (servers, _),
+        connected(servers.http_address) as streams,
+    ):
         streams[1].write(first)
         await drip(streams, more * 16)
 
 
-@pytest.mark.parametrize("bounds", [ConnectionBounds(max_connections=8), ConnectionBounds(max_per_address=8)])
-async def test_slow_connections_give_way_to_a_good_client(model: ServedModel, bounds: ConnectionBounds) -> None:
+@pytest.mark.parametrize(
+    "bounds", [ConnectionBounds(max_connections=8), ConnectionBounds(max_per_address=8)]
+)
+async def test_slow_connections_give_way_to_a_good_client(
+    model: ServedModel, bounds: ConnectionBounds
+) -> None:
     async with serving(model, bounds) as (servers, _), AsyncExitStack() as scope:
         for _ in range(8):
             for _ in range(8):
                 _, writer = await scope.enter_async_context(connected(servers.http_address))
                 writer.write(b"GET /health HTT")
-            async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=WAIT) as http:
+            async with httpx.AsyncClient(
+                base_url=f"http://{servers.http_address}", timeout=WAIT
+            ) as http:
                 assert (await http.post(TEXT, json=body(TEXT))).status_code == 200
             assert bounds.per_address.total() <= 9
 
@@ -148,7 +179,9 @@ async def test_a_running_answer_does_not_give_way(model: ServedModel) -> None:
     bounds = ConnectionBounds(max_connections=2)
     async with serving(model, bounds) as (servers, source), AsyncExitStack() as scope:
         source.stall_after = 1
-        streams = [await scope.enter_async_context(connected(servers.http_address)) for _ in range(2)]
+        streams = [
+            await scope.enter_async_context(connected(servers.http_address)) for _ in range(2)
+        ]
         text = b'{"prompt": "hi", "stream": true}'
         for _, writer in streams:
             head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -160,8 +193,13 @@ async def test_a_running_answer_does_not_give_way(model: ServedModel) -> None:
         assert source.running == 2
 
 
-async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(model: ServedModel) -> None:
-    async with serving(model, ConnectionBounds()) as (servers, _), connected(servers.http_address) as (reader, writer):
+async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(
+    model: ServedModel,
+) -> None:
+    async with (
+        serving(model, ConnectionBounds()) as (servers, _),
+        connected(servers.http_address) as (reader, writer),
+    ):
         head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_MESSAGE_BYTES + 1}\r\n\r\n"
         writer.write(head.encode())
         assert (await reader.readline()).startswith(b"HTTP/1.1 413")
@@ -204,9 +242,13 @@ async def unread_pipeline(scope: AsyncExitStack, address: str) -> Streams:
 
 
 @pytest.mark.parametrize("hold", [late_body, unread_pipeline])
-@pytest.mark.parametrize("bounds", [ConnectionBounds(max_connections=8), ConnectionBounds(max_per_address=8)])
+@pytest.mark.parametrize(
+    "bounds", [ConnectionBounds(max_connections=8), ConnectionBounds(max_per_address=8)]
+)
 async def test_connections_whose_requests_are_answered_give_way(
-    model: ServedModel, bounds: ConnectionBounds, hold: Callable[[AsyncExitStack, str], Awaitable[Streams]]
+    model: ServedModel,
+    bounds: ConnectionBounds,
+    hold: Callable[[AsyncExitStack, str], Awaitable[Streams]],
 ) -> None:
     bounds = replace(bounds, per_address=Counter(), idle=defaultdict(OrderedDict))
     async with serving(model, bounds) as (servers, _), AsyncExitStack() as scope:
@@ -219,8 +261,13 @@ async def test_connections_whose_requests_are_answered_give_way(
         assert bounds.per_address.total() <= 9
 
 
-async def test_a_connection_whose_body_ended_after_the_answer_is_used_again_or_ended(model: ServedModel) -> None:
-    async with serving(model, ConnectionBounds(head_seconds=0.3)) as (servers, _), AsyncExitStack() as scope:
+async def test_a_connection_whose_body_ended_after_the_answer_is_used_again_or_ended(
+    model: ServedModel,
+) -> None:
+    async with (
+        serving(model, ConnectionBounds(head_seconds=0.3)) as (servers, _),
+        AsyncExitStack() as scope,
+    ):
         streams = await late_body(scope, servers.http_address)
         streams[1].write(HEALTH + b"\r\n")
         assert await answer_of(streams) == b"http/1.1 200 ok"
@@ -239,11 +286,17 @@ async def test_a_connection_whose_body_ended_after_the_answer_has_the_time_of_an
 
 async def test_all_requests_of_a_pipeline_are_answered_in_order(model: ServedModel) -> None:
     """Bodies that are longer than what is parsed at a time are among them."""
-    async with serving(model, ConnectionBounds()) as (servers, _), connected(servers.http_address) as (reader, writer):
+    async with (
+        serving(model, ConnectionBounds()) as (servers, _),
+        connected(servers.http_address) as (reader, writer),
+    ):
         lines = []
         for length in range(1, 101):
             path = b"/none/" + b"x" * length
-            writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n" % path + b"y" * 5_000)
+            writer.write(
+                b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n" % path
+                + b"y" * 5_000
+            )
             lines.append(b"/none/" + b"x" * min(length, 74) + b": ")
         writer.write(HEALTH + b"Connection: close\r\n\r\n")
         found = await reader.read()
@@ -258,14 +311,23 @@ async def test_a_pipeline_is_parsed_as_far_as_it_is_answered(model: ServedModel)
         _, writer = await scope.enter_async_context(connected(servers.http_address))
         text = b'{"prompt": "hi", "stream": true}'
         head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text + (HEALTH + b"\r\n") * 4_000)
+        writer.write(
+            f"{head}Content-Length: {len(text)}\r\n\r\n".encode()
+            + text
+            + (HEALTH + b"\r\n") * 4_000
+        )
         await source.wait_running(1)
         connection = only_connection(servers)
         assert 1 <= len(connection.pipeline) < 16
 
 
-async def test_what_follows_a_request_and_is_none_does_not_touch_its_answer(model: ServedModel) -> None:
-    async with serving(model, ConnectionBounds()) as (servers, source), connected(servers.http_address) as streams:
+async def test_what_follows_a_request_and_is_none_does_not_touch_its_answer(
+    model: ServedModel,
+) -> None:
+    async with (
+        serving(model, ConnectionBounds()) as (servers, source),
+        connected(servers.http_address) as streams,
+    ):
         reader, writer = streams
         source.stall_after = 1
         text = b'{"prompt": "hi", "stream": true, "max_tokens": 3}'
@@ -286,7 +348,9 @@ async def test_a_client_of_a_pipeline_that_goes_cancels_what_runs(model: ServedM
         async with connected(servers.http_address) as (reader, writer):
             text = b'{"prompt": "hi", "stream": true}'
             head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text + HEALTH + b"\r\n")
+            writer.write(
+                f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text + HEALTH + b"\r\n"
+            )
             await reader.readuntil(b"data: ")
             connection = only_connection(servers)
             connection.abort()
@@ -311,46 +375,71 @@ def test_the_address_with_the_most_connections_gives_way() -> None:
     assert [each.is_ended for each in (good, *bad)] == [False, True, False, False, False]
 
 
-def silent_call(channel: grpc.aio.Channel, method: str = "Generate") -> grpc.aio.StreamStreamCall[bytes, bytes]:
+def silent_call(
+    channel: grpc.aio.Channel, method: str = "Generate"
+) -> grpc.aio.StreamStreamCall[bytes, bytes]:
     """Begins a call, and sends no message."""
-    call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/tandem.v1.Inference/{method}")()
+    call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(
+        f"/tandem.v1.Inference/{method}"
+    )()
     return call
 
 
 @pytest.mark.parametrize("method", ["Generate", "Tokenize"])
-async def test_a_grpc_call_whose_message_does_not_come_is_ended(model: ServedModel, method: str) -> None:
+async def test_a_grpc_call_whose_message_does_not_come_is_ended(
+    model: ServedModel, method: str
+) -> None:
     bounds = ConnectionBounds(request_seconds=0.3)
-    async with serving(model, bounds) as (servers, _), grpc.aio.insecure_channel(servers.grpc_address) as channel:
+    async with (
+        serving(model, bounds) as (servers, _),
+        grpc.aio.insecure_channel(servers.grpc_address) as channel,
+    ):
         assert await silent_call(channel, method).code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize("method", ["Generate", "Tokenize"])
 async def test_a_grpc_call_without_a_message_is_refused(model: ServedModel, method: str) -> None:
     bounds = ConnectionBounds()
-    async with serving(model, bounds) as (servers, _), grpc.aio.insecure_channel(servers.grpc_address) as channel:
+    async with (
+        serving(model, bounds) as (servers, _),
+        grpc.aio.insecure_channel(servers.grpc_address) as channel,
+    ):
         call = silent_call(channel, method)
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("says_something", [False, True])
-async def test_grpc_calls_of_one_address_are_bounded(model: ServedModel, says_something: bool) -> None:
-    """Over whatever connections, whether or not they have sent their message; health checks are none of them."""
+async def test_grpc_calls_of_one_address_are_bounded(
+    model: ServedModel, says_something: bool
+) -> None:
+    """Over whatever connections, whether or not they have sent their message; health checks are
+    none of them.
+    """
     options = [("grpc.use_local_subchannel_pool", 1)]
-    async with serving(model, ConnectionBounds(max_per_address=4)) as (servers, source), AsyncExitStack() as scope:
+    async with (
+        serving(model, ConnectionBounds(max_per_address=4)) as (servers, source),
+        AsyncExitStack() as scope,
+    ):
         source.stall_after = 1
 
         async def channel() -> grpc.aio.Channel:
-            return await scope.enter_async_context(grpc.aio.insecure_channel(servers.grpc_address, options=options))
+            return await scope.enter_async_context(
+                grpc.aio.insecure_channel(servers.grpc_address, options=options)
+            )
 
         calls = [silent_call(await channel()) for _ in range(4)]
         if says_something:
             for call in calls:
-                await call.write(inference_pb2.GenerateRequest(prompt={"text": "hi"}).SerializeToString())
+                await call.write(
+                    inference_pb2.GenerateRequest(prompt={"text": "hi"}).SerializeToString()
+                )
             await source.wait_running(4)
         other = inference_pb2_grpc.InferenceStub(await channel())  # type: ignore[no-untyped-call]
         await until_code(other, grpc.StatusCode.RESOURCE_EXHAUSTED)
-        health = await health_pb2_grpc.HealthStub(await channel()).Check(health_pb2.HealthCheckRequest())
+        health = await health_pb2_grpc.HealthStub(await channel()).Check(
+            health_pb2.HealthCheckRequest()
+        )
         assert health.status == health_pb2.HealthCheckResponse.SERVING
         for call in calls:
             call.cancel()
@@ -359,7 +448,9 @@ async def test_grpc_calls_of_one_address_are_bounded(model: ServedModel, says_so
 
 async def until_code(stub: inference_pb2_grpc.InferenceStub, wanted: grpc.StatusCode) -> None:
     """Asks until the answer has this code."""
-    while await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=WAIT).code() is not wanted:
+    while (
+        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=WAIT).code() is not wanted
+    ):
         await asyncio.sleep(0.01)
 
 
@@ -368,13 +459,19 @@ HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame without any
 
 
 async def list_models(address: str) -> None:
-    async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+    async with grpc.aio.insecure_channel(
+        address, options=[("grpc.use_local_subchannel_pool", 1)]
+    ) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
-        assert await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=WAIT, wait_for_ready=True)
+        assert await stub.ListModels(
+            inference_pb2.ListModelsRequest(), timeout=WAIT, wait_for_ready=True
+        )
 
 
 @pytest.mark.parametrize("said", [b"", HTTP2_PREFACE], ids=["nothing", "no settings"])
-async def test_a_grpc_connection_that_says_nothing_is_ended(model: ServedModel, said: bytes) -> None:
+async def test_a_grpc_connection_that_says_nothing_is_ended(
+    model: ServedModel, said: bytes
+) -> None:
     async with serving(model, ConnectionBounds(head_seconds=0.3)) as (servers, _):
         async with connected(servers.grpc_address) as (reader, writer):
             writer.write(said)
@@ -392,18 +489,25 @@ async def test_a_grpc_connection_without_a_call_is_ended(model: ServedModel) -> 
         await list_models(servers.grpc_address)
 
 
-async def test_grpc_takes_no_more_connections_than_its_bound_and_new_ones_when_some_end(model: ServedModel) -> None:
+async def test_grpc_takes_no_more_connections_than_its_bound_and_new_ones_when_some_end(
+    model: ServedModel,
+) -> None:
     bounds = ConnectionBounds(max_connections=8, head_seconds=0.5)
     async with serving(model, bounds) as (servers, _), AsyncExitStack() as scope:
         for _ in range(40):
             await scope.enter_async_context(connected(servers.grpc_address))
         with pytest.raises(grpc.aio.AioRpcError):
             await refused_call(servers.grpc_address)
-        await list_models(servers.grpc_address)  # it tries again, and those that say nothing have been ended
+        await list_models(
+            servers.grpc_address
+        )  # it tries again, and those that say nothing have been ended
 
 
 async def test_grpc_connections_without_a_call_keep_no_client_out(model: ServedModel) -> None:
-    async with serving(model, ConnectionBounds(max_connections=16)) as (servers, _), AsyncExitStack() as scope:
+    async with (
+        serving(model, ConnectionBounds(max_connections=16)) as (servers, _),
+        AsyncExitStack() as scope,
+    ):
         for _ in range(16):
             _, writer = await scope.enter_async_context(connected(servers.grpc_address))
             writer.write(HTTP2_PREFACE + HTTP2_SETTINGS)
@@ -418,7 +522,9 @@ async def refused_call(address: str) -> None:
         await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=WAIT)
 
 
-async def test_thousands_of_grpc_connections_that_come_and_go_leave_room(model: ServedModel) -> None:
+async def test_thousands_of_grpc_connections_that_come_and_go_leave_room(
+    model: ServedModel,
+) -> None:
     async with serving(model, ConnectionBounds(max_connections=16)) as (servers, _):
         for _ in range(500):
             async with connected(servers.grpc_address):

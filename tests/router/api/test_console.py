@@ -1,4 +1,6 @@
-"""The console: what its page may do, what its data tells and to whom, and what it costs the limits of a key."""
+"""The console: what its page may do, what its data tells and to whom, and what it costs the limits
+of a key.
+"""
 
 import asyncio
 import itertools
@@ -13,7 +15,13 @@ import pytest
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.router.api.console.feed import ConsoleFeed, worker_changes
-from tandem.router.api.console.request_log import FIRST_NUMBER, MAX_ENDED, RequestLog, clock_numbers, percentiles
+from tandem.router.api.console.request_log import (
+    FIRST_NUMBER,
+    MAX_ENDED,
+    RequestLog,
+    clock_numbers,
+    percentiles,
+)
 from tandem.router.api.console.routes import STATIC_PATHS
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
@@ -46,7 +54,10 @@ def feed(generation: GenerationService) -> ConsoleFeed:
 
 
 async def served(
-    generation: GenerationService, source: FakeTokenSource, feed: ConsoleFeed, authenticator: Authenticator | None
+    generation: GenerationService,
+    source: FakeTokenSource,
+    feed: ConsoleFeed,
+    authenticator: Authenticator | None,
 ) -> AsyncIterator[httpx.AsyncClient]:
     servers = await ApiServers.start(generation, authenticator=authenticator, console=feed)
     await servers.set_serving(True)
@@ -79,17 +90,33 @@ async def data(client: httpx.AsyncClient, cursor: str = "", key: str = "") -> di
     return found
 
 
-async def test_the_page_needs_no_key_and_loads_nothing_from_elsewhere(keyed: httpx.AsyncClient) -> None:
+async def test_the_page_needs_no_key_and_loads_nothing_from_elsewhere(
+    keyed: httpx.AsyncClient,
+) -> None:
     assert {"/console", "/console/main.js", "/console/base.css"} <= STATIC_PATHS
     for path in sorted(STATIC_PATHS):
         answer = await keyed.get(path)
         assert answer.status_code == 200
-        policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
-        assert policy.pop("default-src") == policy.pop("base-uri") == policy.pop("frame-ancestors") == "'none'"
-        assert {policy[f"{kind}-src"] for kind in ("script", "style", "connect", "img")} == {"'self'"}
-        assert (policy["require-trusted-types-for"], policy["trusted-types"]) == ("'script'", "'none'")
+        policy = dict(
+            part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; ")
+        )
+        assert (
+            policy.pop("default-src")
+            == policy.pop("base-uri")
+            == policy.pop("frame-ancestors")
+            == "'none'"
+        )
+        assert {policy[f"{kind}-src"] for kind in ("script", "style", "connect", "img")} == {
+            "'self'"
+        }
+        assert (policy["require-trusted-types-for"], policy["trusted-types"]) == (
+            "'script'",
+            "'none'",
+        )
         assert answer.headers["x-content-type-options"] == "nosniff"
-        assert not any(word in answer.text for word in ("innerHTML", "insertAdjacentHTML", "eval(", "https://"))
+        assert not any(
+            word in answer.text for word in ("innerHTML", "insertAdjacentHTML", "eval(", "https://")
+        )
         again = await keyed.get(path, headers={"if-none-match": answer.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
     page = (await keyed.get("/console")).text
@@ -110,7 +137,9 @@ async def test_polls_do_not_count_against_the_limits_of_a_key(keyed: httpx.Async
     assert [call.status_code for call in calls] == [200, 200, 200, 429]
 
 
-async def test_polls_of_one_key_are_bounded_and_cost_no_other_key_any(keyed: httpx.AsyncClient) -> None:
+async def test_polls_of_one_key_are_bounded_and_cost_no_other_key_any(
+    keyed: httpx.AsyncClient,
+) -> None:
     answers = await asyncio.gather(*(keyed.get(DATA, headers=bearer("bob")) for _ in range(200)))
     refused = [answer for answer in answers if answer.status_code == 429]
     assert len(refused) > 100
@@ -122,7 +151,9 @@ async def test_polls_of_one_key_are_bounded_and_cost_no_other_key_any(keyed: htt
 async def test_polls_without_a_key_are_bounded_together(
     generation: GenerationService, source: FakeTokenSource, feed: ConsoleFeed
 ) -> None:
-    async for client in served(generation, source, feed, Authenticator(share_anonymous_prefixes=False)):
+    async for client in served(
+        generation, source, feed, Authenticator(share_anonymous_prefixes=False)
+    ):
         answers = await asyncio.gather(*(client.get(DATA) for _ in range(200)))
         assert {answer.status_code for answer in answers} == {200, 429}
         assert (await client.get("/v1/models")).status_code == 200
@@ -142,8 +173,15 @@ async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
     source.stall_after = 3
     feed.sample()
     first = await data(http)
-    assert (first["is_whole"], first["running"], first["ended"], first["service"]) == (True, [], [], None)
-    async with http.stream("POST", CHAT, json=body(CHAT, stream=True), headers={"x-request-id": "mine"}) as answer:
+    assert (first["is_whole"], first["running"], first["ended"], first["service"]) == (
+        True,
+        [],
+        [],
+        None,
+    )
+    async with http.stream(
+        "POST", CHAT, json=body(CHAT, stream=True), headers={"x-request-id": "mine"}
+    ) as answer:
         lines = answer.aiter_lines()
         while "content" not in await anext(lines):
             pass
@@ -162,7 +200,9 @@ async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
     assert (await data(http, found["cursor"]))["ended"] == []
 
 
-async def test_why_requests_have_ended(http: httpx.AsyncClient, source: FakeTokenSource, feed: ConsoleFeed) -> None:
+async def test_why_requests_have_ended(
+    http: httpx.AsyncClient, source: FakeTokenSource, feed: ConsoleFeed
+) -> None:
     source.answer = b"so it ends"
     await http.post(TEXT, json=body(TEXT, max_tokens=2))
     await http.post(TEXT, json=body(TEXT, n=2, max_tokens=200, stop=["e"]))
@@ -172,7 +212,12 @@ async def test_why_requests_have_ended(http: httpx.AsyncClient, source: FakeToke
     await http.post(TEXT, json=body(TEXT))
     feed.sample()
     found = await data(http)
-    assert [each["finish"] for each in found["ended"]] == ["length", "stop", "unavailable", "internal"]
+    assert [each["finish"] for each in found["ended"]] == [
+        "length",
+        "stop",
+        "unavailable",
+        "internal",
+    ]
     (sample,) = found["samples"]
     assert (sample["begun"], sample["ended"], sample["failed"], sample["running"]) == (4, 4, 2, 0)
     assert sample["tokens"] == sum(each["tokens"] for each in found["ended"])
@@ -182,7 +227,9 @@ async def test_a_tenant_sees_his_own_requests_and_an_operator_all(
     keyed: httpx.AsyncClient, source: FakeTokenSource
 ) -> None:
     for key in ("ada", "bob"):
-        await keyed.post(TEXT, json=body(TEXT, max_tokens=2), headers=bearer(key) | {"x-request-id": f"of {key}"})
+        await keyed.post(
+            TEXT, json=body(TEXT, max_tokens=2), headers=bearer(key) | {"x-request-id": f"of {key}"}
+        )
     source.stall_after = 1
     held = asyncio.create_task(keyed.post(TEXT, json=body(TEXT), headers=bearer("bob")))
     await source.wait_running(1)
@@ -194,7 +241,11 @@ async def test_a_tenant_sees_his_own_requests_and_an_operator_all(
         "bob": ["of bob"],
         "ops": ["of ada", "of bob"],
     }
-    assert {key: found["num_running"] for key, found in seen.items()} == {"ada": 0, "bob": 1, "ops": 1}
+    assert {key: found["num_running"] for key, found in seen.items()} == {
+        "ada": 0,
+        "bob": 1,
+        "ops": 1,
+    }
     assert seen["ada"]["viewer"] == {"key": "ada", "tenant": "ada", "sees_all": False}
 
 
@@ -212,7 +263,9 @@ def described_worker() -> dict[str, Any]:
     }
 
 
-async def test_sums_and_loads_are_those_of_the_viewer(generation: GenerationService, source: FakeTokenSource) -> None:
+async def test_sums_and_loads_are_those_of_the_viewer(
+    generation: GenerationService, source: FakeTokenSource
+) -> None:
     """Of another tenant's requests nothing changes what a tenant sees."""
 
     async def describe() -> dict[str, Any]:
@@ -240,7 +293,10 @@ async def test_sums_and_loads_are_those_of_the_viewer(generation: GenerationServ
     assert last["bob"]["ttft"] is not None
     workers = {key: found["service"]["workers"] for key, found in seen.items()}
     assert workers["ops"] == [described_worker()]
-    shown = {name: described_worker()[name] for name in ("id", "role", "state", "transports", "integrity_ok")}
+    shown = {
+        name: described_worker()[name]
+        for name in ("id", "role", "state", "transports", "integrity_ok")
+    }
     assert workers["ada"] == workers["bob"] == [shown]
 
 
@@ -249,7 +305,9 @@ async def test_a_cursor_does_not_tell_how_many_requests_of_others_have_ended(
 ) -> None:
     """Its number is a time, which grows alike with requests of others and without."""
     numbers = clock_numbers(iter([0.0, *[0.001] * 5, 1.0]).__next__)
-    assert list(itertools.islice(numbers, 6)) == [FIRST_NUMBER + n for n in (*range(1000, 1005), 1_000_000)]
+    assert list(itertools.islice(numbers, 6)) == [
+        FIRST_NUMBER + n for n in (*range(1000, 1005), 1_000_000)
+    ]
     began = time.monotonic()
     feed.sample()
     before = (await data(keyed, key="ada"))["cursor"]
@@ -268,7 +326,9 @@ async def test_a_cursor_does_not_tell_how_many_requests_of_others_have_ended(
 async def test_callers_without_a_key_see_no_requests_but_on_loopback(
     generation: GenerationService, source: FakeTokenSource, feed: ConsoleFeed
 ) -> None:
-    async for client in served(generation, source, feed, Authenticator(share_anonymous_prefixes=False)):
+    async for client in served(
+        generation, source, feed, Authenticator(share_anonymous_prefixes=False)
+    ):
         await client.post(TEXT, json=body(TEXT, max_tokens=2))
         feed.log.note({"kind": "request", "tenant": "", "worker": "w", "cause": "crash"})
         found = await data(client)
@@ -283,7 +343,9 @@ async def test_no_prompt_or_token_text_is_in_the_data(
 ) -> None:
     source.answer = CANARY.encode()
     chat = [{"role": "user", "content": CANARY}]
-    await keyed.post(CHAT, json={"messages": chat, "stop": [CANARY], "logprobs": True}, headers=bearer("bob"))
+    await keyed.post(
+        CHAT, json={"messages": chat, "stop": [CANARY], "logprobs": True}, headers=bearer("bob")
+    )
     await keyed.post(TEXT, json=body(TEXT, prompt=CANARY, echo=True), headers=bearer("bob"))
     feed.sample()
     answer = await keyed.get(DATA, headers=bearer("ops"))
@@ -292,8 +354,12 @@ async def test_no_prompt_or_token_text_is_in_the_data(
     assert str(list(CANARY.encode()))[1:-1] not in answer.text  # nor its token ids
 
 
-@pytest.mark.parametrize("cursor", ["x", "00000000", "00000000.-1", "0000000g.1", f"00000000.{'1' * 16}"])
-async def test_a_cursor_that_is_none_is_refused_by_name(http: httpx.AsyncClient, cursor: str) -> None:
+@pytest.mark.parametrize(
+    "cursor", ["x", "00000000", "00000000.-1", "0000000g.1", f"00000000.{'1' * 16}"]
+)
+async def test_a_cursor_that_is_none_is_refused_by_name(
+    http: httpx.AsyncClient, cursor: str
+) -> None:
     answer = await http.get(DATA, params={"cursor": cursor})
     assert (answer.status_code, answer.json()["error"]["message"][:7]) == (400, "cursor:")
 
@@ -314,7 +380,9 @@ async def test_what_is_remembered_is_bounded(http: httpx.AsyncClient) -> None:
     assert len((await data(http))["ended"]) == MAX_ENDED
 
 
-async def test_the_service_is_described_once_for_all_who_poll(generation: GenerationService) -> None:
+async def test_the_service_is_described_once_for_all_who_poll(
+    generation: GenerationService,
+) -> None:
     described = 0
 
     async def describe() -> dict[str, Any]:
@@ -334,16 +402,28 @@ def test_interruptions_become_events_once() -> None:
     telemetry, timeline = RequestTelemetry(), inference_pb2.Timeline()
     log, arrived = RequestLog(telemetry), time.monotonic()
     facts = RequestFacts(
-        request_id="r", tenant="ada", arrived=arrived, began=0.0, num_prompt=1, num_choices=1, max_tokens=1
+        request_id="r",
+        tenant="ada",
+        arrived=arrived,
+        began=0.0,
+        num_prompt=1,
+        num_choices=1,
+        max_tokens=1,
     )
     with telemetry.track(facts, timeline, NoOutputs()):
         for worker in ("d1", "d2"):
-            timeline.interruptions.add(cause="crash", worker=worker, at_seconds=time.monotonic() - arrived)
+            timeline.interruptions.add(
+                cause="crash", worker=worker, at_seconds=time.monotonic() - arrived
+            )
             log.sample()
-        timeline.interruptions.add(cause="crash", worker="d3", at_seconds=time.monotonic() - arrived)
+        timeline.interruptions.add(
+            cause="crash", worker="d3", at_seconds=time.monotonic() - arrived
+        )
     events = log.events.after(0)
     assert [each["worker"] for each in events] == ["d1", "d2", "d3"]
-    assert {(each["cause"], each["request"], each["tenant"]) for each in events} == {("crash", "r", "ada")}
+    assert {(each["cause"], each["request"], each["tenant"]) for each in events} == {
+        ("crash", "r", "ada")
+    }
 
 
 class NoOutputs:
@@ -357,8 +437,18 @@ def test_what_has_happened_to_workers() -> None:
     def worker(worker_id: str, **fields: Any) -> worker_pb2.WorkerInfo:
         return worker_pb2.WorkerInfo(worker_id=worker_id, **fields)
 
-    before = [worker("a", epoch=1), worker("b", epoch=1), worker("c", epoch=1), worker("d", draining=True)]
-    after = [worker("a", epoch=1, draining=True), worker("b", epoch=2), worker("d", draining=True), worker("e")]
+    before = [
+        worker("a", epoch=1),
+        worker("b", epoch=1),
+        worker("c", epoch=1),
+        worker("d", draining=True),
+    ]
+    after = [
+        worker("a", epoch=1, draining=True),
+        worker("b", epoch=2),
+        worker("d", draining=True),
+        worker("e"),
+    ]
     lists = [{each.worker_id: each for each in listed} for listed in (before, after)]
     assert [(each["worker"], each["cause"]) for each in worker_changes(*lists)] == [
         ("a", "draining"),
@@ -369,7 +459,8 @@ def test_what_has_happened_to_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"), [([], None), ([2.0], [2.0, 2.0]), ([*map(float, range(1, 101))], [50.0, 95.0])]
+    ("values", "expected"),
+    [([], None), ([2.0], [2.0, 2.0]), ([*map(float, range(1, 101))], [50.0, 95.0])],
 )
 def test_percentiles_by_nearest_rank(values: list[float], expected: list[float] | None) -> None:
     assert percentiles(values) == expected

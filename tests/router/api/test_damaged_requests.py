@@ -1,5 +1,6 @@
-"""Five hundred damaged messages through every method of both APIs: each gets a documented code, no answer shows the
-inside of the service, and the next good request its answer."""
+"""Five hundred damaged messages through every method of both APIs: each gets a documented code, no
+answer shows the inside of the service, and the next good request its answer.
+"""
 
 import json
 from contextlib import suppress
@@ -25,10 +26,14 @@ DOCUMENTED |= {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 PROMPT: dict[str, Any] = {"text": "hi"}
 TOOL = {"name": "f", "parameters": '{"type": "object"}'}
-SPOKEN: dict[str, Any] = {"chat": {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}}
+SPOKEN: dict[str, Any] = {
+    "chat": {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
+}
 SAMPLED = {"temperature": 0.5, "top_k": 3, "seed": 7, "logit_bias": {1: 0.5}, "bad_words": ["x"]}
 GENERATE = [
-    inference_pb2.GenerateRequest(prompt=prompt, sampling=SAMPLED, stopping={"max_tokens": 3, "stop": ["zz"]}, n=2)
+    inference_pb2.GenerateRequest(
+        prompt=prompt, sampling=SAMPLED, stopping={"max_tokens": 3, "stop": ["zz"]}, n=2
+    )
     for prompt in (PROMPT, SPOKEN, {"token_ids": {"ids": [1, 2, 3]}})
 ]
 UNARY: dict[str, list[Message]] = {
@@ -38,14 +43,21 @@ UNARY: dict[str, list[Message]] = {
 }
 BODIES = {
     TEXT: body(TEXT, max_tokens=3, n=2, stop=["zz"], logit_bias={"1": 0.5}, seed=7, top_k=3),
-    CHAT: body(CHAT, max_tokens=3, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]),
+    CHAT: body(
+        CHAT,
+        max_tokens=3,
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    ),
     "/v1/messages": {
         "model": "tiny",
         "max_tokens": 3,
         "system": [{"type": "text", "text": "x"}],
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "f", "input": {"a": 1}}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "i", "name": "f", "input": {"a": 1}}],
+            },
             {"role": "user", "content": "so"},
         ],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
@@ -124,7 +136,9 @@ async def test_cursors_of_the_console() -> None:
     cursor = json.loads(await feed.answer("", Caller()))["cursor"]
     for data in damaged([cursor.encode()]):
         with suppress(InvalidArgument):
-            assert json.loads(await feed.answer(data.decode("latin-1"), Caller()))["cursor"] == cursor
+            assert (
+                json.loads(await feed.answer(data.decode("latin-1"), Caller()))["cursor"] == cursor
+            )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -134,7 +148,9 @@ async def test_over_http(service: Service, path: str, stream: bool) -> None:
         return
     good = BODIES[path] | ({"stream": True} if stream else {})
     headers = {"content-type": "application/json"}
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=30, headers=headers) as http:
+    async with httpx.AsyncClient(
+        base_url=f"http://{service.http}", timeout=30, headers=headers
+    ) as http:
         num_refused = 0
         for data in damaged([json.dumps(good).encode()]):
             answer = await http.post(path, content=data)
@@ -150,7 +166,9 @@ async def test_over_http(service: Service, path: str, stream: bool) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/models/x", "/nothing", "/v1/completions/../../etc/passwd", "/%00", "/docs/%2e%2e"]
 )
-@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "TRACE", "PATCH", "HEAD", "OPTIONS"])
+@pytest.mark.parametrize(
+    "method", ["GET", "POST", "PUT", "DELETE", "TRACE", "PATCH", "HEAD", "OPTIONS"]
+)
 async def test_paths_and_methods_that_are_none(service: Service, path: str, method: str) -> None:
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=30) as http:
         answer = await http.request(method, path)

@@ -23,7 +23,11 @@ from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.fleet import Fleet, split_fleet
 from tandem.tests.workers.model.helpers import prompt, reference
 
-TEXTS = ["The quick brown fox.", "What is the capital of France? The capital of France is Paris.", "a"]
+TEXTS = [
+    "The quick brown fox.",
+    "What is the capital of France? The capital of France is Paris.",
+    "a",
+]
 
 
 @pytest.fixture
@@ -56,7 +60,9 @@ def hidden_states(folder: Path, ids: Sequence[int]) -> torch.Tensor:
 
 
 async def test_embeddings(tiny_model: Path, client: openai.AsyncOpenAI) -> None:
-    """Of texts and token ids, as OpenAI's client asks for them (in base64) and as lists; normalised."""
+    """Of texts and token ids, as OpenAI's client asks for them (in base64) and as lists;
+    normalised.
+    """
     tokenizer = Tokenizer.load(tiny_model)
     ids = [await tokenizer.encode(text) for text in TEXTS] + [prompt(70)]
     forms: list[Any] = [(TEXTS[0], ids[:1]), (TEXTS, ids[:3]), (ids[3], ids[3:]), (ids, ids)]
@@ -66,16 +72,25 @@ async def test_embeddings(tiny_model: Path, client: openai.AsyncOpenAI) -> None:
         assert (made.usage.prompt_tokens, made.usage.total_tokens) == (sum(map(len, tokens)),) * 2
         for each, prompt_ids in zip(made.data, tokens, strict=True):
             state = hidden_states(tiny_model, prompt_ids)[-1]
-            torch.testing.assert_close(torch.tensor(each.embedding), state / state.norm(), atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(each.embedding), state / state.norm(), atol=1e-4, rtol=0
+            )
 
 
-async def test_mean_and_lengths_as_they_are(tiny_model: Path, servers: ApiServers, workers: Fleet) -> None:
+async def test_mean_and_lengths_as_they_are(
+    tiny_model: Path, servers: ApiServers, workers: Fleet
+) -> None:
     ids, url = prompt(100), f"http://{servers.http_address}/v1/embeddings"
     expected = hidden_states(tiny_model, ids).mean(0)
     async with httpx.AsyncClient(timeout=30) as http:
         body = {"input": ids, "pooling_type": "MEAN", "normalize": False}
-        for form in ("float", "base64"):  # the second one finds its prefix in the cache, and does not use it
-            found = (await http.post(url, json=body | {"encoding_format": form})).json()["data"][0]["embedding"]
+        for form in (
+            "float",
+            "base64",
+        ):  # the second one finds its prefix in the cache, and does not use it
+            found = (await http.post(url, json=body | {"encoding_format": form})).json()["data"][0][
+                "embedding"
+            ]
             if form == "base64":
                 found = list(array("f", base64.b64decode(found)))
             torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
@@ -83,12 +98,16 @@ async def test_mean_and_lengths_as_they_are(tiny_model: Path, servers: ApiServer
         assert cached >= len(ids) // 16
         last = await http.post(url, json={"input": ids, "normalize": False})  # which does use it
     found = last.json()["data"][0]["embedding"]
-    torch.testing.assert_close(torch.tensor(found), hidden_states(tiny_model, ids)[-1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(found), hidden_states(tiny_model, ids)[-1], atol=1e-4, rtol=0
+    )
 
 
 async def test_over_grpc(tiny_model: Path, servers: ApiServers) -> None:
     ids = prompt(20)
-    request = inference_pb2.GenerateRequest(prompt={"token_ids": {"ids": ids}}, pooling="POOLING_LAST")
+    request = inference_pb2.GenerateRequest(
+        prompt={"token_ids": {"ids": ids}}, pooling="POOLING_LAST"
+    )
     async with grpc.aio.insecure_channel(servers.grpc_address) as channel:
         messages = [each async for each in InferenceStub(channel).Generate(request)]  # type: ignore[no-untyped-call]
     (message,) = messages
@@ -103,7 +122,10 @@ async def test_scores(tiny_model: Path, servers: ApiServers) -> None:
     model: Any = reference(tiny_model)
 
     async def expected(first: str, second: str) -> float:
-        before, after = await tokenizer.encode(first), await tokenizer.encode(second, add_special_tokens=False)
+        before, after = (
+            await tokenizer.encode(first),
+            await tokenizer.encode(second, add_special_tokens=False),
+        )
         with torch.inference_mode():
             logprobs = model(torch.tensor([before + after])).logits[0].log_softmax(-1)
         rows = range(len(before) - 1, len(before) + len(after) - 1)
@@ -116,7 +138,9 @@ async def test_scores(tiny_model: Path, servers: ApiServers) -> None:
     ]
     async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=30) as http:
         for text_1, text_2 in cases:
-            answer = await http.post("/score", json={"model": "tiny", "text_1": text_1, "text_2": text_2})
+            answer = await http.post(
+                "/score", json={"model": "tiny", "text_1": text_1, "text_2": text_2}
+            )
             assert answer.status_code == 200, answer.text
             seconds = text_2 if isinstance(text_2, list) else [text_2]
             firsts = text_1 if isinstance(text_1, list) else [text_1] * len(seconds)
@@ -150,7 +174,11 @@ async def test_what_is_wrong_is_named(servers: ApiServers) -> None:
         for path, body, field in BAD:
             answer = await http.post(path, json=body)
             error = answer.json()["error"]
-            assert (answer.status_code, error["param"]) == (400, field), (path, json.dumps(body)[:100], error)
+            assert (answer.status_code, error["param"]) == (400, field), (
+                path,
+                json.dumps(body)[:100],
+                error,
+            )
 
 
 async def test_many_texts_run_some_at_a_time(client: openai.AsyncOpenAI) -> None:
@@ -160,16 +188,23 @@ async def test_many_texts_run_some_at_a_time(client: openai.AsyncOpenAI) -> None
     assert [each.index for each in made.data] == list(range(len(texts)))
     alone = await client.embeddings.create(model="tiny", input=texts[-1])
     torch.testing.assert_close(
-        torch.tensor(made.data[-1].embedding), torch.tensor(alone.data[0].embedding), atol=1e-4, rtol=0
+        torch.tensor(made.data[-1].embedding),
+        torch.tensor(alone.data[0].embedding),
+        atol=1e-4,
+        rtol=0,
     )
     with pytest.raises(openai.BadRequestError, match="2049"):
         await client.embeddings.create(model="tiny", input=[*texts, "x"])
 
 
-async def test_long_texts_are_cut_where_asked(servers: ApiServers, client: openai.AsyncOpenAI) -> None:
+async def test_long_texts_are_cut_where_asked(
+    servers: ApiServers, client: openai.AsyncOpenAI
+) -> None:
     ids = prompt(70)
     kept = await client.embeddings.create(model="tiny", input=ids[-8:])
-    cut = await client.embeddings.create(model="tiny", input=ids, extra_body={"truncate_prompt_tokens": 8})
+    cut = await client.embeddings.create(
+        model="tiny", input=ids, extra_body={"truncate_prompt_tokens": 8}
+    )
     assert (cut.data[0].embedding, cut.usage) == (kept.data[0].embedding, kept.usage)
     long = prompt(70) * 40  # longer than the context
     with pytest.raises(openai.BadRequestError, match="shorten the prompt"):

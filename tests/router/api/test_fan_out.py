@@ -42,6 +42,8 @@ async def test_a_body_that_asks_for_too_much_is_refused(
 
 async def test_as_many_completions_as_are_allowed_are_answered(service: Service) -> None:
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=60) as http:
-        answer = await http.post(TEXT, json={"prompt": ["hi"] * 8, "n": MAX_ANSWER_SEQUENCES // 8, "max_tokens": 1})
+        answer = await http.post(
+            TEXT, json={"prompt": ["hi"] * 8, "n": MAX_ANSWER_SEQUENCES // 8, "max_tokens": 1}
+        )
     assert answer.status_code == 200
     assert len(answer.json()["choices"]) == MAX_ANSWER_SEQUENCES

@@ -48,7 +48,9 @@ def timeline(trailing: Any) -> inference_pb2.Timeline | None:
 
 def status_of(error: grpc.aio.AioRpcError) -> Any:
     """The google.rpc.Status in the trailing metadata."""
-    return status_pb2.Status.FromString(dict(error.trailing_metadata() or ())["grpc-status-details-bin"])
+    return status_pb2.Status.FromString(
+        dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
+    )
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
@@ -131,7 +133,10 @@ async def test_a_defect_is_internal_with_a_fixed_text(
 ) -> None:
     grpc_service.source.error = RuntimeError("/secret/path")
     caught = await failure(stub.Generate(request()))
-    assert (caught.code(), caught.details()) == (grpc.StatusCode.INTERNAL, "the service failed at this request")
+    assert (caught.code(), caught.details()) == (
+        grpc.StatusCode.INTERNAL,
+        "the service failed at this request",
+    )
     assert "RuntimeError at " in caplog.text
     assert "/secret/path" not in caplog.text
 
@@ -144,7 +149,9 @@ async def test_a_refused_request_has_no_timeline(stub: inference_pb2_grpc.Infere
 
 
 @pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize"])
-async def test_a_bad_field_is_named_in_the_details(stub: inference_pb2_grpc.InferenceStub, method: str) -> None:
+async def test_a_bad_field_is_named_in_the_details(
+    stub: inference_pb2_grpc.InferenceStub, method: str
+) -> None:
     bad_prompt = {"token_ids": {"ids": [258]}}
     call: Any = {
         "Generate": lambda: stub.Generate(request(prompt=bad_prompt)),
@@ -160,7 +167,9 @@ async def test_a_bad_field_is_named_in_the_details(stub: inference_pb2_grpc.Infe
     assert violation.description == "258 is not a token id; the vocabulary has 258 tokens"
 
 
-async def test_choices_logprobs_and_usage(grpc_service: Service, stub: inference_pb2_grpc.InferenceStub) -> None:
+async def test_choices_logprobs_and_usage(
+    grpc_service: Service, stub: inference_pb2_grpc.InferenceStub
+) -> None:
     grpc_service.source.answers = [b"abc", b"de"]
     call = stub.Generate(request(n=2, logprobs=1))
     messages = [message async for message in call]
@@ -171,9 +180,12 @@ async def test_choices_logprobs_and_usage(grpc_service: Service, stub: inference
 
 
 @pytest.mark.parametrize("method", ["Tokenize", "Generate"])
-async def test_a_request_that_unpacks_to_more_than_the_bound_is_refused(grpc_service: Service, method: str) -> None:
-    """A kilobyte on the wire for each megabyte of it. The text has too many characters, too, so the code tells that
-    nobody has read it."""
+async def test_a_request_that_unpacks_to_more_than_the_bound_is_refused(
+    grpc_service: Service, method: str
+) -> None:
+    """A kilobyte on the wire for each megabyte of it. The text has too many characters, too, so the
+    code tells that nobody has read it.
+    """
     kind = inference_pb2.TokenizeRequest if method == "Tokenize" else inference_pb2.GenerateRequest
     bomb = kind(prompt={"text": "x" * 64 * 2**20})
     assert len(gzip.compress(bomb.SerializeToString())) < limits.MAX_MESSAGE_BYTES / 50
@@ -197,7 +209,9 @@ async def counting_relay(target: str) -> AsyncIterator[tuple[str, list[int]]]:
     sizes: list[int] = []
     host, _, port = target.rpartition(":")
 
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counts: list[int]) -> None:
+    async def copy(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counts: list[int]
+    ) -> None:
         while data := await reader.read(65_536):
             counts.append(len(data))
             writer.write(data)
@@ -206,7 +220,9 @@ async def counting_relay(target: str) -> AsyncIterator[tuple[str, list[int]]]:
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream_reader, upstream_writer = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(copy(reader, upstream_writer, []), copy(upstream_reader, writer, sizes))
+        await asyncio.gather(
+            copy(reader, upstream_writer, []), copy(upstream_reader, writer, sizes)
+        )
 
     server = await asyncio.start_server(relay, "127.0.0.1", 0)
     async with server:
@@ -214,8 +230,12 @@ async def counting_relay(target: str) -> AsyncIterator[tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
-async def test_responses_are_compressed_if_configured(model: ServedModel, compression: grpc.Compression) -> None:
-    server = GrpcServer(GenerationService([model], FakeTokenSource()), reflection=False, compression=compression)
+async def test_responses_are_compressed_if_configured(
+    model: ServedModel, compression: grpc.Compression
+) -> None:
+    server = GrpcServer(
+        GenerationService([model], FakeTokenSource()), reflection=False, compression=compression
+    )
     async with counting_relay(await server.start("127.0.0.1:0")) as (address, sizes):
         async with grpc.aio.insecure_channel(address) as channel:
             request = inference_pb2.TokenizeRequest(prompt={"text": "x" * 200_000})
@@ -225,11 +245,15 @@ async def test_responses_are_compressed_if_configured(model: ServedModel, compre
     assert (sum(sizes) < 20_000) == (compression == grpc.Compression.Gzip)
 
 
-async def test_log_probabilities_of_a_long_prompt_come_in_messages_that_every_client_reads(model: ServedModel) -> None:
+async def test_log_probabilities_of_a_long_prompt_come_in_messages_that_every_client_reads(
+    model: ServedModel,
+) -> None:
     long = replace(model, context_tokens=16_384)
     server = GrpcServer(GenerationService([long], FakeTokenSource()), reflection=False)
     async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0")) as channel:
-        asked = request(prompt={"text": "x" * 15_000}, prompt_logprobs=20, stopping={"max_tokens": 2})
+        asked = request(
+            prompt={"text": "x" * 15_000}, prompt_logprobs=20, stopping={"max_tokens": 2}
+        )
         messages = [message async for message in inference_stub(channel).Generate(asked)]
     await server.stop(0)
     assert max(message.ByteSize() for message in messages) < 2 * 2**20
@@ -305,7 +329,9 @@ async def test_health_follows_set_serving(grpc_service: Service, channel: grpc.a
         assert (await watch.read()).status == statuses.SERVING
         await grpc_service.servers.set_serving(False)
         assert (await asyncio.wait_for(watch.read(), WAIT)).status == statuses.NOT_SERVING
-        assert (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == statuses.NOT_SERVING
+        assert (
+            await stub.Check(health_pb2.HealthCheckRequest(service=name))
+        ).status == statuses.NOT_SERVING
         await grpc_service.servers.set_serving(True)
         watch.cancel()
 
@@ -314,7 +340,9 @@ async def reflected(address: str) -> set[str]:
     async with grpc.aio.insecure_channel(address) as channel:
         requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests)
-        return {each.name async for answer in answers for each in answer.list_services_response.service}
+        return {
+            each.name async for answer in answers for each in answer.list_services_response.service
+        }
 
 
 async def test_reflection_behind_its_flag(grpc_service: Service, model: ServedModel) -> None:
@@ -342,7 +370,9 @@ async def test_a_taken_port_fails(grpc_service: Service, model: ServedModel) -> 
 
 
 async def test_stop_lets_streams_end(model: ServedModel) -> None:
-    server = GrpcServer(GenerationService([model], FakeTokenSource(answer=b"hello")), reflection=False)
+    server = GrpcServer(
+        GenerationService([model], FakeTokenSource(answer=b"hello")), reflection=False
+    )
     async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0")) as channel:
         call = inference_stub(channel).Generate(request())
         text = (await call.read()).text

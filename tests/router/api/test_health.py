@@ -12,7 +12,10 @@ from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.test_connections import HTTP2_PREFACE, Streams, connected, serving
 
 WAIT = 30.0
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING, NOT_SERVING = (
+    health_pb2.HealthCheckResponse.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING,
+)
 HEADERS = {
     ":method": "POST",
     ":scheme": "http",
@@ -26,7 +29,9 @@ METHODS = ("Check", "Watch")
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     """A frame of HTTP/2 (RFC 9113)."""
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+    return (
+        len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+    )
 
 
 def literal(text: str) -> bytes:
@@ -34,7 +39,9 @@ def literal(text: str) -> bytes:
 
 
 async def watch_without_a_window(streams: Streams) -> None:
-    """Opens a Watch of which the client takes no byte, and waits until the server has begun to answer it."""
+    """Opens a Watch of which the client takes no byte, and waits until the server has begun to
+    answer it.
+    """
     reader, writer = streams
     fields = b"".join(b"\0" + literal(name) + literal(value) for name, value in HEADERS.items())
     no_window = frame(4, 0, 0, b"\0\4" + bytes(4))
@@ -51,7 +58,9 @@ def ask(channel: grpc.aio.Channel, method: str) -> Any:
     return channel.stream_stream(f"/grpc.health.v1.Health/{method}")()
 
 
-async def test_a_watcher_that_takes_nothing_keeps_the_status_from_no_one(model: ServedModel) -> None:
+async def test_a_watcher_that_takes_nothing_keeps_the_status_from_no_one(
+    model: ServedModel,
+) -> None:
     """Routers set it whenever the list of workers changes, and when they stop."""
     async with (
         serving(model, ConnectionBounds()) as (servers, _),
@@ -66,7 +75,9 @@ async def test_a_watcher_that_takes_nothing_keeps_the_status_from_no_one(model: 
             assert (await other.read()).status == status
 
 
-async def test_watchers_are_told_that_a_server_stops_and_do_not_keep_it_waiting(model: ServedModel) -> None:
+async def test_watchers_are_told_that_a_server_stops_and_do_not_keep_it_waiting(
+    model: ServedModel,
+) -> None:
     async with (
         serving(model, ConnectionBounds()) as (servers, _),
         grpc.aio.insecure_channel(servers.grpc_address) as channel,
@@ -81,14 +92,20 @@ async def test_watchers_are_told_that_a_server_stops_and_do_not_keep_it_waiting(
 @pytest.mark.parametrize("method", METHODS)
 async def test_a_call_whose_message_does_not_come_is_ended(model: ServedModel, method: str) -> None:
     bounds = ConnectionBounds(request_seconds=0.3)
-    async with serving(model, bounds) as (servers, _), grpc.aio.insecure_channel(servers.grpc_address) as channel:
+    async with (
+        serving(model, bounds) as (servers, _),
+        grpc.aio.insecure_channel(servers.grpc_address) as channel,
+    ):
         assert await ask(channel, method).code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_bytes_that_are_no_message_are_refused(model: ServedModel, method: str) -> None:
     bounds = ConnectionBounds()
-    async with serving(model, bounds) as (servers, _), grpc.aio.insecure_channel(servers.grpc_address) as channel:
+    async with (
+        serving(model, bounds) as (servers, _),
+        grpc.aio.insecure_channel(servers.grpc_address) as channel,
+    ):
         call = ask(channel, method)
         await call.write(b"\xff" * 9)
         await call.done_writing()
@@ -101,7 +118,9 @@ async def test_watchers_of_one_address_are_bounded(model: ServedModel) -> None:
     async with serving(model, bounds) as (servers, _), AsyncExitStack() as scope:
 
         async def watch() -> Any:
-            channel = await scope.enter_async_context(grpc.aio.insecure_channel(servers.grpc_address, options=options))
+            channel = await scope.enter_async_context(
+                grpc.aio.insecure_channel(servers.grpc_address, options=options)
+            )
             return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
 
         watches = [await watch() for _ in range(4)]
@@ -117,9 +136,17 @@ async def test_watchers_of_one_address_are_bounded(model: ServedModel) -> None:
 
 async def test_a_service_that_is_none(model: ServedModel) -> None:
     bounds = ConnectionBounds()
-    async with serving(model, bounds) as (servers, _), grpc.aio.insecure_channel(servers.grpc_address) as channel:
-        stub, unknown = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service="none")
-        assert (await stub.Watch(unknown).read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    async with (
+        serving(model, bounds) as (servers, _),
+        grpc.aio.insecure_channel(servers.grpc_address) as channel,
+    ):
+        stub, unknown = (
+            health_pb2_grpc.HealthStub(channel),
+            health_pb2.HealthCheckRequest(service="none"),
+        )
+        assert (
+            await stub.Watch(unknown).read()
+        ).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Check(unknown)
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND

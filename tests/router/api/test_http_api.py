@@ -49,7 +49,9 @@ AT_THE_BOUNDS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-async def test_every_field_at_its_bounds_is_taken(http: httpx.AsyncClient, path: str, stream: bool) -> None:
+async def test_every_field_at_its_bounds_is_taken(
+    http: httpx.AsyncClient, path: str, stream: bool
+) -> None:
     for name, values in AT_THE_BOUNDS.items():
         for value in values:
             fields: dict[str, Any] = {"stream": stream, "max_tokens": 1, name: value}
@@ -74,27 +76,38 @@ async def test_tokens_of_texts_and_chats(service: Service, http: httpx.AsyncClie
     assert "".join(answer["token_strs"]) == "[user] hello?\n[assistant] "
     await http.post(CHAT, json=body(CHAT))
     assert list(service.source.requests[0].prompt) == answer["tokens"]
-    answer = (await http.post("/detokenize", json={"model": "tiny", "tokens": [104, 195, 169, EOS_ID]})).json()
+    answer = (
+        await http.post("/detokenize", json={"model": "tiny", "tokens": [104, 195, 169, EOS_ID]})
+    ).json()
     assert answer == {"prompt": "hé<|end|>"}
 
 
 async def test_special_tokens_of_texts(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
     backend = tokenizer._backend
     kept = backend.post_processor
-    backend.post_processor = processors.TemplateProcessing("<|begin|> $A", None, [("<|begin|>", 257)])
+    backend.post_processor = processors.TemplateProcessing(
+        "<|begin|> $A", None, [("<|begin|>", 257)]
+    )
     try:
         for wanted, expected in (({}, [257, 104]), ({"add_special_tokens": False}, [104])):
-            assert (await http.post("/tokenize", json={"prompt": "h"} | wanted)).json()["tokens"] == expected
+            assert (await http.post("/tokenize", json={"prompt": "h"} | wanted)).json()[
+                "tokens"
+            ] == expected
     finally:
         backend.post_processor = kept
 
 
-async def test_the_longest_name_with_several_prompts(service: Service, http: httpx.AsyncClient) -> None:
+async def test_the_longest_name_with_several_prompts(
+    service: Service, http: httpx.AsyncClient
+) -> None:
     name = "x" * limits.MAX_REQUEST_ID_CHARACTERS
     many = body(TEXT, prompt=["a"] * 12, max_tokens=1)
     answer = await http.post(TEXT, json=many, headers={"x-request-id": name})
     assert (answer.status_code, answer.headers["x-request-id"]) == (200, name)
-    assert {request.request_id.partition(".")[0][-3:] for request in service.source.requests} >= {"x-0", "-11"}
+    assert {request.request_id.partition(".")[0][-3:] for request in service.source.requests} >= {
+        "x-0",
+        "-11",
+    }
 
 
 async def test_models_and_version(http: httpx.AsyncClient) -> None:
@@ -109,7 +122,9 @@ async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
     """It is OpenAPI; each of our bodies satisfies it; and it is shown as a page."""
     document = (await http.get("/openapi.json")).json()
     assert document["openapi"].startswith("3.1")
-    posts = {path: methods["post"] for path, methods in document["paths"].items() if "post" in methods}
+    posts = {
+        path: methods["post"] for path, methods in document["paths"].items() if "post" in methods
+    }
     agents = ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
     adapters = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
     prompts = ["/v1/embeddings", "/score", "/v1/score", "/tokenize", "/detokenize"]
@@ -138,10 +153,16 @@ async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_deadline_of_a_request(service: Service, http: httpx.AsyncClient, stream: bool) -> None:
+async def test_the_deadline_of_a_request(
+    service: Service, http: httpx.AsyncClient, stream: bool
+) -> None:
     service.source.stall_after = 0
-    answer = await http.post(TEXT, json=body(TEXT, stream=stream), headers={"x-request-timeout": "0.05"})
+    answer = await http.post(
+        TEXT, json=body(TEXT, stream=stream), headers={"x-request-timeout": "0.05"}
+    )
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
     service.source.stall_after = None
-    answer = await http.post(TEXT, json=body(TEXT, stream=stream), headers={"x-request-timeout": "60"})
+    answer = await http.post(
+        TEXT, json=body(TEXT, stream=stream), headers={"x-request-timeout": "60"}
+    )
     assert answer.status_code == 200

@@ -1,5 +1,6 @@
-"""Bodies and answers as large as they come: what is too much is refused before work is put into it, and what is not
-leaves the event loop to others."""
+"""Bodies and answers as large as they come: what is too much is refused before work is put into it,
+and what is not leaves the event loop to others.
+"""
 
 import json
 import threading
@@ -18,7 +19,12 @@ from tandem.router.api.openai import responses
 from tandem.router.api.openai.bodies import DetokenizeBody
 from tandem.router.api.openai.logprobs import prompt_logprobs
 from tandem.router.api.openai.parsing import parse
-from tandem.router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion, parse_tokenize
+from tandem.router.api.openai.requests import (
+    OpenAIRequest,
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+)
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body, events
@@ -45,8 +51,16 @@ TOO_MANY: list[tuple[str, dict[str, Any], int]] = [
     ("prompt", {"prompt": ["a"] * 60_000}, limits.MAX_PROMPTS),
     ("prompt", {"prompt": [[1]] * 60_000}, limits.MAX_PROMPTS),
     ("messages", {"messages": [MESSAGE] * 9_000}, CHATS),
-    ("messages[0].content", {"messages": [MESSAGE | {"content": [{"type": "text", "text": ""}] * 9_000}]}, CHATS),
-    ("messages[0].tool_calls", {"messages": [MESSAGE | {"tool_calls": [CALL] * 4_500}]}, limits.MAX_TOOL_CALLS),
+    (
+        "messages[0].content",
+        {"messages": [MESSAGE | {"content": [{"type": "text", "text": ""}] * 9_000}]},
+        CHATS,
+    ),
+    (
+        "messages[0].tool_calls",
+        {"messages": [MESSAGE | {"tool_calls": [CALL] * 4_500}]},
+        limits.MAX_TOOL_CALLS,
+    ),
     ("tools", {"messages": [MESSAGE], "tools": [TOOL] * 6_000}, limits.MAX_TOOLS),
 ]
 
@@ -54,10 +68,19 @@ TOO_MANY: list[tuple[str, dict[str, Any], int]] = [
 @pytest.mark.parametrize(
     ("field", "fields", "most"), TOO_MANY, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_lists_that_are_too_long_are_refused_at_parsing(field: str, fields: dict[str, Any], most: int) -> None:
-    translate: Callable[[bytes, str], OpenAIRequest] = parse_chat if "messages" in fields else parse_completion
+def test_lists_that_are_too_long_are_refused_at_parsing(
+    field: str, fields: dict[str, Any], most: int
+) -> None:
+    translate: Callable[[bytes, str], OpenAIRequest] = (
+        parse_chat if "messages" in fields else parse_completion
+    )
     with pytest.raises(InvalidArgument, match=f"(at most|1 to) {most} ") as caught:
-        translate(json.dumps({"prompt": "x"} | fields if translate is parse_completion else fields).encode(), "id")
+        translate(
+            json.dumps(
+                {"prompt": "x"} | fields if translate is parse_completion else fields
+            ).encode(),
+            "id",
+        )
     assert caught.value.field == field
 
 
@@ -76,7 +99,9 @@ def test_unknown_fields_make_no_objects() -> None:
     assert extra == {"more": True}
 
 
-async def test_a_request_that_is_refused_is_made_once(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_is_refused_is_made_once(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of 128 prompts would have a copy of the 2 MB that are wrong."""
     made = []
     requests = OpenAIRequest.requests
@@ -114,7 +139,10 @@ async def test_the_log_probabilities_of_prompts_are_bounded(
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=20) as http:
         answer = await http.post(TEXT, json=body(TEXT, n=4, **fields))
         error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, next(name for name in asked if "logprobs" in name))
+        assert (answer.status_code, error["param"]) == (
+            400,
+            next(name for name in asked if "logprobs" in name),
+        )
         assert "672000 log probabilities" in error["message"]
         assert f"at most {responses.MAX_PROMPT_LOGPROBS}" in error["message"]
         assert service.source.requests == []
@@ -132,12 +160,21 @@ async def test_a_report_is_written_once_and_off_the_event_loop(
         return prompt_logprobs(tokens)
 
     monkeypatch.setattr("tandem.router.api.openai.responses.prompt_logprobs", noted)
-    fields: dict[str, Any] = {"prompt": ["long " * 20, "longer " * 20], "n": 3, "max_tokens": 2, "stream": stream}
+    fields: dict[str, Any] = {
+        "prompt": ["long " * 20, "longer " * 20],
+        "n": 3,
+        "max_tokens": 2,
+        "stream": stream,
+    }
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=20) as http:
         answer = await http.post(TEXT, json=body(TEXT, prompt_logprobs=1, **fields))
     assert len(written) == 2
     assert threading.main_thread() not in written
-    found = answer.json()["choices"] if not stream else [c for e in events(answer)[:-1] for c in e["choices"]]
+    found = (
+        answer.json()["choices"]
+        if not stream
+        else [c for e in events(answer)[:-1] for c in e["choices"]]
+    )
     lengths = {(c["index"], len(c["prompt_logprobs"])) for c in found if "prompt_logprobs" in c}
     # A stream tells it once, with the first choice; otherwise each choice has it, as in vLLM.
     expected = {(0, 100), (3, 140)}
@@ -149,19 +186,36 @@ async def test_a_report_is_written_once_and_off_the_event_loop(
     [
         (
             CHAT,
-            {"messages": [{"role": "assistant", "tool_calls": [CALL | {"id": "x" * 16}] * 40}] * 100},
+            {
+                "messages": [{"role": "assistant", "tool_calls": [CALL | {"id": "x" * 16}] * 40}]
+                * 100
+            },
             "chat._check_tool_name",
         ),
         (TEXT, {"prompt": [1] * 100_000}, "prepare.check_token_ids"),
-        ("/tokenize", {"prompt": "x" * 100_000, "return_token_strs": True}, "tokenizer.Tokenizer.token_bytes"),
+        (
+            "/tokenize",
+            {"prompt": "x" * 100_000, "return_token_strs": True},
+            "tokenizer.Tokenizer.token_bytes",
+        ),
         (TEXT, {"prompt": [1], "bad_words": ["x" * 200] * 100}, "tokenizer.encode_text"),
-        ("/score", {"text_1": "x" * 30_000, "text_2": ["x" * 4_000] * 100}, "tokenizer.encode_text"),
+        (
+            "/score",
+            {"text_1": "x" * 30_000, "text_2": ["x" * 4_000] * 100},
+            "tokenizer.encode_text",
+        ),
     ],
 )
 async def test_what_takes_long_of_a_large_body_leaves_the_event_loop_to_others(
-    service: Service, monkeypatch: pytest.MonkeyPatch, path: str, said: dict[str, Any], function: str
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    said: dict[str, Any],
+    function: str,
 ) -> None:
-    """A million names, ids or tokens take up to half a second, in which no stream would get a token."""
+    """A million names, ids or tokens take up to half a second, in which no stream would get a
+    token.
+    """
     ran: set[threading.Thread] = set()
     place = f"tandem.router.frontend.{function}"
     original = resolve_name(place)
@@ -177,18 +231,30 @@ async def test_what_takes_long_of_a_large_body_leaves_the_event_loop_to_others(
     assert threading.main_thread() not in ran
 
 
-async def test_the_last_event_of_a_broken_stream_names_the_field_of_the_body(service: Service) -> None:
-    service.source.error, service.source.error_after = errors.InvalidArgument("cannot be followed", "constraint"), 1
+async def test_the_last_event_of_a_broken_stream_names_the_field_of_the_body(
+    service: Service,
+) -> None:
+    service.source.error, service.source.error_after = (
+        errors.InvalidArgument("cannot be followed", "constraint"),
+        1,
+    )
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=20) as http:
         answer = await http.post(TEXT, json=body(TEXT, guided_regex="[a-z]+", stream=True))
     last = json.loads(answer.text.removesuffix("\n\n").rpartition("data: ")[2])
-    assert (last["error"]["param"], last["error"]["message"]) == ("guided_regex", "guided_regex: cannot be followed")
+    assert (last["error"]["param"], last["error"]["message"]) == (
+        "guided_regex",
+        "guided_regex: cannot be followed",
+    )
 
 
 def test_errors_of_a_demanded_call_name_tools() -> None:
     fields = {"messages": [MESSAGE], "tools": [TOOL], "tool_choice": "required"}
     assert parse_chat(json.dumps(fields).encode(), "id").field("constraint") == "tools"
-    assert parse_chat(json.dumps(fields | {"guided_regex": "x"}).encode(), "id").field("constraint") == "guided_regex"
     assert (
-        parse_chat(json.dumps(fields | {"tool_choice": "auto"}).encode(), "id").field("constraint") == "response_format"
+        parse_chat(json.dumps(fields | {"guided_regex": "x"}).encode(), "id").field("constraint")
+        == "guided_regex"
+    )
+    assert (
+        parse_chat(json.dumps(fields | {"tool_choice": "auto"}).encode(), "id").field("constraint")
+        == "response_format"
     )

@@ -55,7 +55,10 @@ async def test_stop_cancels_after_the_grace(model: ServedModel) -> None:
     source, stalled = FakeTokenSource(stall_after=1), body(TEXT, stream=True)
     server = HttpServer(GenerationService([model], source))
     address = await server.start("127.0.0.1:0")
-    async with httpx.AsyncClient() as http, http.stream("POST", f"http://{address}{TEXT}", json=stalled) as answer:
+    async with (
+        httpx.AsyncClient() as http,
+        http.stream("POST", f"http://{address}{TEXT}", json=stalled) as answer,
+    ):
         await asyncio.wait_for(server.stop(0.1), WAIT)
         assert source.running == 0
         with pytest.raises(httpx.RemoteProtocolError):  # cut, never a clean end

@@ -40,7 +40,9 @@ def source() -> FakeTokenSource:
 
 
 @pytest.fixture
-async def routers(model: ServedModel, source: FakeTokenSource) -> AsyncIterator[list[httpx.AsyncClient]]:
+async def routers(
+    model: ServedModel, source: FakeTokenSource
+) -> AsyncIterator[list[httpx.AsyncClient]]:
     """Clients of two routers of one service."""
     servers = [HttpServer(GenerationService([model], source, resume_key=KEY)) for _ in range(2)]
     addresses = [await server.start("127.0.0.1:0") for server in servers]
@@ -48,9 +50,13 @@ async def routers(model: ServedModel, source: FakeTokenSource) -> AsyncIterator[
     await asyncio.gather(*(server.stop(0) for server in servers))
 
 
-async def stream(router: httpx.AsyncClient, path: str, fields: dict[str, Any], **headers: str) -> list[tuple[str, Any]]:
+async def stream(
+    router: httpx.AsyncClient, path: str, fields: dict[str, Any], **headers: str
+) -> list[tuple[str, Any]]:
     """The events, each with its id."""
-    answer = await router.post(path, json=body(path, stream=True, **fields), headers=ASKED | headers)
+    answer = await router.post(
+        path, json=body(path, stream=True, **fields), headers=ASKED | headers
+    )
     assert answer.status_code == 200, answer.text
     return parse(answer.text)
 
@@ -66,7 +72,9 @@ def parse(text: str) -> list[tuple[str, Any]]:
 
 
 def comparable(events: list[tuple[str, Any]]) -> list[Any]:
-    """What does not differ between two runs, choice by choice: no ids of requests and calls, no time."""
+    """What does not differ between two runs, choice by choice: no ids of requests and calls, no
+    time.
+    """
     found = json.loads(json.dumps([data for _, data in events]))
     for each in found:
         if each != "[DONE]":
@@ -74,7 +82,12 @@ def comparable(events: list[tuple[str, Any]]) -> list[Any]:
             for choice in each["choices"]:
                 for call in choice.get("delta", {}).get("tool_calls", ()):
                     del call["id"]
-    return sorted(found, key=lambda each: each["choices"][0]["index"] if each != "[DONE]" and each["choices"] else 99)
+    return sorted(
+        found,
+        key=lambda each: (
+            each["choices"][0]["index"] if each != "[DONE]" and each["choices"] else 99
+        ),
+    )
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -82,8 +95,24 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"max_tokens": 12, "seed": 5, "n": 2, "logprobs": 1, "stop": ["x", "ab"]}),
     (TEXT, {"max_tokens": 12, "echo": True, "seed": 5}),
     (TEXT, {"max_tokens": 6, "n": 2, "best_of": 3, "seed": 5}),
-    (TEXT, {"max_tokens": 6, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
-    (CHAT, {"max_tokens": 12, "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 1, "prompt_logprobs": 0}),
+    (
+        TEXT,
+        {
+            "max_tokens": 6,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+    (
+        CHAT,
+        {
+            "max_tokens": 12,
+            "seed": 5,
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 1,
+            "prompt_logprobs": 0,
+        },
+    ),
     (CHAT, {"max_tokens": 150, "tools": TOOLS}),
     (TEXT, {"max_tokens": 70, "n": 4, "stop": ["x", "ab"]}),
 ]
@@ -112,7 +141,11 @@ async def test_a_stream_of_agents_goes_on_after_any_event(
     routers: list[httpx.AsyncClient], source: FakeTokenSource, path: str
 ) -> None:
     source.answer = b"a " + CALL + b"b " + CALL
-    fields: dict[str, Any] = {"messages": MESSAGES, "tools": [{"name": "f", "input_schema": {}}], "max_tokens": 200}
+    fields: dict[str, Any] = {
+        "messages": MESSAGES,
+        "tools": [{"name": "f", "input_schema": {}}],
+        "max_tokens": 200,
+    }
     if path == "/v1/responses":
         fields = {"input": "hello?", "tools": [{"type": "function", "name": "f"}]}
 
@@ -128,7 +161,9 @@ async def test_a_stream_of_agents_goes_on_after_any_event(
         return found
 
     def made(found: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-        """What a client has put together, but for random ids: text, inputs of tools, indices, the end."""
+        """What a client has put together, but for random ids: text, inputs of tools, indices, the
+        end.
+        """
         deltas: dict[int, str] = {}
         for _, event in found:
             index = event.get("index", event.get("output_index"))
@@ -156,7 +191,9 @@ async def test_events_have_ids_only_if_that_is_asked_for(routers: list[httpx.Asy
     assert "\nid:" not in answer.text
 
 
-async def test_what_does_not_fit_is_refused(routers: list[httpx.AsyncClient], source: FakeTokenSource) -> None:
+async def test_what_does_not_fit_is_refused(
+    routers: list[httpx.AsyncClient], source: FakeTokenSource
+) -> None:
     router = routers[0]
     events = await stream(router, TEXT, {"max_tokens": 5})
     event_id = events[2][0]
@@ -175,8 +212,13 @@ async def test_what_does_not_fit_is_refused(routers: list[httpx.AsyncClient], so
         ("echo", {"echo": True, "logprobs": 1}, ASKED),
     ]
     for param, fields, headers in refused:
-        answer = await router.post(TEXT, json=body(TEXT, **{"stream": True, **fields}), headers=headers)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (errors.InvalidArgument.http_status, param)
+        answer = await router.post(
+            TEXT, json=body(TEXT, **{"stream": True, **fields}), headers=headers
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (
+            errors.InvalidArgument.http_status,
+            param,
+        )
     assert len(source.requests) == num_requests
 
 
@@ -202,7 +244,9 @@ async def test_ids_are_bounded_and_the_stream_goes_on_after_each_of_them(
 ) -> None:
     """Four choices with more tokens than an id has room for: resumed before and after that."""
     first, second = routers
-    source.answers = [[97 + (7 * index + 5 * choice) % 26 for index in range(250)] for choice in range(4)]
+    source.answers = [
+        [97 + (7 * index + 5 * choice) % 26 for index in range(250)] for choice in range(4)
+    ]
     fields = {"max_tokens": 250, "n": 4, "ignore_eos": True, "seed": 5}
     expected = await stream(first, TEXT, fields)
     ids = [event_id for event_id, _ in expected]
@@ -267,7 +311,9 @@ async def test_an_id_is_used_a_few_times_and_only_the_first_goes_ahead(
     expected = await stream(first, TEXT, fields)
     headers = {"Last-Event-ID": expected[2][0]}
     sent = body(TEXT, stream=True, **fields)
-    answers = await asyncio.gather(*(second.post(TEXT, json=sent, headers=headers) for _ in range(6)))
+    answers = await asyncio.gather(
+        *(second.post(TEXT, json=sent, headers=headers) for _ in range(6))
+    )
     statuses = sorted(answer.status_code for answer in answers)
     assert statuses == [200] * MAX_USES + [400] * (6 - MAX_USES)
     assert "was used 3 times" in max(answers, key=lambda each: each.status_code).text
@@ -306,10 +352,14 @@ async def test_streams_of_workers_go_on_after_each_event(tiny_model: Path) -> No
     model = ServedModel(name="tiny", tokenizer=Tokenizer.load(tiny_model), context_tokens=2_048)
     fields = {"max_tokens": 60, "n": 4, "ignore_eos": True, "seed": 5, "temperature": 1.0}
     async with split_fleet(tiny_model, {"prefill": [1], "decode": [1, 1]}) as running:
-        services = [GenerationService([model], running.dispatcher, resume_key=KEY) for _ in range(2)]
+        services = [
+            GenerationService([model], running.dispatcher, resume_key=KEY) for _ in range(2)
+        ]
         servers = [HttpServer(each) for each in services]
         addresses = [await server.start("127.0.0.1:0") for server in servers]
-        first, second = (httpx.AsyncClient(base_url=f"http://{address}", timeout=60) for address in addresses)
+        first, second = (
+            httpx.AsyncClient(base_url=f"http://{address}", timeout=60) for address in addresses
+        )
         expected = await stream(first, TEXT, fields)
         texts = text_of(expected)
         assert sorted(texts) == [0, 1, 2, 3]

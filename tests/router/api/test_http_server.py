@@ -33,13 +33,19 @@ async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def client(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{service.http}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
-async def test_completions_with_the_openai_client(service: Service, client: openai.AsyncOpenAI) -> None:
+async def test_completions_with_the_openai_client(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
     service.source.answer = [*"Grüße, 🦊 and more".encode(), EOS_ID]
-    whole = await client.completions.create(model="tiny", prompt="hi", max_tokens=100, stop=" and", temperature=0)
+    whole = await client.completions.create(
+        model="tiny", prompt="hi", max_tokens=100, stop=" and", temperature=0
+    )
     assert (whole.object, whole.model) == ("text_completion", "tiny")
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("Grüße, 🦊", "stop")
     assert whole.usage is not None
@@ -49,7 +55,9 @@ async def test_completions_with_the_openai_client(service: Service, client: open
         tokens,
         tokens + 2,
     )
-    stream = await client.completions.create(model="tiny", prompt="hi", max_tokens=100, stop=" and", stream=True)
+    stream = await client.completions.create(
+        model="tiny", prompt="hi", max_tokens=100, stop=" and", stream=True
+    )
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].text for chunk in chunks) == "Grüße, 🦊"
     assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "stop"]
@@ -62,7 +70,10 @@ async def test_chat_with_the_openai_client(service: Service, client: openai.Asyn
         model="tiny", messages=[{"role": "user", "content": "hello?"}], max_completion_tokens=5
     )
     assert whole.object == "chat.completion"
-    assert (whole.choices[0].message.role, whole.choices[0].message.content) == ("assistant", "hello")
+    assert (whole.choices[0].message.role, whole.choices[0].message.content) == (
+        "assistant",
+        "hello",
+    )
     assert whole.choices[0].finish_reason == "length"
     stream = await client.chat.completions.create(
         model="tiny",
@@ -85,7 +96,9 @@ async def test_models_with_the_openai_client(client: openai.AsyncOpenAI) -> None
 
 
 async def test_requests_of_vllm_bench_serve(service: Service, http: httpx.AsyncClient) -> None:
-    """The payload and the reading of `vllm bench serve --backend openai`, with sampling options and --ignore-eos."""
+    """The payload and the reading of `vllm bench serve --backend openai`, with sampling options and
+    --ignore-eos.
+    """
     service.source.answer = [104, EOS_ID, *range(97, 107)]
     payload = {
         "model": "tiny",
@@ -100,7 +113,9 @@ async def test_requests_of_vllm_bench_serve(service: Service, http: httpx.AsyncC
         "ignore_eos": True,
     }
     seen, usage = [], None
-    async with http.stream("POST", TEXT, json=payload, headers={"x-request-id": "bench-0"}) as answer:
+    async with http.stream(
+        "POST", TEXT, json=payload, headers={"x-request-id": "bench-0"}
+    ) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert answer.headers["x-request-id"] == "bench-0"
@@ -126,7 +141,9 @@ async def test_streamed_and_whole_are_equal(http: httpx.AsyncClient, path: str) 
     chunks = events(await http.post(path, json=body(path, stream=True, **fields)))
     assert chunks.pop() == "[DONE]"
     choice = whole["choices"][0]
-    assert streamed_text(chunks) == (choice["text"] if path == TEXT else choice["message"]["content"])
+    assert streamed_text(chunks) == (
+        choice["text"] if path == TEXT else choice["message"]["content"]
+    )
     assert len(streamed_text(chunks)) == 50
     assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
 
@@ -136,7 +153,9 @@ async def test_several_prompts(service: Service, http: httpx.AsyncClient, stream
     prompts: list[Any] = ["one", [116, 119, 111], "three"]
     fields = {"seed": 5, "max_tokens": 20}
     alone = [
-        (await http.post(TEXT, json=body(TEXT, prompt=prompt, **fields))).json()["choices"][0]["text"]
+        (await http.post(TEXT, json=body(TEXT, prompt=prompt, **fields))).json()["choices"][0][
+            "text"
+        ]
         for prompt in prompts
     ]
     assert len(set(alone)) == 3
@@ -184,7 +203,12 @@ async def test_every_field_reaches_the_service(service: Service, http: httpx.Asy
     seen = service.source.requests[0]
     assert (seen.sampling.temperature, seen.sampling.top_p, seen.sampling.top_k) == (0.5, 0.25, 9)
     assert (seen.sampling.min_p, seen.sampling.seed) == (0.125, 2**64 - 1)
-    assert (seen.max_tokens, seen.stop_token_ids, seen.ignore_eos, len(seen.prompt)) == (4, (1, 2), True, 508)
+    assert (seen.max_tokens, seen.stop_token_ids, seen.ignore_eos, len(seen.prompt)) == (
+        4,
+        (1, 2),
+        True,
+        508,
+    )
     assert (seen.sampling.typical_p, seen.sampling.repetition_penalty) == (0.75, 1.5)
     assert (seen.sampling.presence_penalty, seen.sampling.frequency_penalty) == (-1, 2)
     assert dict(seen.sampling.logit_bias) == {7: -100, 8: 0.5}
@@ -227,10 +251,19 @@ async def test_harmless_values_and_nulls_are_accepted(http: httpx.AsyncClient) -
         "length_penalty": 1.0,
         "unheard_of": None,
     }
-    harmless_to_chats = {"tools": [], "tool_choice": "none", "modalities": ["text"], "logprobs": False}
+    harmless_to_chats = {
+        "tools": [],
+        "tool_choice": "none",
+        "modalities": ["text"],
+        "logprobs": False,
+    }
     for path in (TEXT, CHAT):
         own = {**harmless, **harmless_to_chats} if path == CHAT else harmless
-        own = {name: value for name, value in own.items() if path == CHAT or name != "parallel_tool_calls"}
+        own = {
+            name: value
+            for name, value in own.items()
+            if path == CHAT or name != "parallel_tool_calls"
+        }
         answer = await http.post(path, json=body(path, **own))
         assert answer.status_code == 200, answer.text
 
@@ -239,7 +272,10 @@ async def test_messages_in_parts_and_as_the_openai_client_repeats_them(
     service: Service, http: httpx.AsyncClient
 ) -> None:
     said = {"role": "assistant", "content": "b", "refusal": None, "tool_calls": None, "name": "x"}
-    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "c"}]}
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "c"}],
+    }
     empty = {"role": "assistant", "content": None}
     answer = await http.post(CHAT, json=body(CHAT, messages=[parts, said, empty]))
     assert answer.status_code == 200
@@ -259,7 +295,9 @@ async def test_request_ids(service: Service, http: httpx.AsyncClient) -> None:
     service.source.error = errors.Overloaded("full")
     failed = await http.post(TEXT, json=body(TEXT), headers={"x-request-id": "mine"})
     assert failed.headers["x-request-id"] == "mine"
-    assert (await http.post(TEXT, json=body(TEXT), headers={"x-request-id": "x" * 200})).status_code == 400
+    assert (
+        await http.post(TEXT, json=body(TEXT), headers={"x-request-id": "x" * 200})
+    ).status_code == 400
 
 
 ERRORS: list[tuple[Exception, int, str, str | None]] = [
@@ -273,7 +311,9 @@ ERRORS: list[tuple[Exception, int, str, str | None]] = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_errors_before_the_first_token(service: Service, http: httpx.AsyncClient, stream: bool) -> None:
+async def test_errors_before_the_first_token(
+    service: Service, http: httpx.AsyncClient, stream: bool
+) -> None:
     for error, status, kind, retry_after in ERRORS:
         service.source.error = error
         for path, prompt in ((TEXT, {"prompt": ["a", "b"]}), (TEXT, {}), (CHAT, {})):
@@ -282,20 +322,31 @@ async def test_errors_before_the_first_token(service: Service, http: httpx.Async
             assert answer.headers.get("retry-after") == retry_after
             found = answer.json()["error"]
             assert found["type"] == kind
-            assert found["message"] == getattr(error, "message", "the service failed at this request")
+            assert found["message"] == getattr(
+                error, "message", "the service failed at this request"
+            )
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-async def test_an_error_after_the_first_token(service: Service, http: httpx.AsyncClient, path: str) -> None:
+async def test_an_error_after_the_first_token(
+    service: Service, http: httpx.AsyncClient, path: str
+) -> None:
     service.source.error, service.source.error_after = errors.InternalError("given up"), 2
     chunks = events(await http.post(path, json=body(path, stream=True)))
-    assert [list(chunk) for chunk in chunks[-2:]] == [["id", "object", "created", "model", "choices"], ["error"]]
+    assert [list(chunk) for chunk in chunks[-2:]] == [
+        ["id", "object", "created", "model", "choices"],
+        ["error"],
+    ]
     assert chunks[-1]["error"]["message"] == "given up"
-    assert all(choice["finish_reason"] is None for chunk in chunks[:-1] for choice in chunk["choices"])
+    assert all(
+        choice["finish_reason"] is None for chunk in chunks[:-1] for choice in chunk["choices"]
+    )
     assert (await http.post(path, json=body(path))).status_code == 500
 
 
-async def test_the_openai_client_meets_its_errors(service: Service, client: openai.AsyncOpenAI) -> None:
+async def test_the_openai_client_meets_its_errors(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model="tiny", prompt="hi", temperature=9)
     assert (caught.value.param, caught.value.code) == ("temperature", "invalid_argument")
@@ -314,7 +365,9 @@ async def test_a_client_that_goes_cancels(service: Service, stream: bool) -> Non
     for stall_after, prompts in ((0, 1), (2, 1), (0, 3), (2, 3)):
         service.source.stall_after = stall_after
         reader, writer = await asyncio.open_connection(*service.http.split(":"))
-        content = json.dumps(body(TEXT, prompt=["hi"] * prompts, stream=stream, max_tokens=50)).encode()
+        content = json.dumps(
+            body(TEXT, prompt=["hi"] * prompts, stream=stream, max_tokens=50)
+        ).encode()
         writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(content) + content)
         if stream and stall_after:
             assert b"200" in await asyncio.wait_for(reader.readline(), WAIT)
@@ -325,7 +378,9 @@ async def test_a_client_that_goes_cancels(service: Service, stream: bool) -> Non
         assert service.source.cancelled == cancelled
 
 
-async def test_the_first_token_does_not_wait_for_the_second(service: Service, http: httpx.AsyncClient) -> None:
+async def test_the_first_token_does_not_wait_for_the_second(
+    service: Service, http: httpx.AsyncClient
+) -> None:
     service.source.answer, service.source.stall_after = b"ab", 1
     async with http.stream("POST", TEXT, json=body(TEXT, stream=True)) as answer:
         lines = answer.aiter_lines()
@@ -341,7 +396,9 @@ async def test_health(service: Service, http: httpx.AsyncClient) -> None:
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
 
-async def test_models_are_listed_from_the_first_time_on_that_the_service_is_ready(model: ServedModel) -> None:
+async def test_models_are_listed_from_the_first_time_on_that_the_service_is_ready(
+    model: ServedModel,
+) -> None:
     """Scripts wait for the list of models as others do for /health."""
     servers = await ApiServers.start(GenerationService([model], FakeTokenSource()))
     async with httpx.AsyncClient(base_url=f"http://{servers.http_address}") as http:
@@ -368,7 +425,14 @@ async def test_head_is_answered_wherever_get_is(http: httpx.AsyncClient) -> None
 
 
 async def test_a_slash_at_the_end_of_a_path_changes_nothing(http: httpx.AsyncClient) -> None:
-    for path in ("/health", "/version", "/v1/models", "/v1/models/tiny", "/openapi.json", "/console"):
+    for path in (
+        "/health",
+        "/version",
+        "/v1/models",
+        "/v1/models/tiny",
+        "/openapi.json",
+        "/console",
+    ):
         assert (await http.get(f"{path}/")).content == (await http.get(path)).content
     for path in (TEXT, CHAT):
         assert (await http.post(f"{path}/", json=body(path))).status_code == 200
@@ -378,7 +442,10 @@ async def test_a_slash_at_the_end_of_a_path_changes_nothing(http: httpx.AsyncCli
 async def test_a_stream_tells_proxies_not_to_buffer_it(http: httpx.AsyncClient) -> None:
     for path in (TEXT, CHAT):
         answer = await http.post(path, json=body(path, stream=True))
-        assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-cache", "no")
+        assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == (
+            "no-cache",
+            "no",
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -387,7 +454,9 @@ async def test_http_1_0_gets_no_chunks(service: Service, stream: bool) -> None:
     service.source.answer = b"hello"
     reader, writer = await asyncio.open_connection(*service.http.split(":"))
     content = json.dumps(body(TEXT, stream=stream)).encode()
-    writer.write(HEAD.replace(b"1.1", b"1.0") + b"content-length: %d\r\n\r\n" % len(content) + content)
+    writer.write(
+        HEAD.replace(b"1.1", b"1.0") + b"content-length: %d\r\n\r\n" % len(content) + content
+    )
     head, _, found = (await asyncio.wait_for(reader.read(), WAIT)).partition(b"\r\n\r\n")
     writer.close()
     assert head.startswith(b"HTTP/1.1 200 OK")
@@ -429,7 +498,9 @@ async def test_other_encodings_are_refused_by_name(http: httpx.AsyncClient, enco
     assert (await http.post(TEXT, json=body(TEXT))).status_code == 200
 
 
-async def test_a_body_that_is_too_large_in_gzip_is_not_decompressed_to_its_end(http: httpx.AsyncClient) -> None:
+async def test_a_body_that_is_too_large_in_gzip_is_not_decompressed_to_its_end(
+    http: httpx.AsyncClient,
+) -> None:
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     for size in (limits.MAX_MESSAGE_BYTES + 1, 64 * limits.MAX_MESSAGE_BYTES):
         content = gzip.compress(bytes(size))
@@ -446,7 +517,8 @@ async def test_a_body_that_is_too_large_in_gzip_is_not_decompressed_to_its_end(h
     [
         pytest.param(b"", id="empty"),
         pytest.param(b"x", id="other bytes"),
-        # Named, because the header of gzip holds the time, and every test process has to collect the same names.
+        # Named, because the header of gzip holds the time, and every test process has to collect
+        # the same names.
         pytest.param(gzip.compress(b"{}")[:-1], id="cut off"),
         pytest.param(gzip.compress(b"{}") * 2, id="two members"),
     ],
@@ -469,7 +541,9 @@ async def test_no_such_path(http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("declared", [False, True])
-async def test_a_body_that_is_too_large(service: Service, http: httpx.AsyncClient, declared: bool) -> None:
+async def test_a_body_that_is_too_large(
+    service: Service, http: httpx.AsyncClient, declared: bool
+) -> None:
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(10):
             yield b"x" * 1_000_000
@@ -505,7 +579,9 @@ async def test_events_leave_at_once(model: ServedModel) -> None:
 
 
 def test_a_server_leaves_the_process_logging_alone(model: ServedModel) -> None:
-    """Handlers that are closed here are Ray Serve's, without which a replica cannot answer a new controller."""
+    """Handlers that are closed here are Ray Serve's, without which a replica cannot answer a new
+    controller.
+    """
     target = logging.NullHandler()
     handler = logging.handlers.MemoryHandler(100, target=target)
     try:

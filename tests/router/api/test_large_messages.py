@@ -61,11 +61,17 @@ CROWDED: list[tuple[type[Message], bytes]] = [
     (inference_pb2.GenerateRequest, many(inference_pb2.GenerateRequest, "prompt")),
     (
         inference_pb2.GenerateRequest,
-        field(inference_pb2.GenerateRequest, "sampling", many(inference_pb2.SamplingParams, "logit_bias")),
+        field(
+            inference_pb2.GenerateRequest,
+            "sampling",
+            many(inference_pb2.SamplingParams, "logit_bias"),
+        ),
     ),
     (
         inference_pb2.GenerateRequest,
-        field(inference_pb2.GenerateRequest, "stopping", many(inference_pb2.StoppingParams, "stop")),
+        field(
+            inference_pb2.GenerateRequest, "stopping", many(inference_pb2.StoppingParams, "stop")
+        ),
     ),
     (inference_pb2.DetokenizeRequest, b"\x10\x01" * (SIZE // 2)),
     (inference_pb2.ListModelsRequest, b"\x10\x01" * (SIZE // 2)),
@@ -101,7 +107,9 @@ async def test_a_message_with_millions_of_elements_is_refused_before_it_is_parse
 def test_the_bound_of_elements(num_left: int) -> None:
     """The request, its prompt and its chat are fields, too."""
     messages = field(inference_pb2.Chat, "messages", b"") * (MAX_MESSAGE_ELEMENTS - 2 - num_left)
-    data = field(inference_pb2.TokenizeRequest, "prompt", field(inference_pb2.Prompt, "chat", messages))
+    data = field(
+        inference_pb2.TokenizeRequest, "prompt", field(inference_pb2.Prompt, "chat", messages)
+    )
     assert parse_message(inference_pb2.TokenizeRequest, data).SerializeToString() == data
     with pytest.raises(InvalidArgument, match="more than 65536"):
         parse_message(inference_pb2.TokenizeRequest, data + b"\x10\x01" * (num_left + 1))
@@ -138,7 +146,15 @@ def crowd(inner: str) -> str:
 @pytest.mark.parametrize(
     "path",
     [
-        *(TEXT, CHAT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/score"),
+        *(
+            TEXT,
+            CHAT,
+            "/v1/responses",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/v1/embeddings",
+            "/score",
+        ),
         *("/tokenize", "/detokenize", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     ],
 )
@@ -147,9 +163,13 @@ async def test_a_body_with_millions_of_elements_is_refused_before_it_is_parsed(
 ) -> None:
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
         content = f'{{"metadata": {{"a": {crowd(inner)}}}}}'
-        answer = await http.post(path, content=content, headers={"content-type": "application/json"})
+        answer = await http.post(
+            path, content=content, headers={"content-type": "application/json"}
+        )
     assert answer.status_code == 400
-    assert "the body has too many elements; the maximum is 65536" in answer.json()["error"]["message"]
+    assert (
+        "the body has too many elements; the maximum is 65536" in answer.json()["error"]["message"]
+    )
 
 
 def test_punctuation_in_strings_is_no_element() -> None:
@@ -162,7 +182,9 @@ def test_punctuation_in_strings_is_no_element() -> None:
         check_json_elements(json.dumps([["}"] * num_strings, "", ""]).encode())
 
 
-async def test_a_large_message_that_is_parsed_keeps_only_its_tenant_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_message_that_is_parsed_keeps_only_its_tenant_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Tenants take turns, whichever has sent more."""
     began, goes_on, order = threading.Event(), threading.Event(), []
 
@@ -189,14 +211,20 @@ async def test_an_answer_that_is_not_streamed_keeps_no_message_of_each_token(
     counts: list[int] = []
     push, run = processor._ChoiceOutput.push, OutputProcessor.run
 
-    def recorded(self: processor._ChoiceOutput, delta: TokenDelta) -> inference_pb2.GenerateResponse:
+    def recorded(
+        self: processor._ChoiceOutput, delta: TokenDelta
+    ) -> inference_pb2.GenerateResponse:
         made.append(push(self, delta))
         return made[-1]
 
-    async def counted(self: OutputProcessor, *args: Any) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    async def counted(
+        self: OutputProcessor, *args: Any
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         async for message in run(self, *args):
             yield message
-            if not counts and sum(each.finish_reason > 0 for each in made) == (3 if is_ranked else 2):
+            if not counts and sum(each.finish_reason > 0 for each in made) == (
+                3 if is_ranked else 2
+            ):
                 counts.extend(sys.getrefcount(each) for each in made if not each.finish_reason)
 
     monkeypatch.setattr(processor._ChoiceOutput, "push", recorded)

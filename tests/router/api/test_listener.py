@@ -13,7 +13,9 @@ from tandem.router.api.listener import HttpListener
 def listener(name: bytes) -> HttpListener:
     """A listener whose app says its name."""
 
-    async def app(scope: Any, receive: Any, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    async def app(
+        scope: Any, receive: Any, send: Callable[[dict[str, Any]], Awaitable[None]]
+    ) -> None:
         headers = [(b"connection", b"close"), (b"content-length", b"%d" % len(name))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": name})

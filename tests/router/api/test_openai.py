@@ -1,4 +1,6 @@
-"""The official `openai` package against both forms of the HTTP API: what its users rely on, they have."""
+"""The official `openai` package against both forms of the HTTP API: what its users rely on, they
+have.
+"""
 
 import asyncio
 import json
@@ -36,7 +38,9 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 async def client(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key="key", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{service.http}/v1", api_key="key", max_retries=0
+    ) as client:
         yield client
 
 
@@ -45,7 +49,9 @@ async def test_sync_client(service: Service) -> None:
     service.source.answer = [*b"hello", EOS_ID]
 
     def use() -> None:
-        with openai.OpenAI(base_url=f"http://{service.http}/v1", api_key="key", max_retries=0) as client:
+        with openai.OpenAI(
+            base_url=f"http://{service.http}/v1", api_key="key", max_retries=0
+        ) as client:
             assert [model.id for model in client.models.list()] == ["tiny"]
             assert client.models.retrieve("tiny").owned_by == "tandem"
             with pytest.raises(openai.NotFoundError):
@@ -67,15 +73,21 @@ async def test_sync_client(service: Service) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_n_choices_of_each_prompt(client: openai.AsyncOpenAI, stream: bool) -> None:
-    """Choice i of prompt p is number p * n + i, and draws as a request of its own with seed + i would."""
+    """Choice i of prompt p is number p * n + i, and draws as a request of its own with seed + i
+    would.
+    """
     fields: dict[str, Any] = {"model": "tiny", "max_tokens": 20}
     alone = {
-        (prompt, seed): (await client.completions.create(prompt=prompt, seed=seed, **fields)).choices[0].text
+        (prompt, seed): (await client.completions.create(prompt=prompt, seed=seed, **fields))
+        .choices[0]
+        .text
         for prompt in ("one", "two")
         for seed in (7, 8, 9)
     }
     assert len(set(alone.values())) == 6
-    made: Any = await client.completions.create(prompt=["one", "two"], n=3, seed=7, stream=stream, **fields)
+    made: Any = await client.completions.create(
+        prompt=["one", "two"], n=3, seed=7, stream=stream, **fields
+    )
     texts = [""] * 6
     if stream:
         async for chunk in made:
@@ -105,7 +117,12 @@ async def test_best_of_and_beam_search(service: Service, client: openai.AsyncOpe
     service.source.answers = [b"zz", b"!!", b"mm"]  # the fake finds low bytes likely
     made = await client.completions.create(model="tiny", prompt="hi", n=2, best_of=3, max_tokens=2)
     assert [choice.text for choice in made.choices] == ["!!", "mm"]
-    search: dict[str, Any] = {"use_beam_search": True, "length_penalty": 0.5, "top_k": -1, "repetition_penalty": 1.0}
+    search: dict[str, Any] = {
+        "use_beam_search": True,
+        "length_penalty": 0.5,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+    }
     made = await client.completions.create(
         model="tiny", prompt="hi", n=3, max_tokens=2, temperature=0, extra_body=search
     )
@@ -117,7 +134,9 @@ async def test_best_of_and_beam_search(service: Service, client: openai.AsyncOpe
 
 async def test_stop_seed_and_lengths(service: Service, client: openai.AsyncOpenAI) -> None:
     first, again, other = [
-        (await client.completions.create(model="tiny", prompt="hi", seed=seed, max_tokens=30)).choices[0].text
+        (await client.completions.create(model="tiny", prompt="hi", seed=seed, max_tokens=30))
+        .choices[0]
+        .text
         for seed in (1, 1, 2)
     ]
     assert first == again != other
@@ -143,19 +162,29 @@ async def test_logprobs_of_completions(service: Service, client: openai.AsyncOpe
     assert found.text_offset == [0, 1, 1, 2]
     assert found.top_logprobs is not None
     assert found.top_logprobs[0] == pytest.approx({"\x00": -0.001, "\x01": -0.002, "a": -0.098})
-    stream = await client.completions.create(model="tiny", prompt="hi", logprobs=2, max_tokens=4, stream=True)
+    stream = await client.completions.create(
+        model="tiny", prompt="hi", logprobs=2, max_tokens=4, stream=True
+    )
     parts = [chunk.choices[0].logprobs async for chunk in stream]
     assert [part.tokens for part in parts if part] == [[token] for token in found.tokens]
     assert [part.text_offset for part in parts if part] == [[0], [1], [1], [2]]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_echo_scores_the_prompt(service: Service, client: openai.AsyncOpenAI, stream: bool) -> None:
+async def test_echo_scores_the_prompt(
+    service: Service, client: openai.AsyncOpenAI, stream: bool
+) -> None:
     """What evaluation harnesses ask for: the log probabilities of a text, without generating."""
     service.source.answer = b"!"
     for max_tokens, text in ((0, "hi"), (1, "hi!")):
         made: Any = await client.completions.create(
-            model="tiny", prompt="hi", echo=True, logprobs=1, max_tokens=max_tokens, stream=stream, n=2
+            model="tiny",
+            prompt="hi",
+            echo=True,
+            logprobs=1,
+            max_tokens=max_tokens,
+            stream=stream,
+            n=2,
         )
         choices = [chunk.choices[0] async for chunk in made] if stream else made.choices
         assert [choice.text for choice in choices] == [text, text]
@@ -170,14 +199,26 @@ async def test_echo_scores_the_prompt(service: Service, client: openai.AsyncOpen
 
 async def test_logprobs_of_chats(service: Service, client: openai.AsyncOpenAI) -> None:
     service.source.answer = "é".encode()
-    fields: dict[str, Any] = {"model": "tiny", "messages": ASK, "logprobs": True, "top_logprobs": 1, "max_tokens": 2}
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "messages": ASK,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "max_tokens": 2,
+    }
     said = await client.chat.completions.create(**fields)
     found = said.choices[0].logprobs
     assert found is not None
     assert found.content is not None
-    assert [(entry.bytes, entry.token) for entry in found.content] == [([0xC3], "\ufffd"), ([0xA9], "\ufffd")]
+    assert [(entry.bytes, entry.token) for entry in found.content] == [
+        ([0xC3], "\ufffd"),
+        ([0xA9], "\ufffd"),
+    ]
     assert [entry.logprob for entry in found.content] == pytest.approx([-0.196, -0.170])
-    assert [[other.token for other in entry.top_logprobs] for entry in found.content] == [["\x00"], ["\x00"]]
+    assert [[other.token for other in entry.top_logprobs] for entry in found.content] == [
+        ["\x00"],
+        ["\x00"],
+    ]
     stream = await client.chat.completions.create(stream=True, **fields)
     parts = [chunk.choices[0].logprobs async for chunk in stream]
     assert [entry for part in parts if part for entry in part.content or []] == found.content
@@ -187,7 +228,9 @@ async def test_logprobs_of_chats(service: Service, client: openai.AsyncOpenAI) -
 
 
 async def test_prompt_logprobs_in_the_form_of_vllm(client: openai.AsyncOpenAI) -> None:
-    made = await client.completions.create(model="tiny", prompt="hi", max_tokens=1, extra_body={"prompt_logprobs": 1})
+    made = await client.completions.create(
+        model="tiny", prompt="hi", max_tokens=1, extra_body={"prompt_logprobs": 1}
+    )
     first, second = made.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
     assert first is None
     assert second == {
@@ -208,9 +251,15 @@ async def test_tool_calls_and_their_answers(service: Service, client: openai.Asy
         ("weather", {"city": "Köln"})
     ] * 2
     assert bytes(service.source.requests[0].prompt) == b"[weather] user: hello?\nassistant: "
-    one = await client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, parallel_tool_calls=False)
+    one = await client.chat.completions.create(
+        model="tiny", messages=ASK, tools=TOOLS, parallel_tool_calls=False
+    )
     assert len(one.choices[0].message.tool_calls or ()) == 1
-    answer: ChatCompletionMessageParam = {"role": "tool", "tool_call_id": calls[0].id, "content": "rain"}
+    answer: ChatCompletionMessageParam = {
+        "role": "tool",
+        "tool_call_id": calls[0].id,
+        "content": "rain",
+    }
     messages: Any = [*ASK, choice.message.model_dump(), answer]
     service.source.answer = [*b"It rains.", EOS_ID]
     said = await client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
@@ -241,7 +290,9 @@ async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None
         ({"type": "function", "function": {"name": "weather"}}, True, True),
     ]
     for choice, calls, bound in choices:
-        said = await client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, tool_choice=choice)
+        said = await client.chat.completions.create(
+            model="tiny", messages=ASK, tools=TOOLS, tool_choice=choice
+        )
         assert bool(said.choices[0].message.tool_calls) is calls
         assert bool(service.source.requests[-1].grammar) is bound
 
@@ -261,7 +312,12 @@ async def test_parse(service: Service, client: openai.AsyncOpenAI) -> None:
 
 FORMATS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_object"}},
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "integer"}},
+        }
+    },
     {"structured_outputs": {"json": {"type": "integer"}}},
     {"structured_outputs": {"regex": "[0-9]+"}},
     {"structured_outputs": {"choice": ["yes", "no"]}},
@@ -283,10 +339,14 @@ async def test_every_way_to_bind_the_output(
     assert first.grammar == second.grammar != ""
 
 
-async def test_continuing_the_last_message_and_template_variables(service: Service, client: openai.AsyncOpenAI) -> None:
+async def test_continuing_the_last_message_and_template_variables(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
     messages: list[ChatCompletionMessageParam] = [*ASK, {"role": "assistant", "content": "Well, "}]
     await client.chat.completions.create(
-        model="tiny", messages=messages, extra_body={"continue_final_message": True, "add_generation_prompt": False}
+        model="tiny",
+        messages=messages,
+        extra_body={"continue_final_message": True, "add_generation_prompt": False},
     )
     assert bytes(service.source.requests[0].prompt) == b"user: hello?\nassistant: Well, "
     await client.chat.completions.create(
@@ -299,8 +359,15 @@ async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
         return await client.chat.completions.create(**{"model": "tiny", "messages": ASK} | fields)
 
     with pytest.raises(openai.BadRequestError) as caught:
-        await ask(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
-    assert (caught.value.param, "'image_url' are not supported" in str(caught.value)) == ("messages[0].content", True)
+        await ask(
+            messages=[
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        )
+    assert (caught.value.param, "'image_url' are not supported" in str(caught.value)) == (
+        "messages[0].content",
+        True,
+    )
     with pytest.raises(openai.NotFoundError):
         await ask(model="nope")
     kinds: list[tuple[errors.TandemError, type[openai.APIStatusError]]] = [
@@ -321,7 +388,9 @@ async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
 
 async def test_the_openai_client_retries(service: Service) -> None:
     service.source.error = errors.Overloaded("the queue is full", 0.01)
-    async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key="key", max_retries=1) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{service.http}/v1", api_key="key", max_retries=1
+    ) as client:
         with pytest.raises(openai.RateLimitError):
             await client.completions.create(model="tiny", prompt="hi")
         assert len(service.source.requests) == 2
@@ -334,13 +403,19 @@ async def test_usage_in_every_chunk(service: Service, client: openai.AsyncOpenAI
         model="tiny", prompt="hi", max_tokens=3, stream=True, stream_options=options
     )
     chunks = [chunk async for chunk in stream]
-    usages = [(chunk.usage.prompt_tokens, chunk.usage.completion_tokens) for chunk in chunks if chunk.usage]
+    usages = [
+        (chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+        for chunk in chunks
+        if chunk.usage
+    ]
     assert usages == [(2, 1), (2, 2), (2, 3), (2, 3)]
     assert chunks[-1].choices == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_has_stopped_a_choice_is_told(service: Service, client: openai.AsyncOpenAI, stream: bool) -> None:
+async def test_what_has_stopped_a_choice_is_told(
+    service: Service, client: openai.AsyncOpenAI, stream: bool
+) -> None:
     """As vLLM does: the stop string, also one that is a special token, or the id of the stop token."""
     service.source.answer = [*b"abcde", EOS_ID]
     cases: list[tuple[dict[str, Any], Any]] = [
@@ -364,11 +439,20 @@ async def test_what_has_stopped_a_choice_is_told(service: Service, client: opena
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_single_call_ends_the_answer(service: Service, client: openai.AsyncOpenAI, stream: bool) -> None:
+async def test_a_single_call_ends_the_answer(
+    service: Service, client: openai.AsyncOpenAI, stream: bool
+) -> None:
     service.source.answer = f"{CALL}\n{CALL}".encode()
-    fields: dict[str, Any] = {"model": "tiny", "messages": ASK, "tools": TOOLS, "parallel_tool_calls": False}
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "messages": ASK,
+        "tools": TOOLS,
+        "parallel_tool_calls": False,
+    }
     if stream:
-        chunks = await client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+        chunks = await client.chat.completions.create(
+            **fields, stream=True, stream_options={"include_usage": True}
+        )
         found = [chunk async for chunk in chunks]
         reasons = [choice.finish_reason for chunk in found for choice in chunk.choices]
         usage = found[-1].usage
@@ -381,19 +465,30 @@ async def test_a_single_call_ends_the_answer(service: Service, client: openai.As
     assert usage.completion_tokens == len(CALL.encode())
 
 
-async def test_a_cut_answer_with_calls_ends_by_length(service: Service, client: openai.AsyncOpenAI) -> None:
+async def test_a_cut_answer_with_calls_ends_by_length(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
     service.source.answer = f"{CALL}\n<tool_".encode()
     said = await client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
     assert len(said.choices[0].message.tool_calls or ()) == 1
     assert said.choices[0].finish_reason == "length"
 
 
-async def test_messages_come_back_as_clients_keep_them(service: Service, client: openai.AsyncOpenAI) -> None:
-    """With fields that services and libraries add: of a streamed message the `index` of its calls, what a library has
-    parsed, what other services say."""
+async def test_messages_come_back_as_clients_keep_them(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    """With fields that services and libraries add: of a streamed message the `index` of its calls,
+    what a library has parsed, what other services say.
+    """
     service.source.answer = [*b"hello", EOS_ID]
     function = {"name": "weather", "arguments": '{"city": "x"}', "parsed_arguments": {"city": "x"}}
-    call = {"index": 0, "id": "call_1", "type": "function", "function": function, "provider": {"a": 1}}
+    call = {
+        "index": 0,
+        "id": "call_1",
+        "type": "function",
+        "function": function,
+        "provider": {"a": 1},
+    }
     said: Any = {
         "role": "assistant",
         "content": None,
@@ -406,7 +501,11 @@ async def test_messages_come_back_as_clients_keep_them(service: Service, client:
         "reasoning": "hm",
         "reasoning_details": [{"text": "hm"}],
     }
-    answer: Any = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "rain"}]}
+    answer: Any = {
+        "role": "tool",
+        "tool_call_id": "call_1",
+        "content": [{"type": "text", "text": "rain"}],
+    }
     await client.chat.completions.create(model="tiny", messages=[*ASK, said, answer], tools=TOOLS)
     prompt = bytes(service.source.requests[-1].prompt).decode()
     assert prompt.endswith(
@@ -417,7 +516,10 @@ async def test_messages_come_back_as_clients_keep_them(service: Service, client:
     assert b"assistant: I cannot." in bytes(service.source.requests[-1].prompt)
     for more, field in (
         ({"role": "user", "content": "x", "images": ["y"]}, "messages[0].images"),
-        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "messages[0].function_call"),
+        (
+            {"role": "assistant", "content": "x", "function_call": {"name": "f"}},
+            "messages[0].function_call",
+        ),
         ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "messages[0].audio"),
     ):
         message: Any = more
@@ -430,7 +532,9 @@ async def test_a_developer_is_the_system(service: Service, client: openai.AsyncO
     service.source.answer = [*b"hello", EOS_ID]
     developer: Any = {"role": "developer", "content": "Be brief."}
     await client.chat.completions.create(model="tiny", messages=[developer, *ASK])
-    assert bytes(service.source.requests[-1].prompt) == b"system: Be brief.\nuser: hello?\nassistant: "
+    assert (
+        bytes(service.source.requests[-1].prompt) == b"system: Be brief.\nuser: hello?\nassistant: "
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -458,7 +562,9 @@ async def test_special_tokens_of_a_prompt_are_echoed(client: openai.AsyncOpenAI)
     ids = [ord("a"), EOS_ID, ord("b")]
     texts = []
     for prompt in (text, ids):
-        made: Any = await client.completions.create(model="tiny", prompt=prompt, echo=True, logprobs=0, max_tokens=1)
+        made: Any = await client.completions.create(
+            model="tiny", prompt=prompt, echo=True, logprobs=0, max_tokens=1
+        )
         (choice,) = made.choices
         texts.append(choice.text[: len(text)])
         for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):

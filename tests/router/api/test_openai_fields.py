@@ -1,4 +1,6 @@
-"""The fields that clients send: each one of the openai package, and vLLM's, is known or refused with a reason."""
+"""The fields that clients send: each one of the openai package, and vLLM's, is known or refused
+with a reason.
+"""
 
 import json
 from typing import Any
@@ -27,7 +29,9 @@ def parse(path: str, **fields: Any) -> OpenAIRequest:
         (completion_create_params.CompletionCreateParamsBase, CompletionBody),
     ],
 )
-def test_every_parameter_of_the_openai_package_is_a_field_or_refused_with_a_reason(params: Any, body: Any) -> None:
+def test_every_parameter_of_the_openai_package_is_a_field_or_refused_with_a_reason(
+    params: Any, body: Any
+) -> None:
     names = set(params.__annotations__)
     assert {"model", "temperature", "top_p", "seed"} <= names
     assert names - set(body.model_fields) - set(REASONS) == set()
@@ -76,7 +80,9 @@ REFUSED: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("path", "name", "value"), REFUSED)
-def test_what_cannot_be_honoured_is_refused_with_what_to_do(path: str, name: str, value: Any) -> None:
+def test_what_cannot_be_honoured_is_refused_with_what_to_do(
+    path: str, name: str, value: Any
+) -> None:
     for each in ("chat", "completions") if path == "both" else (path,):
         with pytest.raises(InvalidArgument) as caught:
             parse(each, **{name: value})
@@ -87,8 +93,13 @@ def test_what_cannot_be_honoured_is_refused_with_what_to_do(path: str, name: str
 def test_documents_and_effort_are_variables_of_the_template_and_its_own_win() -> None:
     documents = [{"title": "a", "text": "b"}]
     (prompt,) = parse("chat", documents=documents, reasoning_effort="low").prompts
-    assert json.loads(prompt.chat.template_kwargs) == {"documents": documents, "reasoning_effort": "low"}
-    (prompt,) = parse("chat", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}).prompts
+    assert json.loads(prompt.chat.template_kwargs) == {
+        "documents": documents,
+        "reasoning_effort": "low",
+    }
+    (prompt,) = parse(
+        "chat", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}
+    ).prompts
     assert json.loads(prompt.chat.template_kwargs) == {"reasoning_effort": "high"}
 
 

@@ -1,4 +1,6 @@
-"""Structured output and tool calls of real models, through the official `openai` and `anthropic` packages."""
+"""Structured output and tool calls of real models, through the official `openai` and `anthropic`
+packages.
+"""
 
 import asyncio
 import json
@@ -72,7 +74,9 @@ def opened(schema: Any) -> Any:
     return {name: opened(value) for name, value in schema.items() if name != "additionalProperties"}
 
 
-async def test_output_fits_schemas_that_are_left_open_and_has_no_key_twice(real_client: openai.AsyncOpenAI) -> None:
+async def test_output_fits_schemas_that_are_left_open_and_has_no_key_twice(
+    real_client: openai.AsyncOpenAI,
+) -> None:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         assert len(dict(pairs)) == len(pairs)
         return dict(pairs)
@@ -80,22 +84,35 @@ async def test_output_fits_schemas_that_are_left_open_and_has_no_key_twice(real_
     for seed in range(NUM_SCHEMAS, NUM_SCHEMAS + 20):
         schema = random_schema(seed)
         form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": opened(schema)}}
-        said = await real_client.chat.completions.create(model="tiny", messages=ASK, seed=seed, response_format=form)
+        said = await real_client.chat.completions.create(
+            model="tiny", messages=ASK, seed=seed, response_format=form
+        )
         assert said.choices[0].finish_reason == "stop"
-        jsonschema.validate(json.loads(said.choices[0].message.content or "", object_pairs_hook=unique), schema)
+        jsonschema.validate(
+            json.loads(said.choices[0].message.content or "", object_pairs_hook=unique), schema
+        )
 
 
-async def test_a_named_tool_is_called_with_arguments_of_its_schema(real_client: openai.AsyncOpenAI) -> None:
-    tools: Any = opened(json.loads(json.dumps(TOOLS).replace('"string"', '"string", "maxLength": 9')))
+async def test_a_named_tool_is_called_with_arguments_of_its_schema(
+    real_client: openai.AsyncOpenAI,
+) -> None:
+    tools: Any = opened(
+        json.loads(json.dumps(TOOLS).replace('"string"', '"string", "maxLength": 9'))
+    )
     said = await real_client.chat.completions.create(
-        model="tiny", messages=ASK, tools=tools, tool_choice={"type": "function", "function": {"name": "weather"}}
+        model="tiny",
+        messages=ASK,
+        tools=tools,
+        tool_choice={"type": "function", "function": {"name": "weather"}},
     )
     (call,) = [call for call in said.choices[0].message.tool_calls or () if call.type == "function"]
     jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])
 
 
 async def test_agents_call_tools_of_random_weights(url: str) -> None:
-    """A random model that must call writes what the clients of both other APIs parse: whole and streamed the same."""
+    """A random model that must call writes what the clients of both other APIs parse: whole and
+    streamed the same.
+    """
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 9}},
@@ -103,7 +120,12 @@ async def test_agents_call_tools_of_random_weights(url: str) -> None:
     }
     schema["additionalProperties"] = False
     async with anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0) as client:
-        fields: Any = {"model": "tiny", "messages": ASK, "max_tokens": 200, "extra_body": {"temperature": 0}}
+        fields: Any = {
+            "model": "tiny",
+            "messages": ASK,
+            "max_tokens": 200,
+            "extra_body": {"temperature": 0},
+        }
         fields |= {"tools": [{"name": "weather", "input_schema": schema}]}
         fields |= {"tool_choice": {"type": "tool", "name": "weather"}}
         said = await client.messages.create(**fields)
@@ -117,7 +139,9 @@ async def test_agents_call_tools_of_random_weights(url: str) -> None:
         assert again.input == call.input
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as other:
         fields = {"model": "tiny", "input": "hello?", "temperature": 0, "tool_choice": "required"}
-        fields |= {"tools": [{"type": "function", "name": "weather", "parameters": schema, "strict": True}]}
+        fields |= {
+            "tools": [{"type": "function", "name": "weather", "parameters": schema, "strict": True}]
+        }
         made = await other.responses.create(max_output_tokens=300, **fields)
         async with other.responses.stream(max_output_tokens=300, **fields) as events:
             final = await events.get_final_response()
@@ -142,17 +166,26 @@ async def test_agents_and_the_demo_model() -> None:
             assert "Paris" in str(said.content)
             assert (await client.messages.create(**fields)).usage.cache_read_input_tokens
             fields |= {"max_tokens": 100, "tools": [{"name": "weather", "input_schema": schema}]}
-            said = await client.messages.create(**fields, tool_choice={"type": "tool", "name": "weather"})
+            said = await client.messages.create(
+                **fields, tool_choice={"type": "tool", "name": "weather"}
+            )
             (call,) = [block for block in said.content if block.type == "tool_use"]
             jsonschema.validate(call.input, schema)
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as other:
-            asked: Any = {"model": "tiny", "input": question, "max_output_tokens": 16, "temperature": 0}
+            asked: Any = {
+                "model": "tiny",
+                "input": question,
+                "max_output_tokens": 16,
+                "temperature": 0,
+            }
             made = await other.responses.create(**asked)
             assert "Paris" in made.output_text
             async with other.responses.stream(**asked) as events:
                 assert (await events.get_final_response()).output_text == made.output_text
             asked |= {"max_output_tokens": 100, "tool_choice": "required"}
-            asked["tools"] = [{"type": "function", "name": "weather", "parameters": schema, "strict": False}]
+            asked["tools"] = [
+                {"type": "function", "name": "weather", "parameters": schema, "strict": False}
+            ]
             made = await other.responses.create(**asked)
             calls = [item for item in made.output if item.type == "function_call"]
             assert calls

@@ -35,7 +35,9 @@ async def address(figures: Figures) -> AsyncIterator[str]:
     await server.stop()
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /live HTTP/1.1\r\n", b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+@pytest.mark.parametrize(
+    "said", [b"", b"GET /live HTTP/1.1\r\n", b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"]
+)
 async def test_connections_of_a_stranger_keep_no_probe_out(address: str, said: bytes) -> None:
     """Kubernetes ends a router whose /live is not answered."""
     async with AsyncExitStack() as scope:
@@ -48,7 +50,9 @@ async def test_connections_of_a_stranger_keep_no_probe_out(address: str, said: b
 
 
 async def test_requests_that_are_not_answered_yet_keep_no_probe_out(address: str) -> None:
-    """Of 64 connections that ask for the figures again and again, at any time all may wait for them."""
+    """Of 64 connections that ask for the figures again and again, at any time all may wait for
+    them.
+    """
     async with AsyncExitStack() as scope:
         for _ in range(100):
             _, writer = await scope.enter_async_context(connected(address))
@@ -62,13 +66,18 @@ async def test_requests_that_are_not_answered_yet_keep_no_probe_out(address: str
 async def test_head_and_a_slash_at_the_end_of_a_path(address: str, path: str) -> None:
     async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as http:
         answer = await http.get(path)
-        assert ((await http.get(f"{path}/")).status_code, answer.text) == (answer.status_code, answer.text)
+        assert ((await http.get(f"{path}/")).status_code, answer.text) == (
+            answer.status_code,
+            answer.text,
+        )
         head = await http.head(path)
         assert (head.status_code, head.content) == (answer.status_code, b"")
         assert head.headers["content-length"] == answer.headers["content-length"]
 
 
-async def test_the_figures_are_rendered_once_for_all_who_ask(address: str, figures: Figures) -> None:
+async def test_the_figures_are_rendered_once_for_all_who_ask(
+    address: str, figures: Figures
+) -> None:
     async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as http:
         await asyncio.gather(*(http.get("/live") for _ in range(32)))  # has the connections open
         answers = await asyncio.gather(*(http.get("/metrics") for _ in range(32)))

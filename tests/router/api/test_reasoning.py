@@ -19,7 +19,9 @@ NUM_REASONING = len(f"{THOUGHT}\n</think>\n\n".encode())  # bytes are tokens
 ANSWER = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{CALL}"
 FUNCTION = {"name": "weather", "parameters": SCHEMA}
 TEMPLATE = HERMES.replace(
-    "{{ m.content }}", "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{{ m.content }}",
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content "
+    "}}",
 )
 USER: Any = {"role": "user", "content": "hello?"}
 
@@ -38,8 +40,14 @@ def answering(service: Service, request: pytest.FixtureRequest) -> Service:
 
 
 async def test_chat_completions(answering: Service) -> None:
-    fields: Any = {"model": "tiny", "max_tokens": 400, "tools": [{"type": "function", "function": FUNCTION}]}
-    async with openai.AsyncOpenAI(base_url=f"http://{answering.http}/v1", api_key="key", max_retries=0) as client:
+    fields: Any = {
+        "model": "tiny",
+        "max_tokens": 400,
+        "tools": [{"type": "function", "function": FUNCTION}],
+    }
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{answering.http}/v1", api_key="key", max_retries=0
+    ) as client:
         made = await client.chat.completions.create(messages=[USER], **fields)
         message: Any = made.choices[0].message
         assert (message.reasoning_content, message.content) == (THOUGHT, SAID)
@@ -50,9 +58,13 @@ async def test_chat_completions(answering: Service) -> None:
         assert made.usage.completion_tokens_details.reasoning_tokens == NUM_REASONING
         chunks = await client.chat.completions.create(messages=[USER], stream=True, **fields)
         deltas: list[Any] = [chunk.choices[0].delta async for chunk in chunks]
-        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == THOUGHT
+        assert (
+            "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == THOUGHT
+        )
         assert "".join(delta.content or "" for delta in deltas) == SAID
-        assert [call.function.name for delta in deltas for call in delta.tool_calls or []] == ["weather"]
+        assert [call.function.name for delta in deltas for call in delta.tool_calls or []] == [
+            "weather"
+        ]
         back = message.model_dump(include={"role", "content", "reasoning_content"})
         await client.chat.completions.create(messages=[USER, back, USER], **fields)
     assert f"assistant: <think>{THOUGHT}</think>{SAID}\n" in last_prompt(answering)
@@ -76,7 +88,9 @@ async def test_a_stop_string_or_a_limit_in_a_thought(answering: Service) -> None
 async def test_messages(answering: Service) -> None:
     tools: Any = [{"name": "weather", "input_schema": SCHEMA}]
     fields: Any = {"model": "tiny", "max_tokens": 400, "tools": tools}
-    async with anthropic.AsyncAnthropic(base_url=f"http://{answering.http}", api_key="key", max_retries=0) as client:
+    async with anthropic.AsyncAnthropic(
+        base_url=f"http://{answering.http}", api_key="key", max_retries=0
+    ) as client:
         whole = await client.messages.create(messages=[USER], **fields)
         async with client.messages.stream(messages=[USER], **fields) as stream:
             streamed = await stream.get_final_message()
@@ -96,10 +110,18 @@ async def test_responses(answering: Service) -> None:
         "max_output_tokens": 400,
         "tools": [{"type": "function", "strict": True, **FUNCTION}],
     }
-    async with openai.AsyncOpenAI(base_url=f"http://{answering.http}/v1", api_key="key", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{answering.http}/v1", api_key="key", max_retries=0
+    ) as client:
         whole = await client.responses.create(input=[USER], **fields)
         async with client.responses.stream(input=[USER], **fields) as stream:
-            thought = "".join([event.delta async for event in stream if event.type == "response.reasoning_text.delta"])
+            thought = "".join(
+                [
+                    event.delta
+                    async for event in stream
+                    if event.type == "response.reasoning_text.delta"
+                ]
+            )
             streamed = await stream.get_final_response()
         assert thought == THOUGHT
         for made in (whole, streamed):
@@ -109,7 +131,9 @@ async def test_responses(answering: Service) -> None:
             assert json.loads(call["arguments"]) == {"city": "Köln"}
             assert made.usage is not None
             assert made.usage.output_tokens_details.reasoning_tokens == NUM_REASONING
-        await client.responses.create(input=[USER, *(item.model_dump() for item in whole.output[:2]), USER], **fields)
+        await client.responses.create(
+            input=[USER, *(item.model_dump() for item in whole.output[:2]), USER], **fields
+        )
     assert f"assistant: <think>{THOUGHT}</think>{SAID}\n" in last_prompt(answering)
 
 

@@ -32,16 +32,28 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 async def client(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key="key", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{service.http}/v1", api_key="key", max_retries=0
+    ) as client:
         yield client
 
 
 async def test_a_response(service: Service, client: openai.AsyncOpenAI) -> None:
     service.source.answer = [*b"hello", EOS_ID]
     made = await client.responses.create(
-        model="tiny", input="hello?", instructions="Be brief.", temperature=0.5, max_output_tokens=9, store=False
+        model="tiny",
+        input="hello?",
+        instructions="Be brief.",
+        temperature=0.5,
+        max_output_tokens=9,
+        store=False,
     )
-    assert (made.object, made.status, made.model, made.output_text) == ("response", "completed", "tiny", "hello")
+    assert (made.object, made.status, made.model, made.output_text) == (
+        "response",
+        "completed",
+        "tiny",
+        "hello",
+    )
     assert (made.temperature, made.max_output_tokens, made.instructions) == (0.5, 9, "Be brief.")
     assert made.output[0].to_dict()["type"] == "message"
     assert made.output[0].to_dict()["status"] == "completed"
@@ -51,7 +63,11 @@ async def test_a_response(service: Service, client: openai.AsyncOpenAI) -> None:
     assert (made.to_dict()["store"], made.previous_response_id) == (False, None)
     cut = await client.responses.create(model="tiny", input="hello?", max_output_tokens=2)
     assert cut.incomplete_details is not None
-    assert (cut.status, cut.incomplete_details.reason, cut.output_text) == ("incomplete", "max_output_tokens", "he")
+    assert (cut.status, cut.incomplete_details.reason, cut.output_text) == (
+        "incomplete",
+        "max_output_tokens",
+        "he",
+    )
 
 
 async def test_a_conversation(service: Service, client: openai.AsyncOpenAI) -> None:
@@ -66,7 +82,10 @@ async def test_a_conversation(service: Service, client: openai.AsyncOpenAI) -> N
         {"role": "user", "content": "and?"},
     ]
     await client.responses.create(model="tiny", input=conversation)
-    assert last_prompt(service) == "system: Be brief.\nuser: hi\nassistant: hello\nuser: and?\nassistant: "
+    assert (
+        last_prompt(service)
+        == "system: Be brief.\nuser: hi\nassistant: hello\nuser: and?\nassistant: "
+    )
 
 
 async def test_tools_and_their_outputs(service: Service, client: openai.AsyncOpenAI) -> None:
@@ -74,16 +93,28 @@ async def test_tools_and_their_outputs(service: Service, client: openai.AsyncOpe
     made = await client.responses.create(model="tiny", input="hello?", tools=TOOLS)
     assert [item.type for item in made.output] == ["message", "function_call", "function_call"]
     calls = [item for item in made.output if item.type == "function_call"]
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Köln"})] * 2
-    one = await client.responses.create(model="tiny", input="hello?", tools=TOOLS, parallel_tool_calls=False)
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [
+        ("weather", {"city": "Köln"})
+    ] * 2
+    one = await client.responses.create(
+        model="tiny", input="hello?", tools=TOOLS, parallel_tool_calls=False
+    )
     assert [item.type for item in one.output] == ["message", "function_call"]
-    conversation: Any = [{"role": "user", "content": "hello?"}, *(item.model_dump() for item in made.output)]
-    conversation += [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
+    conversation: Any = [
+        {"role": "user", "content": "hello?"},
+        *(item.model_dump() for item in made.output),
+    ]
+    conversation += [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        for call in calls
+    ]
     service.source.answer = [*b"It rains.", EOS_ID]
     made = await client.responses.create(model="tiny", input=conversation, tools=TOOLS)
     assert made.output_text == "It rains."
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
-    assert last_prompt(service).endswith(f"assistant: I look.{call}{call}\ntool: rain\ntool: rain\nassistant: ")
+    assert last_prompt(service).endswith(
+        f"assistant: I look.{call}{call}\ntool: rain\ntool: rain\nassistant: "
+    )
 
 
 async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None:
@@ -95,7 +126,9 @@ async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None
         ({"type": "function", "name": "weather"}, True, True),
     ]
     for choice, calls, bound in choices:
-        made = await client.responses.create(model="tiny", input="hello?", tools=TOOLS, tool_choice=choice)
+        made = await client.responses.create(
+            model="tiny", input="hello?", tools=TOOLS, tool_choice=choice
+        )
         assert [item.type for item in made.output] == ["function_call" if calls else "message"]
         assert bool(service.source.requests[-1].grammar) is bound
 
@@ -128,7 +161,9 @@ async def test_the_events_of_a_stream(service: Service, client: openai.AsyncOpen
         kinds = [event.type.removeprefix("response.") for event in own]
         assert kinds[0] == "output_item.added"
         assert kinds[-2:] == ["function_call_arguments.done", "output_item.done"]
-        deltas = [event.delta for event in own if event.type == "response.function_call_arguments.delta"]
+        deltas = [
+            event.delta for event in own if event.type == "response.function_call_arguments.delta"
+        ]
         assert "".join(deltas) == output[index].arguments
     async with client.responses.stream(model="tiny", input="hello?", tools=TOOLS) as helper:
         final = await helper.get_final_response()
@@ -145,13 +180,19 @@ async def test_output_of_a_schema(service: Service, client: openai.AsyncOpenAI) 
     made = await client.responses.parse(model="tiny", input="hello?", text_format=Person)
     assert made.output_parsed == Person(name="Ada", age=36)
     assert '"age"' in service.source.requests[-1].grammar
-    await client.responses.create(model="tiny", input="hello?", text={"format": {"type": "json_object"}})
+    await client.responses.create(
+        model="tiny", input="hello?", text={"format": {"type": "json_object"}}
+    )
     assert service.source.requests[-1].grammar
 
 
 async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
     wrong: list[tuple[dict[str, Any], str, str]] = [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation as input"),
+        (
+            {"previous_response_id": "resp_1"},
+            "previous_response_id",
+            "send the whole conversation as input",
+        ),
         ({"store": True}, "store", "responses are not stored here"),
         ({"max_output_tokens": 0}, "max_output_tokens", "must be from 1"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
@@ -175,17 +216,27 @@ async def test_a_cut_answer_with_calls_is_incomplete(
     last = [event async for event in made][-1].response if stream else made
     assert (last.status, last.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     service.source.answer = f"{CALL}\n{CALL}".encode()
-    once = await client.responses.create(model="tiny", input="x", tools=TOOLS, parallel_tool_calls=False)
+    once = await client.responses.create(
+        model="tiny", input="x", tools=TOOLS, parallel_tool_calls=False
+    )
     assert ([each.type for each in once.output], once.status) == (["function_call"], "completed")
     assert once.usage is not None
     assert once.usage.output_tokens == len(CALL.encode())
 
 
-async def test_what_libraries_add_to_items_comes_back(service: Service, client: openai.AsyncOpenAI) -> None:
+async def test_what_libraries_add_to_items_comes_back(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
     service.source.answer = [*b"hello", EOS_ID]
     text = {"type": "output_text", "text": "So.", "annotations": [], "parsed": {"a": 1}}
     refusal = {"type": "refusal", "refusal": " No."}
-    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}", "parsed_arguments": {}}
+    call = {
+        "type": "function_call",
+        "call_id": "c",
+        "name": "weather",
+        "arguments": "{}",
+        "parsed_arguments": {},
+    }
     items: Any = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": "x"},
@@ -194,7 +245,11 @@ async def test_what_libraries_add_to_items_comes_back(service: Service, client: 
         {"type": "function_call_output", "call_id": "c", "output": "rain", "created_by": "me"},
     ]
     await client.responses.create(model="tiny", input=items, tools=TOOLS)
-    assert last_prompt(service).startswith("[weather] system: Be brief.\nuser: x\nassistant: So. No.<tool_call>")
+    assert last_prompt(service).startswith(
+        "[weather] system: Be brief.\nuser: x\nassistant: So. No.<tool_call>"
+    )
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.responses.create(model="tiny", input=[{"role": "user", "content": "x", "images": []}])  # type: ignore[list-item]
+        await client.responses.create(
+            model="tiny", input=[{"role": "user", "content": "x", "images": []}]
+        )  # type: ignore[list-item]
     assert caught.value.param == "input[0].images"

@@ -1,4 +1,6 @@
-"""Whatever the OpenAPI document allows, and what it does not, gets a documented answer and never a defect of ours."""
+"""Whatever the OpenAPI document allows, and what it does not, gets a documented answer and never a
+defect of ours.
+"""
 
 import asyncio
 import threading
@@ -80,12 +82,15 @@ def _direct(case: Case) -> None:
 
 @schema.parametrize()
 @settings(max_examples=EXAMPLES, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_every_request_has_a_documented_answer(case: Case, address: str, session: requests.Session) -> None:
+def test_every_request_has_a_documented_answer(
+    case: Case, address: str, session: requests.Session
+) -> None:
     _direct(case)
     response = case.call(base_url=address, session=session)
     if response.status_code >= 500:  # the only way to one is to ask for it
         assert response.status_code == 504
         assert 0 < float(case.headers["x-request-timeout"]) < 1
     case.validate_response(
-        response, checks=[status_code_conformance, content_type_conformance, response_schema_conformance]
+        response,
+        checks=[status_code_conformance, content_type_conformance, response_schema_conformance],
     )

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from tandem.proto import inference_pb2
-from tandem.proto.errors import DeadlineExceeded, InternalError, InvalidArgument, NotFound, Overloaded
+from tandem.proto.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+)
 from tandem.router.adapters import AdapterAdmin, AdapterRegistry
 from tandem.router.api.service import GenerationService, tandem_errors_only
 from tandem.router.auth.authenticator import Caller
@@ -15,14 +21,27 @@ from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.request import LoraAdapter, TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.capacity import Capacity
-from tandem.tests.router.api.answers import LENGTH, NONE, STOP, Answers, collect, fill, ids, request, start, text
+from tandem.tests.router.api.answers import (
+    LENGTH,
+    NONE,
+    STOP,
+    Answers,
+    collect,
+    fill,
+    ids,
+    request,
+    start,
+    text,
+)
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 3, 100])
 async def test_to_the_end_of_sequence(model: ServedModel, tokens_per_delta: int) -> None:
     answer = [*"Grüße, 🦊".encode(), EOS_ID, 33]
-    messages = await collect(model, FakeTokenSource(answer=answer, tokens_per_delta=tokens_per_delta))
+    messages = await collect(
+        model, FakeTokenSource(answer=answer, tokens_per_delta=tokens_per_delta)
+    )
     assert text(messages) == "Grüße, 🦊"
     assert ids(messages) == answer[:-1]  # the token that ends it is among the ids, not in the text
     assert messages[-1].finish_reason == STOP
@@ -30,12 +49,16 @@ async def test_to_the_end_of_sequence(model: ServedModel, tokens_per_delta: int)
 
 
 async def test_to_max_tokens(model: ServedModel) -> None:
-    messages = await collect(model, FakeTokenSource(answer=b"hello"), request(stopping={"max_tokens": 3}))
+    messages = await collect(
+        model, FakeTokenSource(answer=b"hello"), request(stopping={"max_tokens": 3})
+    )
     assert (text(messages), messages[-1].finish_reason) == ("hel", LENGTH)
 
 
 async def test_a_cut_character_at_max_tokens(model: ServedModel) -> None:
-    messages = await collect(model, FakeTokenSource(answer="a🦊".encode()), request(stopping={"max_tokens": 3}))
+    messages = await collect(
+        model, FakeTokenSource(answer="a🦊".encode()), request(stopping={"max_tokens": 3})
+    )
     assert text(messages) == "a\ufffd"
 
 
@@ -48,11 +71,17 @@ async def test_a_stop_token_has_no_text(model: ServedModel) -> None:
 async def test_an_ignored_end_of_sequence_goes_on(model: ServedModel) -> None:
     source = FakeTokenSource(answer=[97, EOS_ID, 98])
     messages = await collect(model, source, request(stopping={"ignore_eos": True}))
-    assert (text(messages), ids(messages), messages[-1].finish_reason) == ("ab", [97, EOS_ID, 98], LENGTH)
+    assert (text(messages), ids(messages), messages[-1].finish_reason) == (
+        "ab",
+        [97, EOS_ID, 98],
+        LENGTH,
+    )
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 4, 100])
-async def test_a_stop_string_ends_text_ids_and_source(model: ServedModel, tokens_per_delta: int) -> None:
+async def test_a_stop_string_ends_text_ids_and_source(
+    model: ServedModel, tokens_per_delta: int
+) -> None:
     source = FakeTokenSource(answer=b"one two three four", tokens_per_delta=tokens_per_delta)
     timeline = inference_pb2.Timeline()
     message = request(stopping={"stop": ["two t", "zzz"]})
@@ -135,8 +164,12 @@ class BrokenSource:
             yield delta
 
 
-def delta(first_index: int, finish_reason: "inference_pb2.FinishReason" = NONE, choice: int = 0) -> TokenDelta:
-    return TokenDelta(first_index=first_index, ids=(65,), finish_reason=finish_reason, choice=choice)
+def delta(
+    first_index: int, finish_reason: "inference_pb2.FinishReason" = NONE, choice: int = 0
+) -> TokenDelta:
+    return TokenDelta(
+        first_index=first_index, ids=(65,), finish_reason=finish_reason, choice=choice
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +186,9 @@ def delta(first_index: int, finish_reason: "inference_pb2.FinishReason" = NONE, 
     ],
     ids=["empty", "no end", "repeat", "gap", "late start", "goes on", "two ends", "another choice"],
 )
-async def test_a_broken_stream_never_ends_well(model: ServedModel, deltas: list[TokenDelta]) -> None:
+async def test_a_broken_stream_never_ends_well(
+    model: ServedModel, deltas: list[TokenDelta]
+) -> None:
     seen: Answers = []
     with pytest.raises(InternalError):
         await fill(seen, start(model, BrokenSource(deltas)))
@@ -168,7 +203,9 @@ async def test_detokenize(model: ServedModel) -> None:
     with pytest.raises(InvalidArgument, match="token_ids: 258 is not a token id"):
         await service.detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 258]), Caller())
     with pytest.raises(NotFound):
-        await service.detokenize(inference_pb2.DetokenizeRequest(model="nope", token_ids=[1]), Caller())
+        await service.detokenize(
+            inference_pb2.DetokenizeRequest(model="nope", token_ids=[1]), Caller()
+        )
 
 
 class Full(Admission):
@@ -177,7 +214,9 @@ class Full(Admission):
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, str, int]] = []
 
-    def check_early(self, needed: Capacity, tenant: str, priority: int = 0, deadline: float | None = None) -> None:
+    def check_early(
+        self, needed: Capacity, tenant: str, priority: int = 0, deadline: float | None = None
+    ) -> None:
         self.asked.append((needed.prompt_tokens, needed.kv_tokens, tenant, priority))
         if needed.kv_tokens > 100:
             raise Overloaded("full")
@@ -191,18 +230,24 @@ class Full(Admission):
         {"chat": {"messages": [{"role": "user", "content": "x" * 380}]}},
     ],
 )
-async def test_admission_may_refuse_before_tokens_are_counted(model: ServedModel, prompt: dict[str, Any]) -> None:
+async def test_admission_may_refuse_before_tokens_are_counted(
+    model: ServedModel, prompt: dict[str, Any]
+) -> None:
     admission = Full()
     service = GenerationService([model], FakeTokenSource(), admission)
     large = request(prompt=prompt, n=2, stopping={"max_tokens": 3}, priority=4)
     with pytest.raises(Overloaded):
-        await service.accept(large, RequestContext(arrived=0, caller=Caller(tenant="t", max_priority=3)))
+        await service.accept(
+            large, RequestContext(arrived=0, caller=Caller(tenant="t", max_priority=3))
+        )
     await service.accept(request(stopping={"max_tokens": 3}), RequestContext(arrived=0))
     assert admission.asked == [(95, 101, "t", 3), (0, 3, "", 0)]
 
 
 async def test_invalid_requests_are_refused_before_admission(model: ServedModel) -> None:
-    """A hint to try again would be a lie for a request that can never be taken, or is too late already."""
+    """A hint to try again would be a lie for a request that can never be taken, or is too late
+    already.
+    """
     admission = Full()
     service = GenerationService([model], FakeTokenSource(), admission)
     large = {"text": "x" * 480}
@@ -216,37 +261,55 @@ async def test_invalid_requests_are_refused_before_admission(model: ServedModel)
             await service.accept(request(**{"prompt": large} | wrong), RequestContext(arrived=0))
         assert caught.value.field == field
     with pytest.raises(DeadlineExceeded):
-        await service.accept(request(prompt=large), RequestContext(arrived=0, deadline=time.monotonic()))
+        await service.accept(
+            request(prompt=large), RequestContext(arrived=0, deadline=time.monotonic())
+        )
     assert admission.asked == []
 
 
 async def test_models(model: ServedModel, tokenizer: Any) -> None:
     both = GenerationService(
-        [model, ServedModel(name="other", tokenizer=tokenizer, context_tokens=9)], FakeTokenSource(answer=b"x")
+        [model, ServedModel(name="other", tokenizer=tokenizer, context_tokens=9)],
+        FakeTokenSource(answer=b"x"),
     )
-    assert {m.id: m.context_tokens for m in (await both.list_models(inference_pb2.ListModelsRequest())).models} == {
+    assert {
+        m.id: m.context_tokens
+        for m in (await both.list_models(inference_pb2.ListModelsRequest())).models
+    } == {
         "tiny": 512,
         "other": 9,
     }
     with pytest.raises(NotFound, match="tiny, other"):
-        await both.tokenize(inference_pb2.TokenizeRequest(prompt={"text": "x"}), Caller())  # which one?
+        await both.tokenize(
+            inference_pb2.TokenizeRequest(prompt={"text": "x"}), Caller()
+        )  # which one?
     with pytest.raises(NotFound, match="'nope'"):
-        await both.tokenize(inference_pb2.TokenizeRequest(model="nope", prompt={"text": "x"}), Caller())
+        await both.tokenize(
+            inference_pb2.TokenizeRequest(model="nope", prompt={"text": "x"}), Caller()
+        )
     with pytest.raises(InvalidArgument, match=r"model: .*256"):
-        await both.tokenize(inference_pb2.TokenizeRequest(model="x" * 257, prompt={"text": "x"}), Caller())
-    answer = await both.tokenize(inference_pb2.TokenizeRequest(model="other", prompt={"text": "xyz"}), Caller())
+        await both.tokenize(
+            inference_pb2.TokenizeRequest(model="x" * 257, prompt={"text": "x"}), Caller()
+        )
+    answer = await both.tokenize(
+        inference_pb2.TokenizeRequest(model="other", prompt={"text": "xyz"}), Caller()
+    )
     assert bytes(answer.token_ids) == b"xyz"
 
 
 async def test_tokenize_returns_the_tokens_of_generate(model: ServedModel) -> None:
     source = FakeTokenSource(answer=b"x")
     chat = {"chat": {"messages": [{"role": "user", "content": "hello"}]}}
-    tokens = await GenerationService([model], source).tokenize(inference_pb2.TokenizeRequest(prompt=chat), Caller())
+    tokens = await GenerationService([model], source).tokenize(
+        inference_pb2.TokenizeRequest(prompt=chat), Caller()
+    )
     await collect(model, source, request(prompt=chat))
     assert tuple(tokens.token_ids) == source.requests[0].prompt
 
 
-def test_a_defect_becomes_an_internal_error_with_a_fixed_text(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_becomes_an_internal_error_with_a_fixed_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with pytest.raises(InternalError) as caught, tandem_errors_only():
         raise KeyError("/secret/path")
     assert "secret" not in caught.value.message
@@ -268,7 +331,9 @@ async def test_other_names_of_the_model(model: ServedModel) -> None:
     for name in ("", "tiny", "org/tiny", "/models/tiny"):
         assert service.model(name) is model
         prompt = {"text": "x"}
-        answer = await service.tokenize(inference_pb2.TokenizeRequest(model=name, prompt=prompt), Caller())
+        answer = await service.tokenize(
+            inference_pb2.TokenizeRequest(model=name, prompt=prompt), Caller()
+        )
         assert bytes(answer.token_ids) == b"x"
     with pytest.raises(NotFound, match=r"served: tiny, org/tiny, mine$"):
         service.model("other/tiny")

@@ -1,4 +1,6 @@
-"""TLS at the real API servers: who is served, and certificates that are replaced under running streams."""
+"""TLS at the real API servers: who is served, and certificates that are replaced under running
+streams.
+"""
 
 import asyncio
 import socket
@@ -45,20 +47,28 @@ class SecureService:
         return ClientTls(ca=self.folder / "ca.pem")
 
     def client(self, tls: ClientTls | None = None) -> AsyncClient:
-        return AsyncClient(f"grpcs://{self.servers.grpc_address}", tls=tls or self.tls, max_retries=0)
+        return AsyncClient(
+            f"grpcs://{self.servers.grpc_address}", tls=tls or self.tls, max_retries=0
+        )
 
     def http(self, certificate: str = "") -> httpx.AsyncClient:
         context = ssl.create_default_context(cafile=str(self.folder / "ca.pem"))
         if certificate:
-            context.load_cert_chain(self.folder / f"{certificate}.pem", self.folder / f"{certificate}.key")
-        return httpx.AsyncClient(base_url=f"https://{self.servers.http_address}", verify=context, timeout=WAIT)
+            context.load_cert_chain(
+                self.folder / f"{certificate}.pem", self.folder / f"{certificate}.key"
+            )
+        return httpx.AsyncClient(
+            base_url=f"https://{self.servers.http_address}", verify=context, timeout=WAIT
+        )
 
     async def serials(self) -> list[int]:
         """The serial number of the certificate that each server shows to a new connection."""
         found = []
         for address in (self.servers.grpc_address, self.servers.http_address):
             host, port = address.split(":")
-            pem = await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)), timeout=WAIT)
+            pem = await asyncio.to_thread(
+                ssl.get_server_certificate, (host, int(port)), timeout=WAIT
+            )
             found.append(x509.load_pem_x509_certificate(pem.encode()).serial_number)
         return found
 
@@ -70,13 +80,19 @@ def write(folder: Path, name: str, issuer: Certificate) -> Certificate:
 
 
 @pytest.fixture(params=[False])
-async def secure(request: pytest.FixtureRequest, tmp_path: Path, model: ServedModel) -> AsyncIterator[SecureService]:
-    """Both servers with a certificate of a CA; with the parameter true they demand one of their clients."""
+async def secure(
+    request: pytest.FixtureRequest, tmp_path: Path, model: ServedModel
+) -> AsyncIterator[SecureService]:
+    """Both servers with a certificate of a CA; with the parameter true they demand one of their
+    clients.
+    """
     ca = make_certificate("ca")
     ca.write(tmp_path / "ca.pem")
     write(tmp_path, "server", ca)
     client_ca = tmp_path / "ca.pem" if request.param else None
-    files = TlsFiles(certificate=tmp_path / "server.pem", key=tmp_path / "server.key", client_ca=client_ca)
+    files = TlsFiles(
+        certificate=tmp_path / "server.pem", key=tmp_path / "server.key", client_ca=client_ca
+    )
     tls = ServerTls(files.load())
     source = HeldSource(answer=b"abcd")
     servers = await ApiServers.start(GenerationService([model], source), tls=tls)
@@ -92,11 +108,15 @@ async def test_both_servers_speak_tls_and_no_plaintext(secure: SecureService) ->
     secure.source.released.set()
     async with secure.client() as client, secure.http() as http:
         assert (await client.generate("hi", max_tokens=4)).text == "abcd"
-        assert (await http.post("/v1/completions", json=BODY)).json()["choices"][0]["text"] == "abcd"
+        assert (await http.post("/v1/completions", json=BODY)).json()["choices"][0][
+            "text"
+        ] == "abcd"
     async with AsyncClient(secure.servers.grpc_address, max_retries=0) as client:
         with pytest.raises(Unavailable):
             await client.generate("hi", timeout=WAIT)
-    async with httpx.AsyncClient(base_url=f"http://{secure.servers.http_address}", timeout=WAIT) as http:
+    async with httpx.AsyncClient(
+        base_url=f"http://{secure.servers.http_address}", timeout=WAIT
+    ) as http:
         with pytest.raises(httpx.TransportError):
             await http.get("/health")
     make_certificate("another").write(secure.folder / "other.pem")
@@ -144,12 +164,18 @@ async def test_half_a_change_is_not_taken(secure: SecureService) -> None:
 
 
 @pytest.mark.parametrize("secure", [True], indirect=True)
-async def test_with_a_client_ca_nobody_is_served_without_a_certificate_of_it(secure: SecureService) -> None:
+async def test_with_a_client_ca_nobody_is_served_without_a_certificate_of_it(
+    secure: SecureService,
+) -> None:
     secure.source.released.set()
     write(secure.folder, "client", secure.ca)
     write(secure.folder, "stranger", make_certificate("another"))
     for name in ("", "stranger"):
-        own = {"certificate": secure.folder / f"{name}.pem", "key": secure.folder / f"{name}.key"} if name else {}
+        own = (
+            {"certificate": secure.folder / f"{name}.pem", "key": secure.folder / f"{name}.key"}
+            if name
+            else {}
+        )
         async with secure.client(ClientTls(ca=secure.folder / "ca.pem", **own)) as client:
             with pytest.raises(Unavailable):
                 await client.generate("hi", timeout=WAIT)
@@ -157,13 +183,18 @@ async def test_with_a_client_ca_nobody_is_served_without_a_certificate_of_it(sec
             with pytest.raises(httpx.TransportError):
                 await http.get("/health")
     own = {"certificate": secure.folder / "client.pem", "key": secure.folder / "client.key"}
-    async with secure.client(ClientTls(ca=secure.folder / "ca.pem", **own)) as client, secure.http("client") as http:
+    async with (
+        secure.client(ClientTls(ca=secure.folder / "ca.pem", **own)) as client,
+        secure.http("client") as http,
+    ):
         assert (await client.generate("hi", max_tokens=4)).text == "abcd"
         assert (await http.get("/health")).status_code == 200
     assert len(secure.source.requests) == 1
 
 
-async def test_a_client_that_never_begins_its_handshake_keeps_nobody_waiting(secure: SecureService) -> None:
+async def test_a_client_that_never_begins_its_handshake_keeps_nobody_waiting(
+    secure: SecureService,
+) -> None:
     secure.source.released.set()
     with socket.create_connection(tuple(secure.servers.http_address.split(":"))):  # type: ignore[arg-type]
         async with secure.http() as http:
@@ -171,7 +202,9 @@ async def test_a_client_that_never_begins_its_handshake_keeps_nobody_waiting(sec
 
 
 @asynccontextmanager
-async def bounded_service(tmp_path: Path, model: ServedModel, bounds: ConnectionBounds) -> AsyncIterator[SecureService]:
+async def bounded_service(
+    tmp_path: Path, model: ServedModel, bounds: ConnectionBounds
+) -> AsyncIterator[SecureService]:
     ca = make_certificate("ca")
     ca.write(tmp_path / "ca.pem")
     write(tmp_path, "server", ca)
@@ -190,7 +223,9 @@ async def bounded_service(tmp_path: Path, model: ServedModel, bounds: Connection
     assert not bounds.num_connections
 
 
-@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half a greeting"])
+@pytest.mark.parametrize(
+    "said", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half a greeting"]
+)
 async def test_a_connection_without_its_handshake_is_ended_as_one_without_its_head(
     tmp_path: Path, model: ServedModel, said: bytes
 ) -> None:
@@ -214,7 +249,10 @@ def test_handshakes_that_never_end_give_way_to_a_good_client(
     async def attack() -> None:
         async with bounded_service(tmp_path, model, bounds) as service, AsyncExitStack() as scope:
             service.source.released.set()
-            streams = [await scope.enter_async_context(connected(service.servers.http_address)) for _ in range(40)]
+            streams = [
+                await scope.enter_async_context(connected(service.servers.http_address))
+                for _ in range(40)
+            ]
             async with service.http() as http:
                 assert (await http.post("/v1/completions", json=BODY)).status_code == 200
                 assert bounds.per_address.total() == bounds.num_connections <= 8
@@ -248,7 +286,11 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
         TlsFiles(certificate=tmp_path / "absent.pem", key=tmp_path / "two.key").load()
     (tmp_path / "bad.pem").write_text("no certificate")
     with pytest.raises(InvalidArgument, match="client_ca"):
-        TlsFiles(certificate=tmp_path / "one.pem", key=tmp_path / "one.key", client_ca=tmp_path / "bad.pem").load()
+        TlsFiles(
+            certificate=tmp_path / "one.pem",
+            key=tmp_path / "one.key",
+            client_ca=tmp_path / "bad.pem",
+        ).load()
 
 
 @pytest.mark.parametrize("address", ["https://h:1", "grpc://h:1"])

@@ -26,7 +26,9 @@ from tandem.workers.tp.rank import Rank
 WAIT = 60.0
 NUM_OTHERS = 15
 UNREAD = {"n": 32, "logprobs": 20, "max_tokens": 150, "stream": True, "ignore_eos": True}
-"""Two of these take all sequences of a worker. Each answer has 10 MB, over gRPC 1 MB: more than the sockets hold."""
+"""Two of these take all sequences of a worker. Each answer has 10 MB, over gRPC 1 MB: more than the
+sockets hold.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +76,18 @@ async def unread_http(address: str) -> AsyncIterator[None]:
 @asynccontextmanager
 async def unread_grpc(address: str) -> AsyncIterator[None]:
     """A stream of which the client reads nothing."""
-    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16_384)]  # a window that does not grow
+    options = [
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", 16_384),
+    ]  # a window that does not grow
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
         call = stub.Generate(
             inference_pb2.GenerateRequest(
-                prompt={"text": "hi"}, n=32, logprobs=20, stopping={"max_tokens": 150, "ignore_eos": True}
+                prompt={"text": "hi"},
+                n=32,
+                logprobs=20,
+                stopping={"max_tokens": 150, "ignore_eos": True},
             )
         )
         await call.initial_metadata()
@@ -89,7 +97,9 @@ async def unread_grpc(address: str) -> AsyncIterator[None]:
 
 async def ask_http(address: str, number: int) -> None:
     async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as http:
-        answer = await http.post(TEXT, json={"prompt": f"other {number}", "max_tokens": 5, "ignore_eos": True})
+        answer = await http.post(
+            TEXT, json={"prompt": f"other {number}", "max_tokens": 5, "ignore_eos": True}
+        )
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 5
 
@@ -98,7 +108,9 @@ async def ask_grpc(address: str, number: int) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
         stopping = inference_pb2.StoppingParams(max_tokens=5, ignore_eos=True)
-        request = inference_pb2.GenerateRequest(prompt={"text": f"other {number}"}, stopping=stopping)
+        request = inference_pb2.GenerateRequest(
+            prompt={"text": f"other {number}"}, stopping=stopping
+        )
         answers = [answer async for answer in stub.Generate(request, timeout=WAIT)]
     assert answers[-1].usage.completion_tokens == 5
 
@@ -109,11 +121,16 @@ async def test_two_unread_streams_stop_nobody_else(tokenizer: Tokenizer, api: st
     async with running(tokenizer) as service, AsyncExitStack() as scope:
         http, address = service.servers.http_address, service.servers.grpc_address
         for _ in range(2):
-            await scope.enter_async_context(unread_http(http) if api == "http" else unread_grpc(address))
+            await scope.enter_async_context(
+                unread_http(http) if api == "http" else unread_grpc(address)
+            )
         async with asyncio.timeout(WAIT):
             while service.admission.num_active < 2:
                 await asyncio.sleep(0.01)
-            ask = [ask_http(http, n) if api == "http" else ask_grpc(address, n) for n in range(NUM_OTHERS)]
+            ask = [
+                ask_http(http, n) if api == "http" else ask_grpc(address, n)
+                for n in range(NUM_OTHERS)
+            ]
             await asyncio.gather(*ask)
             while service.admission.num_active:
                 await asyncio.sleep(0.01)

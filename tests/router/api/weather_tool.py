@@ -7,7 +7,8 @@ from tandem.tests.router.conftest import Service
 HERMES = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}] {% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{{ '\n' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor "
+    "%}{{ '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )

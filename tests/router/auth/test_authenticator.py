@@ -18,10 +18,26 @@ def caller_of(authenticator: Authenticator, secret: str) -> str:
 
 
 def test_the_key_names_the_tenant_and_no_text_of_the_client_does() -> None:
-    authenticator = Authenticator([api_key("one", tenant="ada"), api_key("two", tenant="ada"), api_key("three")])
-    assert [caller_of(authenticator, secret) for secret in ("one", "two", "three")] == ["ada", "ada", "three"]
+    authenticator = Authenticator(
+        [api_key("one", tenant="ada"), api_key("two", tenant="ada"), api_key("three")]
+    )
+    assert [caller_of(authenticator, secret) for secret in ("one", "two", "three")] == [
+        "ada",
+        "ada",
+        "three",
+    ]
     assert authenticator.caller("bearer   one ", "").tenant == "ada"
-    for wrong in (None, "", "Bearer", "Bearer ", "Basic one", "one", "Bearer ada", "Bearer on", "Bearer one two"):
+    for wrong in (
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Basic one",
+        "one",
+        "Bearer ada",
+        "Bearer on",
+        "Bearer one two",
+    ):
         with pytest.raises(Unauthenticated):
             authenticator.caller(wrong, "")
     with pytest.raises(Unauthenticated):
@@ -40,7 +56,8 @@ def test_a_tenant_has_one_prefix_cache_in_all_routers_and_others_cannot_name_it(
     keys = [api_key("one", tenant="ada"), api_key("two", tenant="ada"), api_key("three")]
     routers = [Authenticator(keys, secret=SECRET) for _ in range(2)]
     salts = [
-        [router.caller(f"Bearer {secret}", "").cache_salt for secret in ("one", "two", "three")] for router in routers
+        [router.caller(f"Bearer {secret}", "").cache_salt for secret in ("one", "two", "three")]
+        for router in routers
     ]
     assert salts[0] == salts[1]
     assert salts[0][0] == salts[0][1] != salts[0][2]
@@ -53,7 +70,10 @@ def test_a_tenant_has_one_prefix_cache_in_all_routers_and_others_cannot_name_it(
 
 def test_without_keys_all_are_one_tenant_whatever_they_bring() -> None:
     shared = Authenticator()
-    callers = [shared.caller(given, peer) for given, peer in (("Bearer one", "a"), ("Bearer two", "b"), (None, "c"))]
+    callers = [
+        shared.caller(given, peer)
+        for given, peer in (("Bearer one", "a"), ("Bearer two", "b"), (None, "c"))
+    ]
     assert {(caller.tenant, caller.cache_salt) for caller in callers} == {("", b"")}
 
 
@@ -69,7 +89,10 @@ def test_anonymous_callers_share_cached_prefixes_within_a_connection_alone() -> 
     [
         ("1.2.3.4:5", "1.2.3.4"),
         ("ipv4:1.2.3.4:6", "1.2.3.4"),  # gRPC's form
-        ("2001:db8:1:2:3:4:5:6:7", "2001:db8:1:2::/64"),  # one host can have all addresses of the network
+        (
+            "2001:db8:1:2:3:4:5:6:7",
+            "2001:db8:1:2::/64",
+        ),  # one host can have all addresses of the network
         ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:8", "2001:db8:1:2::/64"),
         ("ipv6:%5Bfe80::1%25eth0%5D:8", "fe80::/64"),
         ("no address:x:1", "no address:x"),
@@ -78,13 +101,17 @@ def test_anonymous_callers_share_cached_prefixes_within_a_connection_alone() -> 
 )
 def test_anonymous_callers_take_turns_by_address(peer: str, address: str) -> None:
     for share in (True, False):
-        caller = Authenticator(secret=SECRET, share_anonymous_prefixes=share).caller(None, "c", peer)
+        caller = Authenticator(secret=SECRET, share_anonymous_prefixes=share).caller(
+            None, "c", peer
+        )
         assert (caller.tenant, caller.turn) == ("", address)
 
 
 def test_callers_with_a_key_take_turns_by_tenant() -> None:
     authenticator = Authenticator([api_key("one", tenant="both"), api_key("two", tenant="both")])
-    assert {authenticator.caller(f"Bearer {name}", "1.2.3.4:5").turn for name in ("one", "two")} == {"both"}
+    assert {
+        authenticator.caller(f"Bearer {name}", "1.2.3.4:5").turn for name in ("one", "two")
+    } == {"both"}
 
 
 def test_priority_is_capped_by_the_key() -> None:
@@ -97,14 +124,18 @@ def test_callers_without_a_key_have_a_highest_priority_too(share: bool) -> None:
     """That of requests that ask for none, unless it is configured."""
     caller = Authenticator(share_anonymous_prefixes=share).caller(None, "a")
     assert [caller.priority(wanted) for wanted in (-5, 0, 1, 100)] == [-5, 0, 0, 0]
-    caller = Authenticator(share_anonymous_prefixes=share, anonymous_max_priority=7).caller(None, "a")
+    caller = Authenticator(share_anonymous_prefixes=share, anonymous_max_priority=7).caller(
+        None, "a"
+    )
     assert [caller.priority(wanted) for wanted in (-5, 7, 100)] == [-5, 7, 7]
 
 
 def test_a_key_expires() -> None:
     now = datetime(2027, 1, 1, tzinfo=UTC).timestamp()
     times = iter([now - 1, now])
-    authenticator = Authenticator([api_key("one", expires=datetime(2027, 1, 1, tzinfo=UTC))], clock=lambda: next(times))
+    authenticator = Authenticator(
+        [api_key("one", expires=datetime(2027, 1, 1, tzinfo=UTC))], clock=lambda: next(times)
+    )
     assert caller_of(authenticator, "one") == "one"
     with pytest.raises(Unauthenticated):
         caller_of(authenticator, "one")
@@ -116,7 +147,11 @@ def test_keys_are_replaced_while_calls_run() -> None:
     with caller.quota.call():
         authenticator.replace([api_key("one", max_streams=1, tenant="other")])
         again = authenticator.caller("Bearer one", "")
-        assert (again.tenant, again.quota is caller.quota, again.quota.num_streams) == ("other", True, 1)
+        assert (again.tenant, again.quota is caller.quota, again.quota.num_streams) == (
+            "other",
+            True,
+            1,
+        )
         authenticator.replace([])
         with pytest.raises(Unauthenticated):
             caller_of(authenticator, "one")

@@ -47,7 +47,12 @@ def test_the_file_has_a_digest_and_no_key(path: Path) -> None:
     assert secret.startswith(KEY_PREFIX)
     assert len(secret) == len(KEY_PREFIX) + 43  # 256 bits
     (key,) = load_keys(path)
-    assert (key.name, key.tenant, key.max_priority, key.requests_per_minute) == ("laptop", "ada", 5, 60)
+    assert (key.name, key.tenant, key.max_priority, key.requests_per_minute) == (
+        "laptop",
+        "ada",
+        5,
+        60,
+    )
     assert key.sha256 == hash_key(secret).hex()
     assert secret.removeprefix(KEY_PREFIX) not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -81,7 +86,9 @@ def test_keys_are_added_and_revoked_by_name(path: Path) -> None:
         ({"expires": datetime(2027, 1, 1)}, "expires"),  # no zone
     ],
 )
-def test_a_wrong_field_is_named_and_nothing_is_written(path: Path, fields: dict[str, Any], named: str) -> None:
+def test_a_wrong_field_is_named_and_nothing_is_written(
+    path: Path, fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(InvalidArgument) as caught:
         create_key(path, **({"name": "n", "tenant": "t"} | fields))
     assert caught.value.field == named
@@ -102,7 +109,9 @@ def test_a_wrong_field_is_named_and_nothing_is_written(path: Path, fields: dict[
         (" " * (MAX_FILE_BYTES + 1), "at most"),
     ],
 )
-def test_a_wrong_file_is_refused_in_one_line_without_its_values(path: Path, text: str, found: str) -> None:
+def test_a_wrong_file_is_refused_in_one_line_without_its_values(
+    path: Path, text: str, found: str
+) -> None:
     path.write_text(text)
     with pytest.raises(InvalidArgument, match=found) as caught:
         load_keys(path)

@@ -16,7 +16,9 @@ class Clock:
         return self.now
 
 
-def quota(requests: int | None = None, tokens: int | None = None, streams: int | None = None) -> tuple[Quota, Clock]:
+def quota(
+    requests: int | None = None, tokens: int | None = None, streams: int | None = None
+) -> tuple[Quota, Clock]:
     clock = Clock()
     made = Quota(clock)
     made.resize(requests, tokens, streams)
@@ -27,7 +29,9 @@ Steps = st.lists(st.tuples(st.floats(0, 100), st.integers(0, 200)), max_size=40)
 
 
 @given(st.integers(1, 1_000), Steps)
-def test_no_more_is_taken_than_a_minute_holds_and_time_refills(per_minute: int, steps: list[tuple[float, int]]) -> None:
+def test_no_more_is_taken_than_a_minute_holds_and_time_refills(
+    per_minute: int, steps: list[tuple[float, int]]
+) -> None:
     clock = Clock()
     bucket, begun, taken = TokenBucket(per_minute, clock), clock.now, 0
     for seconds, amount in steps:

@@ -31,7 +31,9 @@ class RecordingServer:
     async def generate(
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        last_status = self.last_status  # as the call begins: a test sets the next one as soon as it has the answers
+        last_status = (
+            self.last_status
+        )  # as the call begins: a test sets the next one as soon as it has the answers
         await self._record(request, context)
         for answer in self.answers:
             yield answer
@@ -59,17 +61,25 @@ async def recording_server() -> AsyncIterator[RecordingServer]:
     kept = RecordingServer()
     methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Generate": grpc.unary_stream_rpc_method_handler(
-            kept.generate, inference_pb2.GenerateRequest.FromString, lambda message: message.SerializeToString()
+            kept.generate,
+            inference_pb2.GenerateRequest.FromString,
+            lambda message: message.SerializeToString(),
         ),
         "Tokenize": grpc.unary_unary_rpc_method_handler(
-            kept.tokenize, inference_pb2.TokenizeRequest.FromString, lambda message: message.SerializeToString()
+            kept.tokenize,
+            inference_pb2.TokenizeRequest.FromString,
+            lambda message: message.SerializeToString(),
         ),
         "Detokenize": grpc.unary_unary_rpc_method_handler(
-            kept.detokenize, inference_pb2.DetokenizeRequest.FromString, lambda message: message.SerializeToString()
+            kept.detokenize,
+            inference_pb2.DetokenizeRequest.FromString,
+            lambda message: message.SerializeToString(),
         ),
     }
     running = grpc.aio.server()
-    running.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tandem.v1.Inference", methods),))
+    running.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("tandem.v1.Inference", methods),)
+    )
     kept.address = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
     await running.start()
     yield kept

@@ -16,7 +16,13 @@ CHAT = [{"role": "user", "content": "hello?"}]
 
 
 async def test_sync_and_async_give_the_same(grpc_service: Service) -> None:
-    options: Options = {"seed": 7, "max_tokens": 40, "stop": "z", "temperature": 0.5, "model": "tiny"}
+    options: Options = {
+        "seed": 7,
+        "max_tokens": 40,
+        "stop": "z",
+        "temperature": 0.5,
+        "model": "tiny",
+    }
 
     def use_client() -> list[object]:
         with connect(grpc_service.grpc) as client:
@@ -42,7 +48,12 @@ async def test_sync_and_async_give_the_same(grpc_service: Service) -> None:
         ]
     expected = await asyncio.to_thread(use_client)
     for a, b in zip(found[:3], expected[:3], strict=True):
-        assert (a.text, a.token_ids, a.finish_reason, a.usage) == (b.text, b.token_ids, b.finish_reason, b.usage)  # type: ignore[attr-defined]
+        assert (a.text, a.token_ids, a.finish_reason, a.usage) == (
+            b.text,
+            b.token_ids,
+            b.finish_reason,
+            b.usage,
+        )  # type: ignore[attr-defined]
         assert a.timeline.request_id == a.request_id  # type: ignore[attr-defined]
     assert found[3:] == expected[3:]
     assert found[3:] == [[104, 195, 169], list(b"[user] hello?\n[assistant] "), found[5], True]
@@ -70,7 +81,12 @@ async def test_every_option_reaches_the_service(grpc_service: Service) -> None:
     seen = grpc_service.source.requests[0]
     assert (seen.sampling.temperature, seen.sampling.top_k, seen.sampling.top_p) == (0.0, 5, 0.5)
     assert (seen.sampling.min_p, seen.sampling.seed) == (0.25, 2**64 - 1)
-    assert (seen.max_tokens, seen.stop_token_ids, seen.ignore_eos, len(seen.prompt)) == (6, (1,), True, 506)
+    assert (seen.max_tokens, seen.stop_token_ids, seen.ignore_eos, len(seen.prompt)) == (
+        6,
+        (1,),
+        True,
+        506,
+    )
 
 
 async def test_choices_and_logprobs(grpc_service: Service) -> None:
@@ -207,7 +223,9 @@ async def test_leaving_the_block_cancels(grpc_service: Service) -> None:
         errors.NotFound("what"),
     ],
 )
-async def test_typed_errors(grpc_service: Service, error: errors.TandemError, error_after: int) -> None:
+async def test_typed_errors(
+    grpc_service: Service, error: errors.TandemError, error_after: int
+) -> None:
     grpc_service.source.error, grpc_service.source.error_after = error, error_after
     async with AsyncClient(grpc_service.grpc, max_retries=0) as client:
         stream = client.stream("hi")
@@ -279,6 +297,7 @@ async def test_health_of_a_service_that_cannot_answer(grpc_service: Service) -> 
 
 def test_unknown_codes_are_internal_errors() -> None:
     assert isinstance(to_error(grpc.StatusCode.UNKNOWN, "x", None), errors.InternalError)
-    # A stream that was reset, by a router that stops, goes on at another; one that somebody cancelled does not.
+    # A stream that was reset, by a router that stops, goes on at another; one that somebody
+    # cancelled does not.
     assert isinstance(to_error(grpc.StatusCode.CANCELLED, "CANCELLED", None), errors.Unavailable)
     assert isinstance(to_error(grpc.StatusCode.CANCELLED, "nobody reads", None), errors.Cancelled)

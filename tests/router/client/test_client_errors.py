@@ -24,9 +24,13 @@ def rich(code: int, message: str, *details: Any) -> Any:
 
 async def test_details_of_errors(server: RecordingServer) -> None:
     violations = error_details_pb2.BadRequest(
-        field_violations=[error_details_pb2.BadRequest.FieldViolation(field="n", description="at most 32")]
+        field_violations=[
+            error_details_pb2.BadRequest.FieldViolation(field="n", description="at most 32")
+        ]
     )
-    retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=2, nanos=500_000_000))
+    retry = error_details_pb2.RetryInfo(
+        retry_delay=duration_pb2.Duration(seconds=2, nanos=500_000_000)
+    )
     cases: list[tuple[Any, type[errors.TandemError], dict[str, object]]] = [
         (
             rich(code_pb2.INVALID_ARGUMENT, "n: at most 32", violations),
@@ -49,7 +53,9 @@ async def test_details_of_errors(server: RecordingServer) -> None:
 
 def test_details_that_cannot_be_read_leave_the_text() -> None:
     found = to_error(
-        grpc.StatusCode.INVALID_ARGUMENT, "top_k: too large", (("grpc-status-details-bin", b"\xff\xff\xff"),)
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "top_k: too large",
+        (("grpc-status-details-bin", b"\xff\xff\xff"),),
     )
     assert isinstance(found, errors.InvalidArgument)
     assert (found.field, found.message) == ("top_k", "top_k: too large")

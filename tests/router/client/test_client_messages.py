@@ -26,7 +26,11 @@ CHAT = [{"role": "user", "content": "hello?"}]
 WEATHER = {
     "name": "weather",
     "description": "The weather somewhere.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
 }
 
 
@@ -125,7 +129,9 @@ async def test_absent_options_set_no_field(server: RecordingServer, value: str |
 
 async def test_beam_search(server: RecordingServer) -> None:
     request = await sent(server, beam_width=4, length_penalty=0.0, early_stopping=True, n=2)
-    assert request.beam_search == inference_pb2.BeamSearch(width=4, length_penalty=0.0, early_stopping=True)
+    assert request.beam_search == inference_pb2.BeamSearch(
+        width=4, length_penalty=0.0, early_stopping=True
+    )
     assert request.beam_search.HasField("length_penalty")
     assert not request.HasField("sampling")
 
@@ -133,10 +139,19 @@ async def test_beam_search(server: RecordingServer) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"json_schema": {"type": "object"}}, inference_pb2.Constraint(json_schema='{"type": "object"}')),
-        ({"json_schema": '{"type":"null"}'}, inference_pb2.Constraint(json_schema='{"type":"null"}')),
+        (
+            {"json_schema": {"type": "object"}},
+            inference_pb2.Constraint(json_schema='{"type": "object"}'),
+        ),
+        (
+            {"json_schema": '{"type":"null"}'},
+            inference_pb2.Constraint(json_schema='{"type":"null"}'),
+        ),
         ({"json_object": True}, inference_pb2.Constraint(json_object=True)),
-        ({"choice": ["yes", "no"]}, inference_pb2.Constraint(choice=inference_pb2.StringChoices(texts=["yes", "no"]))),
+        (
+            {"choice": ["yes", "no"]},
+            inference_pb2.Constraint(choice=inference_pb2.StringChoices(texts=["yes", "no"])),
+        ),
         ({"grammar": 'start: "a"'}, inference_pb2.Constraint(grammar='start: "a"')),
     ],
 )
@@ -196,10 +211,16 @@ async def test_none_is_as_good_as_absent_in_a_chat_and_in_tokenize(server: Recor
     assert tokenize_request("hi", "", template).prompt.text == "hi"
 
 
-@pytest.mark.parametrize("tool", [tandem.Tool(**WEATHER), {"type": "function", "function": WEATHER}])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "tool", [tandem.Tool(**WEATHER), {"type": "function", "function": WEATHER}]
+)  # type: ignore[arg-type]
 async def test_a_chat_with_tools(server: RecordingServer, tool: Any) -> None:
     call = ToolCall(id="c1", name="weather", arguments='{"city": "Rome"}')
-    openai_call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    openai_call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+    }
     options = TemplateOptions(
         tools=[tool],
         tool_choice="weather",
@@ -229,9 +250,15 @@ async def test_a_chat_with_tools(server: RecordingServer, tool: Any) -> None:
             inference_pb2.ChatMessage(role="assistant", tool_calls=[expected]),
             inference_pb2.ChatMessage(role="tool", content="warm", tool_call_id="c1"),
         ]
-        assert (chat.tools[0].name, chat.tools[0].description) == ("weather", "The weather somewhere.")
+        assert (chat.tools[0].name, chat.tools[0].description) == (
+            "weather",
+            "The weather somewhere.",
+        )
         assert json.loads(chat.tools[0].parameters) == WEATHER["parameters"]
-        assert (chat.tool_choice.mode, chat.tool_choice.name) == (inference_pb2.ToolChoice.MODE_NAMED, "weather")
+        assert (chat.tool_choice.mode, chat.tool_choice.name) == (
+            inference_pb2.ToolChoice.MODE_NAMED,
+            "weather",
+        )
         assert json.loads(chat.template_kwargs) == {"enable_thinking": False}
         assert chat.continue_final_message
         assert chat.parse_special
@@ -245,7 +272,9 @@ async def test_a_chat_with_tools(server: RecordingServer, tool: Any) -> None:
         ("required", inference_pb2.ToolChoice.MODE_REQUIRED),
     ],
 )
-async def test_tool_choices(server: RecordingServer, choice: str, mode: "inference_pb2.ToolChoice.Mode") -> None:
+async def test_tool_choices(
+    server: RecordingServer, choice: str, mode: "inference_pb2.ToolChoice.Mode"
+) -> None:
     async with AsyncClient(server.address) as client:
         await client.chat(CHAT, tools=[Tool(name="f")], tool_choice=choice)
     assert server.requests[-1].prompt.chat.tool_choice == inference_pb2.ToolChoice(mode=mode)
@@ -261,7 +290,13 @@ async def test_choices_are_sorted_out_of_a_mixed_stream(server: RecordingServer)
     call = inference_pb2.ToolCall(id="c1", name="f", arguments="{}")
     message = inference_pb2.GenerateResponse
     server.answers = [
-        message(choice=0, text="a", token_ids=[1], logprobs=[scores(1)], prompt_logprobs=[first, scores(9)]),
+        message(
+            choice=0,
+            text="a",
+            token_ids=[1],
+            logprobs=[scores(1)],
+            prompt_logprobs=[first, scores(9)],
+        ),
         message(choice=1, text="x", token_ids=[5, 6], logprobs=[scores(5), scores(6)]),
         message(
             choice=1,
@@ -290,11 +325,20 @@ async def test_choices_are_sorted_out_of_a_mixed_stream(server: RecordingServer)
             done = stream.completion()
         assert [choice.text for choice in done.choices] == ["ab", "x"]
         assert [choice.token_ids for choice in done.choices] == [(1, 2), (5, 6)]
-        assert (done.text, done.token_ids, done.finish_reason, done.request_id) == ("ab", (1, 2), "length", "r")
+        assert (done.text, done.token_ids, done.finish_reason, done.request_id) == (
+            "ab",
+            (1, 2),
+            "length",
+            "r",
+        )
         other = done.choices[1]
         assert other.tool_calls == (ToolCall(id="c1", name="f", arguments="{}"),)
         assert (other.score, other.finish_reason, other.stop_string) == (-2.5, "tool_calls", "END")
-        assert other.message == {"role": "assistant", "content": "x", "tool_calls": other.tool_calls}
+        assert other.message == {
+            "role": "assistant",
+            "content": "x",
+            "tool_calls": other.tool_calls,
+        }
         assert done.message == {"role": "assistant", "content": "ab"}
         one = Logprob(token_id=1, token_bytes=b"\xc3", logprob=-0.5, rank=4)
         assert done.logprobs[0] == TokenLogprobs(token=one, top=(one, one))

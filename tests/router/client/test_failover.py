@@ -54,7 +54,9 @@ class Router:
         self._dispatcher = Dispatcher(registry, identity=IDENTITY)
         scope.push_async_callback(self._dispatcher.close)
         model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=2_048)
-        self._server = GrpcServer(GenerationService([model], self, resume_key=KEY), reflection=False)
+        self._server = GrpcServer(
+            GenerationService([model], self, resume_key=KEY), reflection=False
+        )
         self._port = int((await self._server.start("127.0.0.1:0")).rpartition(":")[2])
         scope.push_async_callback(self._server.stop, 0)
         self._forwarder = await asyncio.start_server(self._forward, "127.0.0.1", 0)
@@ -102,11 +104,16 @@ async def two_routers() -> AsyncIterator[list[Router]]:
         yield routers
 
 
-async def read(addresses: list[str], blocking: bool, options: Options, on_delta: Any) -> tuple[list[Delta], Completion]:
+async def read(
+    addresses: list[str], blocking: bool, options: Options, on_delta: Any
+) -> tuple[list[Delta], Completion]:
     """Streams by one of the clients; calls `on_delta` for each delta, in the event loop."""
     deltas: list[Delta] = []
     if not blocking:
-        async with AsyncClient(addresses) as client, client.stream("hi", timeout=60, **options) as stream:
+        async with (
+            AsyncClient(addresses) as client,
+            client.stream("hi", timeout=60, **options) as stream,
+        ):
             async for delta in stream:
                 deltas.append(delta)
                 await on_delta(len(deltas))
@@ -114,7 +121,10 @@ async def read(addresses: list[str], blocking: bool, options: Options, on_delta:
     loop = asyncio.get_running_loop()
 
     def use_client() -> Completion:
-        with Client(",".join(addresses)) as client, client.stream("hi", timeout=60, **options) as stream:
+        with (
+            Client(",".join(addresses)) as client,
+            client.stream("hi", timeout=60, **options) as stream,
+        ):
             for delta in stream:
                 deltas.append(delta)
                 asyncio.run_coroutine_threadsafe(on_delta(len(deltas)), loop).result()
@@ -126,7 +136,13 @@ async def read(addresses: list[str], blocking: bool, options: Options, on_delta:
 @pytest.mark.parametrize("way", ["cut", "stop"])
 @pytest.mark.parametrize("blocking", [False, True])
 async def test_a_stream_goes_on_when_its_router_is_lost(blocking: bool, way: str) -> None:
-    options: Options = {"n": 2, "max_tokens": 150, "logprobs": 1, "prompt_logprobs": 0, "temperature": 1.0}
+    options: Options = {
+        "n": 2,
+        "max_tokens": 150,
+        "logprobs": 1,
+        "prompt_logprobs": 0,
+        "temperature": 1.0,
+    }
 
     async def do_nothing(_: int) -> None:
         return None
@@ -138,7 +154,9 @@ async def test_a_stream_goes_on_when_its_router_is_lost(blocking: bool, way: str
                 await getattr(next(router for router in routers if router.requests), way)()
 
         deltas, found = await read([router.address for router in routers], blocking, options, lose)
-        first, second = sorted(routers, key=lambda router: any(request.emitted for request in router.requests))
+        first, second = sorted(
+            routers, key=lambda router: any(request.emitted for request in router.requests)
+        )
         (begun,), (resumed,) = first.requests, second.requests
         assert begun.sampling.seed == resumed.sampling.seed
         assert all(30 <= len(ids or ()) < 150 for ids in resumed.emitted)
@@ -154,9 +172,15 @@ async def test_a_stream_goes_on_when_its_router_is_lost(blocking: bool, way: str
 
 
 async def test_a_lone_router_that_comes_back_goes_on(grpc_service: Service) -> None:
-    """The service fails three times after three more tokens; what counts are tries without a token between them."""
+    """The service fails three times after three more tokens; what counts are tries without a token
+    between them.
+    """
     source = grpc_service.source
-    generate, source.error, source.error_after = source.generate, errors.Unavailable("gone", 0.01), 3
+    generate, source.error, source.error_after = (
+        source.generate,
+        errors.Unavailable("gone", 0.01),
+        3,
+    )
 
     async def failing(request: TokenRequest, *args: Any) -> AsyncIterator[TokenDelta]:
         num_emitted = len(request.emitted[0] or ()) if request.emitted else 0
@@ -172,7 +196,9 @@ async def test_a_lone_router_that_comes_back_goes_on(grpc_service: Service) -> N
     assert found.request_id == "mine"
 
 
-async def test_a_service_without_resume_tokens_is_not_asked_to_go_on(server: RecordingServer) -> None:
+async def test_a_service_without_resume_tokens_is_not_asked_to_go_on(
+    server: RecordingServer,
+) -> None:
     server.answers = [inference_pb2.GenerateResponse(text="a", token_ids=[1])]
     server.last_status = to_status(status_pb2.Status(code=code_pb2.UNAVAILABLE, message="gone"))
     async with AsyncClient(server.address) as client:
@@ -181,7 +207,9 @@ async def test_a_service_without_resume_tokens_is_not_asked_to_go_on(server: Rec
     assert len(server.requests) == 1
 
 
-async def test_an_answer_that_is_complete_needs_no_end_of_the_stream(server: RecordingServer) -> None:
+async def test_an_answer_that_is_complete_needs_no_end_of_the_stream(
+    server: RecordingServer,
+) -> None:
     server.answers = [LAST]
     server.last_status = to_status(status_pb2.Status(code=code_pb2.UNAVAILABLE, message="gone"))
     async with AsyncClient(server.address) as client:
@@ -191,9 +219,16 @@ async def test_an_answer_that_is_complete_needs_no_end_of_the_stream(server: Rec
     assert len(server.requests) == 2
 
 
-async def test_prompt_logprobs_that_came_in_parts_are_not_there_twice(server: RecordingServer) -> None:
-    entries = [inference_pb2.TokenLogprobs(token=inference_pb2.Logprob(token_id=i)) for i in range(5)]
-    parts = [inference_pb2.GenerateResponse(request_id="r", prompt_logprobs=entries[i : i + 2]) for i in (0, 2)]
+async def test_prompt_logprobs_that_came_in_parts_are_not_there_twice(
+    server: RecordingServer,
+) -> None:
+    entries = [
+        inference_pb2.TokenLogprobs(token=inference_pb2.Logprob(token_id=i)) for i in range(5)
+    ]
+    parts = [
+        inference_pb2.GenerateResponse(request_id="r", prompt_logprobs=entries[i : i + 2])
+        for i in (0, 2)
+    ]
     last = inference_pb2.GenerateResponse(prompt_logprobs=entries[4:])
     last.MergeFrom(LAST)
     server.answers = parts
@@ -207,7 +242,9 @@ async def test_prompt_logprobs_that_came_in_parts_are_not_there_twice(server: Re
 
 
 @pytest.mark.parametrize("addresses", [f"{DEAD}, {{}}", [DEAD, "{}"], ["{}", DEAD]])
-async def test_calls_go_to_the_router_that_answers(server: RecordingServer, addresses: str | list[str]) -> None:
+async def test_calls_go_to_the_router_that_answers(
+    server: RecordingServer, addresses: str | list[str]
+) -> None:
     given: Any = addresses.format(server.address) if isinstance(addresses, str) else None
     given = given or [each.format(server.address) for each in addresses]
     for _ in range(4):  # each begins with a random one
@@ -236,10 +273,15 @@ def test_there_is_no_wait_before_a_router_that_was_not_tried() -> None:
     assert retries.delay(gone) == 0.0
 
 
-def test_a_stream_with_tokens_waits_for_a_router_to_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_with_tokens_waits_for_a_router_to_be_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    gone, retries = errors.Unavailable("gone", 1.0), Retries(max_retries=1, timeout=None, num_routers=1)
+    gone, retries = (
+        errors.Unavailable("gone", 1.0),
+        Retries(max_retries=1, timeout=None, num_routers=1),
+    )
     retries.reset()
     for now in (200.0, 201.0, 215.0, 229.0):  # noqa: B007 - the clock reads it
         assert retries.delay(gone) >= 1.0
@@ -257,7 +299,9 @@ def test_a_stream_with_tokens_waits_for_a_router_to_be_replaced(monkeypatch: pyt
 
 
 async def test_a_router_that_comes_back_is_reached_within_seconds() -> None:
-    """Although the channel has failed to connect for so long that by default grpc would wait for 3 s and more."""
+    """Although the channel has failed to connect for so long that by default grpc would wait for 3
+    s and more.
+    """
     async with fleet(1, 1, rank=byte_rank) as running, AsyncExitStack() as scope:
         router = Router(running)
         await router.start(scope)

@@ -42,7 +42,9 @@ def test_other_hosts_are_reached_by_the_proxy(proxy: socket.socket) -> None:
             connection, _ = proxy.accept()
             with connection:
                 connection.settimeout(WAIT)
-                assert connection.recv(4096).startswith(b"CONNECT service.example:50051 HTTP/1.1\r\n")
+                assert connection.recv(4096).startswith(
+                    b"CONNECT service.example:50051 HTTP/1.1\r\n"
+                )
 
 
 def test_a_service_of_ones_own_is_never_reached_by_the_proxy(proxy: socket.socket) -> None:

@@ -1,4 +1,6 @@
-"""The clients' retries: before the first token, as often as allowed, when and if the service says so."""
+"""The clients' retries: before the first token, as often as allowed, when and if the service says
+so.
+"""
 
 import asyncio
 import threading
@@ -42,7 +44,9 @@ async def generate(service: Service, blocking: bool, **options: float) -> str:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("error", [errors.Overloaded("full", 0.05), errors.Unavailable("no worker", 0.05)])
+@pytest.mark.parametrize(
+    "error", [errors.Overloaded("full", 0.05), errors.Unavailable("no worker", 0.05)]
+)
 async def test_errors_with_retry_after_are_retried(
     grpc_service: Service, blocking: bool, error: errors.TandemError
 ) -> None:
@@ -104,7 +108,9 @@ async def test_unary_calls_are_tried_again() -> None:
             await client.tokenize("x")
     with Client("127.0.0.1:1", max_retries=1) as blocking, pytest.raises(errors.Unavailable):
         await asyncio.to_thread(blocking.tokenize, "x")
-    assert time.monotonic() - started >= 2.0  # an unreachable service names no time; each waits for a second
+    assert (
+        time.monotonic() - started >= 2.0
+    )  # an unreachable service names no time; each waits for a second
 
 
 def test_the_timeout_is_of_all_tries_together() -> None:

@@ -1,4 +1,6 @@
-"""Requests cancelled at any moment: within a second no worker holds anything for them, and the others go on."""
+"""Requests cancelled at any moment: within a second no worker holds anything for them, and the
+others go on.
+"""
 
 import asyncio
 import gc

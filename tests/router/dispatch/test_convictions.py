@@ -1,4 +1,6 @@
-"""What routers tell each other of prompts that crash workers: with clocks that differ, late, again and again."""
+"""What routers tell each other of prompts that crash workers: with clocks that differ, late, again
+and again.
+"""
 
 import random
 from dataclasses import replace
@@ -35,7 +37,9 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", DIFFERENT.values(), ids=list(DIFFERENT))
-def test_a_request_of_another_tenant_adapter_or_parameter_is_not_refused(fields: dict[str, Any]) -> None:
+def test_a_request_of_another_tenant_adapter_or_parameter_is_not_refused(
+    fields: dict[str, Any],
+) -> None:
     convictions = Convictions()
     convictions.convict(REQUEST)
     assert convictions.is_convicted(REQUEST)
@@ -84,7 +88,9 @@ def test_what_is_known_is_no_news_and_not_prolonged() -> None:
 
 
 def test_messages_that_are_late_keep_no_conviction_alive() -> None:
-    """A directory and three routers, one of which joins late; no message takes longer than a call's deadline."""
+    """A directory and three routers, one of which joins late; no message takes longer than a call's
+    deadline.
+    """
     clock, chance = Clock(), random.Random(1)
     directory, *routers = holders = [Convictions(clock) for _ in range(4)]
     routers[0].convict(REQUEST)
@@ -113,7 +119,9 @@ def test_they_are_bounded_in_number() -> None:
     other.convict(request((0,)))
     assert other.learn(one.remaining())
     assert len(other.remaining()) == MAX_CONVICTED
-    assert not other.learn(one.remaining()), "what has no room is no news, or both would exchange it for ever"
+    assert not other.learn(one.remaining()), (
+        "what has no room is no news, or both would exchange it for ever"
+    )
     clock.now += CONVICTED_SECONDS
     assert not one.remaining()
     assert not other.learn({})

@@ -1,4 +1,6 @@
-"""Requests through real workers, sessions and KV transfers, with an executor that checks every byte of KV cache."""
+"""Requests through real workers, sessions and KV transfers, with an executor that checks every byte
+of KV cache.
+"""
 
 import asyncio
 import itertools
@@ -22,16 +24,25 @@ from tandem.tests.fleet import VOCAB, Fleet, Unlimited, fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.fake_worker import FakeWorker, token
 from tandem.tests.token_request import token_request
-from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
+from tandem.tests.workers.engine.fake import (
+    FakeExecutor,
+    expected_choices,
+    expected_logprobs,
+    expected_tokens,
+)
 
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 
 
-async def deltas_of(running: Fleet, request: TokenRequest, ended: Collection[int] = ()) -> list[TokenDelta]:
+async def deltas_of(
+    running: Fleet, request: TokenRequest, ended: Collection[int] = ()
+) -> list[TokenDelta]:
     """All deltas, checked to have contiguous indices and exactly one end a choice."""
     found: list[TokenDelta] = []
     counts, finished = [0] * request.num_choices, set()
-    async with aclosing(running.dispatcher.generate(request, inference_pb2.Timeline(), ended)) as deltas:
+    async with aclosing(
+        running.dispatcher.generate(request, inference_pb2.Timeline(), ended)
+    ) as deltas:
         async for delta in deltas:
             assert delta.first_index == counts[delta.choice]
             assert delta.choice not in finished
@@ -44,7 +55,10 @@ async def deltas_of(running: Fleet, request: TokenRequest, ended: Collection[int
 
 
 def ids_of(deltas: list[TokenDelta], num_choices: int) -> list[list[int]]:
-    return [[i for delta in deltas if delta.choice == choice for i in delta.ids] for choice in range(num_choices)]
+    return [
+        [i for delta in deltas if delta.choice == choice for i in delta.ids]
+        for choice in range(num_choices)
+    ]
 
 
 @pytest.mark.parametrize("prefill", [0, 1, 2])
@@ -56,7 +70,9 @@ async def test_tokens_equal_the_reference(prefill: int, length: int) -> None:
             tokens, timeline = await running.generate(token_request(prompt, 40))
             assert tokens == expected_tokens(prompt, 40, VOCAB)
         if prefill:
-            assert timeline.kv_transfer_bytes == length % 16 * 3 * 64  # the whole blocks were there already
+            assert (
+                timeline.kv_transfer_bytes == length % 16 * 3 * 64
+            )  # the whole blocks were there already
 
 
 async def test_the_timeline_adds_up() -> None:
@@ -87,7 +103,9 @@ async def test_choices_end_at_stop_tokens_of_their_own(prefill: int) -> None:
     whole = expected_choices(prompt, 3, 30, VOCAB)
     stops = (whole[1][0], whole[2][7])
     async with fleet(prefill, 1) as running:
-        deltas = await deltas_of(running, token_request(prompt, 30, num_choices=3, stop_token_ids=stops))
+        deltas = await deltas_of(
+            running, token_request(prompt, 30, num_choices=3, stop_token_ids=stops)
+        )
     ends = [next((i + 1 for i, t in enumerate(ids) if t in stops), 30) for ids in whole]
     assert ids_of(deltas, 3) == [ids[:end] for ids, end in zip(whole, ends, strict=True)]
     assert (ends[1], ends[2]) == (1, 8)
@@ -105,7 +123,9 @@ async def test_logprobs_come_with_their_tokens(prefill: int) -> None:
         expected = expected_logprobs([*prompt, *tokens[1][:i]], 2, VOCAB)
         assert list(scores.top_ids) == [token for token, _ in expected]
         assert list(scores.top_logprobs) == pytest.approx([logprob for _, logprob in expected])
-    assert [len(delta.prompt_logprobs) for delta in deltas if delta.prompt_logprobs] == [len(prompt) - 1]
+    assert [len(delta.prompt_logprobs) for delta in deltas if delta.prompt_logprobs] == [
+        len(prompt) - 1
+    ]
     assert deltas[0].prompt_logprobs
 
 
@@ -128,7 +148,9 @@ async def test_dropped_choices_are_freed_on_their_worker() -> None:
     async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.001)) as running:
         request = token_request(prompt, 1000, num_choices=3)
         found: list[TokenDelta] = []
-        async with aclosing(running.dispatcher.generate(request, inference_pb2.Timeline(), ended)) as deltas:
+        async with aclosing(
+            running.dispatcher.generate(request, inference_pb2.Timeline(), ended)
+        ) as deltas:
             async for delta in deltas:
                 assert delta.choice not in ended
                 found.append(delta)
@@ -142,8 +164,12 @@ async def test_dropped_choices_are_freed_on_their_worker() -> None:
 
 @pytest.mark.parametrize("reads", [0, 3])
 async def test_the_deadline_ends_a_request_everywhere(reads: int) -> None:
-    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.01 if reads else 0.5)) as running:
-        request = token_request(range(30), 1000, deadline=time.monotonic() + (1.0 if reads else 0.2))
+    async with fleet(
+        1, 1, rank=lambda role: fake_rank(step_seconds=0.01 if reads else 0.5)
+    ) as running:
+        request = token_request(
+            range(30), 1000, deadline=time.monotonic() + (1.0 if reads else 0.2)
+        )
         found: list[TokenDelta] = []
 
         async def read() -> None:
@@ -199,7 +225,9 @@ async def test_admission_decides_when_a_request_starts() -> None:
         running.dispatcher = Dispatcher(running.registry, admission, identity=IDENTITY)
         with pytest.raises(Overloaded, match="not you"):
             await running.generate(token_request(range(20), 4, tenant="refused"))
-        first = running.dispatcher.generate(token_request(range(20), 4, name="first"), inference_pb2.Timeline())
+        first = running.dispatcher.generate(
+            token_request(range(20), 4, name="first"), inference_pb2.Timeline()
+        )
         await anext(first)
         late = token_request(range(20), 4, name="late", deadline=time.monotonic() + 0.05)
         with pytest.raises(DeadlineExceeded):
@@ -215,13 +243,17 @@ async def test_admission_decides_when_a_request_starts() -> None:
 
 
 async def test_when_the_service_stops_everybody_reads_so() -> None:
-    async with fleet(0, 1, rank=lambda role: fake_rank(step_seconds=0.002), max_sequences=4) as running:
+    async with fleet(
+        0, 1, rank=lambda role: fake_rank(step_seconds=0.002), max_sequences=4
+    ) as running:
         router = add_router(running)
         found: list[int] = []
 
         async def one(number: int) -> None:
             request = token_request(range(number, number + 30), 1500, name=str(number))
-            async with aclosing(router.dispatcher.generate(request, inference_pb2.Timeline())) as deltas:
+            async with aclosing(
+                router.dispatcher.generate(request, inference_pb2.Timeline())
+            ) as deltas:
                 async for delta in deltas:
                     found.append(delta.choice)
 
@@ -241,7 +273,9 @@ async def test_when_the_service_stops_everybody_reads_so() -> None:
 async def test_a_request_that_comes_when_the_service_stops_waits_for_nothing() -> None:
     """Neither for a slot nor, as all sessions are broken, for a worker."""
     registry = WorkerRegistry()
-    info = worker_pb2.WorkerInfo(worker_id="d1", epoch=1, role=worker_pb2.ROLE_DECODE, max_sequences=1)
+    info = worker_pb2.WorkerInfo(
+        worker_id="d1", epoch=1, role=worker_pb2.ROLE_DECODE, max_sequences=1
+    )
     registry.update([info])
     registry.session_lost("d1", 1)
     admission = Admission(registry)
@@ -258,7 +292,9 @@ async def test_a_request_that_comes_when_the_service_stops_waits_for_nothing() -
 
 async def test_routers_share_workers_without_knowing_of_each_other() -> None:
     """Their request ids are the same; the end of one leaves the others' requests alone."""
-    async with fleet(1, 2, rank=lambda role: fake_rank(step_seconds=0.002), max_sequences=4) as running:
+    async with fleet(
+        1, 2, rank=lambda role: fake_rank(step_seconds=0.002), max_sequences=4
+    ) as running:
         routers = [add_router(running) for _ in range(3)]
         vanishes, *stay = routers
 
@@ -268,7 +304,11 @@ async def test_routers_share_workers_without_knowing_of_each_other() -> None:
             assert tokens == expected_tokens(prompt, 30, VOCAB)
 
         lost = [asyncio.create_task(one(vanishes, n)) for n in range(15)]
-        kept = [asyncio.create_task(one(router, 15 * n + m)) for n, router in enumerate(stay) for m in range(15)]
+        kept = [
+            asyncio.create_task(one(router, 15 * n + m))
+            for n, router in enumerate(stay)
+            for m in range(15)
+        ]
         async with asyncio.timeout(20):
             while not any(status.num_sessions == 3 for status in await running.statuses()):
                 await asyncio.sleep(0.005)
@@ -291,7 +331,11 @@ async def test_routers_share_workers_without_knowing_of_each_other() -> None:
 def add_router(running: Fleet) -> Fleet:
     registry = WorkerRegistry()
     registry.update(worker.info() for worker in running.workers)
-    return replace(running, registry=registry, dispatcher=Dispatcher(registry, Admission(registry), identity=IDENTITY))
+    return replace(
+        running,
+        registry=registry,
+        dispatcher=Dispatcher(registry, Admission(registry), identity=IDENTITY),
+    )
 
 
 class AnsweringWorker(FakeWorker):
@@ -315,15 +359,21 @@ class AnsweringWorker(FakeWorker):
         async for request in requests:
             if request.HasField("submit"):
                 self.num_submits += 1
-                self.send(token(request.submit.request_id, 0, attempt=request.submit.attempt, last=True))
+                self.send(
+                    token(request.submit.request_id, 0, attempt=request.submit.attempt, last=True)
+                )
 
 
-async def test_a_worker_whose_session_has_broken_gets_no_request_before_it_answers_a_probe() -> None:
+async def test_a_worker_whose_session_has_broken_gets_no_request_before_it_answers_a_probe() -> (
+    None
+):
     """The directory lists it all the time."""
     dead, alive = AnsweringWorker(), AnsweringWorker()
     registry = WorkerRegistry()
     registry.update(
-        worker_pb2.WorkerInfo(worker_id=name, epoch=1, role=worker_pb2.ROLE_DECODE, address=each.address)
+        worker_pb2.WorkerInfo(
+            worker_id=name, epoch=1, role=worker_pb2.ROLE_DECODE, address=each.address
+        )
         for name, each in (("dead", dead), ("alive", alive))
     )
     router = Dispatcher(registry, Unlimited(registry), identity=IDENTITY)
@@ -334,7 +384,9 @@ async def test_a_worker_whose_session_has_broken_gets_no_request_before_it_answe
         while not is_enough() or least > 0:
             least -= 1
             request = token_request(next(prompts), 1)
-            assert [delta.ids async for delta in router.generate(request, inference_pb2.Timeline())] == [(7,)]
+            assert [
+                delta.ids async for delta in router.generate(request, inference_pb2.Timeline())
+            ] == [(7,)]
 
     await asyncio.gather(dead.server.start(), alive.server.start())
     try:
@@ -358,14 +410,19 @@ async def test_a_worker_whose_session_has_broken_gets_no_request_before_it_answe
 async def test_a_request_waits_while_the_sessions_with_all_workers_are_broken() -> None:
     worker = AnsweringWorker()
     registry = WorkerRegistry()
-    info = worker_pb2.WorkerInfo(worker_id="d1", epoch=1, role=worker_pb2.ROLE_DECODE, address=worker.address)
+    info = worker_pb2.WorkerInfo(
+        worker_id="d1", epoch=1, role=worker_pb2.ROLE_DECODE, address=worker.address
+    )
     registry.update([info])
     registry.session_lost("d1", 1)
     router = Dispatcher(registry, Unlimited(registry), identity=IDENTITY)
     await worker.server.start()
 
     async def ask() -> list[tuple[int, ...]]:
-        return [delta.ids async for delta in router.generate(token_request([1], 1), inference_pb2.Timeline())]
+        return [
+            delta.ids
+            async for delta in router.generate(token_request([1], 1), inference_pb2.Timeline())
+        ]
 
     asked = asyncio.create_task(ask())
     try:

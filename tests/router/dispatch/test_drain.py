@@ -1,4 +1,6 @@
-"""Streams of a draining worker go on elsewhere with their KV cache: nothing is lost, altered or computed again."""
+"""Streams of a draining worker go on elsewhere with their KV cache: nothing is lost, altered or
+computed again.
+"""
 
 import asyncio
 from collections import Counter
@@ -51,11 +53,15 @@ async def until_decoding(worker: Worker) -> None:
 async def test_streams_move_to_another_worker_and_nothing_is_computed_again(
     prefill: int, num_choices: int, submits: Counter[Task]
 ) -> None:
-    async with fleet(prefill, 3, rank=lambda role: fake_rank(num_blocks=2000, step_seconds=0.002)) as running:
+    async with fleet(
+        prefill, 3, rank=lambda role: fake_rank(num_blocks=2000, step_seconds=0.002)
+    ) as running:
 
         async def one(number: int) -> int:
             prompt = range(number, number + 40)
-            ids, timeline = await running.choices(token_request(prompt, 150, num_choices=num_choices))
+            ids, timeline = await running.choices(
+                token_request(prompt, 150, num_choices=num_choices)
+            )
             assert ids == expected_choices(prompt, num_choices, 150, VOCAB)
             return timeline.attempts
 
@@ -75,11 +81,17 @@ async def test_a_stream_whose_cache_has_just_arrived_is_not_computed_again(
 ) -> None:
     fetch, fetches = RequestManager._fetched, []
 
-    def suspend_and_commit(manager: RequestManager, request: WorkerRequest, task: "asyncio.Task[FetchResult]") -> None:
+    def suspend_and_commit(
+        manager: RequestManager, request: WorkerRequest, task: "asyncio.Task[FetchResult]"
+    ) -> None:
         fetches.append(task)
-        if len(fetches) == 1:  # acknowledged already, so that the prefill worker has let go of the cache
+        if (
+            len(fetches) == 1
+        ):  # acknowledged already, so that the prefill worker has let go of the cache
             request_id, attempt = request.key
-            manager.suspend(request.session, worker_pb2.Suspend(request_id=request_id, attempt=attempt))
+            manager.suspend(
+                request.session, worker_pb2.Suspend(request_id=request_id, attempt=attempt)
+            )
         fetch(manager, request, task)
 
     monkeypatch.setattr(RequestManager, "_fetched", suspend_and_commit)
@@ -91,7 +103,9 @@ async def test_a_stream_whose_cache_has_just_arrived_is_not_computed_again(
 
 
 async def test_every_worker_is_replaced_in_turn() -> None:
-    async with fleet(1, 4, rank=lambda role: fake_rank(num_blocks=2000, step_seconds=0.002)) as running:
+    async with fleet(
+        1, 4, rank=lambda role: fake_rank(num_blocks=2000, step_seconds=0.002)
+    ) as running:
 
         async def one(number: int) -> None:
             prompt = range(number, number + 40)
@@ -117,7 +131,9 @@ async def test_streams_end_where_they_are_if_there_is_no_other_worker() -> None:
 
 async def test_a_stream_that_is_lost_while_it_is_suspended_is_computed_again() -> None:
     async with fleet(0, 2, rank=lambda role: fake_rank(step_seconds=0.002)) as running:
-        running.dispatcher = Dispatcher(running.registry, Unlimited(running.registry), identity=IDENTITY)
+        running.dispatcher = Dispatcher(
+            running.registry, Unlimited(running.registry), identity=IDENTITY
+        )
         request = asyncio.create_task(running.choices(token_request(range(40), 200)))
         await until_running(running, 1)
         worker = max(running.workers, key=lambda each: each.load().num_running)
@@ -142,10 +158,14 @@ async def test_a_stream_that_is_lost_while_it_is_suspended_is_computed_again() -
 
 async def test_beam_searches_and_prompts_stay() -> None:
     search = inference_pb2.BeamSearch(width=4, length_penalty=1.0, early_stopping=False)
-    async with fleet(1, 2, rank=lambda role: fake_rank(num_blocks=1000, step_seconds=0.002)) as running:
+    async with fleet(
+        1, 2, rank=lambda role: fake_rank(num_blocks=1000, step_seconds=0.002)
+    ) as running:
         asked = token_request(range(40), 100, num_choices=2, beam_search=search)
         expected, _ = await running.choices(asked)
-        again = asyncio.create_task(running.choices(token_request(range(40), 100, num_choices=2, beam_search=search)))
+        again = asyncio.create_task(
+            running.choices(token_request(range(40), 100, num_choices=2, beam_search=search))
+        )
         await until_running(running, 1)
         worker = max(running.workers, key=lambda each: each.load().num_running)
         assert await worker.drain(20) == 0

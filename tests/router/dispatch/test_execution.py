@@ -1,4 +1,6 @@
-"""A request through interruptions, on pools of fake workers: whatever fails, its tokens are the same."""
+"""A request through interruptions, on pools of fake workers: whatever fails, its tokens are the
+same.
+"""
 
 import asyncio
 import random
@@ -13,7 +15,12 @@ from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InternalError, InvalidArgument, Overloaded, Unavailable
-from tandem.router.dispatch.execution import AVOID_SECONDS, MAX_TRANSFERS_LOST, PARK_SECONDS, RequestExecution
+from tandem.router.dispatch.execution import (
+    AVOID_SECONDS,
+    MAX_TRANSFERS_LOST,
+    PARK_SECONDS,
+    RequestExecution,
+)
 from tandem.router.dispatch.quarantine import TRIAL_SECONDS, Quarantine
 from tandem.router.dispatch.request_timer import RequestTimer
 from tandem.router.dispatch.unread import Wake
@@ -37,7 +44,9 @@ from tandem.tests.router.fake_pools import (
     max_tokens=st.integers(1, 25),
     pairs=st.booleans(),
     faults=st.lists(
-        st.sampled_from(["kill", "transfer", "full", "preempt", "leave", "preempt", "not_finite", "unable"]),
+        st.sampled_from(
+            ["kill", "transfer", "full", "preempt", "leave", "preempt", "not_finite", "unable"]
+        ),
         max_size=3,
     ),
 )
@@ -58,19 +67,23 @@ def test_whatever_fails_the_tokens_are_those_of_a_run_without_faults(
         if pools.chance.random() < 0.5:
             caller.read(execution)
     assert caller.finished == set(range(num_choices))
-    assert caller.ids == [completion(request.prompt, SEED + choice, max_tokens) for choice in range(num_choices)]
+    assert caller.ids == [
+        completion(request.prompt, SEED + choice, max_tokens) for choice in range(num_choices)
+    ]
     assert caller.num_prompt_logprobs == 1
     execution.end()
     assert all(client.num_streams == 0 for client in pools.clients.values())
     assert not pools.held
-    assert len({submit.attempt for submit in pools.submits if submit.task != worker_pb2.TASK_DECODE}) == len(
-        [submit for submit in pools.submits if submit.task != worker_pb2.TASK_DECODE]
-    )
+    assert len(
+        {submit.attempt for submit in pools.submits if submit.task != worker_pb2.TASK_DECODE}
+    ) == len([submit for submit in pools.submits if submit.task != worker_pb2.TASK_DECODE])
 
 
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), pairs=st.booleans(), kill=st.booleans())
-def test_choices_that_the_caller_ends_have_no_further_delta(seed: int, pairs: bool, kill: bool) -> None:
+def test_choices_that_the_caller_ends_have_no_further_delta(
+    seed: int, pairs: bool, kill: bool
+) -> None:
     request = choices_request(4)
     pools = FakePools(random.Random(seed), pairs)
     whole = [completion(request.prompt, SEED + choice, 30) for choice in range(4)]
@@ -86,7 +99,10 @@ def test_choices_that_the_caller_ends_have_no_further_delta(seed: int, pairs: bo
         for delta in execution.deltas():
             assert delta.choice not in ended
             caller.take(delta)
-            if len(caller.ids[delta.choice]) >= limits[delta.choice] and delta.choice not in caller.finished:
+            if (
+                len(caller.ids[delta.choice]) >= limits[delta.choice]
+                and delta.choice not in caller.finished
+            ):
                 ended.add(delta.choice)
     assert caller.finished | ended == {0, 1, 2, 3}
     assert all(whole[choice][: len(ids)] == ids for choice, ids in enumerate(caller.ids))
@@ -95,8 +111,14 @@ def test_choices_that_the_caller_ends_have_no_further_delta(seed: int, pairs: bo
 
 
 @settings(max_examples=100)
-@given(seed=st.integers(0, 2**32), pairs=st.booleans(), cuts=st.lists(st.integers(0, 20), min_size=1, max_size=4))
-def test_a_request_begun_elsewhere_goes_on_with_the_same_tokens(seed: int, pairs: bool, cuts: list[int]) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    pairs=st.booleans(),
+    cuts=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+)
+def test_a_request_begun_elsewhere_goes_on_with_the_same_tokens(
+    seed: int, pairs: bool, cuts: list[int]
+) -> None:
     request = choices_request(len(cuts))
     expected = [completion(request.prompt, SEED + choice, 30) for choice in range(len(cuts))]
     begun = [tuple(ids[:cut]) for ids, cut in zip(expected, cuts, strict=True)]
@@ -115,9 +137,13 @@ def test_a_request_begun_elsewhere_goes_on_with_the_same_tokens(seed: int, pairs
         caller.read(execution)
     assert caller.ids == expected
     assert caller.finished == {choice for choice, ended in enumerate(has_ended) if not ended}
-    assert all(not submit.HasField("prompt_logprobs") for submit in pools.submits if submit.first_index)
+    assert all(
+        not submit.HasField("prompt_logprobs") for submit in pools.submits if submit.first_index
+    )
     assert not pools.held
-    for submit in pools.submits:  # what the service interrupts goes ahead, what its client resumes does not
+    for (
+        submit
+    ) in pools.submits:  # what the service interrupts goes ahead, what its client resumes does not
         is_resumed = submit.first_index == len(begun[submit.first_choice])
         assert submit.turn == (turn if is_resumed else worker_pb2.TURN_UNSPECIFIED)
 
@@ -155,7 +181,9 @@ def test_after_a_lost_worker_each_choice_has_an_attempt_of_its_own() -> None:
     first, *alone = pools.submits
     open_choices = [choice for choice in range(4) if choice not in caller.finished]
     assert (first.num_choices, first.first_choice, first.first_index) == (4, 0, 0)
-    assert [(s.num_choices, s.first_choice) for s in alone] == [(1, choice) for choice in open_choices]
+    assert [(s.num_choices, s.first_choice) for s in alone] == [
+        (1, choice) for choice in open_choices
+    ]
     for submit in alone:
         emitted = caller.ids[submit.first_choice]
         assert submit.first_index == len(emitted)
@@ -213,7 +241,9 @@ def beam_outputs(submit: worker_pb2.Submit) -> list[worker_pb2.Output]:
             request_id=submit.request_id,
             attempt=submit.attempt,
             choice=choice,
-            tokens=worker_pb2.Tokens(ids=[1, 2, 3 + choice], finish_reason="FINISH_REASON_LENGTH", score=-1.0 - choice),
+            tokens=worker_pb2.Tokens(
+                ids=[1, 2, 3 + choice], finish_reason="FINISH_REASON_LENGTH", score=-1.0 - choice
+            ),
         )
         for choice in range(2)
     ]
@@ -269,7 +299,9 @@ def test_a_request_that_cost_two_workers_is_given_up_even_if_its_choices_run_apa
 
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("heard", [False, True])
-def test_a_worker_that_dies_in_its_first_step_counts_if_it_had_lived(pairs: bool, heard: bool) -> None:
+def test_a_worker_that_dies_in_its_first_step_counts_if_it_had_lived(
+    pairs: bool, heard: bool
+) -> None:
     """It has not said that it had begun. One that was never heard of may not have come up at all."""
     pools = FakePools(random.Random(4), pairs=pairs)
     quarantine = Quarantine()
@@ -307,7 +339,12 @@ def fail_last(pools: FakePools, kind: "worker_pb2.FailureKind") -> str:
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_a_request_with_nan_goes_on_at_another_worker_and_is_no_suspect(pairs: bool) -> None:
-    pools, caller, quarantine, clock = FakePools(random.Random(4), pairs), Caller(1), Quarantine(), Clock()
+    pools, caller, quarantine, clock = (
+        FakePools(random.Random(4), pairs),
+        Caller(1),
+        Quarantine(),
+        Clock(),
+    )
     execution, timeline = start(pools, choices_request(1), quarantine=quarantine, clock=clock)
     caller.read_until(pools, execution, 3)
     failed = fail_last(pools, NOT_FINITE)
@@ -326,7 +363,9 @@ def test_a_request_with_nan_goes_on_at_another_worker_and_is_no_suspect(pairs: b
     assert not pools.held
 
 
-def test_nan_at_a_second_worker_ends_the_request_with_an_internal_error_and_convicts_nobody() -> None:
+def test_nan_at_a_second_worker_ends_the_request_with_an_internal_error_and_convicts_nobody() -> (
+    None
+):
     pools, quarantine = FakePools(random.Random(4), pairs=False), Quarantine()
     execution, _ = start(pools, choices_request(1), quarantine=quarantine)
     first = fail_last(pools, NOT_FINITE)
@@ -425,7 +464,9 @@ def test_one_crash_counts_once_for_all_its_choices(monkeypatch: pytest.MonkeyPat
     caller.read_until(pools, execution, 1)
     for choice in range(4):  # each goes alone, all to one worker
         if choice not in caller.finished:
-            monkeypatch.setattr(pools, "place", lambda *_, **__: Placement(prefill=None, decode="d2"))
+            monkeypatch.setattr(
+                pools, "place", lambda *_, **__: Placement(prefill=None, decode="d2")
+            )
             pools.fail(pools.running[0], worker_pb2.FAILURE_KIND_PREEMPTED, choice)
     list(execution.deltas())
     alone = pools.running[1:]
@@ -454,7 +495,12 @@ def test_after_two_transfers_that_failed_one_worker_does_all(times: int) -> None
 @pytest.mark.parametrize(
     ("kind", "message", "error", "text"),
     [
-        (worker_pb2.FAILURE_KIND_INVALID, "num_choices: at most 4 here", InvalidArgument, "n: at most 4 here"),
+        (
+            worker_pb2.FAILURE_KIND_INVALID,
+            "num_choices: at most 4 here",
+            InvalidArgument,
+            "n: at most 4 here",
+        ),
         (
             worker_pb2.FAILURE_KIND_INVALID,
             "grammar: the grammar cannot be followed: no token: 'x: y'",
@@ -463,7 +509,12 @@ def test_after_two_transfers_that_failed_one_worker_does_all(times: int) -> None
         ),
         (worker_pb2.FAILURE_KIND_INVALID, "too long", InvalidArgument, "prompt: too long"),
         (worker_pb2.FAILURE_KIND_FULL, "", Overloaded, "every worker's queue is full"),
-        (worker_pb2.FAILURE_KIND_WORKER, "", InternalError, "the request was given up after two workers were lost"),
+        (
+            worker_pb2.FAILURE_KIND_WORKER,
+            "",
+            InternalError,
+            "the request was given up after two workers were lost",
+        ),
         (worker_pb2.FAILURE_KIND_GONE, "", Unavailable, "no worker is ready"),
     ],
 )
@@ -543,7 +594,11 @@ def test_nobody_waits_for_a_worker_for_ever() -> None:
 
 
 def test_refusals_do_not_prolong_the_wait() -> None:
-    pools, caller, clock = FakePools(random.Random(4), pairs=False, decode=("d1",)), Caller(1), Clock()
+    pools, caller, clock = (
+        FakePools(random.Random(4), pairs=False, decode=("d1",)),
+        Caller(1),
+        Clock(),
+    )
     execution, _ = start(pools, choices_request(1), clock=clock, park_seconds=3 * AVOID_SECONDS)
     caller.read_until(pools, execution, 2)
     for _ in range(3):
@@ -558,11 +613,15 @@ def test_refusals_do_not_prolong_the_wait() -> None:
 
 
 def crash_together(clock: Clock, quarantine: Quarantine, count: int, **options: Any) -> list[Run]:
-    """Returns requests that were all at the worker d1, which has crashed, and now can go to d2 only."""
+    """Returns requests that were all at the worker d1, which has crashed, and now can go to d2
+    only.
+    """
     runs: list[Run] = []
     for number in range(count):
         pools, caller = FakePools(random.Random(number), pairs=False, decode=("d1",)), Caller(1)
-        execution, _ = start(pools, choices_request(1), quarantine=quarantine, clock=clock, **options)
+        execution, _ = start(
+            pools, choices_request(1), quarantine=quarantine, clock=clock, **options
+        )
         caller.read_until(pools, execution, 2)
         runs.append((pools, caller, execution))
     for pools, caller, execution in runs:
@@ -574,7 +633,9 @@ def crash_together(clock: Clock, quarantine: Quarantine, count: int, **options: 
 
 def test_a_suspect_that_waits_for_its_turn_is_given_up_only_without_a_worker() -> None:
     clock = Clock()
-    (_, _, first), (pools, caller, second) = crash_together(clock, Quarantine(clock), 2, park_seconds=2.0)
+    (_, _, first), (pools, caller, second) = crash_together(
+        clock, Quarantine(clock), 2, park_seconds=2.0
+    )
     for _ in range(3):  # the first has a worker, but shows no token for long
         clock.now += 2.0
         caller.read(second)
@@ -605,7 +666,11 @@ def test_a_suspect_that_shows_nothing_keeps_its_turn_for_a_while_only() -> None:
 
 
 def test_a_worker_that_was_full_is_asked_again() -> None:
-    pools, caller, clock = FakePools(random.Random(4), pairs=False, decode=("d1",)), Caller(1), Clock()
+    pools, caller, clock = (
+        FakePools(random.Random(4), pairs=False, decode=("d1",)),
+        Caller(1),
+        Clock(),
+    )
     execution, _ = start(pools, choices_request(1), clock=clock)
     caller.read_until(pools, execution, 2)
     pools.fail(pools.running[-1], worker_pb2.FAILURE_KIND_FULL)
@@ -634,7 +699,10 @@ def test_suspects_start_one_at_a_time_and_the_guilty_one_is_refused() -> None:
     quarantine = Quarantine()
     runs = crash_together(Clock(), quarantine, 4)
     assert [len(pools.submits) for pools, _, _ in runs] == [2, 1, 1, 1]
-    for num_outputs, may_ask in ((2, False), (1, True)):  # the first token may be one that the prefill worker drew
+    for num_outputs, may_ask in (
+        (2, False),
+        (1, True),
+    ):  # the first token may be one that the prefill worker drew
         pools, caller, execution = runs[0]
         pools.step(pools.running[-1], num_outputs)
         caller.read(execution)
@@ -665,11 +733,15 @@ class _Slot:
 
 
 @pytest.mark.parametrize("error", [None, Unavailable("the service is stopping")])
-async def test_what_came_while_the_caller_was_away_is_its_even_if_it_was_the_end(error: Unavailable | None) -> None:
+async def test_what_came_while_the_caller_was_away_is_its_even_if_it_was_the_end(
+    error: Unavailable | None,
+) -> None:
     pools, wake = FakePools(random.Random(4), pairs=False), Wake()
     request, registry = choices_request(1), cast(WorkerRegistry, pools)
     timer = RequestTimer(request, inference_pb2.Timeline())
-    execution = RequestExecution(request, (), send=pools.send, registry=registry, timer=timer, wake=wake.set)
+    execution = RequestExecution(
+        request, (), send=pools.send, registry=registry, timer=timer, wake=wake.set
+    )
     admission: Any = SimpleNamespace(slot=lambda request: _Slot())
     deltas = execution.run(admission, wake)
     first = asyncio.create_task(anext(deltas))

@@ -1,4 +1,6 @@
-"""KV transfers and workers that fail in every way: each is noticed, none yields a wrong token, nothing is left."""
+"""KV transfers and workers that fail in every way: each is noticed, none yields a wrong token,
+nothing is left.
+"""
 
 import asyncio
 import random
@@ -74,13 +76,19 @@ class Injector:
             return "corrupt"  # a dropped commit is a stall by another name
         return kind
 
-    async def _spoil(self, kind: str, frame: bytes, rest: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    async def _spoil(
+        self, kind: str, frame: bytes, rest: AsyncIterator[bytes]
+    ) -> AsyncGenerator[bytes, None]:
         """What goes out instead of `frame`; "reorder" takes one more of the stream."""
         key, message, payload = decode(frame)
         match kind:
             case "corrupt":
                 bit = self._random.randrange(8 * len(frame))
-                yield frame[: bit // 8] + bytes([frame[bit // 8] ^ 1 << bit % 8]) + frame[bit // 8 + 1 :]
+                yield (
+                    frame[: bit // 8]
+                    + bytes([frame[bit // 8] ^ 1 << bit % 8])
+                    + frame[bit // 8 + 1 :]
+                )
             case "truncate":
                 yield frame[: self._random.randrange(len(frame))]
             case "drop":
@@ -90,7 +98,9 @@ class Injector:
                 assert decode(self._foreign)[0] != key
                 yield self._foreign
             case "epoch":
-                yield encode(TransferKey(transfer_id=key.transfer_id, epoch=key.epoch + 1), message, payload)
+                yield encode(
+                    TransferKey(transfer_id=key.transfer_id, epoch=key.epoch + 1), message, payload
+                )
             case "cut":
                 raise TransferError("cut")
             case "stall":
@@ -103,7 +113,9 @@ class Injector:
                 yield frame
             case "wrong layer":
                 assert isinstance(message, Data)
-                yield encode(key, replace(message, first_layer=(message.first_layer + 1) % 3), payload)
+                yield encode(
+                    key, replace(message, first_layer=(message.first_layer + 1) % 3), payload
+                )
             case "wrong token":
                 assert isinstance(message, Data)
                 yield encode(key, replace(message, first_token=message.first_token + 1), payload)
@@ -138,7 +150,9 @@ async def test_a_thousand_faults_are_all_noticed(
     assert attempts > NUM_INJECTIONS  # and transfers without a fault went through
 
 
-async def test_without_the_checksum_the_executor_sees_the_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_checksum_the_executor_sees_the_wrong_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The negative control: the test above could see a fault that the frames' checks let through."""
     monkeypatch.setattr(frames, "checksum_of", lambda data, before=0: 0)
 
@@ -149,7 +163,9 @@ async def test_without_the_checksum_the_executor_sees_the_wrong_cache(monkeypatc
 
     async with fleet(1, 1, frame_hook=flip) as running:
         tokens, _ = await running.generate(token_request(range(100), 4))
-        assert tokens == expected_tokens(range(100), 4, VOCAB)  # of the prefill worker, which does all then
+        assert tokens == expected_tokens(
+            range(100), 4, VOCAB
+        )  # of the prefill worker, which does all then
         broken = running.workers.pop()
         with pytest.raises(RuntimeError, match="has failed") as raised:
             broken.check_health()
@@ -204,7 +220,9 @@ async def test_another_decode_worker_takes_the_kv_cache_while_the_prefill_runs(
             yield frame
 
     monkeypatch.setattr(Engine, "submit", record)
-    async with fleet(1, 2, rank=lambda role: next(queue), frame_hook=cut, chunk_tokens=16) as running:
+    async with fleet(
+        1, 2, rank=lambda role: next(queue), frame_hook=cut, chunk_tokens=16
+    ) as running:
         ids, timeline = await running.choices(token_request(prompt, 30, num_choices=num_choices))
     assert ids == expected_choices(prompt, num_choices, 30, VOCAB)
     assert tasks == [Task.PREFILL, Task.DECODE, Task.DECODE]
@@ -228,8 +246,12 @@ async def test_a_commit_with_an_impossible_token_is_a_failed_transfer(
             worker.check_health()
 
 
-def with_token(complete: Callable[[int, FirstTokens], None], token: int) -> Callable[[object, int, FirstTokens], None]:
-    return lambda exporter, sequence_id, opening: complete(sequence_id, replace(opening, tokens=(token,)))
+def with_token(
+    complete: Callable[[int, FirstTokens], None], token: int
+) -> Callable[[object, int, FirstTokens], None]:
+    return lambda exporter, sequence_id, opening: complete(
+        sequence_id, replace(opening, tokens=(token,))
+    )
 
 
 async def test_requests_of_a_failed_decode_worker_continue_on_the_other() -> None:
@@ -269,10 +291,16 @@ async def test_without_another_worker_the_request_fails_in_the_end() -> None:
         await running.dispatcher.close()
 
 
-@pytest.mark.parametrize(("num_host_blocks", "has_disk"), [(0, False), (40, False), (0, True), (5, True)])
+@pytest.mark.parametrize(
+    ("num_host_blocks", "has_disk"), [(0, False), (40, False), (0, True), (5, True)]
+)
 @pytest.mark.parametrize("prefill", [0, 1])
 async def test_preempted_requests_get_exactly_their_tokens(
-    prefill: int, num_host_blocks: int, has_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefill: int,
+    num_host_blocks: int,
+    has_disk: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the fake model has computed in no time is read nevertheless."""
     monkeypatch.setattr(DiskTier, "_measure", lambda tier, bytes_per_second: None)
@@ -296,7 +324,9 @@ async def test_preempted_requests_get_exactly_their_tokens(
 
 @pytest.mark.parametrize("prefill", [0, 1])
 async def test_preempted_choices_get_exactly_their_tokens(prefill: int) -> None:
-    async with fleet(prefill, 1, rank=lambda role: fake_rank(num_blocks=30), growth_tokens=16) as running:
+    async with fleet(
+        prefill, 1, rank=lambda role: fake_rank(num_blocks=30), growth_tokens=16
+    ) as running:
 
         async def one(number: int) -> int:
             prompt = range(number, number + 30)
@@ -315,7 +345,11 @@ async def test_choices_survive_their_worker_whenever_it_fails(steps: int, beams:
     assert isinstance(executor, FakeExecutor)
     executor.fail_after_steps = steps
     left = iter(ranks)
-    search = inference_pb2.BeamSearch(width=4, length_penalty=1.0, early_stopping=False) if beams else None
+    search = (
+        inference_pb2.BeamSearch(width=4, length_penalty=1.0, early_stopping=False)
+        if beams
+        else None
+    )
     prompt = range(25)
     async with fleet(0, 1) as alone:
         request = token_request(prompt, 30, num_choices=4, beam_search=search)

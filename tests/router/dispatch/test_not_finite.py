@@ -1,4 +1,6 @@
-"""Workers whose model computes NaN, for all requests or for one: who goes on, who is refused and who is replaced."""
+"""Workers whose model computes NaN, for all requests or for one: who goes on, who is refused and
+who is replaced.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -37,7 +39,10 @@ def embeddings(worker: Worker) -> torch.Tensor:
 
 async def generate(running: Fleet, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
     """Returns the tokens of all prompts, which run at the same time."""
-    requests = [token_request(ids, NUM_TOKENS, name=f"r{n}", ignore_eos=True) for n, ids in enumerate(prompts)]
+    requests = [
+        token_request(ids, NUM_TOKENS, name=f"r{n}", ignore_eos=True)
+        for n, ids in enumerate(prompts)
+    ]
     return [tokens for tokens, _ in await asyncio.gather(*map(running.generate, requests))]
 
 
@@ -80,7 +85,9 @@ async def test_a_worker_that_computes_nan_fails_its_health_check_and_no_request(
         await worker.stop()
 
 
-async def test_streams_under_way_go_on_when_their_worker_breaks(folder: Path, expected: list[list[int]]) -> None:
+async def test_streams_under_way_go_on_when_their_worker_breaks(
+    folder: Path, expected: list[list[int]]
+) -> None:
     async with split_fleet(folder, {"decode": [1, 1]}) as running:
         streams = asyncio.create_task(generate(running))
         async with asyncio.timeout(20):

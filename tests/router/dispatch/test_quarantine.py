@@ -1,4 +1,6 @@
-"""Who is tried where, who is convicted, and who waits for whom: the quarantine without workers and without waiting."""
+"""Who is tried where, who is convicted, and who waits for whom: the quarantine without workers and
+without waiting.
+"""
 
 import random
 from collections import Counter
@@ -40,15 +42,23 @@ class Service:
     clock: Clock = field(default_factory=Clock)
     epochs: Counter[str] = field(default_factory=Counter)
     cost: Counter[int] = field(default_factory=Counter)  # workers, by the request that killed them
-    in_vain: list[Request] = field(default_factory=list)  # convicted of what something else has done
+    in_vain: list[Request] = field(
+        default_factory=list
+    )  # convicted of what something else has done
 
     def __post_init__(self) -> None:
         self.quarantine = Quarantine(self.clock)
 
     def run(self) -> None:
         """Goes on until every request is proven or convicted, and no kill is left."""
-        while self.num_kills or any(not (each.is_proven or each.is_convicted) for each in self.requests):
-            acting = [each for each in self.requests if each.is_awake and not (each.is_proven or each.is_convicted)]
+        while self.num_kills or any(
+            not (each.is_proven or each.is_convicted) for each in self.requests
+        ):
+            acting = [
+                each
+                for each in self.requests
+                if each.is_awake and not (each.is_proven or each.is_convicted)
+            ]
             if self.num_kills and (not acting or self.chance.random() < 0.1):
                 self.num_kills -= 1
                 self.crash(self.chance.choice(WORKERS), None)
@@ -69,7 +79,9 @@ class Service:
         worker = self.chance.choice(WORKERS)
         if self.quarantine.may_ask(request) and self.quarantine.may_try(request, worker):
             request.at = worker
-            assert request not in self.quarantine or self.tried_at(worker) == [request], "two suspects at one worker"
+            assert request not in self.quarantine or self.tried_at(worker) == [request], (
+                "two suspects at one worker"
+            )
         else:
             request.is_awake = False
 
@@ -90,16 +102,24 @@ class Service:
             each.at, each.is_proven, each.is_awake = None, False, True
 
     def tried_at(self, worker: str) -> list[Request]:
-        return [each for each in self.requests if each.at == worker and each in self.quarantine and not each.is_proven]
+        return [
+            each
+            for each in self.requests
+            if each.at == worker and each in self.quarantine and not each.is_proven
+        ]
 
 
 def make_service(seed: int, num_requests: int, num_poisons: int, num_kills: int) -> Service:
-    return Service(random.Random(seed), num_kills, [Request(n, n < num_poisons) for n in range(num_requests)])
+    return Service(
+        random.Random(seed), num_kills, [Request(n, n < num_poisons) for n in range(num_requests)]
+    )
 
 
 @settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), num_requests=st.integers(1, 12))
-def test_a_request_that_kills_its_workers_costs_two_and_no_other_is_convicted(seed: int, num_requests: int) -> None:
+def test_a_request_that_kills_its_workers_costs_two_and_no_other_is_convicted(
+    seed: int, num_requests: int
+) -> None:
     service = make_service(seed, num_requests, 1, 0)
     service.run()
     assert [each.name for each in service.requests if each.is_convicted] == [0]
@@ -161,10 +181,14 @@ def test_suspects_with_one_cached_prompt_go_elsewhere_once_several_wait_for_its_
     placed = [service.quarantine.place(each, find, ()) for each in service.requests]
     workers = [each and each.prefill for each in placed]
     assert workers == ["w0", None, None, None, "w1", None, None, None, "w2", None]
-    assert service.quarantine.place(Request(99, is_poison=False), find, {"w0"}) == ("w1", "d"), "it is no suspect"
+    assert service.quarantine.place(Request(99, is_poison=False), find, {"w0"}) == ("w1", "d"), (
+        "it is no suspect"
+    )
 
 
-def test_a_trial_keeps_others_away_for_a_while_only_which_grows_until_a_slow_poison_was_alone() -> None:
+def test_a_trial_keeps_others_away_for_a_while_only_which_grows_until_a_slow_poison_was_alone() -> (
+    None
+):
     service = make_service(1, 2, 0, 0)
     quarantine, clock, (slow, other) = service.quarantine, service.clock, service.requests
     slow.at = other.at = "w0"

@@ -1,4 +1,6 @@
-"""KV cache that a decode worker refuses or cannot fetch: another decode worker gets it, as long as it is held."""
+"""KV cache that a decode worker refuses or cannot fetch: another decode worker gets it, as long as
+it is held.
+"""
 
 import random
 
@@ -7,7 +9,15 @@ import pytest
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Overloaded
 from tandem.router.dispatch.execution import RequestExecution
-from tandem.tests.router.fake_pools import SEED, Caller, FakePools, Submitted, choices_request, completion, start
+from tandem.tests.router.fake_pools import (
+    SEED,
+    Caller,
+    FakePools,
+    Submitted,
+    choices_request,
+    completion,
+    start,
+)
 
 
 def tasks_of(pools: FakePools) -> str:
@@ -25,7 +35,9 @@ def admit(pools: FakePools, execution: RequestExecution) -> tuple[Submitted, Sub
 
 
 @pytest.mark.parametrize("has_first_tokens", [False, True])
-@pytest.mark.parametrize("fault", [worker_pb2.FAILURE_KIND_FULL, worker_pb2.FAILURE_KIND_TRANSFER, None])
+@pytest.mark.parametrize(
+    "fault", [worker_pb2.FAILURE_KIND_FULL, worker_pb2.FAILURE_KIND_TRANSFER, None]
+)
 def test_another_decode_worker_gets_the_kv_cache_that_the_prefill_worker_holds(
     fault: "worker_pb2.FailureKind | None", has_first_tokens: bool
 ) -> None:
@@ -110,7 +122,8 @@ def test_a_choice_that_was_dropped_is_cancelled_at_the_next_decode_worker() -> N
 
 
 @pytest.mark.parametrize(
-    ("fault", "expected"), [(worker_pb2.FAILURE_KIND_TRANSFER, "pdd"), (worker_pb2.FAILURE_KIND_FULL, "pd")]
+    ("fault", "expected"),
+    [(worker_pb2.FAILURE_KIND_TRANSFER, "pdd"), (worker_pb2.FAILURE_KIND_FULL, "pd")],
 )
 def test_a_single_decode_worker_gets_the_kv_cache_again_unless_it_is_full(
     fault: "worker_pb2.FailureKind", expected: str

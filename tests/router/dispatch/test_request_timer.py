@@ -107,7 +107,11 @@ def test_a_whole_request() -> None:
 
 def test_the_time_of_a_token_is_that_of_a_step_of_all_choices() -> None:
     timed = TimedRequest(num_choices=2)
-    for after, event in [(1.0, "dispatched"), *((t, "token") for t in (4.0, 4.0, 6.0, 6.0, 8.0, 8.0)), (9.0, "stop")]:
+    for after, event in [
+        (1.0, "dispatched"),
+        *((t, "token") for t in (4.0, 4.0, 6.0, 6.0, 8.0, 8.0)),
+        (9.0, "stop"),
+    ]:
         timed.at(100 + after, event)
     assert timed.timeline.tpot_seconds == pytest.approx(2.0)
     assert timed.timeline.completion_tokens == 6
@@ -153,13 +157,22 @@ def gaps(timed: TimedRequest, *tokens: tuple[float, int, int]) -> OBSERVED:
 
 
 def test_the_gaps_between_tokens_are_observed_at_the_end() -> None:
-    found = gaps(TimedRequest(), (1.0, 0, 1), (1.0625, 0, 1), (1.125, 0, 1), (3.125, 0, 1), (4.125, 0, 4))
-    assert found == [(ITL, 0.0625, 2), (ITL, 0.25, 4), (ITL, 2.0, 1)]  # four that came together, at equal distances
+    found = gaps(
+        TimedRequest(), (1.0, 0, 1), (1.0625, 0, 1), (1.125, 0, 1), (3.125, 0, 1), (4.125, 0, 4)
+    )
+    assert found == [
+        (ITL, 0.0625, 2),
+        (ITL, 0.25, 4),
+        (ITL, 2.0, 1),
+    ]  # four that came together, at equal distances
 
 
 def test_gaps_are_those_of_a_choice() -> None:
     found = gaps(TimedRequest(2), (1.0, 0, 1), (1.5, 1, 3), (2.0, 0, 1), (2.5, 1, 0))
-    assert found == [(ITL, 0.0, 2), (ITL, 1.0, 1)]  # of three first tokens at once two come after another
+    assert found == [
+        (ITL, 0.0, 2),
+        (ITL, 1.0, 1),
+    ]  # of three first tokens at once two come after another
 
 
 def test_an_attempt_after_an_interruption_is_a_recovery() -> None:
@@ -176,11 +189,15 @@ def test_the_table_knows_every_cause_of_an_interruption() -> None:
     assert INTERRUPTIONS.labels["cause"] == tuple(cause.name.lower() for cause in Cause)
 
 
-@given(st.integers(0, len(STAGES)), st.lists(st.floats(0.75, 5), min_size=8, max_size=8), st.booleans())
+@given(
+    st.integers(0, len(STAGES)), st.lists(st.floats(0.75, 5), min_size=8, max_size=8), st.booleans()
+)
 def test_the_parts_add_up_wherever_it_ends(count: int, waits: list[float], retried: bool) -> None:
     timed, now = TimedRequest(), 100.0
     stages = STAGES[:count]
-    for (_, event), wait in zip(stages + (STAGES[:3] if retried and count else []), waits * 2, strict=False):
+    for (_, event), wait in zip(
+        stages + (STAGES[:3] if retried and count else []), waits * 2, strict=False
+    ):
         now += wait
         timed.at(now, event)
     timed.at(now + waits[-1], "stop")

@@ -1,5 +1,6 @@
-"""Suspects of a crash: no two are at one worker, all workers compute for one at once, and only one on trial is
-convicted."""
+"""Suspects of a crash: no two are at one worker, all workers compute for one at once, and only one
+on trial is convicted.
+"""
 
 import random
 from collections import Counter
@@ -59,9 +60,12 @@ class Suspect:
         assert self.caller.ids == [EXPECTED]
 
 
-def make_suspects(*prefill: str, clock: Clock | None = None, quarantine: Quarantine | None = None) -> list[Suspect]:
-    """Returns requests whose decode worker d1 has crashed after some tokens. For each the prefill worker that it will
-    be sent to, then to the decode worker d2."""
+def make_suspects(
+    *prefill: str, clock: Clock | None = None, quarantine: Quarantine | None = None
+) -> list[Suspect]:
+    """Returns requests whose decode worker d1 has crashed after some tokens. For each the prefill
+    worker that it will be sent to, then to the decode worker d2.
+    """
     clock = clock or Clock()
     quarantine, suspects = quarantine or Quarantine(clock), []
     for number, worker in enumerate(prefill):
@@ -82,7 +86,9 @@ def tasks(suspects: Sequence[Suspect]) -> str:
     return " ".join("".join(".wpd"[task] for task in each.read()) or "-" for each in suspects)
 
 
-def test_every_prefill_worker_computes_for_one_suspect_and_every_decode_worker_decodes_one() -> None:
+def test_every_prefill_worker_computes_for_one_suspect_and_every_decode_worker_decodes_one() -> (
+    None
+):
     first, second, third = suspects = make_suspects("p1", "p1", "p2")
     assert tasks(suspects) == "p - p"
     first.say(TASK_PREFILL, 1)  # admitted
@@ -105,7 +111,9 @@ def test_every_prefill_worker_computes_for_one_suspect_and_every_decode_worker_d
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_a_prefill_worker_that_crashes_is_the_fault_of_the_one_that_it_computed_for(is_first: bool) -> None:
+def test_a_prefill_worker_that_crashes_is_the_fault_of_the_one_that_it_computed_for(
+    is_first: bool,
+) -> None:
     quarantine = Quarantine()
     first, second, third = make_suspects("p1", "p1", "p2", quarantine=quarantine)
     fresh = Suspect(
@@ -124,13 +132,17 @@ def test_a_prefill_worker_that_crashes_is_the_fault_of_the_one_that_it_computed_
         first.read()
     first.execution.end()
     fresh.read()
-    assert fresh.execution in quarantine, "it had not begun there before, so it may be at fault as well"
+    assert fresh.execution in quarantine, (
+        "it had not begun there before, so it may be at fault as well"
+    )
     for each in (second, third, fresh):
         each.finish()
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_a_decode_worker_that_crashes_is_the_fault_of_the_one_on_trial_there(is_first: bool) -> None:
+def test_a_decode_worker_that_crashes_is_the_fault_of_the_one_on_trial_there(
+    is_first: bool,
+) -> None:
     quarantine = Quarantine()
     beside = Suspect(
         pools := FakePools(random.Random(9), pairs=True, decode=("d2",)),

@@ -17,9 +17,13 @@ UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 
 
 def delta(choice: int, first: int, count: int = 1, top: int = 0) -> TokenDelta:
-    scores = tuple(worker_pb2.TokenScores(logprob=-i, top_ids=range(top)) for i in range(first, first + count))
+    scores = tuple(
+        worker_pb2.TokenScores(logprob=-i, top_ids=range(top)) for i in range(first, first + count)
+    )
     ids = tuple(range(first, first + count))
-    return TokenDelta(first_index=first, ids=ids, finish_reason=UNFINISHED, choice=choice, logprobs=scores)
+    return TokenDelta(
+        first_index=first, ids=ids, finish_reason=UNFINISHED, choice=choice, logprobs=scores
+    )
 
 
 @given(

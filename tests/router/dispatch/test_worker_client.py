@@ -44,7 +44,9 @@ async def connected() -> AsyncIterator[tuple[FakeWorker, WorkerClient, list[int]
     worker = FakeWorker()
     await worker.server.start()
     loads: list[int] = []
-    client = WorkerClient(WORKER, worker.address, IDENTITY, lambda message: loads.append(message.load.num_waiting))
+    client = WorkerClient(
+        WORKER, worker.address, IDENTITY, lambda message: loads.append(message.load.num_waiting)
+    )
     try:
         async with asyncio.timeout(20):
             yield worker, client, loads
@@ -59,7 +61,9 @@ async def tokens(reader: Reader, count: int) -> list[int]:
     while len(found) < count:
         output = await reader.next()
         assert output is not None
-        found += range(output.tokens.first_index, output.tokens.first_index + len(output.tokens.ids))
+        found += range(
+            output.tokens.first_index, output.tokens.first_index + len(output.tokens.ids)
+        )
     return found
 
 
@@ -84,7 +88,11 @@ async def test_outputs_of_an_older_attempt_are_dropped() -> None:
         worker.send(token("a", 0, attempt=1), token("b", 5), token("a", 9, attempt=2))
         assert await tokens(second, 1) == [9]
         commands = [await worker.commands.get() for _ in range(3)]
-        assert [command.WhichOneof("command") for command in commands] == ["submit", "cancel", "submit"]
+        assert [command.WhichOneof("command") for command in commands] == [
+            "submit",
+            "cancel",
+            "submit",
+        ]
         assert commands[1].cancel == worker_pb2.Cancel(request_id="a", attempt=1)
 
 
@@ -92,7 +100,9 @@ async def test_what_the_worker_ended_is_not_cancelled() -> None:
     async with connected() as (worker, client, _):
         finished, failed = Reader(client, "a"), Reader(client, "b")
         failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_FULL, message="queue full")
-        worker.send(token("a", 0, last=True), worker_pb2.Output(request_id="b", attempt=1, failure=failure))
+        worker.send(
+            token("a", 0, last=True), worker_pb2.Output(request_id="b", attempt=1, failure=failure)
+        )
         assert await tokens(finished, 1) == [0]
         assert await failed.next() is None
         assert failed.stream.failure == failure
@@ -104,11 +114,15 @@ async def test_what_the_worker_ended_is_not_cancelled() -> None:
 
 
 async def test_choices_end_one_by_one() -> None:
-    """Choice 0 ends by itself and choice 1 is cancelled, so that cancelling the last cancels the whole submit."""
+    """Choice 0 ends by itself and choice 1 is cancelled, so that cancelling the last cancels the
+    whole submit.
+    """
     async with connected() as (worker, client, _):
         reader = Reader(client, "a", num_choices=3)
         await worker.commands.get()
-        worker.send(token("a", 0, choice=0, last=True), token("a", 0, choice=1), token("a", 0, choice=2))
+        worker.send(
+            token("a", 0, choice=0, last=True), token("a", 0, choice=1), token("a", 0, choice=2)
+        )
         for choice in range(3):
             answer = await reader.next()
             assert answer is not None
@@ -186,14 +200,33 @@ def test_merging_changes_nothing_but_the_number_of_outputs(
 
 def test_merging_hides_no_gap_and_keeps_the_order_of_events() -> None:
     stream = WorkerStream(
-        WorkerClient.__new__(WorkerClient), worker_pb2.Submit(request_id="a", attempt=1), asyncio.Event()
+        WorkerClient.__new__(WorkerClient),
+        worker_pb2.Submit(request_id="a", attempt=1),
+        asyncio.Event(),
     )
     joined = worker_pb2.Output(request_id="a", attempt=1, kv_received=worker_pb2.KvReceived())
-    for output in (token("a", 0), token("a", 1), token("a", 3), joined, token("a", 4), token("a", 5)):
+    for output in (
+        token("a", 0),
+        token("a", 1),
+        token("a", 3),
+        joined,
+        token("a", 4),
+        token("a", 5),
+    ):
         stream.put(output)
     outputs = stream.take()
-    assert [output.WhichOneof("event") for output in outputs] == ["tokens", "tokens", "kv_received", "tokens"]
-    assert [(o.tokens.first_index, len(o.tokens.ids)) for o in outputs] == [(0, 2), (3, 1), (0, 0), (4, 2)]
+    assert [output.WhichOneof("event") for output in outputs] == [
+        "tokens",
+        "tokens",
+        "kv_received",
+        "tokens",
+    ]
+    assert [(o.tokens.first_index, len(o.tokens.ids)) for o in outputs] == [
+        (0, 2),
+        (3, 1),
+        (0, 0),
+        (4, 2),
+    ]
 
 
 @pytest.mark.parametrize("how", ["end", "stop", "close", "no worker"])
@@ -232,7 +265,9 @@ async def test_what_came_before_the_break_is_still_there() -> None:
 
 
 async def test_a_submit_at_the_moment_of_the_break_fails() -> None:
-    """A request that sees the break first may submit again at once, while the client still cleans up."""
+    """A request that sees the break first may submit again at once, while the client still cleans
+    up.
+    """
     async with connected() as (worker, client, _):
         first = Reader(client, "a")
         await worker.commands.get()
@@ -243,7 +278,9 @@ async def test_a_submit_at_the_moment_of_the_break_fails() -> None:
 
 async def test_a_client_closed_before_its_session_began_breaks_too() -> None:
     breaks: list[bool] = []
-    client = WorkerClient(WORKER, "127.0.0.1:1", IDENTITY, lambda message: None, lambda: breaks.append(True))
+    client = WorkerClient(
+        WORKER, "127.0.0.1:1", IDENTITY, lambda message: None, lambda: breaks.append(True)
+    )
     reader = Reader(client, "a")
     async with asyncio.timeout(5):
         await client.close()

@@ -6,7 +6,12 @@ import pytest
 
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
-from tandem.router.frontend.chat import check_chat, json_object, template_variables, with_developer_as_system
+from tandem.router.frontend.chat import (
+    check_chat,
+    json_object,
+    template_variables,
+    with_developer_as_system,
+)
 
 MODES = inference_pb2.ToolChoice
 WEATHER = {
@@ -17,12 +22,17 @@ WEATHER = {
 
 
 def chat(*said: tuple[str, str], **fields: Any) -> inference_pb2.Chat:
-    messages = [inference_pb2.ChatMessage(role=role, content=content) for role, content in said or [("user", "hi")]]
+    messages = [
+        inference_pb2.ChatMessage(role=role, content=content)
+        for role, content in said or [("user", "hi")]
+    ]
     return inference_pb2.Chat(**{"messages": messages} | fields)
 
 
 def call(**fields: Any) -> inference_pb2.ChatMessage:
-    return inference_pb2.ChatMessage(role="assistant", tool_calls=[inference_pb2.ToolCall(**fields)])
+    return inference_pb2.ChatMessage(
+        role="assistant", tool_calls=[inference_pb2.ToolCall(**fields)]
+    )
 
 
 def tool(name: str = "weather", **fields: Any) -> inference_pb2.Tool:
@@ -33,7 +43,10 @@ MAX_CHARACTERS, NAME = limits.MAX_PROMPT_CHARACTERS, "n" * limits.MAX_NAME_CHARA
 AT_THE_BOUNDS = [
     chat(*[("user", "x")] * limits.MAX_CHAT_MESSAGES),
     chat(("r" * limits.MAX_ROLE_CHARACTERS, "x" * MAX_CHARACTERS)),
-    chat(tools=[tool(f"t{i}") for i in range(limits.MAX_TOOLS)], tool_choice=MODES(mode=MODES.MODE_REQUIRED)),
+    chat(
+        tools=[tool(f"t{i}") for i in range(limits.MAX_TOOLS)],
+        tool_choice=MODES(mode=MODES.MODE_REQUIRED),
+    ),
     chat(tools=[tool(NAME)], tool_choice=MODES(mode=MODES.MODE_NAMED, name=NAME)),
     chat(messages=[call(id=NAME, name=NAME, arguments="no JSON")]),
     chat(messages=[inference_pb2.ChatMessage(role="tool", tool_call_id=NAME, name=NAME)]),
@@ -48,7 +61,11 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
     (chat(("r" * 65, "x")), "messages[0].role", "1 to 64"),
     (chat(("user", "x" * (MAX_CHARACTERS + 1))), "", "1000001 characters"),
     (chat(("user", "x" * MAX_CHARACTERS), tools=[tool(description="y")]), "", "1000001 characters"),
-    (chat(messages=[inference_pb2.ChatMessage(role="user", name=NAME + "n")]), "messages[0].name", "at most 64"),
+    (
+        chat(messages=[inference_pb2.ChatMessage(role="user", name=NAME + "n")]),
+        "messages[0].name",
+        "at most 64",
+    ),
     (
         chat(messages=[inference_pb2.ChatMessage(role="tool", tool_call_id=NAME + "n")]),
         "messages[0].tool_call_id",
@@ -57,13 +74,23 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
     (chat(messages=[call(name="")]), "messages[0].tool_calls[0].name", "1 to 64"),
     (chat(messages=[call(name="f", id=NAME + "n")]), "messages[0].tool_calls[0].id", "at most 64"),
     (
-        chat(messages=[inference_pb2.ChatMessage(role="user", tool_calls=[inference_pb2.ToolCall(name="f")])]),
+        chat(
+            messages=[
+                inference_pb2.ChatMessage(
+                    role="user", tool_calls=[inference_pb2.ToolCall(name="f")]
+                )
+            ]
+        ),
         "messages[0].tool_calls",
         "assistant only",
     ),
     (
         chat(
-            messages=[inference_pb2.ChatMessage(role="assistant", tool_calls=[inference_pb2.ToolCall(name="f")] * 129)]
+            messages=[
+                inference_pb2.ChatMessage(
+                    role="assistant", tool_calls=[inference_pb2.ToolCall(name="f")] * 129
+                )
+            ]
         ),
         "messages[0].tool_calls",
         "at most 128",
@@ -73,14 +100,22 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
     (chat(tools=[tool(NAME + "n")]), "tools[0].name", "1 to 64"),
     (chat(tools=[tool('f"')]), "tools[0].name", "letters"),
     (chat(tools=[tool(), tool()]), "tools[1].name", "another tool"),
-    (chat(tools=[tool(parameters="x" * (limits.MAX_GRAMMAR_CHARACTERS + 1))]), "tools[0].parameters", "131072"),
+    (
+        chat(tools=[tool(parameters="x" * (limits.MAX_GRAMMAR_CHARACTERS + 1))]),
+        "tools[0].parameters",
+        "131072",
+    ),
     (chat(tools=[tool(parameters="[]")]), "tools[0].parameters", "JSON schema"),
     (chat(tools=[tool(parameters='{"a": NaN}')]), "tools[0].parameters", "JSON schema"),
     (chat(tools=[tool(parameters='{"type": "string"}')]), "tools[0].parameters", "of an object"),
     (chat(tools=[tool(parameters='{"a":' * 20_000)]), "tools[0].parameters", "JSON schema"),
     (chat(tool_choice=MODES(mode=MODES.MODE_REQUIRED)), "tool_choice", "no tools"),
     (chat(tool_choice=MODES(mode=9)), "tool_choice.mode", "not a mode"),  # type: ignore[arg-type]
-    (chat(tools=[tool()], tool_choice=MODES(mode=MODES.MODE_NAMED, name="g")), "tool_choice.name", "one of the tools"),
+    (
+        chat(tools=[tool()], tool_choice=MODES(mode=MODES.MODE_NAMED, name="g")),
+        "tool_choice.name",
+        "one of the tools",
+    ),
     (chat(tools=[tool()], tool_choice=MODES(name="weather")), "tool_choice.name", "MODE_NAMED"),
     (chat(template_kwargs="x" * 4_097), "template_kwargs", "at most 4096"),
     (chat(template_kwargs="[1]"), "template_kwargs", "JSON object"),
@@ -89,7 +124,11 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
     (chat(template_kwargs='{"messages": []}'), "template_kwargs", "'messages'"),
     (chat(template_kwargs='{"range": 1}'), "template_kwargs", "'range'"),
     (chat(("user", "x"), continue_final_message=True), "continue_final_message", "assistant"),
-    (chat(messages=[call(name="f")], continue_final_message=True), "continue_final_message", "assistant"),
+    (
+        chat(messages=[call(name="f")], continue_final_message=True),
+        "continue_final_message",
+        "assistant",
+    ),
     (
         chat(
             ("assistant", "x"),
@@ -109,7 +148,9 @@ def test_chats_at_the_bounds_are_taken(good: inference_pb2.Chat) -> None:
 
 
 @pytest.mark.parametrize(("bad", "field", "said"), REFUSED)
-def test_chats_past_the_bounds_are_refused_by_field(bad: inference_pb2.Chat, field: str, said: str) -> None:
+def test_chats_past_the_bounds_are_refused_by_field(
+    bad: inference_pb2.Chat, field: str, said: str
+) -> None:
     with pytest.raises(InvalidArgument) as caught:
         check_chat(bad)
     assert caught.value.field == ".".join(["prompt.chat", *([field] if field else [])])
@@ -118,14 +159,30 @@ def test_chats_past_the_bounds_are_refused_by_field(bad: inference_pb2.Chat, fie
 
 def test_json_object_parses_objects_only() -> None:
     assert json_object('{"a": [1, "é"]}') == {"a": [1, "é"]}
-    for text in ("", "1", "{", '{"a": Infinity}', '{"a": "\\udc00"}', "[" * 100_000, '{"a": ' + "9" * 5_000 + "}"):
+    for text in (
+        "",
+        "1",
+        "{",
+        '{"a": Infinity}',
+        '{"a": "\\udc00"}',
+        "[" * 100_000,
+        '{"a": ' + "9" * 5_000 + "}",
+    ):
         assert json_object(text) is None
 
 
 def test_arguments_that_are_no_json_stay_text() -> None:
-    for arguments, expected in (("", {}), ("{}", {}), ('{"a": 1}', {"a": 1}), ("{a: 1}", "{a: 1}"), ("[1]", "[1]")):
+    for arguments, expected in (
+        ("", {}),
+        ("{}", {}),
+        ('{"a": 1}', {"a": 1}),
+        ("{a: 1}", "{a: 1}"),
+        ("[1]", "[1]"),
+    ):
         variables = template_variables(chat(messages=[call(name="f", arguments=arguments)]))
-        assert variables["conversations"][0][0]["tool_calls"][0]["function"]["arguments"] == expected
+        assert (
+            variables["conversations"][0][0]["tool_calls"][0]["function"]["arguments"] == expected
+        )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +194,9 @@ def test_arguments_that_are_no_json_stay_text() -> None:
         ('{% if message["role"] in ("system", "developer") %}x{% endif %}', "developer"),
     ],
 )
-def test_a_developer_is_the_system_unless_the_template_names_developers(template: str, role: str) -> None:
+def test_a_developer_is_the_system_unless_the_template_names_developers(
+    template: str, role: str
+) -> None:
     messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "developer"}]
     variables = template_variables(inference_pb2.Chat(messages=messages))
     (found,) = with_developer_as_system(variables, template)["conversations"]

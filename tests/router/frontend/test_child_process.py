@@ -1,4 +1,6 @@
-"""A child process that does not read or answer costs its caller the deadline, and nobody else anything."""
+"""A child process that does not read or answer costs its caller the deadline, and nobody else
+anything.
+"""
 
 import os
 import signal
@@ -30,7 +32,10 @@ def test_a_message_to_a_process_that_does_not_read_has_a_deadline() -> None:
     try:
         assert errors == [TimeoutError]
         assert not process.is_running()
-        assert child.ask(b'[{"conversations": [[]], "chat_template": "{{ 1 }}"}, 9]', 60) == b'{"text": "1"}'
+        assert (
+            child.ask(b'[{"conversations": [[]], "chat_template": "{{ 1 }}"}, 9]', 60)
+            == b'{"text": "1"}'
+        )
     finally:
         if process.is_running():
             process.kill()

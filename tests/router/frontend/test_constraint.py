@@ -1,4 +1,6 @@
-"""Constraints: each becomes a grammar that takes the right texts and no other, or is refused with a reason."""
+"""Constraints: each becomes a grammar that takes the right texts and no other, or is refused with a
+reason.
+"""
 
 import asyncio
 import json
@@ -62,7 +64,13 @@ SCHEMA = {
         (
             {"json_schema": json.dumps(SCHEMA)},
             ['{"a": [1, 2], "b": "x"}', '{"a": [], "b": "ü"}'],
-            ['{"a": [1, 2]}', '{"a": ["1"], "b": "x"}', "", '{"a": [],  "b": "x"}', '{"a": [], "b": "x"} '],
+            [
+                '{"a": [1, 2]}',
+                '{"a": ["1"], "b": "x"}',
+                "",
+                '{"a": [],  "b": "x"}',
+                '{"a": [], "b": "x"} ',
+            ],
         ),
         ({"json_schema": "true"}, ["1", '{"a": [null]}'], ["", "nil"]),
         ({"json_object": True}, ["{}", '{"x": {"y": [1, "2"]}}'], ["[]", "1", "", "{"]),
@@ -103,10 +111,18 @@ DEEP = '{"type": "array", "items":' * 5_000 + "{}" + "}" * 5_000
         ({"json_schema": '{"const": "\\ud800"}'}, "constraint.json_schema", "lone surrogate"),
         ({"json_schema": '{"type": "objec"}'}, "constraint.json_schema", "objec"),
         ({"json_schema": '{"not": {}}'}, "constraint.json_schema", "'not' is not supported"),
-        ({"json_schema": '{"$ref": "file:///etc/passwd"}'}, "constraint.json_schema", "not present"),
+        (
+            {"json_schema": '{"$ref": "file:///etc/passwd"}'},
+            "constraint.json_schema",
+            "not present",
+        ),
         ({"json_schema": DEEP[: limits.MAX_GRAMMAR_CHARACTERS]}, "constraint.json_schema", "."),
         ({"json_schema": "[" * 100_000}, "constraint.json_schema", "nested too deeply"),
-        ({"json_schema": " " * (limits.MAX_GRAMMAR_CHARACTERS + 1)}, "constraint.json_schema", "1 to 131072"),
+        (
+            {"json_schema": " " * (limits.MAX_GRAMMAR_CHARACTERS + 1)},
+            "constraint.json_schema",
+            "1 to 131072",
+        ),
         ({"json_object": False}, "constraint.json_object", "true"),
         ({"regex": ""}, "constraint.regex", "1 to 131072"),
         ({"regex": "a("}, "constraint.regex", "unclosed group$"),
@@ -142,7 +158,11 @@ EMOJI = "🦊" * 100_000
     "constraint",
     [
         {"choice": {"texts": [EMOJI]}},
-        {"choice": {"texts": ["\x01" * 100 + str(i) for i in range(limits.MAX_CONSTRAINT_CHOICES)]}},
+        {
+            "choice": {
+                "texts": ["\x01" * 100 + str(i) for i in range(limits.MAX_CONSTRAINT_CHOICES)]
+            }
+        },
         {"json_schema": json.dumps({"enum": [EMOJI]}, ensure_ascii=False)},
         {"regex": EMOJI},
         {"regex": "\x01" * limits.MAX_GRAMMAR_CHARACTERS},
@@ -193,7 +213,9 @@ async def test_a_slow_grammar_is_given_up_and_its_check_ends() -> None:
     with pytest.raises(Overloaded, match="took more than"):
         await hurried.validate(inference_pb2.Constraint(grammar=SLOW))
     assert child._connection is None
-    assert await GrammarValidator(seconds=60, ask=child.ask).validate(inference_pb2.Constraint(regex="a"))
+    assert await GrammarValidator(seconds=60, ask=child.ask).validate(
+        inference_pb2.Constraint(regex="a")
+    )
 
 
 async def test_many_slow_grammars_of_one_tenant_keep_no_other_tenant_waiting() -> None:
@@ -207,12 +229,16 @@ async def test_many_slow_grammars_of_one_tenant_keep_no_other_tenant_waiting() -
 
     validator = GrammarValidator(seconds=60, ask=ask)
     slow = [
-        asyncio.create_task(validator.validate(inference_pb2.Constraint(regex=f"m{number}"), tenant="mallory"))
+        asyncio.create_task(
+            validator.validate(inference_pb2.Constraint(regex=f"m{number}"), tenant="mallory")
+        )
         for number in range(20)
     ]
     while not checked:
         await asyncio.sleep(0.01)
-    other = asyncio.create_task(validator.validate(inference_pb2.Constraint(regex="a"), tenant="ada"))
+    other = asyncio.create_task(
+        validator.validate(inference_pb2.Constraint(regex="a"), tenant="ada")
+    )
     await asyncio.sleep(0)  # it has its place
     may_end.release(21)
     await asyncio.gather(*slow, other)
@@ -263,7 +289,9 @@ async def test_the_longest_chains_do_not_overflow_the_stack(kind: str) -> None:
     if kind == "references":
         constraint = inference_pb2.Constraint(json_schema=_chain_of_references())
     else:
-        constraint = inference_pb2.Constraint(grammar=_chain_of_rules("r" if kind == "rules" else "T"))
+        constraint = inference_pb2.Constraint(
+            grammar=_chain_of_rules("r" if kind == "rules" else "T")
+        )
     assert await VALIDATOR.validate(constraint)
 
 
@@ -276,21 +304,39 @@ async def test_an_error_at_the_end_of_a_long_chain_is_found_at_once() -> None:
 
 
 async def test_schemas_as_zod_and_pydantic_write_them() -> None:
-    """A record, whose keys are texts or an enum; a decimal; an annotation; a list of keywords as properties."""
-    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    """A record, whose keys are texts or an enum; a decimal; an annotation; a list of keywords as
+    properties.
+    """
+    record = {
+        "type": "object",
+        "propertyNames": {"type": "string"},
+        "additionalProperties": {"type": "integer"},
+    }
     grammar = await grammar_of(json_schema=json.dumps(record))
     assert takes(grammar, '{"a": 1, "b": 2}')
     assert not takes(grammar, '{"a": "x"}')
-    grammar = await grammar_of(json_schema=json.dumps(record | {"propertyNames": {"enum": ["a", "b"]}}))
+    grammar = await grammar_of(
+        json_schema=json.dumps(record | {"propertyNames": {"enum": ["a", "b"]}})
+    )
     assert takes(grammar, '{"b": 2}')
     assert not takes(grammar, '{"c": 2}')
     decimal = {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}
     grammar = await grammar_of(json_schema=json.dumps(decimal))
-    assert [takes(grammar, f'"{text}"') for text in ("1.5", "-.5", "", "-.", "1x")] == [True, True, False, False, False]
+    assert [takes(grammar, f'"{text}"') for text in ("1.5", "-.5", "", "-.", "1x")] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     phone = {"type": "string", "format": "phone", "maxLength": 3}
     grammar = await grammar_of(json_schema=json.dumps(phone))
     assert [takes(grammar, f'"{text}"') for text in ("123", "1234")] == [True, False]
-    named = {"type": "object", "properties": {"not": {"enum": [1]}, "format": {"enum": [2]}}, "required": ["not"]}
+    named = {
+        "type": "object",
+        "properties": {"not": {"enum": [1]}, "format": {"enum": [2]}},
+        "required": ["not"],
+    }
     grammar = await grammar_of(json_schema=json.dumps(named))
     assert takes(grammar, '{"not": 1, "format": 2}')
 

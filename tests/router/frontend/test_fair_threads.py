@@ -1,4 +1,6 @@
-"""Callers take turns in threads: who has used them least is next, and a full queue refuses who waits with the most."""
+"""Callers take turns in threads: who has used them least is next, and a full queue refuses who
+waits with the most.
+"""
 
 import asyncio
 import threading
@@ -40,7 +42,9 @@ def work() -> Iterator[Work]:
     made.may_end.release(1_000)  # no thread stays
 
 
-def start(threads: FairThreads, work: Work, turn: str, name: str, size: int = 1) -> "asyncio.Task[str]":
+def start(
+    threads: FairThreads, work: Work, turn: str, name: str, size: int = 1
+) -> "asyncio.Task[str]":
     return asyncio.create_task(threads.run(turn, size, work.run, name))
 
 
@@ -65,9 +69,15 @@ async def test_what_counts_is_the_time_that_work_takes_and_not_its_size(work: Wo
         now[0] += seconds
 
     threads = FairThreads("test", 1, clock=lambda: now[0])
-    slow = [asyncio.create_task(threads.run("mallory", 1, run, f"m{number}", 1.0)) for number in range(3)]
+    slow = [
+        asyncio.create_task(threads.run("mallory", 1, run, f"m{number}", 1.0))
+        for number in range(3)
+    ]
     await work.begun(1)
-    quick = [asyncio.create_task(threads.run("ada", 500, run, f"a{number}", 0.001)) for number in range(3)]
+    quick = [
+        asyncio.create_task(threads.run("ada", 500, run, f"a{number}", 0.001))
+        for number in range(3)
+    ]
     await asyncio.sleep(0)  # they have their places
     work.may_end.release(6)
     await asyncio.gather(*slow, *quick)
@@ -146,13 +156,19 @@ def test_several_event_loops_share_the_threads(work: Work) -> None:
     work.may_end.release(40)
 
     async def run(turn: str) -> None:
-        found.extend(await asyncio.gather(*(threads.run(turn, 1, work.run, f"{turn}{i}") for i in range(10))))
+        found.extend(
+            await asyncio.gather(*(threads.run(turn, 1, work.run, f"{turn}{i}") for i in range(10)))
+        )
 
     loops = [threading.Thread(target=asyncio.run, args=(run(turn),)) for turn in "abcd"]
     for each in loops:
         each.start()
     for each in loops:
         each.join()
-    assert sorted(found) == sorted(f"{turn}{i}" for turn in "abcd" for i in range(10)) == sorted(work.began)
+    assert (
+        sorted(found)
+        == sorted(f"{turn}{i}" for turn in "abcd" for i in range(10))
+        == sorted(work.began)
+    )
     assert not threads._queue
     assert not threads._running

@@ -1,7 +1,9 @@
-"""Long texts stop no other thread: one that ticks beside the work shows for how long the interpreter's lock is held.
+"""Long texts stop no other thread: one that ticks beside the work shows for how long the
+interpreter's lock is held.
 
-What counts is the longest pause of the ticks as a share of the whole time of the work, so the speed of the machine does
-not matter. A busy machine can stop the ticks, too; so the best of several runs counts.
+What counts is the longest pause of the ticks as a share of the whole time of the work, so the speed
+of the machine does not matter. A busy machine can stop the ticks, too; so the best of several runs
+counts.
 """
 
 import json
@@ -26,7 +28,9 @@ TOKENS = [f"<SPECIAL_{number}>" for number in range(1_000)]
 
 
 def longest_pause(work: Callable[[], object]) -> float:
-    """Returns the longest pause of a thread that ticks while the work runs, as a share of the time of the work."""
+    """Returns the longest pause of a thread that ticks while the work runs, as a share of the time
+    of the work.
+    """
     ended, times = threading.Event(), [0.0, 0.0]
 
     def run() -> None:
@@ -79,7 +83,9 @@ def test_the_search_for_special_tokens_leaves_the_lock_to_others(unit: str) -> N
 
 
 @pytest.mark.parametrize("unit", ["a" * 200 + START, END, "\ue000\uf8ff" + START])
-def test_texts_that_spell_special_tokens_leave_the_lock_to_others(tokenizer: Tokenizer, unit: str) -> None:
+def test_texts_that_spell_special_tokens_leave_the_lock_to_others(
+    tokenizer: Tokenizer, unit: str
+) -> None:
     text = (unit * 1_000_000)[:200_000]
     _, control, encoder = tokenizer._spelled
 

@@ -51,7 +51,11 @@ def test_every_object_of_pydantic_is_closed_but_maps() -> None:
         {"properties": {"a": {}}, "patternProperties": {"^x": {}}},
         {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
         {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]},
-        {"properties": {"a": {}}, "if": {"properties": {"a": {"const": 1}}}, "then": {"properties": {"b": {}}}},
+        {
+            "properties": {"a": {}},
+            "if": {"properties": {"a": {"const": 1}}},
+            "then": {"properties": {"b": {}}},
+        },
         {"$defs": {"A": {"properties": {"a": {}}}}, "$ref": "#/$defs/A", "properties": {"b": {}}},
         {"enum": [{"properties": {"a": 1}}]},
     ],
@@ -61,7 +65,12 @@ def test_what_says_more_or_is_put_together_stays_as_it_is(schema: dict[str, Any]
 
 
 def test_a_property_may_have_the_name_of_a_keyword() -> None:
-    schema = {"properties": {"additionalProperties": {"type": "string"}, "items": {"properties": {"a": {}}}}}
+    schema = {
+        "properties": {
+            "additionalProperties": {"type": "string"},
+            "items": {"properties": {"a": {}}},
+        }
+    }
     closed = close_objects(schema)
     assert closed["additionalProperties"] is False
     assert closed["properties"]["items"]["additionalProperties"] is False
@@ -93,9 +102,20 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"contains": {"type": "string"}, "minContains": 0}, {}),
     ({"if": {"type": "string"}}, {}),
     ({"then": {}, "else": {}, "not": False, "$dynamicAnchor": "x"}, {}),
-    ({"unevaluatedProperties": True, "unevaluatedItems": {}, "dependentRequired": {}, "dependencies": {}}, {}),
+    (
+        {
+            "unevaluatedProperties": True,
+            "unevaluatedItems": {},
+            "dependentRequired": {},
+            "dependencies": {},
+        },
+        {},
+    ),
     ({"required": ["a", "b"], "dependentRequired": {"c": ["a"]}}, {"required": ["a", "b"]}),
-    ({"properties": {}, "unevaluatedProperties": False}, {"properties": {}, "additionalProperties": False}),
+    (
+        {"properties": {}, "unevaluatedProperties": False},
+        {"properties": {}, "additionalProperties": False},
+    ),
     (
         {"allOf": [{}], "additionalProperties": True, "unevaluatedProperties": False},
         {"allOf": [{}], "additionalProperties": True},
@@ -111,7 +131,11 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"patternProperties": {"^(?s:.){2,3}$": True}, "additionalProperties": False},
     ),
     (
-        {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}, "required": ["a"]},
+        {
+            "propertyNames": {"enum": ["a", "b"]},
+            "additionalProperties": {"type": "integer"},
+            "required": ["a"],
+        },
         {
             "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
             "additionalProperties": False,
@@ -119,7 +143,10 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
         },
     ),
     (
-        {"propertyNames": {"const": "a"}, "properties": {"a": {"type": "null"}, "b": {"type": "null"}}},
+        {
+            "propertyNames": {"const": "a"},
+            "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+        },
         {"properties": {"a": {"type": "null"}}, "additionalProperties": False},
     ),
 ]
@@ -131,14 +158,20 @@ def test_what_asks_for_nothing_is_left_out_and_the_rest_expressed(
 ) -> None:
     before = copy.deepcopy(schema)
     assert readable(schema) == expected
-    assert readable({"items": [schema], "anyOf": [schema]}) == {"items": [expected], "anyOf": [expected]}
+    assert readable({"items": [schema], "anyOf": [schema]}) == {
+        "items": [expected],
+        "anyOf": [expected],
+    }
     assert schema == before
 
 
 def test_names_may_be_a_reference() -> None:
     """As pydantic writes a dict whose keys are an enum."""
     colours = {"enum": ["red", "green"], "title": "Colour", "type": "string"}
-    names = {"propertyNames": {"$ref": "#/$defs/Colour"}, "additionalProperties": {"type": "integer"}}
+    names = {
+        "propertyNames": {"$ref": "#/$defs/Colour"},
+        "additionalProperties": {"type": "integer"},
+    }
     found = readable({"$defs": {"Colour": colours}, "properties": {"a": names}})["properties"]["a"]
     assert found["properties"].keys() == {"red", "green"}
 
@@ -155,7 +188,10 @@ UNREADABLE: list[tuple[dict[str, Any], str]] = [
     ({"propertyNames": {"enum": ["a"]}, "required": 3}, "'propertyNames'"),
     ({"propertyNames": {"pattern": "a"}, "properties": {"a": {}}}, "'propertyNames'"),
     (
-        {"propertyNames": {"enum": ["a" * i for i in range(200)]}, "additionalProperties": {"enum": ["x" * 999]}},
+        {
+            "propertyNames": {"enum": ["a" * i for i in range(200)]},
+            "additionalProperties": {"enum": ["x" * 999]},
+        },
         "Names",
     ),
     ({"pattern": "a(?=b)"}, "look-around"),
@@ -203,17 +239,30 @@ def test_lookaheads_are_expressed_exactly(pattern: str) -> None:
     for length in range(5):
         for characters in itertools.product("ab.01-@", repeat=length):
             text = "".join(characters)
-            assert all(re.search(part, text) for part in parts) == bool(re.search(pattern, text)), text
+            assert all(re.search(part, text) for part in parts) == bool(re.search(pattern, text)), (
+                text
+            )
 
 
 def test_a_format_stands_for_a_pattern_beside_it_that_cannot_be_read() -> None:
     """As zod writes durations."""
-    found = readable({"type": "string", "format": "duration", "pattern": r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?)$"})
+    found = readable(
+        {
+            "type": "string",
+            "format": "duration",
+            "pattern": r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?)$",
+        }
+    )
     assert found == {"type": "string", "format": "duration"}
 
 
 def test_a_long_pattern_takes_no_long_time() -> None:
     """Each `[` begins a class that does not end; a search for the end from each would take minutes."""
-    for pattern in ("[" * 100_000, "^(?=a)" + "[" * 100_000, "(" * 100_000 + "(?=a)", "(?!" * 30_000):
+    for pattern in (
+        "[" * 100_000,
+        "^(?=a)" + "[" * 100_000,
+        "(" * 100_000 + "(?=a)",
+        "(?!" * 30_000,
+    ):
         with suppress(ValueError):
             readable({"pattern": pattern})

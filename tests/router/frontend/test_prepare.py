@@ -19,9 +19,13 @@ def request(text: str = "hi", **fields: Any) -> inference_pb2.GenerateRequest:
 
 
 async def prepared(
-    message: inference_pb2.GenerateRequest, context: int = 64, defaults: dict[str, float] | None = None
+    message: inference_pb2.GenerateRequest,
+    context: int = 64,
+    defaults: dict[str, float] | None = None,
 ) -> TokenRequest:
-    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=context, defaults=defaults or {})
+    model = ServedModel(
+        name="tiny", tokenizer=byte_tokenizer(), context_tokens=context, defaults=defaults or {}
+    )
     return (await prepare(message, model, CONTEXT)).tokens
 
 
@@ -57,14 +61,33 @@ async def test_given_values_pass_through() -> None:
         "frequency_penalty": 0.5,
         "logit_bias": {0: -100.0, 257: 2.5},
     }
-    stopping = {"max_tokens": 3, "stop": ["a", "b"], "stop_token_ids": [1, 257], "ignore_eos": True, "min_tokens": 2}
-    message = request(sampling=sampling, stopping=stopping, n=2, best_of=3, logprobs=4, prompt_logprobs=5, priority=-7)
+    stopping = {
+        "max_tokens": 3,
+        "stop": ["a", "b"],
+        "stop_token_ids": [1, 257],
+        "ignore_eos": True,
+        "min_tokens": 2,
+    }
+    message = request(
+        sampling=sampling,
+        stopping=stopping,
+        n=2,
+        best_of=3,
+        logprobs=4,
+        prompt_logprobs=5,
+        priority=-7,
+    )
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
     accepted = await prepare(message, model, CONTEXT)
     tokens = accepted.tokens
     assert tokens.sampling == inference_pb2.SamplingParams(**sampling)
     assert (tokens.max_tokens, tokens.stop_token_ids, tokens.ignore_eos) == (3, (1, 257), True)
-    assert (tokens.num_choices, accepted.num_answers, tokens.min_tokens, tokens.priority) == (3, 2, 2, -7)
+    assert (tokens.num_choices, accepted.num_answers, tokens.min_tokens, tokens.priority) == (
+        3,
+        2,
+        2,
+        -7,
+    )
     assert (tokens.logprobs, tokens.prompt_logprobs, accepted.wants_logprobs) == (4, 5, True)
     assert accepted.stop == ("a", "b")
 
@@ -72,7 +95,11 @@ async def test_given_values_pass_through() -> None:
 async def test_best_of_wants_logprobs_for_itself() -> None:
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
     accepted = await prepare(request(best_of=2), model, CONTEXT)
-    assert (accepted.tokens.logprobs, accepted.wants_logprobs, accepted.num_answers) == (0, False, 1)
+    assert (accepted.tokens.logprobs, accepted.wants_logprobs, accepted.num_answers) == (
+        0,
+        False,
+        1,
+    )
     assert (await prepared(request(n=2, best_of=2))).logprobs is None
 
 
@@ -90,11 +117,17 @@ async def test_bad_words_with_and_without_a_space_before() -> None:
 
 async def test_a_beam_search_has_every_field_set() -> None:
     tokens = await prepared(request(beam_search={"width": 4}, n=3))
-    assert tokens.beam_search == inference_pb2.BeamSearch(width=4, length_penalty=1.0, early_stopping=False)
+    assert tokens.beam_search == inference_pb2.BeamSearch(
+        width=4, length_penalty=1.0, early_stopping=False
+    )
     assert tokens.beam_search.HasField("length_penalty")
     assert tokens.num_choices == 3
-    other = await prepared(request(beam_search={"width": 1, "length_penalty": -0.5, "early_stopping": True}))
-    assert other.beam_search == inference_pb2.BeamSearch(width=1, length_penalty=-0.5, early_stopping=True)
+    other = await prepared(
+        request(beam_search={"width": 1, "length_penalty": -0.5, "early_stopping": True})
+    )
+    assert other.beam_search == inference_pb2.BeamSearch(
+        width=1, length_penalty=-0.5, early_stopping=True
+    )
 
 
 async def test_no_tokens_with_echo_or_prompt_logprobs_only() -> None:
@@ -102,7 +135,9 @@ async def test_no_tokens_with_echo_or_prompt_logprobs_only() -> None:
     for fields in ({"echo": True}, {"prompt_logprobs": 0}):
         accepted = await prepare(request(stopping={"max_tokens": 0}, **fields), model, CONTEXT)
         assert (accepted.is_empty, accepted.tokens.max_tokens) == (True, 1)
-    assert (await refused(request("x" * 64, stopping={"max_tokens": 0}, echo=True))).field == "prompt"
+    assert (
+        await refused(request("x" * 64, stopping={"max_tokens": 0}, echo=True))
+    ).field == "prompt"
 
 
 async def test_a_demanded_call_is_a_grammar() -> None:
@@ -128,12 +163,16 @@ async def test_requests_with_equal_ids_are_distinguished() -> None:
 async def test_kinds_of_prompt() -> None:
     ids = await prepared(request(prompt={"token_ids": {"ids": [0, 257]}}))
     assert ids.prompt == (0, 257)
-    chat = await prepared(request(prompt={"chat": {"messages": [{"role": "user", "content": "x"}]}}))
+    chat = await prepared(
+        request(prompt={"chat": {"messages": [{"role": "user", "content": "x"}]}})
+    )
     assert bytes(chat.prompt) == b"[user] x\n[assistant] "
 
 
 @pytest.mark.parametrize(("fields", "field", "bound"), REFUSED)
-async def test_each_bound_names_field_and_bound(fields: dict[str, Any], field: str, bound: str) -> None:
+async def test_each_bound_names_field_and_bound(
+    fields: dict[str, Any], field: str, bound: str
+) -> None:
     error = await refused(request(**fields))
     assert error.field == field
     assert bound in error.message
@@ -159,16 +198,24 @@ async def test_the_bounds_themselves_are_allowed(fields: dict[str, Any], prompt:
         (500, 63, True, (1, 63)),
     ],
 )
-async def test_fit(length: int, explicit: int | None, truncate: bool, expected: tuple[int, int]) -> None:
+async def test_fit(
+    length: int, explicit: int | None, truncate: bool, expected: tuple[int, int]
+) -> None:
     ids = [i % 256 for i in range(length)]
-    message = request(prompt={"token_ids": {"ids": ids}}, stopping={"max_tokens": explicit}, truncate_prompt=truncate)
+    message = request(
+        prompt={"token_ids": {"ids": ids}},
+        stopping={"max_tokens": explicit},
+        truncate_prompt=truncate,
+    )
     tokens = await prepared(message)
     assert (len(tokens.prompt), tokens.max_tokens) == expected
     assert list(tokens.prompt) == ids[-expected[0] :]
 
 
 @pytest.mark.parametrize(("length", "explicit"), [(64, None), (500, None), (64, 1), (60, 5)])
-async def test_prompts_that_do_not_fit_are_refused_with_the_numbers(length: int, explicit: int | None) -> None:
+async def test_prompts_that_do_not_fit_are_refused_with_the_numbers(
+    length: int, explicit: int | None
+) -> None:
     error = await refused(request("x" * length, stopping={"max_tokens": explicit}))
     assert error.field == "prompt"
     assert f"{length} prompt tokens and {explicit or 1} to generate" in error.message
@@ -191,7 +238,9 @@ async def test_without_max_tokens_a_text_has_16_and_a_chat_what_the_context_leav
 
 async def test_what_a_request_leaves_out_is_as_the_model_says_and_its_own_value_wins() -> None:
     own = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
-    defaults = {f"sampling.{name}": value for name, value in own.items()} | {"stopping.max_tokens": 5}
+    defaults = {f"sampling.{name}": value for name, value in own.items()} | {
+        "stopping.max_tokens": 5
+    }
     tokens = await prepared(request(), defaults=defaults)
     assert {name: getattr(tokens.sampling, name) for name in own} == own
     assert tokens.max_tokens == 5
@@ -199,17 +248,25 @@ async def test_what_a_request_leaves_out_is_as_the_model_says_and_its_own_value_
     given = await prepared(request(sampling=unset, stopping={"max_tokens": 9}), defaults=defaults)
     assert {name: getattr(given.sampling, name) for name in unset} == unset
     assert given.max_tokens == 9
-    assert (await prepared(request(), defaults={"stopping.max_tokens": 50})).max_tokens == 16  # of a text still
+    assert (
+        await prepared(request(), defaults={"stopping.max_tokens": 50})
+    ).max_tokens == 16  # of a text still
     searched = await prepared(request(beam_search={"width": 2}), defaults=defaults)
     assert {name: getattr(searched.sampling, name) for name in unset} == unset
 
 
-# (prompt tokens, max_tokens) in a context of 64 -> (prompt tokens, max_tokens) where an API reduces max_tokens
+# (prompt tokens, max_tokens) in a context of 64 -> (prompt tokens, max_tokens) where an API reduces
+# max_tokens
 @pytest.mark.parametrize(
-    ("length", "explicit", "expected"), [(60, 5, (60, 4)), (60, 64, (60, 4)), (63, 64, (63, 1)), (10, 20, (10, 20))]
+    ("length", "explicit", "expected"),
+    [(60, 5, (60, 4)), (60, 64, (60, 4)), (63, 64, (63, 1)), (10, 20, (10, 20))],
 )
-async def test_max_tokens_become_what_the_prompt_leaves(length: int, explicit: int, expected: tuple[int, int]) -> None:
-    message = request(prompt={"token_ids": {"ids": range(length)}}, stopping={"max_tokens": explicit})
+async def test_max_tokens_become_what_the_prompt_leaves(
+    length: int, explicit: int, expected: tuple[int, int]
+) -> None:
+    message = request(
+        prompt={"token_ids": {"ids": range(length)}}, stopping={"max_tokens": explicit}
+    )
     context = RequestContext(arrived=0.0, reduces_max_tokens=True)
     tokens = (await prepare(message, MODEL, context)).tokens
     assert (len(tokens.prompt), tokens.max_tokens) == expected
@@ -217,13 +274,19 @@ async def test_max_tokens_become_what_the_prompt_leaves(length: int, explicit: i
 
 @pytest.mark.parametrize(
     ("length", "explicit", "truncate", "field"),
-    [(60, 65, False, "stopping.max_tokens"), (64, 1, False, "prompt"), (60, 64, True, "stopping.max_tokens")],
+    [
+        (60, 65, False, "stopping.max_tokens"),
+        (64, 1, False, "prompt"),
+        (60, 64, True, "stopping.max_tokens"),
+    ],
 )
 async def test_what_does_not_fit_the_context_alone_is_refused(
     length: int, explicit: int, truncate: bool, field: str
 ) -> None:
     message = request(
-        prompt={"token_ids": {"ids": range(length)}}, stopping={"max_tokens": explicit}, truncate_prompt=truncate
+        prompt={"token_ids": {"ids": range(length)}},
+        stopping={"max_tokens": explicit},
+        truncate_prompt=truncate,
     )
     with pytest.raises(InvalidArgument) as caught:
         await prepare(message, MODEL, RequestContext(arrived=0.0, reduces_max_tokens=True))
@@ -246,4 +309,7 @@ async def test_special_tokens_of_stop_count_towards_the_bound_of_stop_tokens() -
     error = await refused(request(stopping=stopping))
     assert error.field == "stopping.stop_token_ids"
     stopping["stop_token_ids"] = range(limits.MAX_STOP_TOKEN_IDS - 1)
-    assert len((await prepared(request(stopping=stopping))).stop_token_ids) == limits.MAX_STOP_TOKEN_IDS
+    assert (
+        len((await prepared(request(stopping=stopping))).stop_token_ids)
+        == limits.MAX_STOP_TOKEN_IDS
+    )

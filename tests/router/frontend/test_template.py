@@ -1,4 +1,6 @@
-"""Chat templates: what they render, as transformers does, and templates that are programs gone wrong."""
+"""Chat templates: what they render, as transformers does, and templates that are programs gone
+wrong.
+"""
 
 import json
 import time
@@ -50,14 +52,20 @@ QWEN = """
 
 
 async def test_tools_and_calls_render_as_in_transformers() -> None:
-    """The whole way of a tool call: definition, call, result; equal to apply_chat_template, token by token."""
+    """The whole way of a tool call: definition, call, result; equal to apply_chat_template, token
+    by token.
+    """
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Wetter in Köln?"},
         {
             "role": "assistant",
             "content": "I look.",
             "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Köln <3"}}}
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": {"city": "Köln <3"}},
+                }
             ],
         },
         {"role": "tool", "content": "rain", "tool_call_id": "c1"},
@@ -78,7 +86,11 @@ async def test_tools_and_calls_render_as_in_transformers() -> None:
             inference_pb2.ChatMessage(
                 role="assistant",
                 content="I look.",
-                tool_calls=[inference_pb2.ToolCall(id="c1", name="weather", arguments='{"city":"K\\u00f6ln <3"}')],
+                tool_calls=[
+                    inference_pb2.ToolCall(
+                        id="c1", name="weather", arguments='{"city":"K\\u00f6ln <3"}'
+                    )
+                ],
             ),
             inference_pb2.ChatMessage(role="tool", content="rain", tool_call_id="c1"),
         ],
@@ -95,10 +107,14 @@ async def test_without_tools_the_template_hears_of_none() -> None:
     tokenizer = byte_tokenizer(chat_template="{{ tools is none }} {{ messages[0] }}")
     hidden = chat(tools=[tool()], tool_choice=MODES(mode=MODES.MODE_NONE))
     for given in (chat(), hidden):
-        assert bytes(await tokenizer.encode_chat(given)) == b"True {'role': 'user', 'content': 'hi'}"
+        assert (
+            bytes(await tokenizer.encode_chat(given)) == b"True {'role': 'user', 'content': 'hi'}"
+        )
 
 
-@pytest.mark.parametrize("content", ["The answer is", "ends with a space ", "", "CONTINUE_FINAL_MESSAGE_TAG x"])
+@pytest.mark.parametrize(
+    "content", ["The answer is", "ends with a space ", "", "CONTINUE_FINAL_MESSAGE_TAG x"]
+)
 async def test_the_last_message_is_continued_as_in_transformers(content: str) -> None:
     reference = make_tokenizer()
     trimming = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}"
@@ -110,18 +126,24 @@ async def test_the_last_message_is_continued_as_in_transformers(content: str) ->
             tokenize=False,
         )
         given = chat(("user", "?"), ("assistant", content), continue_final_message=True)
-        assert bytes(await byte_tokenizer(chat_template=template).encode_chat(given)).decode() == expected
+        assert (
+            bytes(await byte_tokenizer(chat_template=template).encode_chat(given)).decode()
+            == expected
+        )
 
 
 async def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
     tokenizer = byte_tokenizer(chat_template="{{ messages[0].content }}")
     with pytest.raises(InvalidArgument) as caught:
-        await tokenizer.encode_chat(chat(("user", "?"), ("assistant", "so"), continue_final_message=True))
+        await tokenizer.encode_chat(
+            chat(("user", "?"), ("assistant", "so"), continue_final_message=True)
+        )
     assert caught.value.field == "prompt.chat.continue_final_message"
 
 
 PARTS = (
-    "{% for m in messages %}[{{ m.role }}]{% for part in m['content'] %}{% if part['type'] == 'text' %}"
+    "{% for m in messages %}[{{ m.role }}]{% for part in m['content'] %}{% if part['type'] == "
+    "'text' %}"
     " {{ part.text }}{% endif %}{% endfor %}|{% endfor %}"
 )
 BY_MACRO = (
@@ -130,45 +152,59 @@ BY_MACRO = (
     "{% for m in messages %}[{{ m.role }}] {{ text(m.content) }}|{% endfor %}"
 )
 BY_ROLE = (
-    "{% for m in messages %}[{{ m.role }}] {% if m.role == 'user' %}{{ m.content | map(attribute='text') | join }}"
+    "{% for m in messages %}[{{ m.role }}] {% if m.role == 'user' %}{{ m.content | "
+    "map(attribute='text') | join }}"
     "{% else %}{{ m.content }}{% endif %}|{% endfor %}"
 )
 NO_SYSTEM = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif "
+    "%}"
     "[{{ m.role }}] {{ m.content[0].text }}|{% endfor %}"
 )
 
 
 @pytest.mark.parametrize("template", [PARTS, BY_MACRO, BY_ROLE])
-def test_a_template_gets_content_in_the_form_that_it_takes(renderer: TemplateRenderer, template: str) -> None:
+def test_a_template_gets_content_in_the_form_that_it_takes(
+    renderer: TemplateRenderer, template: str
+) -> None:
     """Of each role: a template may take the parts of some and the text of others."""
     roles = ("system", "user", "assistant", "tool", "critic")
     messages = [{"role": role, "content": f"text of {role}"} for role in roles]
     expected = "".join(f"[{role}] text of {role}|" for role in roles)
     assert render(renderer, template, {"conversations": [messages]}) == expected
     empty = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": ""}]
-    assert render(renderer, template, {"conversations": [empty]}).replace(" |", "|") == "[user] Look.|[assistant]|"
+    assert (
+        render(renderer, template, {"conversations": [empty]}).replace(" |", "|")
+        == "[user] Look.|[assistant]|"
+    )
 
 
 def test_a_template_that_refuses_a_role_still_does(renderer: TemplateRenderer) -> None:
     messages = [{"role": "user", "content": "Look."}]
     assert render(renderer, NO_SYSTEM, {"conversations": [messages]}) == "[user] Look.|"
     with pytest.raises(InvalidArgument, match="refuses these messages: no system"):
-        render(renderer, NO_SYSTEM, {"conversations": [[{"role": "system", "content": "x"}, *messages]]})
+        render(
+            renderer,
+            NO_SYSTEM,
+            {"conversations": [[{"role": "system", "content": "x"}, *messages]]},
+        )
 
 
 ENDLESS = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% for a in m recursive %}{% if loop.depth < 60 %}{{ loop(m) }}{{ loop(m) }}{% endif %}{% endfor %}",
+    "{% for a in m recursive %}{% if loop.depth < 60 %}{{ loop(m) }}{{ loop(m) }}{% endif %}{% "
+    "endfor %}",
     "{{ 10 ** (10 ** 10) }}",  # one step in C
 ]
 TOO_LARGE = [
     "{{ 'x' * 2000000 }}",
     "{{ 'x' * 10 ** 12 }}",
     "{% for i in range(99999) %}0123456789A{% endfor %}",
-    "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor "
+    "%}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor "
+    "%}",
     "{{ '%500000000d' % 1 }}",
     "{{ ('{0}' * 1000).format(big) }}",
     "{{ 'x'.encode().ljust(500000000) }}",
@@ -187,7 +223,9 @@ def renderer() -> TemplateRenderer:
     return TemplateRenderer()
 
 
-def render(renderer: TemplateRenderer, template: str, variables: dict[str, Any], seconds: float = 60) -> str:
+def render(
+    renderer: TemplateRenderer, template: str, variables: dict[str, Any], seconds: float = 60
+) -> str:
     arguments = {"conversations": [[]], "chat_template": template} | variables
     return renderer.render(arguments, max_characters=1_000_000, seconds=seconds)
 
@@ -203,7 +241,9 @@ def test_a_template_without_end_is_stopped(renderer: TemplateRenderer, template:
 
 
 @pytest.mark.parametrize("template", TOO_LARGE)
-def test_a_template_that_makes_too_much_is_stopped(renderer: TemplateRenderer, template: str) -> None:
+def test_a_template_that_makes_too_much_is_stopped(
+    renderer: TemplateRenderer, template: str
+) -> None:
     with pytest.raises(InvalidArgument, match="renders more than 1000000 characters"):
         render(renderer, template, {"big": "x" * 10_000})
 
@@ -218,7 +258,9 @@ def test_threads_share_the_process_and_it_ends_with_the_renderer() -> None:
     before = set(psutil.Process().children())
 
     with ThreadPoolExecutor(8) as threads:
-        texts = threads.map(partial(render, renderer, "{{ number }}"), [{"number": number} for number in range(99)])
+        texts = threads.map(
+            partial(render, renderer, "{{ number }}"), [{"number": number} for number in range(99)]
+        )
         assert list(texts) == list(map(str, range(99)))
     (process,) = set(psutil.Process().children()) - before
     process.kill()  # as by the kernel, for want of memory

@@ -32,7 +32,10 @@ CHAT = [{"role": "user", "content": "Was ist 1+1?"}, {"role": "assistant", "cont
 
 
 def chat(messages: list[dict[str, str]]) -> inference_pb2.Chat:
-    said = [inference_pb2.ChatMessage(role=message["role"], content=message["content"]) for message in messages]
+    said = [
+        inference_pb2.ChatMessage(role=message["role"], content=message["content"])
+        for message in messages
+    ]
     return inference_pb2.Chat(messages=said)
 
 
@@ -70,7 +73,9 @@ async def test_chat_encodes_as_in_transformers(
     loaded: Tokenizer, reference: PreTrainedTokenizerFast, length: int
 ) -> None:
     messages = [*CHAT, {"role": "user", "content": "ab " * length}]
-    expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    expected = reference.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
     assert await loaded.encode_chat(chat(messages)) == expected
 
 
@@ -84,26 +89,43 @@ async def test_the_bytes_of_tokens_add_up_to_the_text(loaded: Tokenizer, text: s
 def test_the_bytes_of_sentencepiece_tokens() -> None:
     vocab = {"<unk>": 0, "<s>": 1, "<0x0A>": 2, "<0xF0>": 3, "\u2581the": 4, "re": 5, "<0x1>": 6}
     backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     backend.add_special_tokens([AddedToken("<s>", special=True)])
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")  # type: ignore[no-untyped-call]
     tokenizer = Tokenizer(fast, vocab_size=16)
-    expected = [b"<s>", b"\n", b"\xf0", b" the", b"re", b"<0x1>", b""]  # the last row of the embedding is of no token
+    expected = [
+        b"<s>",
+        b"\n",
+        b"\xf0",
+        b" the",
+        b"re",
+        b"<0x1>",
+        b"",
+    ]  # the last row of the embedding is of no token
     assert [tokenizer.token_bytes(token) for token in (1, 2, 3, 4, 5, 6, 15)] == expected
     assert tokenizer.decode([4, 5]) == " there"
 
 
 async def test_special_tokens_that_are_not_wanted(loaded: Tokenizer, folder: Path) -> None:
     trained = PreTrainedTokenizerFast.from_pretrained(folder)
-    trained.backend_tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", None, [("<|begin|>", 0)])
+    trained.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<|begin|> $A", None, [("<|begin|>", 0)]
+    )
     tokenizer = Tokenizer(trained)
-    assert await tokenizer.encode("fox") == [0, *await tokenizer.encode("fox", add_special_tokens=False)]
+    assert await tokenizer.encode("fox") == [
+        0,
+        *await tokenizer.encode("fox", add_special_tokens=False),
+    ]
     assert tokenizer.decode(await tokenizer.encode("fox")) == "fox"
 
 
 def test_ids_and_sizes(loaded: Tokenizer, reference: PreTrainedTokenizerFast) -> None:
     assert loaded.special_ids == set(reference.all_special_ids)
-    assert loaded.vocab_size == 640  # of config.json: the embedding may have more rows than the tokenizer has tokens
+    assert (
+        loaded.vocab_size == 640
+    )  # of config.json: the embedding may have more rows than the tokenizer has tokens
     assert byte_tokenizer().vocab_size == 258
 
 
@@ -135,7 +157,9 @@ async def test_many_very_long_texts_keep_no_other_text_and_no_chat_waiting(
 
     monkeypatch.setattr(Tokenizer, "_encode", encode_slowly)
     long = chat([{"role": "user", "content": "x" * 200_000}])
-    many = [asyncio.create_task(loaded.encode("x" * 200_000)) for _ in range(50)]  # of the same caller
+    many = [
+        asyncio.create_task(loaded.encode("x" * 200_000)) for _ in range(50)
+    ]  # of the same caller
     many += [asyncio.create_task(chats.encode_chat(long)) for _ in range(50)]
     try:
         async with asyncio.timeout(60):
@@ -147,7 +171,9 @@ async def test_many_very_long_texts_keep_no_other_text_and_no_chat_waiting(
         await asyncio.gather(*many)
 
 
-async def test_many_ids_are_decoded_off_the_event_loop(loaded: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_ids_are_decoded_off_the_event_loop(
+    loaded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decode, ran = Tokenizer.decode, list[threading.Thread]()
 
     def noted(self: Tokenizer, ids: Sequence[int], **options: bool) -> str:
@@ -162,7 +188,9 @@ async def test_many_ids_are_decoded_off_the_event_loop(loaded: Tokenizer, monkey
     assert [each is threading.main_thread() for each in ran] == [False, True]
 
 
-async def test_another_caller_s_chat_waits_for_one_rendering_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_caller_s_chat_waits_for_one_rendering_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tokenizer, rendered, may_end = byte_tokenizer(), list[str](), threading.Semaphore(0)
     has_begun = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -178,7 +206,9 @@ async def test_another_caller_s_chat_waits_for_one_rendering_at_most(monkeypatch
     mine = [chat([{"role": "user", "content": f"m{number}"}]) for number in range(50)]
     many = [asyncio.create_task(tokenizer.encode_chat(each, "mallory")) for each in mine]
     await has_begun.wait()
-    other = asyncio.create_task(tokenizer.encode_chat(chat([{"role": "user", "content": "a"}]), "ada"))
+    other = asyncio.create_task(
+        tokenizer.encode_chat(chat([{"role": "user", "content": "a"}]), "ada")
+    )
     await asyncio.sleep(0)  # it has its place
     may_end.release(51)
     assert bytes(await other) == b"a"
@@ -189,7 +219,10 @@ async def test_another_caller_s_chat_waits_for_one_rendering_at_most(monkeypatch
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "refuses these messages: roles must alternate",
+        ),
         ("{{ messages[0].content.nothing.here }}", "refuses these messages$"),
         ("{{ 1 / 0 }}", "refuses these messages$"),
         ("{{ messages.append(1) }}", "refuses these messages$"),  # the sandbox is immutable
@@ -222,5 +255,7 @@ from tandem.router.frontend.tokenizer import Tokenizer
 Tokenizer.load(Path({str(folder)!r}))
 print(sorted(name for name in ("torch", "ray") if name in sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == "[]"

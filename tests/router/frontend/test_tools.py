@@ -18,7 +18,10 @@ from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
 MODES = inference_pb2.ToolChoice
-HERMES, LLAMA = "Use <tool_call></tool_call>.", 'Respond with {"name": ..., "parameters": dictionary of arguments}.'
+HERMES, LLAMA = (
+    "Use <tool_call></tool_call>.",
+    'Respond with {"name": ..., "parameters": dictionary of arguments}.',
+)
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"$ref": "#/$defs/name"}},
@@ -31,7 +34,10 @@ QWEN_2_5 = """{%- if tools %}
     {{- "\\n\\n# Tools\\n\\nYou may call one or more functions to assist with the user query." }}
     {{- "\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call><|im_end|>\\n" }}
 {%- endif %}"""  # noqa: E501
-QWEN_3 = QWEN_2_5 + "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}"
+QWEN_3 = (
+    QWEN_2_5
+    + "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}"
+)
 LLAMA_3_1 = """{%- if not tools is none %}
     {{- "Given the following functions, please respond with a JSON for a function call with its proper arguments." }}
     {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}. ' }}
@@ -91,16 +97,31 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (HERMES, "", "", []),
     (HERMES, hermes("weather", CITY), "", [("weather", CITY)]),
     (HERMES, f"I look.\n{hermes('weather', CITY)}\n", "I look.", [("weather", CITY)]),
-    (HERMES, f"{hermes('now', '{}')}\n{hermes('weather', CITY)}", "", [("now", "{}"), ("weather", CITY)]),
+    (
+        HERMES,
+        f"{hermes('now', '{}')}\n{hermes('weather', CITY)}",
+        "",
+        [("now", "{}"), ("weather", CITY)],
+    ),
     (HERMES, f"a {hermes('now', '{}')} b\n", "a  b\n", [("now", "{}")]),
     (HERMES, f"{hermes('now', '{}')} b", "b", [("now", "{}")]),
     (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
     (HERMES, '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', "", [("now", "{}")]),
-    (HERMES, hermes("weather", '{"city": "</tool_call>"}'), "", [("weather", '{"city": "</tool_call>"}')]),
+    (
+        HERMES,
+        hermes("weather", '{"city": "</tool_call>"}'),
+        "",
+        [("weather", '{"city": "</tool_call>"}')],
+    ),
     (HERMES, hermes("weather", '{"city": "K\\u00f6ln"}'), "", [("weather", CITY)]),
     (HERMES, hermes("now", "{}").removesuffix("</tool_call>"), "", [("now", "{}")]),
     (HERMES, "<tool_call>{broken}</tool_call> on", "<tool_call>{broken}</tool_call> on", []),
-    (HERMES, f"<tool_call>1</tool_call>{hermes('now', '{}')}", "<tool_call>1</tool_call>", [("now", "{}")]),
+    (
+        HERMES,
+        f"<tool_call>1</tool_call>{hermes('now', '{}')}",
+        "<tool_call>1</tool_call>",
+        [("now", "{}")],
+    ),
     (HERMES, hermes("now", '{"a": NaN}'), hermes("now", '{"a": NaN}'), []),
     (HERMES, hermes("now", '{"a": "\\ud800"}'), hermes("now", '{"a": "\\ud800"}'), []),
     (HERMES, hermes("now", "[1]"), hermes("now", "[1]"), []),
@@ -110,7 +131,12 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (LLAMA, "just text\n", "just text\n", []),
     (LLAMA, llama("weather", CITY), "", [("weather", CITY)]),
     (LLAMA, "<|python_tag|>" + llama("weather", CITY), "", [("weather", CITY)]),
-    (LLAMA, f"\n{llama('now', '{}')}; {llama('weather', CITY)}", "", [("now", "{}"), ("weather", CITY)]),
+    (
+        LLAMA,
+        f"\n{llama('now', '{}')}; {llama('weather', CITY)}",
+        "",
+        [("now", "{}"), ("weather", CITY)],
+    ),
     (LLAMA, f"{llama('now', '{}')}\n{llama('now', '{}')};", "", [("now", "{}")] * 2),
     (LLAMA, llama("weather", '{"city": "}\\"; {"}'), "", [("weather", '{"city": "}\\"; {"}')]),
     (LLAMA, '{"answer": {"x": 1}} it is', '{"answer": {"x": 1}} it is', []),
@@ -134,7 +160,14 @@ def test_calls_are_read_however_the_text_is_cut(
 
 MARKUP = st.sampled_from(
     [
-        *("<tool_call>", "</tool_call>", "<tool", '{"name": "f", "arguments": {}}', "<|python_tag|>", "<|p"),
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "<tool",
+            '{"name": "f", "arguments": {}}',
+            "<|python_tag|>",
+            "<|p",
+        ),
         *(
             '{"name": "f", "parameters": {"x": "}"}}',
             '"name": ',
@@ -187,8 +220,18 @@ def test_texts_of_the_grammar_parse_as_calls(template: str) -> None:
     between = "\n" if template == HERMES else "; "
     tokenizer = byte_tokenizer(chat_template=template)
     one, other = write("weather", CITY), write("now", "{}")
-    wrong = [write("weather", "{}"), write("weather", '{"city": "too long a name"}'), write("nope", "{}")]
-    wrong += [write("now", '{"a": 1}'), write("weather", '{ "city": "Köln"}'), "text", f"text {one}", one[:-1]]
+    wrong = [
+        write("weather", "{}"),
+        write("weather", '{"city": "too long a name"}'),
+        write("nope", "{}"),
+    ]
+    wrong += [
+        write("now", '{"a": 1}'),
+        write("weather", '{ "city": "Köln"}'),
+        "text",
+        f"text {one}",
+        one[:-1],
+    ]
     cases: list[tuple[inference_pb2.Chat, list[str], list[str]]] = [
         (chat(MODES.MODE_REQUIRED), [one, other, between.join([one, other, one])], wrong),
         (chat(MODES.MODE_NAMED, "weather"), [one], [other, one + between + one, *wrong]),
@@ -229,31 +272,43 @@ def test_tools_that_are_too_large_together() -> None:
 
 
 async def test_markup_that_is_a_special_token_stays_in_the_text() -> None:
-    """Some tokenizers have <tool_call> as a special token, which decoding drops and a grammar names differently."""
+    """Some tokenizers have <tool_call> as a special token, which decoding drops and a grammar names
+    differently.
+    """
     fast = make_tokenizer()
     fast.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
     tokenizer = Tokenizer(fast)
     ids = await tokenizer.encode(hermes("now", "{}"))
     assert tokenizer.decode(ids) == hermes("now", "{}")
     assert not tokenizer.special_ids & set(ids)
-    assert tokenizer.decode([*ids, 1]) == tokenizer.decode(ids)  # the end of the sequence is dropped as ever
+    assert tokenizer.decode([*ids, 1]) == tokenizer.decode(
+        ids
+    )  # the end of the sequence is dropped as ever
     constraint = tool_call_constraint(chat(MODES.MODE_NAMED, "now"), tokenizer)
     assert constraint is not None
     assert 'call: <tool_call> "\\n" object "\\n" </tool_call>' in constraint.grammar
 
 
 def test_the_keywords_of_arguments_are_read_or_named() -> None:
-    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    record = {
+        "type": "object",
+        "propertyNames": {"type": "string"},
+        "additionalProperties": {"type": "integer"},
+    }
     grammar = constraint_of(record)
     assert "propertyNames" not in grammar
     with pytest.raises(InvalidArgument, match=r"'f'.*'uniqueItems'"):
-        constraint_of({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}})
+        constraint_of(
+            {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+        )
 
 
 def constraint_of(parameters: dict[str, Any], **choice: Any) -> str:
     tools = [{"name": "f", "parameters": json.dumps(parameters)}]
     chosen = {"mode": inference_pb2.ToolChoice.MODE_REQUIRED} | choice
-    found = tool_call_constraint(inference_pb2.Chat(tools=tools, tool_choice=chosen), byte_tokenizer())
+    found = tool_call_constraint(
+        inference_pb2.Chat(tools=tools, tool_choice=chosen), byte_tokenizer()
+    )
     assert found is not None
     return found.grammar
 

@@ -1,4 +1,6 @@
-"""What models say, think and call in the formats of their families: read from text that arrives in any pieces."""
+"""What models say, think and call in the formats of their families: read from text that arrives in
+any pieces.
+"""
 
 import json
 from typing import Any, get_args
@@ -44,7 +46,9 @@ SIGNS = {
 CITY = '{"city": "Köln"}'
 ONE, TWO = [("weather", {"city": "Köln"})], [("weather", {"city": "Köln"}), ("now", {})]
 LIST = f'[{{"name": "weather", "arguments": {CITY}}}, {{"name": "now", "arguments": {{}}}}]'
-COMMENTARY = "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+COMMENTARY = (
+    "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+)
 CODER = """<tool_call>
 <function=weather>
 <parameter=city>
@@ -63,7 +67,11 @@ Read = tuple[str, str, list[tuple[str, Any]]]
 CALLS: list[tuple[str, str, Read]] = [
     ("openai", f"{COMMENTARY}{CITY}<|call|>", ("", "", ONE)),
     ("openai", f"<|channel|>analysis<|message|>Hm.<|end|>{COMMENTARY}{CITY}", ("", "Hm.", ONE)),
-    ("openai", f" to=functions.weather<|channel|>commentary json<|message|>{CITY}<|call|>", ("", "", ONE)),
+    (
+        "openai",
+        f" to=functions.weather<|channel|>commentary json<|message|>{CITY}<|call|>",
+        ("", "", ONE),
+    ),
     (
         "openai",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi.",
@@ -78,7 +86,11 @@ CALLS: list[tuple[str, str, Read]] = [
     ("mistral", "[TOOL", ("[TOOL", "", [])),
     ("mistral_v11", f"[TOOL_CALLS]weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}", ("", "", TWO)),
     ("mistral_v11", f"a[TOOL_CALLS]weather[CALL_ID]x1[ARGS]{CITY}", ("a", "", ONE)),
-    ("functiongemma", "<start_function_call>call:weather{city:<escape>Köln<escape>}<end_function_call>", ("", "", ONE)),
+    (
+        "functiongemma",
+        "<start_function_call>call:weather{city:<escape>Köln<escape>}<end_function_call>",
+        ("", "", ONE),
+    ),
     ("gemma4", 'a <|tool_call>call:weather{city:<|"|>Köln<|"|>}<tool_call|>', ("a ", "", ONE)),
     ("gemma4", "<|tool_call>call:now{}<tool_call|> b", (" b", "", [("now", {})])),
     ("phi4_mini_json", f"<|tool_call|>{LIST}<|/tool_call|>", ("", "", TWO)),
@@ -95,8 +107,16 @@ CALLS: list[tuple[str, str, Read]] = [
         f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {CITY}}}]<|END_ACTION|>',
         ("", "", ONE),
     ),
-    ("cohere_command3", "<|START_ACTION|>5<|END_ACTION|> a", ("<|START_ACTION|>5<|END_ACTION|> a", "", [])),
-    ("qwen3_coder", f"a\n{CODER}\nb", ("a\n\nb", "", [("weather", {"city": "Köln", "days": "3", "x": "</a>"})])),
+    (
+        "cohere_command3",
+        "<|START_ACTION|>5<|END_ACTION|> a",
+        ("<|START_ACTION|>5<|END_ACTION|> a", "", []),
+    ),
+    (
+        "qwen3_coder",
+        f"a\n{CODER}\nb",
+        ("a\n\nb", "", [("weather", {"city": "Köln", "days": "3", "x": "</a>"})]),
+    ),
     ("qwen3_coder", hermes("weather", CITY), ("", "", ONE)),
     (
         "qwen3_coder",
@@ -108,7 +128,9 @@ CALLS: list[tuple[str, str, Read]] = [
 ]
 
 THINK = "<think>"
-THOUGHTS: list[tuple[str, str, bool, str, str]] = [  # template, answer, whether it may call, text, thought
+THOUGHTS: list[
+    tuple[str, str, bool, str, str]
+] = [  # template, answer, whether it may call, text, thought
     (THINK, "<think>\nHm.\n\nSo.\n</think>\n\nHi.", False, "Hi.", "Hm.\n\nSo."),
     (THINK, "Hi <thing>.", False, "Hi <thing>.", ""),
     (THINK, "<think>\n\n</think>\n\nHi.", False, "Hi.", ""),
@@ -127,7 +149,9 @@ THOUGHTS: list[tuple[str, str, bool, str, str]] = [  # template, answer, whether
 ]
 
 
-def parser(template: str, asked: inference_pb2.Chat, prompt: bytes = b"", *, is_bound: bool = False) -> ChatParser:
+def parser(
+    template: str, asked: inference_pb2.Chat, prompt: bytes = b"", *, is_bound: bool = False
+) -> ChatParser:
     return ChatParser(asked, byte_tokenizer(chat_template=template), prompt, is_bound=is_bound)
 
 
@@ -145,9 +169,15 @@ def test_calls_of_each_family_however_the_text_is_cut(name: str, text: str, expe
 
 
 @pytest.mark.parametrize(("template", "answer", "may_call", "text", "thought"), THOUGHTS)
-def test_thoughts_are_told_from_the_answer(template: str, answer: str, may_call: bool, text: str, thought: str) -> None:
+def test_thoughts_are_told_from_the_answer(
+    template: str, answer: str, may_call: bool, text: str, thought: str
+) -> None:
     asked = chat() if may_call else inference_pb2.Chat()
-    for pieces in ([answer], list(answer), *([answer[:cut], answer[cut:]] for cut in range(len(answer)))):
+    for pieces in (
+        [answer],
+        list(answer),
+        *([answer[:cut], answer[cut:]] for cut in range(len(answer))),
+    ):
         found = read(parser(template, asked), pieces)
         assert found[:2] == (text, thought)
         assert bool(found[2]) is may_call
@@ -156,8 +186,20 @@ def test_thoughts_are_told_from_the_answer(template: str, answer: str, may_call:
 OPENINGS = (THINK, "[THINK]", "<|channel>thought", "<|START_THINKING|>")
 TEMPLATES = [f"{thought}{sign}" for sign in SIGNS.values() for thought in ("", *OPENINGS)]
 MARKUP = [
-    *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>"),
-    *("<function=f>", "</function>", "<parameter=x>", "</parameter>", '{"tool_name": "f", "parameters": {"x": 8}}'),
+    *(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        "<|START_RESPONSE|>",
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+    ),
+    *(
+        "<function=f>",
+        "</function>",
+        "<parameter=x>",
+        "</parameter>",
+        '{"tool_name": "f", "parameters": {"x": 8}}',
+    ),
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>thought", "<channel|>", "<thi"),
     *(
         "<|channel|>",
@@ -180,7 +222,15 @@ MARKUP = [
         "<|tool_call|>",
         "<|tool_call>",
     ),
-    *("<tool_call|>", "<|/tool_call|>", "functools", "<start_function_call>", "<end_function_call>", "call:f", "<|"),
+    *(
+        "<tool_call|>",
+        "<|/tool_call|>",
+        "functools",
+        "<start_function_call>",
+        "<end_function_call>",
+        "call:f",
+        "<|",
+    ),
     *(
         '{"name": "f", "arguments": {"x": 1}}',
         '{"name": "f", "parameters": {"x": 2}}',
@@ -206,8 +256,12 @@ def test_nothing_depends_on_the_pieces_and_nothing_is_lost(
     assert read(parser(template, chat()), list(whole)) == expected
     text, thought, calls = expected
     found = text + thought + "".join(name + json.dumps(arguments) for name, arguments in calls)
-    assert sorted(filter(str.isdigit, found)) == sorted(filter(str.isdigit, whole))  # no markup has digits
-    if not calls and not any(opening in whole for opening in (*OPENINGS, "<|START_RESPONSE|>", "<|message|>")):
+    assert sorted(filter(str.isdigit, found)) == sorted(
+        filter(str.isdigit, whole)
+    )  # no markup has digits
+    if not calls and not any(
+        opening in whole for opening in (*OPENINGS, "<|START_RESPONSE|>", "<|message|>")
+    ):
         assert (text, thought) == (whole, "")
 
 
@@ -218,10 +272,16 @@ def test_without_a_format_of_thoughts_they_are_text_and_no_markup_is(spoken: str
     tokenizer.thought_format = thought_format(SIGNS["openai"], "none")
     for end, calls in (("", []), (f"{COMMENTARY}{CITY}<|call|>", ONE)):
         for pieces in ([answer + end], list(answer + end)):
-            assert read(ChatParser(chat(), tokenizer, b"", is_bound=False), pieces) == ("Hm.Hi.", "", calls)
+            assert read(ChatParser(chat(), tokenizer, b"", is_bound=False), pieces) == (
+                "Hm.Hi.",
+                "",
+                calls,
+            )
 
 
-def test_a_call_of_many_closing_tags_is_not_parsed_anew_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_many_closing_tags_is_not_parsed_anew_at_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     parsed: list[str] = []
 
     def note(text: str) -> bool:
@@ -239,7 +299,11 @@ def test_a_call_of_many_closing_tags_is_not_parsed_anew_at_each(monkeypatch: pyt
 def test_much_white_space_takes_no_long_time() -> None:
     """A pattern with unbounded white space would take hours."""
     spaces = " " * 5_000
-    for answer in (spaces, f"<|channel|>commentary{spaces}to", f"<|start|>assistant{spaces}<|channel|>{spaces}"):
+    for answer in (
+        spaces,
+        f"<|channel|>commentary{spaces}to",
+        f"<|start|>assistant{spaces}<|channel|>{spaces}",
+    ):
         assert read(parser(SIGNS["openai"], chat()), list(answer)) == (answer, "", [])
 
 
@@ -248,13 +312,35 @@ def test_arguments_between_tags_are_of_the_types_of_their_schemas() -> None:
     schemas: dict[str, Any] = {f"a{i}": {"type": kind} for i, kind in enumerate(kinds)}
     schemas["any"] = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
     tools = [
-        inference_pb2.Tool(name="f", parameters=json.dumps({"type": "object", "properties": schemas})),
+        inference_pb2.Tool(
+            name="f", parameters=json.dumps({"type": "object", "properties": schemas})
+        ),
         inference_pb2.Tool(name="g", parameters=json.dumps({"properties": 5})),
     ]
-    given = {"a0": "3", "a1": '[1, "x"]', "a2": "3", "a3": "3", "a4": "null", "a5": "maybe", "any": "7", "other": "1"}
-    expected = {"a0": 3, "a1": [1, "x"], "a2": "3", "a3": "3", "a4": None, "a5": "maybe", "any": 7, "other": "1"}
+    given = {
+        "a0": "3",
+        "a1": '[1, "x"]',
+        "a2": "3",
+        "a3": "3",
+        "a4": "null",
+        "a5": "maybe",
+        "any": "7",
+        "other": "1",
+    }
+    expected = {
+        "a0": 3,
+        "a1": [1, "x"],
+        "a2": "3",
+        "a3": "3",
+        "a4": None,
+        "a5": "maybe",
+        "any": 7,
+        "other": "1",
+    }
     parameters = "".join(f"<parameter={name}>{text}</parameter>" for name, text in given.items())
-    answer = "".join(f"<tool_call><function={name}>{parameters}</function></tool_call>" for name in "fgh")
+    answer = "".join(
+        f"<tool_call><function={name}>{parameters}</function></tool_call>" for name in "fgh"
+    )
     calls = [("f", expected), ("g", given), ("h", given)]
     assert read(parser(SIGNS["qwen3_coder"], chat(tools=tools)), [answer]) == ("", "", calls)
 
@@ -264,10 +350,16 @@ def test_a_template_that_opens_the_thought_itself() -> None:
         (b"user: x\n<think>\n", "Hi.", "Hm."),
         (b"<think>\n\n</think>\n\n", "Hm.\n</think>\n\nHi.", ""),
     ):
-        assert read(parser(THINK, inference_pb2.Chat(), prompt), list("Hm.\n</think>\n\nHi.")) == (text, thought, [])
+        assert read(parser(THINK, inference_pb2.Chat(), prompt), list("Hm.\n</think>\n\nHi.")) == (
+            text,
+            thought,
+            [],
+        )
     named = byte_tokenizer(chat_template="x")
     named.thought_format = "deepseek_r1"
-    assert read(ChatParser(inference_pb2.Chat(), named, b"", is_bound=False), ["Hm.</think>Hi."]) == ("Hi.", "Hm.", [])
+    assert read(
+        ChatParser(inference_pb2.Chat(), named, b"", is_bound=False), ["Hm.</think>Hi."]
+    ) == ("Hi.", "Hm.", [])
 
 
 def test_an_answer_that_a_grammar_determines_has_no_thoughts() -> None:
@@ -280,7 +372,9 @@ def test_an_answer_that_a_grammar_determines_has_no_thoughts() -> None:
 def test_names_that_the_configuration_takes() -> None:
     assert {*get_args(ToolCallParserName)} == {"auto", *CALL_FORMATS}
     assert {*get_args(ReasoningParserName)} == {"auto", "none", *THOUGHT_FORMATS}
-    assert {name: call_format("x", name) for name in CALL_FORMATS} == {name: name for name in CALL_FORMATS}
+    assert {name: call_format("x", name) for name in CALL_FORMATS} == {
+        name: name for name in CALL_FORMATS
+    }
     assert (thought_format(THINK), thought_format(THINK, "none"), thought_format("x", "qwen3")) == (
         "qwen3",
         "",
@@ -314,16 +408,22 @@ def test_texts_of_each_grammar_parse_as_calls(name: str) -> None:
 
 def test_a_format_without_a_grammar_refuses_to_demand_a_call() -> None:
     with pytest.raises(InvalidArgument, match="cannot be demanded") as caught:
-        tool_call_constraint(chat(inference_pb2.ToolChoice.MODE_REQUIRED), byte_tokenizer(SIGNS["functiongemma"]))
+        tool_call_constraint(
+            chat(inference_pb2.ToolChoice.MODE_REQUIRED), byte_tokenizer(SIGNS["functiongemma"])
+        )
     assert caught.value.field == "prompt.chat.tool_choice"
 
 
 async def test_markup_that_is_special_tokens_reaches_the_parser_alone() -> None:
     fast = make_tokenizer()
-    fast.add_special_tokens({"additional_special_tokens": ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]})
+    fast.add_special_tokens(
+        {"additional_special_tokens": ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]}
+    )
     fast.chat_template = SIGNS["openai"]
     tokenizer = Tokenizer(fast)
-    answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi."
+    answer = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi."
+    )
     ids = await tokenizer.encode(answer, add_special_tokens=False)
     reader = ChatParser(inference_pb2.Chat(), tokenizer, [], is_bound=False)
     text = CompletionText(tokenizer, [], [], shown_ids=reader.shown_ids)

@@ -28,11 +28,22 @@ def merged() -> Tokenizer:
 
 @cache
 def byte_fallback() -> Tokenizer:
-    """As SentencePiece makes them: a mark for spaces, byte tokens for unknown characters, no leading space."""
+    """As SentencePiece makes them: a mark for spaces, byte tokens for unknown characters, no
+    leading space.
+    """
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "a", "b", "▁a", "ab", "▁Paris", "é"]
-    backend = Backend(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    backend = Backend(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True
+        )
+    )
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))  # type: ignore[no-untyped-call]
 
@@ -54,7 +65,9 @@ def run(tokenizer: Tokenizer, prompt: Sequence[int], pieces: Sequence[Sequence[i
 
 
 def check_pieces_make(whole: str, texts: Sequence[str]) -> None:
-    """What was shown at any time is the beginning of the end result, so no U+FFFD that is not in it."""
+    """What was shown at any time is the beginning of the end result, so no U+FFFD that is not in
+    it.
+    """
     shown = ""
     for text in texts:
         shown += text
@@ -82,7 +95,9 @@ def test_any_bytes_and_special_tokens(prompt: bytes, ids: list[int], cuts: list[
 @given(TEXT, st.lists(st.integers(0, 511), max_size=60), CUTS)
 @settings(max_examples=200, deadline=None)
 def test_any_tokens_of_a_merged_vocabulary(prompt: str, ids: list[int], cuts: list[int]) -> None:
-    check_pieces_make(merged().decode(ids), run(merged(), list(prompt.encode()), pieces_of(ids, cuts)))
+    check_pieces_make(
+        merged().decode(ids), run(merged(), list(prompt.encode()), pieces_of(ids, cuts))
+    )
 
 
 @given(st.text("ab é€🦊", min_size=1, max_size=30), st.text("ab é€🦊", max_size=30), CUTS)
@@ -138,7 +153,9 @@ LETTERS = st.text("ab", max_size=30)
 
 @given(LETTERS, st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), CUTS)
 @settings(max_examples=400, deadline=None)
-def test_stop_strings_cut_as_in_the_whole_text(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_strings_cut_as_in_the_whole_text(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
     expected, found = cut_naively(text, stops)
     watcher, shown, stopped = StopStrings(stops), "", False
     for piece in pieces_of(list(text), cuts):
@@ -164,7 +181,9 @@ def test_text_without_stop_strings_is_not_held() -> None:
 
 @given(TEXT, st.lists(TEXT.filter(bool), max_size=3), CUTS, st.data())
 @settings(max_examples=150, deadline=None)
-def test_completion_text_is_the_cut_text(text: str, stops: list[str], cuts: list[int], data: st.DataObject) -> None:
+def test_completion_text_is_the_cut_text(
+    text: str, stops: list[str], cuts: list[int], data: st.DataObject
+) -> None:
     if text:  # stop strings that do occur
         start = data.draw(st.integers(0, len(text) - 1))
         stops = [*stops, text[start : start + data.draw(st.integers(1, 4))]]
@@ -192,7 +211,9 @@ def test_stop_string_of_a_replacement_character_at_the_end() -> None:
 
 
 def test_stop_strings_are_prepared_once_for_all_completions_of_a_body() -> None:
-    """They take 2 ms of the event loop, and a body may ask for 256 completions: half a second of everyone's streams."""
+    """They take 2 ms of the event loop, and a body may ask for 256 completions: half a second of
+    everyone's streams.
+    """
     stops = [f"{number}{'ab' * 500}" for number in range(16)]
     before = _fallbacks.cache_info().misses
     for _ in range(256):

@@ -1,4 +1,6 @@
-"""Several completions of one prompt, and what a request may want of each: echo, log probabilities, tool calls."""
+"""Several completions of one prompt, and what a request may want of each: echo, log probabilities,
+tool calls.
+"""
 
 from collections.abc import Sequence
 
@@ -7,7 +9,16 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
 from tandem.router.output.processor import OutputProcessor
-from tandem.tests.router.api.answers import LENGTH, STOP, collect, collect_all, ids, of_choice, request, text
+from tandem.tests.router.api.answers import (
+    LENGTH,
+    STOP,
+    collect,
+    collect_all,
+    ids,
+    of_choice,
+    request,
+    text,
+)
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
 
 
@@ -16,7 +27,11 @@ async def test_choices_end_each_for_itself(model: ServedModel) -> None:
     timeline = inference_pb2.Timeline()
     messages = await collect_all(model, source, request(n=3, stopping={"max_tokens": 4}), timeline)
     assert [text(of_choice(messages, choice)) for choice in range(3)] == ["abc", "de", "fghi"]
-    assert [of_choice(messages, choice)[-1].finish_reason for choice in range(3)] == [LENGTH, STOP, LENGTH]
+    assert [of_choice(messages, choice)[-1].finish_reason for choice in range(3)] == [
+        LENGTH,
+        STOP,
+        LENGTH,
+    ]
     usage = messages[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens, timeline.completion_tokens) == (2, 10, 10)
     assert source.requests[0].num_choices == 3
@@ -26,7 +41,9 @@ async def test_a_stop_string_ends_its_choice_alone(model: ServedModel) -> None:
     source = FakeTokenSource(answers=[b"one END two", b"three four", b"END"])
     messages = await collect_all(model, source, request(n=3, stopping={"stop": ["END"]}))
     assert [text(of_choice(messages, choice)) for choice in range(3)] == ["one ", "three four", ""]
-    assert bytes(ids(of_choice(messages, 0))) == b"one END"  # the source was told, and said nothing more
+    assert (
+        bytes(ids(of_choice(messages, 0))) == b"one END"
+    )  # the source was told, and said nothing more
     assert source.cancelled == 0
 
 
@@ -38,14 +55,17 @@ async def test_when_stop_strings_have_ended_all_the_source_is_left(model: Served
 
 
 @pytest.mark.parametrize(
-    ("min_tokens", "expected"), [(0, "ab"), (2, "ab"), (3, "abENDcd"), (4, "abENDcd"), (6, "abENDcd")]
+    ("min_tokens", "expected"),
+    [(0, "ab"), (2, "ab"), (3, "abENDcd"), (4, "abENDcd"), (6, "abENDcd")],
 )
 @pytest.mark.parametrize("tokens_per_delta", [1, 4, 100])
 async def test_stop_strings_begin_after_min_tokens(
     model: ServedModel, min_tokens: int, expected: str, tokens_per_delta: int
 ) -> None:
     source = FakeTokenSource(answer=b"abENDcdENDx", tokens_per_delta=tokens_per_delta)
-    messages = await collect(model, source, request(stopping={"stop": ["END"], "min_tokens": min_tokens}))
+    messages = await collect(
+        model, source, request(stopping={"stop": ["END"], "min_tokens": min_tokens})
+    )
     assert (text(messages), messages[-1].finish_reason) == (expected, STOP)
 
 
@@ -67,7 +87,10 @@ async def test_echo_of_tokens_and_of_a_truncated_prompt(model: ServedModel) -> N
     tokens = {"token_ids": {"ids": [*b"abc", EOS_ID]}}
     assert text(await collect(model, source, request(prompt=tokens, echo=True))) == "abc<|end|>x"
     message = request(
-        prompt={"text": "ab" * 300}, echo=True, truncate_prompt=True, stopping={"max_tokens": 1, "stop": ["b"]}
+        prompt={"text": "ab" * 300},
+        echo=True,
+        truncate_prompt=True,
+        stopping={"max_tokens": 1, "stop": ["b"]},
     )
     assert text(await collect(model, source, message)) == ("ab" * 300)[-511:] + "x"
 
@@ -77,7 +100,12 @@ async def test_no_tokens_at_all(model: ServedModel, answer: Sequence[int]) -> No
     source = FakeTokenSource(answer=answer)
     message = request(echo=True, prompt_logprobs=1, logprobs=1, stopping={"max_tokens": 0})
     (only,) = await collect(model, source, message)
-    assert (only.text, list(only.token_ids), list(only.logprobs), only.finish_reason) == ("hi", [], [], LENGTH)
+    assert (only.text, list(only.token_ids), list(only.logprobs), only.finish_reason) == (
+        "hi",
+        [],
+        [],
+        LENGTH,
+    )
     assert [entry.token.text for entry in only.prompt_logprobs] == [b"h", b"i"]
     assert (only.usage.prompt_tokens, only.usage.completion_tokens) == (2, 0)
     assert source.requests[0].max_tokens == 1
@@ -89,11 +117,15 @@ def logprob_of(token: int) -> float:
 
 async def test_logprobs_have_the_bytes_of_tokens(model: ServedModel) -> None:
     answer = [*"aü".encode(), EOS_ID]
-    messages = await collect(model, FakeTokenSource(answer=answer, tokens_per_delta=2), request(logprobs=2))
+    messages = await collect(
+        model, FakeTokenSource(answer=answer, tokens_per_delta=2), request(logprobs=2)
+    )
     entries = [entry for message in messages for entry in message.logprobs]
     assert [entry.token.token_id for entry in entries] == answer
     assert [entry.token.text for entry in entries] == [b"a", b"\xc3", b"\xbc", b"<|end|>"]
-    assert [entry.token.logprob for entry in entries] == pytest.approx([logprob_of(token) for token in answer])
+    assert [entry.token.logprob for entry in entries] == pytest.approx(
+        [logprob_of(token) for token in answer]
+    )
     assert [[top.token_id for top in entry.top] for entry in entries] == [[0, 1]] * 4
     assert all(len(message.logprobs) == len(message.token_ids) for message in messages)
 
@@ -101,7 +133,10 @@ async def test_logprobs_have_the_bytes_of_tokens(model: ServedModel) -> None:
 async def test_logprobs_end_with_the_stop_string(model: ServedModel) -> None:
     source = FakeTokenSource(answer=b"abENDxyz", tokens_per_delta=100)
     messages = await collect(model, source, request(logprobs=0, stopping={"stop": ["END"]}))
-    assert bytes(entry.token.token_id for message in messages for entry in message.logprobs) == b"abEND"
+    assert (
+        bytes(entry.token.token_id for message in messages for entry in message.logprobs)
+        == b"abEND"
+    )
 
 
 async def test_logprobs_only_where_they_are_asked_for(model: ServedModel) -> None:
@@ -110,12 +145,18 @@ async def test_logprobs_only_where_they_are_asked_for(model: ServedModel) -> Non
 
 
 @pytest.mark.parametrize("prompt", ["hello", "x" * 400, "h"])
-async def test_prompt_logprobs_come_with_the_first_message_of_choice_0(model: ServedModel, prompt: str) -> None:
+async def test_prompt_logprobs_come_with_the_first_message_of_choice_0(
+    model: ServedModel, prompt: str
+) -> None:
     source = FakeTokenSource(answers=[b"ab", b"cd"])
-    messages = await collect_all(model, source, request(prompt={"text": prompt}, n=2, prompt_logprobs=1))
+    messages = await collect_all(
+        model, source, request(prompt={"text": prompt}, n=2, prompt_logprobs=1)
+    )
     first, *rest = of_choice(messages, 0)
     assert b"".join(entry.token.text for entry in first.prompt_logprobs) == prompt.encode()
-    assert [entry.token.HasField("logprob") for entry in first.prompt_logprobs] == [False] + [True] * (len(prompt) - 1)
+    assert [entry.token.HasField("logprob") for entry in first.prompt_logprobs] == [False] + [
+        True
+    ] * (len(prompt) - 1)
     assert [len(entry.top) for entry in first.prompt_logprobs] == [0] + [1] * (len(prompt) - 1)
     assert not any(message.prompt_logprobs for message in rest + of_choice(messages, 1))
 
@@ -156,7 +197,9 @@ TOOLS = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 7, 1000])
 async def test_tool_calls_are_not_in_the_text(model: ServedModel, tokens_per_delta: int) -> None:
-    source = FakeTokenSource(answers=[[*f"So: {CALL}".encode(), EOS_ID], b"plain"], tokens_per_delta=tokens_per_delta)
+    source = FakeTokenSource(
+        answers=[[*f"So: {CALL}".encode(), EOS_ID], b"plain"], tokens_per_delta=tokens_per_delta
+    )
     messages = await collect_all(model, source, request(prompt={"chat": TOOLS}, n=2))
     calling, plain = of_choice(messages, 0), of_choice(messages, 1)
     assert text(calling).rstrip() == "So:"
@@ -167,7 +210,9 @@ async def test_tool_calls_are_not_in_the_text(model: ServedModel, tokens_per_del
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 7, 1000])
-async def test_a_cut_answer_ends_by_its_length_although_it_has_calls(model: ServedModel, tokens_per_delta: int) -> None:
+async def test_a_cut_answer_ends_by_its_length_although_it_has_calls(
+    model: ServedModel, tokens_per_delta: int
+) -> None:
     source = FakeTokenSource(answer=f"{CALL}\n<tool_".encode(), tokens_per_delta=tokens_per_delta)
     messages = await collect(model, source, request(prompt={"chat": TOOLS}))
     assert [call.name for message in messages for call in message.tool_calls] == ["f"]
@@ -175,7 +220,9 @@ async def test_a_cut_answer_ends_by_its_length_although_it_has_calls(model: Serv
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 7, 1000])
-async def test_an_answer_of_a_single_call_ends_after_it(model: ServedModel, tokens_per_delta: int) -> None:
+async def test_an_answer_of_a_single_call_ends_after_it(
+    model: ServedModel, tokens_per_delta: int
+) -> None:
     source = FakeTokenSource(answer=f"So: {CALL}{CALL}".encode(), tokens_per_delta=tokens_per_delta)
     chat = TOOLS | {"tool_choice": {"single_call": True}}
     messages = await collect(model, source, request(prompt={"chat": chat}, logprobs=0))
@@ -202,7 +249,9 @@ async def test_the_first_message_alone_has_the_cached_tokens(model: ServedModel)
     request_ = await prepare(request(), model, RequestContext(arrived=0.0))
     timeline = inference_pb2.Timeline(cached_tokens=7)
     source = FakeTokenSource(answer=b"abc")
-    run = OutputProcessor(request_).run(source.generate(request_.tokens, inference_pb2.Timeline()), timeline)
+    run = OutputProcessor(request_).run(
+        source.generate(request_.tokens, inference_pb2.Timeline()), timeline
+    )
     messages = [message async for message in run]
     assert [message.cached_tokens for message in messages] == [7] + [0] * (len(messages) - 1)
     assert messages[-1].usage.cached_tokens == 7

@@ -48,16 +48,24 @@ class CachingSource(FakeTokenSource):
 
 
 def ageless() -> ResumePolicy:
-    """Returns a policy for which no time passes: tokens are made when this file is read, minutes before."""
+    """Returns a policy for which no time passes: tokens are made when this file is read, minutes
+    before.
+    """
     return ResumePolicy(wall_clock=lambda: 0.0)
 
 
 async def answer(
-    message: inference_pb2.GenerateRequest, source: FakeTokenSource, *, key: bytes = KEY, tenant: str = ""
+    message: inference_pb2.GenerateRequest,
+    source: FakeTokenSource,
+    *,
+    key: bytes = KEY,
+    tenant: str = "",
 ) -> Answers:
     """The answer of a router of its own."""
     service = GenerationService([MODEL], source, resume_key=key, resume_policy=ageless())
-    context = RequestContext(arrived=time.monotonic(), caller=Caller(tenant=tenant), is_resumable=True)
+    context = RequestContext(
+        arrived=time.monotonic(), caller=Caller(tenant=tenant), is_resumable=True
+    )
     prepared = await service.accept(message, context)
     return [each async for each in service.run(prepared, inference_pb2.Timeline())]
 
@@ -65,7 +73,9 @@ async def answer(
 async def answer_after(
     message: inference_pb2.GenerateRequest, source: FakeTokenSource, event_id: str
 ) -> list[tuple[inference_pb2.GenerateResponse, str]]:
-    """The messages of a router of its own that its client does not have, each with the id of its event."""
+    """The messages of a router of its own that its client does not have, each with the id of its
+    event.
+    """
     service = GenerationService([MODEL], source, resume_key=KEY, resume_policy=ageless())
     context = RequestContext(arrived=time.monotonic(), event_id=event_id)
     prepared = await service.accept(message, context)
@@ -77,7 +87,9 @@ async def answer_after(
     ]
 
 
-def resumed(message: inference_pb2.GenerateRequest, delivered: Answers) -> inference_pb2.GenerateRequest:
+def resumed(
+    message: inference_pb2.GenerateRequest, delivered: Answers
+) -> inference_pb2.GenerateRequest:
     """The request with which a client goes on after these messages."""
     again = inference_pb2.GenerateRequest()
     again.CopyFrom(message)
@@ -93,7 +105,9 @@ def whole(messages: Answers) -> dict[str, Any]:
     """What a client makes of a stream. Calls have random ids."""
     choices: dict[int, Fields] = {}
     for each in messages:
-        found = choices.setdefault(each.choice, {"text": "", "ids": [], "logprobs": [], "calls": [], "end": []})
+        found = choices.setdefault(
+            each.choice, {"text": "", "ids": [], "logprobs": [], "calls": [], "end": []}
+        )
         assert each.first_index == len(found["ids"])
         found["text"] += each.text
         found["ids"] += each.token_ids
@@ -105,8 +119,12 @@ def whole(messages: Answers) -> dict[str, Any]:
     return {"choices": choices, "prompt": prompt, "usages": usages}
 
 
-def make_source(seed: int, tokens_per_delta: int, num_choices: int, *, calls: bool) -> FakeTokenSource:
-    """Answers of few different bytes, so that short stop strings occur, with characters of several bytes and calls."""
+def make_source(
+    seed: int, tokens_per_delta: int, num_choices: int, *, calls: bool
+) -> FakeTokenSource:
+    """Answers of few different bytes, so that short stop strings occur, with characters of several
+    bytes and calls.
+    """
     chance = random.Random(seed)
     parts = ["a", "b", "ab ", " ", "ü", "🦊", "<tool"]
     answers: list[list[int]] = []
@@ -142,7 +160,10 @@ def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
     id_bytes: int | None,
 ) -> None:
     """By resume tokens or, over HTTP, by event ids with so many bytes of token ids at most."""
-    fields: Fields = {"n": num_choices, "stopping": {"stop": stop, "min_tokens": min_tokens, "max_tokens": 120}}
+    fields: Fields = {
+        "n": num_choices,
+        "stopping": {"stop": stop, "min_tokens": min_tokens, "max_tokens": 120},
+    }
     fields |= {"sampling": {"seed": seed}} if kind != "beam" else {"beam_search": {"width": 4}}
     if kind != "beam":
         fields |= {"logprobs": logprobs, "prompt_logprobs": 1 if prompt_logprobs else None}
@@ -168,10 +189,14 @@ def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
             source.requests.clear()
         rest = asyncio.run(answer(resumed(message, delivered), source))
     assert whole(delivered + rest) == whole(expected)
-    assert bool(source.requests[-1].emitted) == (bool(delivered) and kind not in ("best_of", "beam"))
+    assert bool(source.requests[-1].emitted) == (
+        bool(delivered) and kind not in ("best_of", "beam")
+    )
 
 
-def after_events(message: inference_pb2.GenerateRequest, source: FakeTokenSource, cuts: list[float]) -> Answers:
+def after_events(
+    message: inference_pb2.GenerateRequest, source: FakeTokenSource, cuts: list[float]
+) -> Answers:
     """What the client of an HTTP stream that breaks has in the end. Deltas are cut anew each time."""
     event_id, delivered = "", Answers()
     source.requests.clear()
@@ -240,7 +265,10 @@ def test_bytes_of_another_length_are_refused(token: bytes) -> None:
 
 
 def test_a_token_of_another_service_is_refused() -> None:
-    assert "no resume token of this service" in refusal(resumed(MESSAGE, DELIVERED[:6]), key=b"x" * 32)[1]
+    assert (
+        "no resume token of this service"
+        in refusal(resumed(MESSAGE, DELIVERED[:6]), key=b"x" * 32)[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,7 +296,14 @@ def test_another_tenant_is_refused() -> None:
 
 
 def test_name_and_priority_may_change() -> None:
-    other = request(n=2, sampling={"seed": 7}, stopping={"max_tokens": 10}, request_id="x", priority=3, model="tiny")
+    other = request(
+        n=2,
+        sampling={"seed": 7},
+        stopping={"max_tokens": 10},
+        request_id="x",
+        priority=3,
+        model="tiny",
+    )
     rest = asyncio.run(answer(resumed(other, DELIVERED[:6]), FakeTokenSource()))
     assert whole(DELIVERED[:6] + rest) == whole(DELIVERED)
 
@@ -276,9 +311,15 @@ def test_name_and_priority_may_change() -> None:
 def test_other_ids_are_refused() -> None:
     message = resumed(MESSAGE, DELIVERED[:6])
     message.resume[0].token_ids[1] += 1
-    assert refusal(message) == ("resume[0].token_ids", "resume[0].token_ids: are not the ids that were sent")
+    assert refusal(message) == (
+        "resume[0].token_ids",
+        "resume[0].token_ids: are not the ids that were sent",
+    )
     del message.resume[0].token_ids[1]
-    assert refusal(message) == ("resume[0].token_ids", "resume[0].token_ids: has 2 ids; the resume token is of 3")
+    assert refusal(message) == (
+        "resume[0].token_ids",
+        "resume[0].token_ids: has 2 ids; the resume token is of 3",
+    )
 
 
 def test_choices_that_do_not_fit_together_are_refused() -> None:
@@ -297,7 +338,9 @@ def test_what_is_computed_again_is_charged(num_came: int, charged: int) -> None:
     """The tokens that the client has are a part of the prompt, or generated again."""
     message = request(sampling={"seed": 7}, stopping={"max_tokens": 10, "ignore_eos": True})
     sent = resumed(message, asyncio.run(answer(message, FakeTokenSource()))[:num_came])
-    assert asyncio.run(tokens_taken(sent, RequestContext(arrived=0.0, is_resumable=True))) == charged
+    assert (
+        asyncio.run(tokens_taken(sent, RequestContext(arrived=0.0, is_resumable=True))) == charged
+    )
     event_id = ""
     if num_came:
         events = asyncio.run(answer_after(message, FakeTokenSource(), ""))
@@ -326,7 +369,9 @@ def test_a_resumed_request_needs_room_for_what_its_client_has() -> None:
     message = resumed(MESSAGE, DELIVERED[:7])
     service = GenerationService([MODEL], FakeTokenSource(), resume_key=KEY, resume_policy=ageless())
     context = RequestContext(arrived=time.monotonic(), is_resumable=True)
-    fresh, again = (asyncio.run(service.accept(each, context)).tokens for each in (MESSAGE, message))
+    fresh, again = (
+        asyncio.run(service.accept(each, context)).tokens for each in (MESSAGE, message)
+    )
     needed, needed_again = required_capacity(fresh), required_capacity(again)
     assert needed_again.prompt_tokens == needed.prompt_tokens + 7
     assert needed_again.kv_tokens == needed.kv_tokens + 7

@@ -1,7 +1,8 @@
 """Routers with real admission and registries before a pool of known speed, in simulated time.
 
-Prefill workers compute the prompts that they have in chunks, first come, first served, and report as real ones do;
-decode workers run as many sequences as they take. Nothing here knows the wall clock.
+Prefill workers compute the prompts that they have in chunks, first come, first served, and report
+as real ones do; decode workers run as many sequences as they take. Nothing here knows the wall
+clock.
 """
 
 import asyncio
@@ -80,10 +81,14 @@ class Pool:
 
     @property
     def capacity(self) -> float:
-        """Returns the requests/s that the workers finish at most. A sequence has its place at a decode worker from when
-        its prompt is sent, beside as many as a prefill worker gets, at least."""
+        """Returns the requests/s that the workers finish at most. A sequence has its place at a
+        decode worker from when its prompt is sent, beside as many as a prefill worker gets, at
+        least.
+        """
         by_prompts = self.prefill / (self.seconds_of_token * sum(self.prompt_tokens) / 2)
-        seconds = self.decode_seconds + self.seconds_of_token * (LEAST_AHEAD + self.prompt_tokens[1])
+        seconds = self.decode_seconds + self.seconds_of_token * (
+            LEAST_AHEAD + self.prompt_tokens[1]
+        )
         return min(by_prompts, self.decode * self.max_sequences / seconds)
 
 
@@ -115,7 +120,9 @@ class SimulatedWorker:
         )
         message = worker_pb2.SessionResponse(load=load)
         for registry in self.registries:
-            asyncio.get_running_loop().call_later(DELAY_SECONDS, registry.report, self.worker_id, 1, message)
+            asyncio.get_running_loop().call_later(
+                DELAY_SECONDS, registry.report, self.worker_id, 1, message
+            )
 
 
 @dataclass(eq=False)
@@ -197,19 +204,30 @@ class SentRequest:
 
 
 class SimulatedService:
-    """Several routers, each with its own queue, and the workers of one pool. Lives in a SimulatedTimeLoop."""
+    """Several routers, each with its own queue, and the workers of one pool. Lives in a
+    SimulatedTimeLoop.
+    """
 
-    def __init__(self, pool: Pool, *, max_queue_seconds: float, routers: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, pool: Pool, *, max_queue_seconds: float, routers: int = 1, seed: int = 0
+    ) -> None:
         clock = asyncio.get_running_loop().time
         self.pool = pool
         self.sent: list[SentRequest] = []
         self._rng = random.Random(seed)
-        self._registries = [WorkerRegistry(rng=random.Random(seed + n), clock=clock) for n in range(routers)]
-        self._prefill = {f"p{n}": PrefillWorker(f"p{n}", pool, self._registries) for n in range(pool.prefill)}
-        self._decode = {f"d{n}": DecodeWorker(f"d{n}", pool, self._registries) for n in range(pool.decode)}
+        self._registries = [
+            WorkerRegistry(rng=random.Random(seed + n), clock=clock) for n in range(routers)
+        ]
+        self._prefill = {
+            f"p{n}": PrefillWorker(f"p{n}", pool, self._registries) for n in range(pool.prefill)
+        }
+        self._decode = {
+            f"d{n}": DecodeWorker(f"d{n}", pool, self._registries) for n in range(pool.decode)
+        }
         infos = [info(name, ROLE_PREFILL, num_blocks=NUM_BLOCKS) for name in self._prefill]
         infos += [
-            info(name, ROLE_DECODE, num_blocks=NUM_BLOCKS, max_sequences=pool.max_sequences) for name in self._decode
+            info(name, ROLE_DECODE, num_blocks=NUM_BLOCKS, max_sequences=pool.max_sequences)
+            for name in self._decode
         ]
         for registry in self._registries:
             registry.update(infos)
@@ -217,7 +235,9 @@ class SimulatedService:
             (registry, Admission(registry, max_queue_seconds=max_queue_seconds, clock=clock))
             for registry in self._registries
         ]
-        self._computing = [asyncio.create_task(worker.compute()) for worker in self._prefill.values()]
+        self._computing = [
+            asyncio.create_task(worker.compute()) for worker in self._prefill.values()
+        ]
 
     async def load(self, *phases: tuple[float, float]) -> None:
         """Sends requests in phases of so many seconds and requests/s, and waits for the end of all."""
@@ -229,7 +249,9 @@ class SimulatedService:
             while (at := at + self._rng.expovariate(rate)) < end:
                 await asyncio.sleep(at - loop.time())
                 num_tokens = self._rng.randint(*self.pool.prompt_tokens)
-                asked = request([len(tasks)] * num_tokens, str(len(tasks)), max_tokens=self.pool.max_tokens)
+                asked = request(
+                    [len(tasks)] * num_tokens, str(len(tasks)), max_tokens=self.pool.max_tokens
+                )
                 tasks.append(asyncio.create_task(self._send(asked)))
             at = end
         await asyncio.gather(*tasks)
@@ -240,7 +262,9 @@ class SimulatedService:
             assert registry._reserved == {}
 
     def goodput(self, begin: float, end: float, slo: float) -> float:
-        """Returns the requests/s sent from `begin` until before `end` whose first token came within `slo` seconds."""
+        """Returns the requests/s sent from `begin` until before `end` whose first token came within
+        `slo` seconds.
+        """
         return sum(self._are_good(begin, end, slo)) / (end - begin)
 
     def share(self, begin: float, end: float, slo: float) -> float:
@@ -249,7 +273,9 @@ class SimulatedService:
         return sum(good) / len(good)
 
     def _are_good(self, begin: float, end: float, slo: float) -> list[bool]:
-        return [one.ttft is not None and one.ttft <= slo for one in self.sent if begin <= one.at < end]
+        return [
+            one.ttft is not None and one.ttft <= slo for one in self.sent if begin <= one.at < end
+        ]
 
     async def _send(self, asked: TokenRequest) -> None:
         loop = asyncio.get_running_loop()
@@ -277,7 +303,11 @@ class SimulatedService:
         await asyncio.sleep(DELAY_SECONDS)
         self.sent.append(SentRequest(at=at, ttft=loop.time() - at))
         registry.prefilled(placement.prefill, asked.request_id)
-        registry.record_prefill(placement.prefill, len(asked.prompt), loop.time() - (prompt.begun or 0.0))
+        registry.record_prefill(
+            placement.prefill, len(asked.prompt), loop.time() - (prompt.begun or 0.0)
+        )
         registry.ended(placement.prefill, asked.request_id)
-        await self._decode[placement.decode].decode(self.pool.decode_seconds * self._rng.uniform(0.5, 1.5))
+        await self._decode[placement.decode].decode(
+            self.pool.decode_seconds * self._rng.uniform(0.5, 1.5)
+        )
         registry.ended(placement.decode, asked.request_id)

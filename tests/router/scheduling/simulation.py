@@ -1,8 +1,8 @@
 """A service in simulated time: routers with real registries before workers that only count.
 
-Prefill workers compute one prompt after another, decode workers as many sequences as they take; both have a prefix
-cache that drops the least recently used blocks and reports what it stores and evicts. Run as a module, it prints how
-the ways to place requests compare.
+Prefill workers compute one prompt after another, decode workers as many sequences as they take;
+both have a prefix cache that drops the least recently used blocks and reports what it stores and
+evicts. Run as a module, it prints how the ways to place requests compare.
 """
 
 import heapq
@@ -50,7 +50,9 @@ class Pools:
     prefill_fixed: float = 0.004
     token_seconds: float = 2e-4
     byte_seconds: float = 2e-10
-    slow: dict[str, float] = field(default_factory=dict)  # workers, and how many times longer they take
+    slow: dict[str, float] = field(
+        default_factory=dict
+    )  # workers, and how many times longer they take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,9 @@ class Cache:
         for digest in reversed(chain):
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
-        evicted = [self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._capacity)]
+        evicted = [
+            self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._capacity)
+        ]
         return stored, evicted
 
 
@@ -100,7 +104,9 @@ class SimulatedRequest:
 
 
 class Worker:
-    """A worker of either role, with two queues: prompts are computed one by one, sequences run side by side."""
+    """A worker of either role, with two queues: prompts are computed one by one, sequences run side
+    by side.
+    """
 
     def __init__(self, simulation: "Simulation", known: worker_pb2.WorkerInfo) -> None:
         self.info = known
@@ -130,7 +136,8 @@ class Worker:
         cached = min(self.cache.cached_tokens(one.prefix.chain(BLOCK_SIZE)), num_tokens - 1)
         chunks = -(-(num_tokens - cached) // 32) if self._running else 0
         seconds = self._pace * (
-            max(pools.prefill_fixed, chunks * STEP_SECONDS) + pools.token_seconds * (num_tokens - cached)
+            max(pools.prefill_fixed, chunks * STEP_SECONDS)
+            + pools.token_seconds * (num_tokens - cached)
         )
         self._simulation.cached_tokens += cached
 
@@ -150,10 +157,16 @@ class Worker:
             one = self._waiting.popleft()
             moving = 0.0
             if one.placement.prefill is not None:
-                missing = len(one.request.prompt) - self.cache.cached_tokens(one.prefix.chain(BLOCK_SIZE))
+                missing = len(one.request.prompt) - self.cache.cached_tokens(
+                    one.prefix.chain(BLOCK_SIZE)
+                )
                 self._simulation.moved_tokens += missing
-                moving = self._pace * (1e-3 + missing * TOKEN_BYTES * self._simulation.pools.byte_seconds)
-                one.registry.record_transfer(one.placement.prefill, self.info.worker_id, missing * TOKEN_BYTES, moving)
+                moving = self._pace * (
+                    1e-3 + missing * TOKEN_BYTES * self._simulation.pools.byte_seconds
+                )
+                one.registry.record_transfer(
+                    one.placement.prefill, self.info.worker_id, missing * TOKEN_BYTES, moving
+                )
             crowd = 1 + self._running / self._simulation.pools.max_sequences
             seconds = moving + self._pace * crowd * STEP_SECONDS * len(one.answer)
             self._simulation.after(seconds, lambda one=one: self._end(one))  # type: ignore[misc]
@@ -180,7 +193,9 @@ class Worker:
             step_seconds=STEP_SECONDS,
         )
 
-        message = worker_pb2.SessionResponse(load=load, stored_blocks=stored, evicted_blocks=evicted)
+        message = worker_pb2.SessionResponse(
+            load=load, stored_blocks=stored, evicted_blocks=evicted
+        )
 
         def arrive() -> None:
             for registry in self._simulation.registries:
@@ -211,7 +226,11 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self.registries = [
-            WorkerRegistry(local_prefill_tokens=local_prefill_tokens, rng=random.Random(seed + n), clock=self._clock)
+            WorkerRegistry(
+                local_prefill_tokens=local_prefill_tokens,
+                rng=random.Random(seed + n),
+                clock=self._clock,
+            )
             for n in range(routers)
         ]
         names = [(f"p{n}", ROLE_PREFILL) for n in range(pools.prefill)]
@@ -240,7 +259,9 @@ class Simulation:
         heapq.heappush(self._events, (self._clock.now + seconds, next(self._order), event))
 
     def run(self) -> Figures:
-        systems = [self._tokens(self._traffic.system_tokens) for _ in range(self._traffic.system_prompts)]
+        systems = [
+            self._tokens(self._traffic.system_tokens) for _ in range(self._traffic.system_prompts)
+        ]
         begin = 0.0
         for _ in range(self._traffic.conversations):
             begin += self._rng.expovariate(self._traffic.per_second)
@@ -289,7 +310,12 @@ class Simulation:
         self._num_local += placement.prefill is None
         self._prompt_tokens += len(prompt)
         one = SimulatedRequest(
-            request=asked, prefix=Prefix(prompt), placement=placement, registry=registry, answer=answer, done=done
+            request=asked,
+            prefix=Prefix(prompt),
+            placement=placement,
+            registry=registry,
+            answer=answer,
+            done=done,
         )
         self._workers[placement.prefill or placement.decode].prefill(one, first_token)
 
@@ -317,7 +343,9 @@ def in_turns() -> Place:
         prefill = [w.worker_id for w in registry.workers() if w.role == ROLE_PREFILL]
         decode = [w.worker_id for w in registry.workers() if w.role == ROLE_DECODE]
         number = next(turn)
-        return Placement(prefill=prefill[number % len(prefill)], decode=decode[number % len(decode)])
+        return Placement(
+            prefill=prefill[number % len(prefill)], decode=decode[number % len(decode)]
+        )
 
     return place
 
@@ -331,7 +359,10 @@ def main() -> None:
         "at random": Simulation(at_random()),
         "in turns": Simulation(in_turns()),
     }
-    print(f"{'':24} {'requests':>8} {'hits':>7} {'mean TTFT':>10} {'p95 TTFT':>10} {'moved':>7} {'local':>7}")
+    print(
+        f"{'':24} {'requests':>8} {'hits':>7} {'mean TTFT':>10} {'p95 TTFT':>10} {'moved':>7} "
+        f"{'local':>7}"
+    )
     for name, simulation in runs.items():
         got = simulation.run()
         print(

@@ -1,4 +1,6 @@
-"""Admission over a registry: which requests start, which are refused, and that none waits while it fits."""
+"""Admission over a registry: which requests start, which are refused, and that none waits while it
+fits.
+"""
 
 import asyncio
 import inspect
@@ -23,9 +25,17 @@ from tandem.tests.router.pools import Clock, fill, report, request
 
 
 class AdmittedRequests:
-    """Admission over one prefill and one decode worker, and requests that hold slots as the dispatcher does."""
+    """Admission over one prefill and one decode worker, and requests that hold slots as the
+    dispatcher does.
+    """
 
-    def __init__(self, *, max_sequences: int = 2, clock: Callable[[], float] = time.monotonic, **bounds: float) -> None:
+    def __init__(
+        self,
+        *,
+        max_sequences: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+        **bounds: float,
+    ) -> None:
         self.registry = WorkerRegistry(rng=random.Random(0), clock=clock)
         fill(self.registry, prefill=1, decode=1, max_sequences=max_sequences, num_blocks=256)
         self.admission = Admission(self.registry, clock=clock, **bounds)  # type: ignore[arg-type]
@@ -83,8 +93,9 @@ async def settle() -> None:
 
 
 async def test_no_tenant_holds_all_sequences_while_another_waits() -> None:
-    """However long the first one's requests run and however many of them wait: what ends goes to the other, until each
-    holds half, and so it stays."""
+    """However long the first one's requests run and however many of them wait: what ends goes to
+    the other, until each holds half, and so it stays.
+    """
     requests = AdmittedRequests(max_sequences=8)
     for n in range(40):
         await requests.ask(request([n] * 10, f"a{n}", tenant="a"))
@@ -92,13 +103,22 @@ async def test_no_tenant_holds_all_sequences_while_another_waits() -> None:
         await requests.ask(request([n] * 10, f"b{n}", tenant="b"))
     assert [each.tenant for each in requests.active] == ["a"] * 8
     for _ in range(4):
-        await requests.finish(next(each.request_id for each in requests.active if each.tenant == "a"))
+        await requests.finish(
+            next(each.request_id for each in requests.active if each.tenant == "a")
+        )
     assert Counter(each.tenant for each in requests.active) == {"a": 4, "b": 4}
     for _ in range(20):  # of b all are short, of a all are long
         await requests.finish(
-            next((each.request_id for each in requests.active if each.tenant == "b"), requests.active[0].request_id)
+            next(
+                (each.request_id for each in requests.active if each.tenant == "b"),
+                requests.active[0].request_id,
+            )
         )
-        if any(task for name, task in requests.tasks.items() if name[0] == "b" and name not in requests.order):
+        if any(
+            task
+            for name, task in requests.tasks.items()
+            if name[0] == "b" and name not in requests.order
+        ):
             assert sum(each.tenant == "b" for each in requests.active) in (3, 4, 5)
     await requests.cancel_all()
     assert not requests.admission._running
@@ -107,7 +127,9 @@ async def test_no_tenant_holds_all_sequences_while_another_waits() -> None:
 
 @settings(max_examples=20)
 @given(chance=st.randoms(use_true_random=False), num_tenants=st.integers(2, 5))
-async def test_the_tenant_of_which_least_runs_goes_next(chance: random.Random, num_tenants: int) -> None:
+async def test_the_tenant_of_which_least_runs_goes_next(
+    chance: random.Random, num_tenants: int
+) -> None:
     requests = AdmittedRequests(max_sequences=8)
     for n in range(80):
         asked = request([n] * 10, str(n), tenant=str(chance.randrange(num_tenants)))
@@ -131,7 +153,11 @@ async def test_as_many_run_as_fit_and_the_rest_follows_in_order() -> None:
     requests = AdmittedRequests(max_sequences=2)
     for n in range(5):
         await requests.ask(request([n] * 10, str(n)))
-    assert (requests.order, requests.admission.num_active, len(requests.admission.queue)) == (["0", "1"], 2, 3)
+    assert (requests.order, requests.admission.num_active, len(requests.admission.queue)) == (
+        ["0", "1"],
+        2,
+        3,
+    )
     assert requests.admission.queue.num_tokens == 3 * 18
     await requests.finish("1")
     assert requests.order == ["0", "1", "2"]
@@ -206,7 +232,10 @@ async def test_prompts_wait_in_the_router_while_the_prefill_worker_has_enough_to
 
     tasks = [asyncio.create_task(ask(n)) for n in range(6)]
     await settle()
-    assert got == [0, 1]  # 1250 tokens, a quarter of a second's work at the neutral rate, and the one that reaches it
+    assert got == [
+        0,
+        1,
+    ]  # 1250 tokens, a quarter of a second's work at the neutral rate, and the one that reaches it
     registry.prefilled("p0", "0")
     await settle()
     assert got == [0, 1, 2]
@@ -224,7 +253,9 @@ async def test_short_prompts_pass_those_that_wait_for_the_prefill_worker_and_del
     fill(registry, prefill=1, decode=1, max_sequences=5, num_blocks=4096)
     admission = Admission(registry)
     got: list[str] = []
-    ends = {name: asyncio.Event() for name in ("long0", "long1", "long2", "short3", "short4", "short5")}
+    ends = {
+        name: asyncio.Event() for name in ("long0", "long1", "long2", "short3", "short4", "short5")
+    }
 
     async def ask(name: str, num_tokens: int) -> None:
         asked = request([len(got)] * num_tokens, name)
@@ -248,7 +279,8 @@ async def test_short_prompts_pass_those_that_wait_for_the_prefill_worker_and_del
                 admission.check_early(sized(65), "", deadline=time.monotonic())
         tasks.append(asyncio.create_task(ask(name, 1000 if name.startswith("long") else 64)))
         await settle()
-    # The third long prompt waits for the prefill worker. The last short one would take the place that it needs then.
+    # The third long prompt waits for the prefill worker. The last short one would take the place
+    # that it needs then.
     assert got == ["long0", "long1", "short3", "short4"]
     ends["short3"].set()
     await settle()
@@ -262,7 +294,9 @@ async def test_short_prompts_pass_those_that_wait_for_the_prefill_worker_and_del
     assert admission.num_active == len(admission.queue) == 0
 
 
-async def test_what_the_workers_have_counts_for_the_wait_and_is_refused_before_tokenization() -> None:
+async def test_what_the_workers_have_counts_for_the_wait_and_is_refused_before_tokenization() -> (
+    None
+):
     """Whichever router's it is: a second of prompts at the rate that the worker reports."""
     requests = AdmittedRequests(max_sequences=1, max_queue_seconds=0.9)
     await requests.ask(request([1] * 9, "runs"))
@@ -273,7 +307,11 @@ async def test_what_the_workers_have_counts_for_the_wait_and_is_refused_before_t
         requests.admission.check_early(sized(10), "")
     with pytest.raises(Overloaded, match=r"about 1\.0 seconds long"):
         await (await requests.ask(request([2] * 9, "late")))
-    report(requests.registry, "p0", load=load(0, num_waiting=3, waiting_tokens=1000, prompt_token_seconds=5e-4))
+    report(
+        requests.registry,
+        "p0",
+        load=load(0, num_waiting=3, waiting_tokens=1000, prompt_token_seconds=5e-4),
+    )
     waiting = await requests.ask(request([3] * 9, "in time"))
     assert not waiting.done()
     await requests.finish("runs")
@@ -286,7 +324,9 @@ async def test_a_burst_is_measured_by_what_workers_report_before_anything_has_de
     for n in range(60):
         await requests.ask(request([n] * 92, str(n)))  # a tenth of a second
     assert 20 <= len(requests.admission.queue) <= 23
-    report(requests.registry, "d0", load=load(12))  # other routers have as many sequences at workers as this one, eight
+    report(
+        requests.registry, "d0", load=load(12)
+    )  # other routers have as many sequences at workers as this one, eight
     for n in range(4, 12):
         await requests.cancel(str(n))
     with pytest.raises(Overloaded):
@@ -294,7 +334,9 @@ async def test_a_burst_is_measured_by_what_workers_report_before_anything_has_de
     await requests.cancel_all()
 
 
-async def test_a_burst_that_waits_for_prompts_alone_does_not_wait_for_the_end_of_long_requests() -> None:
+async def test_a_burst_that_waits_for_prompts_alone_does_not_wait_for_the_end_of_long_requests() -> (
+    None
+):
     """What runs takes minutes, and makes nobody wait: there are sequences and KV cache for all."""
     clock = Clock()
     requests = AdmittedRequests(max_sequences=64, clock=clock, max_queue_seconds=30.0)
@@ -303,7 +345,11 @@ async def test_a_burst_that_waits_for_prompts_alone_does_not_wait_for_the_end_of
     clock.now += 120.0
     await requests.finish("long")
     await requests.ask(request([1] * 10, "runs"))
-    report(requests.registry, "p0", load=load(0, num_waiting=1, waiting_tokens=600, prompt_token_seconds=1e-3))
+    report(
+        requests.registry,
+        "p0",
+        load=load(0, num_waiting=1, waiting_tokens=600, prompt_token_seconds=1e-3),
+    )
     tasks = [await requests.ask(request([n] * 10, str(n))) for n in range(60)]
     assert len(requests.admission.queue) == 60
     assert not any(task.done() for task in tasks)
@@ -336,7 +382,9 @@ async def test_without_a_decode_worker_no_request_waits() -> None:
     waiting = await requests.ask(request([1], "1"))
     requests.registry.update([])
     await settle()
-    assert isinstance(waiting.exception(), AssertionError)  # it was let through, to find that there is no place
+    assert isinstance(
+        waiting.exception(), AssertionError
+    )  # it was let through, to find that there is no place
     await requests.finish("0")
 
 
@@ -412,7 +460,9 @@ async def test_a_wait_is_bounded_as_the_config_describes() -> None:
     loop = asyncio.get_running_loop()
     delays: list[float] = []
 
-    def call_later(delay: float, call: Callable[..., object], *arguments: object) -> asyncio.TimerHandle:
+    def call_later(
+        delay: float, call: Callable[..., object], *arguments: object
+    ) -> asyncio.TimerHandle:
         delays.append(delay)
         return loop.call_at(loop.time() + delay, call, *arguments)
 
@@ -464,7 +514,9 @@ async def test_refusing_is_quick_at_overload() -> None:
     rng = random.Random(0)
     for n in range(4097):
         requests._ends[str(n)] = asyncio.Event()
-        asked = request([1] * rng.randint(1, 50), str(n), tenant=f"tenant {n % 500}", priority=n % 3)
+        asked = request(
+            [1] * rng.randint(1, 50), str(n), tenant=f"tenant {n % 500}", priority=n % 3
+        )
         requests.tasks[str(n)] = asyncio.create_task(requests._hold(asked))
     await settle()
     assert len(requests.admission.queue) == 4096
@@ -472,7 +524,9 @@ async def test_refusing_is_quick_at_overload() -> None:
     for n in range(1000):
         begin = time.thread_time()
         with pytest.raises(Overloaded):
-            async with requests.admission.slot(request([1] * 40, f"late {n}", tenant=f"tenant {n % 500}", priority=-1)):
+            async with requests.admission.slot(
+                request([1] * 40, f"late {n}", tenant=f"tenant {n % 500}", priority=-1)
+            ):
                 pass
         took.append(time.thread_time() - begin)
     assert sorted(took)[990] < 0.010
@@ -481,7 +535,11 @@ async def test_refusing_is_quick_at_overload() -> None:
 
 OPERATIONS = st.one_of(
     st.tuples(
-        st.just("ask"), st.sampled_from("ab"), st.integers(-1, 1), st.sampled_from([1, 40, 300, 900]), st.integers(1, 3)
+        st.just("ask"),
+        st.sampled_from("ab"),
+        st.integers(-1, 1),
+        st.sampled_from([1, 40, 300, 900]),
+        st.integers(1, 3),
     ),
     st.tuples(st.just("cancel"), st.integers(0, 99)),
     st.tuples(st.just("finish"), st.integers(0, 99)),
@@ -491,7 +549,9 @@ OPERATIONS = st.one_of(
 
 @settings(max_examples=60)
 @given(st.lists(OPERATIONS, max_size=40))
-def test_no_request_waits_while_it_fits_and_the_bounds_hold(operations: list[tuple[object, ...]]) -> None:
+def test_no_request_waits_while_it_fits_and_the_bounds_hold(
+    operations: list[tuple[object, ...]],
+) -> None:
     asyncio.run(_play(operations))
 
 
@@ -511,14 +571,18 @@ async def _play(operations: list[tuple[object, ...]]) -> None:
             report(
                 requests.registry,
                 "d0",
-                load=load(num_running=int(str(rest[0])) + sum(r.num_choices for r in requests.active)),
+                load=load(
+                    num_running=int(str(rest[0])) + sum(r.num_choices for r in requests.active)
+                ),
             )
             await settle()
         elif names:
             name = names[int(str(rest[0])) % len(names)]
             await (requests.cancel(name) if kind == "cancel" else requests.finish(name))
         _check(requests)
-    report(requests.registry, "d0", load=load(num_running=sum(r.num_choices for r in requests.active)))
+    report(
+        requests.registry, "d0", load=load(num_running=sum(r.num_choices for r in requests.active))
+    )
     while requests.active:
         await requests.finish(requests.active[0].request_id)
         _check(requests)

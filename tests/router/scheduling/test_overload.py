@@ -1,17 +1,26 @@
-"""Ten times more requests than the workers can serve: as many are served in time as before, and none is refused soon
-after. In simulated time, with the real admission, queue and registries of one router or several."""
+"""Ten times more requests than the workers can serve: as many are served in time as before, and
+none is refused soon after. In simulated time, with the real admission, queue and registries of one
+router or several.
+"""
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tandem.tests.router.scheduling.overload_simulation import LEAST_AHEAD, Pool, SimulatedService, run_simulated
+from tandem.tests.router.scheduling.overload_simulation import (
+    LEAST_AHEAD,
+    Pool,
+    SimulatedService,
+    run_simulated,
+)
 
 LEAST_SHARE = 0.9
 BEFORE_SECONDS = 20.0
 
 
-def overload(pool: Pool, *, max_queue_seconds: float, routers: int, seconds: float, load: float) -> SimulatedService:
+def overload(
+    pool: Pool, *, max_queue_seconds: float, routers: int, seconds: float, load: float
+) -> SimulatedService:
     """Sends `load` of what the workers can do, for `seconds` ten times that, and `load` again."""
 
     async def send() -> SimulatedService:
@@ -24,8 +33,9 @@ def overload(pool: Pool, *, max_queue_seconds: float, routers: int, seconds: flo
 
 
 def longest_wait(pool: Pool, max_queue_seconds: float, routers: int) -> float:
-    """Returns the seconds after which a request that was accepted has its first token: what it may wait, with what the
-    workers have at least and the prompt itself. Of several routers each learns only in time how many share the workers.
+    """Returns the seconds after which a request that was accepted has its first token: what it may
+    wait, with what the workers have at least and the prompt itself. Of several routers each learns
+    only in time how many share the workers.
     """
     at_worker = pool.seconds_of_token * (LEAST_AHEAD + 3 * pool.prompt_tokens[1])
     return (1.25 if routers == 1 else 1.75) * max_queue_seconds + at_worker + 0.1
@@ -86,14 +96,23 @@ def test_goodput_is_the_peak_whatever_the_workers_and_the_bound(
     pool: Pool, max_queue_seconds: float, routers: int
 ) -> None:
     slo = longest_wait(pool, max_queue_seconds, routers)
-    service = overload(pool, max_queue_seconds=max_queue_seconds, routers=routers, seconds=40.0, load=0.5)
+    service = overload(
+        pool, max_queue_seconds=max_queue_seconds, routers=routers, seconds=40.0, load=0.5
+    )
     end = BEFORE_SECONDS + 40.0
-    # A slow pool serves some thirty requests in this time, of random lengths: two of them are more than a twentieth.
+    # A slow pool serves some thirty requests in this time, of random lengths: two of them are more
+    # than a twentieth.
     assert service.goodput(BEFORE_SECONDS, end, slo) >= LEAST_SHARE * pool.capacity - 2 / 40.0
 
 
 def test_who_is_refused_reads_when_the_workers_are_done_with_those_before() -> None:
-    service = overload(POOLS["equal prompts"], max_queue_seconds=5.0, routers=1, seconds=30.0, load=0.5)
-    refused = [one.retry_after for one in service.sent if one.ttft is None and one.at > BEFORE_SECONDS + 5.0]
+    service = overload(
+        POOLS["equal prompts"], max_queue_seconds=5.0, routers=1, seconds=30.0, load=0.5
+    )
+    refused = [
+        one.retry_after
+        for one in service.sent
+        if one.ttft is None and one.at > BEFORE_SECONDS + 5.0
+    ]
     assert min(refused) >= 5.0
     assert max(refused) <= 7.5

@@ -41,12 +41,19 @@ def candidates(prefix: str) -> st.SearchStrategy[list[Candidate]]:
         }
     )
     return st.lists(one, max_size=5).map(
-        lambda found: [Candidate(worker_id=f"{prefix}{i}", **fields) for i, fields in enumerate(found)]
+        lambda found: [
+            Candidate(worker_id=f"{prefix}{i}", **fields) for i, fields in enumerate(found)
+        ]
     )
 
 
 def idle(worker_id: str, **fields: Any) -> Candidate:
-    base: dict[str, Any] = {"pending_tokens": 0, "num_requests": 0, "free_tokens": 16_000, "token_bytes": KV_BYTES}
+    base: dict[str, Any] = {
+        "pending_tokens": 0,
+        "num_requests": 0,
+        "free_tokens": 16_000,
+        "token_bytes": KV_BYTES,
+    }
     return Candidate(worker_id=worker_id, **base | fields)
 
 
@@ -55,9 +62,17 @@ def needed(num_tokens: int, num_sequences: int = 1) -> Capacity:
 
 
 def chosen(
-    wanted: Capacity, prefill: list[Candidate], decode: list[Candidate], *, local: int = 0, tries: int = 40
+    wanted: Capacity,
+    prefill: list[Candidate],
+    decode: list[Candidate],
+    *,
+    local: int = 0,
+    tries: int = 40,
 ) -> Counter[Placement | None]:
-    return Counter(place(wanted, prefill, decode, random.Random(n), local_prefill_tokens=local) for n in range(tries))
+    return Counter(
+        place(wanted, prefill, decode, random.Random(n), local_prefill_tokens=local)
+        for n in range(tries)
+    )
 
 
 @given(st.integers(1, 4096), candidates("p"), candidates("d"), st.integers(0, 4096), st.integers())
@@ -66,7 +81,8 @@ def test_it_is_pure_and_chooses_among_what_it_is_given(
 ) -> None:
     before = copy.deepcopy((prefill, decode))
     placements = {
-        place(needed(tokens), prefill, decode, random.Random(seed), local_prefill_tokens=local) for _ in range(2)
+        place(needed(tokens), prefill, decode, random.Random(seed), local_prefill_tokens=local)
+        for _ in range(2)
     }
     assert len(placements) == 1
     assert (prefill, decode) == before
@@ -82,7 +98,9 @@ def test_it_is_pure_and_chooses_among_what_it_is_given(
         assert placement.prefill in {c.worker_id for c in prefill}
 
 
-@given(st.integers(1, 4096), candidates("p").filter(bool), candidates("d").filter(bool), st.integers())
+@given(
+    st.integers(1, 4096), candidates("p").filter(bool), candidates("d").filter(bool), st.integers()
+)
 def test_no_chosen_worker_costs_more_than_a_tenth_above_the_best(
     tokens: int, prefill: list[Candidate], decode: list[Candidate], seed: int
 ) -> None:
@@ -92,16 +110,22 @@ def test_no_chosen_worker_costs_more_than_a_tenth_above_the_best(
     taken = next(c for c in prefill if c.worker_id == placement.prefill)
     sending = 1e-3 + tokens * KV_BYTES * 1e-9  # the same from everybody
     for other in prefill:
-        roomy = other.free_tokens + other.matched_tokens >= tokens and other.num_requests < (other.max_sequences or 999)
+        roomy = other.free_tokens + other.matched_tokens >= tokens and other.num_requests < (
+            other.max_sequences or 999
+        )
         cost = prefill_seconds(tokens, other) + sending
         assert not roomy or prefill_seconds(tokens, taken) + sending <= 1.1 * cost * (1 + 1e-9)
 
 
 def test_a_cached_prefix_decides_between_equals_and_does_not_outweigh_load() -> None:
     cold, warm = idle("cold"), idle("warm", matched_tokens=512)
-    assert set(chosen(needed(600), [cold, warm], [cold, warm])) == {Placement(prefill="warm", decode="warm")}
+    assert set(chosen(needed(600), [cold, warm], [cold, warm])) == {
+        Placement(prefill="warm", decode="warm")
+    }
     busy = idle("busy", matched_tokens=512, pending_tokens=2000, num_requests=30)
-    assert set(chosen(needed(600), [cold, busy], [cold, busy])) == {Placement(prefill="cold", decode="cold")}
+    assert set(chosen(needed(600), [cold, busy], [cold, busy])) == {
+        Placement(prefill="cold", decode="cold")
+    }
 
 
 def test_a_slower_worker_needs_a_longer_cached_prefix() -> None:
@@ -110,9 +134,13 @@ def test_a_slower_worker_needs_a_longer_cached_prefix() -> None:
         idle("slow", prefill=LinearCost(fixed=0.0, each=4e-4)),
     )
     decode = [idle("d")]
-    assert set(chosen(needed(1000), [fast, slow], decode)) == {Placement(prefill="fast", decode="d")}
+    assert set(chosen(needed(1000), [fast, slow], decode)) == {
+        Placement(prefill="fast", decode="d")
+    }
     slow = idle("slow", prefill=LinearCost(fixed=0.0, each=4e-4), matched_tokens=900)
-    assert set(chosen(needed(1000), [fast, slow], decode)) == {Placement(prefill="slow", decode="d")}
+    assert set(chosen(needed(1000), [fast, slow], decode)) == {
+        Placement(prefill="slow", decode="d")
+    }
 
 
 def test_the_decode_worker_has_capacity_for_the_prompt_and_its_choices() -> None:
@@ -138,7 +166,11 @@ def test_equals_take_turns() -> None:
 
 
 def test_of_two_near_equals_the_less_loaded_is_taken() -> None:
-    near = [idle("least", pending_tokens=1000), idle("more", pending_tokens=1080), idle("far", pending_tokens=1400)]
+    near = [
+        idle("least", pending_tokens=1000),
+        idle("more", pending_tokens=1080),
+        idle("far", pending_tokens=1400),
+    ]
     got = chosen(needed(1000), near, [idle("d")])
     assert set(got) == {Placement(prefill="least", decode="d")}
 
@@ -157,7 +189,12 @@ def test_a_short_uncached_rest_is_computed_by_the_decode_worker_if_that_is_faste
 ) -> None:
     prefill = idle("p", matched_tokens=1000 - uncached, pending_tokens=pending)
     decode = idle(
-        "d", matched_tokens=1000 - uncached, num_requests=4, mixed_chunk_tokens=32, max_sequences=64, step_seconds=0.05
+        "d",
+        matched_tokens=1000 - uncached,
+        num_requests=4,
+        mixed_chunk_tokens=32,
+        max_sequences=64,
+        step_seconds=0.05,
     )
     expected = Placement(prefill=None if whole else "p", decode="d")
     assert set(chosen(needed(1000), [prefill], [decode], local=local)) == {expected}
@@ -181,8 +218,9 @@ def test_each_chunk_of_a_prompt_costs_a_step_on_a_busy_decode_worker() -> None:
 def test_a_prefix_is_fetched_only_where_that_is_faster(
     num_tokens: int, prefill: list[Candidate], decode: list[Candidate], transfer: LinearCost
 ) -> None:
-    """From the one that has most, if what it has beyond the prefill worker is predicted to arrive before it would be
-    computed; the last token of a prompt is always computed."""
+    """From the one that has most, if what it has beyond the prefill worker is predicted to arrive
+    before it would be computed; the last token of a prompt is always computed.
+    """
     decode = [replace(one, transfer=transfer) for one in decode]
     for first in prefill:
         found = choose_holder(num_tokens, first, decode)

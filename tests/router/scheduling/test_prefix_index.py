@@ -1,4 +1,6 @@
-"""The index knows exactly which blocks a worker holds: against a plain model, in its bounds, and block size by size."""
+"""The index knows exactly which blocks a worker holds: against a plain model, in its bounds, and
+block size by size.
+"""
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -20,7 +22,9 @@ def index_of(*sizes: int) -> PrefixIndex:
 
 
 class AgainstAModel(RuleBasedStateMachine):
-    """Each worker reports a set of blocks; the model is that set, and what was expected of it meanwhile."""
+    """Each worker reports a set of blocks; the model is that set, and what was expected of it
+    meanwhile.
+    """
 
     def __init__(self) -> None:
         super().__init__()

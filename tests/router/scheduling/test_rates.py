@@ -26,7 +26,9 @@ def test_a_cost_is_fitted_under_noise_and_followed_when_it_changes() -> None:
 
 
 def test_equal_amounts_take_the_shape_of_the_prior() -> None:
-    """So that a tenth of a prompt, when the rest is cached, is not taken to cost almost as much as all of it."""
+    """So that a tenth of a prompt, when the rest is cached, is not taken to cost almost as much as
+    all of it.
+    """
     prior = LinearCost(fixed=0.001, each=0.0002)
     fit = LinearFit()
     for _ in range(10):
@@ -106,6 +108,8 @@ def test_before_a_drain_rate_is_measured_it_is_that_of_the_work_in_progress() ->
         drain.finish(work, 2.0)
     assert drain.seconds(80) == pytest.approx(2.0)
     assert drain.prompt_tokens(80) == pytest.approx(60)
-    assert drain.seconds(80, Capacity(sequences=2, kv_tokens=1000)) == 0.0  # there is room for two more like these
+    assert (
+        drain.seconds(80, Capacity(sequences=2, kv_tokens=1000)) == 0.0
+    )  # there is room for two more like these
     assert drain.seconds(160, Capacity(sequences=2, kv_tokens=1000)) == pytest.approx(1.0)
     assert drain.seconds(160, Capacity(sequences=9, kv_tokens=40)) == pytest.approx(2.0)

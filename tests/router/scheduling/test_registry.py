@@ -16,8 +16,12 @@ from tandem.router.scheduling.worker_state import WorkerState
 from tandem.tests.router.pools import fill, info, report, request
 
 
-def registry_of(prefill: int, decode: int, *, max_sequences: int = 0, local_prefill_tokens: int = 0) -> WorkerRegistry:
-    registry = WorkerRegistry(local_prefill_tokens=local_prefill_tokens, rng=random.Random(0), clock=lambda: 0.0)
+def registry_of(
+    prefill: int, decode: int, *, max_sequences: int = 0, local_prefill_tokens: int = 0
+) -> WorkerRegistry:
+    registry = WorkerRegistry(
+        local_prefill_tokens=local_prefill_tokens, rng=random.Random(0), clock=lambda: 0.0
+    )
     fill(registry, prefill=prefill, decode=decode, max_sequences=max_sequences, num_blocks=4096)
     return registry
 
@@ -166,11 +170,17 @@ def test_one_that_goes_ahead_of_what_waits_goes_where_most_of_it_is_cached() -> 
             registry.prefilled(worker, name)
     again = request([*first.prompt, 7], "1#0")
     placed = [registry.place(again, goes_ahead=ahead) for ahead in (False, True) for _ in range(5)]
-    assert [each is not None and each.prefill == cached for each in placed] == [False] * 5 + [True] * 5
+    assert [each is not None and each.prefill == cached for each in placed] == [False] * 5 + [
+        True
+    ] * 5
 
 
-def test_one_that_goes_ahead_goes_where_most_of_it_is_cached_however_slow_prompts_were_there() -> None:
-    """Prompts of one length do not tell whether a token or the beginning is slow; a cached one needs few tokens."""
+def test_one_that_goes_ahead_goes_where_most_of_it_is_cached_however_slow_prompts_were_there() -> (
+    None
+):
+    """Prompts of one length do not tell whether a token or the beginning is slow; a cached one
+    needs few tokens.
+    """
     registry = registry_of(2, 1)
     first = request(prompt(1, 1_000), "1")
     cached, decode = dispatch(registry, first)
@@ -180,11 +190,15 @@ def test_one_that_goes_ahead_goes_where_most_of_it_is_cached_however_slow_prompt
         registry.record_prefill(other, 1_000, 1.0)
         registry.record_transfer(cached, decode, 2**25, 1.0)
     again = request([*first.prompt, *prompt(2, 100)], "1#0")
-    assert {registry.place(again, goes_ahead=True) for _ in range(9)} == {dispatch_of(cached, decode)}
+    assert {registry.place(again, goes_ahead=True) for _ in range(9)} == {
+        dispatch_of(cached, decode)
+    }
 
 
 def test_several_that_go_ahead_spread_over_workers_that_have_the_same_cached() -> None:
-    """As those of a worker that has died, whose prompts begin alike; one with longer rests gets fewer."""
+    """As those of a worker that has died, whose prompts begin alike; one with longer rests gets
+    fewer.
+    """
     registry, shared = registry_of(2, 1), prompt(1, 800)
     for worker in ("p0", "p1"):
         report(registry, worker, epoch=1, stored=hash_chain(shared, 16))
@@ -229,7 +243,9 @@ def test_a_cache_is_unknown_without_a_session() -> None:
     assert len({registry.place(asked) for _ in range(60)}) == 3
 
 
-def test_nothing_is_placed_on_a_worker_whose_session_has_broken_until_another_session_reports() -> None:
+def test_nothing_is_placed_on_a_worker_whose_session_has_broken_until_another_session_reports() -> (
+    None
+):
     registry = registry_of(1, 2)
     asked, (d0, d1) = request(prompt(1), "1"), (registry.get("d0"), registry.get("d1"))
     assert d0 is not None
@@ -303,7 +319,9 @@ def test_slow_transfers_are_avoided_until_the_fast_worker_is_crowded() -> None:
     assert "d0" in placed
 
 
-def test_a_short_uncached_rest_is_prefilled_by_the_decode_worker_if_that_is_allowed_and_faster() -> None:
+def test_a_short_uncached_rest_is_prefilled_by_the_decode_worker_if_that_is_allowed_and_faster() -> (
+    None
+):
     registry = registry_of(1, 1, local_prefill_tokens=64)
     report(registry, "d0", load=load(step_seconds=0.01))
     dispatch(registry, request(prompt(1, 4000), "long"))
@@ -452,7 +470,10 @@ def test_capacity_is_reserved_until_it_is_used() -> None:
 def test_free_capacity_is_that_of_workers_that_take_requests() -> None:
     registry = registry_of(1, 2, max_sequences=10)
     registry.update(
-        [info("d0", ROLE_DECODE, max_sequences=10, draining=True), info("d1", ROLE_DECODE, max_sequences=10)]
+        [
+            info("d0", ROLE_DECODE, max_sequences=10, draining=True),
+            info("d1", ROLE_DECODE, max_sequences=10),
+        ]
     )
     free = registry.free()
     assert free is not None

@@ -1,8 +1,18 @@
-"""Whether the cost function is worth it: thousands of requests in simulated time, against placing without looking."""
+"""Whether the cost function is worth it: thousands of requests in simulated time, against placing
+without looking.
+"""
 
 import pytest
 
-from tandem.tests.router.scheduling.simulation import Figures, Pools, Simulation, Traffic, at_random, by_cost, in_turns
+from tandem.tests.router.scheduling.simulation import (
+    Figures,
+    Pools,
+    Simulation,
+    Traffic,
+    at_random,
+    by_cost,
+    in_turns,
+)
 
 
 @pytest.fixture(scope="module")
@@ -10,8 +20,12 @@ def ours() -> Figures:
     return Simulation(by_cost).run()
 
 
-@pytest.mark.parametrize(("other", "mean", "p95"), [(at_random(), 3.0, 3.0), (in_turns(), 1.6, 1.3)])
-def test_placing_by_cost_hits_more_and_answers_sooner(ours: Figures, other: object, mean: float, p95: float) -> None:
+@pytest.mark.parametrize(
+    ("other", "mean", "p95"), [(at_random(), 3.0, 3.0), (in_turns(), 1.6, 1.3)]
+)
+def test_placing_by_cost_hits_more_and_answers_sooner(
+    ours: Figures, other: object, mean: float, p95: float
+) -> None:
     theirs = Simulation(other).run()  # type: ignore[arg-type]
     assert ours.num_requests == theirs.num_requests == 1800
     assert ours.hit_rate > 1.3 * theirs.hit_rate
@@ -35,12 +49,16 @@ def test_load_spreads_although_prefixes_attract(ours: Figures) -> None:
 
 def test_a_slow_worker_gets_less_and_is_not_starved() -> None:
     traffic = Traffic(conversations=150)
-    got = Simulation(by_cost, traffic=traffic, pools=Pools(prefill=4, decode=4, slow={"p0": 3.0})).run()
+    got = Simulation(
+        by_cost, traffic=traffic, pools=Pools(prefill=4, decode=4, slow={"p0": 3.0})
+    ).run()
     even = Simulation(by_cost, traffic=traffic, pools=Pools(prefill=4, decode=4)).run()
     assert 0.01 < got.shares["p0"] < 0.7 * even.shares["p0"]
 
 
-def test_short_rests_of_prompts_are_computed_on_decode_workers_when_the_prefill_pool_is_busy() -> None:
+def test_short_rests_of_prompts_are_computed_on_decode_workers_when_the_prefill_pool_is_busy() -> (
+    None
+):
     traffic = Traffic(conversations=150, turn_tokens=(4, 30), answer_tokens=(8, 20))
     pools = Pools(prefill=1, decode=4)
     apart = Simulation(by_cost, traffic=traffic, pools=pools).run()

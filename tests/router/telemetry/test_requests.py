@@ -9,8 +9,21 @@ import pytest
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import Cancelled, InternalError, Overloaded, Unavailable
-from tandem.proto.metrics import E2E, FINISHED, GENERATION_TOKENS, PREFIX_HITS, PROMPT_TOKENS, TTFT, Metric
-from tandem.router.telemetry.requests import EndedRequest, RequestFacts, RequestTelemetry, RequestTotals
+from tandem.proto.metrics import (
+    E2E,
+    FINISHED,
+    GENERATION_TOKENS,
+    PREFIX_HITS,
+    PROMPT_TOKENS,
+    TTFT,
+    Metric,
+)
+from tandem.router.telemetry.requests import (
+    EndedRequest,
+    RequestFacts,
+    RequestTelemetry,
+    RequestTotals,
+)
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 TOOLS = inference_pb2.FINISH_REASON_TOOL_CALLS
@@ -40,7 +53,9 @@ class Outputs:
 
 
 def make_facts(num_choices: int = 1) -> RequestFacts:
-    return RequestFacts(request_id="r", arrived=0.0, began=0.0, num_prompt=10, num_choices=num_choices, max_tokens=8)
+    return RequestFacts(
+        request_id="r", arrived=0.0, began=0.0, num_prompt=10, num_choices=num_choices, max_tokens=8
+    )
 
 
 class Requests:
@@ -50,11 +65,22 @@ class Requests:
         self.recorder = Recorder()
         self.ended: list[EndedRequest] = []
         self.telemetry = RequestTelemetry(self.recorder, [self.ended.append])
-        self.timeline = inference_pb2.Timeline(cached_tokens=4, end_to_end_seconds=2.0, ttft_seconds=0.5)
+        self.timeline = inference_pb2.Timeline(
+            cached_tokens=4, end_to_end_seconds=2.0, ttft_seconds=0.5
+        )
 
-    def run(self, num_tokens: int, *reasons: Any, error: BaseException | None = None, num_choices: int = 1) -> None:
+    def run(
+        self,
+        num_tokens: int,
+        *reasons: Any,
+        error: BaseException | None = None,
+        num_choices: int = 1,
+    ) -> None:
         outputs = Outputs()
-        with suppress(BaseException), self.telemetry.track(make_facts(num_choices), self.timeline, outputs):
+        with (
+            suppress(BaseException),
+            self.telemetry.track(make_facts(num_choices), self.timeline, outputs),
+        ):
             outputs.num_generated = num_tokens
             outputs.finish_reasons += reasons
             if error is not None:
@@ -101,7 +127,9 @@ def test_the_best_of_several_completions_are_counted_alone() -> None:
         (ValueError("a defect"), "error", "INTERNAL"),
     ],
 )
-def test_what_has_not_ended_is_an_abort_or_an_error(error: BaseException, reason: str, code: str) -> None:
+def test_what_has_not_ended_is_an_abort_or_an_error(
+    error: BaseException, reason: str, code: str
+) -> None:
     requests = Requests()
     requests.run(3, STOP, error=error, num_choices=3)
     assert requests.count(FINISHED, "stop") == 1

@@ -19,13 +19,22 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     ],
 )
 def test_the_trace_of_the_caller_is_taken(header: str | bytes, is_sampled: bool) -> None:
-    assert parse_traceparent(header) == TraceContext(trace_id=TRACE, span_id=SPAN, is_sampled=is_sampled)
+    assert parse_traceparent(header) == TraceContext(
+        trace_id=TRACE, span_id=SPAN, is_sampled=is_sampled
+    )
 
 
 @pytest.mark.parametrize(
     "header",
     [
-        *(None, "", "00", f"00-{TRACE}-{SPAN}", f"00-{TRACE}-{SPAN}-1", f"00-{TRACE}-{SPAN}-01-more"),
+        *(
+            None,
+            "",
+            "00",
+            f"00-{TRACE}-{SPAN}",
+            f"00-{TRACE}-{SPAN}-1",
+            f"00-{TRACE}-{SPAN}-01-more",
+        ),
         *(f"ff-{TRACE}-{SPAN}-01", f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{'0' * 16}-01"),
         *(f"00-{TRACE.upper()}-{SPAN}-01", f"00-{TRACE[1:]}-{SPAN}-01", f"00_{TRACE}_{SPAN}_01"),
         f"01-{TRACE}-{SPAN}-01-{'x' * 1000}",

@@ -17,7 +17,13 @@ from tandem.workers.bench.compare import adapter_variants
 from tandem.workers.bench.floor import Floors
 from tandem.workers.bench.options import parse
 from tandem.workers.bench.report import DecodeFigure
-from tandem.workers.bench.shapes import HF_CONFIGS, SHAPES, decode_cost, prefill_flops, random_weight
+from tandem.workers.bench.shapes import (
+    HF_CONFIGS,
+    SHAPES,
+    decode_cost,
+    prefill_flops,
+    random_weight,
+)
 from tandem.workers.bench.steps import PARTS, WARMUP_STEPS, BenchRunner, blocks_for
 from tandem.workers.bench.transformers_peer import TransformersPeer
 from tandem.workers.kv_cache.layout import KvLayout
@@ -50,7 +56,13 @@ def known_floors(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_runner(*, shape: str = "tiny", num_blocks: int = 128, chunk: int = 32) -> BenchRunner:
     config = SHAPES[shape]
     return BenchRunner(
-        config, random_weight, dtype="float32", device=CPU, num_blocks=num_blocks, chunk=chunk, exact=False
+        config,
+        random_weight,
+        dtype="float32",
+        device=CPU,
+        num_blocks=num_blocks,
+        chunk=chunk,
+        exact=False,
     )
 
 
@@ -65,10 +77,24 @@ def outcome(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
 
 def test_a_run_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
-    wanted = ["--batches", "4,1", "--prompts", "40,600", "--profile", "--transformers", "--json", str(file)]
+    wanted = [
+        "--batches",
+        "4,1",
+        "--prompts",
+        "40,600",
+        "--profile",
+        "--transformers",
+        "--json",
+        str(file),
+    ]
     assert __main__.main(ARGUMENTS + wanted) == 0
     figures: dict[str, Any] = json.loads(file.read_text())
-    assert (figures["shape"], figures["dtype"], figures["device"], figures["threads"]) == ("tiny", "bfloat16", "cpu", 1)
+    assert (figures["shape"], figures["dtype"], figures["device"], figures["threads"]) == (
+        "tiny",
+        "bfloat16",
+        "cpu",
+        1,
+    )
     assert all(value > 1e6 for value in figures["floors"].values())
     assert [figure["batch"] for figure in figures["decode"]] == [1, 4, 32]  # --profile adds 32
     for figure in figures["decode"]:
@@ -87,7 +113,9 @@ def test_a_run_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert 0 < figure["matmul_share"] <= 1.5
         assert figure["transformers_tokens_per_s"] > 0
     tables = capsys.readouterr().out
-    assert all(word in tables for word in ("floors:", "roofline", "outside the model", "ahead by", *PARTS))
+    assert all(
+        word in tables for word in ("floors:", "roofline", "outside the model", "ahead by", *PARTS)
+    )
 
 
 @pytest.mark.usefixtures("known_floors")
@@ -104,7 +132,17 @@ def test_what_is_compared_takes_turns(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, compared: list[str], names: list[str]
 ) -> None:
     file = tmp_path / "figures.json"
-    arguments = [*ARGUMENTS, "--batches", "1,3", "--prompts", "20", "--steps", "20", "--json", str(file)]
+    arguments = [
+        *ARGUMENTS,
+        "--batches",
+        "1,3",
+        "--prompts",
+        "20",
+        "--steps",
+        "20",
+        "--json",
+        str(file),
+    ]
     assert __main__.main(arguments + compared) == 0
     figures = json.loads(file.read_text())
     for figure in figures["decode"] + figures["prefill"]:
@@ -131,7 +169,12 @@ def test_the_engine_gives_the_tokens_of_the_runner_alone() -> None:
     runner = make_runner()
     model = build_model(TINY, torch.float32)
     load_weights(model, random_weight, CPU)
-    kv = PagedKv(KvLayout(layers=TINY.layers, dtype="float32", model=""), num_blocks=128, block_size=16, device=CPU)
+    kv = PagedKv(
+        KvLayout(layers=TINY.layers, dtype="float32", model=""),
+        num_blocks=128,
+        block_size=16,
+        device=CPU,
+    )
     alone = ModelRunner(TINY, model, kv)
     expected = Driver(alone).generate(0, runner.prompt(100, 0), 1)
     assert runner.prefill(100)[1] == expected[0]
@@ -154,7 +197,9 @@ def test_a_decode_takes_the_same_tokens_from_the_same_cache_only() -> None:
 def test_each_part_of_a_step_is_between_its_own_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner()
     ticks = itertools.count()
-    squares = SimpleNamespace(perf_counter=lambda: float(next(ticks) ** 2))  # the differences are odd numbers
+    squares = SimpleNamespace(
+        perf_counter=lambda: float(next(ticks) ** 2)
+    )  # the differences are odd numbers
     monkeypatch.setattr(steps, "time", squares)
     first = runner.decode(1, 16, 20).steps[0]
     parts = [first[part] for part in PARTS]
@@ -171,7 +216,9 @@ def test_blocks_for_is_what_a_decode_takes() -> None:
 
 def test_costs_are_those_of_the_known_model() -> None:
     config = SHAPES["llama-3-8b"]
-    params = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # without the embedding's rows and the norms
+    params = (
+        8_030_261_248 - 128_256 * 4096 - 65 * 4096
+    )  # without the embedding's rows and the norms
     cost = decode_cost(config, "bfloat16", 2, 1000)
     assert cost[0] == 2 * params + 2 * 1000 * 131_072
     assert cost[1] == 2 * (2 * params + 32 * 4 * 4096 * 1000)
@@ -192,7 +239,9 @@ def test_the_floor_is_the_slower_of_memory_and_products() -> None:
 
 def test_a_shape_with_long_contexts_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(__main__, "_free_bytes", lambda _: 10**12)
-    parsed = parse(["--shape", "llama-3-8b", "--random-weights", "--context", "8192", "--batches", "32"])
+    parsed = parse(
+        ["--shape", "llama-3-8b", "--random-weights", "--context", "8192", "--batches", "32"]
+    )
     assert __main__._check(parsed, SHAPES["llama-3-8b"]) == blocks_for(32, 8192, parsed.steps)
 
 
@@ -229,9 +278,22 @@ def test_transformers_runs_the_same_model(shape: str, monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("known_floors")
 def test_a_checkpoint_is_measured_with_its_weights_or_without(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "some-model")
-    arguments = ["--model", str(folder), "--batches", "1", "--prompts", "90", "--threads", "1", "--dtype", "float32"]
+    arguments = [
+        "--model",
+        str(folder),
+        "--batches",
+        "1",
+        "--prompts",
+        "90",
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+    ]
     measured = __main__.measure(parse(arguments))
-    runner = ModelRunner.load(open_checkpoint(folder), dtype="float32", device="cpu", num_blocks=16, block_size=16)
+    runner = ModelRunner.load(
+        open_checkpoint(folder), dtype="float32", device="cpu", num_blocks=16, block_size=16
+    )
     expected = Driver(runner).generate(0, make_runner().prompt(90, 0), 1)
     assert measured.shape == "some-model"
     assert [figure.first_token for figure in measured.prefill] == expected
@@ -261,8 +323,14 @@ REFUSED: list[tuple[list[str], str]] = [
         "--compare int8-kv-cache compares it with --kv-cache-dtype auto",
     ),
     ([*RANDOM, "tiny", "--device", "tpu"], "--device: must be cpu, cuda or cuda:N, is 'tpu'"),
-    ([*RANDOM, "tiny", "--context", "8180"], "--context: 8180 tokens need 8220 positions, tiny has 8192"),
-    ([*RANDOM, "tiny", "--prompts", "8193"], "--prompts: 8193 tokens need 8193 positions, tiny has 8192"),
+    (
+        [*RANDOM, "tiny", "--context", "8180"],
+        "--context: 8180 tokens need 8220 positions, tiny has 8192",
+    ),
+    (
+        [*RANDOM, "tiny", "--prompts", "8193"],
+        "--prompts: 8193 tokens need 8193 positions, tiny has 8192",
+    ),
     ([*RANDOM, "tiny", "--json", "/no/such/folder/x.json"], "--json: /no/such/folder is no folder"),
     ([*RANDOM, "tiny", "--plot", "x.jpg"], "--plot: x.jpg must end in .png"),
 ]
@@ -270,7 +338,10 @@ REFUSED: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED)
 def test_what_cannot_run_is_refused_in_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(options, "find_spec", lambda _: object())
     status, error = outcome(arguments, capsys)
@@ -307,11 +378,16 @@ def test_without_cuda_a_cuda_device_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     status, error = outcome([*ARGUMENTS, "--device", "cuda:1"], capsys)
-    assert (status, error) == (2, "bench: argument --device: cuda:1: torch finds no CUDA device here\n")
+    assert (status, error) == (
+        2,
+        "bench: argument --device: cuda:1: torch finds no CUDA device here\n",
+    )
 
 
 @pytest.mark.usefixtures("known_floors")
-def test_the_plot_is_a_picture_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot_is_a_picture_of_the_sweeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib", reason="the bench extra is not installed")
     monkeypatch.setattr(__main__, "SWEEP_BATCHES", (1, 2))
     monkeypatch.setattr(__main__, "SWEEP_CONTEXTS", (128, 256))
@@ -324,7 +400,9 @@ def test_the_plot_is_a_picture_of_the_sweeps(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(__main__, "plot", record)
     file = tmp_path / "steps.png"
-    assert __main__.main([*ARGUMENTS, "--batches", "1", "--prompts", "20", "--plot", str(file)]) == 0
+    assert (
+        __main__.main([*ARGUMENTS, "--batches", "1", "--prompts", "20", "--plot", str(file)]) == 0
+    )
     assert file.read_bytes().startswith(b"\x89PNG")
     assert [(figure.batch, figure.context) for figure in plotted[0]] == [(1, 40), (2, 40)]
     assert [(figure.batch, figure.context) for figure in plotted[1]] == [(8, 128), (8, 256)]

@@ -19,9 +19,13 @@ def threads_as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "options", [["--transports", "grpc", "shared", "gloo"], ["--peer-tls", "--transports", "grpc"]], ids=" ".join
+    "options",
+    [["--transports", "grpc", "shared", "gloo"], ["--peer-tls", "--transports", "grpc"]],
+    ids=" ".join,
 )
-def test_every_transport_is_measured(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_transport_is_measured(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert transfer.main(["--sizes", "1", "--repeat", "1", *options]) == 0
     names = set(options) & {"grpc", "shared", "gloo"}
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -38,6 +42,8 @@ def test_the_overlap_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "share that is left" in out
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert overlap.main(["--model", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "bench_overlap: config.json: not found\n"

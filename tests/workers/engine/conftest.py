@@ -1,4 +1,6 @@
-"""Makes the engine's tests run without overlap and with it, on a device that is ahead and on one that is behind."""
+"""Makes the engine's tests run without overlap and with it, on a device that is ahead and on one
+that is behind.
+"""
 
 import functools
 
@@ -6,7 +8,11 @@ import pytest
 
 from tandem.tests.workers.engine.drive import MakeWorker, make_worker
 
-OVERLAPS = {"stepwise": {}, "overlap": {"overlap": True}, "overlap late": {"overlap": True, "late": True}}
+OVERLAPS = {
+    "stepwise": {},
+    "overlap": {"overlap": True},
+    "overlap late": {"overlap": True, "late": True},
+}
 
 
 @pytest.fixture(params=list(OVERLAPS))

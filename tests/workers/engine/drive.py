@@ -18,7 +18,10 @@ class MakeWorker(Protocol):
 
 
 def make_worker(*, late: bool = False, **config: Any) -> Worker:
-    return Worker(engine_config(**({"num_blocks": 32, "block_size": 4, "chunk_tokens": 16} | config)), late=late)
+    return Worker(
+        engine_config(**({"num_blocks": 32, "block_size": 4, "chunk_tokens": 16} | config)),
+        late=late,
+    )
 
 
 def spec(
@@ -60,8 +63,12 @@ def expected(tokens: tuple[int, ...], count: int) -> list[int]:
     return expected_tokens(tokens, count, VOCAB_SIZE)
 
 
-def fill(target: Worker, admitted: Admitted, tokens: tuple[int, ...], source: Worker | None = None) -> int:
-    """Prefills `tokens` elsewhere and copies what `target` lacks of their KV cache; returns the first token."""
+def fill(
+    target: Worker, admitted: Admitted, tokens: tuple[int, ...], source: Worker | None = None
+) -> int:
+    """Prefills `tokens` elsewhere and copies what `target` lacks of their KV cache; returns the
+    first token.
+    """
     source = source or make_worker()
     source.submit(spec(1, tokens, task=Task.PREFILL))
     events = run(source)
@@ -88,13 +95,22 @@ def run(target: Worker, max_steps: int = 100) -> list[SeqEvent]:
 
 def tokens_of(events: Sequence[Event], number: int) -> list[int]:
     return [
-        token for event in events if isinstance(event, NewTokens) and event.id == number for token in event.token_ids
+        token
+        for event in events
+        if isinstance(event, NewTokens) and event.id == number
+        for token in event.token_ids
     ]
 
 
 def finish_of(events: Sequence[Event], number: int) -> list[FinishReason]:
-    return [e.finish for e in events if isinstance(e, NewTokens) and e.id == number and e.finish is not None]
+    return [
+        e.finish
+        for e in events
+        if isinstance(e, NewTokens) and e.id == number and e.finish is not None
+    ]
 
 
 def cached_of(events: Sequence[Event], number: int) -> int:
-    return next(event.num_cached for event in events if isinstance(event, Admitted) and event.id == number)
+    return next(
+        event.num_cached for event in events if isinstance(event, Admitted) and event.id == number
+    )

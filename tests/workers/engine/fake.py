@@ -1,7 +1,8 @@
-"""Implements an executor without a model, whose KV cache encodes for every token the history it was computed from.
+"""Implements an executor without a model, whose KV cache encodes for every token the history it was
+computed from.
 
-For tests of everything above the model: it raises where a real model would silently continue from another sequence's KV
-cache. Knows nothing of scheduling, tensors or networks.
+For tests of everything above the model: it raises where a real model would silently continue from
+another sequence's KV cache. Knows nothing of scheduling, tensors or networks.
 """
 
 import functools
@@ -29,7 +30,9 @@ from tandem.workers.kv_cache.store import KvRead
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
-    """Returns the `count` tokens that a FakeExecutor generates after `prompt` in any batch, chunks and cache."""
+    """Returns the `count` tokens that a FakeExecutor generates after `prompt` in any batch, chunks
+    and cache.
+    """
     history = functools.reduce(_extend, prompt, b"")
     tokens: list[int] = []
     for _ in range(count):
@@ -38,36 +41,50 @@ def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int, seed: in
     return tokens
 
 
-def expected_choices(prompt: Sequence[int], n: int, count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+def expected_choices(
+    prompt: Sequence[int], n: int, count: int, vocab_size: int, seed: int = 0
+) -> list[list[int]]:
     """Returns the expected tokens of `n` choices."""
     return [expected_tokens(prompt, count, vocab_size, seed + choice) for choice in range(n)]
 
 
-def expected_logprobs(tokens: Sequence[int], top: int, vocab_size: int) -> tuple[tuple[int, float], ...]:
+def expected_logprobs(
+    tokens: Sequence[int], top: int, vocab_size: int
+) -> tuple[tuple[int, float], ...]:
     """Returns the `top` likeliest tokens after `tokens`, with their log probabilities."""
     return _distribution(functools.reduce(_extend, tokens, b""), vocab_size)[:top]
 
 
 class FakeKv:
-    """KV cache memory in which each [2, heads, head_dim] cell of a token depends on its layer and its whole history.
+    """KV cache memory in which each [2, heads, head_dim] cell of a token depends on its layer and
+    its whole history.
 
-    Implements `KvStore` for the whole model, whose KV slots are its KV heads. A block, token, layer, head, key
-    or value in the wrong place shows as soon as `FakeExecutor` reads it.
+    Implements `KvStore` for the whole model, whose KV slots are its KV heads. A block, token,
+    layer, head, key or value in the wrong place shows as soon as `FakeExecutor` reads it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, layout: KvLayout) -> None:
         self.layout = layout
         self.tp, self.rank, self.shared_fd = 1, 0, None
         self.num_blocks, self.block_size = num_blocks, block_size
-        self._cell_bytes = [self.num_slots(layer) * layout.bytes_per_slot(layer) for layer in range(layout.num_layers)]
-        self._cells = [[bytes(size)] * (num_blocks * block_size) for size in self._cell_bytes]  # [layer][place]
-        self._slots: dict[int, list[list[bytes]]] = {}  # in host memory: of each layer the cells of a block
+        self._cell_bytes = [
+            self.num_slots(layer) * layout.bytes_per_slot(layer)
+            for layer in range(layout.num_layers)
+        ]
+        self._cells = [
+            [bytes(size)] * (num_blocks * block_size) for size in self._cell_bytes
+        ]  # [layer][place]
+        self._slots: dict[
+            int, list[list[bytes]]
+        ] = {}  # in host memory: of each layer the cells of a block
 
     def num_slots(self, layer: int) -> int:
         """See `KvStore.num_slots`."""
         return self.layout.layers[layer].num_kv_heads
 
-    def attach(self, memory: mmap, *, num_blocks: int, block_size: int, tp: int, rank: int) -> KvRead:
+    def attach(
+        self, memory: mmap, *, num_blocks: int, block_size: int, tp: int, rank: int
+    ) -> KvRead:
         """Raises ValueError: this memory cannot be mapped."""
         raise ValueError("not shared")
 
@@ -77,7 +94,10 @@ class FakeKv:
         parts: list[bytes] = []
         for layer in span.layers:
             for first in (0, self._cell_bytes[layer] // 2):  # key, value
-                parts += [self._cells[layer][place][first + slots.start : first + slots.stop] for place in places]
+                parts += [
+                    self._cells[layer][place][first + slots.start : first + slots.stop]
+                    for place in places
+                ]
         return memoryview(b"".join(parts))
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
@@ -90,12 +110,20 @@ class FakeKv:
         for layer in span.layers:
             for first in (0, self._cell_bytes[layer] // 2):
                 for place in places:
-                    cell, start, stop = self._cells[layer][place], first + slots.start, first + slots.stop
+                    cell, start, stop = (
+                        self._cells[layer][place],
+                        first + slots.start,
+                        first + slots.stop,
+                    )
                     self._cells[layer][place] = cell[:start] + raw[at : at + size] + cell[stop:]
                     at += size
 
-    def compute(self, blocks: Sequence[int], start: int, tokens: Sequence[int], history: bytes) -> bytes:
-        """Stores the KV of `tokens` from position `start` on as a model would; returns the history with them."""
+    def compute(
+        self, blocks: Sequence[int], start: int, tokens: Sequence[int], history: bytes
+    ) -> bytes:
+        """Stores the KV of `tokens` from position `start` on as a model would; returns the history
+        with them.
+        """
         for place, token in zip(self._places(blocks, start, len(tokens)), tokens, strict=True):
             history = _extend(history, token)
             for layer, cells in enumerate(self._cells):
@@ -120,19 +148,24 @@ class FakeKv:
             cells[block * size : (block + 1) * size] = saved
 
     def history(self, blocks: Sequence[int], num_tokens: int) -> bytes:
-        """Returns the history of the first num_tokens tokens. Raises RuntimeError if they are not one sequence's, in
-        order."""
+        """Returns the history of the first num_tokens tokens. Raises RuntimeError if they are not
+        one sequence's, in order.
+        """
         history = b""
         for position, place in enumerate(self._places(blocks, 0, num_tokens)):
             token = int.from_bytes(self._cells[0][place][:4], "little")
             history = _extend(history, token)
             for layer, cells in enumerate(self._cells):
                 if cells[place] != _cell(history, token, layer, self._cell_bytes[layer]):
-                    raise RuntimeError(f"layer {layer}, position {position}, place {place}: KV of something else")
+                    raise RuntimeError(
+                        f"layer {layer}, position {position}, place {place}: KV of something else"
+                    )
         return history
 
     def _find(self, blocks: Sequence[int], span: KvSpan) -> tuple[list[int], range]:
-        """Returns the places of a span's tokens, and the bytes of its KV slots in either half of a cell."""
+        """Returns the places of a span's tokens, and the bytes of its KV slots in either half of a
+        cell.
+        """
         span.check(self.layout, num_tokens=len(blocks) * self.block_size, num_slots=self.num_slots)
         size = self.layout.bytes_per_slot(span.first_layer) // 2
         places = self._places(blocks, span.first_token, span.num_tokens)
@@ -147,18 +180,28 @@ class FakeKv:
 
 
 class FakeExecutor(Executor):
-    """Keeps block tables like a real rank and reads every earlier position of a sequence before it continues.
+    """Keeps block tables like a real rank and reads every earlier position of a sequence before it
+    continues.
 
-    The next token is a function of the previous tokens and the seed; log probabilities depend on the tokens alone, and
-    a seed of 0 samples the likeliest token. `launch` computes at once; collecting takes `step_seconds`. Raises
-    RuntimeError for a plan that a rank could not execute, for KV cache of another sequence, for a launch with two steps
-    uncollected, for collecting out of order or twice, and after `fail_after_steps` steps, which may be set any time.
+    The next token is a function of the previous tokens and the seed; log probabilities depend on
+    the tokens alone, and a seed of 0 samples the likeliest token. `launch` computes at once;
+    collecting takes `step_seconds`. Raises RuntimeError for a plan that a rank could not execute,
+    for KV cache of another sequence, for a launch with two steps uncollected, for collecting out of
+    order or twice, and after `fail_after_steps` steps, which may be set any time.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, vocab_size: int = 512, model: str = "fake", step_seconds: float = 0.0
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        vocab_size: int = 512,
+        model: str = "fake",
+        step_seconds: float = 0.0,
     ) -> None:
-        layout = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model=model)
+        layout = KvLayout.uniform(
+            num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model=model
+        )
         self.kv = FakeKv(num_blocks, block_size, layout)
         self.vocab_size = vocab_size
         self.step_seconds = step_seconds
@@ -192,7 +235,9 @@ class FakeExecutor(Executor):
     def _compute(self, plan: StepPlan) -> Samples:
         if self.fail_after_steps is not None and self.num_steps >= self.fail_after_steps:
             raise RuntimeError(f"the executor fails after {self.fail_after_steps} steps")
-        for sequence_id in plan.dropped:  # also unknown ids: imports that ended before their first step
+        for (
+            sequence_id
+        ) in plan.dropped:  # also unknown ids: imports that ended before their first step
             for known in (self._tables, self._sampling, self._num_computed, self._sampled):
                 known.pop(sequence_id, None)
         if len(slots := {slot for _, slot in plan.saved}) < len(plan.saved):
@@ -207,7 +252,8 @@ class FakeExecutor(Executor):
                 raise RuntimeError(f"block {target} is copied and copied to")
             self.kv.copy(source, target)
         histories = [self._admit(step) for step in plan.sequences]
-        # All are read before any is extended: no sequence of a step sees what the step computes for another.
+        # All are read before any is extended: no sequence of a step sees what the step computes for
+        # another.
         samples, sampled = Samples(tokens=[]), dict[int, list[int]]()
         for step, history in zip(plan.sequences, histories, strict=True):
             if tokens := self._run(step, history, samples):
@@ -230,39 +276,64 @@ class FakeExecutor(Executor):
         if number not in self._tables or not step.token_ids:
             raise RuntimeError(f"sequence {number}: sampling or tokens are missing")
         if step.start != self._num_computed[number]:
-            raise RuntimeError(f"sequence {number}: position {step.start} after a gap or a repetition")
+            raise RuntimeError(
+                f"sequence {number}: position {step.start} after a gap or a repetition"
+            )
         self._tables[number] += step.new_blocks
         return self.kv.history(self._tables[number], step.start)
 
     def _run(self, step: SequenceStep, history: bytes, samples: Samples) -> list[int]:
         """Returns the step's samples, and adds its log probabilities to `samples`."""
-        number, tokens, sampling = step.sequence_id, self._known(step), self._sampling[step.sequence_id]
+        number, tokens, sampling = (
+            step.sequence_id,
+            self._known(step),
+            self._sampling[step.sequence_id],
+        )
         if step.num_draft:
             return self._verify(step, history, samples)
         if sampling.prompt_logprobs is not None:
-            following = tokens[1:] + (() if step.next_prompt_token is None else (step.next_prompt_token,))
+            following = tokens[1:] + (
+                () if step.next_prompt_token is None else (step.next_prompt_token,)
+            )
             ends = itertools.accumulate(tokens, _extend, initial=history)
             scored = zip(itertools.islice(ends, 1, None), following, strict=False)
-            scores = [_score(end, token, self.vocab_size, sampling.prompt_logprobs) for end, token in scored]
+            scores = [
+                _score(end, token, self.vocab_size, sampling.prompt_logprobs)
+                for end, token in scored
+            ]
             samples.prompt_logprobs[number] = scores
         history = self.kv.compute(self._tables[number], step.start, tokens, history)
         self._num_computed[number] = step.start + len(tokens)
-        sampled = [_next_token(history, self.vocab_size, sampling.seed + i) for i in range(step.num_samples)]
+        sampled = [
+            _next_token(history, self.vocab_size, sampling.seed + i)
+            for i in range(step.num_samples)
+        ]
         if sampled and sampling.logprobs is not None:
-            samples.logprobs[number] = [_score(history, token, self.vocab_size, sampling.logprobs) for token in sampled]
+            samples.logprobs[number] = [
+                _score(history, token, self.vocab_size, sampling.logprobs) for token in sampled
+            ]
         return sampled
 
     def _verify(self, step: SequenceStep, history: bytes, samples: Samples) -> list[int]:
-        """Returns what follows the step's first token and those of its draft that are right, then nonsense; adds log
-        probabilities. The next step begins after the tokens that are right."""
-        number, tokens, sampling = step.sequence_id, step.token_ids, self._sampling[step.sequence_id]
+        """Returns what follows the step's first token and those of its draft that are right, then
+        nonsense; adds log probabilities. The next step begins after the tokens that are right.
+        """
+        number, tokens, sampling = (
+            step.sequence_id,
+            step.token_ids,
+            self._sampling[step.sequence_id],
+        )
         if len(tokens) != 1 + step.num_draft or step.num_samples != len(tokens):
-            raise RuntimeError(f"sequence {number}: a draft of {step.num_draft} in {len(tokens)} tokens")
+            raise RuntimeError(
+                f"sequence {number}: a draft of {step.num_draft} in {len(tokens)} tokens"
+            )
         ends = list(itertools.accumulate(tokens, _extend, initial=history))[1:]
         sampled = [_next_token(end, self.vocab_size, sampling.seed) for end in ends]
         if sampling.logprobs is not None:
             scored = zip(ends, sampled, strict=True)
-            samples.logprobs[number] = [_score(end, token, self.vocab_size, sampling.logprobs) for end, token in scored]
+            samples.logprobs[number] = [
+                _score(end, token, self.vocab_size, sampling.logprobs) for end, token in scored
+            ]
         self.kv.compute(self._tables[number], step.start, tokens, history)
         is_right = [guess == token for guess, token in zip(tokens[1:], sampled, strict=False)]
         num_valid = 1 + [*is_right, False].index(False)
@@ -270,11 +341,16 @@ class FakeExecutor(Executor):
         return sampled[:num_valid] + [-1] * (len(sampled) - num_valid)
 
     def _known(self, step: SequenceStep) -> tuple[int, ...]:
-        """Returns the step's tokens, with the last step's sample of this sequence in place of PENDING_TOKEN."""
+        """Returns the step's tokens, with the last step's sample of this sequence in place of
+        PENDING_TOKEN.
+        """
         if PENDING_TOKEN not in step.token_ids:
             return step.token_ids
         if len(step.token_ids) > 1 or len(self._sampled.get(step.sequence_id, ())) != 1:
-            raise RuntimeError(f"sequence {step.sequence_id}: a pending token that the previous step has not sampled")
+            raise RuntimeError(
+                f"sequence {step.sequence_id}: a pending token that the previous step has not "
+                "sampled"
+            )
         return (self._sampled[step.sequence_id][0],)
 
 
@@ -293,13 +369,17 @@ def _cell(history: bytes, token: int, layer: int, num_bytes: int) -> bytes:
 def _next_token(history: bytes, vocab_size: int, seed: int) -> int:
     """Returns the token after a history; a seed of 0 reads the history itself."""
     if seed % 2**64:
-        history = hashlib.blake2b(history + (seed % 2**64).to_bytes(8, "little"), digest_size=4).digest()
+        history = hashlib.blake2b(
+            history + (seed % 2**64).to_bytes(8, "little"), digest_size=4
+        ).digest()
     return int.from_bytes(history[:4], "little") % vocab_size
 
 
 @functools.lru_cache(maxsize=2**12)
 def _distribution(history: bytes, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """Returns every token with its log probability, the likeliest first, which is the one that seed 0 samples."""
+    """Returns every token with its log probability, the likeliest first, which is the one that seed
+    0 samples.
+    """
     noise = array("H", hashlib.shake_128(history + b"logits").digest(2 * vocab_size))
     logits = [value / 2**14 for value in noise]
     first = _next_token(history, vocab_size, 0)
@@ -312,4 +392,6 @@ def _distribution(history: bytes, vocab_size: int) -> tuple[tuple[int, float], .
 
 def _score(history: bytes, token: int, vocab_size: int, top: int) -> SampledLogprobs:
     ranked = _distribution(history, vocab_size)  # [vocab_size]
-    return SampledLogprobs(logprob=next(score for other, score in ranked if other == token), top=ranked[:top])
+    return SampledLogprobs(
+        logprob=next(score for other, score in ranked if other == token), top=ranked[:top]
+    )

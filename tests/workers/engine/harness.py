@@ -40,13 +40,17 @@ SeqEvent = Admitted | Progress | NewTokens | PrefillFinished | Suspended | Preem
 def engine_config(**config: Any) -> EngineConfig:
     """An engine's configuration from the fields of EngineConfig and of Budgets together."""
     own = {
-        name: config.pop(name) for name in ("num_blocks", "num_host_blocks", "block_size", "overlap") if name in config
+        name: config.pop(name)
+        for name in ("num_blocks", "num_host_blocks", "block_size", "overlap")
+        if name in config
     }
     return EngineConfig(**own, budgets=Budgets(**config))
 
 
 class RecordingExecutor(FakeExecutor):
-    """Keeps the plans. The fastest of devices: a step has ended when it is launched. What `failing` names fails."""
+    """Keeps the plans. The fastest of devices: a step has ended when it is launched. What `failing`
+    names fails.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size, vocab_size=VOCAB_SIZE)
@@ -59,7 +63,9 @@ class RecordingExecutor(FakeExecutor):
         return self._failing(plan, super().launch(plan, on_layers))
 
     def _failing(self, plan: StepPlan, collect: Callable[[], Samples]) -> Callable[[], Samples]:
-        steps = [step for step in plan.sequences if step.num_samples and step.sequence_id in self.failing]
+        steps = [
+            step for step in plan.sequences if step.num_samples and step.sequence_id in self.failing
+        ]
         failed = {step.sequence_id: self.failing[step.sequence_id] for step in steps}
 
         def collect_failed() -> Samples:
@@ -72,8 +78,9 @@ class RecordingExecutor(FakeExecutor):
 
 
 class LateExecutor(RecordingExecutor):
-    """The slowest of devices: a step begins when its tokens are collected. Writes of KV cache from outside come
-    after the steps launched before them, and reads only after what these restore."""
+    """The slowest of devices: a step begins when its tokens are collected. Writes of KV cache from
+    outside come after the steps launched before them, and reads only after what these restore.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
@@ -152,9 +159,13 @@ class FakeDisk(PrefixSource):
 class Worker:
     """An engine that checks itself after every step."""
 
-    def __init__(self, config: EngineConfig, *, late: bool = False, disk: FakeDisk | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, late: bool = False, disk: FakeDisk | None = None
+    ) -> None:
         self.config = config
-        self.executor = (LateExecutor if late else RecordingExecutor)(config.num_blocks, config.block_size)
+        self.executor = (LateExecutor if late else RecordingExecutor)(
+            config.num_blocks, config.block_size
+        )
         self.disk = disk
         self.engine = Engine(self.executor, config, source=self.disk)
         self.importing: dict[int, Admitted] = {}  # prefixes from the disk, by sequence
@@ -203,13 +214,17 @@ class Worker:
             decodes = [step for step in plan.sequences if step.start > 0 and step.num_samples]
             decodes = [step for step in decodes if len(step.token_ids) == 1 + step.num_draft]
             num_decoded = sum(len(step.token_ids) for step in decodes)
-            assert plan.num_tokens - num_decoded <= max(budgets.chunk_tokens, budgets.mixed_chunk_tokens)
+            assert plan.num_tokens - num_decoded <= max(
+                budgets.chunk_tokens, budgets.mixed_chunk_tokens
+            )
             if any(step.num_draft for step in plan.sequences):
                 assert budgets.speculative
                 known = sum(len(step.token_ids) for step in decodes if step.sampling is None)
                 assert known <= budgets.speculative.max_step_tokens
             assert len(plan.sequences) <= budgets.max_sequences
-            assert not any(step.sampling and PENDING_TOKEN in step.token_ids for step in plan.sequences)
+            assert not any(
+                step.sampling and PENDING_TOKEN in step.token_ids for step in plan.sequences
+            )
             assert len({step.sequence_id for step in plan.sequences}) == len(plan.sequences)
         changes = [event for event in events if isinstance(event, CacheChanged)]
         assert len(changes) <= 1
@@ -219,7 +234,9 @@ class Worker:
                 self._copies += self.engine.lease_cached(change.stored[:3])
         self.check()
         pool = self.engine.requests.pool
-        assert self.cached == {*pool._block_of, *pool.host._slot_of}, "the events differ from the cache"
+        assert self.cached == {*pool._block_of, *pool.host._slot_of}, (
+            "the events differ from the cache"
+        )
         return [event for event in events if not isinstance(event, CacheChanged)]
 
     def _follow(self, change: CacheChanged) -> None:
@@ -239,15 +256,23 @@ class Worker:
         self.check()
 
     def lend(self, tokens: Sequence[int], salt: bytes) -> int:
-        """Leases what is cached of a prefix until the copies are finished; returns how many blocks that is."""
+        """Leases what is cached of a prefix until the copies are finished; returns how many blocks
+        that is.
+        """
         blocks = self.engine.lease_prefix(hash_chain(tokens, self.config.block_size, salt))
         self._lent += blocks
         num_tokens = len(blocks) * self.config.block_size
-        if not any(block in self.executor.restoring for block in blocks):  # the step under way may restore some
+        if not any(
+            block in self.executor.restoring for block in blocks
+        ):  # the step under way may restore some
             found = self.executor.kv.history(tuple(blocks), num_tokens)
-            assert found == functools.reduce(_extend, tokens[:num_tokens], b""), "KV of another prefix"
+            assert found == functools.reduce(_extend, tokens[:num_tokens], b""), (
+                "KV of another prefix"
+            )
         pool = self.engine.requests.pool
-        assert not blocks or pool.count(BlockState.LEASED) <= pool.num_available, "too few are left to sequences"
+        assert not blocks or pool.count(BlockState.LEASED) <= pool.num_available, (
+            "too few are left to sequences"
+        )
         self.check()
         return len(blocks)
 
@@ -259,7 +284,11 @@ class Worker:
         other = self._other_worker(event) if event.from_remote else {}
         for digest, place in zip(event.importing[:num_blocks], range(num_blocks), strict=True):
             assert event.from_remote or self.disk is not None
-            data = other[digest] if self.disk is None or event.from_remote else self.disk.blocks[digest]
+            data = (
+                other[digest]
+                if self.disk is None or event.from_remote
+                else self.disk.blocks[digest]
+            )
             block = event.blocks[event.num_cached // self.config.block_size + place]
             self.executor.kv.write([block], self._whole, memoryview(data))
         self.engine.commit_prefix(number, num_blocks * self.config.block_size)
@@ -292,9 +321,14 @@ class Worker:
             assert sequence.num_computed <= sequence.num_scheduled <= most
             assert self.config.overlap or sequence.num_computed == sequence.num_scheduled
             assert sequence.num_published * self.config.block_size <= sequence.num_computed
-            assert sequence.num_slots > 1 or len(sequence.blocks) + len(sequence.reserved) <= sequence.max_blocks
+            assert (
+                sequence.num_slots > 1
+                or len(sequence.blocks) + len(sequence.reserved) <= sequence.max_blocks
+            )
             for block in sequence.held_blocks + sequence.reserved:
-                assert salt_of.setdefault(block, sequence.spec.salt) == sequence.spec.salt, "tenants share a block"
+                assert salt_of.setdefault(block, sequence.spec.salt) == sequence.spec.salt, (
+                    "tenants share a block"
+                )
 
     def check_idle(self) -> None:
         """Nothing is held, and every block is free or cached."""
@@ -305,20 +339,33 @@ class Worker:
         assert (len(requests.waiting), requests.num_holding, requests.num_leased) == (0, 0, 0)
 
     def _check_cached(self, event: Admitted) -> None:
-        """What the prefix cache gave was computed for, or generated after, the same tokens of the same tenant, and can
-        be read when it is reported."""
+        """What the prefix cache gave was computed for, or generated after, the same tokens of the
+        same tenant, and can be read when it is reported.
+        """
         spec = self.specs[event.id]
         prefix = spec.tokens[: event.num_cached]
         cached = event.blocks[: event.num_cached // self.config.block_size]
-        known = next((i for i, block in enumerate(cached) if block in self.executor.restoring), len(cached))
+        known = next(
+            (i for i, block in enumerate(cached) if block in self.executor.restoring), len(cached)
+        )
         num_readable = known * self.config.block_size
         found = self.executor.kv.history(event.blocks, num_readable)
-        assert found == functools.reduce(_extend, prefix[:num_readable], b""), "KV of another prefix"
-        assert event.num_cached % self.config.block_size == event.num_restored % self.config.block_size == 0
+        assert found == functools.reduce(_extend, prefix[:num_readable], b""), (
+            "KV of another prefix"
+        )
+        assert (
+            event.num_cached % self.config.block_size
+            == event.num_restored % self.config.block_size
+            == 0
+        )
         assert len(event.blocks) == -(-len(spec.tokens) // self.config.block_size)
-        others = [s for s in self.specs.values() if s.salt == spec.salt and s is not spec]  # which may overtake it
+        others = [
+            s for s in self.specs.values() if s.salt == spec.salt and s is not spec
+        ]  # which may overtake it
         if not any(s.beam for s in others):  # they try anything
-            assert not prefix or any(history[: len(prefix)] == prefix for s in others for history in _histories(s))
+            assert not prefix or any(
+                history[: len(prefix)] == prefix for s in others for history in _histories(s)
+            )
 
     def _clear(self, block: int) -> None:
         """Begins an import from disk at once."""
@@ -330,9 +377,14 @@ class Worker:
         num_tokens = len(self.specs[event.id].tokens) - event.num_cached
         if num_tokens:
             part = span(self.executor.kv, event.num_cached, num_tokens)
-            self.executor.kv.write(event.blocks, part, memoryview(bytes(part.size(self.executor.kv.layout))))
+            self.executor.kv.write(
+                event.blocks, part, memoryview(bytes(part.size(self.executor.kv.layout)))
+            )
 
 
 def _histories(spec: SequenceSpec) -> list[tuple[int, ...]]:
     seeds = range(spec.sampling.seed, spec.sampling.seed + spec.num_choices)
-    return [spec.tokens + tuple(expected_tokens(spec.tokens, spec.max_tokens, VOCAB_SIZE, seed)) for seed in seeds]
+    return [
+        spec.tokens + tuple(expected_tokens(spec.tokens, spec.max_tokens, VOCAB_SIZE, seed))
+        for seed in seeds
+    ]

@@ -1,4 +1,6 @@
-"""A prefill and a decode engine, and a minimal router over both that checks every token of every choice."""
+"""A prefill and a decode engine, and a minimal router over both that checks every token of every
+choice.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -17,7 +19,9 @@ from tandem.workers.engine.sequence import BeamSearch, SequenceSpec, State, Task
 
 @dataclass(eq=False)
 class Request:
-    """What a client asked for and what it has got: one completion, or several, each in a request of its own."""
+    """What a client asked for and what it has got: one completion, or several, each in a request of
+    its own.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -56,7 +60,9 @@ class Request:
             seeds = range(self.seed, self.seed + self.n)
             return [Request(self.prompt, self.max_tokens, seed=seed, **shared) for seed in seeds]
         best = best_hypotheses(self.prompt, self.max_tokens, self.n, self.beam, self.stop_ids)
-        return [Request(self.prompt, self.max_tokens, hypothesis=tokens, **shared) for tokens, _ in best]
+        return [
+            Request(self.prompt, self.max_tokens, hypothesis=tokens, **shared) for tokens, _ in best
+        ]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,7 +78,9 @@ def best_hypotheses(
         early_stopping=beam.early_stopping,
     )
     rows = [prompt]
-    while moves := beams.advance([expected_logprobs(row, beams.num_candidates, VOCAB_SIZE) for row in rows]):
+    while moves := beams.advance(
+        [expected_logprobs(row, beams.num_candidates, VOCAB_SIZE) for row in rows]
+    ):
         rows = [(*rows[place], token) for place, token in moves]
     return beams.best(beam.num_best)
 
@@ -81,15 +89,23 @@ class Pair:
     """Routes requests through a prefill and a decode worker as a router would."""
 
     def __init__(
-        self, prefill: EngineConfig, decode: EngineConfig, *, late: bool = False, disk: FakeDisk | None = None
+        self,
+        prefill: EngineConfig,
+        decode: EngineConfig,
+        *,
+        late: bool = False,
+        disk: FakeDisk | None = None,
     ) -> None:
-        self.prefill, self.decode = (Worker(each, late=late, disk=disk) for each in (prefill, decode))
+        self.prefill, self.decode = (
+            Worker(each, late=late, disk=disk) for each in (prefill, decode)
+        )
         self.active: list[Request] = []
         self._next_id = 0
 
     def submit(self, request: Request) -> None:
-        """Starts a request, or starts it again after a loss with the tokens it has. One for more than the decode worker
-        could ever hold is made one for a single completion."""
+        """Starts a request, or starts it again after a loss with the tokens it has. One for more
+        than the decode worker could ever hold is made one for a single completion.
+        """
         if not self.decode.engine.scheduler.fits(self._spec(request, Task.DECODE)):
             request.n, request.beam = 1, None
         if request not in self.active:
@@ -119,11 +135,17 @@ class Pair:
 
     def states(self, request: Request) -> list[State]:
         """The request's states on the workers that have it."""
-        found = [worker.sequences.get(i) for worker, first in self._places(request) for i in self._ids(request, first)]
+        found = [
+            worker.sequences.get(i)
+            for worker, first in self._places(request)
+            for i in self._ids(request, first)
+        ]
         return [sequence.state for sequence in found if sequence is not None]
 
     def lose_lease(self, request: Request) -> None:
-        """The prefill worker's lease runs out: the import fails and the request starts again, each choice alone."""
+        """The prefill worker's lease runs out: the import fails and the request starts again, each
+        choice alone.
+        """
         self._drop(request)
         self._restart(request)
 
@@ -181,7 +203,9 @@ class Pair:
             beam=request.beam,
             stop_ids=request.stop_ids,
             salt=request.salt,
-            num_remote=min(request.num_remote, len(request.prompt)) if task is not Task.DECODE else 0,
+            num_remote=min(request.num_remote, len(request.prompt))
+            if task is not Task.DECODE
+            else 0,
         )
 
     def _send(self, worker: Worker, request: Request, task: Task) -> int:
@@ -207,7 +231,11 @@ class Pair:
                 request.target = event
                 request.num_pulled = event.num_cached if request.split else None
             case Progress():
-                assert request.num_readable <= event.num_computed <= len(request.prompt) + len(request.tokens)
+                assert (
+                    request.num_readable
+                    <= event.num_computed
+                    <= len(request.prompt) + len(request.tokens)
+                )
                 request.num_readable = event.num_computed
             case PrefillFinished():
                 assert worker is self.prefill
@@ -233,10 +261,15 @@ class Pair:
         assert (event.finish is not None) == (len(request.tokens) == len(request.expected))
 
     def _take_choice(self, worker: Worker, request: Request, number: int, event: NewTokens) -> None:
-        """A choice that ended with its first token on the prefill worker ends so once more when the other commits it,
-        unless it is cancelled there; here the odd ones are."""
+        """A choice that ended with its first token on the prefill worker ends so once more when the
+        other commits it, unless it is cancelled there; here the odd ones are.
+        """
         choice = request.choices[number]
-        if worker is self.decode and choice.expected == choice.tokens == [*event.token_ids] and number % 2 == 0:
+        if (
+            worker is self.decode
+            and choice.expected == choice.tokens == [*event.token_ids]
+            and number % 2 == 0
+        ):
             assert (event.first_index, event.finish is not None) == (0, True)
             return
         self._take(choice, event)

@@ -1,4 +1,6 @@
-"""How the engine names adapters in its plans: each sequence's with its first step, and none that has been unloaded."""
+"""How the engine names adapters in its plans: each sequence's with its first step, and none that
+has been unloaded.
+"""
 
 from dataclasses import replace
 
@@ -7,7 +9,12 @@ from tandem.workers.engine.plan import StepPlan
 
 
 def named(plans: list[StepPlan]) -> list[tuple[int, int]]:
-    return [(step.sequence_id, step.adapter) for plan in plans for step in plan.sequences if step.adapter]
+    return [
+        (step.sequence_id, step.adapter)
+        for plan in plans
+        for step in plan.sequences
+        if step.adapter
+    ]
 
 
 def test_the_first_step_of_each_sequence_and_choice_names_its_adapter(worker: MakeWorker) -> None:
@@ -17,7 +24,12 @@ def test_the_first_step_of_each_sequence_and_choice_names_its_adapter(worker: Ma
     target.submit(spec(4))
     run(target)
     assert sorted(set(named(target.executor.plans))) == [(1, 3), (2, 4), (3, 4)]
-    assert all(step.sampling is not None for plan in target.executor.plans for step in plan.sequences if step.adapter)
+    assert all(
+        step.sampling is not None
+        for plan in target.executor.plans
+        for step in plan.sequences
+        if step.adapter
+    )
 
 
 def test_an_adapter_leaves_after_the_last_step_that_names_it(worker: MakeWorker) -> None:

@@ -41,7 +41,9 @@ class TableModel(transformers.PreTrainedModel, transformers.GenerationMixin):  #
         return transformers.modeling_outputs.CausalLMOutput(logits=self.table[places, input_ids])
 
 
-def theirs(table: torch.Tensor, prompt: list[int], options: dict[str, Any], stop_ids: list[int]) -> list[Any]:
+def theirs(
+    table: torch.Tensor, prompt: list[int], options: dict[str, Any], stop_ids: list[int]
+) -> list[Any]:
     """Generated tokens, cut after the stop token, and score of each hypothesis."""
     done = TableModel(table).generate(
         torch.tensor([prompt]),
@@ -77,7 +79,9 @@ def search(beams: Beams, table: torch.Tensor, prompt: list[int], count: int) -> 
     return beams.best(count)
 
 
-def ours(table: torch.Tensor, prompt: list[int], options: dict[str, Any], stop_ids: list[int]) -> list[Any]:
+def ours(
+    table: torch.Tensor, prompt: list[int], options: dict[str, Any], stop_ids: list[int]
+) -> list[Any]:
     beams = Beams(
         width=options["num_beams"],
         max_tokens=options["max_new_tokens"],
@@ -94,7 +98,9 @@ def test_hypotheses_and_scores_are_those_of_transformers(width: int, early_stopp
     ended: set[bool] = set()
     for seed, length_penalty in itertools.product(range(3), (1.0, 0.0, -0.7, 2.5)):
         rng = random.Random(f"{width} {length_penalty} {early_stopping} {seed}")
-        table = torch.randn(PERIOD, VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+        table = torch.randn(
+            PERIOD, VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)
+        )
         table *= rng.choice([0.5, 1.0, 3.0])
         stop_ids = rng.sample(range(VOCAB_SIZE - 1), rng.choice([0, 1, 1, 2, 3]))
         table[:, :, stop_ids] += rng.choice([0.0, 2.0])
@@ -116,7 +122,9 @@ def test_late_tokens_are_no_candidates_before_their_time() -> None:
     table[:, :, 5] += 5
     options = {"num_beams": 3, "max_new_tokens": 9, "length_penalty": 1.0, "early_stopping": False}
     want = theirs(table, [1, 2], options | {"min_new_tokens": 4}, [5])
-    beams = Beams(width=3, max_tokens=9, stop_ids=frozenset({5}), min_tokens=4, late_ids=frozenset({5}))
+    beams = Beams(
+        width=3, max_tokens=9, stop_ids=frozenset({5}), min_tokens=4, late_ids=frozenset({5})
+    )
     assert search(beams, table, [1, 2], 3) == want
     assert {len(tokens) for tokens, _ in want} == {5}
     assert {len(tokens) for tokens, _ in theirs(table, [1, 2], options, [5])} != {5}

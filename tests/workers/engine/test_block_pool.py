@@ -3,7 +3,13 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tandem.proto.hashing import hash_block, hash_chain, hash_root
 from tandem.workers.engine.block_pool import BlockPool, BlockState
@@ -13,7 +19,9 @@ DIGESTS = [bytes([n]) for n in range(6)]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The model: who holds which blocks, which block carries which digest, and the cached blocks by age."""
+    """The model: who holds which blocks, which block carries which digest, and the cached blocks by
+    age.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +40,9 @@ class PoolMachine(RuleBasedStateMachine):
         return {block for group in self.reserved + self.owned + self.leased for block in group}
 
     def let_go(self, blocks: list[int]) -> None:
-        """The model's view of a release: the last block becomes the oldest of those without an owner."""
+        """The model's view of a release: the last block becomes the oldest of those without an
+        owner.
+        """
         self.cached += [b for b in reversed(blocks) if b not in self.held() and b in self.digest_of]
 
     @rule(count=st.integers(0, 5))
@@ -42,7 +52,10 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(RuntimeError, match="requested"):
                 self.pool.reserve(count)
             return
-        evicted, self.cached = self.cached[: max(count - free, 0)], self.cached[max(count - free, 0) :]
+        evicted, self.cached = (
+            self.cached[: max(count - free, 0)],
+            self.cached[max(count - free, 0) :],
+        )
         blocks = self.pool.reserve(count)
         assert len(set(blocks)) == count
         assert not set(blocks) & (self.held() | set(self.cached))
@@ -128,11 +141,16 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_available == counts[BlockState.FREE] + counts[BlockState.CACHED]
         for block in range(NUM_BLOCKS):
             owners = sum(group.count(block) for group in self.owned)
-            assert self.pool.holders(block) == (owners, sum(group.count(block) for group in self.leased))
+            assert self.pool.holders(block) == (
+                owners,
+                sum(group.count(block) for group in self.leased),
+            )
 
 
 def test_pool_agrees_with_a_model_of_lists() -> None:
-    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=80, stateful_step_count=40, database=None))
+    run_state_machine_as_test(
+        PoolMachine, settings=settings(max_examples=80, stateful_step_count=40, database=None)
+    )
 
 
 def owned(pool: BlockPool, digests: list[bytes]) -> list[int]:

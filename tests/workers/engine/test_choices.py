@@ -21,7 +21,14 @@ from tandem.tests.workers.engine.drive import (
 from tandem.tests.workers.engine.fake import expected_choices
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker
 from tandem.workers.engine.block_pool import BlockState
-from tandem.workers.engine.events import Admitted, Event, NewTokens, Preempted, PrefillFinished, Progress
+from tandem.workers.engine.events import (
+    Admitted,
+    Event,
+    NewTokens,
+    Preempted,
+    PrefillFinished,
+    Progress,
+)
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import FinishReason, Task, Turn
 
@@ -46,7 +53,14 @@ def wanted(n: int, count: int, prompt: tuple[int, ...] = PROMPT, seed: int = 0) 
     st.booleans(),
 )
 def test_choices_are_what_sequences_with_their_seeds_are(
-    length: int, max_tokens: int, n: int, block_size: int, seed: int, chunk: int, overlap: bool, late: bool
+    length: int,
+    max_tokens: int,
+    n: int,
+    block_size: int,
+    seed: int,
+    chunk: int,
+    overlap: bool,
+    late: bool,
 ) -> None:
     prompt = tuple(range(1, length + 1))
     config: dict[str, Any] = {
@@ -57,7 +71,9 @@ def test_choices_are_what_sequences_with_their_seeds_are(
         "late": late,
     }
     together, apart = make_worker(**config), make_worker(**config)
-    together.submit(spec(1, prompt, max_tokens=max_tokens, num_choices=n, sampling=SamplingParams(seed=seed)))
+    together.submit(
+        spec(1, prompt, max_tokens=max_tokens, num_choices=n, sampling=SamplingParams(seed=seed))
+    )
     for choice in range(n):
         sampling = SamplingParams(seed=(seed + choice) % 2**64)
         apart.submit(spec(1 + choice, prompt, max_tokens=max_tokens, sampling=sampling))
@@ -65,9 +81,12 @@ def test_choices_are_what_sequences_with_their_seeds_are(
     assert choices_of(ours, 1, n) == choices_of(theirs, 1, n) == wanted(n, max_tokens, prompt, seed)
     reported = [(e.id, e.first_index, e.finish) for e in ours if isinstance(e, NewTokens)]
     assert sorted(reported, key=lambda t: t[:2]) == sorted(
-        ((e.id, e.first_index, e.finish) for e in theirs if isinstance(e, NewTokens)), key=lambda t: t[:2]
+        ((e.id, e.first_index, e.finish) for e in theirs if isinstance(e, NewTokens)),
+        key=lambda t: t[:2],
     )
-    assert together.executor.num_tokens == length + n * (max_tokens - 1), "the prompt once, and each token once"
+    assert together.executor.num_tokens == length + n * (max_tokens - 1), (
+        "the prompt once, and each token once"
+    )
     together.check_idle()
 
 
@@ -76,7 +95,9 @@ def test_full_blocks_are_shared_and_the_partial_one_is_copied(worker: MakeWorker
     target.submit(spec(1, num_choices=4))
     target.step()
     blocks = target.engine.blocks()
-    assert (blocks[BlockState.OWNED], blocks[BlockState.RESERVED]) == (3, 3), "reserved from the start"
+    assert (blocks[BlockState.OWNED], blocks[BlockState.RESERVED]) == (3, 3), (
+        "reserved from the start"
+    )
     while not any(plan.copies for plan in target.executor.plans):
         target.step()
     plan = target.executor.plans[-1]
@@ -109,7 +130,9 @@ def test_choices_that_end_with_their_first_token_never_become_sequences(worker: 
         for choice, tokens in enumerate(want):
             end = tokens.index(stop) + 1 if stop in tokens else 4
             assert tokens_of(events, 1 + choice) == tokens[:end]
-            assert finish_of(events, 1 + choice) == [FinishReason.STOP if stop in tokens else FinishReason.LENGTH]
+            assert finish_of(events, 1 + choice) == [
+                FinishReason.STOP if stop in tokens else FinishReason.LENGTH
+            ]
         ended = {1 + choice for choice in range(1, 4) if firsts[choice] == stop}
         known = {step.sequence_id for plan in target.executor.plans for step in plan.sequences}
         assert not ended & known
@@ -118,7 +141,9 @@ def test_choices_that_end_with_their_first_token_never_become_sequences(worker: 
 
 @pytest.mark.parametrize("cancelled", [0, 1, 3])
 @pytest.mark.parametrize("steps", range(5))
-def test_a_cancelled_choice_has_no_event_and_the_others_have(worker: MakeWorker, cancelled: int, steps: int) -> None:
+def test_a_cancelled_choice_has_no_event_and_the_others_have(
+    worker: MakeWorker, cancelled: int, steps: int
+) -> None:
     target = worker(chunk_tokens=4)
     target.submit(spec(1, num_choices=4, max_tokens=6))
     before: list[SeqEvent] = []
@@ -165,7 +190,9 @@ def test_a_prefill_reports_all_first_tokens_and_then_its_end(worker: MakeWorker)
     target = worker()
     target.submit(spec(1, task=Task.PREFILL, num_choices=3, stop_ids=(firsts[1],)))
     events = [event for event in run(target) if isinstance(event, NewTokens | PrefillFinished)]
-    reported = [(event.id, *event.token_ids) for event in events[:3] if isinstance(event, NewTokens)]
+    reported = [
+        (event.id, *event.token_ids) for event in events[:3] if isinstance(event, NewTokens)
+    ]
     assert reported == [(1, firsts[0]), (2, firsts[1]), (3, firsts[2])]
     assert finish_of(events, 2) == [FinishReason.STOP]
     opened = events[3]
@@ -181,7 +208,12 @@ def test_a_prefill_whose_choices_all_finish_leases_nothing(worker: MakeWorker) -
     target = worker()
     target.submit(spec(1, task=Task.PREFILL, num_choices=3, max_tokens=1))
     events = run(target)
-    assert [type(e) for e in events if not isinstance(e, Progress)] == [Admitted, NewTokens, NewTokens, NewTokens]
+    assert [type(e) for e in events if not isinstance(e, Progress)] == [
+        Admitted,
+        NewTokens,
+        NewTokens,
+        NewTokens,
+    ]
     target.check_idle()
 
 
@@ -213,9 +245,11 @@ def test_an_import_reports_finished_choices_and_forks_the_others(worker: MakeWor
     target.engine.commit_import(1, first_tokens(*(tokens[0] for tokens in want)))
     events = run(target)
     for choice in ended:
-        assert [(e.first_index, e.token_ids) for e in events if isinstance(e, NewTokens) and e.id == 1 + choice] == [
-            (0, (stop,))
-        ]
+        assert [
+            (e.first_index, e.token_ids)
+            for e in events
+            if isinstance(e, NewTokens) and e.id == 1 + choice
+        ] == [(0, (stop,))]
     assert not tokens_of(events, 4)
     target.check_idle()
 
@@ -228,7 +262,9 @@ def test_first_tokens_of_another_request_are_refused(worker: MakeWorker) -> None
     target.engine.commit_import(1, first_tokens(1, 2, 3))
 
 
-def test_a_preempted_choice_ends_alone_and_goes_on_alone_with_the_same_tokens(worker: MakeWorker) -> None:
+def test_a_preempted_choice_ends_alone_and_goes_on_alone_with_the_same_tokens(
+    worker: MakeWorker,
+) -> None:
     want = wanted(3, 9, PROMPT[:4])
     target = worker(num_blocks=8, block_size=2, growth_tokens=0, prefix_caching=False)
     target.submit(spec(1, PROMPT[:4], max_tokens=9, num_choices=3))
@@ -238,7 +274,15 @@ def test_a_preempted_choice_ends_alone_and_goes_on_alone_with_the_same_tokens(wo
     assert gone == [3], "the newest"
     got = tokens_of(events, 3)
     sampling = SamplingParams(seed=2)
-    target.submit(spec(9, PROMPT[:4] + tuple(got), max_tokens=9 - len(got), first_index=len(got), sampling=sampling))
+    target.submit(
+        spec(
+            9,
+            PROMPT[:4] + tuple(got),
+            max_tokens=9 - len(got),
+            first_index=len(got),
+            sampling=sampling,
+        )
+    )
     events += run(target)
     assert got + tokens_of(events, 9) == want[2]
     resumed = [event.id for event in events if isinstance(event, Preempted)]
@@ -247,7 +291,9 @@ def test_a_preempted_choice_ends_alone_and_goes_on_alone_with_the_same_tokens(wo
 
 
 def test_choices_preempted_before_the_fork_are_reported_one_by_one(worker: MakeWorker) -> None:
-    target = worker(num_blocks=6, block_size=2, growth_tokens=0, chunk_tokens=4, mixed_chunk_tokens=1)
+    target = worker(
+        num_blocks=6, block_size=2, growth_tokens=0, chunk_tokens=4, mixed_chunk_tokens=1
+    )
     target.submit(spec(1, PROMPT[:4], max_tokens=9))
     events = target.step()
     target.submit(spec(5, PROMPT[4:], num_choices=3))
@@ -266,13 +312,27 @@ def test_choices_count_as_sequences_from_their_admission_on(worker: MakeWorker) 
     target.step()
     requests = target.engine.requests
     assert (requests.num_holding, len(requests.waiting)) == (3, 2)
-    with pytest.raises(ValueError, match="5 times 10 \\+ 4 tokens exceed the capacity of 128 tokens, 4 sequences"):
+    with pytest.raises(
+        ValueError, match="5 times 10 \\+ 4 tokens exceed the capacity of 128 tokens, 4 sequences"
+    ):
         target.engine.submit(spec(30, num_choices=5))
-    assert {event.id for event in run(target) if isinstance(event, NewTokens)} == {1, 2, 3, 9, 10, 20, 21, 22, 23}
+    assert {event.id for event in run(target) if isinstance(event, NewTokens)} == {
+        1,
+        2,
+        3,
+        9,
+        10,
+        20,
+        21,
+        22,
+        23,
+    }
 
 
 @pytest.mark.parametrize(("length", "n", "least"), [(5, 4, 2 + 4), (4, 4, 2 + 2), (4, 5, 4)])
-def test_choices_fit_where_all_can_begin_and_one_can_end(worker: MakeWorker, length: int, n: int, least: int) -> None:
+def test_choices_fit_where_all_can_begin_and_one_can_end(
+    worker: MakeWorker, length: int, n: int, least: int
+) -> None:
     small = worker(num_blocks=least - 1, block_size=2)
     with pytest.raises(ValueError, match="exceed the capacity"):
         small.engine.submit(spec(1, PROMPT[:length], num_choices=n, max_tokens=5))
@@ -280,14 +340,17 @@ def test_choices_fit_where_all_can_begin_and_one_can_end(worker: MakeWorker, len
     target.submit(spec(1, PROMPT[:length], num_choices=n, max_tokens=5))
     events = run(target)
     assert tokens_of(events, 1) == wanted(1, 5, PROMPT[:length])[0]
-    ended = {e.id for e in events if isinstance(e, Preempted) or (isinstance(e, NewTokens) and e.finish)}
+    ended = {
+        e.id for e in events if isinstance(e, Preempted) or (isinstance(e, NewTokens) and e.finish)
+    }
     assert ended == set(range(1, n + 1))
     target.check_idle()
 
 
 def test_nobody_gets_the_block_that_a_copy_is_from_before_the_copy(worker: MakeWorker) -> None:
-    """The first choice is cancelled, and its partial block would be free; an import that is admitted in the step that
-    copies it is filled at once."""
+    """The first choice is cancelled, and its partial block would be free; an import that is
+    admitted in the step that copies it is filled at once.
+    """
     want = wanted(3, 5)
     target = worker(num_blocks=12, growth_tokens=0, prefix_caching=False)
     target.submit(spec(1, num_choices=3, max_tokens=5))
@@ -331,7 +394,9 @@ def test_a_grammar_waits_for_each_token_and_gets_its_history_at_first(worker: Ma
         (2, (*PROMPT, firsts[1]), 10),
     ]
     assert not any(step.history for step in steps if not step.sampling)
-    assert all(token >= 0 for step in steps if step.sequence_id < 9 for token in step.token_ids), "none is pending"
+    assert all(token >= 0 for step in steps if step.sequence_id < 9 for token in step.token_ids), (
+        "none is pending"
+    )
 
 
 def test_priority_goes_before_arrival(worker: MakeWorker) -> None:
@@ -341,7 +406,9 @@ def test_priority_goes_before_arrival(worker: MakeWorker) -> None:
     assert [event.id for event in run(target) if isinstance(event, Admitted)] == [3, 5, 1, 2, 6, 4]
 
 
-def test_an_interrupted_stream_goes_before_prompts_that_wait_or_are_under_way(worker: MakeWorker) -> None:
+def test_an_interrupted_stream_goes_before_prompts_that_wait_or_are_under_way(
+    worker: MakeWorker,
+) -> None:
     """Its reader waits for the next token; theirs have got none yet."""
     target = worker(chunk_tokens=4, prefix_caching=False)
     target.submit(spec(1, max_tokens=1))
@@ -352,7 +419,9 @@ def test_an_interrupted_stream_goes_before_prompts_that_wait_or_are_under_way(wo
     run(target)
     steps = [step for plan in target.executor.plans for step in plan.sequences]
     assert steps[0].sequence_id == 2
-    later = [step.sequence_id for plan in target.executor.plans[num_before:] for step in plan.sequences]
+    later = [
+        step.sequence_id for plan in target.executor.plans[num_before:] for step in plan.sequences
+    ]
     assert later[:3] == [3, 3, 3]
     assert set(later[3:]) == {1, 2}
     assert later[3:] == sorted(later[3:], reverse=True)
@@ -362,10 +431,18 @@ def test_a_stream_that_its_client_resumes_keeps_its_priority(worker: MakeWorker)
     """Once it goes before those of its priority; otherwise it waits as they do."""
     target = worker(max_sequences=1, prefix_caching=False)
     first, later = Turn.FIRST_OF_PRIORITY, Turn.IN_ORDER
-    asked = [(1, 0, Turn.BY_INDEX), (2, 5, Turn.BY_INDEX), (3, 0, later), (4, 0, first), (5, 5, first)]
+    asked = [
+        (1, 0, Turn.BY_INDEX),
+        (2, 5, Turn.BY_INDEX),
+        (3, 0, later),
+        (4, 0, first),
+        (5, 5, first),
+    ]
     for number, priority, turn in asked:
         first_index = 0 if turn is Turn.BY_INDEX else 2
-        target.submit(spec(number, first_index=first_index, priority=priority, turn=turn, max_tokens=1))
+        target.submit(
+            spec(number, first_index=first_index, priority=priority, turn=turn, max_tokens=1)
+        )
     target.submit(spec(6, first_index=2, max_tokens=1))  # interrupted by the service
     admitted = [event.id for event in run(target) if isinstance(event, Admitted)]
     assert admitted == [6, 5, 2, 4, 1, 3]

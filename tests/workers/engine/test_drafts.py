@@ -1,4 +1,6 @@
-"""Steps that verify guessed tokens: the tokens of plain decoding in fewer steps, and no block is lost or too many."""
+"""Steps that verify guessed tokens: the tokens of plain decoding in fewer steps, and no block is
+lost or too many.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,7 +59,9 @@ def wrong_at(index: int, count: int) -> Draft:
     return draft
 
 
-def start(worker: MakeWorker, submitted: SequenceSpec, draft: Draft, **config: Any) -> tuple[Worker, Scripted]:
+def start(
+    worker: MakeWorker, submitted: SequenceSpec, draft: Draft, **config: Any
+) -> tuple[Worker, Scripted]:
     target = worker(**({"speculative": SpeculativeConfig(max_step_tokens=64)} | config))
     target.submit(submitted)
     scripted = target.sequences[submitted.id].drafter = Scripted(draft)
@@ -70,10 +74,13 @@ def counts(events: Sequence[SeqEvent]) -> list[int]:
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_right_guesses_come_as_one_event(worker: MakeWorker, block_size: int) -> None:
-    target, drafter = start(worker, spec(1, max_tokens=12), right(3), block_size=block_size, num_blocks=96)
+    target, drafter = start(
+        worker, spec(1, max_tokens=12), right(3), block_size=block_size, num_blocks=96
+    )
     events = run(target)
     assert tokens_of(events, 1) == expected(PROMPT, 12)
-    # With overlap the second token's step begins before the first token is known. The last draft leaves none over.
+    # With overlap the second token's step begins before the first token is known. The last draft
+    # leaves none over.
     sizes = [1, 1, 4, 4, 2] if target.config.overlap else [1, 4, 4, 3]
     assert counts(events) == sizes
     indices = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -103,14 +110,20 @@ def test_a_stop_token_within_a_draft_ends_the_sequence(worker: MakeWorker) -> No
     target.check_idle()
 
 
-def test_what_a_draft_has_computed_is_in_the_prefix_cache_as_far_as_it_is_right(worker: MakeWorker) -> None:
-    """The harness checks that what is cached was computed for these tokens; here, that it is all there."""
+def test_what_a_draft_has_computed_is_in_the_prefix_cache_as_far_as_it_is_right(
+    worker: MakeWorker,
+) -> None:
+    """The harness checks that what is cached was computed for these tokens; here, that it is all
+    there.
+    """
     target, _ = start(worker, spec(1, max_tokens=15), wrong_at(2, 5), block_size=2, num_blocks=64)
     run(target)
     longer = (*PROMPT, *expected(PROMPT, 15))
     target.submit(spec(2, longer, max_tokens=1))
     events = run(target)
-    assert next(event.num_cached for event in events if isinstance(event, Admitted)) == len(longer) - 1
+    assert (
+        next(event.num_cached for event in events if isinstance(event, Admitted)) == len(longer) - 1
+    )
     target.check_idle()
 
 
@@ -120,7 +133,12 @@ def test_log_probabilities_are_those_of_plain_decoding(worker: MakeWorker) -> No
     for draft in (right(0), right(3), wrong_at(1, 3)):
         target, _ = start(worker, spec(1, max_tokens=9, sampling=sampling), draft)
         events = [event for event in run(target) if isinstance(event, NewTokens)]
-        found.append([[scores for event in events for scores in part(event)] for part in (own_logprobs, of_prompt)])
+        found.append(
+            [
+                [scores for event in events for scores in part(event)]
+                for part in (own_logprobs, of_prompt)
+            ]
+        )
         assert len(found[-1][0]) == 9
         assert len(found[-1][1]) == len(PROMPT) - 1
     assert found[0] == found[1] == found[2]
@@ -136,9 +154,14 @@ def of_prompt(event: NewTokens) -> Sequence[Any]:
 
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingParams(grammar="start: /a/", bad_words=((7,),)), SamplingParams(stop_ids=(9,), min_length=100)],
+    [
+        SamplingParams(grammar="start: /a/", bad_words=((7,),)),
+        SamplingParams(stop_ids=(9,), min_length=100),
+    ],
 )
-def test_no_draft_where_each_token_changes_what_may_follow(worker: MakeWorker, sampling: SamplingParams) -> None:
+def test_no_draft_where_each_token_changes_what_may_follow(
+    worker: MakeWorker, sampling: SamplingParams
+) -> None:
     target, drafter = start(worker, spec(1, max_tokens=6, sampling=sampling), right(3))
     assert counts(run(target)) == [1] * 6
     assert not drafter.accepted
@@ -161,7 +184,9 @@ def test_many_sequences_leave_no_room_for_drafts(worker: MakeWorker) -> None:
     events = run(target)
     for number in range(1, 8):
         assert tokens_of(events, number) == expected(PROMPT[number:], 9)
-    drafts = [[step.num_draft for step in plan.sequences if step.start] for plan in target.executor.plans]
+    drafts = [
+        [step.num_draft for step in plan.sequences if step.start] for plan in target.executor.plans
+    ]
     assert max((sum(each) for each in drafts if len(each) == 7), default=0) <= 1
     assert max(map(sum, drafts)) > 1, "while there are fewer"
     target.check_idle()
@@ -182,7 +207,9 @@ def test_no_sequence_waits_for_a_draft_that_has_no_room(worker: MakeWorker) -> N
 
 
 def test_choices_draft_after_the_fork(worker: MakeWorker) -> None:
-    target = worker(speculative=SpeculativeConfig(prompt_lookup_min=1, prompt_lookup_max=2), num_blocks=64)
+    target = worker(
+        speculative=SpeculativeConfig(prompt_lookup_min=1, prompt_lookup_max=2), num_blocks=64
+    )
     target.submit(spec(1, max_tokens=40, num_choices=3, sampling=SamplingParams(seed=7)))
     target.sequences[1].drafter = None
     events = run(target, 300)
@@ -210,7 +237,9 @@ def test_a_draft_preempts_nobody_and_takes_the_blocks_that_are_left(worker: Make
 def test_a_suspended_sequence_gives_the_blocks_of_its_draft_back(
     worker: MakeWorker, num_steps: int, count: int
 ) -> None:
-    target, _ = start(worker, spec(1, max_tokens=40), wrong_at(count - 1, count), block_size=2, num_blocks=64)
+    target, _ = start(
+        worker, spec(1, max_tokens=40), wrong_at(count - 1, count), block_size=2, num_blocks=64
+    )
     events = [event for _ in range(num_steps) for event in target.step()]
     target.engine.suspend(1)
     events += run(target)
@@ -218,7 +247,9 @@ def test_a_suspended_sequence_gives_the_blocks_of_its_draft_back(
     made = tokens_of(events, 1)
     assert (*event.tokens, event.first_token) == (*PROMPT, *made)
     assert made == expected(PROMPT, len(made))
-    assert len(event.blocks) == -(-len(event.tokens) // 2) == target.engine.blocks()[BlockState.LEASED]
+    assert (
+        len(event.blocks) == -(-len(event.tokens) // 2) == target.engine.blocks()[BlockState.LEASED]
+    )
     assert target.engine.blocks()[BlockState.OWNED] == 0
     target.engine.cancel(1)
     run(target)
@@ -236,7 +267,9 @@ def test_a_decode_worker_drafts_from_the_prompt_that_it_has_received(worker: Mak
     target.check_idle()
 
 
-def test_a_sequence_with_pending_tokens_waits_for_one_where_a_draft_is_likely(worker: MakeWorker) -> None:
+def test_a_sequence_with_pending_tokens_waits_for_one_where_a_draft_is_likely(
+    worker: MakeWorker,
+) -> None:
     """With overlap it would never have a draft otherwise; while none is likely it takes every step."""
     for length, num_steps in ((3, 5 if worker().config.overlap else 4), (0, 12)):
         target, _ = start(worker, spec(1, max_tokens=12), right(length))

@@ -26,7 +26,14 @@ from tandem.tests.workers.engine.harness import SeqEvent, engine_config
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.events import Admitted, CacheChanged, Event, NewTokens, Preempted, Progress
+from tandem.workers.engine.events import (
+    Admitted,
+    CacheChanged,
+    Event,
+    NewTokens,
+    Preempted,
+    Progress,
+)
 from tandem.workers.engine.plan import Constrained, OnLayers, Samples, SamplingParams, StepPlan
 from tandem.workers.engine.sequence import MOVES, FinishReason, Sequence, State, Task
 
@@ -46,7 +53,9 @@ def test_long_prompt_goes_in_chunks_and_samples_once(worker: MakeWorker) -> None
     assert tokens_of(events, 1) == expected(PROMPT, 1)
 
 
-def test_decodes_come_first_and_prompts_beside_them_in_chunks_of_their_own(worker: MakeWorker) -> None:
+def test_decodes_come_first_and_prompts_beside_them_in_chunks_of_their_own(
+    worker: MakeWorker,
+) -> None:
     target = worker(chunk_tokens=8, mixed_chunk_tokens=6, prefix_caching=False)
     target.submit(spec(1, PROMPT[:3], max_tokens=8))
     target.step()
@@ -59,7 +68,9 @@ def test_decodes_come_first_and_prompts_beside_them_in_chunks_of_their_own(worke
     assert tokens_of(events + run(target), 2) == expected(PROMPT, 4)
     target.submit(spec(3))
     target.step()
-    assert [len(step.token_ids) for step in target.executor.plans[-1].sequences] == [8], "alone it is the whole chunk"
+    assert [len(step.token_ids) for step in target.executor.plans[-1].sequences] == [8], (
+        "alone it is the whole chunk"
+    )
     run(target)
 
 
@@ -76,18 +87,25 @@ def test_prefill_reports_progress_and_then_holds_a_lease(worker: MakeWorker) -> 
     assert target.engine.blocks()[BlockState.CACHED] == 2
 
 
-def test_admission_reserves_growth_and_what_is_beyond_comes_block_by_block(worker: MakeWorker) -> None:
+def test_admission_reserves_growth_and_what_is_beyond_comes_block_by_block(
+    worker: MakeWorker,
+) -> None:
     target = worker(block_size=2, growth_tokens=2)
     target.submit(spec(1, PROMPT[:4], max_tokens=9))
     target.step()
-    assert (target.engine.blocks()[BlockState.OWNED], target.engine.blocks()[BlockState.RESERVED]) == (2, 1)
+    assert (
+        target.engine.blocks()[BlockState.OWNED],
+        target.engine.blocks()[BlockState.RESERVED],
+    ) == (2, 1)
     held = []
     while target.engine.has_work:
         target.step()
         blocks = target.engine.blocks()
         held.append(blocks[BlockState.OWNED] + blocks[BlockState.RESERVED])
     end = [6, 0, 0, 0] if target.config.overlap else [0, 0]
-    assert held == [3, 3, 4, 4, 5, 5, 6, *end], "of a token that ends the sequence nothing is stored"
+    assert held == [3, 3, 4, 4, 5, 5, 6, *end], (
+        "of a token that ends the sequence nothing is stored"
+    )
     growth = [step.new_blocks for plan in target.executor.plans[1:] for step in plan.sequences]
     assert [len(blocks) for blocks in growth] == [1, 0, 1, 0, 1, 0, 1, 0]
 
@@ -115,11 +133,15 @@ def test_newest_is_preempted_and_continues_with_the_same_tokens(worker: MakeWork
     events += run(target)
     assert tokens_of(events, 1) == expected(old, 5)
     assert got + tokens_of(events, 3) == expected(new, 5)
-    assert [e.first_index for e in events if isinstance(e, NewTokens) and e.id == 3] == list(range(len(got), 5))
+    assert [e.first_index for e in events if isinstance(e, NewTokens) and e.id == 3] == list(
+        range(len(got), 5)
+    )
     target.check_idle()
 
 
-def test_prompts_that_continue_streams_share_their_steps_with_no_new_prompt(worker: MakeWorker) -> None:
+def test_prompts_that_continue_streams_share_their_steps_with_no_new_prompt(
+    worker: MakeWorker,
+) -> None:
     target = worker(chunk_tokens=16, mixed_chunk_tokens=16)
     target.submit(spec(1, PROMPT, max_tokens=3))
     target.submit(spec(2, PROMPT[:4], max_tokens=3, first_index=1))
@@ -144,7 +166,9 @@ def test_nobody_overtakes_the_head_of_the_queue(worker: MakeWorker) -> None:
     target.submit(spec(3, PROMPT[:1], max_tokens=1))
     admitted = [event.id for event in run(target) if isinstance(event, Admitted)]
     assert admitted == [1, 2, 3]
-    assert [s.sequence_id for s in target.executor.plans[0].sequences] == [1], "3 would have fitted beside 1"
+    assert [s.sequence_id for s in target.executor.plans[0].sequences] == [1], (
+        "3 would have fitted beside 1"
+    )
 
 
 def test_full_queue_refuses_and_holds_nothing_of_it(worker: MakeWorker) -> None:
@@ -161,7 +185,9 @@ def test_full_queue_refuses_and_holds_nothing_of_it(worker: MakeWorker) -> None:
 
 
 @pytest.mark.parametrize("task", list(Task))
-def test_what_could_never_run_is_refused_and_the_longest_that_can_runs(worker: MakeWorker, task: Task) -> None:
+def test_what_could_never_run_is_refused_and_the_longest_that_can_runs(
+    worker: MakeWorker, task: Task
+) -> None:
     target = worker(num_blocks=4, block_size=2, prefix_caching=False)
     room = 8 if task is Task.PREFILL else 5  # the last of 4 generated tokens needs no KV cache
     with pytest.raises(ValueError, match="capacity of 8"):
@@ -174,7 +200,9 @@ def test_what_could_never_run_is_refused_and_the_longest_that_can_runs(worker: M
 
 
 @pytest.mark.parametrize("position", [0, 1, 3])
-def test_a_stop_token_finishes_the_sequence_and_is_reported(worker: MakeWorker, position: int) -> None:
+def test_a_stop_token_finishes_the_sequence_and_is_reported(
+    worker: MakeWorker, position: int
+) -> None:
     want = expected(PROMPT, 8)
     position = want.index(want[position])
     target = worker()
@@ -248,7 +276,9 @@ def test_an_admission_is_emitted_before_the_computation_and_once() -> None:
     reported: list[Event] = []
 
     class Executor(FakeExecutor):
-        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        def launch(
+            self, plan: StepPlan, on_layers: OnLayers | None = None
+        ) -> Callable[[], Samples]:
             assert [type(event) for event in reported] == [Admitted]
             return super().launch(plan, on_layers)
 
@@ -263,21 +293,30 @@ def test_an_admission_is_emitted_before_the_computation_and_once() -> None:
 
 def test_layers_of_a_long_prefill_are_reported_while_it_runs() -> None:
     reported: list[Event] = []
-    engine = Engine(FakeExecutor(64, 16), engine_config(num_blocks=64, block_size=16, chunk_tokens=200))
+    engine = Engine(
+        FakeExecutor(64, 16), engine_config(num_blocks=64, block_size=16, chunk_tokens=200)
+    )
     engine.submit(spec(1, tuple(range(300)), task=Task.PREFILL))
     engine.submit(spec(2, tuple(range(9)), task=Task.PREFILL))
     engine.submit(spec(3, tuple(range(400, 700))))
     for _ in range(4):
         engine.step(reported.extend)
-    assert [event for event in reported if isinstance(event, Progress) and event.num_layers] == [
-        Progress(id=1, num_computed=0, num_ahead=200, num_layers=1),
-        Progress(id=1, num_computed=0, num_ahead=200, num_layers=2),
-    ]  # not of the 100 tokens of its second step, nor of the short one, nor of one whose cache nobody waits for
+    assert (
+        [event for event in reported if isinstance(event, Progress) and event.num_layers]
+        == [
+            Progress(id=1, num_computed=0, num_ahead=200, num_layers=1),
+            Progress(id=1, num_computed=0, num_ahead=200, num_layers=2),
+        ]
+    )  # not of the 100 tokens of its second step, nor of the short one, nor of one whose cache nobody waits for
 
 
 def test_times_are_the_clock_s() -> None:
     ticks = itertools.count(step=10)
-    engine = Engine(FakeExecutor(8, 4), EngineConfig(num_blocks=8, block_size=4), clock=lambda: float(next(ticks)))
+    engine = Engine(
+        FakeExecutor(8, 4),
+        EngineConfig(num_blocks=8, block_size=4),
+        clock=lambda: float(next(ticks)),
+    )
     engine.submit(spec(1))
     admitted, first, _ = engine.step()
     assert engine.step_seconds == 0.0, "no step with decodes yet"
@@ -288,7 +327,11 @@ def test_times_are_the_clock_s() -> None:
     assert isinstance(admitted, Admitted)
     assert isinstance(first, NewTokens)
     assert isinstance(second, NewTokens)
-    assert (admitted.queue_seconds, first.prefill_seconds, second.prefill_seconds) == (20.0, 10.0, 0.0)
+    assert (admitted.queue_seconds, first.prefill_seconds, second.prefill_seconds) == (
+        20.0,
+        10.0,
+        0.0,
+    )
     assert engine.step_seconds == 10.0
 
 
@@ -298,7 +341,9 @@ def test_what_lengthens_steps_gives_masks_no_more_time(overlap: bool) -> None:
     now, given = 0.0, list[float]()
 
     class Executor(FakeExecutor):
-        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        def launch(
+            self, plan: StepPlan, on_layers: OnLayers | None = None
+        ) -> Callable[[], Samples]:
             collect = super().launch(plan, on_layers)
 
             def timed() -> Samples:
@@ -308,7 +353,9 @@ def test_what_lengthens_steps_gives_masks_no_more_time(overlap: bool) -> None:
 
             return timed
 
-        def prepare_masks(self, sequences: abc.Sequence[Constrained], seconds: float) -> Collection[int]:
+        def prepare_masks(
+            self, sequences: abc.Sequence[Constrained], seconds: float
+        ) -> Collection[int]:
             nonlocal now
             given.append(seconds)
             now += 0.0 if overlap else seconds  # else it computes meanwhile
@@ -376,9 +423,13 @@ def test_after_a_failed_step_every_block_can_still_be_freed(worker: MakeWorker) 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("wrong", [[], [1, 2]])
-def test_executor_that_returns_too_few_or_too_many_tokens_is_refused(wrong: list[int], overlap: bool) -> None:
+def test_executor_that_returns_too_few_or_too_many_tokens_is_refused(
+    wrong: list[int], overlap: bool
+) -> None:
     class Executor(FakeExecutor):
-        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        def launch(
+            self, plan: StepPlan, on_layers: OnLayers | None = None
+        ) -> Callable[[], Samples]:
             return lambda: Samples(tokens=wrong)
 
     engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4, overlap=overlap))

@@ -1,4 +1,6 @@
-"""Whatever is submitted, cancelled, lost and preempted in whatever order: right tokens, one end each, no block lost."""
+"""Whatever is submitted, cancelled, lost and preempted in whatever order: right tokens, one end
+each, no block lost.
+"""
 
 import random
 from collections import Counter
@@ -24,9 +26,23 @@ from tandem.workers.engine.plan import StepPlan
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, Task
 
 MAX_PROMPT, MAX_TOKENS = 6, 9
-ACTIONS = ["submit", "prefill", "decode", "pull", "cancel", "choice", "lose", "write", "read", "lend"]
+ACTIONS = [
+    "submit",
+    "prefill",
+    "decode",
+    "pull",
+    "cancel",
+    "choice",
+    "lose",
+    "write",
+    "read",
+    "lend",
+]
 BEAMS = st.builds(
-    BeamSearch, num_best=st.just(1), length_penalty=st.sampled_from([1.0, 0.0, -1.0]), early_stopping=st.booleans()
+    BeamSearch,
+    num_best=st.just(1),
+    length_penalty=st.sampled_from([1.0, 0.0, -1.0]),
+    early_stopping=st.booleans(),
 )
 # Two letters and few shapes, so that prefixes collide.
 REQUESTS = st.builds(
@@ -58,15 +74,21 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         growth_tokens=draw(st.integers(0, 4)),
         prefix_caching=draw(st.sampled_from([True, True, False])),
         overlap=draw(st.booleans()),
-        speculative=draw(st.none() | st.builds(SpeculativeConfig, max_step_tokens=st.integers(2, 12))),
+        speculative=draw(
+            st.none() | st.builds(SpeculativeConfig, max_step_tokens=st.integers(2, 12))
+        ),
     )
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests whole and split over two engines. The checks of tokens, indices, ends and budgets are the harness's."""
+    """Requests whole and split over two engines. The checks of tokens, indices, ends and budgets
+    are the harness's.
+    """
 
     @initialize(prefill=configs(), decode=configs(), late=st.booleans(), has_disk=st.booleans())
-    def start(self, prefill: EngineConfig, decode: EngineConfig, late: bool, has_disk: bool) -> None:
+    def start(
+        self, prefill: EngineConfig, decode: EngineConfig, late: bool, has_disk: bool
+    ) -> None:
         self.pair = Pair(prefill, decode, late=late, disk=FakeDisk() if has_disk else None)
         self.requests: list[Request] = []
 
@@ -126,7 +148,9 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(r.num_pulled is not None for r in self.pair.active))
     @rule(data=st.data())
     def lose_lease(self, data: st.DataObject) -> None:
-        self.pair.lose_lease(data.draw(st.sampled_from([r for r in self.pair.active if r.num_pulled is not None])))
+        self.pair.lose_lease(
+            data.draw(st.sampled_from([r for r in self.pair.active if r.num_pulled is not None]))
+        )
 
     @invariant()
     def integrity_holds(self) -> None:
@@ -166,9 +190,30 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
         walk(random.Random(seed), seen, overlap, disk if seed % 3 else None)
     cancels = {f"cancel {state}" for state in ("waiting", "importing", "running", "leased")}
     want = {"Preempted", "import", "Progress", "cached", "lost lease", *cancels}
-    want |= {"restored", "restored by an import", "saved before an import", "draft accepted", "draft refused"}
-    want |= {"read", "read in part", "failed reading", "cancelled reading", "from another worker", "lent", "not lent"}
-    want |= {"fork", "beams", "copies", "cancel choice waiting", "cancel choice importing", "cancel choice running"}
+    want |= {
+        "restored",
+        "restored by an import",
+        "saved before an import",
+        "draft accepted",
+        "draft refused",
+    }
+    want |= {
+        "read",
+        "read in part",
+        "failed reading",
+        "cancelled reading",
+        "from another worker",
+        "lent",
+        "not lent",
+    }
+    want |= {
+        "fork",
+        "beams",
+        "copies",
+        "cancel choice waiting",
+        "cancel choice importing",
+        "cancel choice running",
+    }
     want |= {"cancel in flight", "stop in flight", "preempted in flight"} if overlap else set()
     assert want <= set(seen), seen
     assert all(seen[name] >= 5 for name in want), seen
@@ -176,7 +221,9 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
 
 def walk(rng: random.Random, seen: Counter[str], overlap: bool, disk: FakeDisk | None) -> None:
     """One service's life of 300 actions, then its end; counts into `seen` what happened."""
-    pair = Pair(random_config(rng, overlap), random_config(rng, overlap), late=rng.random() < 0.5, disk=disk)
+    pair = Pair(
+        random_config(rng, overlap), random_config(rng, overlap), late=rng.random() < 0.5, disk=disk
+    )
     requests: list[Request] = []
     for _ in range(300):
         action = rng.choices(ACTIONS, [3, 6, 8, 6, 1, 1, 1, 8, 2, 1])[0]
@@ -191,19 +238,37 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool, disk: FakeDisk |
             seen.update(type(event).__name__ for event in events)
             if events and target.executor.plans:
                 seen["copies"] += len(target.executor.plans[-1].copies)
-            seen["preempted in flight"] += sum(isinstance(e, Preempted) and e.id in before for e in events)
-            stops = [e.id for e in events if isinstance(e, NewTokens) and e.finish is FinishReason.STOP]
+            seen["preempted in flight"] += sum(
+                isinstance(e, Preempted) and e.id in before for e in events
+            )
+            stops = [
+                e.id for e in events if isinstance(e, NewTokens) and e.finish is FinishReason.STOP
+            ]
             seen["stop in flight"] += sum(number in target.in_flight for number in stops)
             for event in events:
                 if isinstance(event, NewTokens) and event.num_draft_tokens:
                     seen["draft accepted"] += len(event.token_ids) > 1
                     seen["draft refused"] += len(event.token_ids) <= event.num_draft_tokens
-            seen["from another worker"] += sum(isinstance(event, Admitted) and event.from_remote for event in events)
-            seen["cached"] += sum(isinstance(event, Admitted) and event.num_cached > 0 for event in events)
-            seen["restored"] += sum(isinstance(event, Admitted) and event.num_restored > 0 for event in events)
-            admitted = [event for event in events if isinstance(event, Admitted) and event.num_restored]
-            seen["restored by an import"] += sum(target.specs[each.id].task is Task.DECODE for each in admitted)
-            alone = [plan for plan in target.executor.plans[num_plans:] if plan.saved and plan == saves(plan)]
+            seen["from another worker"] += sum(
+                isinstance(event, Admitted) and event.from_remote for event in events
+            )
+            seen["cached"] += sum(
+                isinstance(event, Admitted) and event.num_cached > 0 for event in events
+            )
+            seen["restored"] += sum(
+                isinstance(event, Admitted) and event.num_restored > 0 for event in events
+            )
+            admitted = [
+                event for event in events if isinstance(event, Admitted) and event.num_restored
+            ]
+            seen["restored by an import"] += sum(
+                target.specs[each.id].task is Task.DECODE for each in admitted
+            )
+            alone = [
+                plan
+                for plan in target.executor.plans[num_plans:]
+                if plan.saved and plan == saves(plan)
+            ]
             seen["saved before an import"] += len(alone)
         elif action == "pull" and importing:
             request = rng.choice(importing)

@@ -1,8 +1,18 @@
-"""Sequences that their executor fails: each ends as a failure and holds nothing, and the others go on."""
+"""Sequences that their executor fails: each ends as a failure and holds nothing, and the others go
+on.
+"""
 
 import pytest
 
-from tandem.tests.workers.engine.drive import PROMPT, MakeWorker, expected, finish_of, run, spec, tokens_of
+from tandem.tests.workers.engine.drive import (
+    PROMPT,
+    MakeWorker,
+    expected,
+    finish_of,
+    run,
+    spec,
+    tokens_of,
+)
 from tandem.tests.workers.engine.fake import expected_choices
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent
 from tandem.workers.engine.events import Admitted, Failed, Progress
@@ -70,7 +80,10 @@ def test_a_prefill_that_fails_leaves_no_lease(worker: MakeWorker) -> None:
     target.submit(spec(1, task=Task.PREFILL, sampling=BOUND))
     target.executor.failing[1] = "why"
     events = run(target)
-    assert [type(event) for event in events if not isinstance(event, Progress)] == [Admitted, Failed]
+    assert [type(event) for event in events if not isinstance(event, Progress)] == [
+        Admitted,
+        Failed,
+    ]
     target.check_idle()
 
 

@@ -15,7 +15,12 @@ TOKENS = (5, 6, 7, 8, 9, 10)
 
 
 def plan(
-    tokens: tuple[int, ...], *, start: int = 0, blocks: tuple[int, ...] = (), first: bool = True, sequence_id: int = 1
+    tokens: tuple[int, ...],
+    *,
+    start: int = 0,
+    blocks: tuple[int, ...] = (),
+    first: bool = True,
+    sequence_id: int = 1,
 ) -> StepPlan:
     step = SequenceStep(
         sequence_id=sequence_id,
@@ -70,7 +75,9 @@ def test_copied_kv_continues_the_sequence(
 
 
 def test_every_misplaced_element_is_found() -> None:
-    """Swapping any two unequal float32 elements of the canonical form is found when the sequence goes on."""
+    """Swapping any two unequal float32 elements of the canonical form is found when the sequence
+    goes on.
+    """
     kv = computed().kv
     whole = span(kv, 0, 6)
     data = bytes(kv.read((3, 1), whole))
@@ -201,7 +208,9 @@ def test_a_third_launch_waits_for_the_first_step_s_collection() -> None:
 
 def test_steps_are_collected_once_and_in_order() -> None:
     executor = FakeExecutor(8, BLOCK_SIZE)
-    first, second = (executor.launch(plan(TOKENS, blocks=(n, n + 1), sequence_id=n)) for n in (0, 2))
+    first, second = (
+        executor.launch(plan(TOKENS, blocks=(n, n + 1), sequence_id=n)) for n in (0, 2)
+    )
     with pytest.raises(RuntimeError, match="out of order"):
         second()
     first()

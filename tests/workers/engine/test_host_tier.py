@@ -1,4 +1,6 @@
-"""The block pool with host memory behind it: whatever comes and goes, a hash is where its content is."""
+"""The block pool with host memory behind it: whatever comes and goes, a hash is where its content
+is.
+"""
 
 import pytest
 from hypothesis import settings
@@ -6,14 +8,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tandem.proto.hashing import hash_chain
-from tandem.tests.workers.engine.drive import MakeWorker, expected, fill, first_tokens, run, spec, tokens_of
+from tandem.tests.workers.engine.drive import (
+    MakeWorker,
+    expected,
+    fill,
+    first_tokens,
+    run,
+    spec,
+    tokens_of,
+)
 from tandem.workers.engine.block_pool import BlockPool
 from tandem.workers.engine.events import Admitted
 from tandem.workers.engine.sequence import Task
 
 NUM_BLOCKS = 6
 CHAINS = [[bytes([chain, place]) for place in range(4)] for chain in range(4)]
-PROMPTS = [tuple(range(first, first + 13)) for first in (0, 20, 40)]  # of three full blocks and one token
+PROMPTS = [
+    tuple(range(first, first + 13)) for first in (0, 20, 40)
+]  # of three full blocks and one token
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -25,12 +37,16 @@ class TierMachine(RuleBasedStateMachine):
         self.in_block: dict[int, bytes] = {}
         self.in_slot: dict[int, bytes] = {}
         self.held: list[list[int]] = []
-        self.unwritten: dict[int, bytes] = {}  # blocks of sequences that are admitted since the last plan
+        self.unwritten: dict[
+            int, bytes
+        ] = {}  # blocks of sequences that are admitted since the last plan
         self.reported: set[bytes] = set()
 
     @rule(chain=st.sampled_from(CHAINS), length=st.integers(1, 4))
     def admit(self, chain: list[bytes], length: int) -> None:
-        """As the scheduler does: shares, pins, reserves, restores; the rest is written after the next plan."""
+        """As the scheduler does: shares, pins, reserves, restores; the rest is written after the
+        next plan.
+        """
         shared = self.pool.match(chain[:length])
         found = self.pool.host.match(chain[len(shared) : length])
         rest = length - len(shared)
@@ -41,7 +57,9 @@ class TierMachine(RuleBasedStateMachine):
         blocks = self.pool.reserve(rest)
         self.pool.claim(blocks)
         self.pool.restore(blocks[: len(found)], found)
-        self.unwritten |= dict(zip(blocks[len(found) :], chain[len(shared) + len(found) : length], strict=True))
+        self.unwritten |= dict(
+            zip(blocks[len(found) :], chain[len(shared) + len(found) : length], strict=True)
+        )
         self.held.append(shared + blocks)
 
     @rule()
@@ -88,8 +106,9 @@ TestTier.settings = settings(max_examples=150, stateful_step_count=40, deadline=
 
 
 def conversations(worker: MakeWorker, num_host_blocks: int) -> tuple[list[int], int]:
-    """Three prompts for which there is room for one, twice each; how many tokens of each were cached, and how many are
-    computed."""
+    """Three prompts for which there is room for one, twice each; how many tokens of each were
+    cached, and how many are computed.
+    """
     target = worker(num_blocks=5, num_host_blocks=num_host_blocks, growth_tokens=2)
     cached = []
     for number, tokens in enumerate([*PROMPTS, *PROMPTS]):
@@ -115,13 +134,18 @@ def test_the_least_recently_used_leave_host_memory_first(worker: MakeWorker) -> 
         target.submit(spec(number, tokens, max_tokens=3))
         run(target)
     assert len(target.engine.requests.pool.host) == 4
-    pool, (first, second) = target.engine.requests.pool, (hash_chain(tokens, 4, b"") for tokens in PROMPTS[:2])
+    pool, (first, second) = (
+        target.engine.requests.pool,
+        (hash_chain(tokens, 4, b"") for tokens in PROMPTS[:2]),
+    )
     assert (len(pool.match(first)), pool.host.match(first)) == (0, first[:2])
     assert (len(pool.match(second)), pool.host.match(second[1:])) == (1, second[1:])
 
 
 def test_an_import_finds_a_prefix_in_host_memory_and_may_begin_at_once(worker: MakeWorker) -> None:
-    """Its blocks are those of what is saved for it, which the harness overwrites as soon as it is admitted."""
+    """Its blocks are those of what is saved for it, which the harness overwrites as soon as it is
+    admitted.
+    """
     target = worker(num_blocks=5, num_host_blocks=9, growth_tokens=2)
     for number, tokens in enumerate(PROMPTS[:2]):
         target.submit(spec(number, tokens, max_tokens=3))

@@ -1,4 +1,6 @@
-"""Builds of the engine with a bug put in: each must be caught by the checks that the other tests rely on."""
+"""Builds of the engine with a bug put in: each must be caught by the checks that the other tests
+rely on.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -77,7 +79,9 @@ def test_leaked_reservation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_repeated_token_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     def repeat(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]:
         events = update(table, plan, samples)
-        return events + [event for event in events if isinstance(event, NewTokens) and event.first_index == 2]
+        return events + [
+            event for event in events if isinstance(event, NewTokens) and event.first_index == 2
+        ]
 
     monkeypatch.setattr(UPDATE, repeat)
     with pytest.raises(AssertionError, match="an index is missing or repeated"):
@@ -86,14 +90,20 @@ def test_repeated_token_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve)
 
 def test_lost_token_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     def lose(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]:
-        return [e for e in update(table, plan, samples) if not isinstance(e, NewTokens) or e.first_index != 2]
+        return [
+            e
+            for e in update(table, plan, samples)
+            if not isinstance(e, NewTokens) or e.first_index != 2
+        ]
 
     monkeypatch.setattr(UPDATE, lose)
     with pytest.raises(AssertionError, match="an index is missing or repeated"):
         serve()
 
 
-def test_block_given_to_two_sequences_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
+def test_block_given_to_two_sequences_is_caught(
+    monkeypatch: pytest.MonkeyPatch, serve: Serve
+) -> None:
     monkeypatch.setattr(BlockPool, "_take", lambda pool: 0)
     with pytest.raises(RuntimeError):
         serve()
@@ -103,7 +113,10 @@ def test_prefix_found_under_the_wrong_hash_is_caught(monkeypatch: pytest.MonkeyP
     """A hash that forgets what came before a block."""
 
     def forgetful(tokens: Sequence[int], block_size: int, salt: bytes = b"") -> list[bytes]:
-        return [salt + bytes(tokens[i : i + block_size]) for i in range(0, len(tokens) - block_size + 1, block_size)]
+        return [
+            salt + bytes(tokens[i : i + block_size])
+            for i in range(0, len(tokens) - block_size + 1, block_size)
+        ]
 
     monkeypatch.setattr(HASH_CHAIN, forgetful)
     pair = Pair(CONFIG, CONFIG)
@@ -120,7 +133,9 @@ def test_salt_that_is_ignored_is_caught(monkeypatch: pytest.MonkeyPatch, serve: 
         serve()
 
 
-def test_blocks_published_before_they_are_computed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_published_before_they_are_computed_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     admit = Scheduler._admit
 
     def eager(scheduler: Scheduler, sequence: EngineSequence) -> Event:
@@ -158,22 +173,35 @@ def test_starvation_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> 
 # Bugs that only overlap can have.
 
 
-def test_blocks_published_when_they_are_scheduled_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_published_when_they_are_scheduled_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A reader of a cached prefix reads at once, on no step's account."""
     schedule_step = Scheduler._step
 
     def eager(
-        scheduler: Scheduler, sequence: EngineSequence, count: int, copies: list[tuple[int, int]], *draft: Any
+        scheduler: Scheduler,
+        sequence: EngineSequence,
+        count: int,
+        copies: list[tuple[int, int]],
+        *draft: Any,
     ) -> SequenceStep:
         step = schedule_step(scheduler, sequence, count, copies, *draft)
-        num_computed, sequence.num_computed = sequence.num_computed, min(sequence.num_scheduled, sequence.num_tokens)
+        num_computed, sequence.num_computed = (
+            sequence.num_computed,
+            min(sequence.num_scheduled, sequence.num_tokens),
+        )
         scheduler._requests.publish(sequence)
         sequence.num_computed = num_computed
         return step
 
     monkeypatch.setattr(Scheduler, "_step", eager)
-    monkeypatch.setattr(Worker, "check", lambda worker: None)  # the integrity check would catch it, too
-    pair = Pair(replace(OVERLAP, budgets=replace(OVERLAP.budgets, chunk_tokens=2)), OVERLAP, late=True)
+    monkeypatch.setattr(
+        Worker, "check", lambda worker: None
+    )  # the integrity check would catch it, too
+    pair = Pair(
+        replace(OVERLAP, budgets=replace(OVERLAP.budgets, chunk_tokens=2)), OVERLAP, late=True
+    )
     for _ in range(2):
         pair.submit(Request((1, 2, 3, 4, 5, 6, 7), 2, split=True))
     with pytest.raises(RuntimeError, match="KV of something else"):
@@ -184,10 +212,14 @@ def test_progress_reported_when_it_is_scheduled_is_caught(monkeypatch: pytest.Mo
     def hasty(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]:
         events = update(table, plan, samples)
         numbers = {s.spec.id: s.num_scheduled for s in table.sequences.values()}
-        return [replace(e, num_computed=numbers[e.id]) if isinstance(e, Progress) else e for e in events]
+        return [
+            replace(e, num_computed=numbers[e.id]) if isinstance(e, Progress) else e for e in events
+        ]
 
     monkeypatch.setattr(UPDATE, hasty)
-    pair = Pair(replace(OVERLAP, budgets=replace(OVERLAP.budgets, chunk_tokens=2)), OVERLAP, late=True)
+    pair = Pair(
+        replace(OVERLAP, budgets=replace(OVERLAP.budgets, chunk_tokens=2)), OVERLAP, late=True
+    )
     request = Request((1, 2, 3, 4, 5, 6, 7), 3, split=True)
     pair.submit(request)
     with pytest.raises(RuntimeError, match="KV of something else"):
@@ -227,14 +259,17 @@ def test_step_beyond_the_last_token_is_caught(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_token_of_a_sequence_that_has_ended_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that reports the token that the step in flight samples for a sequence that was cancelled."""
+    """An engine that reports the token that the step in flight samples for a sequence that was
+    cancelled.
+    """
 
     def loud(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]:
         samplers = [step.sequence_id for step in plan.sequences if step.num_samples]
         gone = [(number, token) for number, token in zip(samplers, samples.tokens, strict=True)]
         gone = [(number, token) for number, token in gone if number not in table.sequences]
         late: list[Event] = [
-            NewTokens(id=n, first_index=0, token_ids=(t,), finish=None, prefill_seconds=0.0) for n, t in gone
+            NewTokens(id=n, first_index=0, token_ids=(t,), finish=None, prefill_seconds=0.0)
+            for n, t in gone
         ]
         return late + update(table, plan, samples)
 
@@ -270,14 +305,18 @@ def test_the_unbroken_build_forks(config: EngineConfig) -> None:
 
 
 @pytest.mark.parametrize("config", FORKS)
-def test_partial_block_that_is_not_copied_is_caught(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> None:
+def test_partial_block_that_is_not_copied_is_caught(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
+) -> None:
     monkeypatch.setattr(FakeKv, "copy", lambda kv, source, target: None)
     with pytest.raises(RuntimeError, match="KV of something else"):
         serve_forks(config)
 
 
 @pytest.mark.parametrize("config", FORKS)
-def test_block_that_is_copied_and_not_held_is_caught(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> None:
+def test_block_that_is_copied_and_not_held_is_caught(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
+) -> None:
     def forget(pool: BlockPool, sequence: EngineSequence, source: EngineSequence) -> None:
         sequence.copy_source = source.blocks[-1]
 
@@ -295,7 +334,9 @@ def test_sequence_that_changes_unbeknown_to_the_ranks_is_caught(
         serve_forks(config)
 
 
-def test_token_that_is_awaited_by_none_of_several_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_that_is_awaited_by_none_of_several_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     prepare = EngineSequence.__post_init__
 
     def hasty(sequence: EngineSequence) -> None:

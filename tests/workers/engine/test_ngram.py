@@ -1,4 +1,6 @@
-"""What is guessed to follow is what followed the longest n-gram when it came last, and little is guessed in vain."""
+"""What is guessed to follow is what followed the longest n-gram when it came last, and little is
+guessed in vain.
+"""
 
 import random
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ def search(tokens: Sequence[int], shortest: int, longest: int) -> int | None:
 
 
 @given(texts=TEXTS, shortest=st.integers(1, 4), more=st.integers(0, 3))
-def test_the_index_finds_what_a_search_of_all_places_finds(texts: list[list[int]], shortest: int, more: int) -> None:
+def test_the_index_finds_what_a_search_of_all_places_finds(
+    texts: list[list[int]], shortest: int, more: int
+) -> None:
     """However many tokens come between two calls."""
     index = NgramIndex(shortest, shortest + more)
     for tokens in accumulate(texts):
@@ -52,7 +56,9 @@ def test_a_draft_continues_from_where_the_n_gram_came_last(tokens: list[int], ro
     known = list(tokens)
     for number, token in enumerate(draft):
         assert at is not None
-        assert token == known[at + number]  # of the draft itself, where the text repeats itself at once
+        assert (
+            token == known[at + number]
+        )  # of the draft itself, where the text repeats itself at once
         known.append(token)
 
 
@@ -84,5 +90,7 @@ def test_drafts_become_rare_while_they_are_wrong_and_come_back() -> None:
 
 
 def test_the_shortest_n_gram_is_no_longer_than_the_longest() -> None:
-    with pytest.raises(ValidationError, match="prompt_lookup_min: must be at most prompt_lookup_max, 2, got 3"):
+    with pytest.raises(
+        ValidationError, match="prompt_lookup_min: must be at most prompt_lookup_max, 2, got 3"
+    ):
         SpeculativeConfig(prompt_lookup_min=3, prompt_lookup_max=2)

@@ -18,7 +18,12 @@ def test_tokens_roll_over_all_sequences() -> None:
     engine.submit(spec(2, max_tokens=3, num_choices=2))
     tokens = []
     while engine.has_work:
-        tokens += [token for event in engine.step() if isinstance(event, NewTokens) for token in event.token_ids]
+        tokens += [
+            token
+            for event in engine.step()
+            if isinstance(event, NewTokens)
+            for token in event.token_ids
+        ]
     assert tokens == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
     engine.check_integrity()
 

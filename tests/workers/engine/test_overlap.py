@@ -1,4 +1,6 @@
-"""A step is scheduled while the last one runs: what is known when, and what a finished sequence leaves in flight."""
+"""A step is scheduled while the last one runs: what is known when, and what a finished sequence
+leaves in flight.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -23,7 +25,14 @@ from tandem.tests.workers.engine.harness import LateExecutor, SeqEvent, Worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.events import Admitted, CacheChanged, Event, NewTokens, Preempted, Progress
+from tandem.workers.engine.events import (
+    Admitted,
+    CacheChanged,
+    Event,
+    NewTokens,
+    Preempted,
+    Progress,
+)
 from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import FinishReason, Task
 
@@ -48,7 +57,9 @@ def test_a_step_is_launched_before_the_one_before_it_is_collected() -> None:
     calls: list[str] = []
 
     class Executor(FakeExecutor):
-        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        def launch(
+            self, plan: StepPlan, on_layers: OnLayers | None = None
+        ) -> Callable[[], Samples]:
             number = len(calls)
             calls.append("launch")
             collect = super().launch(plan)
@@ -74,11 +85,19 @@ def test_a_decode_is_scheduled_with_a_pending_token(worker: MakeWorker) -> None:
     events = run(target)
     assert planned(target, 1) == [PROMPT[:8], PROMPT[8:], *[(PENDING_TOKEN,)] * 4]
     assert tokens_of(events, 1) == expected(PROMPT, 5)
-    assert [event.first_index for event in events if isinstance(event, NewTokens)] == [0, 1, 2, 3, 4]
+    assert [event.first_index for event in events if isinstance(event, NewTokens)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 @pytest.mark.parametrize("position", range(6))
-def test_stop_token_ends_the_sequence_while_one_more_step_of_it_runs(worker: MakeWorker, position: int) -> None:
+def test_stop_token_ends_the_sequence_while_one_more_step_of_it_runs(
+    worker: MakeWorker, position: int
+) -> None:
     prompt = (1, 1, 2)
     want = expected(prompt, 8)
     assert len(set(want)) == 8, "each token stops at its own position alone"
@@ -101,7 +120,9 @@ def test_stop_token_ends_the_sequence_while_one_more_step_of_it_runs(worker: Mak
 def test_the_last_token_that_max_tokens_allows_is_foreseen(
     worker: MakeWorker, block_size: int, max_tokens: int
 ) -> None:
-    """As many steps as without overlap, and never a block more; the harness looks at the tables after every step."""
+    """As many steps as without overlap, and never a block more; the harness looks at the tables
+    after every step.
+    """
     target = worker(block_size=block_size, num_blocks=-(-(10 + max_tokens - 1) // block_size))
     target.submit(spec(1, max_tokens=max_tokens))
     events = run(target)
@@ -122,7 +143,9 @@ def test_a_prefill_takes_no_step_after_the_one_that_samples(worker: MakeWorker) 
     assert target.engine.blocks()[BlockState.LEASED] == 3
 
 
-def test_cancel_in_flight_frees_at_once_and_the_next_owner_s_tokens_are_right(worker: MakeWorker) -> None:
+def test_cancel_in_flight_frees_at_once_and_the_next_owner_s_tokens_are_right(
+    worker: MakeWorker,
+) -> None:
     target = worker(num_blocks=3, growth_tokens=2, prefix_caching=False)
     target.submit(spec(1, max_tokens=3))
     target.step()
@@ -138,8 +161,9 @@ def test_cancel_in_flight_frees_at_once_and_the_next_owner_s_tokens_are_right(wo
 
 
 def import_over_a_step_in_flight(target: Worker) -> list[SeqEvent]:
-    """A sequence is cancelled whose step in flight writes position 11; an import takes its blocks and is filled as soon
-    as that is reported, position 11 among them."""
+    """A sequence is cancelled whose step in flight writes position 11; an import takes its blocks
+    and is filled as soon as that is reported, position 11 among them.
+    """
     tokens = tuple(range(12))
     target.submit(spec(2, PROMPT, max_tokens=6))
     for _ in range(3):
@@ -157,15 +181,21 @@ def import_over_a_step_in_flight(target: Worker) -> list[SeqEvent]:
 
 
 def test_import_may_fill_blocks_that_the_step_in_flight_still_writes(worker: MakeWorker) -> None:
-    events = import_over_a_step_in_flight(worker(num_blocks=4, growth_tokens=2, prefix_caching=False))
+    events = import_over_a_step_in_flight(
+        worker(num_blocks=4, growth_tokens=2, prefix_caching=False)
+    )
     assert tokens_of(events, 1) == expected(tuple(range(12)), 4)[1:]
 
 
-def test_import_that_is_written_before_the_steps_launched_earlier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_that_is_written_before_the_steps_launched_earlier_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(LateExecutor, "catch_up", lambda executor: None)
     with pytest.raises(RuntimeError, match="KV of something else"):
         import_over_a_step_in_flight(
-            make_worker(num_blocks=4, growth_tokens=2, prefix_caching=False, overlap=True, late=True)
+            make_worker(
+                num_blocks=4, growth_tokens=2, prefix_caching=False, overlap=True, late=True
+            )
         )
 
 
@@ -192,7 +222,9 @@ def test_a_committed_import_runs_beside_a_step_in_flight(worker: MakeWorker) -> 
     target = worker(prefix_caching=False)
     target.submit(spec(2, (7, 3, 9), max_tokens=8))
     target.submit(spec(1, task=Task.DECODE))
-    admitted = next(event for event in target.step() if isinstance(event, Admitted) and event.id == 1)
+    admitted = next(
+        event for event in target.step() if isinstance(event, Admitted) and event.id == 1
+    )
     first = fill(target, admitted, PROMPT)
     target.engine.commit_import(1, first_tokens(first))
     events = target.step()
@@ -219,7 +251,9 @@ def test_a_prefix_is_found_from_the_step_on_that_finds_it_computed(worker: MakeW
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_generated_blocks_are_published_with_known_tokens_only(worker: MakeWorker, stop: bool) -> None:
+def test_generated_blocks_are_published_with_known_tokens_only(
+    worker: MakeWorker, stop: bool
+) -> None:
     """A stop at the eighth token leaves the fourth block full, but with an unknown token."""
     prompt = (7, 3, 9, 1, 4, 7, 3, 1, 1)
     want = expected(prompt, 8)
@@ -241,13 +275,21 @@ def test_overlap_changes_no_sequence_s_events(chunk: int) -> None:
     runs = []
     for overlap, late in ((False, False), (True, False), (True, True)):
         target = make_worker(chunk_tokens=chunk, prefix_caching=False, overlap=overlap, late=late)
-        for number, task in zip(range(6), itertools.cycle((Task.WHOLE, Task.PREFILL)), strict=False):
-            target.submit(spec(number, PROMPT[: 4 + number], task=task, max_tokens=5, stop_ids=(stop,)))
+        for number, task in zip(
+            range(6), itertools.cycle((Task.WHOLE, Task.PREFILL)), strict=False
+        ):
+            target.submit(
+                spec(number, PROMPT[: 4 + number], task=task, max_tokens=5, stop_ids=(stop,))
+            )
         events = run(target)
         reported = [
-            (e.id, e.first_index, e.token_ids, e.finish) if isinstance(e, NewTokens) else (e.id, type(e))
+            (e.id, e.first_index, e.token_ids, e.finish)
+            if isinstance(e, NewTokens)
+            else (e.id, type(e))
             for e in events
         ]
         runs.append(sorted(reported, key=lambda event: event[0]))
     assert runs[0] == runs[1] == runs[2]
-    assert any(isinstance(event, NewTokens) and event.finish is FinishReason.STOP for event in events)
+    assert any(
+        isinstance(event, NewTokens) and event.finish is FinishReason.STOP for event in events
+    )

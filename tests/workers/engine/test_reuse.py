@@ -23,7 +23,15 @@ from tandem.workers.engine.sequence import FinishReason, Task
 
 def test_more_prompt_tokens_are_computed_beside_more_sequences() -> None:
     budgets = Budgets(chunk_tokens=512, mixed_chunk_tokens=34)
-    assert [budgets.chunk_beside(decodes, 1) for decodes in (0, 1, 8, 20, 21, 22, 64)] == [512, 14, 21, 33, 34, 34, 34]
+    assert [budgets.chunk_beside(decodes, 1) for decodes in (0, 1, 8, 20, 21, 22, 64)] == [
+        512,
+        14,
+        21,
+        33,
+        34,
+        34,
+        34,
+    ]
     assert [budgets.chunk_beside(4, prompts) for prompts in (1, 2, 18, 19)] == [17, 18, 34, 34]
     assert Budgets(mixed_chunk_tokens=1).chunk_beside(1, 1) == 1
 
@@ -53,7 +61,9 @@ def test_imported_prefix_is_there_for_others_from_the_commit_on(worker: MakeWork
     assert cached_of(target.step(), 2) == 8
 
 
-def test_imports_are_never_preempted_since_their_blocks_are_being_written(worker: MakeWorker) -> None:
+def test_imports_are_never_preempted_since_their_blocks_are_being_written(
+    worker: MakeWorker,
+) -> None:
     target = worker(num_blocks=4, block_size=2, growth_tokens=0, prefix_caching=False)
     target.submit(spec(1, PROMPT[:4], max_tokens=5))
     target.submit(spec(2, PROMPT[4:8], max_tokens=5, task=Task.DECODE))
@@ -79,7 +89,9 @@ def test_an_import_whose_first_token_is_its_last_finishes_at_once(
     worker: MakeWorker, max_tokens: int, stop: bool
 ) -> None:
     target, first = worker(), expected(PROMPT, 1)[0]
-    target.submit(spec(1, task=Task.DECODE, max_tokens=max_tokens, stop_ids=(first,) if stop else ()))
+    target.submit(
+        spec(1, task=Task.DECODE, max_tokens=max_tokens, stop_ids=(first,) if stop else ())
+    )
     target.step()
     target.engine.commit_import(1, first_tokens(first))
     events = run(target)
@@ -89,8 +101,12 @@ def test_an_import_whose_first_token_is_its_last_finishes_at_once(
     target.check_idle()
 
 
-def imported(target: Worker, source: Worker, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, list[SeqEvent]]:
-    """Prefills on `source`, imports and decodes on `target`; returns the cached tokens and the target's events."""
+def imported(
+    target: Worker, source: Worker, tokens: tuple[int, ...], max_tokens: int
+) -> tuple[int, list[SeqEvent]]:
+    """Prefills on `source`, imports and decodes on `target`; returns the cached tokens and the
+    target's events.
+    """
     target.submit(spec(9, tokens, task=Task.DECODE, max_tokens=max_tokens))
     admitted = next(event for event in target.step() if isinstance(event, Admitted))
     assert not target.engine.has_work, "an import that waits for its bytes is no work"
@@ -107,7 +123,13 @@ def test_prefill_and_decode_apart_give_the_same_tokens(
     target = worker(block_size=to_size)
     _, events = imported(target, worker(block_size=from_size, chunk_tokens=5), tokens, 6)
     assert tokens_of(events, 9) == expected(tokens, 6)[1:]
-    assert [event.first_index for event in events if isinstance(event, NewTokens)] == [1, 2, 3, 4, 5]
+    assert [event.first_index for event in events if isinstance(event, NewTokens)] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     target.check_idle()
 
 
@@ -127,7 +149,11 @@ def test_prefix_hits_skip_computation_but_never_the_last_token(worker: MakeWorke
     target.submit(spec(1, PROMPT[:8], max_tokens=1))
     run(target)
     assert target.executor.num_tokens == 8
-    for number, prompt, num_cached in ((2, PROMPT[:8], 4), (3, PROMPT, 8), (4, (99, *PROMPT[1:]), 0)):
+    for number, prompt, num_cached in (
+        (2, PROMPT[:8], 4),
+        (3, PROMPT, 8),
+        (4, (99, *PROMPT[1:]), 0),
+    ):
         before = target.executor.num_tokens
         target.submit(spec(number, prompt, max_tokens=1))
         events = run(target)
@@ -175,7 +201,9 @@ def test_least_recently_used_prefix_is_evicted(worker: MakeWorker) -> None:
     for number, prompt in prompts.items():
         target.submit(spec(number, prompt, max_tokens=1))
         run(target)
-    target.submit(spec(3, tuple(range(60, 73)), max_tokens=1))  # takes the two free blocks and two of the first prompt
+    target.submit(
+        spec(3, tuple(range(60, 73)), max_tokens=1)
+    )  # takes the two free blocks and two of the first prompt
     run(target)
     target.submit(spec(4, prompts[2], max_tokens=1))
     assert cached_of(run(target), 4) == 8

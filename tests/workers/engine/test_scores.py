@@ -52,7 +52,9 @@ def test_of_the_prompt_they_come_with_the_first_token_of_the_first_choice(
     events = run(target)
     assert cached_of(events, 5) == 0, "what is not computed has no logits"
     want = tuple(score(PROMPT[:end], PROMPT[end], 3) for end in range(1, len(PROMPT)))
-    reported = [event.prompt_logprobs for number in range(5, 5 + n) for event in tokens_in(events, number)]
+    reported = [
+        event.prompt_logprobs for number in range(5, 5 + n) for event in tokens_in(events, number)
+    ]
     assert reported == [want] + [()] * (len(reported) - 1)
     following = {
         step.start + len(step.token_ids): step.next_prompt_token
@@ -67,7 +69,9 @@ def test_generated_tokens_that_are_computed_anew_are_no_prompt(worker: MakeWorke
     target = worker()
     target.submit(spec(1, first_index=4, sampling=SamplingParams(prompt_logprobs=0)))
     first = tokens_in(run(target), 1)[0]
-    assert first.prompt_logprobs == tuple(score(PROMPT[:end], PROMPT[end], 0) for end in range(1, 6))
+    assert first.prompt_logprobs == tuple(
+        score(PROMPT[:end], PROMPT[end], 0) for end in range(1, 6)
+    )
 
 
 def test_an_import_computes_nothing_of_the_prompt_and_may_be_cached(worker: MakeWorker) -> None:

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.tests.workers.engine.drive import PROMPT, MakeWorker, fill, make_worker, run, spec, tokens_of
+from tandem.tests.workers.engine.drive import (
+    PROMPT,
+    MakeWorker,
+    fill,
+    make_worker,
+    run,
+    spec,
+    tokens_of,
+)
 from tandem.tests.workers.engine.harness import SeqEvent, Worker
 from tandem.tests.workers.engine.pair import best_hypotheses
 from tandem.workers.engine.block_pool import BlockState
@@ -31,7 +39,9 @@ def found(events: Sequence[Event], first: int, count: int) -> list[tuple[tuple[i
     """Hypotheses and scores, after a look at indices and ends."""
     hypotheses = []
     for number in range(first, first + count):
-        (event,) = (event for event in events if isinstance(event, NewTokens) and event.id == number)
+        (event,) = (
+            event for event in events if isinstance(event, NewTokens) and event.id == number
+        )
         assert event.first_index == 0
         assert event.finish is not None
         hypotheses.append((event.token_ids, event.score))
@@ -75,7 +85,9 @@ def test_hypotheses_are_those_of_a_search_without_an_engine(
     target.submit(spec(1, prompt, stop_ids=tuple(stop_ids), **options))
     target.submit(spec(9, (5, 6), max_tokens=9))
     events = run(target)
-    assert found(events, 1, beam.num_best) == best_hypotheses(prompt, max_tokens, width, beam, stop_ids)
+    assert found(events, 1, beam.num_best) == best_hypotheses(
+        prompt, max_tokens, width, beam, stop_ids
+    )
     assert {e.id for e in events if isinstance(e, NewTokens)} == {9, *range(1, 1 + beam.num_best)}
     target.check_idle()
 
@@ -87,7 +99,9 @@ def test_all_best_hypotheses_are_reported_at_the_end_and_nothing_before(worker: 
     events = [event for event in run(target) if not isinstance(event, Progress)]
     assert found(events, 1, 3) == best_hypotheses(PROMPT, 6, 4, beam, frozenset())
     assert [type(event) for event in events] == [Admitted] + [NewTokens] * 3
-    assert {event.finish for event in events if isinstance(event, NewTokens)} == {FinishReason.LENGTH}
+    assert {event.finish for event in events if isinstance(event, NewTokens)} == {
+        FinishReason.LENGTH
+    }
     target.check_idle()
 
 
@@ -100,18 +114,31 @@ def test_a_hypothesis_keeps_its_stop_token(worker: MakeWorker) -> None:
     target.submit(spec(1, max_tokens=9, num_choices=3, beam=beam, stop_ids=(free[0],)))
     events = run(target)
     assert found(events, 1, 1) == want
-    assert [e.finish for e in events if isinstance(e, NewTokens) and e.finish] == [FinishReason.STOP]
+    assert [e.finish for e in events if isinstance(e, NewTokens) and e.finish] == [
+        FinishReason.STOP
+    ]
     assert want[0][0][-1] == free[0]
 
 
 def test_steps_ask_for_candidates_only_and_beams_share_the_prompt(worker: MakeWorker) -> None:
     target = worker(growth_tokens=0)
-    target.submit(spec(1, max_tokens=8, num_choices=3, beam=BEAM, stop_ids=(0, 1), sampling=SamplingParams(seed=9)))
+    target.submit(
+        spec(
+            1,
+            max_tokens=8,
+            num_choices=3,
+            beam=BEAM,
+            stop_ids=(0, 1),
+            sampling=SamplingParams(seed=9),
+        )
+    )
     run(target)
     plans = [plan for plan in target.executor.plans if plan.sequences]
     reported = [step.sampling for plan in plans for step in plan.sequences if step.sampling]
     assert {(sampling.temperature, sampling.logprobs) for sampling in reported} == {(0.0, 5)}
-    assert [len(plan.sequences) for plan in plans] == [1] + [3] * (len(plans) - 1), "all beams or none"
+    assert [len(plan.sequences) for plan in plans] == [1] + [3] * (len(plans) - 1), (
+        "all beams or none"
+    )
     assert all(step.num_samples == 1 for plan in plans for step in plan.sequences)
     assert target.executor.num_tokens == 10 + 3 * (len(plans) - 1)
     shared = {step.new_blocks[:2] for plan in plans for step in plan.sequences if step.sampling}
@@ -121,7 +148,10 @@ def test_steps_ask_for_candidates_only_and_beams_share_the_prompt(worker: MakeWo
 def opened(worker: Worker, **options: Any) -> FirstTokens:
     worker.submit(spec(1, task=Task.PREFILL, **options))
     events = run(worker)
-    assert [type(e) for e in events if not isinstance(e, Progress)] == [Admitted, PrefillFinished], "no token"
+    assert [type(e) for e in events if not isinstance(e, Progress)] == [
+        Admitted,
+        PrefillFinished,
+    ], "no token"
     assert worker.engine.blocks()[BlockState.LEASED] == 3
     worker.engine.cancel(1)
     worker.check_idle()
@@ -130,7 +160,9 @@ def opened(worker: Worker, **options: Any) -> FirstTokens:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7])
-def test_prefill_and_decode_apart_give_the_same_hypotheses(worker: MakeWorker, max_tokens: int) -> None:
+def test_prefill_and_decode_apart_give_the_same_hypotheses(
+    worker: MakeWorker, max_tokens: int
+) -> None:
     options: dict[str, Any] = {"max_tokens": max_tokens, "num_choices": 3, "beam": BEAM}
     start = opened(worker(), **options)
     assert len(start.tokens) == len(start.logprobs) == 4
@@ -144,8 +176,12 @@ def test_prefill_and_decode_apart_give_the_same_hypotheses(worker: MakeWorker, m
     target.check_idle()
 
 
-@pytest.mark.parametrize("wrong", [FirstTokens(tokens=(1, 2), logprobs=(-1.0, -2.0)), FirstTokens(tokens=(1, 2, 3))])
-def test_first_tokens_without_candidates_are_refused(worker: MakeWorker, wrong: FirstTokens) -> None:
+@pytest.mark.parametrize(
+    "wrong", [FirstTokens(tokens=(1, 2), logprobs=(-1.0, -2.0)), FirstTokens(tokens=(1, 2, 3))]
+)
+def test_first_tokens_without_candidates_are_refused(
+    worker: MakeWorker, wrong: FirstTokens
+) -> None:
     target = worker()
     target.submit(spec(5, task=Task.DECODE, num_choices=3, beam=BEAM))
     target.step()
@@ -211,7 +247,9 @@ def test_late_stop_tokens_end_no_hypothesis_before_their_time(worker: MakeWorker
     stop = best_hypotheses(PROMPT, 3, 3, BEAM, frozenset())[0][0][0]
     sampling = SamplingParams(stop_ids=(stop,), min_length=len(PROMPT) + 3)
     target = worker()
-    target.submit(spec(1, max_tokens=8, num_choices=3, beam=BEAM, stop_ids=(stop,), sampling=sampling))
+    target.submit(
+        spec(1, max_tokens=8, num_choices=3, beam=BEAM, stop_ids=(stop,), sampling=sampling)
+    )
     for tokens, _ in found(run(target), 1, 2):
         assert stop not in tokens[:3]
 
@@ -222,12 +260,16 @@ def test_hypotheses_that_do_not_exist_are_failures(worker: MakeWorker) -> None:
     sampling = SamplingParams(stop_ids=stops, min_length=len(PROMPT) + 3)
     target = worker()
     beam = BeamSearch(num_best=4)
-    target.submit(spec(1, max_tokens=1, num_choices=5, beam=beam, stop_ids=stops, sampling=sampling))
+    target.submit(
+        spec(1, max_tokens=1, num_choices=5, beam=beam, stop_ids=stops, sampling=sampling)
+    )
     target.engine.cancel_choice(1, 2)
     events = run(target)
     assert sorted(tokens_of(events, 1) + tokens_of(events, 2)) == [14, 15]
     failed = [event for event in events if isinstance(event, Failed)]
-    assert [(event.id, event.reason) for event in failed] == [(4, "beam_search: only 2 hypotheses exist")]
+    assert [(event.id, event.reason) for event in failed] == [
+        (4, "beam_search: only 2 hypotheses exist")
+    ]
     target.check_idle()
 
 
@@ -235,7 +277,9 @@ def test_hypotheses_that_do_not_exist_are_failures(worker: MakeWorker) -> None:
 def test_a_hypothesis_can_be_cancelled_whichever_beams_are_left(
     worker: MakeWorker, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beams run out as they would if a model had one candidate token alone: here those of all sequences but one."""
+    """Beams run out as they would if a model had one candidate token alone: here those of all
+    sequences but one.
+    """
     target = worker(overlap=False)
     target.submit(spec(5, max_tokens=9, num_choices=3, beam=BeamSearch(num_best=3)))
     target.step()

@@ -15,7 +15,11 @@ def divisors(number: int) -> list[int]:
 def splits(draw: st.DrawFn) -> tuple[int, int, int]:
     """num_heads, num_kv_heads, tp."""
     num_heads = draw(st.integers(1, 64))
-    return num_heads, draw(st.sampled_from(divisors(num_heads))), draw(st.sampled_from(divisors(num_heads)))
+    return (
+        num_heads,
+        draw(st.sampled_from(divisors(num_heads))),
+        draw(st.sampled_from(divisors(num_heads))),
+    )
 
 
 def slots_of(num_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, ...]]:
@@ -39,24 +43,32 @@ def test_every_query_head_finds_its_kv_head_in_uniform_groups(split: tuple[int, 
 
 @settings(max_examples=150)
 @given(splits())
-def test_slots_are_equally_many_on_every_rank_and_no_fewer_would_do(split: tuple[int, int, int]) -> None:
+def test_slots_are_equally_many_on_every_rank_and_no_fewer_would_do(
+    split: tuple[int, int, int],
+) -> None:
     num_heads, num_kv_heads, tp = split
     (num_slots,) = {len(slots) for slots in slots_of(*split)}
     kv_of = [head // (num_heads // num_kv_heads) for head in range(num_heads)]
     for fewer in divisors(num_heads // tp):
         size = num_heads // tp // fewer
-        uniform = all(len(set(kv_of[first : first + size])) == 1 for first in range(0, num_heads, size))
+        uniform = all(
+            len(set(kv_of[first : first + size])) == 1 for first in range(0, num_heads, size)
+        )
         assert uniform == (fewer % num_slots == 0)
 
 
 @settings(max_examples=150)
 @given(splits())
-def test_heads_repeat_only_where_a_rank_straddles_groups_unevenly(split: tuple[int, int, int]) -> None:
+def test_heads_repeat_only_where_a_rank_straddles_groups_unevenly(
+    split: tuple[int, int, int],
+) -> None:
     num_heads, num_kv_heads, tp = split
     group, local = num_heads // num_kv_heads, num_heads // tp
     if local % group == 0 or group % local == 0:
         for rank, slots in enumerate(slots_of(*split)):
-            assert list(slots) == sorted({head // group for head in query_heads(num_heads, tp, rank)})
+            assert list(slots) == sorted(
+                {head // group for head in query_heads(num_heads, tp, rank)}
+            )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +92,10 @@ def test_slots(num_heads: int, num_kv_heads: int, tp: int, expected: list[tuple[
 @given(st.integers(0, 200_000), st.integers(1, 64))
 def test_parts_follow_one_another_and_differ_by_at_most_one(size: int, tp: int) -> None:
     parts = [part(size, tp, rank) for rank in range(tp)]
-    assert [parts[0].start, *(each.stop for each in parts)] == [*(each.start for each in parts), size]
+    assert [parts[0].start, *(each.stop for each in parts)] == [
+        *(each.start for each in parts),
+        size,
+    ]
     lengths = {len(each) for each in parts}
     assert max(lengths) - min(lengths) <= (size % tp != 0)
 

@@ -1,4 +1,6 @@
-"""A running sequence is leased like a finished prefill, and continues on another engine as if nothing had happened."""
+"""A running sequence is leased like a finished prefill, and continues on another engine as if
+nothing had happened.
+"""
 
 import random
 from collections import Counter
@@ -34,10 +36,14 @@ def suspended_of(events: list[SeqEvent]) -> list[Suspended]:
     return [event for event in events if isinstance(event, Suspended)]
 
 
-def go_on(source: Worker, event: Suspended, target: Worker, max_tokens: int, first_index: int) -> list[int]:
+def go_on(
+    source: Worker, event: Suspended, target: Worker, max_tokens: int, first_index: int
+) -> list[int]:
     """Continues on another engine, whose tokens it returns."""
     number = event.id
-    target.submit(spec(number, event.tokens, task=Task.DECODE, max_tokens=max_tokens, first_index=first_index))
+    target.submit(
+        spec(number, event.tokens, task=Task.DECODE, max_tokens=max_tokens, first_index=first_index)
+    )
     (admitted,) = target.step()
     assert isinstance(admitted, Admitted)
     part = span(source.executor.kv, admitted.num_cached, len(event.tokens) - admitted.num_cached)
@@ -124,7 +130,9 @@ def test_others_go_on(worker: MakeWorker) -> None:
 
 @pytest.mark.parametrize("num_tokens", [9, 12], ids=["a partial block", "full blocks"])
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
-def test_a_prompt_is_computed_and_forks_first(worker: MakeWorker, num_tokens: int, num_steps: int) -> None:
+def test_a_prompt_is_computed_and_forks_first(
+    worker: MakeWorker, num_tokens: int, num_steps: int
+) -> None:
     """No step copies the partial block for the choices: its reader reads the original."""
     source, prompt = worker(chunk_tokens=5), tuple(range(1, num_tokens + 1))
     source.submit(spec(1, prompt, max_tokens=12, num_choices=3, sampling=SamplingParams(seed=7)))
@@ -138,7 +146,9 @@ def test_a_prompt_is_computed_and_forks_first(worker: MakeWorker, num_tokens: in
         assert event.id == number
         assert made == want[number - 1][: len(made)]
         assert (*event.tokens, event.first_token) == (*prompt, *made)
-        source.executor.kv.history(event.blocks, len(event.tokens))  # raises if it is of something else
+        source.executor.kv.history(
+            event.blocks, len(event.tokens)
+        )  # raises if it is of something else
     for number in (2, 1, 3):
         source.engine.cancel(number)
         source.check()
@@ -193,7 +203,10 @@ def test_what_has_not_begun_or_does_not_move_is_left_alone(worker: MakeWorker) -
     events += target.step() + target.step()
     assert target.engine.suspend(3), "a beam"
     events += run(target)
-    assert (tokens_of(events, 1), tokens_of(events, 4)) == (expected(PROMPT, 1), expected(PROMPT, 2))
+    assert (tokens_of(events, 1), tokens_of(events, 4)) == (
+        expected(PROMPT, 1),
+        expected(PROMPT, 2),
+    )
     assert finish_of(events, 2)
     assert not suspended_of(events)
     target.engine.cancel(1)
@@ -201,14 +214,17 @@ def test_what_has_not_begun_or_does_not_move_is_left_alone(worker: MakeWorker) -
     target.check_idle()
 
 
-# --- any order -----------------------------------------------------------------------------------------------------
+# --- any order
+# --------------------------------------------------------------------------------------------------
 
 MAX_PROMPT, MAX_TOKENS = 6, 9
 
 
 @dataclass(eq=False)
 class Place:
-    """Where a choice is: a sequence of one of two engines and, while it moves there, the lease of the other one."""
+    """Where a choice is: a sequence of one of two engines and, while it moves there, the lease of
+    the other one.
+    """
 
     worker: int
     number: int
@@ -227,7 +243,9 @@ class Service:
         self._next_id = 0
 
     def submit(self, worker: int, requests: list[Request]) -> None:
-        """Submits as one request of several choices, or as single ones where these do not fit together."""
+        """Submits as one request of several choices, or as single ones where these do not fit
+        together.
+        """
         each = self._spec(requests[0], Task.WHOLE, len(requests))
         if not self.workers[worker].engine.scheduler.fits(each):
             for request in requests:
@@ -278,7 +296,9 @@ class Service:
         request.num_ends = 1
 
     def finish(self) -> None:
-        """Runs all to its end. Where two engines are full of leases that wait for each other, one is lost."""
+        """Runs all to its end. Where two engines are full of leases that wait for each other, one
+        is lost.
+        """
         for _ in range(3000):
             if not self.places:
                 break
@@ -288,7 +308,11 @@ class Service:
             for request in list(self.places):
                 self.pull(request)
             moving = [request for request, place in self.places.items() if place.lease]
-            if moving and self.seen.total() == num_events and not any(w.engine.has_work for w in self.workers):
+            if (
+                moving
+                and self.seen.total() == num_events
+                and not any(w.engine.has_work for w in self.workers)
+            ):
                 self.lose(moving[0])
         assert not self.places, "somebody starves"
         for each in self.workers:
@@ -323,7 +347,9 @@ class Service:
         )
 
     def _handle(self, worker: int, event: SeqEvent) -> None:
-        request = next((r for r, p in self.places.items() if (p.worker, p.number) == (worker, event.id)), None)
+        request = next(
+            (r for r, p in self.places.items() if (p.worker, p.number) == (worker, event.id)), None
+        )
         if request is None:
             assert isinstance(event, Admitted), "of choices of which the first was cancelled"
             return
@@ -345,7 +371,9 @@ class Service:
             case Suspended():
                 assert event.tokens == (*request.prompt, *request.tokens[:-1])
                 assert event.first_token == request.tokens[-1]
-                assert len(event.blocks) == -(-len(event.tokens) // self.workers[worker].config.block_size)
+                assert len(event.blocks) == -(
+                    -len(event.tokens) // self.workers[worker].config.block_size
+                )
                 decode = self._spec(request, Task.DECODE)
                 self._next_id += 1
                 self.workers[1 - worker].submit(decode)
@@ -354,7 +382,8 @@ class Service:
 
 REQUESTS = st.builds(
     lambda prompt, max_tokens, salt, stop_ids, seed, n: [
-        Request(prompt, max_tokens, salt=salt, stop_ids=stop_ids, seed=seed + choice) for choice in range(n)
+        Request(prompt, max_tokens, salt=salt, stop_ids=stop_ids, seed=seed + choice)
+        for choice in range(n)
     ],
     prompt=st.lists(st.integers(1, 2), min_size=1, max_size=MAX_PROMPT).map(tuple),
     max_tokens=st.integers(1, MAX_TOKENS),
@@ -364,7 +393,9 @@ REQUESTS = st.builds(
     n=st.sampled_from([1, 1, 2, 3]),
 )
 ACTIONS = st.tuples(
-    st.sampled_from(["step 0", "step 1", "step 0", "step 1", "suspend", "suspend", "pull", "cancel", "lose"]),
+    st.sampled_from(
+        ["step 0", "step 1", "step 0", "step 1", "suspend", "suspend", "pull", "cancel", "lose"]
+    ),
     st.integers(0, 2**10),
 )
 
@@ -392,7 +423,9 @@ def act(service: Service, action: str, number: int) -> None:
     if action.startswith("step"):
         service.step(int(action[-1]))
         return
-    candidates = [r for r, place in service.places.items() if action in ("suspend", "cancel") or place.lease]
+    candidates = [
+        r for r, place in service.places.items() if action in ("suspend", "cancel") or place.lease
+    ]
     if not candidates:
         return
     request = candidates[number % len(candidates)]
@@ -409,12 +442,18 @@ def finish(service: Service, requests: list[Request]) -> None:
     assert all(request.num_ends == 1 for request in requests)
 
 
-@given(data=st.data(), batches=st.lists(REQUESTS, min_size=1, max_size=5), actions=st.lists(ACTIONS, max_size=60))
+@given(
+    data=st.data(),
+    batches=st.lists(REQUESTS, min_size=1, max_size=5),
+    actions=st.lists(ACTIONS, max_size=60),
+)
 def test_in_any_order_every_choice_gets_its_tokens(
     data: st.DataObject, batches: list[list[Request]], actions: list[tuple[str, int]]
 ) -> None:
     overlap = data.draw(st.booleans())
-    service = Service((data.draw(configs(overlap)), data.draw(configs(overlap))), late=data.draw(st.booleans()))
+    service = Service(
+        (data.draw(configs(overlap)), data.draw(configs(overlap))), late=data.draw(st.booleans())
+    )
     for number, batch in enumerate(batches):
         service.submit(number % 2, batch)
     for action, number in actions:
@@ -458,5 +497,8 @@ def walk_config(rng: random.Random, overlap: bool) -> EngineConfig:
 
 
 def random_batch(rng: random.Random) -> list[Request]:
-    prompt, max_tokens = tuple(rng.choices([1, 2], k=rng.randint(1, MAX_PROMPT))), rng.randint(1, MAX_TOKENS)
+    prompt, max_tokens = (
+        tuple(rng.choices([1, 2], k=rng.randint(1, MAX_PROMPT))),
+        rng.randint(1, MAX_TOKENS),
+    )
     return [Request(prompt, max_tokens, seed=7 + choice) for choice in range(rng.randint(1, 3))]

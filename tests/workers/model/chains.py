@@ -9,7 +9,9 @@ Chain = Callable[[int], str]
 def _lark(definition: str, end: str) -> Chain:
     def chain(length: int) -> str:
         lines = [definition.format(number, number + 1) for number in range(length)]
-        return "\n".join([f"start: {definition.format(0, 0).partition(':')[0]}", *lines, end.format(length)])
+        return "\n".join(
+            [f"start: {definition.format(0, 0).partition(':')[0]}", *lines, end.format(length)]
+        )
 
     return chain
 
@@ -40,5 +42,7 @@ def longest(chain: Chain, num_characters: int) -> str:
     least, most = 1, num_characters
     while least < most:
         middle = (least + most + 1) // 2
-        least, most = (middle, most) if len(chain(middle)) <= num_characters else (least, middle - 1)
+        least, most = (
+            (middle, most) if len(chain(middle)) <= num_characters else (least, middle - 1)
+        )
     return chain(least)

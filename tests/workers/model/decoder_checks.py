@@ -31,7 +31,9 @@ def load_generic(folder: Path) -> ModelRunner:
 
 
 def logit_difference(folder: Path) -> float:
-    """The largest difference to transformers' logits: whole prompts, chunks, and chunks beside decodes."""
+    """The largest difference to transformers' logits: whole prompts, chunks, and chunks beside
+    decodes.
+    """
     model, driver = reference(folder), Driver(load_generic(folder))
     differences = []
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
@@ -48,7 +50,11 @@ def logit_difference(folder: Path) -> float:
         first, second, third = prompt(45, 1), prompt(33, 2), prompt(20, 3)
         with recorded_logits(patch) as logits:
             driver.run(driver.step(1, first[:40], 0), driver.step(2, second[:7], 0))
-            driver.run(driver.step(1, first[40:41], 40), driver.step(2, second[7:], 7), driver.step(3, third[:1], 0))
+            driver.run(
+                driver.step(1, first[40:41], 40),
+                driver.step(2, second[7:], 7),
+                driver.step(3, third[:1], 0),
+            )
             driver.run(driver.step(1, first[41:42], 41), driver.step(3, third[1:2], 1))
         rows = {
             1: reference_logits(model, first),
@@ -56,7 +62,9 @@ def logit_difference(folder: Path) -> float:
             3: reference_logits(model, third),
         }
         seen = [(1, 39), (2, 6), (1, 40), (2, 32), (3, 0), (1, 41), (3, 1)]
-        differences.append(torch.cat(logits) - torch.stack([rows[number][row] for number, row in seen]))
+        differences.append(
+            torch.cat(logits) - torch.stack([rows[number][row] for number, row in seen])
+        )
     return max(float(each.abs().max()) for each in differences)
 
 
@@ -67,7 +75,9 @@ def greedy_tokens(folder: Path) -> list[list[int]]:
 
 def tokens_alone(runner: ModelRunner) -> list[list[int]]:
     driver = Driver(runner)
-    return [driver.generate(index, prompt(*each), _NUM_TOKENS) for index, each in enumerate(_GREEDY)]
+    return [
+        driver.generate(index, prompt(*each), _NUM_TOKENS) for index, each in enumerate(_GREEDY)
+    ]
 
 
 def tokens_after_transfer(folder: Path) -> list[list[int]]:
@@ -79,8 +89,12 @@ def tokens_after_transfer(folder: Path) -> list[list[int]]:
         tokens = source.run(source.step(index, ids, 0))
         step = target.step(index, tokens, len(ids))
         for layer in range(source.runner.kv.layout.num_layers):
-            moved = source.runner.kv.read(source.tables[index], span(source.runner.kv, 0, len(ids), layer, 1))
-            target.runner.kv.write(target.tables[index], span(target.runner.kv, 0, len(ids), layer, 1), moved)
+            moved = source.runner.kv.read(
+                source.tables[index], span(source.runner.kv, 0, len(ids), layer, 1)
+            )
+            target.runner.kv.write(
+                target.tables[index], span(target.runner.kv, 0, len(ids), layer, 1), moved
+            )
         tokens += target.run(step)
         while len(tokens) < _NUM_TOKENS:
             tokens += target.run(target.step(index, tokens[-1:], len(ids) + len(tokens) - 1))

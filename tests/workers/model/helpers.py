@@ -1,4 +1,6 @@
-"""A plan-level driver of a ModelRunner: prompts in, logits or tokens out, with scrambled block tables."""
+"""A plan-level driver of a ModelRunner: prompts in, logits or tokens out, with scrambled block
+tables.
+"""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,8 @@ logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 GREEDY = SamplingParams(temperature=0.0)
 
-# rope_parameters of every scaling; the tiny models' 2,048 positions are pretended to be stretched from 64.
+# rope_parameters of every scaling; the tiny models' 2,048 positions are pretended to be stretched
+# from 64.
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
@@ -49,7 +52,9 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 def reference(folder: Path) -> torch.nn.Module:
     """The same model in transformers, float32, with the plainest attention."""
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager"
+    )
     return model.eval()
 
 
@@ -60,10 +65,16 @@ def reference_logits(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.
     return logits
 
 
-def reference_greedy(model: torch.nn.Module, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+def reference_greedy(
+    model: torch.nn.Module, token_ids: Sequence[int], num_tokens: int
+) -> list[int]:
     ids = torch.tensor([list(token_ids)])
     output = model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
     )
     tokens: list[int] = output[0, len(token_ids) :].tolist()
     return tokens
@@ -79,10 +90,16 @@ class Driver:
         self.tables: dict[int, list[int]] = {}
 
     def step(
-        self, sequence_id: int, token_ids: Sequence[int], start: int, sampling: SamplingParams = GREEDY, **fields: Any
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int],
+        start: int,
+        sampling: SamplingParams = GREEDY,
+        **fields: Any,
     ) -> SequenceStep:
-        """The plan of one sequence's next tokens; the sequence is new if it has no block yet, and then the tokens are
-        its whole prompt, unless `fields` of the step say otherwise."""
+        """The plan of one sequence's next tokens; the sequence is new if it has no block yet, and
+        then the tokens are its whole prompt, unless `fields` of the step say otherwise.
+        """
         is_new = sequence_id not in self.tables
         table = self.tables.setdefault(sequence_id, [])
         num_blocks = -(-(start + len(token_ids)) // self.runner.kv.block_size)
@@ -112,7 +129,11 @@ class Driver:
         self.run(dropped=[sequence_id])
 
     def generate(
-        self, sequence_id: int, token_ids: Sequence[int], num_tokens: int, sampling: SamplingParams = GREEDY
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        sampling: SamplingParams = GREEDY,
     ) -> list[int]:
         """Prefills in one step, then decodes alone."""
         tokens = self.run(self.step(sequence_id, token_ids, 0, sampling))
@@ -127,7 +148,9 @@ def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tens
     """Collects the logits [num_sampled, vocab_size] of every step that samples."""
     recorded: list[torch.Tensor] = []
 
-    def record(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+    def record(
+        logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+    ) -> torch.Tensor:
         recorded.append(logits.clone())
         return sample(logits, params, positions)
 
@@ -137,8 +160,9 @@ def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tens
 
 
 def multiply_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a product in Triton's interpreter, like one of a GPU's tensor cores, add in the same order for every row.
-    BLAS, which it calls, has other kernels for the rows at the edge."""
+    """Makes a product in Triton's interpreter, like one of a GPU's tensor cores, add in the same
+    order for every row. BLAS, which it calls, has other kernels for the rows at the edge.
+    """
     from triton.runtime import interpreter
 
     def create_dot(self: object, a: Any, b: Any, sums: Any, *options: object) -> object:
@@ -163,7 +187,9 @@ def load(
     context_tokens: int | None = None,
 ) -> ModelRunner:
     return ModelRunner.load(
-        open_checkpoint(folder, model_impl, quantization=quantization, context_tokens=context_tokens),
+        open_checkpoint(
+            folder, model_impl, quantization=quantization, context_tokens=context_tokens
+        ),
         dtype=dtype,
         cache_dtype=cache_dtype,
         device=device,
@@ -175,13 +201,22 @@ def load(
 
 
 def mixed_steps(runner: ModelRunner) -> list[list[int]]:
-    """Tokens of chunks of prompts beside decodes, with borders inside blocks and beyond the Mistral family's window,
-    then of three sequences that only decode."""
+    """Tokens of chunks of prompts beside decodes, with borders inside blocks and beyond the Mistral
+    family's window, then of three sequences that only decode.
+    """
     driver = Driver(runner)
     first, second = prompt(45, 1), prompt(33, 2)
     tokens = [driver.run(driver.step(1, first, 0), driver.step(2, second[:7], 0))]
-    tokens.append(driver.run(driver.step(1, tokens[-1][:1], 45), driver.step(2, second[7:], 7), driver.step(3, [9], 0)))
+    tokens.append(
+        driver.run(
+            driver.step(1, tokens[-1][:1], 45),
+            driver.step(2, second[7:], 7),
+            driver.step(3, [9], 0),
+        )
+    )
     for index in range(3):
         steps = zip((1, 2, 3), tokens[-1], (46, 33, 1), strict=True)
-        tokens.append(driver.run(*(driver.step(number, [token], at + index) for number, token, at in steps)))
+        tokens.append(
+            driver.run(*(driver.step(number, [token], at + index) for number, token, at in steps))
+        )
     return tokens

@@ -1,4 +1,6 @@
-"""Run as a program: loads one rank of a model and prints the peak of the process's memory meanwhile, in bytes."""
+"""Run as a program: loads one rank of a model and prints the peak of the process's memory
+meanwhile, in bytes.
+"""
 
 import sys
 from pathlib import Path
@@ -34,7 +36,9 @@ def resident(field: str) -> int:
 def load(folder: str, dtype: str, rank: int, size: int) -> ModelRunner:
     group = LoneRank(rank, size)
     checkpoint = open_checkpoint(Path(folder))
-    return ModelRunner.load(checkpoint, dtype=dtype, device="cpu", num_blocks=1, block_size=16, group=group)
+    return ModelRunner.load(
+        checkpoint, dtype=dtype, device="cpu", num_blocks=1, block_size=16, group=group
+    )
 
 
 def main(warmup: str, folder: str, dtype: str, rank: str, size: str) -> None:

@@ -1,4 +1,6 @@
-"""Folders that can be served, and a table of those that cannot: each refusal is one line naming file and tensor."""
+"""Folders that can be served, and a table of those that cannot: each refusal is one line naming
+file and tensor.
+"""
 
 import json
 import math
@@ -82,9 +84,15 @@ def shard(folder: Path) -> None:
     """Splits the single file into one shard per half of the tensors."""
     tensors = load_file(folder / SINGLE)
     names = sorted(tensors)
-    weight_map = {name: f"model-{1 + (index * 2 >= len(names))}-of-2.safetensors" for index, name in enumerate(names)}
+    weight_map = {
+        name: f"model-{1 + (index * 2 >= len(names))}-of-2.safetensors"
+        for index, name in enumerate(names)
+    }
     for file in set(weight_map.values()):
-        save_file({name: tensors[name].clone() for name in names if weight_map[name] == file}, folder / file)
+        save_file(
+            {name: tensors[name].clone() for name in names if weight_map[name] == file},
+            folder / file,
+        )
     (folder / SINGLE).unlink()
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
@@ -98,7 +106,9 @@ def sharded(change: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def edit_index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    return sharded(lambda folder: edit_json(folder / INDEX, lambda index: change(index["weight_map"])))
+    return sharded(
+        lambda folder: edit_json(folder / INDEX, lambda index: change(index["weight_map"]))
+    )
 
 
 def rope(**fields: Any) -> Callable[[Path], None]:
@@ -108,8 +118,14 @@ def rope(**fields: Any) -> Callable[[Path], None]:
 BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ("config.json",)),
     "config is no JSON": (cut("config.json", 50), ("config.json", "JSON")),
-    "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), ("config.json", "object")),
-    "config is deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), ("config.json", "JSON")),
+    "config is a list": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        ("config.json", "object"),
+    ),
+    "config is deep": (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        ("config.json", "JSON"),
+    ),
     "architecture": (
         set_config(architectures=["GPT2LMHeadModel"]),
         ("config.json", "architectures", "GPT2LMHeadModel"),
@@ -131,7 +147,10 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         ("generation_config.json", "eos_token_id"),
     ),
     "rope type": (rope(rope_type="axial"), ("config.json", "rope_parameters.rope_type", "axial")),
-    "longrope without factors": (rope(rope_type="longrope"), ("config.json", "rope_parameters.short_factor")),
+    "longrope without factors": (
+        rope(rope_type="longrope"),
+        ("config.json", "rope_parameters.short_factor"),
+    ),
     "longrope with too few factors": (
         rope(rope_type="longrope", short_factor=[1.0, 2.0]),
         ("config.json", "rope_parameters", "8 factors"),
@@ -141,7 +160,10 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         rope(rope_type="llama3", factor=8, low_freq_factor=4, high_freq_factor=4),
         ("config.json", "rope_parameters.low_freq_factor"),
     ),
-    "partial rotary": (rope(rope_type="default", partial_rotary_factor=0.5), ("config.json", "partial_rotary_factor")),
+    "partial rotary": (
+        rope(rope_type="default", partial_rotary_factor=0.5),
+        ("config.json", "partial_rotary_factor"),
+    ),
     "rope is no object": (set_config(rope_parameters=[1]), ("config.json", "rope_parameters")),
     "no weights": (lambda folder: (folder / SINGLE).unlink(), (SINGLE, "not found")),
     "pickled weights": (
@@ -178,7 +200,10 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         (SINGLE, QUERY, "data_offsets"),
     ),
     "gap": (edit_header(lambda header: header.pop(QUERY)), (SINGLE, "gap")),
-    "missing tensor": (edit_tensors(lambda tensors: tensors.pop(QUERY)), (SINGLE, QUERY, "missing")),
+    "missing tensor": (
+        edit_tensors(lambda tensors: tensors.pop(QUERY)),
+        (SINGLE, QUERY, "missing"),
+    ),
     "missing head": (
         edit_tensors(lambda tensors: tensors.pop("lm_head.weight")),
         (SINGLE, "lm_head.weight", "missing"),
@@ -188,43 +213,70 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         (SINGLE, QUERY, "[64, 32]", "[64, 64]"),
     ),
     "wrong dtype": (
-        edit_tensors(lambda tensors: tensors.update({name: tensor.int() for name, tensor in tensors.items()})),
+        edit_tensors(
+            lambda tensors: tensors.update({name: tensor.int() for name, tensor in tensors.items()})
+        ),
         (SINGLE, "model.embed_tokens.weight", "I32"),
     ),
-    "config of another size": (set_config(intermediate_size=128), (SINGLE, "mlp.gate_proj.weight", "[96, 64]")),
+    "config of another size": (
+        set_config(intermediate_size=128),
+        (SINGLE, "mlp.gate_proj.weight", "[96, 64]"),
+    ),
     "index is broken": (sharded(cut(INDEX, 20)), (INDEX, "JSON")),
-    "index without map": (sharded(lambda folder: (folder / INDEX).write_text("{}")), (INDEX, "weight_map")),
+    "index without map": (
+        sharded(lambda folder: (folder / INDEX).write_text("{}")),
+        (INDEX, "weight_map"),
+    ),
     "missing shard": (
         sharded(lambda folder: (folder / "model-2-of-2.safetensors").unlink()),
         ("model-2-of-2.safetensors",),
     ),
-    "truncated shard": (sharded(cut("model-2-of-2.safetensors", -1)), ("model-2-of-2.safetensors", "truncated")),
+    "truncated shard": (
+        sharded(cut("model-2-of-2.safetensors", -1)),
+        ("model-2-of-2.safetensors", "truncated"),
+    ),
     "not in its shard": (
         edit_index(lambda shards: shards.update({QUERY: "model-2-of-2.safetensors"})),
         ("model-2-of-2.safetensors", QUERY, "missing"),
     ),
     "not in the index": (edit_index(lambda shards: shards.pop(QUERY)), (INDEX, QUERY, "missing")),
-    "shard above": (edit_index(lambda shards: shards.update({QUERY: "../a.safetensors"})), (INDEX, QUERY, "../a")),
-    "absolute shard": (edit_index(lambda shards: shards.update({QUERY: "/etc/passwd"})), (INDEX, QUERY, "/etc/passwd")),
+    "shard above": (
+        edit_index(lambda shards: shards.update({QUERY: "../a.safetensors"})),
+        (INDEX, QUERY, "../a"),
+    ),
+    "absolute shard": (
+        edit_index(lambda shards: shards.update({QUERY: "/etc/passwd"})),
+        (INDEX, QUERY, "/etc/passwd"),
+    ),
     "dots": (edit_index(lambda shards: shards.update({QUERY: ".."})), (INDEX, QUERY)),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ("tokenizer.json",)),
     "tokenizer is no JSON": (cut("tokenizer.json", 100), ("tokenizer.json", "JSON")),
     "tokenizer without vocabulary": (
-        lambda folder: edit_json(folder / "tokenizer.json", lambda values: values["model"].pop("vocab")),
+        lambda folder: edit_json(
+            folder / "tokenizer.json", lambda values: values["model"].pop("vocab")
+        ),
         ("tokenizer.json", "vocab"),
     ),
     "tokenizer beyond the embedding": (
-        lambda folder: edit_json(folder / "tokenizer.json", lambda values: values["model"]["vocab"].update(far=512)),
+        lambda folder: edit_json(
+            folder / "tokenizer.json", lambda values: values["model"]["vocab"].update(far=512)
+        ),
         ("tokenizer.json", "'far'", "512", "model.embed_tokens.weight"),
     ),
     "added token below 0": (
-        lambda folder: edit_json(folder / "tokenizer.json", lambda values: values["added_tokens"][1].update(id=-1)),
+        lambda folder: edit_json(
+            folder / "tokenizer.json", lambda values: values["added_tokens"][1].update(id=-1)
+        ),
         ("tokenizer.json", "-1"),
     ),
 }
 
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "cohere2": "Cohere2ForCausalLM", "gemma3": "Gemma3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -241,26 +293,37 @@ def test_bad_folder_is_refused_in_one_line(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_weights_that_are_not_finite_are_refused_by_name_when_they_are_loaded(folder: Path, value: float) -> None:
+def test_weights_that_are_not_finite_are_refused_by_name_when_they_are_loaded(
+    folder: Path, value: float
+) -> None:
     def put(tensors: dict[str, torch.Tensor]) -> None:
         tensors[QUERY][3, 5] = value
 
     edit_tensors(put)(folder)
-    with pytest.raises(CheckpointError, match=rf"^{SINGLE}: {QUERY}: has NaN or infinite numbers in torch.float32$"):
+    with pytest.raises(
+        CheckpointError, match=rf"^{SINGLE}: {QUERY}: has NaN or infinite numbers in torch.float32$"
+    ):
         load(folder)
 
 
 @pytest.mark.parametrize("model_impl", ["tandem", "transformers"])
 @pytest.mark.parametrize("family", ["llama", "cohere2", "gemma3"])
 @pytest.mark.parametrize("value", [10**9, -1, "2", [2]])
-@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize(
+    "field", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
+)
 def test_security_hostile_sizes_are_refused_before_anything_has_them(
     tmp_path: Path, family: str, model_impl: str, field: str, value: object
 ) -> None:
     """Of a config alone: nobody gets as far as the weights."""
-    config = TINY[family][0](**TINY[family][1]).to_dict() | {field: value, "architectures": [ARCHITECTURES[family]]}
+    config = TINY[family][0](**TINY[family][1]).to_dict() | {
+        field: value,
+        "architectures": [ARCHITECTURES[family]],
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"^(config\.json: \w+: |model\.safetensors: not found)"):
+    with pytest.raises(
+        CheckpointError, match=r"^(config\.json: \w+: |model\.safetensors: not found)"
+    ):
         check_checkpoint(tmp_path, model_impl)
 
 
@@ -270,7 +333,9 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_need_not_have_one_dtype(folder: Path) -> None:
-    """Weights are converted to the dtype that the model computes in; rounded ones give other logits than exact ones."""
+    """Weights are converted to the dtype that the model computes in; rounded ones give other logits
+    than exact ones.
+    """
     expected = Driver(load(folder)).generate(1, prompt(20), 8)
     edit_tensors(lambda tensors: tensors.update({QUERY: tensors[QUERY].bfloat16().float()}))(folder)
     rounded = Driver(load(folder)).generate(1, prompt(20), 8)
@@ -298,14 +363,18 @@ def test_a_start_checks_a_checkpoint_once_and_maps_each_file_once(
 
     monkeypatch.setattr(checkpoint, "_read_header", counted_header)
     monkeypatch.setattr(loader, "mmap", SimpleNamespace(**vars(mmap) | {"mmap": counted_map}))
-    load_rank(RankConfig(model=str(folder), identity=IDENTITY, dtype="float32", kv_cache_bytes=1 << 20))
+    load_rank(
+        RankConfig(model=str(folder), identity=IDENTITY, dtype="float32", kv_cache_bytes=1 << 20)
+    )
     assert sorted(headers) == ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]
     assert len(maps) == 2
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tree_takes_the_tensors_that_transformers_writes(tmp_path: Path, family: str, tied: bool) -> None:
+def test_the_tree_takes_the_tensors_that_transformers_writes(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
     folder = make_tiny_model(tmp_path, family, tie_word_embeddings=tied)
     stored = {name: tuple(tensor.shape) for name, tensor in load_file(folder / SINGLE).items()}
     assert weight_shapes(check_checkpoint(folder)) == stored
@@ -336,7 +405,11 @@ def test_a_large_folder_is_checked_fast(folder: Path) -> None:
     header, position = {}, 0
     for name, shape in tensors.items():
         num_bytes = 4 * torch.Size(shape).numel()
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [position, position + num_bytes]}
+        header[name] = {
+            "dtype": "F32",
+            "shape": shape,
+            "data_offsets": [position, position + num_bytes],
+        }
         position += num_bytes
     text = json.dumps(header).encode()
     with (folder / SINGLE).open("wb") as file:
@@ -369,7 +442,9 @@ def test_yarn_attention_factor_is_derived(folder: Path) -> None:
 
     rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=512)(folder)
     assert attention_factor() == pytest.approx(1.138629436)
-    rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=512, attention_factor=0.5)(folder)
+    rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=512, attention_factor=0.5)(
+        folder
+    )
     assert attention_factor() == 0.5
 
 
@@ -382,17 +457,28 @@ def test_yarn_attention_factor_is_derived(folder: Path) -> None:
         ("qwen2", {"sliding_window": 7, "use_sliding_window": False}, (None, None)),
         (
             "qwen2",
-            {"sliding_window": 7, "use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
+            {
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "layer_types": None,
+                "max_window_layers": 1,
+            },
             (None, 7),
         ),
         (
             "qwen3",
-            {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            {
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
             (7, None),
         ),
     ],
 )
-def test_windows(tmp_path: Path, family: str, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+def test_windows(
+    tmp_path: Path, family: str, fields: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
     folder = make_tiny_model(tmp_path, family)
     set_config(**fields)(folder)
     assert tuple(layer.window for layer in load_model_config(folder).layers) == windows
@@ -407,7 +493,9 @@ def test_end_of_sequence_tokens(folder: Path) -> None:
     assert load_model_config(folder).eos_token_ids == (5, 6)
     (folder / "generation_config.json").unlink()
     set_config(eos_token_id=[-1, 7, 512])(folder)
-    assert load_model_config(folder).eos_token_ids == (7,)  # the others are no tokens: they end nothing
+    assert load_model_config(folder).eos_token_ids == (
+        7,
+    )  # the others are no tokens: they end nothing
     set_config(eos_token_id=None)(folder)
     assert load_model_config(folder).eos_token_ids == ()
 
@@ -421,8 +509,13 @@ def test_the_end_of_the_tokenizer_is_one_as_well(folder: Path, end: object) -> N
     edit_json(folder / "tokenizer_config.json", lambda values: values.update(eos_token=end))
     assert load_model_config(folder).eos_token_ids == (1, 9)
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "absent"}))
-    assert load_model_config(folder).eos_token_ids == (1,)  # as transformers: the older file goes first
-    edit_json(folder / "tokenizer_config.json", lambda values: values.update(added_tokens_decoder={"9": token}))
+    assert load_model_config(folder).eos_token_ids == (
+        1,
+    )  # as transformers: the older file goes first
+    edit_json(
+        folder / "tokenizer_config.json",
+        lambda values: values.update(added_tokens_decoder={"9": token}),
+    )
     assert load_model_config(folder).eos_token_ids == (1, 9)
 
 
@@ -430,13 +523,17 @@ def test_an_added_token_may_lie_beyond_the_embedding(folder: Path) -> None:
     """As in Gemma 3; a grammar knows nothing of it."""
     edit_json(folder / "tokenizer.json", lambda values: values["added_tokens"][1].update(id=900))
     assert check_checkpoint(folder).vocab_size == 512
-    assert GrammarCache(folder, 512, [0]).load(json.dumps({"grammars": [{"lark_grammar": "start: /[0-9]/"}]}))
+    assert GrammarCache(folder, 512, [0]).load(
+        json.dumps({"grammars": [{"lark_grammar": "start: /[0-9]/"}]})
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "model_impl"), [("llama", "tandem"), ("gemma3", "tandem"), ("llama", "transformers")]
 )
-def test_a_stored_head_is_used_though_the_config_ties_it(tmp_path: Path, family: str, model_impl: str) -> None:
+def test_a_stored_head_is_used_though_the_config_ties_it(
+    tmp_path: Path, family: str, model_impl: str
+) -> None:
     folder = make_tiny_model(tmp_path / "model", family, tie_word_embeddings=True)
     embedding = load_file(folder / SINGLE)["model.embed_tokens.weight"]
     tied = generate(folder, model_impl)
@@ -450,15 +547,24 @@ def test_a_stored_head_is_used_though_the_config_ties_it(tmp_path: Path, family:
     edit_tensors(lambda tensors: tensors.update({HEAD: embedding[:-1].clone()}))(folder)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: shape is \[511, "):
         check_checkpoint(folder, model_impl)
-    edit_tensors(lambda tensors: tensors.update({HEAD: tensors.pop("model.embed_tokens.weight")}))(folder)
+    edit_tensors(lambda tensors: tensors.update({HEAD: tensors.pop("model.embed_tokens.weight")}))(
+        folder
+    )
     assert generate(folder, model_impl) == tied  # transformers, too, takes the head for both
 
 
 def test_a_context_beyond_the_models_is_refused_or_as_far_as_the_scaling_goes(folder: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"^context_tokens: 2049 is above the model's context of 2048 tokens"):
+    with pytest.raises(
+        InvalidArgument, match=r"^context_tokens: 2049 is above the model's context of 2048 tokens"
+    ):
         open_checkpoint(folder, context_tokens=2049)
     assert open_checkpoint(folder, context_tokens=64).config.max_position_embeddings == 2048
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    }
     set_config(max_position_embeddings=64, rope_parameters=yarn)(folder)
     assert load_model_config(folder).max_position_embeddings == 64
     runner = load(folder, context_tokens=256)
@@ -475,7 +581,9 @@ def test_an_empty_rope_scaling_is_none(folder: Path) -> None:
     set_config(rope_scaling={}, rope_parameters=linear)(folder)
     assert load_model_config(folder).ropes[0] == RopeConfig(kind="linear", theta=300.0, factor=8.0)
     set_config(rope_scaling=None, rope_parameters={"full_attention": linear})(folder)
-    with pytest.raises(CheckpointError, match=r"rope_parameters\.full_attention: a rotary embedding of one type"):
+    with pytest.raises(
+        CheckpointError, match=r"rope_parameters\.full_attention: a rotary embedding of one type"
+    ):
         load_model_config(folder)
 
 

@@ -30,13 +30,16 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def test_this_machine_has_them() -> None:
-    """A C compiler is among what a developer's machine needs; without it nothing below would test anything."""
+    """A C compiler is among what a developer's machine needs; without it nothing below would test
+    anything.
+    """
     assert cpu.usable(torch.zeros(1))
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize(
-    ("num_heads", "kv_heads", "head_dim"), [(9, 3, 64), (8, 8, 64), (8, 1, 128), (6, 2, 48), (4, 2, 256)]
+    ("num_heads", "kv_heads", "head_dim"),
+    [(9, 3, 64), (8, 8, 64), (8, 1, 128), (6, 2, 48), (4, 2, 256)],
 )
 @pytest.mark.parametrize(
     ("window", "options"),
@@ -48,26 +51,44 @@ def test_this_machine_has_them() -> None:
     ],
 )
 def test_attention_equals_plain_torch(
-    dtype: str, num_heads: int, kv_heads: int, head_dim: int, window: int | None, options: AttentionOptions
+    dtype: str,
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    options: AttentionOptions,
 ) -> None:
     if options.sinks is not None:
         options = replace(options, sinks=options.sinks[:num_heads])
     torch.manual_seed(0)
     layout = KvLayout.uniform(
-        num_layers=2, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, model="m"
+        num_layers=2,
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        model="m",
     )
-    stores = [PagedKv(layout, num_blocks=128, block_size=8, device=torch.device("cpu")) for _ in range(2)]
+    stores = [
+        PagedKv(layout, num_blocks=128, block_size=8, device=torch.device("cpu")) for _ in range(2)
+    ]
     stores[0].data.normal_()
     stores[1].data.copy_(stores[0].data)
     order = torch.randperm(128).tolist()
     lengths = [1, 8, 9, 130, 257]  # the new token included; one past a tile of the kernel's keys
     spans = [
-        SequenceSpan(blocks=[order.pop() for _ in range(-(-length // 8))], start=length - 1, num_tokens=1)
+        SequenceSpan(
+            blocks=[order.pop() for _ in range(-(-length // 8))], start=length - 1, num_tokens=1
+        )
         for length in lengths[:-1]
     ]
     chunks = ((254, 3), (0, 150), (63, 70))  # start, tokens
     spans += [
-        SequenceSpan(blocks=[order.pop() for _ in range(-(-(start + count) // 8))], start=start, num_tokens=count)
+        SequenceSpan(
+            blocks=[order.pop() for _ in range(-(-(start + count) // 8))],
+            start=start,
+            num_tokens=count,
+        )
         for start, count in chunks
     ]
     tokens = sum(span.num_tokens for span in spans)
@@ -76,7 +97,9 @@ def test_attention_equals_plain_torch(
     results = []
     for native, kv in zip((True, False), stores, strict=True):
         layers = [
-            LayerGeometry(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=each)
+            LayerGeometry(
+                num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=each
+            )
             for each in (None, window)
         ]
         step = TorchAttentionBackend(kv, layers, native=native).plan(spans)
@@ -99,18 +122,24 @@ def test_small_kernels_equal_plain_torch(dtype: str, rows: int) -> None:
     assert (cpu.rms_norm(x, weight, 1e-5) - plain(x)).abs().max() <= 4 * tolerance
     gate, up = x.chunk(2, -1)
     assert (cpu.silu_mul(x) - functional.silu(gate) * up).abs().max() <= 4 * tolerance
-    assert (cpu.gelu_mul(x) - functional.gelu(gate, approximate="tanh") * up).abs().max() <= 4 * tolerance
+    assert (
+        cpu.gelu_mul(x) - functional.gelu(gate, approximate="tanh") * up
+    ).abs().max() <= 4 * tolerance
     residual = torch.randn(rows, 576).to(kind)
     plain._offset = 1.0
-    assert (cpu.rms_norm(x, weight, 1e-5, 1.0, residual) - plain(x, residual)).abs().max() <= 8 * tolerance
+    assert (
+        cpu.rms_norm(x, weight, 1e-5, 1.0, residual) - plain(x, residual)
+    ).abs().max() <= 8 * tolerance
     layer_norm = functional.layer_norm(x.float(), (576,), weight.float())
     assert (cpu.layer_norm(x, weight, 1e-5).float() - layer_norm).abs().max() <= 4 * tolerance
-    assert (cpu.scale(x, 0.3, residual).float() - (0.3 * x.float() + residual.float())).abs().max() <= 2 * tolerance
+    assert (
+        cpu.scale(x, 0.3, residual).float() - (0.3 * x.float() + residual.float())
+    ).abs().max() <= 2 * tolerance
     assert (cpu.scale(x, 3.0).float() - 3.0 * x.float()).abs().max() <= 4 * tolerance
     assert (cpu.soft_cap(x, 2.0).float() - 2 * torch.tanh(x.float() / 2)).abs().max() <= tolerance
-    cos, sin = RotaryEmbedding(RopeConfig(), 64, max_positions=600, dtype=kind, device=torch.device("cpu"))(
-        torch.arange(rows) * 3
-    )
+    cos, sin = RotaryEmbedding(
+        RopeConfig(), 64, max_positions=600, dtype=kind, device=torch.device("cpu")
+    )(torch.arange(rows) * 3)
     heads = x.view(rows, 9, 64)[:, 2:7]  # a view, as the decoder has it
     expected = heads.float() * cos.float() + heads.float().roll(32, -1) * sin.float()
     untouched = x.view(rows, 9, 64)[:, 7:].clone()
@@ -133,7 +162,9 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_linear_equals_plain_torch(rows: int, outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
-    x = torch.randn(rows, 3 * inputs).bfloat16()[:, inputs : 2 * inputs]  # a view, as the decoder may have it
+    x = torch.randn(rows, 3 * inputs).bfloat16()[
+        :, inputs : 2 * inputs
+    ]  # a view, as the decoder may have it
     residual = torch.randn(rows, outputs).bfloat16()
     plain = functional.linear(x.float(), weight.float())
     packed = cpu.pack_linear(weight)
@@ -141,7 +172,9 @@ def test_linear_equals_plain_torch(rows: int, outputs: int, inputs: int) -> None
     y = cpu.linear(x, packed, outputs, bias, residual)
     close(y, plain + bias.float() + residual.float())
     for row in (0, rows - 1):  # is the same bits alone
-        assert torch.equal(cpu.linear(x[row:][:1], packed, outputs, bias, residual[row:][:1])[0], y[row])
+        assert torch.equal(
+            cpu.linear(x[row:][:1], packed, outputs, bias, residual[row:][:1])[0], y[row]
+        )
 
 
 @pytest.mark.parametrize("bits", BITS.values())
@@ -154,7 +187,10 @@ def test_integers_are_widened(
     torch.manual_seed(0)
     numbers, scales, _ = round_weight(torch.randn(outputs, inputs), bits, group_size)
     for zeros in (None, torch.randint(0, 256, scales.shape, dtype=torch.uint8)):
-        packed, weight = cpu.pack_linear_int(numbers, scales, zeros, bits), restore_weight(numbers, scales, zeros, bits)
+        packed, weight = (
+            cpu.pack_linear_int(numbers, scales, zeros, bits),
+            restore_weight(numbers, scales, zeros, bits),
+        )
         for rows in (1, 2, 13):
             x = torch.randn(rows, inputs).bfloat16()
             y = cpu.linear_int(x, packed, outputs)
@@ -172,27 +208,41 @@ def test_a_soft_cap_lets_nan_pass() -> None:
 def test_gated_linear_equals_plain_torch(rows: int) -> None:
     torch.manual_seed(0)
     gate, up = torch.randn(2, 48, 64).bfloat16()
-    x = torch.randn(rows, 64).bfloat16() * 8  # gates of up to 200: where e^x leaves the range of float32
+    x = (
+        torch.randn(rows, 64).bfloat16() * 8
+    )  # gates of up to 200: where e^x leaves the range of float32
     packed = cpu.pack_linear(cpu.alternate(gate, up))
-    expected = functional.silu(functional.linear(x.float(), gate.float())) * functional.linear(x.float(), up.float())
+    expected = functional.silu(functional.linear(x.float(), gate.float())) * functional.linear(
+        x.float(), up.float()
+    )
     close(cpu.linear(x, packed, 96, activation="silu"), expected)
     gelu = functional.gelu(functional.linear(x.float(), gate.float()), approximate="tanh")
     expected = gelu * functional.linear(x.float(), up.float())
     close(cpu.linear(x, packed, 96, activation="gelu_tanh"), expected)
     added = torch.randn(2, rows, 48).bfloat16() * 8
-    both = cpu.alternate(*(each.T for each in added)).T.contiguous()  # of gates and ups in turn, as the weights are
+    both = cpu.alternate(
+        *(each.T for each in added)
+    ).T.contiguous()  # of gates and ups in turn, as the weights are
     sums = [
-        functional.linear(x.float(), each.float()) + more.float() for each, more in zip((gate, up), added, strict=True)
+        functional.linear(x.float(), each.float()) + more.float()
+        for each, more in zip((gate, up), added, strict=True)
     ]
-    close(cpu.linear(x, packed, 96, residual=both, activation="silu"), functional.silu(sums[0]) * sums[1])
+    close(
+        cpu.linear(x, packed, 96, residual=both, activation="silu"),
+        functional.silu(sums[0]) * sums[1],
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_without_our_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN's packed form in bfloat16, plain torch else: on processors with AMX, and without a compiler."""
+    """oneDNN's packed form in bfloat16, plain torch else: on processors with AMX, and without a
+    compiler.
+    """
     monkeypatch.setattr(cpu, "can_multiply", lambda weight: False)
     torch.manual_seed(0)
-    weight, bias, x, residual = (torch.randn(*shape).to(dtype) for shape in ((96, 64), (96,), (5, 64), (5, 96)))
+    weight, bias, x, residual = (
+        torch.randn(*shape).to(dtype) for shape in ((96, 64), (96,), (5, 64), (5, 96))
+    )
     product = functional.linear(x.float(), weight.float(), bias.float())
     method = UnquantizedLinearMethod.from_tensors(weight, bias)
     close(method.apply(x), product)
@@ -207,8 +257,12 @@ def close(ours: torch.Tensor, reference: torch.Tensor, roundings: int = 1) -> No
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("vocab_size", [7, 1024, 3000])
-def test_sampling_equals_plain_torch(dtype: str, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy, random and filtered rows, the last token among those that win. Near ties may fall either way."""
+def test_sampling_equals_plain_torch(
+    dtype: str, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, random and filtered rows, the last token among those that win. Near ties may fall
+    either way.
+    """
     torch.manual_seed(0)
     logits = (torch.randn(600, vocab_size) * 3).to(DTYPES[dtype])
     logits[0, -1] = 50
@@ -230,8 +284,12 @@ def test_sampling_equals_plain_torch(dtype: str, vocab_size: int, monkeypatch: p
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("spread", [0.02, 1.0, 3.0, 40.0])
-def test_filtered_sampling_equals_plain_torch(dtype: str, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each filter and all together, where few or most tokens are kept; in bfloat16 most scores have ties."""
+def test_filtered_sampling_equals_plain_torch(
+    dtype: str, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each filter and all together, where few or most tokens are kept; in bfloat16 most scores have
+    ties.
+    """
     torch.manual_seed(0)
     kinds = [
         SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -248,7 +306,8 @@ def test_filtered_sampling_equals_plain_torch(dtype: str, spread: float, monkeyp
         params = [[replace(kind, seed=seed) for kind in kinds] for seed in range(3)]
         tokens[native] = [sample(logits, each, range(len(kinds))) for each in params]
     ours, reference = torch.stack(tokens[True]), torch.stack(tokens[False])  # [seeds, kinds]
-    # What lies on an edge of a filter by less than a rounding may be kept by one and not by the other.
+    # What lies on an edge of a filter by less than a rounding may be kept by one and not by the
+    # other.
     assert (ours != reference).float().mean() < 0.002
 
 
@@ -264,14 +323,18 @@ def test_filters_keep_ties_and_pass_what_is_not_finite() -> None:
         SamplingParams(top_k=2),
         SamplingParams(top_p=0.3),
     ]
-    drawn = [sample(logits, [replace(kind, seed=seed) for kind in kinds], [9] * 6) for seed in range(64)]
-    assert [set(column.tolist()) for column in torch.stack(drawn).unbind(1)] == [{4000, 4001, 4002, 4003}] * 4 + [
-        {-1}
-    ] * 2
+    drawn = [
+        sample(logits, [replace(kind, seed=seed) for kind in kinds], [9] * 6) for seed in range(64)
+    ]
+    assert [set(column.tolist()) for column in torch.stack(drawn).unbind(1)] == [
+        {4000, 4001, 4002, 4003}
+    ] * 4 + [{-1}] * 2
 
 
 def test_equal_logits_are_drawn_equally_often() -> None:
-    """Four million variates reach the ends of the noise, where a rounded logarithm would favour a few tokens."""
+    """Four million variates reach the ends of the noise, where a rounded logarithm would favour a
+    few tokens.
+    """
     logits = torch.zeros(64, 64)
     counts = torch.zeros(64)
     for first in range(0, 65_536, 64):
@@ -313,7 +376,9 @@ def test_a_team_of_all_cores_gets_one_each() -> None:
 
 def test_denormals_stay_what_they_are() -> None:
     code = "from tandem.workers.model.kernels import build; build.library(); print(5e-324 * 1.0, 1e-310 / 2 > 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout == "5e-324 True\n"
 
 
@@ -323,7 +388,11 @@ def test_they_compile_without_a_warning() -> None:
     Only here: a user's newer compiler that warns of something new is still to build them.
     """
     flags = [*build._FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-    others = ("x86-64-v2", "x86-64-v3", "cooperlake", "sapphirerapids") if platform.machine() == "x86_64" else ()
+    others = (
+        ("x86-64-v2", "x86-64-v3", "cooperlake", "sapphirerapids")
+        if platform.machine() == "x86_64"
+        else ()
+    )
     for march in ("native", *others):
         for source in Path(cpu.__file__).parent.glob("*.c"):
             command = ["cc", *flags, f"-march={march}", str(source)]
@@ -334,7 +403,9 @@ def test_they_compile_without_a_warning() -> None:
 def test_without_a_compiler_the_model_runs_in_plain_torch(tmp_path: Path) -> None:
     code = "import torch; from tandem.workers.model.kernels import cpu; print(cpu.usable(torch.zeros(1)))"
     environment = os.environ | {"CC": str(tmp_path / "none"), "TANDEM_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "False\n"
     assert "no C kernels" in done.stderr
 
@@ -349,5 +420,7 @@ def test_no_rows_are_computed_by_several_threads() -> None:
         linear = UnquantizedLinearMethod.from_tensors(torch.zeros(256, 64).bfloat16())
         print(tuple(linear.apply(torch.zeros(0, 64).bfloat16()).shape))
     """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout) == (0, "(0, 256)\n")

@@ -1,5 +1,7 @@
-"""Five hundred damaged copies of a model's folder, and a hundred of one that runs by transformers' code: each is
-refused in one line of ours, or is a model that runs, and the next good folder has the tokens that it had."""
+"""Five hundred damaged copies of a model's folder, and a hundred of one that runs by transformers'
+code: each is refused in one line of ours, or is a model that runs, and the next good folder has the
+    tokens that it had.
+"""
 
 import json
 import os
@@ -24,8 +26,33 @@ NUM_FOLDERS = 500
 NUM_GENERIC_FOLDERS = 100
 WEIGHTS = "model.safetensors"
 HOSTILE: tuple[Any, ...] = (
-    *(None, True, -1, 0, 1, 2**31, 2**63, 10**40, 1e308, -0.5, "", "x" * 10_000, "../../etc/passwd", "\u0000", [], {}),
-    *([[]], {"x": {}}, [1] * 1_000, {"rope_type": "yarn", "factor": -1}, ["GPT2LMHeadModel"], "float8", "auto"),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**31,
+        2**63,
+        10**40,
+        1e308,
+        -0.5,
+        "",
+        "x" * 10_000,
+        "../../etc/passwd",
+        "\u0000",
+        [],
+        {},
+    ),
+    *(
+        [[]],
+        {"x": {}},
+        [1] * 1_000,
+        {"rope_type": "yarn", "factor": -1},
+        ["GPT2LMHeadModel"],
+        "float8",
+        "auto",
+    ),
 )
 LEAK = re.compile(r"Traceback|File \"|\.py\b|/(?:work|tmp|home|usr|root|opt)/|0x[0-9a-f]{6}|\n")
 
@@ -38,7 +65,9 @@ def cut(file: Path, rng: random.Random) -> None:
 
 
 def change(file: Path, rng: random.Random) -> None:
-    """Changes some bytes, in the first of them half of the times: there are the sizes and the header of weights."""
+    """Changes some bytes, in the first of them half of the times: there are the sizes and the
+    header of weights.
+    """
     data = bytearray(file.read_bytes())
     for _ in range(rng.randint(1, 8)):
         data[rng.randrange(rng.choice([len(data), min(len(data), 4_000)]))] = rng.randrange(256)
@@ -87,7 +116,15 @@ def change_value(file: Path, rng: random.Random) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
 
 
-DAMAGES: tuple[Damage, ...] = (cut, change, lengthen, replace_by_nothing, change_value, change_value, change_value)
+DAMAGES: tuple[Damage, ...] = (
+    cut,
+    change,
+    lengthen,
+    replace_by_nothing,
+    change_value,
+    change_value,
+    change_value,
+)
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +146,12 @@ def refusal(read: Callable[[Path], object], folder: Path, documented: type[Excep
     return ""
 
 
-@pytest.mark.parametrize(("code", "num_folders"), [("tandem", NUM_FOLDERS), ("transformers", NUM_GENERIC_FOLDERS)])
-def test_a_worker_refuses_damaged_folders_in_a_line(code: str, num_folders: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "num_folders"), [("tandem", NUM_FOLDERS), ("transformers", NUM_GENERIC_FOLDERS)]
+)
+def test_a_worker_refuses_damaged_folders_in_a_line(
+    code: str, num_folders: int, tmp_path: Path
+) -> None:
     good = tmp_path / "good"
     make_tiny_model(good) if code == "tandem" else make_tiny_decoder(good, "cohere")
     rng, num_refused = random.Random(15), 0
@@ -138,7 +179,11 @@ def test_a_worker_refuses_damaged_folders_in_a_line(code: str, num_folders: int,
 def test_a_router_refuses_damaged_tokenizers_in_a_line(good: Path, tmp_path: Path) -> None:
     rng, num_refused = random.Random(15), 0
     folder = tmp_path / "model"
-    names = [name for name in ("tokenizer.json", "tokenizer_config.json", "config.json") if (good / name).exists()]
+    names = [
+        name
+        for name in ("tokenizer.json", "tokenizer_config.json", "config.json")
+        if (good / name).exists()
+    ]
     before = Tokenizer.load(good)
     for _ in range(NUM_FOLDERS):
         shutil.rmtree(folder, ignore_errors=True)

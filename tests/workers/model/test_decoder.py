@@ -1,7 +1,8 @@
 """The decoder against transformers, float32, tiny random models whose logits are of order 10.
 
-The bound of 2e-4 is absolute. The largest difference seen is 1.02e-4 on AVX2, where plain torch in the place of the
-attention kernel has 8e-5, and 4e-5 on AVX-512; a mask, window or position off by one gives 5.
+The bound of 2e-4 is absolute. The largest difference seen is 1.02e-4 on AVX2, where plain torch in
+the place of the attention kernel has 8e-5, and 4e-5 on AVX-512; a mask, window or position off by
+one gives 5.
 """
 
 import random
@@ -33,7 +34,9 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 130, 300)
 def test_prefill_whole_and_chunked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, rope: str, tied: bool
 ) -> None:
-    folder = make_tiny_model(tmp_path, family, rope_parameters=ROPES[rope], tie_word_embeddings=tied)
+    folder = make_tiny_model(
+        tmp_path, family, rope_parameters=ROPES[rope], tie_word_embeddings=tied
+    )
     model, driver = reference(folder), Driver(load(folder))
     for num_tokens in LENGTHS:
         ids = prompt(num_tokens)
@@ -59,7 +62,9 @@ def test_prefill_whole_and_chunked(
         ("qwen3", {"attention_bias": True, "num_attention_heads": 8, "head_dim": 8}),
     ],
 )
-def test_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, overrides: dict[str, Any]) -> None:
+def test_variants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, overrides: dict[str, Any]
+) -> None:
     folder = make_tiny_model(tmp_path, family, **overrides)
     model, driver = reference(folder), Driver(load(folder, block_size=8))
     ids = prompt(75)
@@ -74,21 +79,32 @@ def test_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, 
 
 
 @pytest.mark.parametrize("family", DENSE)
-def test_mixed_batches_of_random_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """Ten prompts advance together by random amounts, decodes next to chunks; every logit row is checked."""
+def test_mixed_batches_of_random_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Ten prompts advance together by random amounts, decodes next to chunks; every logit row is
+    checked.
+    """
     folder = make_tiny_model(tmp_path, family)
     model, driver = reference(folder), Driver(load(folder, block_size=4, num_blocks=400))
-    prompts = [prompt(num_tokens, seed=7) for num_tokens in (1, 2, 3, 16, 17, 40, 77, 130, 131, 300)]
+    prompts = [
+        prompt(num_tokens, seed=7) for num_tokens in (1, 2, 3, 16, 17, 40, 77, 130, 131, 300)
+    ]
     expected = [reference_logits(model, ids) for ids in prompts]
     choose = random.Random(family)
     done = [0] * len(prompts)
     while unfinished := [index for index, ids in enumerate(prompts) if done[index] < len(ids)]:
         chosen = choose.sample(unfinished, choose.randint(1, len(unfinished)))
-        sizes = [min(choose.choice((1, 1, 1, 5, 33)), len(prompts[index]) - done[index]) for index in chosen]
+        sizes = [
+            min(choose.choice((1, 1, 1, 5, 33)), len(prompts[index]) - done[index])
+            for index in chosen
+        ]
         with recorded_logits(monkeypatch) as logits:
             driver.run(
                 *(
-                    driver.step(index, prompts[index][done[index] : done[index] + size], done[index])
+                    driver.step(
+                        index, prompts[index][done[index] : done[index] + size], done[index]
+                    )
                     for index, size in zip(chosen, sizes, strict=True)
                 )
             )

@@ -1,4 +1,6 @@
-"""The demo model's bfloat16 logits against its float32 ones, and split over three ranks against whole."""
+"""The demo model's bfloat16 logits against its float32 ones, and split over three ranks against
+whole.
+"""
 
 import math
 from pydoc_data.topics import topics
@@ -21,9 +23,11 @@ WINDOW, NUM_SCORED = 1000, 8000  # tokens of which perplexity is computed
 def test_bfloat16_is_close_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Relative error in the 2-norm of the centred logits, along float32's greedy continuations.
 
-    Centred, because a shift of all logits means nothing to the softmax and is most of what bfloat16 does to these:
-    uncentred, transformers' own bfloat16 is off by up to 0.09 here, and centred by 0.024, as ours is. After a prompt of
-    a single token, where activations are at their largest, both are beyond the bound (0.07 and 0.09)."""
+    Centred, because a shift of all logits means nothing to the softmax and is most of what bfloat16
+    does to these: uncentred, transformers' own bfloat16 is off by up to 0.09 here, and centred by
+    0.024, as ours is. After a prompt of a single token, where activations are at their largest,
+    both are beyond the bound (0.07 and 0.09).
+    """
     exact = Driver(load(demo_model.folder()))
     rounded = Driver(load(demo_model.folder(), dtype="bfloat16"))
     for number, prompt in enumerate(demo_model.prompts(LENGTHS)):
@@ -32,20 +36,29 @@ def test_bfloat16_is_close_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
             with recorded_logits(monkeypatch) as recorded:
                 (token,) = exact.run(exact.step(number, tokens, start))
                 rounded.run(rounded.step(number, tokens, start))
-            reference, ours = (logits.float() - logits.float().mean() for logits in recorded)  # [1, vocab_size] each
-            assert torch.linalg.norm(ours - reference) <= 0.05 * torch.linalg.norm(reference), (number, start)
+            reference, ours = (
+                logits.float() - logits.float().mean() for logits in recorded
+            )  # [1, vocab_size] each
+            assert torch.linalg.norm(ours - reference) <= 0.05 * torch.linalg.norm(reference), (
+                number,
+                start,
+            )
             start, tokens = start + len(tokens), [token]
 
 
 def test_a_quantized_kv_cache_leaves_the_perplexity() -> None:
     """Of a text that comes with Python, in windows of 1,000 tokens."""
-    ids = demo_model.tokenizer()(topics["execmodel"] + topics["specialnames"])["input_ids"][:NUM_SCORED]
+    ids = demo_model.tokenizer()(topics["execmodel"] + topics["specialnames"])["input_ids"][
+        :NUM_SCORED
+    ]
     losses = []
     for cache_dtype in ("auto", *QUANTIZED):
         driver = Driver(load(demo_model.folder(), dtype="bfloat16", cache_dtype=cache_dtype))
         scores: list[float] = []
         for number, start in enumerate(range(0, NUM_SCORED, WINDOW)):
-            step = driver.step(number, ids[start : start + WINDOW], 0, SamplingParams(prompt_logprobs=0))
+            step = driver.step(
+                number, ids[start : start + WINDOW], 0, SamplingParams(prompt_logprobs=0)
+            )
             scores += [each.logprob for each in driver.sample(step).prompt_logprobs[number]]
             driver.drop(number)
         assert len(scores) == NUM_SCORED - NUM_SCORED // WINDOW

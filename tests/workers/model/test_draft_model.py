@@ -1,5 +1,6 @@
-"""A draft model's proposals on real models: the tokens of plain decoding for every way to sample, in fewer steps where
-the draft model is alike, whatever it has computed of a sequence."""
+"""A draft model's proposals on real models: the tokens of plain decoding for every way to sample,
+in fewer steps where the draft model is alike, whatever it has computed of a sequence.
+"""
 
 import re
 from collections import Counter
@@ -27,10 +28,17 @@ CONFIG = SpeculativeConfig(model="draft", max_step_tokens=256)
 
 
 def make_engine(
-    executor: Executor, speculative: SpeculativeConfig | None = CONFIG, num_blocks: int = 256, **config: Any
+    executor: Executor,
+    speculative: SpeculativeConfig | None = CONFIG,
+    num_blocks: int = 256,
+    **config: Any,
 ) -> Engine:
-    budgets = Budgets(chunk_tokens=48, mixed_chunk_tokens=16, speculative=speculative, growth_tokens=16)
-    return Engine(executor, EngineConfig(num_blocks=num_blocks, block_size=16, budgets=budgets, **config))
+    budgets = Budgets(
+        chunk_tokens=48, mixed_chunk_tokens=16, speculative=speculative, growth_tokens=16
+    )
+    return Engine(
+        executor, EngineConfig(num_blocks=num_blocks, block_size=16, budgets=budgets, **config)
+    )
 
 
 def generate(
@@ -41,8 +49,9 @@ def generate(
     seen: Counter[str] | None = None,
     **config: Any,
 ) -> tuple[list[Made], Engine]:
-    """Of all sequences together. A preempted one is submitted again with what it has made, as a router does it. `seen`
-    counts preemptions and prompt tokens that were there already."""
+    """Of all sequences together. A preempted one is submitted again with what it has made, as a
+    router does it. `seen` counts preemptions and prompt tokens that were there already.
+    """
     engine, seen = make_engine(executor, speculative, **config), Counter() if seen is None else seen
     made: list[Made] = [([], [], []) for _ in kinds]
 
@@ -94,7 +103,9 @@ def models(folder: Path, *, alike: bool, **options: Any) -> tuple[ModelRunner, M
 
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_all_kinds_together_have_the_tokens_of_plain_decoding(tmp_path: Path, alike: bool, overlap: bool) -> None:
+def test_all_kinds_together_have_the_tokens_of_plain_decoding(
+    tmp_path: Path, alike: bool, overlap: bool
+) -> None:
     model, draft = models(tmp_path, alike=alike)
     prompts = [prompt(7 + 9 * row, row) for row in range(len(KINDS))]
     plain, _ = generate(model, prompts, KINDS, None)
@@ -104,7 +115,9 @@ def test_all_kinds_together_have_the_tokens_of_plain_decoding(tmp_path: Path, al
     requests = engine.requests
     share = requests.num_accepted_tokens / requests.num_draft_tokens
     assert share > 0.5 if alike else share < 0.2, "penalties are not followed"
-    assert alike or requests.num_draft_tokens < len(KINDS) * NUM_TOKENS / 2, "no more drafts than pay"
+    assert alike or requests.num_draft_tokens < len(KINDS) * NUM_TOKENS / 2, (
+        "no more drafts than pay"
+    )
     executor.launch(engine.scheduler.schedule()[0])
     assert not executor._held
     assert not draft._tables
@@ -121,7 +134,11 @@ def test_in_bfloat16_all_is_the_same_to_the_bit(tmp_path: Path) -> None:
 def test_the_same_model_is_always_right_and_takes_fewer_steps(tmp_path: Path) -> None:
     """Greedy and with noise, since a proposal is made with the noise of its place."""
     model, draft = models(tmp_path, alike=True)
-    kinds = [GREEDY, SamplingParams(seed=5), SamplingParams(temperature=0.7, top_k=50, top_p=0.9, seed=6)]
+    kinds = [
+        GREEDY,
+        SamplingParams(seed=5),
+        SamplingParams(temperature=0.7, top_k=50, top_p=0.9, seed=6),
+    ]
     prompts = [prompt(20, row) for row in range(3)]
     _, engine = generate(DraftingExecutor(model, draft), prompts, kinds)
     requests = engine.requests
@@ -132,7 +149,9 @@ def test_the_same_model_is_always_right_and_takes_fewer_steps(tmp_path: Path) ->
 def test_preempted_shared_and_restored_sequences_have_the_tokens_of_plain_decoding(
     tmp_path: Path, num_host_blocks: int
 ) -> None:
-    """The blocks do not suffice, and the prompts have a prefix in common, which the draft model computes anew."""
+    """The blocks do not suffice, and the prompts have a prefix in common, which the draft model
+    computes anew.
+    """
     folder = make_tiny_model(tmp_path)
     model = load(folder, num_blocks=20, num_host_blocks=num_host_blocks)
     executor = DraftingExecutor(model, load(folder, num_blocks=20))
@@ -157,7 +176,11 @@ def test_suspended_and_cancelled_sequences_leave_nothing_and_go_on_alike(tmp_pat
 
     def submit(number: int, known: Sequence[int]) -> None:
         rest = NUM_TOKENS - (len(known) - 20)
-        engine.submit(SequenceSpec(id=number, task=Task.WHOLE, tokens=tuple(known), max_tokens=rest, sampling=GREEDY))
+        engine.submit(
+            SequenceSpec(
+                id=number, task=Task.WHOLE, tokens=tuple(known), max_tokens=rest, sampling=GREEDY
+            )
+        )
 
     for num_steps in range(2, 8):
         for number in (1, 2, 3):
@@ -166,14 +189,20 @@ def test_suspended_and_cancelled_sequences_leave_nothing_and_go_on_alike(tmp_pat
             engine.step()
         engine.suspend(1)
         engine.cancel(2)
-        events = [event for _ in range(2 * NUM_TOKENS) if engine.has_work for event in engine.step()]
+        events = [
+            event for _ in range(2 * NUM_TOKENS) if engine.has_work for event in engine.step()
+        ]
         (moved,) = [event for event in events if isinstance(event, Suspended)]
         known = [*moved.tokens, moved.first_token]
         assert known == [*prompt(20), *tokens][: len(known)]
         engine.cancel(1)
         submit(4, known)
-        events = [event for _ in range(2 * NUM_TOKENS) if engine.has_work for event in engine.step()]
-        made = [token for event in events if isinstance(event, NewTokens) for token in event.token_ids]
+        events = [
+            event for _ in range(2 * NUM_TOKENS) if engine.has_work for event in engine.step()
+        ]
+        made = [
+            token for event in events if isinstance(event, NewTokens) for token in event.token_ids
+        ]
         assert known[20:] + made == tokens
         engine.check_integrity()
         assert not engine.requests.sequences
@@ -190,7 +219,9 @@ def test_a_long_prompt_is_caught_up_with_in_parts(tmp_path: Path) -> None:
     assert [executor.propose([request]) for _ in range(2)] == [{}, {}]
     whole = executor.propose([request])[1]
     assert len(whole) == 3
-    other = replace(request, sequence_id=2, tokens=[*tokens, whole[0]], blocks=range(40, 80), count=2)
+    other = replace(
+        request, sequence_id=2, tokens=[*tokens, whole[0]], blocks=range(40, 80), count=2
+    )
     assert [executor.propose([other]) for _ in range(3)][-1] == {2: whole[1:]}
     longer = replace(request, tokens=[*tokens, *whole[:2], (whole[2] + 1) % 512])
     assert executor.propose([longer])[1] != whole
@@ -205,19 +236,29 @@ def test_a_draft_model_with_a_shorter_context_proposes_nothing_beyond_it(tmp_pat
 
 
 def test_a_rank_counts_the_draft_models_kv_cache(tmp_path: Path) -> None:
-    folder, small = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "draft", num_hidden_layers=1)
+    folder, small = (
+        make_tiny_model(tmp_path / "model"),
+        make_tiny_model(tmp_path / "draft", num_hidden_layers=1),
+    )
     config = RankConfig(model=str(folder), identity=IDENTITY, dtype="float32", kv_cache_bytes=2**20)
     plain, drafting = load_rank(config), load_rank(replace(config, draft_model=str(small)))
     assert isinstance(drafting.executor, DraftingExecutor)
     assert plain.num_blocks == 2**20 // (16 * 2 * 2 * 2 * 16 * 4)
-    assert drafting.num_blocks == drafting.executor._model.kv.num_blocks == plain.num_blocks * 2 // 3
-    with pytest.raises(ValueError, match=re.escape("kv_cache_bytes: 10000 holds no block of 16 tokens")):
+    assert (
+        drafting.num_blocks == drafting.executor._model.kv.num_blocks == plain.num_blocks * 2 // 3
+    )
+    with pytest.raises(
+        ValueError, match=re.escape("kv_cache_bytes: 10000 holds no block of 16 tokens")
+    ):
         load_rank(replace(config, draft_model=str(small), kv_cache_bytes=10_000))
     load_rank(replace(config, kv_cache_bytes=10_000))
 
 
 def test_a_draft_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
-    folder, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", vocab_size=600)
+    folder, other = (
+        make_tiny_model(tmp_path / "model"),
+        make_tiny_model(tmp_path / "other", vocab_size=600),
+    )
     config = RankConfig(model=str(folder), identity=IDENTITY, dtype="float32")
     text = "draft_model: the draft model has 600 tokens in its vocabulary and the model 512; they must be the same"
     with pytest.raises(ValueError, match=re.escape(text)):

@@ -1,4 +1,6 @@
-"""Guessed tokens on a real model: tokens and log probabilities are those of plain decoding, for every way to sample."""
+"""Guessed tokens on a real model: tokens and log probabilities are those of plain decoding, for
+every way to sample.
+"""
 
 import math
 import random
@@ -38,7 +40,13 @@ KINDS = [
     SamplingParams(repetition_penalty=1.4, seed=10),
     SamplingParams(presence_penalty=0.6, frequency_penalty=0.4, temperature=0.0, logprobs=1),
     SamplingParams(bad_words=((100,), (200, 201)), seed=11),
-    SamplingParams(bad_words=((100, 101, 102, 103, 104), (7,)), repetition_penalty=0.8, top_k=30, seed=12, logprobs=1),
+    SamplingParams(
+        bad_words=((100, 101, 102, 103, 104), (7,)),
+        repetition_penalty=0.8,
+        top_k=30,
+        seed=12,
+        logprobs=1,
+    ),
 ]
 
 is_exact = cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16))
@@ -78,7 +86,9 @@ def generate(
     budgets = Budgets(chunk_tokens=48, mixed_chunk_tokens=16, speculative=speculative)
     engine = Engine(runner, EngineConfig(num_blocks=128, block_size=16, budgets=budgets, **config))
     for number, (tokens, kind) in enumerate(zip(prompts, kinds, strict=True)):
-        spec = SequenceSpec(id=number, task=Task.WHOLE, tokens=tuple(tokens), max_tokens=max_tokens, sampling=kind)
+        spec = SequenceSpec(
+            id=number, task=Task.WHOLE, tokens=tuple(tokens), max_tokens=max_tokens, sampling=kind
+        )
         engine.submit(spec)
         if drafters:
             engine.requests.sequences[number].drafter = drafters[number]
@@ -113,7 +123,9 @@ def check(runner: ModelRunner, *, exact: bool, overlap: bool = False) -> None:
         if exact:
             assert scores == plain_scores
         for ours, theirs in zip(scores, plain_scores, strict=True):
-            assert [each.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-4)
+            assert [each.logprob for each in ours] == pytest.approx(
+                [each.logprob for each in theirs], abs=1e-4
+            )
 
 
 @pytest.mark.skipif(not is_exact, reason="no product of our own with AMX")
@@ -134,7 +146,9 @@ def test_in_float32_too_but_for_rounding(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.seed))
-def test_many_prompts_of_each_kind_have_the_tokens_of_plain_decoding(model: ModelRunner, kind: SamplingParams) -> None:
+def test_many_prompts_of_each_kind_have_the_tokens_of_plain_decoding(
+    model: ModelRunner, kind: SamplingParams
+) -> None:
     prompts = [prompt(3 + 5 * row, row) for row in range(24)]
     kinds = [replace(kind, seed=(kind.seed + row) % 2**64) for row in range(24)]
     plain, _ = generate(model, prompts, kinds)
@@ -144,9 +158,12 @@ def test_many_prompts_of_each_kind_have_the_tokens_of_plain_decoding(model: Mode
     assert engine.requests.num_accepted_tokens > 24
 
 
-def chi_square(observed: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> tuple[float, float]:
-    """Returns Pearson's statistic of counts against probabilities, and what about one of 100,000 is above by chance;
-    what is expected less than five times counts as one."""
+def chi_square(
+    observed: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]
+) -> tuple[float, float]:
+    """Returns Pearson's statistic of counts against probabilities, and what about one of 100,000 is
+    above by chance; what is expected less than five times counts as one.
+    """
     total, rare = sum(observed.values()), [0.0, 0.0]
     assert set(observed) <= set(expected)
     statistic, count = 0.0, 0
@@ -166,7 +183,9 @@ def test_what_follows_guesses_is_distributed_as_the_model_says(tmp_path: Path) -
     start, temperature = tuple(prompt(9)), 0.7
     following: dict[tuple[int, ...], dict[int, float]] = {}
 
-    def spread(tokens: tuple[int, ...], depth: int, temperature: float) -> dict[tuple[int, ...], float]:
+    def spread(
+        tokens: tuple[int, ...], depth: int, temperature: float
+    ) -> dict[tuple[int, ...], float]:
         values, ids = (reference_logits(model, tokens)[-1] / temperature).topk(4)
         following[tokens] = dict(zip(ids.tolist(), values.softmax(-1).tolist(), strict=True))
         if not depth:
@@ -182,13 +201,18 @@ def test_what_follows_guesses_is_distributed_as_the_model_says(tmp_path: Path) -
 
         def draft(self, tokens: Sequence[int], room: int) -> tuple[int, ...]:
             first = max(following[tuple(tokens)].items(), key=lambda item: item[1])[0]
-            return (first, max(following.get((*tokens, first), {0: 1.0}).items(), key=lambda item: item[1])[0])[:room]
+            return (
+                first,
+                max(following.get((*tokens, first), {0: 1.0}).items(), key=lambda item: item[1])[0],
+            )[:room]
 
         def record(self, num_accepted: int) -> None: ...
 
     other, expected = spread(start, 2, 1.1), spread(start, 2, temperature)
     kinds = [SamplingParams(temperature=temperature, top_k=4, seed=seed) for seed in range(1000)]
-    made, engine = generate(runner, [start] * 1000, kinds, [Likeliest() for _ in kinds], max_tokens=3)
+    made, engine = generate(
+        runner, [start] * 1000, kinds, [Likeliest() for _ in kinds], max_tokens=3
+    )
     observed = Counter(tuple(tokens) for tokens, _, _ in made)
     assert engine.requests.num_accepted_tokens > 100
     statistic, bound = chi_square(observed, expected)
@@ -213,10 +237,14 @@ def test_a_sequence_that_fails_within_a_draft_is_reported(tmp_path: Path) -> Non
     poison = 307
     runner = load(make_tiny_model(tmp_path))
     runner._model.embed_tokens.weight.data[poison] = float("nan")  # type: ignore[attr-defined]
-    config = EngineConfig(num_blocks=16, block_size=16, budgets=Budgets(speculative=SpeculativeConfig()))
+    config = EngineConfig(
+        num_blocks=16, block_size=16, budgets=Budgets(speculative=SpeculativeConfig())
+    )
     engine = Engine(runner, config)
     sampling = replace(GREEDY, logit_bias=((poison, 100.0),))
-    engine.submit(SequenceSpec(id=1, task=Task.WHOLE, tokens=(5, 6), max_tokens=9, sampling=sampling))
+    engine.submit(
+        SequenceSpec(id=1, task=Task.WHOLE, tokens=(5, 6), max_tokens=9, sampling=sampling)
+    )
     engine.requests.sequences[1].drafter = Oracle(0, [5, 6, *[poison] * 9])
     events = [event for _ in range(9) if engine.has_work for event in engine.step()]
     assert [event for event in events if isinstance(event, Failed)]
@@ -235,7 +263,10 @@ def test_a_wrong_guess_whose_output_is_not_finite_harms_no_sequence(
     runner = load(make_tiny_model(tmp_path))
     runner._model.embed_tokens.weight.data[poison] = float("nan")  # type: ignore[attr-defined]
     prompts = [prompt(7, 1), prompt(30, 2)]
-    kinds = [replace(GREEDY, logit_bias=((poison, -100.0),), frequency_penalty=penalty) for penalty in (0.0, 1.5)]
+    kinds = [
+        replace(GREEDY, logit_bias=((poison, -100.0),), frequency_penalty=penalty)
+        for penalty in (0.0, 1.5)
+    ]
     plain, _ = generate(runner, prompts, kinds)
     poisoned = [Oracle(row, [*prompts[row], *tokens]) for row, (tokens, _, _) in enumerate(plain)]
     for oracle in poisoned:

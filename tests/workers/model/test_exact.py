@@ -1,5 +1,6 @@
-"""A token's logits are the same bits however the tokens before it were computed, and whatever is computed beside it:
-so a sequence that is replayed on another worker continues as it would have."""
+"""A token's logits are the same bits however the tokens before it were computed, and whatever is
+computed beside it: so a sequence that is replayed on another worker continues as it would have.
+"""
 
 import itertools
 import random
@@ -17,7 +18,8 @@ from tandem.workers.model.runner import ModelRunner
 NUM_TOKENS = 150  # more than two tiles of keys
 
 pytestmark = pytest.mark.skipif(
-    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own with AMX"
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)),
+    reason="no product of our own with AMX",
 )
 
 
@@ -32,8 +34,9 @@ def cut(num_tokens: int, sizes: random.Random) -> list[int]:
 def logits_by_position(
     runner: ModelRunner, ends: list[int], num_mates: int, monkeypatch: pytest.MonkeyPatch
 ) -> dict[int, torch.Tensor]:
-    """Computes one sequence in the chunks that `ends` tells, each beside steps of other sequences, before or after it;
-    returns the logits [vocab_size] after each chunk, by position."""
+    """Computes one sequence in the chunks that `ends` tells, each beside steps of other sequences,
+    before or after it; returns the logits [vocab_size] after each chunk, by position.
+    """
     driver, tokens, found = Driver(runner), prompt(NUM_TOKENS), {}
     mates = [prompt(200, 1 + mate) for mate in range(num_mates)]
     with recorded_logits(monkeypatch) as logits:
@@ -57,18 +60,24 @@ def logits_by_position(
 def test_logits_depend_on_the_tokens_alone(
     family: str, num_mates: int, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 256} | ({} if family == "qwen2" else {"head_dim": head_dim})
+    sizes: dict[str, Any] = {"hidden_size": 256} | (
+        {} if family == "qwen2" else {"head_dim": head_dim}
+    )
     if family == "mistral":
         sizes["sliding_window"] = 70
     runner = load(make_tiny_model(tmp_path, family, **sizes), dtype="bfloat16")
     decoded = logits_by_position(runner, list(range(NUM_TOKENS + 1)), 0, monkeypatch)
     for seed in range(4):
-        mixed = logits_by_position(runner, cut(NUM_TOKENS, random.Random(seed)), num_mates, monkeypatch)
+        mixed = logits_by_position(
+            runner, cut(NUM_TOKENS, random.Random(seed)), num_mates, monkeypatch
+        )
         for end, logits in mixed.items():
             assert torch.equal(logits, decoded[end]), (seed, end)
 
 
-def test_another_order_of_accumulation_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_order_of_accumulation_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The negative control: attention by plain torch, which adds in another order for chunks."""
     runner = load(make_tiny_model(tmp_path, hidden_size=256, head_dim=32), dtype="bfloat16")
     decoded = logits_by_position(runner, list(range(NUM_TOKENS + 1)), 0, monkeypatch)

@@ -1,4 +1,6 @@
-"""What an extension adds from outside the package: a model family, a linear method; each in one file, this one."""
+"""What an extension adds from outside the package: a model family, a linear method; each in one
+file, this one.
+"""
 
 import json
 import subprocess
@@ -27,7 +29,12 @@ from tandem.workers.model.layers.linear import (
     VocabParallelEmbedding,
     qkv_outputs,
 )
-from tandem.workers.model.loader import check_checkpoint, open_checkpoint, rank_weight_bytes, weight_bytes
+from tandem.workers.model.loader import (
+    check_checkpoint,
+    open_checkpoint,
+    rank_weight_bytes,
+    weight_bytes,
+)
 from tandem.workers.model.models.family import CausalLM, ModelFamily
 from tandem.workers.model.models.parsing import parse_decoder_config
 from tandem.workers.model.module import Module, Parameter
@@ -42,14 +49,22 @@ class ToyAttention(Module):
     """Attention without positions."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
-        layer, prefix, heads = config.layers[index], f"toy.{index}", build.tp.query_heads(config.layers[index])
+        layer, prefix, heads = (
+            config.layers[index],
+            f"toy.{index}",
+            build.tp.query_heads(config.layers[index]),
+        )
         self._index, self._dim = index, layer.head_dim
         local = build.tp.local_geometry(layer)
         self._counts = [local.num_heads, local.num_kv_heads, local.num_kv_heads]
-        self.qkv = ColumnParallelLinear(qkv_outputs(prefix, layer, build.tp), config.hidden_size, build)
+        self.qkv = ColumnParallelLinear(
+            qkv_outputs(prefix, layer, build.tp), config.hidden_size, build
+        )
         inputs = slice(heads.start * layer.head_dim, heads.stop * layer.head_dim)
         size = layer.num_heads * layer.head_dim
-        self.out = RowParallelLinear(f"{prefix}.out", config.hidden_size, size, inputs, build, bias=False)
+        self.out = RowParallelLinear(
+            f"{prefix}.out", config.hidden_size, size, inputs, build, bias=False
+        )
 
     def __call__(self, x: torch.Tensor, attention: StepAttention) -> torch.Tensor:
         """[num_tokens, hidden] to the same."""
@@ -96,16 +111,26 @@ TOY = ModelFamily(parse_toy_config, ToyForCausalLM)
 def toy_folder(tmp_path: Path) -> Path:
     """A Llama folder whose weights are the toy's."""
     folder = make_tiny_model(tmp_path / "toy")
-    fields = json.loads((folder / "config.json").read_text()) | {"architectures": ["ToyForCausalLM"]}
+    fields = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["ToyForCausalLM"]
+    }
     (folder / "config.json").write_text(json.dumps(fields))
     shapes = {
         f"toy.{layer}.{name}_proj": (rows, 64)
         for layer in (0, 1)
         for name, rows in zip("qkv", (64, 32, 32), strict=True)
     }
-    shapes |= {"toy.0.out": (64, 64), "toy.1.out": (64, 64), "toy.embedding": (512, 64), "toy.head": (512, 64)}
+    shapes |= {
+        "toy.0.out": (64, 64),
+        "toy.1.out": (64, 64),
+        "toy.embedding": (512, 64),
+        "toy.head": (512, 64),
+    }
     generator = torch.Generator().manual_seed(0)
-    weights = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    weights = {
+        f"{name}.weight": torch.randn(shape, generator=generator) * 0.2
+        for name, shape in shapes.items()
+    }
     save_file(weights, folder / "model.safetensors")
     return folder
 
@@ -118,13 +143,17 @@ def toy_greedy(folder: Path, tokens: list[int], num_tokens: int) -> list[int]:
         x = weights["toy.embedding.weight"][tokens]
         for layer, window in ((0, len(tokens)), (1, 9)):
             q, k, v = (
-                functional.linear(x, weights[f"toy.{layer}.{name}_proj.weight"]).view(len(x), -1, 16).transpose(0, 1)
+                functional.linear(x, weights[f"toy.{layer}.{name}_proj.weight"])
+                .view(len(x), -1, 16)
+                .transpose(0, 1)
                 for name in "qkv"
             )
             distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
             mask = (distance >= 0) & (distance < window)
             mixed = functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-            x = x + functional.linear(mixed.transpose(0, 1).flatten(1), weights[f"toy.{layer}.out.weight"])
+            x = x + functional.linear(
+                mixed.transpose(0, 1).flatten(1), weights[f"toy.{layer}.out.weight"]
+            )
         tokens.append(int(functional.linear(x[-1], weights["toy.head.weight"]).argmax()))
     return tokens[-num_tokens:]
 
@@ -146,9 +175,12 @@ def test_a_family_from_outside_generates(toy_folder: Path, monkeypatch: pytest.M
     assert weight_bytes(config, 1, "float32") == 4 * (2 * 512 * 64 + 2 * (64 + 64 + 64) * 64)
     weights = load_file(toy_folder / "model.safetensors")
     save_file(
-        {name: weight for name, weight in weights.items() if "1.out" not in name}, toy_folder / "model.safetensors"
+        {name: weight for name, weight in weights.items() if "1.out" not in name},
+        toy_folder / "model.safetensors",
     )
-    with pytest.raises(CheckpointError, match=r"^model\.safetensors: toy\.1\.out\.weight: missing$"):
+    with pytest.raises(
+        CheckpointError, match=r"^model\.safetensors: toy\.1\.out\.weight: missing$"
+    ):
         check_checkpoint(toy_folder)
 
 
@@ -157,7 +189,9 @@ def test_an_installed_package_brings_a_family(toy_folder: Path, tmp_path: Path) 
     installed = tmp_path / "site" / "toy-1.0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text(f"[tandem.models]\nToyForCausalLM = {__name__}:TOY\n")
+    (installed / "entry_points.txt").write_text(
+        f"[tandem.models]\nToyForCausalLM = {__name__}:TOY\n"
+    )
     code = (
         f"import sys; sys.path.insert(0, {str(installed.parent)!r}); from pathlib import Path; "
         "from tandem.workers.model.loader import check_checkpoint; "
@@ -208,7 +242,9 @@ def quantized_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_linear_method_from_outside_generates(quantized_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linear_method_from_outside_generates(
+    quantized_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(CheckpointError, match="quant_method: 'toy' is not supported"):
         check_checkpoint(quantized_folder)
     monkeypatch.setitem(registry.LINEAR_METHODS, "toy", ToyLinearMethod)
@@ -221,11 +257,15 @@ def test_a_linear_method_from_outside_generates(quantized_folder: Path, monkeypa
     assert generate(load(quantized_folder)) == expected
     assert on_ranks(quantized_folder, 2, generate) == [expected] * 2
     config, plain_config = check_checkpoint(quantized_folder), check_checkpoint(plain)
-    saved = rank_weight_bytes(plain_config, "float32", 2, 1) - rank_weight_bytes(config, "float32", 2, 1)
+    saved = rank_weight_bytes(plain_config, "float32", 2, 1) - rank_weight_bytes(
+        config, "float32", 2, 1
+    )
     weights = load_file(plain / "model.safetensors")
     projections = [weight for name, weight in weights.items() if "_proj." in name]
     columns = [
-        name for name in weights if "_proj." in name and not name.endswith(("o_proj.weight", "down_proj.weight"))
+        name
+        for name in weights
+        if "_proj." in name and not name.endswith(("o_proj.weight", "down_proj.weight"))
     ]
     rows = sum(len(weights[name]) // 2 for name in columns) + sum(64 for _ in range(4))
     assert saved == 3 * sum(weight.numel() for weight in projections) // 2 - 4 * rows
@@ -237,6 +277,10 @@ def test_weights_of_another_dtype_than_the_method_s_are_refused(
     monkeypatch.setitem(registry.LINEAR_METHODS, "toy", ToyLinearMethod)
     weights = load_file(quantized_folder / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
-    save_file(weights | {name: weights[name].to(torch.int16)}, quantized_folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"^model\.safetensors: {name}: dtype I16 is not supported, only I8$"):
+    save_file(
+        weights | {name: weights[name].to(torch.int16)}, quantized_folder / "model.safetensors"
+    )
+    with pytest.raises(
+        CheckpointError, match=rf"^model\.safetensors: {name}: dtype I16 is not supported, only I8$"
+    ):
         open_checkpoint(quantized_folder)

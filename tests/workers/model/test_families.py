@@ -1,5 +1,7 @@
-"""Every family of ours against transformers, float32: logits within 1e-4, equal greedy tokens; whole prompts and
-chunks, beside others, through a transfer, over ranks. One line in tests/tiny.py adds a family."""
+"""Every family of ours against transformers, float32: logits within 1e-4, equal greedy tokens;
+whole prompts and chunks, beside others, through a transfer, over ranks. One line in tests/tiny.py
+adds a family.
+"""
 
 import json
 import random
@@ -34,7 +36,8 @@ from tandem.workers.model.runner import ModelRunner
 TOLERANCE = 1e-4
 LENGTHS = (1, 2, 17, 64, 130, 300)
 needs_kernels = pytest.mark.skipif(
-    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own with AMX"
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)),
+    reason="no product of our own with AMX",
 )
 
 
@@ -58,13 +61,19 @@ def runner(folder: Path) -> ModelRunner:
     return load(folder)
 
 
-def advance(driver: Driver, prompts: list[list[int]], choose: random.Random) -> Iterator[dict[int, int]]:
-    """Computes random chunks of random ones of these prompts until all are done; yields after each step the tokens that
-    are done of those that it has advanced."""
+def advance(
+    driver: Driver, prompts: list[list[int]], choose: random.Random
+) -> Iterator[dict[int, int]]:
+    """Computes random chunks of random ones of these prompts until all are done; yields after each
+    step the tokens that are done of those that it has advanced.
+    """
     done = [0] * len(prompts)
     while unfinished := [index for index, ids in enumerate(prompts) if done[index] < len(ids)]:
         chosen = choose.sample(unfinished, choose.randint(1, len(unfinished)))
-        sizes = [min(choose.choice((1, 1, 1, 5, 33)), len(prompts[index]) - done[index]) for index in chosen]
+        sizes = [
+            min(choose.choice((1, 1, 1, 5, 33)), len(prompts[index]) - done[index])
+            for index in chosen
+        ]
         steps = [
             driver.step(index, prompts[index][done[index] : done[index] + size], done[index])
             for index, size in zip(chosen, sizes, strict=True)
@@ -75,7 +84,9 @@ def advance(driver: Driver, prompts: list[list[int]], choose: random.Random) -> 
         yield {index: done[index] for index in chosen}
 
 
-def test_whole_prompts_and_chunks(runner: ModelRunner, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_prompts_and_chunks(
+    runner: ModelRunner, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Driver(runner)
     for num_tokens in LENGTHS:
         ids = prompt(num_tokens)
@@ -90,7 +101,9 @@ def test_whole_prompts_and_chunks(runner: ModelRunner, model: torch.nn.Module, m
             assert difference.abs().max() <= TOLERANCE, (num_tokens, chunk)
 
 
-def test_beside_others(runner: ModelRunner, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_others(
+    runner: ModelRunner, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Driver(runner)
     prompts = [prompt(num_tokens, seed=7) for num_tokens in (1, 16, 77, 130)]
     expected = [reference_logits(model, ids) for ids in prompts]
@@ -113,14 +126,23 @@ def test_greedy_tokens(runner: ModelRunner, model: torch.nn.Module) -> None:
 
 
 def test_after_a_transfer(folder: Path, runner: ModelRunner, model: torch.nn.Module) -> None:
-    """The KV cache of a prompt goes layer by layer, in canonical form, to another runner, which decodes."""
+    """The KV cache of a prompt goes layer by layer, in canonical form, to another runner, which
+    decodes.
+    """
     ids = prompt(70, seed=3)
     sender, receiver = Driver(runner, seed=1), Driver(load(folder, num_blocks=16), seed=2)
     tokens = sender.run(sender.step(1, ids, 0))
     step = receiver.step(1, tokens, 70)
     for layer in range(len(runner.config.layers)):
         slots = runner.kv.num_slots(layer)
-        span = KvSpan(first_layer=layer, num_layers=1, first_token=0, num_tokens=70, first_slot=0, num_slots=slots)
+        span = KvSpan(
+            first_layer=layer,
+            num_layers=1,
+            first_token=0,
+            num_tokens=70,
+            first_slot=0,
+            num_slots=slots,
+        )
         receiver.runner.kv.write(receiver.tables[1], span, runner.kv.read(sender.tables[1], span))
     sender.drop(1)
     tokens += receiver.run(step)
@@ -130,7 +152,9 @@ def test_after_a_transfer(folder: Path, runner: ModelRunner, model: torch.nn.Mod
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_over_ranks(folder: Path, model: torch.nn.Module, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_ranks(
+    folder: Path, model: torch.nn.Module, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four ranks share two KV heads."""
     ids = prompt(60, seed=2)
     expected = reference_logits(model, ids)[-1]
@@ -153,8 +177,12 @@ def test_over_ranks(folder: Path, model: torch.nn.Module, size: int, monkeypatch
 def test_in_bfloat16_logits_depend_on_the_tokens_alone(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the last bit: decoded, in chunks, beside others, and as recorded programs where the family has them."""
-    sizes: dict[str, Any] = {"hidden_size": 128} | ({} if family in ("qwen2", "cohere2", "phi3") else {"head_dim": 32})
+    """To the last bit: decoded, in chunks, beside others, and as recorded programs where the family
+    has them.
+    """
+    sizes: dict[str, Any] = {"hidden_size": 128} | (
+        {} if family in ("qwen2", "cohere2", "phi3") else {"head_dim": 32}
+    )
     other = load(make_tiny_model(tmp_path, family, **sizes), dtype="bfloat16")
     decoded = logits_by_position(other, list(range(151)), 0, monkeypatch)
     mixed = logits_by_position(other, cut(150, random.Random(1)), 3, monkeypatch)
@@ -168,7 +196,9 @@ def test_in_bfloat16_logits_depend_on_the_tokens_alone(
 
 def test_the_page_lists_them() -> None:
     page = Path(__file__).parents[3] / "docs" / "models.md"
-    assert page.read_text() == registry.markdown(), "run `python -m tandem.workers.model.registry > docs/models.md`"
+    assert page.read_text() == registry.markdown(), (
+        "run `python -m tandem.workers.model.registry > docs/models.md`"
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -177,7 +207,10 @@ def test_embeddings_larger_than_the_vocabulary_in_mixed_dtypes(
 ) -> None:
     folder = make_tiny_model(tmp_path, vocab_size=VOCAB_SIZE + 64, tie_word_embeddings=tied)
     file = folder / "model.safetensors"
-    weights = {name: weight.bfloat16() if "proj" in name else weight for name, weight in load_file(file).items()}
+    weights = {
+        name: weight.bfloat16() if "proj" in name else weight
+        for name, weight in load_file(file).items()
+    }
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].half()
     save_file(weights, file, {"format": "pt"})
     model, driver = reference(folder).float(), Driver(load(folder))
@@ -189,8 +222,15 @@ def test_embeddings_larger_than_the_vocabulary_in_mixed_dtypes(
 
 
 def test_weights_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gpt-oss as it is published, whole and over ranks; transformers turns the weights into its dtype, too."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "layer_types": None}
+    """gpt-oss as it is published, whole and over ranks; transformers turns the weights into its
+    dtype, too.
+    """
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "layer_types": None,
+    }
     folder = make_tiny_model(tmp_path, "gpt_oss", **sizes)
     quantise_experts(folder)
     model, driver = reference(folder).float(), Driver(load(folder))
@@ -208,18 +248,27 @@ def quantise_experts(folder: Path) -> None:
     """Replaces the weights of all experts by random ones in MXFP4."""
     file, generator = folder / "model.safetensors", torch.Generator().manual_seed(0)
     weights = load_file(file)
-    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    for name in [
+        name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
         experts, inputs, outputs = weights.pop(name).shape
         shape = (experts, outputs, inputs // 32)
-        weights[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).to(torch.uint8)
-        weights[f"{name}_scales"] = torch.randint(122, 125, shape, generator=generator).to(torch.uint8)
+        weights[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).to(
+            torch.uint8
+        )
+        weights[f"{name}_scales"] = torch.randint(122, 125, shape, generator=generator).to(
+            torch.uint8
+        )
     save_file(weights, file, {"format": "pt"})
     config = folder / "config.json"
     fields = json.loads(config.read_text())
     config.write_text(json.dumps(fields | {"quantization_config": {"quant_method": "mxfp4"}}))
 
 
-LONG = {"long_factor": [1.0 + index for index in range(8)], "short_factor": [1.0 + 0.1 * index for index in range(8)]}
+LONG = {
+    "long_factor": [1.0 + index for index in range(8)],
+    "short_factor": [1.0 + 0.1 * index for index in range(8)],
+}
 
 
 @pytest.mark.parametrize(
@@ -227,22 +276,42 @@ LONG = {"long_factor": [1.0 + index for index in range(8)], "short_factor": [1.0
     [
         ("llama", {"rope_type": "dynamic", "factor": 4.0}, {}),
         ("llama", {"rope_type": "longrope", "original_max_position_embeddings": 64, **LONG}, {}),
-        ("llama", {"rope_type": "longrope", "original_max_position_embeddings": 2048, "factor": 4.0, **LONG}, {}),
+        (
+            "llama",
+            {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 2048,
+                "factor": 4.0,
+                **LONG,
+            },
+            {},
+        ),
         ("phi3", {"rope_type": "default", "partial_rotary_factor": 0.5}, {"sliding_window": None}),
         (
             "phi3",
-            {"rope_type": "longrope", "partial_rotary_factor": 0.5, **{name: each[:4] for name, each in LONG.items()}},
+            {
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.5,
+                **{name: each[:4] for name, each in LONG.items()},
+            },
             {"original_max_position_embeddings": 64},
         ),
         ("cohere2", {"rope_type": "linear", "factor": 2.0}, {}),
     ],
 )
 def test_rotary_embeddings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, rope: dict[str, Any], overrides: dict[str, Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    rope: dict[str, Any],
+    overrides: dict[str, Any],
 ) -> None:
-    """Beyond the original context, where LongRoPE's long factors are transformers', too; those of a model that has no
-    other context are the short ones."""
-    folder = make_tiny_model(tmp_path, family, rope_parameters={"rope_theta": 10_000.0} | rope, **overrides)
+    """Beyond the original context, where LongRoPE's long factors are transformers', too; those of a
+    model that has no other context are the short ones.
+    """
+    folder = make_tiny_model(
+        tmp_path, family, rope_parameters={"rope_theta": 10_000.0} | rope, **overrides
+    )
     model, driver = reference(folder), Driver(load(folder))
     for num_tokens in (65, 200):
         ids = prompt(num_tokens)
@@ -256,7 +325,12 @@ def test_longrope_takes_the_short_factors_where_no_sequence_is_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As transformers does for each sequence, and vLLM for a service."""
-    rope = {"rope_theta": 10_000.0, "rope_type": "longrope", "original_max_position_embeddings": 64, **LONG}
+    rope = {
+        "rope_theta": 10_000.0,
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 64,
+        **LONG,
+    }
     folder = make_tiny_model(tmp_path, rope_parameters=rope)
     ids, model = prompt(50), reference(folder)
     found = {}

@@ -1,4 +1,6 @@
-"""What a plan says of a rank's memory against what a loaded rank holds, and what it takes to load one."""
+"""What a plan says of a rank's memory against what a loaded rank holds, and what it takes to load
+one.
+"""
 
 import json
 import subprocess
@@ -14,7 +16,12 @@ from safetensors.torch import save_file
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model import load_alone
 from tandem.workers.model.footprint import kv_bytes_per_token
-from tandem.workers.model.loader import check_checkpoint, rank_weight_bytes, weight_bytes, weight_shapes
+from tandem.workers.model.loader import (
+    check_checkpoint,
+    rank_weight_bytes,
+    weight_bytes,
+    weight_shapes,
+)
 from tandem.workers.model.module import Module, Parameter
 from tandem.workers.model.registry import load_model_config
 
@@ -45,12 +52,28 @@ def tensors(part: object) -> Iterator[torch.Tensor]:
     "overrides",
     [
         {"num_attention_heads": 8, "num_key_value_heads": 8},
-        {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 97, "tie_word_embeddings": True},
-        {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 192},  # straddling, on 2 ranks
-        {"num_attention_heads": 4, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "intermediate_size": 97,
+            "tie_word_embeddings": True,
+        },
+        {
+            "num_attention_heads": 12,
+            "num_key_value_heads": 3,
+            "hidden_size": 192,
+        },  # straddling, on 2 ranks
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
     ],
 )
-def test_the_plan_is_what_each_rank_holds(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+def test_the_plan_is_what_each_rank_holds(
+    tmp_path: Path, family: str, overrides: dict[str, Any]
+) -> None:
     """In float32, where no kernel packs weights into another form."""
     folder = make_tiny_model(tmp_path, family, **overrides)
     config = check_checkpoint(folder)
@@ -62,7 +85,9 @@ def test_the_plan_is_what_each_rank_holds(tmp_path: Path, family: str, overrides
             assert sum(held.values()) == rank_weight_bytes(config, "float32", tp, rank), (tp, rank)
             most = max(most, sum(held.values()))
             kv = runner.kv
-            assert kv.data.nbytes == kv.num_blocks * kv.block_size * kv_bytes_per_token(config, tp, "float32")
+            assert kv.data.nbytes == kv.num_blocks * kv.block_size * kv_bytes_per_token(
+                config, tp, "float32"
+            )
         assert most == weight_bytes(config, tp, "float32")
 
 
@@ -92,10 +117,24 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loading_a_rank_takes_little_more_than_its_part(large_model: Path, tmp_path: Path, dtype: str, tp: int) -> None:
+def test_loading_a_rank_takes_little_more_than_its_part(
+    large_model: Path, tmp_path: Path, dtype: str, tp: int
+) -> None:
     """All of the process's memory is counted, also pages of the file, which the kernel could drop."""
     tiny, rank = make_tiny_model(tmp_path), tp - 1
-    command = [sys.executable, load_alone.__file__, str(tiny), str(large_model), dtype, str(rank), str(tp)]
+    command = [
+        sys.executable,
+        load_alone.__file__,
+        str(tiny),
+        str(large_model),
+        dtype,
+        str(rank),
+        str(tp),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert 1 <= int(done.stdout) / rank_weight_bytes(check_checkpoint(large_model), dtype, tp, rank) <= 1.2
+    assert (
+        1
+        <= int(done.stdout) / rank_weight_bytes(check_checkpoint(large_model), dtype, tp, rank)
+        <= 1.2
+    )

@@ -11,8 +11,22 @@ from transformers import GenerationConfig
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_tokenizer import EOS_ID
-from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt, reference, reference_logits
-from tandem.workers.engine.plan import PENDING_TOKEN, SampledLogprobs, Samples, SamplingParams, SequenceStep, StepPlan
+from tandem.tests.workers.model.helpers import (
+    GREEDY,
+    Driver,
+    load,
+    prompt,
+    reference,
+    reference_logits,
+)
+from tandem.workers.engine.plan import (
+    PENDING_TOKEN,
+    SampledLogprobs,
+    Samples,
+    SamplingParams,
+    SequenceStep,
+    StepPlan,
+)
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling import logprobs
 
@@ -23,8 +37,15 @@ ALL_KINDS = [
     SamplingParams(temperature=0.0, frequency_penalty=1.0, presence_penalty=0.5, logprobs=0),
     SamplingParams(logit_bias=((65, 4.0), (70, -100.0)), typical_p=0.8, seed=3),
     SamplingParams(bad_words=((100,), (200, 201)), stop_ids=(EOS_ID,), min_length=60, seed=4),
-    SamplingParams(temperature=1.0, grammar="start: /[a-z ]{1,40}/", seed=5, logprobs=5, prompt_logprobs=0),
-    SamplingParams(temperature=0.0, grammar='start: "a" "b"* "c"', repetition_penalty=0.8, logit_bias=((68, 9.0),)),
+    SamplingParams(
+        temperature=1.0, grammar="start: /[a-z ]{1,40}/", seed=5, logprobs=5, prompt_logprobs=0
+    ),
+    SamplingParams(
+        temperature=0.0,
+        grammar='start: "a" "b"* "c"',
+        repetition_penalty=0.8,
+        logit_bias=((68, 9.0),),
+    ),
 ]
 
 
@@ -34,13 +55,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chunks(
-    driver: Driver, sequence_id: int, token_ids: Sequence[int], sampling: SamplingParams, size: int, **last: Any
+    driver: Driver,
+    sequence_id: int,
+    token_ids: Sequence[int],
+    sampling: SamplingParams,
+    size: int,
+    **last: Any,
 ) -> Iterator[SequenceStep]:
     """A prompt's steps of up to `size` tokens."""
     for start in range(0, len(token_ids), size):
         part, rest = token_ids[start : start + size], token_ids[start + size :]
-        wanted = {"next_prompt_token": rest[0] if rest else None} if sampling.prompt_logprobs is not None else {}
-        history = {"history": tuple(token_ids), "num_prompt": len(token_ids)} if sampling.needs_history else {}
+        wanted = (
+            {"next_prompt_token": rest[0] if rest else None}
+            if sampling.prompt_logprobs is not None
+            else {}
+        )
+        history = (
+            {"history": tuple(token_ids), "num_prompt": len(token_ids)}
+            if sampling.needs_history
+            else {}
+        )
         fields = wanted | (history if start == 0 else {}) | ({"num_samples": 0} if rest else last)
         yield driver.step(sequence_id, part, start, sampling, **fields)
 
@@ -48,9 +82,12 @@ def chunks(
 def generate(
     driver: Driver, prompts: Sequence[Sequence[int]], kinds: Sequence[SamplingParams], count: int
 ) -> list[Any]:
-    """Prompts one after the other in chunks of 16, beside the decodes of those before: of each sequence its tokens,
-    their logprobs and those of its prompt."""
-    made: list[tuple[list[int], list[SampledLogprobs], list[SampledLogprobs]]] = [([], [], []) for _ in kinds]
+    """Prompts one after the other in chunks of 16, beside the decodes of those before: of each
+    sequence its tokens, their logprobs and those of its prompt.
+    """
+    made: list[tuple[list[int], list[SampledLogprobs], list[SampledLogprobs]]] = [
+        ([], [], []) for _ in kinds
+    ]
     waiting = [list(chunks(driver, row, prompts[row], kind, 16)) for row, kind in enumerate(kinds)]
     while any(waiting) or any(len(tokens) < count for tokens, _, _ in made):
         first = next((row for row, steps in enumerate(waiting) if steps), None)
@@ -69,14 +106,18 @@ def generate(
     return made
 
 
-def check_logprobs(ours: Sequence[SampledLogprobs], tokens: Sequence[int], logits: torch.Tensor, num_top: int) -> None:
+def check_logprobs(
+    ours: Sequence[SampledLogprobs], tokens: Sequence[int], logits: torch.Tensor, num_top: int
+) -> None:
     """Against logits [num_tokens, vocab_size] of transformers."""
     expected = logits.log_softmax(-1)
     assert len(ours) == len(tokens) == len(expected)
     for said, token, row in zip(ours, tokens, expected, strict=True):
         assert said.logprob == pytest.approx(row[token].item(), abs=1e-3)
         assert (row > row[token] + 1e-3).sum() < said.rank <= (row > row[token] - 1e-3).sum() + 1
-        assert [value for _, value in said.top] == pytest.approx(row.topk(num_top).values.tolist(), abs=1e-3)
+        assert [value for _, value in said.top] == pytest.approx(
+            row.topk(num_top).values.tolist(), abs=1e-3
+        )
         assert all(value == pytest.approx(row[token].item(), abs=1e-3) for token, value in said.top)
 
 
@@ -84,12 +125,16 @@ def test_a_batch_of_everything_gives_each_what_it_gets_alone(folder: Path) -> No
     prompts = [prompt(7 + 9 * row, row) for row in range(len(ALL_KINDS))]
     together = generate(Driver(load(folder, num_blocks=256)), prompts, ALL_KINDS, 24)
     for row, kind in enumerate(ALL_KINDS):
-        ((tokens, of_tokens, of_prompt),) = generate(Driver(load(folder), seed=row), prompts[row : row + 1], [kind], 24)
+        ((tokens, of_tokens, of_prompt),) = generate(
+            Driver(load(folder), seed=row), prompts[row : row + 1], [kind], 24
+        )
         assert together[row][0] == tokens
         assert len(of_tokens) == (0 if kind.logprobs is None else 24)
         assert len(of_prompt) == (0 if kind.prompt_logprobs is None else len(prompts[row]) - 1)
         for mine, alone in ((together[row][1], of_tokens), (together[row][2], of_prompt)):
-            assert [said.logprob for said in mine] == pytest.approx([said.logprob for said in alone], abs=1e-4)
+            assert [said.logprob for said in mine] == pytest.approx(
+                [said.logprob for said in alone], abs=1e-4
+            )
     assert len({tuple(tokens) for tokens, _, _ in together}) == len(ALL_KINDS)
 
 
@@ -101,7 +146,9 @@ def test_logprobs_are_those_of_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("rows_at_once", [64, 7])
-def test_prompt_logprobs_in_any_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch, rows_at_once: int) -> None:
+def test_prompt_logprobs_in_any_chunks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
+) -> None:
     monkeypatch.setattr(logprobs, "_ROWS_AT_ONCE", rows_at_once)
     ids, kind = prompt(300), SamplingParams(temperature=0.0, prompt_logprobs=4)
     said: dict[int, list[SampledLogprobs]] = {}
@@ -122,9 +169,12 @@ def test_prompt_logprobs_in_any_chunks(folder: Path, monkeypatch: pytest.MonkeyP
             assert [value for _, value in ours.top] == pytest.approx(values, rel=1e-5, abs=least)
 
 
-def fork(driver: Driver, parent: int, child: int, num_tokens: int) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """Gives the child the parent's full blocks and a block of its own for the rest: its table, and what is to be
-    copied."""
+def fork(
+    driver: Driver, parent: int, child: int, num_tokens: int
+) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """Gives the child the parent's full blocks and a block of its own for the rest: its table, and
+    what is to be copied.
+    """
     size = driver.runner.kv.block_size
     table = driver.tables[parent][: num_tokens // size]
     copies = []
@@ -137,21 +187,34 @@ def fork(driver: Driver, parent: int, child: int, num_tokens: int) -> tuple[tupl
 
 @pytest.mark.parametrize("num_tokens", [37, 48])
 @pytest.mark.parametrize("kind", [ALL_KINDS[1], ALL_KINDS[2], ALL_KINDS[5], ALL_KINDS[6]])
-def test_choices_of_one_prefill_are_those_of_their_seeds(folder: Path, kind: SamplingParams, num_tokens: int) -> None:
-    """One prefill samples three tokens; then there are three sequences over shared blocks and copies."""
+def test_choices_of_one_prefill_are_those_of_their_seeds(
+    folder: Path, kind: SamplingParams, num_tokens: int
+) -> None:
+    """One prefill samples three tokens; then there are three sequences over shared blocks and
+    copies.
+    """
     kind, ids = replace(kind, prompt_logprobs=None), prompt(num_tokens)
     alone = [
-        generate(Driver(load(folder)), [ids], [replace(kind, seed=kind.seed + number)], 12)[0] for number in range(3)
+        generate(Driver(load(folder)), [ids], [replace(kind, seed=kind.seed + number)], 12)[0]
+        for number in range(3)
     ]
     driver = Driver(load(folder))
     samples = driver.sample(*chunks(driver, 5, ids, kind, 512, num_samples=3))
     tokens = [[token] for token in samples.tokens]
-    said = [list(of_token) for of_token in zip(samples.logprobs.get(5, []), strict=True)] or [[], [], []]
+    said = [list(of_token) for of_token in zip(samples.logprobs.get(5, []), strict=True)] or [
+        [],
+        [],
+        [],
+    ]
     forks = {number: fork(driver, 5, 5 + number, num_tokens) for number in (1, 2)}
     steps, copies = [driver.step(5, tokens[0], num_tokens)], []
     for number, (table, pairs) in forks.items():
         step = driver.step(5 + number, tokens[number], num_tokens)
-        history = {"history": (*ids, *tokens[number]), "num_prompt": num_tokens} if kind.needs_history else {}
+        history = (
+            {"history": (*ids, *tokens[number]), "num_prompt": num_tokens}
+            if kind.needs_history
+            else {}
+        )
         own = replace(kind, seed=kind.seed + number)
         steps.append(replace(step, new_blocks=table + step.new_blocks, sampling=own, **history))  # type: ignore[arg-type]
         copies += pairs
@@ -163,10 +226,14 @@ def test_choices_of_one_prefill_are_those_of_their_seeds(folder: Path, kind: Sam
         if len(tokens[0]) == 12:
             break
         at = num_tokens + len(tokens[0]) - 1
-        samples = driver.sample(*(driver.step(5 + number, tokens[number][-1:], at) for number in range(3)))
+        samples = driver.sample(
+            *(driver.step(5 + number, tokens[number][-1:], at) for number in range(3))
+        )
     assert tokens == [own for own, _, _ in alone]
     for mine, (_, theirs, _) in zip(said, alone, strict=True):
-        assert [one.logprob for one in mine] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
+        assert [one.logprob for one in mine] == pytest.approx(
+            [one.logprob for one in theirs], abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -175,7 +242,9 @@ def test_a_sequence_that_is_made_known_anew_goes_on(folder: Path, kind: Sampling
     kind, ids = replace(kind, prompt_logprobs=None), prompt(21)
     ((expected, _, _),) = generate(Driver(load(folder)), [ids], [kind], 12)
     driver = Driver(load(folder))
-    driver.generate(1, prompt(35, 3), 4, SamplingParams(repetition_penalty=3.0, bad_words=((4,),), logprobs=2))
+    driver.generate(
+        1, prompt(35, 3), 4, SamplingParams(repetition_penalty=3.0, bad_words=((4,),), logprobs=2)
+    )
     ((tokens, _, _),) = generate(Driver(driver.runner, seed=2), [ids], [kind], 5)  # as sequence 0
     other = driver.tables.pop(1)
     driver.tables[1] = [driver.free.pop() for _ in range(2)]
@@ -202,7 +271,9 @@ def test_a_sequence_that_is_made_known_anew_goes_on(folder: Path, kind: Sampling
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL_KINDS if not kind.grammar])
-def test_pending_tokens_count_for_penalties_and_bad_words(folder: Path, kind: SamplingParams) -> None:
+def test_pending_tokens_count_for_penalties_and_bad_words(
+    folder: Path, kind: SamplingParams
+) -> None:
     """Each step is launched before the tokens of the last one are collected."""
     kind = replace(kind, prompt_logprobs=None, bad_words=(*kind.bad_words, (300, 301)))
     ((expected, said, _),) = generate(Driver(load(folder)), [prompt(20)], [kind], 10)
@@ -224,19 +295,32 @@ def test_pending_tokens_count_for_penalties_and_bad_words(folder: Path, kind: Sa
     [
         (
             SamplingParams(
-                temperature=0.0, repetition_penalty=1.6, bad_words=((510,), (416, 19)), logit_bias=((99, 2.5),)
+                temperature=0.0,
+                repetition_penalty=1.6,
+                bad_words=((510,), (416, 19)),
+                logit_bias=((99, 2.5),),
             ),
-            {"repetition_penalty": 1.6, "bad_words_ids": [[510], [416, 19]], "sequence_bias": {(99,): 2.5}},
+            {
+                "repetition_penalty": 1.6,
+                "bad_words_ids": [[510], [416, 19]],
+                "sequence_bias": {(99,): 2.5},
+            },
         ),
         (
-            SamplingParams(temperature=0.0, logit_bias=((EOS_ID, 30.0),), stop_ids=(EOS_ID,), min_length=30),
+            SamplingParams(
+                temperature=0.0, logit_bias=((EOS_ID, 30.0),), stop_ids=(EOS_ID,), min_length=30
+            ),
             {"sequence_bias": {(EOS_ID,): 30.0}, "min_new_tokens": 10},
         ),
     ],
 )
-def test_greedy_tokens_are_those_of_transformers(folder: Path, kind: SamplingParams, config: dict[str, Any]) -> None:
+def test_greedy_tokens_are_those_of_transformers(
+    folder: Path, kind: SamplingParams, config: dict[str, Any]
+) -> None:
     model, ids = reference(folder), prompt(20)
-    settings = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=EOS_ID, pad_token_id=0, **config)  # type: ignore[no-untyped-call]
+    settings = GenerationConfig(
+        max_new_tokens=16, do_sample=False, eos_token_id=EOS_ID, pad_token_id=0, **config
+    )  # type: ignore[no-untyped-call]
     row = torch.tensor([ids])
     out = model.generate(row, attention_mask=torch.ones_like(row), generation_config=settings)  # type: ignore[operator]
     expected = out[0, 20:].tolist()

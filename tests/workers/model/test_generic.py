@@ -20,9 +20,21 @@ from tandem.workers.model.kernels import cpu
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.registry import parse_model_config
 
-# Learned activations, windows, latent attention, soft caps, experts, learned positions, sinks, scales of all kinds.
-SAMPLE = ("apertus", "cohere2", "deepseek_v3", "gemma2", "glm4_moe", "gpt2", "gpt_oss", "granitemoe")
-OTHERS = [pytest.param(kind, marks=pytest.mark.matrix) for kind in sorted(DECODERS) if kind not in SAMPLE]
+# Learned activations, windows, latent attention, soft caps, experts, learned positions, sinks,
+# scales of all kinds.
+SAMPLE = (
+    "apertus",
+    "cohere2",
+    "deepseek_v3",
+    "gemma2",
+    "glm4_moe",
+    "gpt2",
+    "gpt_oss",
+    "granitemoe",
+)
+OTHERS = [
+    pytest.param(kind, marks=pytest.mark.matrix) for kind in sorted(DECODERS) if kind not in SAMPLE
+]
 
 
 @pytest.mark.parametrize("kind", sorted(DECODERS))
@@ -66,7 +78,9 @@ def change_config(folder: Path, **fields: Any) -> None:
         ("whisper", "models with an encoder are not supported"),
     ],
 )
-def test_what_cannot_run_is_refused_by_its_config_alone(tmp_path: Path, kind: str, reason: str) -> None:
+def test_what_cannot_run_is_refused_by_its_config_alone(
+    tmp_path: Path, kind: str, reason: str
+) -> None:
     write_config(tmp_path, kind)
     with pytest.raises(CheckpointError, match=reason) as caught:
         open_checkpoint(tmp_path)
@@ -75,16 +89,32 @@ def test_what_cannot_run_is_refused_by_its_config_alone(tmp_path: Path, kind: st
 
 @pytest.mark.parametrize("kind", ["bart", "plbart", "marian", "pegasus", "blenderbot"])
 def test_a_decoder_that_counts_positions_by_itself_is_refused(tmp_path: Path, kind: str) -> None:
-    write_config(tmp_path, kind, is_encoder_decoder=False, is_decoder=True, encoder_layers=2, decoder_layers=2)
-    with pytest.raises(CheckpointError, match=r"^config.json: architectures: .* takes no position_ids$"):
+    write_config(
+        tmp_path,
+        kind,
+        is_encoder_decoder=False,
+        is_decoder=True,
+        encoder_layers=2,
+        decoder_layers=2,
+    )
+    with pytest.raises(
+        CheckpointError, match=r"^config.json: architectures: .* takes no position_ids$"
+    ):
         open_checkpoint(tmp_path)
 
 
 def test_a_window_that_only_a_mask_would_know_is_refused(tmp_path: Path) -> None:
-    write_config(tmp_path, "phimoe", num_hidden_layers=2, max_position_embeddings=256, sliding_window=255)
-    with pytest.raises(CheckpointError, match=r"^config.json: sliding_window: is not supported, .* mask of its own$"):
+    write_config(
+        tmp_path, "phimoe", num_hidden_layers=2, max_position_embeddings=256, sliding_window=255
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"^config.json: sliding_window: is not supported, .* mask of its own$",
+    ):
         parse_model_config(read_fields(tmp_path))
-    write_config(tmp_path, "phimoe", num_hidden_layers=2, max_position_embeddings=256, sliding_window=256)
+    write_config(
+        tmp_path, "phimoe", num_hidden_layers=2, max_position_embeddings=256, sliding_window=256
+    )
     assert parse_model_config(read_fields(tmp_path)).transformers is not None
 
 
@@ -98,7 +128,9 @@ def test_every_decoder_of_the_page_is_accepted_by_its_config(tmp_path: Path, kin
 def write_config(folder: Path, kind: str, **overrides: Any) -> None:
     config = CONFIG_MAPPING[kind](**overrides)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
-    (folder / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": [name]}, default=str))
+    (folder / "config.json").write_text(
+        json.dumps(config.to_dict() | {"architectures": [name]}, default=str)
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +148,9 @@ def write_config(folder: Path, kind: str, **overrides: Any) -> None:
         ({"max_position_embeddings": 10**12}, "max_position_embeddings: must be an integer"),
     ],
 )
-def test_bad_fields_are_refused_by_name(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+def test_bad_fields_are_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
     folder = make_tiny_decoder(tmp_path, "cohere")
     change_config(folder, **change)
     with pytest.raises(CheckpointError, match=f"config.json: {reason}"):
@@ -125,7 +159,9 @@ def test_bad_fields_are_refused_by_name(tmp_path: Path, change: dict[str, Any], 
 
 def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
     folder = make_tiny_decoder(tmp_path, "cohere")
-    change_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.Config"})
+    change_config(
+        folder, auto_map={"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.Config"}
+    )
     (folder / "modeling.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
     load(folder)
     change_config(folder, model_type="mine", architectures=["Model"])
@@ -137,7 +173,9 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
 def test_a_model_without_a_plan_is_for_one_rank(tmp_path: Path) -> None:
     config = open_checkpoint(make_tiny_decoder(tmp_path, "gpt2")).config
     check_config_split(config, 1)
-    with pytest.raises(ValueError, match="transformers has no plan to split GPT2LMHeadModel, only 1 is possible"):
+    with pytest.raises(
+        ValueError, match="transformers has no plan to split GPT2LMHeadModel, only 1 is possible"
+    ):
         check_config_split(config, 2)
 
 
@@ -150,9 +188,12 @@ def test_ours_is_taken_where_there_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own with AMX"
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)),
+    reason="no product of our own with AMX",
 )
-def test_steps_of_transformers_code_are_recorded_as_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_transformers_code_are_recorded_as_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And give what the same code computes call by call, but for what torch rounds otherwise."""
     folder = make_tiny_decoder(tmp_path, "llama", hidden_size=256, head_dim=64)
     results = []

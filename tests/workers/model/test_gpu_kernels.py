@@ -1,5 +1,6 @@
-"""The Triton kernels against float64 on a GPU or, where there is none, in Triton's interpreter; and whether they
-compile for a GPU, which takes none."""
+"""The Triton kernels against float64 on a GPU or, where there is none, in Triton's interpreter; and
+whether they compile for a GPU, which takes none.
+"""
 
 import functools
 import itertools
@@ -20,11 +21,17 @@ from tandem.tests.workers.model.helpers import multiply_row_by_row
 from tandem.workers.model.kernels import gpu, gpu_chunk, gpu_decode, gpu_linear
 from tandem.workers.model.kernels.gpu_attention import Scoring
 from tandem.workers.model.kernels.gpu_chunk import ChunkWork, chunk_attention, tile_tokens
-from tandem.workers.model.kernels.gpu_decode import SPLIT_TOKENS, DecodeWork, decode_attention, num_splits
+from tandem.workers.model.kernels.gpu_decode import (
+    SPLIT_TOKENS,
+    DecodeWork,
+    decode_attention,
+    num_splits,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-SHARED_BYTES = 233_472  # of a multiprocessor of compute capability 9.0; a program takes 1,024 more than it asks for
+# of a multiprocessor of compute capability 9.0; a program takes 1,024 more than it asks for
+SHARED_BYTES = 233_472
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +55,16 @@ class Cache:
         self.keys, self.values = torch.full(size, torch.nan, dtype=shape.dtype, device=DEVICE)
         sinks = 2 * torch.randn(shape.num_heads, device=DEVICE) if shape.has_sinks else None
         scale = shape.head_dim**-0.5 * (1.0 if not shape.soft_cap else 3.0)
-        self.scoring = Scoring(window=shape.window, scale=scale, soft_cap=shape.soft_cap, sinks=sinks)
+        self.scoring = Scoring(
+            window=shape.window, scale=scale, soft_cap=shape.soft_cap, sinks=sinks
+        )
         self.tables: list[int] = []
         self._free = torch.randperm(512).tolist()
 
     def add(self, first_token: int, end: int) -> int:
-        """Stores random keys and values for the tokens that are seen; returns the offset of the block table."""
+        """Stores random keys and values for the tokens that are seen; returns the offset of the
+        block table.
+        """
         offset, size = len(self.tables), self.shape.block_size
         self.tables += [self._free.pop() for _ in range(-(-end // size))]
         seen = torch.arange(max(0, first_token), end)
@@ -66,9 +77,13 @@ class Cache:
     def expected(self, query: torch.Tensor, position: int, offset: int) -> torch.Tensor:
         """One token's [num_heads, head_dim] in float64."""
         shape = self.shape
-        seen = torch.arange(max(0, position + 1 - shape.window) if shape.window else 0, position + 1)
+        seen = torch.arange(
+            max(0, position + 1 - shape.window) if shape.window else 0, position + 1
+        )
         blocks = torch.tensor(self.tables[offset:])[seen // shape.block_size]
-        keys, values = (part[blocks, :, seen % shape.block_size].double() for part in (self.keys, self.values))
+        keys, values = (
+            part[blocks, :, seen % shape.block_size].double() for part in (self.keys, self.values)
+        )
         heads = query.double().view(shape.kv_heads, -1, shape.head_dim)
         scores = torch.einsum("kgd,nkd->kgn", heads, keys) * self.scoring.scale
         if shape.soft_cap:
@@ -77,7 +92,9 @@ class Cache:
             sinks = self.scoring.sinks.double().view(shape.kv_heads, -1, 1)
             scores = torch.cat((scores, sinks), dim=-1)
         weights = scores.softmax(-1)[:, :, : len(seen)]
-        return torch.einsum("kgn,nkd->kgd", weights, values).reshape(shape.num_heads, shape.head_dim)
+        return torch.einsum("kgn,nkd->kgd", weights, values).reshape(
+            shape.num_heads, shape.head_dim
+        )
 
 
 def ints(values: list[int]) -> torch.Tensor:
@@ -86,13 +103,19 @@ def ints(values: list[int]) -> torch.Tensor:
 
 def fused_query(rows: int, shape: Shape) -> torch.Tensor:
     """[rows, num_heads, head_dim], the first part of a row as the decoder has it."""
-    fused = torch.randn(rows, shape.num_heads + 2 * shape.kv_heads, shape.head_dim).to(DEVICE, shape.dtype)
+    fused = torch.randn(rows, shape.num_heads + 2 * shape.kv_heads, shape.head_dim).to(
+        DEVICE, shape.dtype
+    )
     return fused[:, : shape.num_heads]
 
 
-def decode_work(rows: list[int], last_keys: list[int], offsets: list[int], tables: list[int]) -> DecodeWork:
+def decode_work(
+    rows: list[int], last_keys: list[int], offsets: list[int], tables: list[int]
+) -> DecodeWork:
     """As the planner builds it, with room for more items: those are of no sequence."""
-    counts = [num_splits(last) if row >= 0 else 0 for row, last in zip(rows, last_keys, strict=True)]
+    counts = [
+        num_splits(last) if row >= 0 else 0 for row, last in zip(rows, last_keys, strict=True)
+    ]
     items = [(sequence, split) for sequence, count in enumerate(counts) for split in range(count)]
     unused = [-1] * 3
     return DecodeWork(
@@ -113,7 +136,9 @@ def decode(cache: Cache, query: torch.Tensor, work: DecodeWork, num_programs: in
     size = (len(work.item_splits), shape.num_heads, shape.head_dim + 2)
     partial = torch.full(size, torch.nan, device=DEVICE)
     out = query.new_full((len(query), shape.num_heads * shape.head_dim), torch.nan)
-    decode_attention(query, cache.keys, cache.values, work, cache.scoring, partial, out, num_programs)
+    decode_attention(
+        query, cache.keys, cache.values, work, cache.scoring, partial, out, num_programs
+    )
     return out.view(query.shape)
 
 
@@ -122,7 +147,9 @@ def check_decode(shape: Shape, lengths: list[int], num_programs: int = 2) -> Non
     torch.manual_seed(0)
     cache = Cache(shape)
     last_keys = [length - 1 for length in lengths]
-    offsets = [cache.add(length - shape.window if shape.window else 0, length) for length in lengths]
+    offsets = [
+        cache.add(length - shape.window if shape.window else 0, length) for length in lengths
+    ]
     query = fused_query(len(lengths) + 1, shape)
     rows = list(range(len(lengths), 0, -1))
     padded = [[*values[:1], -1, *values[1:]] for values in (rows, last_keys, offsets)]
@@ -176,7 +203,9 @@ def test_decode_attention_of_any_shape(
 
 
 def test_many_splits_are_combined() -> None:
-    """Twice what the combining kernel reads at once; some heads have their greatest score in either half."""
+    """Twice what the combining kernel reads at once; some heads have their greatest score in either
+    half.
+    """
     length = SPLIT_TOKENS * 2 * gpu_decode._COMBINED_SPLITS
     check_decode(Shape(num_heads=8, kv_heads=1, head_dim=16, block_size=32), [length])
 
@@ -200,7 +229,9 @@ def test_a_sequence_gets_the_same_alone_and_in_a_batch() -> None:
     batch = decode(cache, query, decode_work([0, 1, 2, 3], last_keys, offsets, cache.tables), 3)
     for row in range(4):
         for num_programs in (1, 7):
-            work = decode_work([row], last_keys[row : row + 1], offsets[row : row + 1], cache.tables)
+            work = decode_work(
+                [row], last_keys[row : row + 1], offsets[row : row + 1], cache.tables
+            )
             assert torch.equal(decode(cache, query, work, num_programs)[row], batch[row])
 
 
@@ -208,22 +239,32 @@ def test_splits_of_a_sequence() -> None:
     assert [num_splits(last_key) for last_key in (0, 255, 256, 511, 512)] == [1, 1, 2, 2, 3]
 
 
-def check_chunks(shape: Shape, chunks: list[tuple[int, int]], most_tokens: int | None = None) -> None:
+def check_chunks(
+    shape: Shape, chunks: list[tuple[int, int]], most_tokens: int | None = None
+) -> None:
     """Chunks (start, tokens), one row that is of none after each; `most_tokens` cuts smaller tiles."""
     torch.manual_seed(0)
     cache = Cache(shape)
-    size = min(tile_tokens(shape.num_heads, shape.kv_heads, shape.head_dim), most_tokens or sys.maxsize)
+    size = min(
+        tile_tokens(shape.num_heads, shape.kv_heads, shape.head_dim), most_tokens or sys.maxsize
+    )
     query = fused_query(sum(count + 1 for _, count in chunks), shape)
     tiles: list[tuple[int, int, int, int]] = []  # row, tokens, position, offset
     row = 0
     for start, count in chunks:
         offset = cache.add(start + 1 - shape.window if shape.window else 0, start + count)
         firsts = range(0, count, size)
-        tiles += [(row + first, min(size, count - first), start + first, offset) for first in firsts]
+        tiles += [
+            (row + first, min(size, count - first), start + first, offset) for first in firsts
+        ]
         row += count + 1
     rows, counts, starts, offsets = (ints(list(column)) for column in zip(*tiles, strict=True))
     work = ChunkWork(
-        tile_rows=rows, tile_counts=counts, tile_starts=starts, tile_offsets=offsets, tables=ints(cache.tables)
+        tile_rows=rows,
+        tile_counts=counts,
+        tile_starts=starts,
+        tile_offsets=offsets,
+        tables=ints(cache.tables),
     )
     out = query.new_full((len(query), shape.num_heads * shape.head_dim), torch.nan)
     chunk_attention(query, cache.keys, cache.values, work, cache.scoring, out)
@@ -242,7 +283,9 @@ def check_chunks(shape: Shape, chunks: list[tuple[int, int]], most_tokens: int |
     [
         *SHAPES,
         Shape(num_heads=2, kv_heads=1, head_dim=256, block_size=5, dtype=torch.bfloat16),
-        Shape(num_heads=4, kv_heads=1, head_dim=128, dtype=torch.bfloat16),  # of Llama 3 8B and its like
+        Shape(
+            num_heads=4, kv_heads=1, head_dim=128, dtype=torch.bfloat16
+        ),  # of Llama 3 8B and its like
     ],
     ids=str,
 )
@@ -288,7 +331,11 @@ def test_rms_norm(dtype: torch.dtype) -> None:
         if len(x):
             close(result, expected)
             residual = torch.randn(x.shape).to(x)
-            expected = expected + wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 0.1) + residual.double()
+            expected = (
+                expected
+                + wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 0.1)
+                + residual.double()
+            )
             close(gpu.rms_norm(x, weight, 0.1, 1.0, residual), expected)
 
 
@@ -304,9 +351,14 @@ def test_silu_mul(dtype: torch.dtype, dim: int) -> None:
 
 
 def test_roundings_are_those_of_torch() -> None:
-    """But for a few numbers on the edge. In float16, which the interpreter rounds to nearest, unlike bfloat16."""
+    """But for a few numbers on the edge. In float16, which the interpreter rounds to nearest,
+    unlike bfloat16.
+    """
     torch.manual_seed(0)
-    x, weight = torch.randn(20, 96).to(DEVICE, torch.float16), torch.randn(96).to(DEVICE, torch.float16)
+    x, weight = (
+        torch.randn(20, 96).to(DEVICE, torch.float16),
+        torch.randn(96).to(DEVICE, torch.float16),
+    )
     wide = x.float()
     normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).half()
     assert (gpu.rms_norm(x, weight, 1e-5) == normed).float().mean() > 0.99
@@ -321,16 +373,24 @@ def test_a_row_of_a_product_is_the_same_bits_in_any_batch(
 ) -> None:
     multiply_row_by_row(monkeypatch)
     torch.manual_seed(0)
-    fused, weight = torch.randn(150, 3, 200).to(DEVICE, dtype), torch.randn(90, 200).to(DEVICE, dtype)
+    fused, weight = (
+        torch.randn(150, 3, 200).to(DEVICE, dtype),
+        torch.randn(90, 200).to(DEVICE, dtype),
+    )
     x, residual = fused[:, 1], torch.randn(150, 90).to(DEVICE, dtype) if has_residual else None
     bias = torch.randn(90).to(DEVICE, dtype) if has_bias else None
 
     def rows(chosen: slice) -> torch.Tensor:
-        return gpu_linear.linear(x[chosen], weight, bias, None if residual is None else residual[chosen])
+        return gpu_linear.linear(
+            x[chosen], weight, bias, None if residual is None else residual[chosen]
+        )
 
     whole = rows(slice(None))
     expected = x.double() @ weight.double().t()
-    close(whole / 20, sum((each.double() for each in (bias, residual) if each is not None), expected) / 20)
+    close(
+        whole / 20,
+        sum((each.double() for each in (bias, residual) if each is not None), expected) / 20,
+    )
     for start, stop in [(0, 0), (0, 1), (149, 150), (63, 66), (70, 150), (5, 21)]:
         assert torch.equal(rows(slice(start, stop)), whole[start:stop])
 
@@ -345,7 +405,10 @@ def test_rotate(dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
     gpu.rotate(fused[:, 1:-1], cos, sin)
     assert torch.equal(fused[:, 0].double(), before[:, 0])
     assert torch.equal(fused[:, -1].double(), before[:, -1])
-    close(fused[:, 1:-1], (before * cos.double() + before.roll(head_dim // 2, -1) * sin.double())[:, 1:-1])
+    close(
+        fused[:, 1:-1],
+        (before * cos.double() + before.roll(head_dim // 2, -1) * sin.double())[:, 1:-1],
+    )
 
 
 @settings(max_examples=20)
@@ -372,10 +435,14 @@ def test_stored_keys_and_values_are_found_again(
 
 
 def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
-    """In a process of its own, without the interpreter, and with an empty cache of what was compiled before."""
+    """In a process of its own, without the interpreter, and with an empty cache of what was
+    compiled before.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     compiled = {line.split()[0] for line in done.stdout.splitlines()}
     modules = (vars(gpu), vars(gpu_chunk), vars(gpu_decode), vars(gpu_linear))
@@ -402,7 +469,9 @@ class Hopper:
 
 
 def compile_all() -> None:
-    """Calls every function, whose launches only compile; prints each kernel and its bytes of shared memory."""
+    """Calls every function, whose launches only compile; prints each kernel and its bytes of shared
+    memory.
+    """
 
     def launch(kernel: triton.JITFunction, grid: tuple[int, ...]) -> object:
         def compile_it(*args: object, **options: object) -> None:
@@ -417,7 +486,15 @@ def compile_all() -> None:
         Shape(num_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16),
         Shape(num_heads=9, kv_heads=3, head_dim=64, dtype=torch.bfloat16, window=100),
         Shape(num_heads=2, kv_heads=2, head_dim=64),
-        Shape(num_heads=8, kv_heads=2, head_dim=256, dtype=torch.bfloat16, window=100, soft_cap=50.0, has_sinks=True),
+        Shape(
+            num_heads=8,
+            kv_heads=2,
+            head_dim=256,
+            dtype=torch.bfloat16,
+            window=100,
+            soft_cap=50.0,
+            has_sinks=True,
+        ),
     ):
         compile_shape(shape)
 
@@ -431,7 +508,9 @@ def compile_shape(shape: Shape) -> None:
     table = zeros(4, 1, shape.head_dim)
     array = torch.zeros(4, dtype=torch.int32)
     sinks = torch.zeros(shape.num_heads) if shape.has_sinks else None
-    scoring = Scoring(window=shape.window, scale=shape.head_dim**-0.5, soft_cap=shape.soft_cap, sinks=sinks)
+    scoring = Scoring(
+        window=shape.window, scale=shape.head_dim**-0.5, soft_cap=shape.soft_cap, sinks=sinks
+    )
     gpu.rms_norm(out, zeros(out.shape[1]), 1e-5)
     gpu.rms_norm(query, zeros(shape.head_dim), 1e-5)
     gpu.rms_norm(out, zeros(out.shape[1]), 1e-5, 1.0, out)

@@ -1,4 +1,6 @@
-"""The model on the kernels of the GPU path, which Triton interprets here: the same plans, the same tokens."""
+"""The model on the kernels of the GPU path, which Triton interprets here: the same plans, the same
+tokens.
+"""
 
 import random
 from collections.abc import Callable
@@ -9,18 +11,34 @@ import pytest
 import torch
 
 from tandem.tests.tiny import DENSE, make_tiny_model
-from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, multiply_row_by_row, prompt
+from tandem.tests.workers.model.helpers import (
+    Driver,
+    load,
+    mixed_steps,
+    multiply_row_by_row,
+    prompt,
+)
 from tandem.tests.workers.model.test_exact import cut, logits_by_position
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
-from tandem.workers.engine.plan import PENDING_TOKEN, Samples, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.engine.plan import (
+    PENDING_TOKEN,
+    Samples,
+    SamplingParams,
+    SequenceStep,
+    StepPlan,
+)
 from tandem.workers.model import graphs, kernels
 from tandem.workers.model.attention import triton_backend
 from tandem.workers.model.kernels import gpu
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does it on the GPU itself")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/gpu does it on the GPU itself"
+)
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=7)
-ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}  # where it is about what comes before and after the layers
+ONE_LAYER: dict[str, Any] = {
+    "num_hidden_layers": 1
+}  # where it is about what comes before and after the layers
 
 
 @pytest.fixture
@@ -35,7 +53,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def record(launch: graphs.Launch) -> tuple[Callable[[], object], torch.Tensor]:
-    """Stands for a CUDA graph: a replay writes what it computes from the same addresses to the same address."""
+    """Stands for a CUDA graph: a replay writes what it computes from the same addresses to the same
+    address.
+    """
     logits = launch()
     return lambda: logits.copy_(launch()), logits
 
@@ -82,8 +102,12 @@ def test_a_step_without_room_in_the_graph_runs_without(
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_pending_tokens_never_leave_the_device(tmp_path: Path, on_gpu: None, captured: bool) -> None:
-    """The next step is launched before the tokens of the last are collected; one more sequence joins meanwhile."""
+def test_pending_tokens_never_leave_the_device(
+    tmp_path: Path, on_gpu: None, captured: bool
+) -> None:
+    """The next step is launched before the tokens of the last are collected; one more sequence
+    joins meanwhile.
+    """
     folder = make_tiny_model(tmp_path, **ONE_LAYER)
     driver = Driver(load(folder))
     expected = [driver.generate(1, prompt(20), 6), driver.generate(2, prompt(9), 5, SAMPLED)]
@@ -97,13 +121,24 @@ def test_pending_tokens_never_leave_the_device(tmp_path: Path, on_gpu: None, cap
         return runner.launch(StepPlan(sequences=steps, dropped=()))
 
     collects = [launch(driver.step(1, prompt(20), 0))]
-    collects.append(launch(driver.step(2, prompt(9), 0, SAMPLED), driver.step(1, [PENDING_TOKEN], 20)))
+    collects.append(
+        launch(driver.step(2, prompt(9), 0, SAMPLED), driver.step(1, [PENDING_TOKEN], 20))
+    )
     for index in range(4):
-        steps = (driver.step(1, [PENDING_TOKEN], 21 + index), driver.step(2, [PENDING_TOKEN], 9 + index))
+        steps = (
+            driver.step(1, [PENDING_TOKEN], 21 + index),
+            driver.step(2, [PENDING_TOKEN], 9 + index),
+        )
         collects.append(launch(*(steps if index % 2 else steps[::-1])))
     tokens = [collect().tokens for collect in collects]
-    assert [tokens[0][0], tokens[1][1], *(step[index % 2 == 0] for index, step in enumerate(tokens[2:]))] == expected[0]
-    assert [tokens[1][0], *(step[index % 2] for index, step in enumerate(tokens[2:]))] == expected[1]
+    assert [
+        tokens[0][0],
+        tokens[1][1],
+        *(step[index % 2 == 0] for index, step in enumerate(tokens[2:])),
+    ] == expected[0]
+    assert [tokens[1][0], *(step[index % 2] for index, step in enumerate(tokens[2:]))] == expected[
+        1
+    ]
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -1,4 +1,6 @@
-"""Completions under a grammar: they keep to it, go on after a move, and cannot take the engine down."""
+"""Completions under a grammar: they keep to it, go on after a move, and cannot take the engine
+down.
+"""
 
 import json
 import os
@@ -47,14 +49,24 @@ def json_grammar(schema: dict[str, object]) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
 
 
-def complete(driver: Driver, prompts: list[list[int]], kinds: list[SamplingParams], most: int = 800) -> list[list[int]]:
+def complete(
+    driver: Driver, prompts: list[list[int]], kinds: list[SamplingParams], most: int = 800
+) -> list[list[int]]:
     """Decodes all at once, each until its end token."""
-    made = [[token] for token in driver.run(*(driver.step(i, prompts[i], 0, kind) for i, kind in enumerate(kinds)))]
+    made = [
+        [token]
+        for token in driver.run(
+            *(driver.step(i, prompts[i], 0, kind) for i, kind in enumerate(kinds))
+        )
+    ]
     for _ in range(most):
         alive = [row for row, tokens in enumerate(made) if tokens[-1] != EOS_ID]
         if not alive:
             break
-        steps = [driver.step(row, made[row][-1:], len(prompts[row]) + len(made[row]) - 1) for row in alive]
+        steps = [
+            driver.step(row, made[row][-1:], len(prompts[row]) + len(made[row]) - 1)
+            for row in alive
+        ]
         for row, token in zip(alive, driver.run(*steps), strict=True):
             made[row].append(token)
     return made
@@ -78,7 +90,9 @@ def test_documents_of_random_schemas_validate(folder: Path, tokenizer: Tokenizer
 
 
 def test_a_completion_goes_on_elsewhere_as_if_unbroken(folder: Path) -> None:
-    """Its tokens are replayed, wherever it was broken off; only what the model computes is done again."""
+    """Its tokens are replayed, wherever it was broken off; only what the model computes is done
+    again.
+    """
     kind = SamplingParams(temperature=0.9, seed=3, grammar=json_grammar(random_schema(7)))
     ids = prompt(12)
     (whole,) = complete(Driver(load(folder)), [ids], [kind])
@@ -99,7 +113,9 @@ def test_a_regular_expression_and_a_lark_grammar(folder: Path, tokenizer: Tokeni
         'start: "x" ("y" | "z"){2,5} /[0-4]/',
         "start: /.{3}é/",
     ]
-    kinds = [SamplingParams(temperature=1.0, seed=row, grammar=text) for row, text in enumerate(texts)]
+    kinds = [
+        SamplingParams(temperature=1.0, seed=row, grammar=text) for row, text in enumerate(texts)
+    ]
     made = complete(Driver(load(folder)), [prompt(9)] * 3, kinds, most=60)
     first, second, third = (tokenizer.decode(tokens[:-1]) for tokens in made)
     assert re.fullmatch("(ja|nein), [0-9]{3}", first)
@@ -115,17 +131,23 @@ def test_after_the_end_nothing_but_the_end(folder: Path) -> None:
     assert tokens.index(EOS_ID) <= 2
 
 
-def test_min_length_and_bad_words_do_not_break_a_grammar(folder: Path, tokenizer: Tokenizer) -> None:
+def test_min_length_and_bad_words_do_not_break_a_grammar(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
     """What they leave nothing of ends."""
     (b,) = tokenizer.encode("b").ids
     driver = Driver(load(folder))
-    short = SamplingParams(temperature=0.0, grammar='start: "a"', stop_ids=(EOS_ID,), min_length=100)
+    short = SamplingParams(
+        temperature=0.0, grammar='start: "a"', stop_ids=(EOS_ID,), min_length=100
+    )
     assert tokenizer.decode(driver.generate(1, prompt(8), 3, short)) == "a"
     dead = SamplingParams(temperature=0.0, grammar='start: "b"', bad_words=((b,),))
     assert driver.generate(2, prompt(8), 2, dead) == [EOS_ID, EOS_ID]
 
 
-@pytest.mark.parametrize("text", ["", "start: (", '{"grammars": []}', "start: nothing", "start: /((/"])
+@pytest.mark.parametrize(
+    "text", ["", "start: (", '{"grammars": []}', "start: nothing", "start: /((/"]
+)
 def test_a_grammar_that_is_none_is_refused_in_a_line(folder: Path, text: str) -> None:
     runner = load(folder)
     with pytest.raises(ValueError, match=r"^the grammar cannot be compiled: ") as caught:
@@ -135,7 +157,11 @@ def test_a_grammar_that_is_none_is_refused_in_a_line(folder: Path, text: str) ->
 
 
 def test_models_that_cannot_follow_grammars_say_so(folder: Path, tmp_path: Path) -> None:
-    for grammars in (GrammarCache(None, 512, (1,)), GrammarCache(folder, 512, ()), GrammarCache(tmp_path, 512, (1,))):
+    for grammars in (
+        GrammarCache(None, 512, (1,)),
+        GrammarCache(folder, 512, ()),
+        GrammarCache(tmp_path, 512, (1,)),
+    ):
         with pytest.raises(ValueError, match=r"^this model"):
             grammars.load('start: "a"')
     for content in ("[]", "no json", "{}", '{"model": {"type": "BPE"}}'):
@@ -144,7 +170,9 @@ def test_models_that_cannot_follow_grammars_say_so(folder: Path, tmp_path: Path)
             GrammarCache(tmp_path, 512, (1,)).load('start: "a"')
     with pytest.raises(ValueError, match=r"^this model"):
         GrammarCache(folder, 100, (1,)).load('start: "a"')
-    GrammarCache(folder, 9000, (1,)).load('start: "a"')  # a vocabulary padded beyond the tokenizer's
+    GrammarCache(folder, 9000, (1,)).load(
+        'start: "a"'
+    )  # a vocabulary padded beyond the tokenizer's
 
 
 def test_a_sequence_whose_grammar_fails_ends_and_its_neighbour_goes_on(folder: Path) -> None:
@@ -171,13 +199,17 @@ def test_a_sequence_whose_grammar_fails_ends_and_its_neighbour_goes_on(folder: P
     assert tokens == expected
 
 
-def test_a_limit_reached_midway_is_a_failure_and_no_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_reached_midway_is_a_failure_and_no_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This one's parse grows with every token; the bias is for another "x"."""
     text = 'start: "ab" deep\ndeep: "x" | deep deep | deep deep deep'
     kind = SamplingParams(temperature=0.0, grammar=text, logit_bias=((89, 100.0),))
     (free,) = complete(Driver(load(folder)), [prompt(8)], [kind], most=30)
     assert free[2:] == [89] * 29
-    monkeypatch.setattr(grammar_module, "_LIMITS", LLParserLimits(step_max_items=20, verbose_errors=False))
+    monkeypatch.setattr(
+        grammar_module, "_LIMITS", LLParserLimits(step_max_items=20, verbose_errors=False)
+    )
     driver = Driver(load(folder))
     grammars = driver.runner._grammars
     held = driver.runner.load_grammar(text)
@@ -230,7 +262,10 @@ def test_the_longest_chains_overflow_no_stack(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     told = [line.rsplit(maxsplit=2) for line in done.stdout.splitlines()]
     assert [kind for kind, _, _ in told] == list(CHAINS)
-    assert all(int(size) > 0.99 * limits.MAX_GRAMMAR_CHARACTERS and int(length) >= 1 for _, size, length in told)
+    assert all(
+        int(size) > 0.99 * limits.MAX_GRAMMAR_CHARACTERS and int(length) >= 1
+        for _, size, length in told
+    )
 
 
 LATE_ERROR = """
@@ -268,7 +303,9 @@ def test_later_threads_have_the_stack_that_they_had() -> None:
 
 @pytest.mark.parametrize("kind", AMBIGUOUS)
 def test_no_ambiguous_grammar_takes_long_for_a_step(folder: Path, kind: str) -> None:
-    """Two seconds, with llguidance's own limits. Its processor's time is measured, since other tests may run."""
+    """Two seconds, with llguidance's own limits. Its processor's time is measured, since other
+    tests may run.
+    """
     try:
         matcher = GrammarCache(folder, 512, (EOS_ID,)).matcher(AMBIGUOUS[kind])
     except ValueError:
@@ -277,7 +314,11 @@ def test_no_ambiguous_grammar_takes_long_for_a_step(folder: Path, kind: str) -> 
     for _ in range(150):
         began = time.thread_time()
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        good = [int(token) for token in np.flatnonzero(np.unpackbits(mask, bitorder="little")) if token != EOS_ID]
+        good = [
+            int(token)
+            for token in np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            if token != EOS_ID
+        ]
         matcher.consume_token(chance.choice(good or [EOS_ID]))
         longest_step = max(longest_step, time.thread_time() - began)
         if matcher.is_stopped():
@@ -289,9 +330,19 @@ def test_what_people_ask_for_is_within_the_limits(folder: Path) -> None:
     text: dict[str, object] = {"type": "string"}
     deep: dict[str, object] = {"type": "integer"}
     for _ in range(8):
-        deep = {"type": "object", "properties": {"a": deep, "b": {"type": "array", "items": deep}}, "required": ["a"]}
+        deep = {
+            "type": "object",
+            "properties": {"a": deep, "b": {"type": "array", "items": deep}},
+            "required": ["a"],
+        }
     tools = [
-        {"properties": {"name": {"const": f"tool {n}"}, "arguments": {"properties": {"x": text}}}, "required": ["name"]}
+        {
+            "properties": {
+                "name": {"const": f"tool {n}"},
+                "arguments": {"properties": {"x": text}},
+            },
+            "required": ["name"],
+        }
         for n in range(128)
     ]
     pattern = r"^[^@\s]+@[^@\s]+\.[^@\s]{2,}$"
@@ -307,10 +358,14 @@ def test_what_people_ask_for_is_within_the_limits(folder: Path) -> None:
     ]
     texts = [json_grammar(schema) for schema in schemas]
     texts += [
-        "start: " + " | ".join(json.dumps(f"choice {n * 7919 % 1024}") for n in range(limits.MAX_CONSTRAINT_CHOICES))
+        "start: "
+        + " | ".join(
+            json.dumps(f"choice {n * 7919 % 1024}") for n in range(limits.MAX_CONSTRAINT_CHOICES)
+        )
     ]
     texts += [
-        LLMatcher.grammar_from_regex(regex) for regex in (r"[\s\S]{0,2000}", r"\w+( \w+){0,50}", r"(.{1,80}\n){20}")
+        LLMatcher.grammar_from_regex(regex)
+        for regex in (r"[\s\S]{0,2000}", r"\w+( \w+){0,50}", r"(.{1,80}\n){20}")
     ]
     grammars = GrammarCache(folder, 512, (EOS_ID,))
     for number, each in enumerate(texts):
@@ -318,7 +373,9 @@ def test_what_people_ask_for_is_within_the_limits(folder: Path) -> None:
         for _ in range(150):
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             good = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
-            assert matcher.consume_token(chance.choice([token for token in good if token != EOS_ID] or good))
+            assert matcher.consume_token(
+                chance.choice([token for token in good if token != EOS_ID] or good)
+            )
             assert not matcher.is_error(), (each[:200], matcher.get_error()[:200])
             if matcher.is_stopped():
                 break
@@ -392,13 +449,22 @@ def test_masks_computed_in_threads_are_the_same(folder: Path, num_threads: int) 
     expected = {}
     for number, text in enumerate(texts):
         matcher = grammars.matcher(text)
-        first = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))[0]
+        first = np.flatnonzero(
+            np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        )[0]
         matcher.consume_token(int(first))
-        expected[number] = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)[:16]
+        expected[number] = torch.frombuffer(
+            bytearray(matcher.compute_bitmask()), dtype=torch.int32
+        )[:16]
         matchers.admit(number, text, (5, 6, int(first)), 2)
         steps.append(
             SequenceStep(
-                sequence_id=number, token_ids=(int(first),), start=2, new_blocks=(), sampling=None, num_samples=1
+                sequence_id=number,
+                token_ids=(int(first),),
+                start=2,
+                new_blocks=(),
+                sampling=None,
+                num_samples=1,
             )
         )
     random.Random(0).shuffle(steps)
@@ -407,7 +473,9 @@ def test_masks_computed_in_threads_are_the_same(folder: Path, num_threads: int) 
         assert torch.equal(mask, expected[step.sequence_id])
 
 
-def test_the_benchmark_runs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_runs(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--batch", "2", "--steps", "3", "--dtype", "float32", "--model"]
     assert grammar.main([*arguments, str(folder)]) == 0
     assert re.search(r"ratio +[0-9.]+\n", capsys.readouterr().out)

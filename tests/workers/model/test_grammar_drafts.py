@@ -1,4 +1,6 @@
-"""Guessed tokens under grammars: what is generated is what plain decoding generates, and it keeps to the grammar."""
+"""Guessed tokens under grammars: what is generated is what plain decoding generates, and it keeps
+to the grammar.
+"""
 
 import json
 import random
@@ -48,8 +50,9 @@ class Outcome:
 
 
 class Oracle(Drafter):
-    """Drafts what is right, with an error in most drafts: of any token, of one that the grammar does not allow, or of
-    the end token."""
+    """Drafts what is right, with an error in most drafts: of any token, of one that the grammar
+    does not allow, or of the end token.
+    """
 
     def __init__(self, seed: int, tokens: Sequence[int]) -> None:
         self._rng = random.Random(seed)
@@ -59,14 +62,20 @@ class Oracle(Drafter):
         right = [*self._tokens[len(tokens) :], *self._rng.choices(range(VOCAB_SIZE), k=6)]
         draft = right[: self._rng.randint(0, min(max(room, 0), 6))]
         if draft and self._rng.random() < 0.6:
-            draft[self._rng.randrange(len(draft))] = self._rng.choice([EOS_ID, 0, self._rng.randrange(VOCAB_SIZE)])
+            draft[self._rng.randrange(len(draft))] = self._rng.choice(
+                [EOS_ID, 0, self._rng.randrange(VOCAB_SIZE)]
+            )
         return tuple(draft)
 
     def record(self, num_accepted: int) -> None: ...
 
 
 def generate(
-    runner: ModelRunner, kinds: Sequence[SamplingParams], drafters: Sequence[Drafter] = (), *, stops: bool = True
+    runner: ModelRunner,
+    kinds: Sequence[SamplingParams],
+    drafters: Sequence[Drafter] = (),
+    *,
+    stops: bool = True,
 ) -> tuple[list[Outcome], Engine]:
     """Of all sequences together, up to 120 tokens."""
     speculative = SpeculativeConfig(max_step_tokens=64) if drafters else None
@@ -75,7 +84,14 @@ def generate(
     stop_ids = frozenset([EOS_ID] if stops else [])
     for number, kind in enumerate(kinds):
         tokens = tuple(prompt(9 + number, number))
-        spec = SequenceSpec(id=number, task=Task.WHOLE, tokens=tokens, max_tokens=120, sampling=kind, stop_ids=stop_ids)
+        spec = SequenceSpec(
+            id=number,
+            task=Task.WHOLE,
+            tokens=tokens,
+            max_tokens=120,
+            sampling=kind,
+            stop_ids=stop_ids,
+        )
         engine.submit(spec)
         if drafters:
             engine.requests.sequences[number].drafter = drafters[number]
@@ -93,7 +109,9 @@ def generate(
 
 
 def oracles(seed: int, outcomes: Sequence[Outcome]) -> list[Oracle]:
-    return [Oracle(seed, [*prompt(9 + row, row), *each.tokens]) for row, each in enumerate(outcomes)]
+    return [
+        Oracle(seed, [*prompt(9 + row, row), *each.tokens]) for row, each in enumerate(outcomes)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +124,12 @@ def runner(folder: Path) -> ModelRunner:
     return load(folder)
 
 
-def check(runner: ModelRunner, kinds: Sequence[SamplingParams], seed: int, *, stops: bool) -> tuple[list[Outcome], int]:
-    """Generates with guesses what is generated without; returns it, and how many guesses were right."""
+def check(
+    runner: ModelRunner, kinds: Sequence[SamplingParams], seed: int, *, stops: bool
+) -> tuple[list[Outcome], int]:
+    """Generates with guesses what is generated without; returns it, and how many guesses were
+    right.
+    """
     plain, _ = generate(runner, kinds, stops=stops)
     guessed, engine = generate(runner, kinds, oracles(seed, plain), stops=stops)
     for ours, theirs in zip(guessed, plain, strict=True):
@@ -124,14 +146,19 @@ def check(runner: ModelRunner, kinds: Sequence[SamplingParams], seed: int, *, st
     stops=st.booleans(),
 )
 def test_guesses_change_nothing_under_any_schema(
-    runner: ModelRunner, folder: Path, kinds: list[tuple[SamplingParams, int]], seed: int, stops: bool
+    runner: ModelRunner,
+    folder: Path,
+    kinds: list[tuple[SamplingParams, int]],
+    seed: int,
+    stops: bool,
 ) -> None:
     """With `ignore_eos`, too, where the document is over and the grammar allows nothing more."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     schemas = [random_schema(number) for _, number in kinds]
     constrained = [
         SamplingParams(
-            **{name: getattr(kind, name) for name in SamplingParams.__slots__} | {"grammar": to_grammar(schema)}
+            **{name: getattr(kind, name) for name in SamplingParams.__slots__}
+            | {"grammar": to_grammar(schema)}
         )
         for (kind, _), schema in zip(kinds, schemas, strict=True)
     ]
@@ -146,17 +173,23 @@ def to_grammar(schema: dict[str, object]) -> str:
 
 
 def test_many_guesses_under_a_grammar_are_right(runner: ModelRunner) -> None:
-    kinds = [SamplingParams(seed=seed, grammar=to_grammar(random_schema(seed))) for seed in range(12)]
+    kinds = [
+        SamplingParams(seed=seed, grammar=to_grammar(random_schema(seed))) for seed in range(12)
+    ]
     outcomes, num_accepted = check(runner, kinds, 0, stops=True)
     assert num_accepted > sum(len(each.tokens) for each in outcomes) / 4
 
 
-def test_guesses_whose_masks_take_too_long_are_given_up(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guesses_whose_masks_take_too_long_are_given_up(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sequence goes on without them."""
     kinds = [SamplingParams(seed=3, grammar="start: /[a-z ]+/"), SamplingParams(seed=4)]
     plain, _ = generate(runner, kinds)
     monkeypatch.setattr(grammar_module, "_MAX_GUESS_SECONDS", -1.0)
-    guessed, engine = generate(runner, kinds, [Oracle(0, [*prompt(9), *plain[0].tokens]), Drafter(SpeculativeConfig())])
+    guessed, engine = generate(
+        runner, kinds, [Oracle(0, [*prompt(9), *plain[0].tokens]), Drafter(SpeculativeConfig())]
+    )
     assert [each.tokens for each in guessed] == [each.tokens for each in plain]
     assert [each.end for each in guessed] == [each.end for each in plain]
     assert not engine.requests.num_draft_tokens

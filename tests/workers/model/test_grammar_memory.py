@@ -1,4 +1,6 @@
-"""The memory of compiled grammars is bounded, shared fairly and never shared across owners, and changes no token."""
+"""The memory of compiled grammars is bounded, shared fairly and never shared across owners, and
+changes no token.
+"""
 
 import gc
 from contextlib import suppress
@@ -35,7 +37,9 @@ def grammars(folder: Path) -> GrammarCache:
     return GrammarCache(folder, 512, (EOS_ID,))
 
 
-def test_a_tenant_gets_half_of_what_the_others_leave(grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenant_gets_half_of_what_the_others_leave(
+    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_module, "_MAX_COMPILED_BYTES", 16 * SMALL_BYTES)
     texts = [f'start: "{letter}"' for letter in "abcdefghijklmnop"]
     held = {b"ada": [grammars.load(text, b"ada", b"ada") for text in texts[:8]]}
@@ -45,7 +49,9 @@ def test_a_tenant_gets_half_of_what_the_others_leave(grammars: GrammarCache, mon
         held[tenant] = [grammars.load(text, tenant, tenant) for text in texts[:share]]
         with pytest.raises(Full):
             grammars.load(texts[8], tenant, tenant)
-    assert grammars.load(texts[0], b"ada", b"ada") is held[b"ada"][0], "what is compiled takes no more"
+    assert grammars.load(texts[0], b"ada", b"ada") is held[b"ada"][0], (
+        "what is compiled takes no more"
+    )
     held[b"ada"].clear()
     grammars.load(texts[8], b"eve", b"eve")
 
@@ -103,9 +109,15 @@ def run(runner: ModelRunner) -> dict[int, list[int]]:
     engine = Engine(runner, EngineConfig(num_blocks=512, budgets=Budgets(max_sequences=len(texts))))
     held = [runner.load_grammar(text) for text in texts]
     for number, text in enumerate(texts):
-        sampling = SamplingParams(temperature=0.9, seed=number, grammar=text, logit_bias=((EOS_ID, -100.0),))
+        sampling = SamplingParams(
+            temperature=0.9, seed=number, grammar=text, logit_bias=((EOS_ID, -100.0),)
+        )
         spec = SequenceSpec(
-            id=number, tokens=tuple(prompt(9, number)), max_tokens=60, sampling=sampling, task=Task.WHOLE
+            id=number,
+            tokens=tuple(prompt(9, number)),
+            max_tokens=60,
+            sampling=sampling,
+            task=Task.WHOLE,
         )
         engine.submit(spec)
     made: dict[int, list[int]] = {number: [] for number in range(len(texts))}
@@ -142,7 +154,9 @@ def test_states_beyond_the_bound_are_given_up_and_no_token_changes(
     assert set(renewed) == set(GROWING)
 
 
-def test_cached_grammars_have_few_states(grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_grammars_have_few_states(
+    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_module, "_MAX_RECENT_STATE_BYTES", 10_000)
     for letter in "abcdef":
         grammars.load(f'start: "{letter}"').state_bytes = 4_000.0

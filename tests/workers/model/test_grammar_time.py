@@ -19,7 +19,14 @@ from tandem.tests.workers.model.helpers import load, prompt
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, Failed, NewTokens
-from tandem.workers.engine.plan import Constrained, Executor, OnLayers, Samples, SamplingParams, StepPlan
+from tandem.workers.engine.plan import (
+    Constrained,
+    Executor,
+    OnLayers,
+    Samples,
+    SamplingParams,
+    StepPlan,
+)
 from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling import grammar as grammar_module
@@ -60,13 +67,22 @@ class Recording(Executor):
 
 
 def make_engine(executor: Executor) -> Engine:
-    return Engine(executor, EngineConfig(num_blocks=512, budgets=Budgets(max_sequences=len(PLAIN) + len(MANY))))
+    return Engine(
+        executor,
+        EngineConfig(num_blocks=512, budgets=Budgets(max_sequences=len(PLAIN) + len(MANY))),
+    )
 
 
 def sequence(number: int, max_tokens: int, **fields: object) -> SequenceSpec:
     grammar = KINDS[number % len(KINDS)] if number in MANY else ""
-    sampling = SamplingParams(temperature=0.9, seed=number, grammar=grammar, logit_bias=((EOS_ID, -100.0),))
-    values: dict[str, object] = {"tokens": tuple(prompt(9, number)), "sampling": sampling, "task": Task.WHOLE}
+    sampling = SamplingParams(
+        temperature=0.9, seed=number, grammar=grammar, logit_bias=((EOS_ID, -100.0),)
+    )
+    values: dict[str, object] = {
+        "tokens": tuple(prompt(9, number)),
+        "sampling": sampling,
+        "task": Task.WHOLE,
+    }
     return SequenceSpec(id=number, max_tokens=max_tokens, **(values | fields))  # type: ignore[arg-type]
 
 
@@ -87,11 +103,15 @@ def run(engine: Engine, specs: Sequence[SequenceSpec]) -> dict[int, list[int]]:
 
 
 def test_sixty_four_ambiguous_grammars_keep_no_plain_stream_waiting(folder: Path) -> None:
-    """Each mask takes an hour, so a step has time for one. Nobody without a grammar waits for a second one, all with a
-    grammar get on by turns, and their tokens are those that each has alone."""
+    """Each mask takes an hour, so a step has time for one. Nobody without a grammar waits for a
+    second one, all with a grammar get on by turns, and their tokens are those that each has alone.
+    """
     executor = Recording(load(folder, num_blocks=512), tick=True)
     num_plain = LENGTH * len(MANY)
-    made = run(make_engine(executor), [sequence(i, num_plain if i in PLAIN else LENGTH) for i in (*PLAIN, *MANY)])
+    made = run(
+        make_engine(executor),
+        [sequence(i, num_plain if i in PLAIN else LENGTH) for i in (*PLAIN, *MANY)],
+    )
     begun = next(index for index, step in enumerate(executor.steps) if step.issuperset(PLAIN)) + 1
     before: dict[int, int] = dict.fromkeys(MANY, 0)
     at_once = max(executor.runner._sampler._processors.matchers._num_threads, 1)
@@ -102,8 +122,12 @@ def test_sixty_four_ambiguous_grammars_keep_no_plain_stream_waiting(folder: Path
         assert len(masked) <= max(at_once, len(MANY) if step is decodes[0] else 0)
         for number in masked:
             before[number] += 1
-        waiting = [count for number, count in before.items() if number in MANY and count < LENGTH - 1]
-        assert not waiting or max(before.values()) - min(waiting) <= 2, "one with a grammar waits for ever"
+        waiting = [
+            count for number, count in before.items() if number in MANY and count < LENGTH - 1
+        ]
+        assert not waiting or max(before.values()) - min(waiting) <= 2, (
+            "one with a grammar waits for ever"
+        )
     alone = make_engine(load(folder, num_blocks=512))
     for number in (PLAIN[0], *MANY[:8]):
         expected = run(alone, [sequence(number, len(made[number]))])
@@ -127,11 +151,18 @@ def test_a_long_completion_that_moves_here_is_read_bit_by_bit(folder: Path) -> N
 def test_choices_under_a_grammar_sit_out_one_by_one(folder: Path) -> None:
     expected = run(make_engine(load(folder, num_blocks=512)), [sequence(4, LENGTH, num_choices=3)])
     executor = Recording(load(folder, num_blocks=512), tick=True)
-    assert run(make_engine(executor), [sequence(4, LENGTH, num_choices=3), sequence(0, 30)]).items() > expected.items()
+    assert (
+        run(make_engine(executor), [sequence(4, LENGTH, num_choices=3), sequence(0, 30)]).items()
+        > expected.items()
+    )
 
 
-def test_cheap_masks_go_before_expensive_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ten expensive sequences, a cheap one that came last misses no step once each has had its first turn."""
+def test_cheap_masks_go_before_expensive_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ten expensive sequences, a cheap one that came last misses no step once each has had its
+    first turn.
+    """
     now, cheap = 0.0, 99
     matchers = GrammarMatchers(GrammarCache(folder, 512, (EOS_ID,)), 512, clock=lambda: now)
     matchers._num_threads = 1
@@ -175,7 +206,12 @@ def test_a_sequence_whose_masks_take_too_long_in_all_is_ended_and_no_other(
     (failed,) = (each for each in events if isinstance(each, Failed))
     reason = "grammar: it has taken more than 18000 seconds to find what may follow its tokens"
     assert (failed.id, failed.reason) == (4, reason)
-    made = [token for each in events if isinstance(each, NewTokens) and each.id == 0 for token in each.token_ids]
+    made = [
+        token
+        for each in events
+        if isinstance(each, NewTokens) and each.id == 0
+        for token in each.token_ids
+    ]
     assert made == run(make_engine(load(folder, num_blocks=512)), [sequence(0, 30)])[0]
     engine.check_integrity()
 

@@ -58,7 +58,9 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     ],
 )
 def test_distribution(params: SamplingParams) -> None:
-    """Chi-square of 20,000 samples against the exact softmax of what is kept; five standard deviations."""
+    """Chi-square of 20,000 samples against the exact softmax of what is kept; five standard
+    deviations.
+    """
     logits = logits_row(spread=1.0)
     tokens = sample(logits.expand(NUM_SAMPLES, -1), [params] * NUM_SAMPLES, range(NUM_SAMPLES))
     expected = warped(logits, params)[0].double().softmax(-1) * NUM_SAMPLES
@@ -74,39 +76,61 @@ def test_distribution(params: SamplingParams) -> None:
 def test_seeds_draw_independently() -> None:
     """Pairs sampled with two seeds at the same positions fall as the product of the distributions."""
     logits = logits_row(4, spread=1.0).expand(NUM_SAMPLES, -1)
-    first, second = (sample(logits, [SamplingParams(seed=seed)] * NUM_SAMPLES, range(NUM_SAMPLES)) for seed in (7, 8))
-    expected = logits[0].double().softmax(-1).outer(logits[0].double().softmax(-1)).flatten() * NUM_SAMPLES
-    chi_square = ((torch.bincount(first * 4 + second, minlength=16) - expected).square() / expected).sum()
+    first, second = (
+        sample(logits, [SamplingParams(seed=seed)] * NUM_SAMPLES, range(NUM_SAMPLES))
+        for seed in (7, 8)
+    )
+    expected = (
+        logits[0].double().softmax(-1).outer(logits[0].double().softmax(-1)).flatten() * NUM_SAMPLES
+    )
+    chi_square = (
+        (torch.bincount(first * 4 + second, minlength=16) - expected).square() / expected
+    ).sum()
     assert abs(chi_square.item() - 15) < 5 * math.sqrt(30)
-    following = (sample(logits, [SamplingParams(seed=7)] * NUM_SAMPLES, range(1, NUM_SAMPLES + 1))).roll(1)
+    following = (
+        sample(logits, [SamplingParams(seed=7)] * NUM_SAMPLES, range(1, NUM_SAMPLES + 1))
+    ).roll(1)
     assert torch.equal(first[1:], following[1:])
 
 
 def test_greedy_rows_are_argmax_in_any_company() -> None:
     logits = torch.stack([logits_row(1000, seed) for seed in range(6)])
-    greedy, hot = SamplingParams(temperature=0.0, top_k=3, seed=9), SamplingParams(temperature=2.0, seed=9)
+    greedy, hot = (
+        SamplingParams(temperature=0.0, top_k=3, seed=9),
+        SamplingParams(temperature=2.0, seed=9),
+    )
     assert torch.equal(sample(logits, [greedy] * 6, range(6)), logits.argmax(-1))
     mixed = sample(logits, [greedy, hot, hot, greedy, hot, greedy], range(6))
     assert torch.equal(mixed[[0, 3, 5]], logits[[0, 3, 5]].argmax(-1))
     assert not torch.equal(mixed[[1, 2, 4]], logits[[1, 2, 4]].argmax(-1))
-    assert torch.equal(sample(logits, [SamplingParams(temperature=1e-6)] * 6, range(6)), logits.argmax(-1)), (
-        "a temperature next to 0 is greedy, not NaN"
-    )
+    assert torch.equal(
+        sample(logits, [SamplingParams(temperature=1e-6)] * 6, range(6)), logits.argmax(-1)
+    ), "a temperature next to 0 is greedy, not NaN"
 
 
 def test_a_draw_does_not_depend_on_the_batch() -> None:
     params = [
-        SamplingParams(temperature=0.5 + 0.1 * row, top_k=(0, 3, 40)[row % 3], top_p=(1.0, 0.8)[row % 2], seed=row // 2)
+        SamplingParams(
+            temperature=0.5 + 0.1 * row,
+            top_k=(0, 3, 40)[row % 3],
+            top_p=(1.0, 0.8)[row % 2],
+            seed=row // 2,
+        )
         for row in range(24)
     ]
     logits = torch.stack([logits_row(3000, row) for row in range(24)])
     positions = [100 + row % 5 for row in range(24)]
     together = sample(logits, params, positions)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0)).tolist()
-    shuffled = sample(logits[order], [params[row] for row in order], [positions[row] for row in order])
+    shuffled = sample(
+        logits[order], [params[row] for row in order], [positions[row] for row in order]
+    )
     assert torch.equal(shuffled, together[order])
     for row in range(24):
-        assert sample(logits[row : row + 1], params[row : row + 1], positions[row : row + 1])[0] == together[row]
+        assert (
+            sample(logits[row : row + 1], params[row : row + 1], positions[row : row + 1])[0]
+            == together[row]
+        )
 
 
 def test_seed_and_position_change_the_draw() -> None:
@@ -158,17 +182,27 @@ def test_ties_are_kept_together() -> None:
 
 
 def test_noise_is_pinned() -> None:
-    """The bits of the noise are fixed: a resumed request must sample what it would have sampled elsewhere."""
+    """The bits of the noise are fixed: a resumed request must sample what it would have sampled
+    elsewhere.
+    """
     ids = torch.tensor([[0, 1, 2, 49_151, 151_935]])
     noise = exponential_noise(ids, [_keys(0, 0), _keys(2**64 - 1, 123)])
-    assert noise[0].tolist() == pytest.approx([1.19936085, 0.39770985, 0.15685970, 0.28319451, 1.08868730], rel=1e-6)
-    assert noise[1].tolist() == pytest.approx([0.60631740, 0.68995154, 2.86496162, 0.07441084, 1.64984047], rel=1e-6)
+    assert noise[0].tolist() == pytest.approx(
+        [1.19936085, 0.39770985, 0.15685970, 0.28319451, 1.08868730], rel=1e-6
+    )
+    assert noise[1].tolist() == pytest.approx(
+        [0.60631740, 0.68995154, 2.86496162, 0.07441084, 1.64984047], rel=1e-6
+    )
 
 
 def test_noise_is_exponential() -> None:
-    """Kolmogorov-Smirnov over 200,000 token ids of one key, and over 20,000 positions of one token id."""
+    """Kolmogorov-Smirnov over 200,000 token ids of one key, and over 20,000 positions of one token
+    id.
+    """
     by_id = exponential_noise(torch.arange(200_000)[None], [_keys(1, 5)])[0]
-    by_position = exponential_noise(torch.tensor([[17]]), [_keys(1, i) for i in range(20_000)])[:, 0]
+    by_position = exponential_noise(torch.tensor([[17]]), [_keys(1, i) for i in range(20_000)])[
+        :, 0
+    ]
     for noise in (by_id, by_position):
         assert noise.min() > 0
         ordered = 1 - noise.double().sort().values.neg().exp()

@@ -23,7 +23,12 @@ from tandem.workers.model.runner import ModelRunner
 
 LAYERS = tuple(
     LayerGeometry(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, window=window)
-    for heads, kv_heads, dim, window in [(6, 2, 16, None), (4, 4, 32, 20), (6, 2, 16, 20), (4, 1, 16, None)]
+    for heads, kv_heads, dim, window in [
+        (6, 2, 16, None),
+        (4, 4, 32, 20),
+        (6, 2, 16, 20),
+        (4, 1, 16, None),
+    ]
 )
 SEEDED = SamplingParams(temperature=0.8, top_k=40, seed=7)
 NUM_TURNS, NUM_TOKENS = 3, 10
@@ -31,7 +36,8 @@ is_exact = cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cache_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("bfloat16", "fp8")]
+    ("dtype", "cache_dtype"),
+    [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("bfloat16", "fp8")],
 )
 def test_blocks_of_all_groups_come_back_as_they_were(dtype: str, cache_dtype: str) -> None:
     check_blocks_come_back("cpu", dtype, cache_dtype)
@@ -59,15 +65,18 @@ def check_blocks_come_back(device: str, dtype: str, cache_dtype: str = "auto") -
 def test_host_memory_that_is_not_there_is_refused() -> None:
     layout = KvLayout(layers=LAYERS, dtype="float32", model="m")
     kv = PagedKv(layout, num_blocks=8, block_size=16, device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"kv_host_gb: .* GiB do not fit into the .* GiB that are available"):
+    with pytest.raises(
+        ValueError, match=r"kv_host_gb: .* GiB do not fit into the .* GiB that are available"
+    ):
         HostBlocks(kv, 1 << 40)
 
 
 def converse(
     runner: ModelRunner, kind: SamplingParams, num_blocks: int, num_host_blocks: int, overlap: bool
 ) -> tuple[list[list[int]], int, int]:
-    """Returns the tokens of each turn of five conversations that return in turns, how many tokens of them had their KV
-    cache when they came, and how many of these from host memory."""
+    """Returns the tokens of each turn of five conversations that return in turns, how many tokens
+    of them had their KV cache when they came, and how many of these from host memory.
+    """
     config = EngineConfig(
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
@@ -82,7 +91,9 @@ def converse(
             for number in range(first, first + 2 + first // 2):
                 answers[number] = []
                 tokens = tuple(histories[number])
-                sequence = SequenceSpec(id=number, task=Task.WHOLE, tokens=tokens, max_tokens=NUM_TOKENS, sampling=kind)
+                sequence = SequenceSpec(
+                    id=number, task=Task.WHOLE, tokens=tokens, max_tokens=NUM_TOKENS, sampling=kind
+                )
                 engine.submit(sequence)
             while engine.has_work:
                 for event in engine.step():
@@ -123,7 +134,9 @@ def test_conversations_go_on_with_the_same_tokens(
 async def answers(
     folder: Path, tp: Mapping[str, Sequence[int]], prompts: Sequence[Sequence[int]], **config: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Returns the answers to prompts, each asked twice in turns, and how many tokens each worker restored."""
+    """Returns the answers to prompts, each asked twice in turns, and how many tokens each worker
+    restored.
+    """
     async with split_fleet(folder, tp, **config) as fleet:
         made = []
         for number, tokens in enumerate([*prompts, *prompts]):
@@ -133,8 +146,12 @@ async def answers(
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
-async def test_ranks_of_a_worker_save_and_restore_alike(tmp_path: Path, prefill: int, decode: int) -> None:
-    """Both workers have room for little more than one prompt: the decode worker's imports overwrite what is saved."""
+async def test_ranks_of_a_worker_save_and_restore_alike(
+    tmp_path: Path, prefill: int, decode: int
+) -> None:
+    """Both workers have room for little more than one prompt: the decode worker's imports overwrite
+    what is saved.
+    """
     folder = make_tiny_model(tmp_path / "tiny", num_attention_heads=8, num_key_value_heads=2)
     tp = {"prefill": [prefill], "decode": [decode]}
     prompts = [prompt(150, seed) for seed in range(6)]
@@ -143,6 +160,8 @@ async def test_ranks_of_a_worker_save_and_restore_alike(tmp_path: Path, prefill:
     runner = load(folder)
     block_bytes = [layer.nbytes // runner.kv.num_blocks for layer in runner.kv.tensors]
     size = 20 * sum(block_bytes)
-    made, restored = await answers(folder, tp, prompts, kv_cache_bytes=size, kv_host_bytes=16 * size)
+    made, restored = await answers(
+        folder, tp, prompts, kv_cache_bytes=size, kv_host_bytes=16 * size
+    )
     assert made == expected
     assert min(restored) >= 5 * 128

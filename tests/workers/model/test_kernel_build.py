@@ -1,4 +1,6 @@
-"""Builds of the C kernels: one for all processes of a machine, and a clear word where there is none."""
+"""Builds of the C kernels: one for all processes of a machine, and a clear word where there is
+none.
+"""
 
 import os
 import stat
@@ -38,7 +40,9 @@ exec cc "$@" """
     environment = os.environ | {"CC": str(compiler(tmp_path, script)), "TANDEM_HOME": str(tmp_path)}
     command = [sys.executable, "-c", _BUILD, str(source)]
     running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(4)
     ]
     for each in running:
@@ -47,7 +51,9 @@ exec cc "$@" """
     assert log.read_text() == "built\n"
 
 
-def test_a_compiler_that_does_not_end_ends_the_worker_s_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_end_ends_the_worker_s_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker in plain torch would continue the streams of those with kernels with other tokens."""
     script = 'case "$1" in --version) exec cc --version;; esac; exec sleep 600'
     monkeypatch.setenv("CC", str(compiler(tmp_path, script)))

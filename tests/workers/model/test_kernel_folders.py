@@ -32,7 +32,9 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path
     build.library.cache_clear()
 
 
-def test_in_the_home_of_tandem(built: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_the_home_of_tandem(
+    built: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TANDEM_HOME", "~/home")
     assert str(build.library()) == f"loaded {tmp_path}/home/kernels/of-cc.so"

@@ -27,10 +27,17 @@ def store(
     shared: bool = False,
 ) -> PagedKv:
     layout = KvLayout.uniform(
-        num_layers=LAYERS, num_heads=4, num_kv_heads=heads, head_dim=head_dim, dtype=dtype, model="m"
+        num_layers=LAYERS,
+        num_heads=4,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        model="m",
     )
     cpu = torch.device("cpu")
-    kv = PagedKv(layout, num_blocks=num_blocks, block_size=block_size, device=cpu, tp=tp, shared=shared)
+    kv = PagedKv(
+        layout, num_blocks=num_blocks, block_size=block_size, device=cpu, tp=tp, shared=shared
+    )
     if seed is not None:
         torch.manual_seed(seed)
         kv.data.view(torch.uint8).random_(0, 256)
@@ -41,7 +48,9 @@ def canonical(kv: PagedKv, blocks: list[int], span: KvSpan) -> bytes:
     """The definition, token by token: [layers, 2, tokens, slots, head_dim]."""
     return b"".join(
         bytes(
-            kv.data[index, part, blocks[token // kv.block_size], slot, token % kv.block_size].view(torch.uint8).numpy()
+            kv.data[index, part, blocks[token // kv.block_size], slot, token % kv.block_size]
+            .view(torch.uint8)
+            .numpy()
         )
         for index in range(span.first_layer, span.first_layer + span.num_layers)
         for part in (0, 1)
@@ -57,7 +66,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(module, "library", lambda: None)
 
 
-@pytest.mark.parametrize(("heads", "tp", "slots"), [(2, 1, 2), (4, 1, 4), (4, 2, 2), (2, 4, 1), (1, 2, 1)])
+@pytest.mark.parametrize(
+    ("heads", "tp", "slots"), [(2, 1, 2), (4, 1, 4), (4, 2, 2), (2, 4, 1), (1, 2, 1)]
+)
 def test_memory_is_for_the_slots_of_the_rank(heads: int, tp: int, slots: int) -> None:
     kv = store(block_size=4, heads=heads, tp=tp)
     assert (kv.num_slots(0), kv.tp, kv.rank) == (slots, tp, 0)
@@ -72,7 +83,9 @@ def test_a_split_that_cannot_be_is_refused(tp: int, rank: int) -> None:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 8), ("bfloat16", 8), ("float16", 64), ("float32", 64)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float32", 8), ("bfloat16", 8), ("float16", 64), ("float32", 64)]
+)
 def test_read_is_canonical(dtype: str, head_dim: int) -> None:
     kv = store(block_size=4, dtype=dtype, seed=1, heads=4, head_dim=head_dim)
     blocks = random.Random(2).sample(range(64), 7)
@@ -104,9 +117,9 @@ def test_round_trip_between_block_sizes(source_block: int, target_block: int) ->
     for block in range(64):
         for offset in range(target_block):
             if (block, offset) not in written:
-                same = target.data[:, :, block, :, offset].view(torch.int16) == before[:, :, block, :, offset].view(
-                    torch.int16
-                )
+                same = target.data[:, :, block, :, offset].view(torch.int16) == before[
+                    :, :, block, :, offset
+                ].view(torch.int16)
                 assert same.all(), "a token that was not written has changed"
 
 
@@ -121,7 +134,9 @@ def test_slots_go_where_they_are_sent_and_nowhere_else() -> None:
         at = 2 if block == 3 else 10
         there = source.data[index, :, [5, 0, 9][at // 4], slot + 1, at % 4].view(torch.int16)
         assert target.data[index, :, block, slot, token].view(torch.int16).equal(there)
-    changed = (target.data.view(torch.int16) != before.view(torch.int16)).any(-1)  # [layers, 2, blocks, slots, tokens]
+    changed = (target.data.view(torch.int16) != before.view(torch.int16)).any(
+        -1
+    )  # [layers, 2, blocks, slots, tokens]
     assert {int(slot) for slot in changed.nonzero()[:, 3]} == {1, 2}
     assert {int(layer) for layer in changed.nonzero()[:, 0]} == {1, 2}
     assert {int(block) for block in changed.nonzero()[:, 2]} == {1, 3}
@@ -158,7 +173,8 @@ def test_read_copies() -> None:
 def test_out_of_range_is_refused(blocks: list[int], change: dict[str, int]) -> None:
     kv = store(block_size=4)
     part = replace(
-        KvSpan(first_layer=0, num_layers=1, first_token=0, num_tokens=1, first_slot=0, num_slots=1), **change
+        KvSpan(first_layer=0, num_layers=1, first_token=0, num_tokens=1, first_slot=0, num_slots=1),
+        **change,
     )
     with pytest.raises(ValueError, match="not within"):
         kv.read(blocks, part)
@@ -176,7 +192,10 @@ def test_wrong_length_is_refused_and_writes_nothing(extra: int) -> None:
 
 
 def test_threads_on_different_blocks_do_not_disturb_each_other() -> None:
-    source, target = store(block_size=16, num_blocks=256, seed=6), store(block_size=16, num_blocks=256)
+    source, target = (
+        store(block_size=16, num_blocks=256, seed=6),
+        store(block_size=16, num_blocks=256),
+    )
 
     def copy(first: int) -> None:
         blocks = list(range(first, first + 16))
@@ -203,7 +222,12 @@ def test_copied_blocks_are_whole_and_others_stay(dtype: str) -> None:
 
 
 WIDE = LayerGeometry(num_heads=4, num_kv_heads=2, head_dim=8)
-MIXED = (WIDE, replace(WIDE, num_kv_heads=1, head_dim=16), WIDE, replace(WIDE, num_kv_heads=4, head_dim=4))
+MIXED = (
+    WIDE,
+    replace(WIDE, num_kv_heads=1, head_dim=16),
+    WIDE,
+    replace(WIDE, num_kv_heads=4, head_dim=4),
+)
 
 
 def mixed(seed: int) -> PagedKv:
@@ -217,7 +241,10 @@ def mixed(seed: int) -> PagedKv:
 
 def test_each_layer_has_its_own_shape() -> None:
     kv = mixed(1)
-    assert (kv.layout.groups, kv.layout.places) == (((0, 2), (1,), (3,)), ((0, 0), (1, 0), (0, 1), (2, 0)))
+    assert (kv.layout.groups, kv.layout.places) == (
+        ((0, 2), (1,), (3,)),
+        ((0, 0), (1, 0), (0, 1), (2, 0)),
+    )
     for layer, (slots, size) in enumerate(((2, 8), (1, 16), (2, 8), (4, 4))):
         assert kv.num_slots(layer) == slots
         assert {part.shape for part in kv.layers[layer]} == {(8, slots, 4, size)}
@@ -240,8 +267,14 @@ def test_unequal_layers_are_read_and_written_where_they_are() -> None:
         assert bytes(target.read(into, part)) == bytes(source.read(blocks, part))
         for kind in (0, 1):
             for token in range(2, 11):
-                there = source.layers[layer][kind][blocks[token // 4], :, token % 4].view(torch.int16)
-                assert target.layers[layer][kind][into[token // 4], :, token % 4].view(torch.int16).equal(there)
+                there = source.layers[layer][kind][blocks[token // 4], :, token % 4].view(
+                    torch.int16
+                )
+                assert (
+                    target.layers[layer][kind][into[token // 4], :, token % 4]
+                    .view(torch.int16)
+                    .equal(there)
+                )
     for tensor, old in zip(target.tensors, before, strict=True):
         others = [block for block in range(8) if block not in into]
         assert tensor[:, :, others].view(torch.int16).equal(old[:, :, others].view(torch.int16))
@@ -261,12 +294,16 @@ def test_copies_and_clears_concern_all_layers() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_does_not_fit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+def test_what_does_not_fit_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
     size = store(block_size=4).data.nbytes
     monkeypatch.setattr(module, "available_memory", lambda: size)
     assert not store(block_size=4, shared=shared).data.any()
     monkeypatch.setattr(module, "available_memory", lambda: size - 1)
-    with pytest.raises(ValueError, match=r"kv_cache_gb: .* GiB do not fit into the .* GiB that are available"):
+    with pytest.raises(
+        ValueError, match=r"kv_cache_gb: .* GiB do not fit into the .* GiB that are available"
+    ):
         store(block_size=4, shared=shared)
 
 

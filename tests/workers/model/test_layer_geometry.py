@@ -1,4 +1,6 @@
-"""Attention over layers of different geometry against layers of one geometry each, by every backend."""
+"""Attention over layers of different geometry against layers of one geometry each, by every
+backend.
+"""
 
 import pytest
 import torch
@@ -27,21 +29,27 @@ NUM_TOKENS = sum(span.num_tokens for span in SPANS)
 
 
 def make_kv(layers: tuple[LayerGeometry, ...], dtype: str) -> PagedKv:
-    kv = PagedKv(KvLayout(layers=layers, dtype=dtype, model="m"), num_blocks=32, block_size=8, device=CPU)
+    kv = PagedKv(
+        KvLayout(layers=layers, dtype=dtype, model="m"), num_blocks=32, block_size=8, device=CPU
+    )
     for index in range(len(layers)):
         for part in kv.layers[index]:
             part.normal_(generator=torch.Generator().manual_seed(0))
     return kv
 
 
-def attend(kv: PagedKv, backend: AttentionBackend, layers: tuple[LayerGeometry, ...], first: int) -> list[torch.Tensor]:
+def attend(
+    kv: PagedKv, backend: AttentionBackend, layers: tuple[LayerGeometry, ...], first: int
+) -> list[torch.Tensor]:
     step = backend.plan(SPANS)
     results = []
     for index, layer in enumerate(layers):
         generator = torch.Generator().manual_seed(first + index)
         heads = layer.num_heads + 2 * layer.num_kv_heads
         fused = torch.randn(NUM_TOKENS, heads, layer.head_dim, generator=generator).to(kv.dtype)
-        query, key, value = torch.split(fused, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
+        query, key, value = torch.split(
+            fused, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1
+        )
         results.append(step(index, query, key, value).clone())
     return results
 
@@ -77,12 +85,18 @@ def test_options_are_those_of_the_formula(native: bool) -> None:
         for position in range(span.start, span.start + span.num_tokens):
             seen = torch.arange(max(0, position + 1 - 20), position + 1)
             keys, values = (
-                part[torch.tensor(span.blocks)[seen // 8], :, seen % 8].double().repeat_interleave(3, dim=1)
+                part[torch.tensor(span.blocks)[seen // 8], :, seen % 8]
+                .double()
+                .repeat_interleave(3, dim=1)
                 for part in kv.layers[0]
             )  # [tokens, heads, head_dim]
-            scores = 3.0 * torch.tanh(torch.einsum("hd,nhd->hn", query[row].double(), keys) * 0.5 / 3.0)
+            scores = 3.0 * torch.tanh(
+                torch.einsum("hd,nhd->hn", query[row].double(), keys) * 0.5 / 3.0
+            )
             assert options.sinks is not None
-            weights = torch.cat((scores, options.sinks.double()[:, None]), dim=1).softmax(-1)[:, :-1]
+            weights = torch.cat((scores, options.sinks.double()[:, None]), dim=1).softmax(-1)[
+                :, :-1
+            ]
             expected = torch.einsum("hn,nhd->hd", weights, values)
             assert (result[row] - expected).abs().max() < 1e-5
             row += 1

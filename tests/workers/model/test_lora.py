@@ -1,5 +1,6 @@
-"""LoRA adapters against transformers and peft, float32: logits within 1e-4, equal greedy tokens; several in a batch
-with the base model, over ranks, in chunks; and which folders are refused."""
+"""LoRA adapters against transformers and peft, float32: logits within 1e-4, equal greedy tokens;
+several in a batch with the base model, over ranks, in chunks; and which folders are refused.
+"""
 
 import json
 import random
@@ -50,7 +51,8 @@ def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "many": {"targets": ATTENTION, "lora_alpha": 17},
     }
     return {
-        name: make_adapter(root / name, model, rank=rank, seed=rank, **options[name]) for name, rank in RANKS.items()
+        name: make_adapter(root / name, model, rank=rank, seed=rank, **options[name])
+        for name, rank in RANKS.items()
     }
 
 
@@ -96,11 +98,15 @@ def test_every_family(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with peft_model.disable_adapter():
         expected = reference_logits(peft_model, ids)[-1]
     assert (logits[1][1] - expected).abs().max() <= TOLERANCE
-    assert (logits[1][0] - expected).abs().max() > 0.1, "an adapter that changes nothing tests nothing"
+    assert (logits[1][0] - expected).abs().max() > 0.1, (
+        "an adapter that changes nothing tests nothing"
+    )
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_alone(runner: ModelRunner, peft_model: PeftModel, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone(
+    runner: ModelRunner, peft_model: PeftModel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver, ids = Driver(runner), prompt(60, 4)
     with recorded_logits(monkeypatch) as logits, chosen(peft_model, name):
         tokens = driver.run(driver.step(1, ids, 0, adapter=NUMBERS[name]))
@@ -111,9 +117,12 @@ def test_alone(runner: ModelRunner, peft_model: PeftModel, name: str, monkeypatc
     driver.drop(1)
 
 
-def advance(driver: Driver, prompts: dict[str, list[int]], choose: random.Random) -> Iterator[dict[str, int]]:
-    """Computes random chunks of all these prompts; yields after each step the tokens that are done, in the plan's
-    order."""
+def advance(
+    driver: Driver, prompts: dict[str, list[int]], choose: random.Random
+) -> Iterator[dict[str, int]]:
+    """Computes random chunks of all these prompts; yields after each step the tokens that are done,
+    in the plan's order.
+    """
     done = dict.fromkeys(prompts, 0)
     while unfinished := [name for name in prompts if done[name] < len(prompts[name])]:
         names = choose.sample(unfinished, choose.randint(1, len(unfinished)))
@@ -123,7 +132,11 @@ def advance(driver: Driver, prompts: dict[str, list[int]], choose: random.Random
             done[name] = min(begin + choose.choice((1, 1, 7, 20)), len(prompts[name]))
             number = NUMBERS[name.partition(" ")[0]]
             key = list(prompts).index(name)
-            steps.append(driver.step(key, prompts[name][begin : done[name]], begin, adapter=0 if begin else number))
+            steps.append(
+                driver.step(
+                    key, prompts[name][begin : done[name]], begin, adapter=0 if begin else number
+                )
+            )
         driver.run(*steps)
         yield {name: done[name] for name in names}
 
@@ -132,7 +145,9 @@ def test_four_adapters_and_the_base_model_in_one_batch(
     runner: ModelRunner, peft_model: PeftModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(runner)
-    prompts = {f"{name} {mate}": prompt(30 + 9 * mate, mate) for name in NUMBERS for mate in range(2)}
+    prompts = {
+        f"{name} {mate}": prompt(30 + 9 * mate, mate) for name in NUMBERS for mate in range(2)
+    }
     expected = {}
     for name, ids in prompts.items():
         with chosen(peft_model, name.partition(" ")[0]):
@@ -140,7 +155,10 @@ def test_four_adapters_and_the_base_model_in_one_batch(
     with recorded_logits(monkeypatch) as logits:
         for done in advance(driver, prompts, random.Random(3)):
             for row, (name, end) in enumerate(done.items()):
-                assert (logits[-1][row] - expected[name][end - 1]).abs().max() <= TOLERANCE, (name, end)
+                assert (logits[-1][row] - expected[name][end - 1]).abs().max() <= TOLERANCE, (
+                    name,
+                    end,
+                )
     for key in range(len(prompts)):
         driver.drop(key)
 
@@ -159,7 +177,11 @@ def test_over_ranks(model: Path, folders: dict[str, Path], peft_model: PeftModel
         found = [driver.run(*steps)]
         while len(found) < 6:
             at = 49 + len(found)
-            found.append(driver.run(*(driver.step(number, [token], at) for number, token in enumerate(found[-1]))))
+            found.append(
+                driver.run(
+                    *(driver.step(number, [token], at) for number, token in enumerate(found[-1]))
+                )
+            )
         return [list(each) for each in zip(*found, strict=True)]
 
     for size in (2, 4):
@@ -189,9 +211,12 @@ def test_an_adapter_is_unloaded_under_its_sequences_and_loaded_again(
 def test_in_bfloat16_no_row_depends_on_the_others(
     quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the last bit: of the base model with and without adapters beside it, and of an adapter alone, beside others,
-    in chunks and decoded."""
-    folder = make_tiny_model(tmp_path / "model", hidden_size=256, head_dim=32, intermediate_size=256)
+    """To the last bit: of the base model with and without adapters beside it, and of an adapter
+    alone, beside others, in chunks and decoded.
+    """
+    folder = make_tiny_model(
+        tmp_path / "model", hidden_size=256, head_dim=32, intermediate_size=256
+    )
     adapters = {
         "one": make_adapter(tmp_path / "one", folder, rank=3, targets=("gate_proj", "o_proj")),
         "four": make_adapter(tmp_path / "four", folder, rank=16),
@@ -213,19 +238,32 @@ def test_in_bfloat16_no_row_depends_on_the_others(
     with recorded_logits(monkeypatch) as logits:
         for done in advance(driver, prompts, random.Random(5)):
             for row, (name, end) in enumerate(done.items()):
-                assert torch.equal(logits[-1][row], expected[name.partition(" ")[0]][end - 1]), (name, end)
+                assert torch.equal(logits[-1][row], expected[name.partition(" ")[0]][end - 1]), (
+                    name,
+                    end,
+                )
     assert not torch.equal(expected["base"], expected["one"])
 
 
 @needs_kernels
 @pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("targets", [("gate_proj", "up_proj"), ("up_proj",), ("down_proj",), ATTENTION])
+@pytest.mark.parametrize(
+    "targets", [("gate_proj", "up_proj"), ("up_proj",), ("down_proj",), ATTENTION]
+)
 def test_in_bfloat16_an_adapter_changes_what_it_changes_in_float32(
-    targets: tuple[str, ...], quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    targets: tuple[str, ...],
+    quantization: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the order in which a kernel has a layer's outputs."""
-    folder = make_tiny_model(tmp_path / "model", hidden_size=256, head_dim=32, intermediate_size=256)
-    adapter, ids = make_adapter(tmp_path / "adapter", folder, rank=16, targets=targets), prompt(40, 6)
+    folder = make_tiny_model(
+        tmp_path / "model", hidden_size=256, head_dim=32, intermediate_size=256
+    )
+    adapter, ids = (
+        make_adapter(tmp_path / "adapter", folder, rank=16, targets=targets),
+        prompt(40, 6),
+    )
 
     def change(**options: Any) -> torch.Tensor:
         """What the adapter adds to the logits of each step, alone and beside the base model."""
@@ -297,21 +335,42 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no settings": (written("adapter_config.json", None), "adapter_config.json: cannot be read"),
     "no object": (written("adapter_config.json", b"[1]"), "adapter_config.json: not a JSON object"),
     "no JSON": (written("adapter_config.json", b"{"), "adapter_config.json: not valid JSON"),
-    "not LoRA": (settings(peft_type="LOHA"), "adapter_config.json: peft_type: 'LOHA' is not supported"),
+    "not LoRA": (
+        settings(peft_type="LOHA"),
+        "adapter_config.json: peft_type: 'LOHA' is not supported",
+    ),
     "kind of a number": (settings(peft_type=3), "adapter_config.json: peft_type: must be a string"),
     "rank": (settings(r=65), "adapter_config.json: r: is 65, above max_lora_rank, which is 64"),
     "no rank": (settings(r="8"), "adapter_config.json: r: must be an integer"),
     "other rank": (settings(r=4), f"adapter_model.safetensors: {FIRST}: shape is [8, 96], the"),
     "alpha": (settings(lora_alpha=-1), "adapter_config.json: lora_alpha: must be a number above 0"),
-    "huge alpha": (settings(lora_alpha=10**400), "adapter_config.json: lora_alpha: must be a number above 0"),
+    "huge alpha": (
+        settings(lora_alpha=10**400),
+        "adapter_config.json: lora_alpha: must be a number above 0",
+    ),
     "DoRA": (settings(use_dora=True), "adapter_config.json: use_dora: is not supported"),
-    "modules to save": (settings(modules_to_save=["lm_head"]), "adapter_config.json: modules_to_save: is not"),
-    "rank pattern": (settings(rank_pattern={"q_proj": 4}), "adapter_config.json: rank_pattern: is not supported"),
+    "modules to save": (
+        settings(modules_to_save=["lm_head"]),
+        "adapter_config.json: modules_to_save: is not",
+    ),
+    "rank pattern": (
+        settings(rank_pattern={"q_proj": 4}),
+        "adapter_config.json: rank_pattern: is not supported",
+    ),
     "bias": (settings(bias="all"), "adapter_config.json: bias: is not supported"),
-    "PiSSA": (settings(init_lora_weights="pissa_niter_4"), "adapter_config.json: init_lora_weights: 'pissa_niter_4'"),
-    "no weights": (written("adapter_model.safetensors", None), "adapter_model.safetensors: not found"),
+    "PiSSA": (
+        settings(init_lora_weights="pissa_niter_4"),
+        "adapter_config.json: init_lora_weights: 'pissa_niter_4'",
+    ),
+    "no weights": (
+        written("adapter_model.safetensors", None),
+        "adapter_model.safetensors: not found",
+    ),
     "empty": (written("adapter_model.safetensors", b""), "adapter_model.safetensors: truncated"),
-    "garbage": (written("adapter_model.safetensors", b"\xff" * 400), "adapter_model.safetensors: truncated"),
+    "garbage": (
+        written("adapter_model.safetensors", b"\xff" * 400),
+        "adapter_model.safetensors: truncated",
+    ),
     "truncated": (truncated, "adapter_model.safetensors: truncated"),
     "a link": (linked, "adapter_model.safetensors: is a link that leads out of the"),
     "NaN": (
@@ -319,17 +378,25 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         f"adapter_model.safetensors: {A}: has a number that is not finite",
     ),
     "half": (weights(lambda tensors: tensors.pop(A)), f"adapter_model.safetensors: {A}: missing"),
-    "nothing": (weights(lambda tensors: tensors.clear()), "adapter_model.safetensors: has no tensor"),
+    "nothing": (
+        weights(lambda tensors: tensors.clear()),
+        "adapter_model.safetensors: has no tensor",
+    ),
     "shape": (
         weights(lambda tensors: tensors.update({A: torch.zeros(8, 63)})),
-        f"adapter_model.safetensors: {A}: shape is [8, 63], the model and r in adapter_config.json ask for [8, 64]",
+        f"adapter_model.safetensors: {A}: shape is [8, 63], the model and r in adapter_config.json "
+        "ask for [8, 64]",
     ),
     "dtype": (
         weights(lambda tensors: tensors.update({A: torch.zeros(8, 64, dtype=torch.int8)})),
         f"adapter_model.safetensors: {A}: dtype int8 is not supported",
     ),
     "head": (
-        weights(lambda tensors: tensors.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(8, 64)})),
+        weights(
+            lambda tensors: tensors.update(
+                {"base_model.model.lm_head.lora_A.weight": torch.zeros(8, 64)}
+            )
+        ),
         "adapter_model.safetensors: base_model.model.lm_head.lora_A.weight: adapts no linear layer",
     ),
     "embedding": (
@@ -356,13 +423,19 @@ def test_broken_folders_are_refused_by_file_and_field(
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_of_transformers_code_takes_no_adapter(model: Path, folders: dict[str, Path]) -> None:
+def test_a_model_of_transformers_code_takes_no_adapter(
+    model: Path, folders: dict[str, Path]
+) -> None:
     generic = load(model, model_impl="transformers")
-    with pytest.raises(CheckpointError, match="peft_type: this model runs by code that takes no adapters"):
+    with pytest.raises(
+        CheckpointError, match="peft_type: this model runs by code that takes no adapters"
+    ):
         load_all(generic, folders)
 
 
-def test_settings_and_weights_make_the_fingerprint(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_settings_and_weights_make_the_fingerprint(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     prints = {read_adapter(folder, 64).fingerprint for folder in folders.values()}
     assert len(prints) == len(folders)
     for file in folders["eight"].iterdir():

@@ -25,7 +25,9 @@ def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path) -> No
         ("generation_config.json", str(tmp_path / "secret.json")),
     ):
         (folder / name).symlink_to(target)
-        with pytest.raises(CheckpointError, match=f"^{name}: is a link that leads out of the model's folder$"):
+        with pytest.raises(
+            CheckpointError, match=f"^{name}: is a link that leads out of the model's folder$"
+        ):
             read_context_tokens(folder)
         (folder / name).unlink()
     assert read_context_tokens(folder) == 64
@@ -53,7 +55,9 @@ def test_pipes_devices_and_dangling_links_are_refused(folder: Path) -> None:
         read_context_tokens(folder)
 
 
-def test_links_within_the_folder_and_in_the_cache_of_the_hub_are_taken(folder: Path, tmp_path: Path) -> None:
+def test_links_within_the_folder_and_in_the_cache_of_the_hub_are_taken(
+    folder: Path, tmp_path: Path
+) -> None:
     (folder / "again.json").symlink_to("config.json")
     (tmp_path / "linked").symlink_to(folder)
     assert read_context_tokens(tmp_path / "linked") == 64
@@ -70,7 +74,9 @@ def test_links_within_the_folder_and_in_the_cache_of_the_hub_are_taken(folder: P
 
 
 def test_blobs_may_be_those_that_the_cache_of_the_hub_shares(folder: Path, tmp_path: Path) -> None:
-    """As huggingface_hub 2 keeps large files; a folder of blobs without its mark is none of the hub's."""
+    """As huggingface_hub 2 keeps large files; a folder of blobs without its mark is none of the
+    hub's.
+    """
     cache = tmp_path / "hub"
     repository, store = cache / "models--org--tiny", cache / "blobs"
     commit, shared = repository / "snapshots" / ("a" * 40), store / "ab" / ("ab" * 32)
@@ -93,7 +99,9 @@ def test_a_repository_of_the_cache_is_no_model_folder(tmp_path: Path) -> None:
         read_context_tokens(tmp_path)
 
 
-def test_a_folder_that_is_called_snapshots_is_no_cache_of_the_hub(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_called_snapshots_is_no_cache_of_the_hub(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "secret.json").write_text("{}")
     model = tmp_path / "snapshots" / "model"
     model.parent.mkdir()
@@ -103,7 +111,9 @@ def test_a_folder_that_is_called_snapshots_is_no_cache_of_the_hub(folder: Path, 
         read_context_tokens(model)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pkl", "model.safetensors.pkl"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.pt", "model.pkl", "model.safetensors.pkl"]
+)
 def test_weights_that_can_run_code_are_not_read(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
     with pytest.raises(CheckpointError, match="may run code when it is read"):
@@ -111,9 +121,13 @@ def test_weights_that_can_run_code_are_not_read(folder: Path, name: str) -> None
     assert not Path("ran").exists()
 
 
-@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "model.bin", 7, None, ""])
+@pytest.mark.parametrize(
+    "file", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "model.bin", 7, None, ""]
+)
 def test_an_index_cannot_name_a_file_elsewhere(folder: Path, file: object) -> None:
     index = {"weight_map": {"x": file}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="is not the name of a safetensors file in the folder"):
+    with pytest.raises(
+        CheckpointError, match="is not the name of a safetensors file in the folder"
+    ):
         read_tensors(folder)

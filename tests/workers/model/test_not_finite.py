@@ -1,4 +1,6 @@
-"""Logits that are NaN or infinite fail the sequence that they are of, and no other, before its blocks are published."""
+"""Logits that are NaN or infinite fail the sequence that they are of, and no other, before its
+blocks are published.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +54,9 @@ def test_a_row_that_is_not_finite_has_no_token_and_no_neighbour_notices(
     expected = sample(logits, [params] * 12, range(12)).tolist()
     logits[1] = float("nan")
     logits[3] = -float("inf")
-    for row, (value, at) in enumerate([(value, at) for value in VALUES for at in (0, 4999)], start=5):
+    for row, (value, at) in enumerate(
+        [(value, at) for value in VALUES for at in (0, 4999)], start=5
+    ):
         logits[row, at] = value
     bad = {1, 3, *range(5, 11)}
     assert sample(logits, [params] * 12, range(12)).tolist() == [
@@ -74,8 +78,12 @@ def test_a_masked_token_is_no_failure() -> None:
         SamplingParams(presence_penalty=1.0, logit_bias=((7, 1.0),)),
     ],
 )
-def test_a_step_names_the_sequences_that_failed(poisoned: ModelRunner, folder: Path, params: SamplingParams) -> None:
-    """In chunks with and without a sample, and of one token; the others have the tokens of a sound model."""
+def test_a_step_names_the_sequences_that_failed(
+    poisoned: ModelRunner, folder: Path, params: SamplingParams
+) -> None:
+    """In chunks with and without a sample, and of one token; the others have the tokens of a sound
+    model.
+    """
 
     def run(runner: ModelRunner) -> list[Samples]:
         driver, good, bad = Driver(runner), prompt(40, 1), [*prompt(20, 2), POISON, *prompt(19, 3)]
@@ -90,7 +98,10 @@ def test_a_step_names_the_sequences_that_failed(poisoned: ModelRunner, folder: P
 
     found, sound = run(poisoned), run(load(folder))
     assert [samples.failed for samples in sound] == [{}, {}]
-    assert [samples.failed for samples in found] == [{2: NOT_FINITE, 3: NOT_FINITE}, {4: NOT_FINITE}]
+    assert [samples.failed for samples in found] == [
+        {2: NOT_FINITE, 3: NOT_FINITE},
+        {4: NOT_FINITE},
+    ]
     assert [samples.tokens[0] for samples in found] == [samples.tokens[0] for samples in sound]
 
 
@@ -99,11 +110,17 @@ def test_a_step_names_the_sequences_that_failed(poisoned: ModelRunner, folder: P
 def test_an_engine_fails_the_sequence_alone_and_publishes_none_of_its_blocks(
     poisoned: ModelRunner, folder: Path, at: int, overlap: bool
 ) -> None:
-    def run(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> tuple[dict[int, list[int]], list[Failed], int]:
+    def run(
+        runner: ModelRunner, prompts: Sequence[Sequence[int]]
+    ) -> tuple[dict[int, list[int]], list[Failed], int]:
         budgets = Budgets(chunk_tokens=32, mixed_chunk_tokens=32)
-        engine = Engine(runner, EngineConfig(num_blocks=128, block_size=16, overlap=overlap, budgets=budgets))
+        engine = Engine(
+            runner, EngineConfig(num_blocks=128, block_size=16, overlap=overlap, budgets=budgets)
+        )
         for number, tokens in enumerate(prompts):
-            spec = SequenceSpec(id=number, tokens=tuple(tokens), max_tokens=8, task=Task.WHOLE, sampling=GREEDY)
+            spec = SequenceSpec(
+                id=number, tokens=tuple(tokens), max_tokens=8, task=Task.WHOLE, sampling=GREEDY
+            )
             engine.submit(spec)
         events: list[Event] = []
         while engine.has_work:
@@ -114,7 +131,11 @@ def test_an_engine_fails_the_sequence_alone_and_publishes_none_of_its_blocks(
             if isinstance(event, NewTokens):
                 made.setdefault(event.id, []).extend(event.token_ids)
         assert engine.blocks()[BlockState.OWNED] == 0
-        return made, [event for event in events if isinstance(event, Failed)], engine.blocks()[BlockState.CACHED]
+        return (
+            made,
+            [event for event in events if isinstance(event, Failed)],
+            engine.blocks()[BlockState.CACHED],
+        )
 
     sound = [prompt(50, 1), prompt(33, 2)]
     bad = [*prompt(at, 3), POISON, *prompt(80 - at, 4)]

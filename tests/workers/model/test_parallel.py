@@ -26,7 +26,9 @@ SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
 class ThreadGroup:
     """Ranks that are threads of one process and add up in the order of their ranks."""
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, box: list[torch.Tensor]) -> None:
+    def __init__(
+        self, rank: int, size: int, barrier: threading.Barrier, box: list[torch.Tensor]
+    ) -> None:
         self.rank, self.size = rank, size
         self._barrier, self._box = barrier, box
 
@@ -45,13 +47,21 @@ class ThreadGroup:
 
 
 def load_rank(
-    folder: Path, group: ThreadGroup, model_impl: str = "auto", dtype: str = "float32", quantization: str | None = None
+    folder: Path,
+    group: ThreadGroup,
+    model_impl: str = "auto",
+    dtype: str = "float32",
+    quantization: str | None = None,
 ) -> ModelRunner:
     checkpoint = open_checkpoint(folder, model_impl, quantization=quantization)
-    return ModelRunner.load(checkpoint, dtype=dtype, device="cpu", num_blocks=128, block_size=16, group=group)
+    return ModelRunner.load(
+        checkpoint, dtype=dtype, device="cpu", num_blocks=128, block_size=16, group=group
+    )
 
 
-def on_ranks(folder: Path, size: int, work: Callable[[ModelRunner], Any], **options: Any) -> list[Any]:
+def on_ranks(
+    folder: Path, size: int, work: Callable[[ModelRunner], Any], **options: Any
+) -> list[Any]:
     """What `work` returns on each rank, whose model is loaded with these options."""
     barrier, box = threading.Barrier(size), [torch.empty(0)] * size
 
@@ -71,7 +81,9 @@ def generate(runner: ModelRunner) -> list[Any]:
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize("family", DENSE)
-def test_every_split_gives_the_tokens_of_the_whole(tmp_path: Path, family: str, kv_heads: int) -> None:
+def test_every_split_gives_the_tokens_of_the_whole(
+    tmp_path: Path, family: str, kv_heads: int
+) -> None:
     heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
     folder = make_tiny_model(tmp_path, family, tie_word_embeddings=kv_heads % 4 == 0, **heads)
     expected = generate(load(folder))
@@ -83,7 +95,12 @@ def test_every_split_gives_the_tokens_of_the_whole(tmp_path: Path, family: str, 
     "overrides",
     [
         {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144},
-        {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96, "intermediate_size": 100},
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "hidden_size": 96,
+            "intermediate_size": 100,
+        },
         {
             "attention_bias": True,
             "mlp_bias": True,
@@ -93,7 +110,9 @@ def test_every_split_gives_the_tokens_of_the_whole(tmp_path: Path, family: str, 
         },
     ],
 )
-def test_three_ranks_with_uneven_parts_and_biases(tmp_path: Path, overrides: dict[str, Any]) -> None:
+def test_three_ranks_with_uneven_parts_and_biases(
+    tmp_path: Path, overrides: dict[str, Any]
+) -> None:
     folder = make_tiny_model(tmp_path, **overrides)
     assert on_ranks(folder, 3, generate) == [generate(load(folder))] * 3
 
@@ -112,7 +131,9 @@ def test_every_rank_chooses_and_scores_as_the_whole(tmp_path: Path) -> None:
         for (tokens, of_tokens, of_prompt), expected in zip(part, whole, strict=True):
             assert tokens == expected[0]
             for ours, theirs in ((of_tokens, expected[1]), (of_prompt, expected[2])):
-                assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-3)
+                assert [one.logprob for one in ours] == pytest.approx(
+                    [one.logprob for one in theirs], abs=1e-3
+                )
 
 
 @pytest.mark.parametrize(
@@ -121,8 +142,9 @@ def test_every_rank_chooses_and_scores_as_the_whole(tmp_path: Path) -> None:
 def test_ranks_whose_samples_differ_continue_with_those_of_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
 ) -> None:
-    """Where a step starts before the tokens of the last are on the host: as at near ties, which ranks may round either
-    way, rank 1 samples other tokens."""
+    """Where a step starts before the tokens of the last are on the host: as at near ties, which
+    ranks may round either way, rank 1 samples other tokens.
+    """
     folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=4)
     monkeypatch.setattr(ModelRunner, "launches_ahead", property(lambda _: True))
     ranks = threading.local()
@@ -130,7 +152,11 @@ def test_ranks_whose_samples_differ_continue_with_those_of_rank_0(
     def work(runner: ModelRunner) -> list[int]:
         ranks.number = runner.kv.rank
         driver = Driver(runner)
-        collects = [runner.launch(StepPlan(sequences=(driver.step(1, prompt(20), 0, sampling),), dropped=()))]
+        collects = [
+            runner.launch(
+                StepPlan(sequences=(driver.step(1, prompt(20), 0, sampling),), dropped=())
+            )
+        ]
         for start in range(20, 30):
             step = driver.step(1, [PENDING_TOKEN], start)
             collects.append(runner.launch(StepPlan(sequences=(step,), dropped=())))
@@ -147,7 +173,9 @@ def test_ranks_whose_samples_differ_continue_with_those_of_rank_0(
 
 
 def test_query_heads_that_straddle_kv_heads(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path, num_attention_heads=12, num_key_value_heads=4, hidden_size=96)
+    folder = make_tiny_model(
+        tmp_path, num_attention_heads=12, num_key_value_heads=4, hidden_size=96
+    )
     expected = generate(load(folder))
     assert on_ranks(folder, 6, generate) == [expected] * 6
 
@@ -164,13 +192,19 @@ def test_a_rank_keeps_its_own_heads_of_the_cache(tmp_path: Path) -> None:
         return torch.frombuffer(bytearray(data), dtype=torch.float32).view(layers, 2, 37, -1, 16)
 
     whole = cache(load(folder))
-    for size, slots in ((2, [(0, 1), (2, 3)]), (4, [(0,), (1,), (2,), (3,)]), (8, [(n // 2,) for n in range(8)])):
+    for size, slots in (
+        (2, [(0, 1), (2, 3)]),
+        (4, [(0,), (1,), (2,), (3,)]),
+        (8, [(n // 2,) for n in range(8)]),
+    ):
         for part, heads in zip(on_ranks(folder, size, cache), slots, strict=True):
             torch.testing.assert_close(part, whole[:, :, :, list(heads)], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("kv_heads", "size"), [(8, 2), (4, 4), (2, 4), (1, 8)])
-def test_the_cache_of_a_rank_has_the_model_s_layout_and_its_own_size(tmp_path: Path, kv_heads: int, size: int) -> None:
+def test_the_cache_of_a_rank_has_the_model_s_layout_and_its_own_size(
+    tmp_path: Path, kv_heads: int, size: int
+) -> None:
     folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=kv_heads)
     layout = load(folder).kv.layout
     assert (layout.layers[0].num_heads, layout.layers[0].num_kv_heads) == (8, kv_heads)

@@ -1,4 +1,6 @@
-"""Embeddings against transformers' last_hidden_state: whole prompts and chunks, beside others, over two ranks."""
+"""Embeddings against transformers' last_hidden_state: whole prompts and chunks, beside others, over
+two ranks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ LENGTHS = (1, 2, 17, 70)
 def expected(folder: Path, kind: Pooling) -> list[torch.Tensor]:
     """[hidden] of each prompt."""
     model: Any = reference(folder)
-    hidden = [model.base_model(torch.tensor([prompt(length)])).last_hidden_state[0] for length in LENGTHS]
+    hidden = [
+        model.base_model(torch.tensor([prompt(length)])).last_hidden_state[0] for length in LENGTHS
+    ]
     return [each[-1] if kind == "last" else each.mean(0) for each in hidden]
 
 
@@ -42,7 +46,8 @@ def embed(runner: ModelRunner, kind: Pooling, size: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "model_impl"), [("llama", "auto"), ("gemma3", "auto"), ("cohere2", "auto"), ("qwen3", "transformers")]
+    ("family", "model_impl"),
+    [("llama", "auto"), ("gemma3", "auto"), ("cohere2", "auto"), ("qwen3", "transformers")],
 )
 def test_embeddings_are_those_of_transformers(tmp_path: Path, family: str, model_impl: str) -> None:
     folder = make_tiny_model(tmp_path / family, family=family)

@@ -1,4 +1,6 @@
-"""What requests do to raw logits: against transformers' processors, and against the definitions of OpenAI."""
+"""What requests do to raw logits: against transformers' processors, and against the definitions of
+OpenAI.
+"""
 
 import random
 from collections.abc import Sequence
@@ -47,7 +49,9 @@ def processors(params: SamplingParams, num_prompt: int) -> list[LogitsProcessor]
     """transformers' for the same, in its order."""
     made: list[LogitsProcessor] = []
     if params.logit_bias:
-        made.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias]))
+        made.append(
+            SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias])
+        )
     if params.repetition_penalty != 1:
         made.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if params.bad_words:
@@ -55,7 +59,9 @@ def processors(params: SamplingParams, num_prompt: int) -> list[LogitsProcessor]
     if params.min_length:
         made.append(MinLengthLogitsProcessor(params.min_length, list(params.stop_ids)))
         made.append(
-            MinNewTokensLengthLogitsProcessor(num_prompt, max(params.min_length - num_prompt, 0), list(params.stop_ids))
+            MinNewTokensLengthLogitsProcessor(
+                num_prompt, max(params.min_length - num_prompt, 0), list(params.stop_ids)
+            )
         )
     return made
 
@@ -69,27 +75,39 @@ def expected_scores(
     for processor in processors(params, num_prompt):
         scores = processor(ids, scores)
     for token in set(history[num_prompt:]):
-        scores[0, token] -= params.presence_penalty + params.frequency_penalty * history[num_prompt:].count(token)
+        scores[0, token] -= params.presence_penalty + params.frequency_penalty * history[
+            num_prompt:
+        ].count(token)
     return scores[0]
 
 
 def random_case(seed: int) -> tuple[SamplingParams, list[int], int]:
-    """Parameters, tokens so far, and how many of them are prompt; few different tokens, so that words come up."""
+    """Parameters, tokens so far, and how many of them are prompt; few different tokens, so that
+    words come up.
+    """
     rng = random.Random(seed)
     num_prompt = rng.randint(1, 40)
     history = rng.choices(range(20), k=num_prompt + rng.randint(0, 40))
     ends = [history[-length:] for length in (1, 2, 3) if len(history) > length + 1]
     words = [(rng.randrange(300),), (*rng.choice(ends or [[3]]), rng.randrange(300)), (299, 299, 4)]
     fields = {
-        "logit_bias": tuple((token, rng.uniform(-100, 100)) for token in rng.sample(range(300), rng.randint(1, 30))),
+        "logit_bias": tuple(
+            (token, rng.uniform(-100, 100)) for token in rng.sample(range(300), rng.randint(1, 30))
+        ),
         "repetition_penalty": rng.choice([0.5, 1.3, 10.0]),
         "presence_penalty": rng.uniform(-2, 2),
         "frequency_penalty": rng.uniform(-2, 2),
         "bad_words": tuple(words),
         "min_length": rng.randint(1, 80),
     }
-    chosen = {name: fields[name] for name in rng.sample(sorted(fields), rng.randint(1, len(fields)))}
-    return SamplingParams(stop_ids=STOPS if "min_length" in chosen else (), **chosen), history, num_prompt  # type: ignore[arg-type]
+    chosen = {
+        name: fields[name] for name in rng.sample(sorted(fields), rng.randint(1, len(fields)))
+    }
+    return (
+        SamplingParams(stop_ids=STOPS if "min_length" in chosen else (), **chosen),
+        history,
+        num_prompt,
+    )  # type: ignore[arg-type]
 
 
 def check(scores: torch.Tensor, expected: torch.Tensor) -> None:
@@ -113,7 +131,10 @@ def test_mixed_batches_equal_transformers(dtype: torch.dtype) -> None:
                 processors.append(range(40), tokens, torch.ones(40, dtype=torch.bool))
                 for (_, history, _), token in zip(cases, tokens.tolist(), strict=True):
                     history.append(token)
-            steps = [decode_step(row, history, num_prompt) for row, (_, history, num_prompt) in enumerate(cases)]
+            steps = [
+                decode_step(row, history, num_prompt)
+                for row, (_, history, num_prompt) in enumerate(cases)
+            ]
             rows = processors.rows(steps)
             logits = (torch.randn(40, VOCAB_SIZE) * 4).to(dtype)
             raw = logits.clone()
@@ -150,18 +171,26 @@ def test_sequences_come_and_go_and_come_anew() -> None:
 @torch.inference_mode()
 def test_a_draft_counts_for_what_follows_it_and_stays_as_far_as_it_is_right() -> None:
     params = SamplingParams(
-        repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, bad_words=((4, 5), (7, 8, 9), (8, 9, 4))
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.2,
+        bad_words=((4, 5), (7, 8, 9), (8, 9, 4)),
     )
     processors, history, draft = make_processors(), [3, 7], (8, 9, 4)
     processors.admit(decode_step(0, history, 1), params)
-    step = replace(decode_step(0, history, 1), token_ids=(history[-1], *draft), num_samples=4, num_draft=3)
+    step = replace(
+        decode_step(0, history, 1), token_ids=(history[-1], *draft), num_samples=4, num_draft=3
+    )
     logits = torch.randn(4, VOCAB_SIZE)
     for row, own in enumerate(processors.apply(logits, list(step.each_sample()))):
         check(own, expected_scores(logits[row], params, [*history, *draft[:row]], 1))
     for token, is_right in ((8, True), (9, True), (5, False), (6, False)):
         processors.append([0], torch.tensor([token]), torch.tensor([is_right]))
     history += [8, 9]
-    check(processors.apply(logits[:1], [decode_step(0, history, 1)])[0], expected_scores(logits[0], params, history, 1))
+    check(
+        processors.apply(logits[:1], [decode_step(0, history, 1)])[0],
+        expected_scores(logits[0], params, history, 1),
+    )
 
 
 @torch.inference_mode()
@@ -192,7 +221,11 @@ def test_where_nothing_is_left_the_sequence_can_only_end() -> None:
 def test_the_longest_bad_word() -> None:
     word = tuple(range(100, 164))
     processors = make_processors()
-    for sequence_id, history in enumerate(([*word[:-1]], [50, *word[:-1]], [*word[:-2], 50], [50, *word[:-2]])):
+    for sequence_id, history in enumerate(
+        ([*word[:-1]], [50, *word[:-1]], [*word[:-2], 50], [50, *word[:-2]])
+    ):
         processors.admit(decode_step(sequence_id, history, 1), SamplingParams(bad_words=(word,)))
-        scores = processors.apply(torch.zeros(1, VOCAB_SIZE), [decode_step(sequence_id, history, 1)])
+        scores = processors.apply(
+            torch.zeros(1, VOCAB_SIZE), [decode_step(sequence_id, history, 1)]
+        )
         assert bool(scores[0, 163] < LEAST_SCORE) == (sequence_id < 2)

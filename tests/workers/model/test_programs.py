@@ -21,7 +21,8 @@ from tandem.workers.model.runner import ModelRunner
 BATCHES = (1, 2, 7, 40)
 
 pytestmark = pytest.mark.skipif(
-    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own with AMX"
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)),
+    reason="no product of our own with AMX",
 )
 
 
@@ -36,14 +37,18 @@ def runner(request: pytest.FixtureRequest, tmp_path: Path) -> ModelRunner:
 
 @pytest.fixture(params=[1, 2, 9])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Nine are more than most machines have cores: then most of a team is preempted, often within a chunk."""
+    """Nine are more than most machines have cores: then most of a team is preempted, often within a
+    chunk.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
 
 
-def step_logits(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, *, recorded: bool) -> list[torch.Tensor]:
+def step_logits(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, *, recorded: bool
+) -> list[torch.Tensor]:
     """Prefills and decodes batches of several sizes for some steps; returns the logits of each."""
     driver = Driver(runner)
     with recorded_logits(monkeypatch) as logits, monkeypatch.context() as patch:
@@ -52,17 +57,24 @@ def step_logits(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, *, recorde
             patch.setattr(runner, "_tokens", None)
         for batch in BATCHES:
             prompts = [prompt(1 + 7 * (index % 3), index) for index in range(batch)]
-            tokens = driver.run(*(driver.step(index, each, 0) for index, each in enumerate(prompts)))
+            tokens = driver.run(
+                *(driver.step(index, each, 0) for index, each in enumerate(prompts))
+            )
             for position in range(6):
                 rows = enumerate(tokens)
-                steps = [driver.step(index, [token], len(prompts[index]) + position) for index, token in rows]
+                steps = [
+                    driver.step(index, [token], len(prompts[index]) + position)
+                    for index, token in rows
+                ]
                 tokens = driver.run(*steps)
             for index in range(batch):
                 driver.drop(index)
     return logits
 
 
-def test_logits_are_those_of_single_calls(runner: ModelRunner, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_those_of_single_calls(
+    runner: ModelRunner, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert runner._decodes is not None
     assert runner._tokens is not None
     expected = step_logits(runner, monkeypatch, recorded=False)
@@ -70,7 +82,9 @@ def test_logits_are_those_of_single_calls(runner: ModelRunner, threads: int, mon
         assert torch.equal(ours, theirs)
 
 
-def test_they_are_so_from_any_thread_and_beside_busy_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_so_from_any_thread_and_beside_busy_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every caller gets a team of its own; busy threads take its members off their cores."""
     runner = load(make_tiny_model(tmp_path), dtype="bfloat16")
     expected = step_logits(runner, monkeypatch, recorded=False)
@@ -87,7 +101,9 @@ def test_they_are_so_from_any_thread_and_beside_busy_ones(tmp_path: Path, monkey
         thread.start()
     try:
         for _ in range(4):
-            caller = threading.Thread(target=lambda: results.append(step_logits(runner, monkeypatch, recorded=True)))
+            caller = threading.Thread(
+                target=lambda: results.append(step_logits(runner, monkeypatch, recorded=True))
+            )
             caller.start()
             caller.join()
     finally:
@@ -130,7 +146,9 @@ def test_a_program_is_freed_with_its_last_name() -> None:
 
 def test_an_id_outside_of_the_table_reads_nothing_else() -> None:
     table = torch.arange(6.0).view(3, 2)
-    assert cpu.gather(table, torch.tensor([0, 2, 3, -1, 2**31 - 1], dtype=torch.int32)).tolist() == [
+    assert cpu.gather(
+        table, torch.tensor([0, 2, 3, -1, 2**31 - 1], dtype=torch.int32)
+    ).tolist() == [
         [0, 1],
         *[[4, 5]] * 4,
     ]

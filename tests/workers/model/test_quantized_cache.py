@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from tandem.tests.tiny import DENSE, make_tiny_model
-from tandem.tests.workers.model.helpers import GREEDY, Driver, load, mixed_steps, prompt, recorded_logits
+from tandem.tests.workers.model.helpers import (
+    GREEDY,
+    Driver,
+    load,
+    mixed_steps,
+    prompt,
+    recorded_logits,
+)
 from tandem.tests.workers.model.test_exact import NUM_TOKENS, logits_by_position
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
@@ -25,8 +32,8 @@ from tandem.workers.model.runner import ModelRunner
 CPU = torch.device("cpu")
 NUM_MADE = 60  # tokens of each sequence
 NUM_BLOCKS = 128
-# Relative error of a layer's result in the 2-norm. In bfloat16 it is that of results; plain torch rounds what it has
-# dequantised, too.
+# Relative error of a layer's result in the 2-norm. In bfloat16 it is that of results; plain torch
+# rounds what it has dequantised, too.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 3e-3, "float16": 1e-3}
 PLAIN_TOLERANCE = TOLERANCE | {"bfloat16": 8e-3}
 
@@ -42,7 +49,8 @@ def make_kv(layer: LayerGeometry, dtype: str, cache_dtype: str) -> PagedKv:
 @of_all
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("num_heads", "kv_heads", "head_dim"), [(9, 3, 64), (8, 8, 64), (8, 1, 128), (6, 2, 48), (4, 2, 96), (4, 2, 256)]
+    ("num_heads", "kv_heads", "head_dim"),
+    [(9, 3, 64), (8, 8, 64), (8, 1, 128), (6, 2, 48), (4, 2, 96), (4, 2, 256)],
 )
 @pytest.mark.parametrize(
     ("window", "options"),
@@ -65,8 +73,13 @@ def test_attention_equals_that_over_what_the_numbers_stand_for(
     if options.sinks is not None:
         options = replace(options, sinks=options.sinks[:num_heads])
     torch.manual_seed(0)
-    layer = LayerGeometry(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=window)
-    exact, native, plain = make_kv(layer, "float32", "auto"), *(make_kv(layer, dtype, cache_dtype) for _ in range(2))
+    layer = LayerGeometry(
+        num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=window
+    )
+    exact, native, plain = (
+        make_kv(layer, "float32", "auto"),
+        *(make_kv(layer, dtype, cache_dtype) for _ in range(2)),
+    )
     item = ITEMS[cache_dtype]
     for half in range(2):
         rows = quantize(torch.randn(NUM_BLOCKS, kv_heads, 8, head_dim), item)
@@ -75,7 +88,11 @@ def test_attention_equals_that_over_what_the_numbers_stand_for(
         exact.layers[0][half].copy_(dequantize(rows, torch.float32))
     order = torch.randperm(NUM_BLOCKS).tolist()
     spans = [
-        SequenceSpan(blocks=[order.pop() for _ in range(-(-(start + count) // 8))], start=start, num_tokens=count)
+        SequenceSpan(
+            blocks=[order.pop() for _ in range(-(-(start + count) // 8))],
+            start=start,
+            num_tokens=count,
+        )
         for start, count in ((0, 1), (8, 1), (129, 1), (256, 1), (254, 3), (0, 150), (63, 70))
     ]
     tokens = sum(span.num_tokens for span in spans)
@@ -85,7 +102,9 @@ def test_attention_equals_that_over_what_the_numbers_stand_for(
     attend = TorchAttentionBackend(exact, [layer], native=False).plan(spans)
     expected = attend(0, query.float(), new_key, new_value, options)
     for kv, uses_kernels in ((native, True), (plain, False)):
-        found = TorchAttentionBackend(kv, [layer], native=uses_kernels).plan(spans)(0, query, key, value, options)
+        found = TorchAttentionBackend(kv, [layer], native=uses_kernels).plan(spans)(
+            0, query, key, value, options
+        )
         bound = (TOLERANCE if uses_kernels else PLAIN_TOLERANCE)[dtype]
         assert (found.float() - expected).norm() <= bound * expected.norm(), uses_kernels
     assert torch.equal(native.tensors[0], plain.tensors[0])
@@ -97,7 +116,9 @@ def test_attention_equals_that_over_what_the_numbers_stand_for(
 @pytest.mark.parametrize("item", ITEMS.values())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
-def test_the_kernel_stores_what_plain_torch_makes(dtype: torch.dtype, head_dim: int, item: torch.dtype) -> None:
+def test_the_kernel_stores_what_plain_torch_makes(
+    dtype: torch.dtype, head_dim: int, item: torch.dtype
+) -> None:
     torch.manual_seed(0)
     key, value = (torch.randn(40, 3, 2 * head_dim).to(dtype)[..., head_dim:] for _ in range(2))
     key = key.clone() * torch.logspace(-30, 30, 40)[:, None, None].to(dtype)
@@ -114,12 +135,17 @@ def test_the_kernel_stores_what_plain_torch_makes(dtype: torch.dtype, head_dim: 
 
 
 def test_numbers_are_rounded_to_the_nearest() -> None:
-    """In int8 of 255 steps from the largest one down, beside which the scale's own rounding is nothing; in fp8 to 4
-    bits of each number, or where that is more to a step of 2^-9 of which the largest one has 448 * 512."""
+    """In int8 of 255 steps from the largest one down, beside which the scale's own rounding is
+    nothing; in fp8 to 4 bits of each number, or where that is more to a step of 2^-9 of which the
+    largest one has 448 * 512.
+    """
     torch.manual_seed(0)
     heads = torch.randn(1000, 64) * torch.rand(1000, 1).exp()
     largest = heads.abs().amax(1, keepdim=True)
-    bounds = {"int8": largest / 127 / 2, "fp8": (heads.abs() / 16).clamp(min=largest / (448 * 512) / 2)}
+    bounds = {
+        "int8": largest / 127 / 2,
+        "fp8": (heads.abs() / 16).clamp(min=largest / (448 * 512) / 2),
+    }
     for cache_dtype, bound in bounds.items():
         rows = quantize(heads, ITEMS[cache_dtype])
         assert ((dequantize(rows, torch.float32) - heads).abs() <= bound * 1.01).all()
@@ -129,7 +155,9 @@ def test_numbers_are_rounded_to_the_nearest() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_number_of_fp8_is_read_and_written_as_it_is(dtype: torch.dtype) -> None:
-    """Attention to one key gives its value, and there are 254 numbers. Those between two are rounded to the nearest."""
+    """Attention to one key gives its value, and there are 254 numbers. Those between two are
+    rounded to the nearest.
+    """
     codes = torch.cat((torch.arange(127), torch.arange(128, 255))).to(torch.uint8)
     numbers = codes.view(torch.float8_e4m3fn).float()
     middles = (numbers[:126] + numbers[1:127]) / 2
@@ -151,11 +179,16 @@ def test_what_is_not_finite_reaches_the_result_of_its_sequence_alone(cache_dtype
     layer = LayerGeometry(num_heads=6, num_kv_heads=2, head_dim=64)
     for native in (True, False):
         kv = make_kv(layer, "bfloat16", cache_dtype)
-        spans = [SequenceSpan(blocks=[3 * n, 3 * n + 1, 3 * n + 2], start=0, num_tokens=20) for n in range(2)]
+        spans = [
+            SequenceSpan(blocks=[3 * n, 3 * n + 1, 3 * n + 2], start=0, num_tokens=20)
+            for n in range(2)
+        ]
         query, key, value = (torch.randn(40, heads, 64).bfloat16() for heads in (6, 2, 2))
         value[5, :, 9] = torch.nan
         found = TorchAttentionBackend(kv, [layer], native=native).plan(spans)(0, query, key, value)
-        assert found[:5].isfinite().all() or not native  # plain torch multiplies what a token does not see with 0
+        assert (
+            found[:5].isfinite().all() or not native
+        )  # plain torch multiplies what a token does not see with 0
         assert not found[5:20].isfinite().any()
         assert found[20:].isfinite().all()
 
@@ -175,8 +208,10 @@ def test_it_holds_almost_twice_the_tokens(cache_dtype: str) -> None:
 def test_models_generate_with_it(
     family: str, model_impl: str, cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By either code: the logits after a prompt are near those over a plain cache, and not equal to them. Numbers of
-    fp8 have three bits of mantissa, which loses about four times as much as int8 does."""
+    """By either code: the logits after a prompt are near those over a plain cache, and not equal to
+    them. Numbers of fp8 have three bits of mantissa, which loses about four times as much as int8
+    does.
+    """
     folder, found = make_tiny_model(tmp_path, family), []
     for each in ("auto", cache_dtype):
         driver = Driver(load(folder, cache_dtype=each, model_impl=model_impl))
@@ -188,7 +223,8 @@ def test_models_generate_with_it(
 
 
 needs_kernels = pytest.mark.skipif(
-    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own with AMX"
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)),
+    reason="no product of our own with AMX",
 )
 
 
@@ -202,7 +238,11 @@ def test_logits_depend_on_the_tokens_alone(
     folder = make_tiny_model(tmp_path, family, hidden_size=256, head_dim=32, **window)
     runner = load(folder, dtype="bfloat16", cache_dtype=cache_dtype)
     decoded = logits_by_position(runner, list(range(NUM_TOKENS + 1)), 0, monkeypatch)
-    for ends in ([0, NUM_TOKENS], [0, 16, 17, 80, 81, 82, 147, NUM_TOKENS], [0, 65, 98, 99, NUM_TOKENS]):
+    for ends in (
+        [0, NUM_TOKENS],
+        [0, 16, 17, 80, 81, 82, 147, NUM_TOKENS],
+        [0, 65, 98, 99, NUM_TOKENS],
+    ):
         mixed = logits_by_position(runner, ends, 3, monkeypatch)
         for end, logits in mixed.items():
             assert torch.equal(logits, decoded[end]), end
@@ -212,18 +252,25 @@ def test_logits_depend_on_the_tokens_alone(
 @of_all
 def test_recorded_steps_are_the_same(cache_dtype: str, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=256, head_dim=32)
-    recorded, step_by_step = (load(folder, dtype="bfloat16", cache_dtype=cache_dtype) for _ in range(2))
+    recorded, step_by_step = (
+        load(folder, dtype="bfloat16", cache_dtype=cache_dtype) for _ in range(2)
+    )
     assert recorded._decodes is not None
     assert recorded._tokens is not None
     step_by_step._decodes = step_by_step._tokens = None
     assert mixed_steps(recorded) == mixed_steps(step_by_step)
 
 
-def generate(runner: ModelRunner, prompts: list[list[int]], num_blocks: int) -> tuple[list[list[int]], int, int]:
-    """Returns the tokens of each, those of a preempted one by a second sequence that goes on, as a router does; how
-    many tokens came from the prefix cache; and how many preemptions there were."""
+def generate(
+    runner: ModelRunner, prompts: list[list[int]], num_blocks: int
+) -> tuple[list[list[int]], int, int]:
+    """Returns the tokens of each, those of a preempted one by a second sequence that goes on, as a
+    router does; how many tokens came from the prefix cache; and how many preemptions there were.
+    """
     config = EngineConfig(
-        num_blocks=num_blocks, block_size=16, budgets=Budgets(chunk_tokens=32, mixed_chunk_tokens=32, growth_tokens=1)
+        num_blocks=num_blocks,
+        block_size=16,
+        budgets=Budgets(chunk_tokens=32, mixed_chunk_tokens=32, growth_tokens=1),
     )
     engine = Engine(runner, config)
     made: list[list[int]] = [[] for _ in prompts]
@@ -232,7 +279,11 @@ def generate(runner: ModelRunner, prompts: list[list[int]], num_blocks: int) -> 
     def submit(number: int) -> None:
         index = number % len(prompts)
         tokens, rest = (*prompts[index], *made[index]), NUM_MADE - len(made[index])
-        engine.submit(SequenceSpec(id=number, tokens=tokens, max_tokens=rest, task=Task.WHOLE, sampling=GREEDY))
+        engine.submit(
+            SequenceSpec(
+                id=number, tokens=tokens, max_tokens=rest, task=Task.WHOLE, sampling=GREEDY
+            )
+        )
 
     for number in range(len(prompts)):
         submit(number)
@@ -251,7 +302,9 @@ def generate(runner: ModelRunner, prompts: list[list[int]], num_blocks: int) -> 
 
 @needs_kernels
 @of_all
-def test_prefixes_are_reused_and_preempted_sequences_go_on(cache_dtype: str, tmp_path: Path) -> None:
+def test_prefixes_are_reused_and_preempted_sequences_go_on(
+    cache_dtype: str, tmp_path: Path
+) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=256, head_dim=32)
     runner = load(folder, dtype="bfloat16", cache_dtype=cache_dtype)
     prompts = [prompt(64) + prompt(20, seed) for seed in range(1, 5)]

@@ -1,5 +1,6 @@
-"""Checkpoints in quantised formats: products, tokens and bytes against the weights that their numbers stand for, and
-folders that are refused."""
+"""Checkpoints in quantised formats: products, tokens and bytes against the weights that their
+numbers stand for, and folders that are refused.
+"""
 
 import json
 from collections.abc import Callable
@@ -46,7 +47,9 @@ def form(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def folders(form: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_quantized_model(tmp_path_factory.mktemp("model"), FORMATS[form], attention_bias=True)
+    return make_quantized_model(
+        tmp_path_factory.mktemp("model"), FORMATS[form], attention_bias=True
+    )
 
 
 def generate(runner: ModelRunner) -> list[int]:
@@ -61,12 +64,17 @@ def test_the_tokens_are_those_of_the_dequantised_weights(folders: tuple[Path, Pa
     assert on_ranks(quantized, 2, generate) == [expected] * 2
 
 
-def test_the_products_are_those_of_the_dequantised_weights(folders: tuple[Path, Path], form: str) -> None:
-    """In bfloat16: by the kernel, where it has the format, and else by the weights in bfloat16; each layer whole and
-    split over two ranks, gates fused and not, and a row whatever the others."""
+def test_the_products_are_those_of_the_dequantised_weights(
+    folders: tuple[Path, Path], form: str
+) -> None:
+    """In bfloat16: by the kernel, where it has the format, and else by the weights in bfloat16;
+    each layer whole and split over two ranks, gates fused and not, and a row whatever the others.
+    """
     quantized, plain = folders
     weights = load_file(plain / WEIGHTS)
-    gate_up = torch.cat([weights[DOWN.replace("down", name) + ".weight"] for name in ("gate", "up")])
+    gate_up = torch.cat(
+        [weights[DOWN.replace("down", name) + ".weight"] for name in ("gate", "up")]
+    )
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def layer(runner: ModelRunner) -> Any:
@@ -79,11 +87,15 @@ def test_the_products_are_those_of_the_dequantised_weights(folders: tuple[Path, 
     whole = load(quantized, dtype="bfloat16")
     mlp = layer(whole)
     assert_near(mlp.down_proj.method.apply(x), x.float() @ weights[f"{DOWN}.weight"].T)
-    assert_near(sum(on_ranks(quantized, 2, down, dtype="bfloat16")), x.float() @ weights[f"{DOWN}.weight"].T)
+    assert_near(
+        sum(on_ranks(quantized, 2, down, dtype="bfloat16")), x.float() @ weights[f"{DOWN}.weight"].T
+    )
     expected = x[:, :128].float() @ gate_up.T
     assert_near(mlp.gate_up_proj.method.apply(x[:, :128]), expected)
     gate, up = expected.chunk(2, dim=-1)
-    assert_near(mlp.gate_up_proj.method.apply_gated(x[:, :128]), torch.nn.functional.silu(gate) * up)
+    assert_near(
+        mlp.gate_up_proj.method.apply_gated(x[:, :128]), torch.nn.functional.silu(gate) * up
+    )
     for each, inputs in ((mlp.down_proj, x), (mlp.gate_up_proj, x[:, :128])):
         alone = [each.method.apply(row[None]) for row in inputs]
         assert torch.equal(torch.cat(alone), each.method.apply(inputs))
@@ -119,7 +131,11 @@ def test_ignored_layers_are_plain(tmp_path: Path) -> None:
     quantized, plain = make_quantized_model(tmp_path, config)
     stored, restored = load_file(quantized / WEIGHTS), load_file(plain / WEIGHTS)
     for name in list(restored):
-        if "gate_proj" in name or "up_proj" in name or name == "model.layers.1.mlp.down_proj.weight":
+        if (
+            "gate_proj" in name
+            or "up_proj" in name
+            or name == "model.layers.1.mlp.down_proj.weight"
+        ):
             stored[name] = restored[name]
     save_file(stored, quantized / WEIGHTS)
     assert generate(load(quantized)) == reference_greedy(reference(plain), prompt(30), 12)
@@ -149,20 +165,30 @@ W4, GPTQ = FORMATS["W4A16 64"], FORMATS["GPTQ act-order"]
     ("config", "damage", "reason"),
     [
         (W4, lambda tensors: tensors.pop(f"{DOWN}.weight_scale"), f"{DOWN}.weight_scale: missing"),
-        (W4, lambda tensors: tensors.pop(f"{DOWN}.weight_packed"), f"{DOWN}.weight_packed: missing"),
         (
             W4,
-            lambda tensors: tensors.update({f"{DOWN}.weight_packed": tensors[f"{DOWN}.weight_packed"][:, 1:].clone()}),
+            lambda tensors: tensors.pop(f"{DOWN}.weight_packed"),
+            f"{DOWN}.weight_packed: missing",
+        ),
+        (
+            W4,
+            lambda tensors: tensors.update(
+                {f"{DOWN}.weight_packed": tensors[f"{DOWN}.weight_packed"][:, 1:].clone()}
+            ),
             f"{DOWN}.weight_packed: shape is [128, 31], config.json asks for [128, 32]",
         ),
         (
             W4,
-            lambda tensors: tensors.update({f"{DOWN}.weight_packed": tensors[f"{DOWN}.weight_packed"].long()}),
+            lambda tensors: tensors.update(
+                {f"{DOWN}.weight_packed": tensors[f"{DOWN}.weight_packed"].long()}
+            ),
             f"{DOWN}.weight_packed: dtype I64 is not supported, only I32",
         ),
         (
             W4,
-            lambda tensors: tensors.update({f"{DOWN}.weight_scale": tensors[f"{DOWN}.weight_scale"][:, :1].clone()}),
+            lambda tensors: tensors.update(
+                {f"{DOWN}.weight_scale": tensors[f"{DOWN}.weight_scale"][:, :1].clone()}
+            ),
             f"{DOWN}.weight_scale: shape is [128, 1], config.json asks for [128, 4]",
         ),
         (
@@ -171,12 +197,22 @@ W4, GPTQ = FORMATS["W4A16 64"], FORMATS["GPTQ act-order"]
             f"{DOWN}.weight_scale: has NaN or infinite numbers in torch.float32",
         ),
         (GPTQ, lambda tensors: tensors.pop(f"{DOWN}.qzeros"), f"{DOWN}.qzeros: missing"),
-        (GPTQ, lambda tensors: tensors[f"{DOWN}.g_idx"].add_(1), f"{DOWN}.g_idx: must have numbers from 0 to 7"),
-        (GPTQ, lambda tensors: tensors[f"{DOWN}.g_idx"].sub_(1), f"{DOWN}.g_idx: must have numbers from 0 to 7"),
+        (
+            GPTQ,
+            lambda tensors: tensors[f"{DOWN}.g_idx"].add_(1),
+            f"{DOWN}.g_idx: must have numbers from 0 to 7",
+        ),
+        (
+            GPTQ,
+            lambda tensors: tensors[f"{DOWN}.g_idx"].sub_(1),
+            f"{DOWN}.g_idx: must have numbers from 0 to 7",
+        ),
         (AWQ, lambda tensors: tensors.pop(f"{DOWN}.scales"), f"{DOWN}.scales: missing"),
         (
             AWQ,
-            lambda tensors: tensors.update({f"{DOWN}.qzeros": tensors[f"{DOWN}.qzeros"].t().contiguous()}),
+            lambda tensors: tensors.update(
+                {f"{DOWN}.qzeros": tensors[f"{DOWN}.qzeros"].t().contiguous()}
+            ),
             f"{DOWN}.qzeros: shape is [16, 4], config.json asks for [4, 16]",
         ),
         (
@@ -208,19 +244,43 @@ def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
     ("config", "reason"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method: 'bitsandbytes' is not supported"),
-        (W4 | {"format": "marlin-24"}, "format: 'marlin-24' is not supported, only pack-quantized, "),
-        (W4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: is not supported"),
-        (W4 | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config: is not supported"),
+        (
+            W4 | {"format": "marlin-24"},
+            "format: 'marlin-24' is not supported, only pack-quantized, ",
+        ),
+        (
+            W4 | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config: is not supported",
+        ),
+        (
+            W4 | {"transform_config": {"config_groups": {"R1": {}}}},
+            "transform_config: is not supported",
+        ),
         (W4 | {"ignore": "lm_head"}, "ignore: must be a list of strings"),
         (W4 | {"ignore": ["re:("]}, "ignore: 're:(' is not a pattern that can be matched"),
-        (changed(W4, num_bits=3), "config_groups.group_0.weights.num_bits: 3 is not supported, only 4 and 8"),
+        (
+            changed(W4, num_bits=3),
+            "config_groups.group_0.weights.num_bits: 3 is not supported, only 4 and 8",
+        ),
         (changed(W4, num_bits="4"), "config_groups.group_0.weights.num_bits: must be an integer"),
-        (changed(W4, strategy="tensor"), "config_groups.group_0.weights.strategy: 'tensor' is not supported for int"),
-        (changed(W4, group_size=0), "config_groups.group_0.weights.group_size: must be an integer from 1"),
-        (changed(W4, type="float"), "config_groups.group_0.weights.num_bits: 4 of floating point is not supported"),
+        (
+            changed(W4, strategy="tensor"),
+            "config_groups.group_0.weights.strategy: 'tensor' is not supported for int",
+        ),
+        (
+            changed(W4, group_size=0),
+            "config_groups.group_0.weights.group_size: must be an integer from 1",
+        ),
+        (
+            changed(W4, type="float"),
+            "config_groups.group_0.weights.num_bits: 4 of floating point is not supported",
+        ),
         (gptq_config(3), "bits: 3 is not supported, only 4 and 8"),
         (gptq_config(size=0), "group_size: must be -1 or above 0"),
-        (gptq_config() | {"checkpoint_format": "marlin"}, "checkpoint_format: 'marlin' is not supported, only gptq, "),
+        (
+            gptq_config() | {"checkpoint_format": "marlin"},
+            "checkpoint_format: 'marlin' is not supported, only gptq, ",
+        ),
         (
             gptq_config() | {"dynamic": {"-:lm_head": {}}},
             "dynamic: layers with settings of their own are not supported",
@@ -228,11 +288,16 @@ def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
         (AWQ | {"version": "gemv"}, "version: 'gemv' is not supported, only 'gemm'"),
         (AWQ | {"zero_point": False}, "zero_point: must be true"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size: must be two integers above 0"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo: 'NVFP4' is not supported, only 'FP8'"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            "quant_algo: 'NVFP4' is not supported, only 'FP8'",
+        ),
         (FP8 | {"fmt": "e5m2"}, "fmt: 'e5m2' is not supported, only 'e4m3'"),
     ],
 )
-def test_unknown_schemes_are_refused_in_a_line(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+def test_unknown_schemes_are_refused_in_a_line(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
     folder, _ = make_quantized_model(tmp_path, AWQ, num_hidden_layers=1)
     set_quantization(folder, config)
     with pytest.raises(CheckpointError) as caught:
@@ -248,8 +313,12 @@ def test_a_pattern_that_takes_for_ever_is_given_up(tmp_path: Path) -> None:
         check_checkpoint(folder)
 
 
-def with_own_map(tmp_path: Path, config: dict[str, Any], name: str, other: dict[str, Any] | None) -> tuple[Path, Path]:
-    """Returns a quantised model whose maps of a name are as another one has them, or plain; and the plain model."""
+def with_own_map(
+    tmp_path: Path, config: dict[str, Any], name: str, other: dict[str, Any] | None
+) -> tuple[Path, Path]:
+    """Returns a quantised model whose maps of a name are as another one has them, or plain; and the
+    plain model.
+    """
     quantized, plain = make_quantized_model(tmp_path / "first", config)
     source = make_quantized_model(tmp_path / "second", other)[0] if other else plain
     stored, restored = load_file(quantized / WEIGHTS), load_file(plain / WEIGHTS)
@@ -266,7 +335,9 @@ def with_own_map(tmp_path: Path, config: dict[str, Any], name: str, other: dict[
 
 @pytest.mark.parametrize("name", ["q_proj", "v_proj", "up_proj"])
 @pytest.mark.parametrize("bits", [None, 8])
-def test_maps_of_one_input_may_be_stored_in_different_ways(tmp_path: Path, name: str, bits: int | None) -> None:
+def test_maps_of_one_input_may_be_stored_in_different_ways(
+    tmp_path: Path, name: str, bits: int | None
+) -> None:
     other = compressed_config("pack-quantized", bits, "group", 32) if bits else None
     quantized, plain = with_own_map(tmp_path, W4, name, other)
     groups = dict(W4["config_groups"])
@@ -295,7 +366,11 @@ def test_fp8_without_blocks_is_read(tmp_path: Path, name: str) -> None:
     stored = {key: each.clone() for key, each in load_file(folder / WEIGHTS).items()}
     restored = dict(stored)
     for key in [key for key in stored if key.endswith("_proj.weight") and "o_proj" not in key]:
-        scale = stored[key].abs().amax(1, keepdim=True) / 448 if shape == (-1, 1) else stored[key].abs().max() / 448
+        scale = (
+            stored[key].abs().amax(1, keepdim=True) / 448
+            if shape == (-1, 1)
+            else stored[key].abs().max() / 448
+        )
         stored[key] = (restored[key] / scale).to(torch.float8_e4m3fn)
         restored[key] = stored[key].float() * scale
         stored[key.replace(".weight", f".{suffix}")] = scale.reshape(shape)
@@ -303,7 +378,9 @@ def test_fp8_without_blocks_is_read(tmp_path: Path, name: str) -> None:
     save_file(restored, folder / WEIGHTS, {"format": "pt"})
     expected = reference_greedy(reference(folder), prompt(30), 12)
     save_file(stored, folder / WEIGHTS)
-    with pytest.raises(CheckpointError, match="the weights are quantised in another way than quantization_config"):
+    with pytest.raises(
+        CheckpointError, match="the weights are quantised in another way than quantization_config"
+    ):
         check_checkpoint(folder)
     field = "exclude_modules" if name == "ModelOpt" else "ignored_layers"
     plain = ["lm_head", "*.o_proj"] if name == "ModelOpt" else ["lm_head", "re:.*o_proj"]
@@ -315,7 +392,9 @@ def test_fp8_without_blocks_is_read(tmp_path: Path, name: str) -> None:
     ("file", "config"),
     [("quantize_config.json", gptq_config(size=32)), ("quant_config.json", AWQ)],
 )
-def test_a_quantisation_may_be_described_beside_config_json(tmp_path: Path, file: str, config: dict[str, Any]) -> None:
+def test_a_quantisation_may_be_described_beside_config_json(
+    tmp_path: Path, file: str, config: dict[str, Any]
+) -> None:
     quantized, plain = make_quantized_model(tmp_path, config)
     named = {name: value for name, value in config.items() if name != "quant_method"}
     if file == "quant_config.json":  # by the names that AWQ's own files have
@@ -326,7 +405,9 @@ def test_a_quantisation_may_be_described_beside_config_json(tmp_path: Path, file
         (folder / "config.json").write_text(json.dumps(values))
         (folder / file).write_text(json.dumps(named))
         assert generate(load(folder)) == reference_greedy(reference(plain), prompt(30), 12)
-    with pytest.raises(CheckpointError, match=f"^{file}: quantised weights run only through the families"):
+    with pytest.raises(
+        CheckpointError, match=f"^{file}: quantised weights run only through the families"
+    ):
         check_checkpoint(quantized, "transformers")
 
 
@@ -336,14 +417,22 @@ def test_the_first_name_of_compressed_tensors_configs_is_read(tmp_path: Path) ->
     values["compression_config"] = values.pop("quantization_config")
     (quantized / "config.json").write_text(json.dumps(values))
     assert generate(load(quantized)) == reference_greedy(reference(plain), prompt(30), 12)
-    with pytest.raises(CheckpointError, match="compression_config: quantised weights run only through"):
+    with pytest.raises(
+        CheckpointError, match="compression_config: quantised weights run only through"
+    ):
         check_checkpoint(quantized, "transformers")
 
 
 def test_the_scheme_is_said(tmp_path: Path) -> None:
     folder, plain = make_quantized_model(tmp_path, FP8, num_hidden_layers=1)
-    kept = "multiplied so on CPUs like this one" if HAS_FP8_KERNEL else "turned into bfloat16 when they are loaded"
-    assert weight_schemes(check_checkpoint(folder), "bfloat16") == [f"FP8, blocks of 48 x 32, {kept}"]
+    kept = (
+        "multiplied so on CPUs like this one"
+        if HAS_FP8_KERNEL
+        else "turned into bfloat16 when they are loaded"
+    )
+    assert weight_schemes(check_checkpoint(folder), "bfloat16") == [
+        f"FP8, blocks of 48 x 32, {kept}"
+    ]
     text = "FP8, blocks of 48 x 32, turned into float16 when they are loaded"
     assert weight_schemes(check_checkpoint(folder), "float16") == [text]
     assert weight_schemes(check_checkpoint(plain), "bfloat16") == []

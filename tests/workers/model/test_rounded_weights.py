@@ -1,5 +1,6 @@
-"""Weights of 8 and 4 bits and in FP8: the kernels against what their numbers stand for, and whole models against
-transformers."""
+"""Weights of 8 and 4 bits and in FP8: the kernels against what their numbers stand for, and whole
+models against transformers.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,12 @@ from tandem.workers.model.kernels import cpu
 from tandem.workers.model.loader import open_checkpoint, rank_weight_bytes
 from tandem.workers.model.module import all_parameters
 from tandem.workers.model.quant.fp8 import Fp8LinearMethod
-from tandem.workers.model.quant.integer import BITS, IntegerLinearMethod, restore_weight, round_weight
+from tandem.workers.model.quant.integer import (
+    BITS,
+    IntegerLinearMethod,
+    restore_weight,
+    round_weight,
+)
 from tandem.workers.model.quant.rounded import RoundedLinearMethod
 from tandem.workers.model.registry import ROUNDED, with_quantization
 from tandem.workers.model.runner import ModelRunner
@@ -27,7 +33,9 @@ from .test_parallel import on_ranks
 
 ROUNDS_INPUTS = cpu.linear_form("_int") == cpu.DOT_PRODUCT
 needs_kernel = pytest.mark.skipif(not cpu.can_multiply_int(64, 64), reason="no kernel: no compiler")
-needs_rounding = pytest.mark.skipif(not ROUNDS_INPUTS, reason="no dot product of integers: inputs stay as they are")
+needs_rounding = pytest.mark.skipif(
+    not ROUNDS_INPUTS, reason="no dot product of integers: inputs stay as they are"
+)
 
 METHODS: dict[str, Callable[[], RoundedLinearMethod]] = {
     "int8": lambda: IntegerLinearMethod(8),
@@ -89,7 +97,9 @@ def test_a_weight_that_is_not_finite_stays_so(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_an_input_that_is_not_finite_makes_its_row_nan_and_no_other(method: RoundedLinearMethod, value: float) -> None:
+def test_an_input_that_is_not_finite_makes_its_row_nan_and_no_other(
+    method: RoundedLinearMethod, value: float
+) -> None:
     weight, x = torch.randn(96, 128), torch.randn(14, 128).bfloat16()
     method.take(method.round(weight, 64), None, gated=False)
     for activation in (None, *cpu.ACTIVATIONS):
@@ -101,7 +111,9 @@ def test_an_input_that_is_not_finite_makes_its_row_nan_and_no_other(method: Roun
             assert found[3].isnan().all()
         elif activation is None:  # of what is infinite a gate may make 0
             assert not found[3].isfinite().any()
-        assert torch.equal(torch.cat((found[:3], found[4:])), torch.cat((expected[:3], expected[4:])))
+        assert torch.equal(
+            torch.cat((found[:3], found[4:])), torch.cat((expected[:3], expected[4:]))
+        )
     weight[5, 7] = value
     y = method.take(method.round(weight, 64), None, gated=False).multiply(x)
     assert y[:, 5].isnan().all()
@@ -111,10 +123,14 @@ def test_an_input_that_is_not_finite_makes_its_row_nan_and_no_other(method: Roun
 @needs_rounding
 def test_inputs_next_to_zero_are_zero() -> None:
     x = torch.full((1, 64), 1e-38).bfloat16()
-    assert not cpu.linear_int(x, cpu.pack_linear_int(*round_weight(torch.ones(32, 64), 8, 64), 8), 32).any()
+    assert not cpu.linear_int(
+        x, cpu.pack_linear_int(*round_weight(torch.ones(32, 64), 8, 64), 8), 32
+    ).any()
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(96, 64, 64), (70, 192, 64), (64, 384, 192)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group_size"), [(96, 64, 64), (70, 192, 64), (64, 384, 192)]
+)
 def test_the_kernel_computes_what_its_numbers_stand_for(
     method: RoundedLinearMethod, outputs: int, inputs: int, group_size: int
 ) -> None:
@@ -127,7 +143,9 @@ def test_the_kernel_computes_what_its_numbers_stand_for(
         x[0, :group_size] = 0
         expected = taken_inputs(method, x, group_size) @ weight.T + bias + residual
         y = method.apply(x, residual)
-        assert torch.allclose(y.float(), expected, rtol=0.01, atol=0.2)  # of halves another neighbour may be taken
+        assert torch.allclose(
+            y.float(), expected, rtol=0.01, atol=0.2
+        )  # of halves another neighbour may be taken
         alone = [method.apply(x[i : i + 1], residual[i : i + 1]) for i in range(rows)]
         assert torch.equal(torch.cat(alone), y)  # a row does not depend on the others
 
@@ -142,13 +160,19 @@ def test_each_number_of_fp8_is_multiplied_as_it_is() -> None:
     scales = 2.0 ** torch.randint(-30, 30, (70, 128))
     packed, packed_scales = cpu.pack_linear_fp8(numbers, scales)
     y = cpu.linear(torch.eye(256).bfloat16(), packed, 70, scales=packed_scales)
-    assert torch.equal(y.float().T, numbers.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(2, dim=1))
+    assert torch.equal(
+        y.float().T, numbers.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(2, dim=1)
+    )
 
 
 @needs_kernel
 @pytest.mark.parametrize("bits", BITS.values())
-@pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(96, 64, 64), (70, 192, 64), (64, 384, 8)])
-def test_a_zero_of_each_output_and_group_is_subtracted(bits: int, outputs: int, inputs: int, group_size: int) -> None:
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group_size"), [(96, 64, 64), (70, 192, 64), (64, 384, 8)]
+)
+def test_a_zero_of_each_output_and_group_is_subtracted(
+    bits: int, outputs: int, inputs: int, group_size: int
+) -> None:
     torch.manual_seed(bits + outputs)
     numbers, scales, _ = round_weight(torch.randn(outputs, inputs), bits, group_size)
     zeros = torch.randint(0, 256, scales.shape, dtype=torch.uint8)
@@ -160,16 +184,25 @@ def test_a_zero_of_each_output_and_group_is_subtracted(bits: int, outputs: int, 
         found = cpu.linear_int(x, packed, outputs)
         assert ((found.float() - expected).norm() / expected.norm()).item() < 0.004
     middle = torch.full_like(zeros, 128)
-    both = [cpu.linear_int(x, cpu.pack_linear_int(numbers, scales, each, bits), outputs) for each in (middle, None)]
+    both = [
+        cpu.linear_int(x, cpu.pack_linear_int(numbers, scales, each, bits), outputs)
+        for each in (middle, None)
+    ]
     assert torch.equal(*both)
 
 
 @needs_kernel
 @pytest.mark.parametrize("input_bits", [8, 16])
 @pytest.mark.parametrize("bits", BITS.values())
-@pytest.mark.parametrize(("inputs", "group_size"), [(66_320, 66_320), (8 * 8_297, 8 * 8_297), (265_280, 132_640)])
-def test_the_sum_of_many_inputs_does_not_overflow(inputs: int, group_size: int, bits: int, input_bits: int) -> None:
-    """Of extreme numbers and inputs, also at outputs past the last whole panel, and of inputs that cannot be halved."""
+@pytest.mark.parametrize(
+    ("inputs", "group_size"), [(66_320, 66_320), (8 * 8_297, 8 * 8_297), (265_280, 132_640)]
+)
+def test_the_sum_of_many_inputs_does_not_overflow(
+    inputs: int, group_size: int, bits: int, input_bits: int
+) -> None:
+    """Of extreme numbers and inputs, also at outputs past the last whole panel, and of inputs that
+    cannot be halved.
+    """
     outputs, largest = 33, 2**bits - 1
     numbers = torch.full((outputs, inputs), largest, dtype=torch.uint8)
     numbers[1], numbers[2, ::2] = 0, 0
@@ -228,8 +261,12 @@ def test_gate_and_up_are_fused(method: RoundedLinearMethod) -> None:
     gate, up = (taken_inputs(method, x, 64) @ method.restore(numbers).T).chunk(2, dim=-1)
     method.take(numbers, None, gated=True)
     assert method.fuses_gate
-    assert torch.allclose(method.apply_gated(x).float(), functional.silu(gate) * up, rtol=0.02, atol=0.3)
-    assert torch.allclose(method.apply(x).float(), torch.cat((gate, up), dim=1), rtol=0.02, atol=0.3)
+    assert torch.allclose(
+        method.apply_gated(x).float(), functional.silu(gate) * up, rtol=0.02, atol=0.3
+    )
+    assert torch.allclose(
+        method.apply(x).float(), torch.cat((gate, up), dim=1), rtol=0.02, atol=0.3
+    )
 
 
 @pytest.fixture(scope="module")
@@ -243,22 +280,30 @@ def load(folder: Path, quantization: str, dtype: str) -> ModelRunner:
 
 
 def linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
-    return ((name, each) for name, each in model.named_modules() if isinstance(each, torch.nn.Linear))
+    return (
+        (name, each) for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)
+    )
 
 
 def rounded(weight: torch.Tensor, quantization: str) -> torch.Tensor:
     """The weight [outputs, inputs] of a map as it is kept."""
     if quantization == "fp8":
-        groups = weight.view(len(weight), -1, next(size for size in range(64, 0, -2) if weight.shape[1] % size == 0))
+        groups = weight.view(
+            len(weight), -1, next(size for size in range(64, 0, -2) if weight.shape[1] % size == 0)
+        )
         scales = groups.abs().amax(dim=-1, keepdim=True) / 448
         return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(1)
     bits = BITS[quantization]
-    group_size = next(size for size in range({8: 64, 4: 32}[bits], 0, -8) if weight.shape[1] % size == 0)
+    group_size = next(
+        size for size in range({8: 64, 4: 32}[bits], 0, -8) if weight.shape[1] % size == 0
+    )
     return restore_weight(*round_weight(weight, bits, group_size), bits)
 
 
 @pytest.mark.parametrize("quantization", ROUNDED)
-def test_a_model_generates_as_transformers_with_the_rounded_weights(folder: Path, quantization: str) -> None:
+def test_a_model_generates_as_transformers_with_the_rounded_weights(
+    folder: Path, quantization: str
+) -> None:
     expected = reference(folder)
     for name, linear in linears(expected):
         kept = rounded(linear.weight.data, "int8" if name == "lm_head" else quantization)
@@ -275,7 +320,9 @@ def test_tokens_do_not_depend_on_batch_and_chunks(folder: Path, quantization: st
     driver = Driver(runner)
     driver.run(driver.step(7, prompt(20, 3), 0))
     for position, (begin, end) in enumerate(pairwise((0, 7, 30, 45)), 20):
-        tokens = driver.run(driver.step(1, prompt(45)[begin:end], begin), driver.step(7, [5], position))
+        tokens = driver.run(
+            driver.step(1, prompt(45)[begin:end], begin), driver.step(7, [5], position)
+        )
     generated = [tokens[0]]
     while len(generated) < 8:
         generated.append(driver.run(driver.step(1, generated[-1:], 44 + len(generated)))[0])
@@ -287,24 +334,41 @@ def test_two_ranks_round_as_one(tmp_path: Path, quantization: str) -> None:
     """Where their slices hold whole groups."""
     folder = make_tiny_model(tmp_path, hidden_size=128, intermediate_size=256, head_dim=32)
     expected = Driver(load(folder, quantization, "float32")).generate(1, prompt(30), 12)
-    found = on_ranks(folder, 2, lambda runner: Driver(runner).generate(1, prompt(30), 12), quantization=quantization)
+    found = on_ranks(
+        folder,
+        2,
+        lambda runner: Driver(runner).generate(1, prompt(30), 12),
+        quantization=quantization,
+    )
     assert found == [expected] * 2
 
 
 def test_rounded_weights_take_fewer_bytes_and_have_caches_of_their_own(folder: Path) -> None:
-    plain, *rounded = (open_checkpoint(folder, quantization=quantization) for quantization in (None, *ROUNDED))
-    whole, int8, int4, fp8 = (rank_weight_bytes(each.config, "bfloat16", 1, 0) for each in (plain, *rounded))
+    plain, *rounded = (
+        open_checkpoint(folder, quantization=quantization) for quantization in (None, *ROUNDED)
+    )
+    whole, int8, int4, fp8 = (
+        rank_weight_bytes(each.config, "bfloat16", 1, 0) for each in (plain, *rounded)
+    )
     assert whole > max(int8, fp8)
     assert int8 > int4
     assert len({each.kv_layout("bfloat16").digest for each in (plain, *rounded)}) == 4
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), [(name, dtype) for name in ROUNDED for dtype in DTYPES])
-def test_the_plan_counts_the_bytes_that_are_kept(folder: Path, quantization: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "dtype"), [(name, dtype) for name in ROUNDED for dtype in DTYPES]
+)
+def test_the_plan_counts_the_bytes_that_are_kept(
+    folder: Path, quantization: str, dtype: str
+) -> None:
     """Of 4 bits in half a byte where there is a kernel, else in a byte."""
     config = open_checkpoint(folder, quantization=quantization).config
     tree = load(folder, quantization, dtype)._model
-    methods = [each for each in tree.modules() if isinstance(each, RoundedLinearMethod) and not each._is_tied]
+    methods = [
+        each
+        for each in tree.modules()
+        if isinstance(each, RoundedLinearMethod) and not each._is_tied
+    ]
     kept = sum(tensor.nbytes for each in methods for tensor in each._packed if tensor is not None)
     others = sum(each.data.nbytes for each in all_parameters(tree))
     assert rank_weight_bytes(config, dtype, 1, 0) == kept + others
@@ -312,14 +376,22 @@ def test_the_plan_counts_the_bytes_that_are_kept(folder: Path, quantization: str
 
 def test_experts_in_mxfp4_are_not_plain(folder: Path) -> None:
     config = open_checkpoint(folder).config
-    experts = ExpertsConfig(num_experts=4, num_chosen=2, intermediate_size=32, layers=(0,), is_mxfp4=True)
-    with pytest.raises(CheckpointError, match="has a quantization_config, so int4 cannot be asked for"):
+    experts = ExpertsConfig(
+        num_experts=4, num_chosen=2, intermediate_size=32, layers=(0,), is_mxfp4=True
+    )
+    with pytest.raises(
+        CheckpointError, match="has a quantization_config, so int4 cannot be asked for"
+    ):
         with_quantization(replace(config, experts=experts), "int4")
 
 
 def test_what_cannot_be_rounded_is_refused(folder: Path) -> None:
     rounded = open_checkpoint(folder, quantization="int8").config
-    with pytest.raises(CheckpointError, match="has a quantization_config, so int4 cannot be asked for"):
+    with pytest.raises(
+        CheckpointError, match="has a quantization_config, so int4 cannot be asked for"
+    ):
         with_quantization(rounded, "int4")
-    with pytest.raises(CheckpointError, match="runs by transformers' code, whose weights stay as they are"):
+    with pytest.raises(
+        CheckpointError, match="runs by transformers' code, whose weights stay as they are"
+    ):
         open_checkpoint(folder, "transformers", quantization="int4")

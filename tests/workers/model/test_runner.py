@@ -29,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_only_sequences_with_sample_answer_in_order(folder: Path) -> None:
     runner = load(folder)
-    alone = [Driver(runner, seed=index).generate(index, prompt(20, index), 1)[0] for index in range(3)]
+    alone = [
+        Driver(runner, seed=index).generate(index, prompt(20, index), 1)[0] for index in range(3)
+    ]
 
     def step(index: int, sample: bool) -> SequenceStep:
         return SequenceStep(
@@ -53,11 +55,19 @@ def test_same_seed_same_tokens_alone_and_in_a_batch(folder: Path) -> None:
     runner = load(folder, num_blocks=256)
     driver = Driver(runner)
     prompts = [prompt(5 + 7 * index, index) for index in range(16)]
-    params = [SamplingParams(temperature=0.5 + 0.1 * index, seed=2**64 - 1 - index) for index in range(16)]
-    alone = [driver.generate(100 + i, ids, 12, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    params = [
+        SamplingParams(temperature=0.5 + 0.1 * index, seed=2**64 - 1 - index) for index in range(16)
+    ]
+    alone = [
+        driver.generate(100 + i, ids, 12, p)
+        for i, (ids, p) in enumerate(zip(prompts, params, strict=True))
+    ]
 
     driver = Driver(runner, seed=1)
-    tokens = [[token] for token in driver.run(*(driver.step(i, prompts[i], 0, params[i]) for i in range(16)))]
+    tokens = [
+        [token]
+        for token in driver.run(*(driver.step(i, prompts[i], 0, params[i]) for i in range(16)))
+    ]
     for _ in range(11):
         starts = [len(ids) + len(new) - 1 for ids, new in zip(prompts, tokens, strict=True)]
         sampled = driver.run(*(driver.step(i, tokens[i][-1:], starts[i]) for i in range(16)))
@@ -76,15 +86,24 @@ def test_a_dropped_id_starts_afresh(folder: Path) -> None:
     assert other != first
     driver.drop(1)
     with pytest.raises(KeyError):
-        driver.run(SequenceStep(sequence_id=1, token_ids=(5,), start=48, new_blocks=(), sampling=None, num_samples=1))
+        driver.run(
+            SequenceStep(
+                sequence_id=1, token_ids=(5,), start=48, new_blocks=(), sampling=None, num_samples=1
+            )
+        )
     assert driver.run(dropped=[1, 2, 3]) == []
 
 
 def test_a_sequence_can_move_to_another_runner(folder: Path) -> None:
-    """What disaggregation does: prefill here, copy the KV cache to other blocks of another size, decode there."""
+    """What disaggregation does: prefill here, copy the KV cache to other blocks of another size,
+    decode there.
+    """
     whole = Driver(load(folder)).generate(1, prompt(37), 10, SAMPLED)
 
-    prefill, decode = Driver(load(folder, block_size=16)), Driver(load(folder, block_size=4), seed=4)
+    prefill, decode = (
+        Driver(load(folder, block_size=16)),
+        Driver(load(folder, block_size=4), seed=4),
+    )
     tokens = prefill.run(prefill.step(1, prompt(37), 0, SAMPLED))
     step = decode.step(1, [*prompt(37), tokens[0]], 0, SAMPLED)
     part = span(prefill.runner.kv, 0, 37)
@@ -116,7 +135,12 @@ def test_what_the_last_owner_of_a_block_left_does_not_matter(folder: Path) -> No
     part = span(clean.runner.kv, 0, 20)
     poisoned.runner.kv.write(blocks, part, clean.runner.kv.read(clean.tables[8], part))
     joined = SequenceStep(
-        sequence_id=8, token_ids=(prompt(21)[20],), start=20, new_blocks=blocks, sampling=GREEDY, num_samples=1
+        sequence_id=8,
+        token_ids=(prompt(21)[20],),
+        start=20,
+        new_blocks=blocks,
+        sampling=GREEDY,
+        num_samples=1,
     )
     assert poisoned.run(joined) == expected
 
@@ -131,14 +155,23 @@ def test_warmup_leaves_nothing_behind(folder: Path) -> None:
         warm.execute(
             StepPlan(
                 sequences=(
-                    SequenceStep(sequence_id=-1, token_ids=(1,), start=1, new_blocks=(), sampling=None, num_samples=1),
+                    SequenceStep(
+                        sequence_id=-1,
+                        token_ids=(1,),
+                        start=1,
+                        new_blocks=(),
+                        sampling=None,
+                        num_samples=1,
+                    ),
                 ),
                 dropped=(),
             )
         )
 
 
-def test_warmup_on_a_gpu_takes_the_largest_step_and_every_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_on_a_gpu_takes_the_largest_step_and_every_kernel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chunk of the default size, single tokens, and greedy, random and filtered sampling."""
     runner = load(folder, num_blocks=200)
     monkeypatch.setattr(ModelRunner, "launches_ahead", property(lambda _: True))
@@ -151,8 +184,13 @@ def test_warmup_on_a_gpu_takes_the_largest_step_and_every_kernel(folder: Path, m
 
     monkeypatch.setattr(runner, "launch", record)
     runner.warmup()
-    assert {plan.num_tokens for plan in launched if plan.sequences} == {default_chunk_tokens("cuda"), 1}
-    kinds = [plan.sequences[0].sampling for plan in launched if plan.sequences and plan.num_tokens > 1]
+    assert {plan.num_tokens for plan in launched if plan.sequences} == {
+        default_chunk_tokens("cuda"),
+        1,
+    }
+    kinds = [
+        plan.sequences[0].sampling for plan in launched if plan.sequences and plan.num_tokens > 1
+    ]
     assert {(kind.temperature > 0, has_filter(kind)) for kind in kinds if kind} == {
         *((False, False), (True, False), (True, True))
     }
@@ -169,7 +207,9 @@ def test_each_thread_that_uses_a_gpu_makes_it_its_own(monkeypatch: pytest.Monkey
     assert entered == [torch.device("cuda:1")] * 2
 
 
-def test_loading_makes_the_gpu_the_thread_s_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_makes_the_gpu_the_thread_s_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entered: list[object] = []
     monkeypatch.setattr("tandem.workers.model.runner.enter_device", entered.append)
     load(folder)
@@ -178,7 +218,9 @@ def test_loading_makes_the_gpu_the_thread_s_own(folder: Path, monkeypatch: pytes
 
 def test_kv_bytes_per_token_are_what_the_pool_takes(folder: Path) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
-        runner = ModelRunner.load(open_checkpoint(folder), dtype=dtype, device="cpu", num_blocks=9, block_size=5)
+        runner = ModelRunner.load(
+            open_checkpoint(folder), dtype=dtype, device="cpu", num_blocks=9, block_size=5
+        )
         assert 9 * 5 * kv_bytes_per_token(runner.config, 1, dtype) == runner.kv.data.nbytes
         assert runner.kv.layout.dtype == dtype
 

@@ -1,4 +1,6 @@
-"""The sampler over a batch: distributions under every parameter, several samples of one row, log probabilities."""
+"""The sampler over a batch: distributions under every parameter, several samples of one row, log
+probabilities.
+"""
 
 import math
 from dataclasses import replace
@@ -24,10 +26,16 @@ def make_sampler(vocab_size: int) -> Sampler:
     return Sampler(vocab_size, (1,), GrammarCache(None, vocab_size, (1,)), CPU)
 
 
-def step(sequence_id: int, params: SamplingParams, num_samples: int = 1, **fields: Any) -> SequenceStep:
+def step(
+    sequence_id: int, params: SamplingParams, num_samples: int = 1, **fields: Any
+) -> SequenceStep:
     values: dict[str, Any] = {"token_ids": HISTORY, "start": 0, "history": HISTORY, "num_prompt": 2}
     return SequenceStep(
-        sequence_id=sequence_id, new_blocks=(), sampling=params, num_samples=num_samples, **(values | fields)
+        sequence_id=sequence_id,
+        new_blocks=(),
+        sampling=params,
+        num_samples=num_samples,
+        **(values | fields),
     )
 
 
@@ -124,7 +132,9 @@ def test_n_draws_are_those_of_n_seeds(params: SamplingParams) -> None:
 def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
     params = [own for own in KINDS if own.logprobs is not None]
     logits = torch.stack([logits_row(1000, row) for row in range(len(params))]).to(dtype)
-    sampled = sample_once(make_sampler(1000), logits, [step(row, own) for row, own in enumerate(params)])
+    sampled = sample_once(
+        make_sampler(1000), logits, [step(row, own) for row, own in enumerate(params)]
+    )
     expected = logits.float().log_softmax(-1)
     for row, (token, own) in enumerate(zip(sampled.tokens.tolist(), params, strict=True)):
         (said,) = read(sampled.logprobs)[row]
@@ -146,10 +156,16 @@ def test_more_alternatives_than_tokens_are_all_tokens() -> None:
 
 def test_rows_without_features_are_drawn_as_ever() -> None:
     logits = torch.stack([logits_row(1000, row) for row in range(12)]).bfloat16()
-    plain = [SamplingParams(temperature=row % 3 / 2, top_k=row % 2 * 9, seed=row) for row in range(12)]
-    params = [replace(own, presence_penalty=1.0) if row % 4 == 1 else own for row, own in enumerate(plain)]
+    plain = [
+        SamplingParams(temperature=row % 3 / 2, top_k=row % 2 * 9, seed=row) for row in range(12)
+    ]
+    params = [
+        replace(own, presence_penalty=1.0) if row % 4 == 1 else own for row, own in enumerate(plain)
+    ]
     expected = sample(logits, plain, [len(HISTORY)] * 12)
-    sampled = sample_once(make_sampler(1000), logits, [step(row, own) for row, own in enumerate(params)]).tokens
+    sampled = sample_once(
+        make_sampler(1000), logits, [step(row, own) for row, own in enumerate(params)]
+    ).tokens
     rows = [row for row in range(12) if row % 4 != 1]
     assert torch.equal(sampled[rows], expected[rows])
 

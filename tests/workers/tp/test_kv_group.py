@@ -12,7 +12,9 @@ from tandem.workers.transfer.endpoint import KvEndpoint
 
 
 class Rank:
-    """Answers when the test says so. In the place of an endpoint, too: of rank 0, which has nothing to end."""
+    """Answers when the test says so. In the place of an endpoint, too: of rank 0, which has nothing
+    to end.
+    """
 
     def __init__(self) -> None:
         self.sender, self.commands = self, list[worker_pb2.RankControlRequest]()

@@ -29,7 +29,9 @@ async def check_whole(fleet: Fleet, expected: Sequence[int]) -> None:
     assert not any(rank.ended.is_set() for rank in fleet.ranks)
 
 
-async def test_one_control_stream_opened_and_cancelled_by_a_stranger_kills_no_split_worker(tiny_model: Path) -> None:
+async def test_one_control_stream_opened_and_cancelled_by_a_stranger_kills_no_split_worker(
+    tiny_model: Path,
+) -> None:
     (expected,) = expected_tokens(tiny_model, [PROMPT], 8)
     async with split_fleet(tiny_model, {"decode": [2]}) as fleet:
         await check_whole(fleet, expected)

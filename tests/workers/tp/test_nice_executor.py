@@ -104,7 +104,9 @@ thread.join()
 
 
 def test_the_engine_s_thread_is_nicer_than_its_process_by_as_much_as_configured() -> None:
-    """Of a process that is nice itself: an absolute niceness might be below its own, which is not allowed."""
+    """Of a process that is nice itself: an absolute niceness might be below its own, which is not
+    allowed.
+    """
     command = ["nice", "-n", "4", sys.executable, "-c", _ENTER]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert int(found) == min(os.getpriority(os.PRIO_PROCESS, 0) + 4, 19) + 3

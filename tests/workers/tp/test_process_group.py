@@ -23,7 +23,13 @@ from hypothesis import strategies as st
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
-from tandem.workers.engine.plan import PENDING_TOKEN, Executor, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.engine.plan import (
+    PENDING_TOKEN,
+    Executor,
+    SamplingParams,
+    SequenceStep,
+    StepPlan,
+)
 from tandem.workers.tp.draft_model import DraftingExecutor
 from tandem.workers.tp.process_group import TpExecutor, TpGroup, decode_plan, encode_plan
 from tandem.workers.transfer.backend import join_store
@@ -136,12 +142,17 @@ STEP_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "next_prompt_token": st.none() | IDS,
 }
 KNOWN = st.fixed_dictionaries(STEP_FIELDS | {"sampling": st.none()})
-FIRST = STEP_FIELDS | {"history": TOKENS, "num_prompt": IDS}  # what is said of a sequence in its first step only
+FIRST = STEP_FIELDS | {
+    "history": TOKENS,
+    "num_prompt": IDS,
+}  # what is said of a sequence in its first step only
 NEW = st.fixed_dictionaries(
     FIRST | {"sampling": st.fixed_dictionaries(SAMPLING_FIELDS).map(lambda s: SamplingParams(**s))}
 )
 PLAN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    "sequences": st.lists((KNOWN | NEW).map(lambda step: SequenceStep(**step)), max_size=5).map(tuple),
+    "sequences": st.lists((KNOWN | NEW).map(lambda step: SequenceStep(**step)), max_size=5).map(
+        tuple
+    ),
     "dropped": st.lists(st.integers(0, 2**63 - 1)).map(tuple),
     "copies": st.lists(st.tuples(IDS, IDS)).map(tuple),
     "saved": st.lists(st.tuples(IDS, IDS)).map(tuple),
@@ -154,7 +165,12 @@ PLANS = st.fixed_dictionaries(PLAN_FIELDS).map(lambda plan: StepPlan(**plan))
 
 def test_the_plans_under_test_set_every_field() -> None:
     assert {field.name for field in fields(SamplingParams)} == set(SAMPLING_FIELDS)
-    assert {field.name for field in fields(SequenceStep)} == {*STEP_FIELDS, "sampling", "history", "num_prompt"}
+    assert {field.name for field in fields(SequenceStep)} == {
+        *STEP_FIELDS,
+        "sampling",
+        "history",
+        "num_prompt",
+    }
     assert {field.name for field in fields(StepPlan)} == set(PLAN_FIELDS)
 
 
@@ -163,7 +179,13 @@ def test_a_plan_comes_as_it_was_sent(plan: StepPlan) -> None:
     assert decode_plan(encode_plan(plan)) == plan
 
 
-WHERE: dict[str, Any] = {"host": "127.0.0.1", "size": 2, "device": "cpu", "timeout": 10, "start_timeout": 10}
+WHERE: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "size": 2,
+    "device": "cpu",
+    "timeout": 10,
+    "start_timeout": 10,
+}
 
 
 def on_ranks(*works: Callable[[TpGroup], T]) -> tuple[T, ...]:
@@ -183,7 +205,11 @@ def on_ranks(*works: Callable[[TpGroup], T]) -> tuple[T, ...]:
 
 
 def test_messages_of_any_length_come_whole() -> None:
-    messages = [bytes(range(256)) * n for n in (1, 15, 16, 17, 400)] + [b"x" * n for n in (4091, 4092, 4093)] + [b""]
+    messages = (
+        [bytes(range(256)) * n for n in (1, 15, 16, 17, 400)]
+        + [b"x" * n for n in (4091, 4092, 4093)]
+        + [b""]
+    )
 
     def send(group: TpGroup) -> list[bytes]:
         for message in messages:
@@ -257,7 +283,9 @@ def test_a_stranger_in_the_place_of_a_rank_gets_nothing() -> None:
 
 
 def test_a_stranger_at_the_ports_of_a_running_group_changes_nothing() -> None:
-    """Neither noise at the store and at gloo's ports, nor a client that empties and fills the store."""
+    """Neither noise at the store and at gloo's ports, nor a client that empties and fills the
+    store.
+    """
     before = listening()
 
     def gather(group: TpGroup) -> list[list[int]]:
@@ -292,6 +320,8 @@ def intrude(store: str, ports: set[int]) -> None:
 @pytest.mark.parametrize("wrapper", [WatchedExecutor, TpExecutor, DraftingExecutor])
 def test_who_wraps_an_executor_has_all_of_its_calls(wrapper: type[Executor]) -> None:
     """What it lacked would do nothing, as the calls of Executor do."""
-    calls = {name for name in vars(Executor) if not name.startswith("_")} - {"execute"}  # which calls launch
+    calls = {name for name in vars(Executor) if not name.startswith("_")} - {
+        "execute"
+    }  # which calls launch
     assert calls == {"launch", "prepare_masks", "propose", "hurry"}
     assert calls <= vars(wrapper).keys()

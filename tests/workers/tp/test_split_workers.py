@@ -1,4 +1,6 @@
-"""Workers whose ranks share a model, unequally on both sides, over real gRPC and gloo: right tokens, nothing left."""
+"""Workers whose ranks share a model, unequally on both sides, over real gRPC and gloo: right
+tokens, nothing left.
+"""
 
 import asyncio
 import os
@@ -39,13 +41,19 @@ AT_ONCE_SECONDS = 4.0  # on a busy machine; less than what else would end the wa
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(
-        tmp_path_factory.mktemp("models") / "tiny", num_attention_heads=8, num_key_value_heads=2, hidden_size=128
+        tmp_path_factory.mktemp("models") / "tiny",
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        hidden_size=128,
     )
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return [[(17 * i + 5 * n) % 400 + 3 for i in range(length)] for n, length in enumerate([1, 15, 16, 17, 130, 300])]
+    return [
+        [(17 * i + 5 * n) % 400 + 3 for i in range(length)]
+        for n, length in enumerate([1, 15, 16, 17, 130, 300])
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +62,9 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 async def generate(fleet: Fleet, prompt: Sequence[int], name: str = "") -> list[int]:
-    tokens, timeline = await fleet.generate(token_request(prompt, NUM_TOKENS, name=name, ignore_eos=True))
+    tokens, timeline = await fleet.generate(
+        token_request(prompt, NUM_TOKENS, name=name, ignore_eos=True)
+    )
     assert timeline.attempts == 1
     return tokens
 
@@ -89,9 +99,13 @@ async def test_any_two_degrees_give_the_tokens_of_the_whole_model(
     transport = transports[0] if transports else "grpc"
     tp = {"prefill": [prefill] if prefill else [], "decode": [decode]}
     async with split_fleet(folder, tp, transports=transports, chunk_tokens=64) as fleet:
-        made = await asyncio.gather(*(generate(fleet, prompt, f"r{n}") for n, prompt in enumerate(prompts)))
+        made = await asyncio.gather(
+            *(generate(fleet, prompt, f"r{n}") for n, prompt in enumerate(prompts))
+        )
         assert made == expected
-        again = await asyncio.gather(*(generate(fleet, prompt, f"s{n}") for n, prompt in enumerate(prompts)))
+        again = await asyncio.gather(
+            *(generate(fleet, prompt, f"s{n}") for n, prompt in enumerate(prompts))
+        )
         assert again == expected  # with warm prefix caches on both sides
         if prefill:
             (status,) = [status for status in await fleet.statuses() if status.transports]
@@ -114,7 +128,9 @@ async def test_what_several_continuations_begin_with_comes_through_every_rank(
     made = []
     for tp in ({"decode": [1]}, {"prefill": [2], "decode": [1]}, {"prefill": [1], "decode": [2]}):
         async with split_fleet(folder, tp, chunk_tokens=64) as fleet:
-            requests = [token_request(prompt, 12, name=f"{n}", **fields) for n, prompt in enumerate(prompts)]
+            requests = [
+                token_request(prompt, 12, name=f"{n}", **fields) for n, prompt in enumerate(prompts)
+            ]
             answers = await asyncio.gather(*(fleet.choices(request) for request in requests))
             assert [timeline.attempts for _, timeline in answers] == [1] * len(prompts)
             made.append([tokens for tokens, _ in answers])
@@ -122,10 +138,19 @@ async def test_what_several_continuations_begin_with_comes_through_every_rank(
     assert all(len({tuple(tokens) for tokens in choices}) == 3 for choices in made[0])
 
 
-async def test_rank_0_alone_reads_and_follows_grammars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rank_0_alone_reads_and_follows_grammars(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grammar = LLMatcher.grammar_from_regex("(red|green|blue)( [0-9]{3}){5}")
     sampling = inference_pb2.SamplingParams(
-        temperature=1, top_k=0, top_p=1, min_p=0, seed=7, typical_p=1, repetition_penalty=1, presence_penalty=0.7
+        temperature=1,
+        top_k=0,
+        top_p=1,
+        min_p=0,
+        seed=7,
+        typical_p=1,
+        repetition_penalty=1,
+        presence_penalty=0.7,
     )
     reads: list[str] = []
 
@@ -138,7 +163,9 @@ async def test_rank_0_alone_reads_and_follows_grammars(folder: Path, monkeypatch
     for tp in ({"decode": [1]}, {"decode": [2]}, {"prefill": [2], "decode": [2]}):
         reads.clear()
         async with split_fleet(folder, tp) as fleet:
-            request = token_request(range(3, 40), 60, grammar=grammar, sampling=sampling, num_choices=2)
+            request = token_request(
+                range(3, 40), 60, grammar=grammar, sampling=sampling, num_choices=2
+            )
             choices, timeline = await fleet.choices(request)
             made.append(choices)
             assert timeline.attempts == 1
@@ -149,7 +176,9 @@ async def test_rank_0_alone_reads_and_follows_grammars(folder: Path, monkeypatch
         assert re.fullmatch("(red|green|blue)( [0-9]{3}){5}", tokenizer.decode(tokens[:-1]))
 
 
-async def test_requests_that_are_given_up_leave_no_rank_at_work(folder: Path, prompts: list[list[int]]) -> None:
+async def test_requests_that_are_given_up_leave_no_rank_at_work(
+    folder: Path, prompts: list[list[int]]
+) -> None:
     async with split_fleet(folder, {"prefill": [2], "decode": [4]}, chunk_tokens=32) as fleet:
         for seconds in [n * 0.004 for n in range(20)]:
             with suppress(TimeoutError):
@@ -164,16 +193,30 @@ async def test_requests_that_are_given_up_leave_no_rank_at_work(folder: Path, pr
 async def test_a_handle_that_one_rank_could_not_fetch_serves_another_group(
     folder: Path, prompts: list[list[int]], expected: list[list[int]], prefill: int
 ) -> None:
-    """Rank 0 has fetched its part, and must not acknowledge the cache for a group of which another rank lacks it."""
-    async with split_fleet(folder, {"prefill": [prefill], "decode": [2, 1]}) as fleet, AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(peer_channel(worker.address)) for worker in fleet.workers]
+    """Rank 0 has fetched its part, and must not acknowledge the cache for a group of which another
+    rank lacks it.
+    """
+    async with (
+        split_fleet(folder, {"prefill": [prefill], "decode": [2, 1]}) as fleet,
+        AsyncExitStack() as stack,
+    ):
+        channels = [
+            await stack.enter_async_context(peer_channel(worker.address))
+            for worker in fleet.workers
+        ]
         source, first, second = (RawSession(channel) for channel in channels)
-        fields: dict[str, Any] = {"token_ids": prompts[5], "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        fields: dict[str, Any] = {
+            "token_ids": prompts[5],
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+        }
         await source.send(submit(task=worker_pb2.TASK_PREFILL, **fields))
         (admitted,) = await source.until(lambda output: output.HasField("admitted"))
         for rank in fleet.ranks[prefill - 1 : prefill]:  # rank 1 of the first decode worker
             assert rank._kv is not None
-            rank._kv._endpoint._channels._channels[admitted.admitted.kv.endpoints[-1]] = peer_channel("127.0.0.1:1")
+            rank._kv._endpoint._channels._channels[admitted.admitted.kv.endpoints[-1]] = (
+                peer_channel("127.0.0.1:1")
+            )
         await first.send(submit(task=worker_pb2.TASK_DECODE, kv=admitted.admitted.kv, **fields))
         assert (await first.failure()).kind == worker_pb2.FAILURE_KIND_TRANSFER
         await second.send(submit(task=worker_pb2.TASK_DECODE, kv=admitted.admitted.kv, **fields))
@@ -217,8 +260,12 @@ asyncio.run(main())
 
 
 @asynccontextmanager
-async def split_over_two_processes(folder: Path, silence_seconds: float) -> AsyncIterator[tuple[Worker, Process]]:
-    """A worker of two ranks, idle, so that no collective could notice what becomes of the second; and its process."""
+async def split_over_two_processes(
+    folder: Path, silence_seconds: float
+) -> AsyncIterator[tuple[Worker, Process]]:
+    """A worker of two ranks, idle, so that no collective could notice what becomes of the second;
+    and its process.
+    """
     command = [sys.executable, "-c", RANK, str(folder), str(silence_seconds)]
     rank = await asyncio.create_subprocess_exec(
         *command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -226,7 +273,9 @@ async def split_over_two_processes(folder: Path, silence_seconds: float) -> Asyn
     try:
         assert rank.stdout is not None
         address = (await rank.stdout.readline()).decode().strip()
-        settings = worker_config(str(folder), dtype="float32", kv_cache_bytes=2**22, silence_seconds=silence_seconds)
+        settings = worker_config(
+            str(folder), dtype="float32", kv_cache_bytes=2**22, silence_seconds=silence_seconds
+        )
         worker = await Worker.start(settings, worker_id="split", ranks=[address])
         try:
             yield worker, rank
@@ -238,7 +287,9 @@ async def split_over_two_processes(folder: Path, silence_seconds: float) -> Asyn
         await rank.wait()
 
 
-@pytest.mark.parametrize(("how", "silence_seconds"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, SILENCE_SECONDS)])
+@pytest.mark.parametrize(
+    ("how", "silence_seconds"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, SILENCE_SECONDS)]
+)
 async def test_a_killed_or_silent_rank_is_noticed_at_once(
     folder: Path, how: signal.Signals, silence_seconds: float
 ) -> None:
@@ -283,7 +334,9 @@ async def test_a_rank_that_cannot_load_ends_the_start(folder: Path) -> None:
     await rank.stop()
 
 
-async def test_without_any_worker_left_requests_are_refused(folder: Path, prompts: list[list[int]]) -> None:
+async def test_without_any_worker_left_requests_are_refused(
+    folder: Path, prompts: list[list[int]]
+) -> None:
     async with split_fleet(folder, {"decode": [2]}, park_seconds=0.1) as fleet:
         await fleet.ranks[0].stop()
         async with asyncio.timeout(5):

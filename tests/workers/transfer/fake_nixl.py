@@ -1,4 +1,6 @@
-"""NIXL's bindings for agents of one process: reads copy at once. For tests where the library is not installed."""
+"""NIXL's bindings for agents of one process: reads copy at once. For tests where the library is not
+installed.
+"""
 
 import ctypes
 from typing import Any
@@ -51,13 +53,18 @@ class nixlAgent:
     def invalidateRemoteMD(self, name: str) -> None:
         self.peers.remove(name.encode())
 
-    def createXferReq(self, kind: str, local: list[list[int]], remote: list[list[int]], name: str) -> Any:
+    def createXferReq(
+        self, kind: str, local: list[list[int]], remote: list[list[int]], name: str
+    ) -> Any:
         agent = _AGENTS[name.encode()]
         if agent.lost or agent.name not in self.peers:
             raise ValueError("lost")
         for rows, owner in ((local, self), (remote, agent)):
             for start, size, _ in rows:
-                if not any(first <= start and start + size <= first + length for first, length, _ in owner.regions):
+                if not any(
+                    first <= start and start + size <= first + length
+                    for first, length, _ in owner.regions
+                ):
                     raise ValueError("not registered")
         return local, remote
 

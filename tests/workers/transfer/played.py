@@ -13,11 +13,19 @@ from tandem.proto.channel import PeerChannel
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.store import KvStore
 from tandem.workers.transfer.connector import TransferContext
-from tandem.workers.transfer.frames import CONNECT_METHOD, Message, TransferError, TransferKey, decode
+from tandem.workers.transfer.frames import (
+    CONNECT_METHOD,
+    Message,
+    TransferError,
+    TransferKey,
+    decode,
+)
 from tandem.workers.transfer.receiver import FetchTarget
 from tandem.workers.transfer.sender import FrameHook, KvSender
 
-LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
+LAYOUT = KvLayout.uniform(
+    num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake"
+)
 """Of the tests of one side on its own."""
 EPOCH = 3
 """Of every sender."""
@@ -25,7 +33,9 @@ EPOCH = 3
 Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 
 
-def handle(key: TransferKey, endpoints: Iterable[str], layout: KvLayout, num_tokens: int) -> worker_pb2.KvHandle:
+def handle(
+    key: TransferKey, endpoints: Iterable[str], layout: KvLayout, num_tokens: int
+) -> worker_pb2.KvHandle:
     """Names an offer under this key."""
     return worker_pb2.KvHandle(
         transfer_id=key.transfer_id,
@@ -97,7 +107,9 @@ class Call:
         answer = await self._answers.get()
         if answer is grpc.aio.EOF and self.error:
             metadata = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(grpc.StatusCode.ABORTED, metadata, metadata, details=str(self.error))
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.ABORTED, metadata, metadata, details=str(self.error)
+            )
         return answer
 
     async def code(self) -> None:

@@ -1,4 +1,6 @@
-"""Ranks that connect over real gRPC, gloo and shared memory: they agree on a transport, and need none."""
+"""Ranks that connect over real gRPC, gloo and shared memory: they agree on a transport, and need
+none.
+"""
 
 import asyncio
 import gc
@@ -48,20 +50,26 @@ from tandem.workers.transfer.pair import Pair
 from tandem.workers.transfer.registry import capabilities
 from tandem.workers.transfer.shared_memory import SharedMemoryConnector
 
-LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
+LAYOUT = KvLayout.uniform(
+    num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m"
+)
 NUM_TOKENS, BLOCK, NUM_BLOCKS = 60, 4, 64
 TRANSPORTS = ("shared", "gloo")
 
 
 def memory(seed: int) -> PagedKv:
-    kv = PagedKv(LAYOUT, num_blocks=NUM_BLOCKS, block_size=BLOCK, device=torch.device("cpu"), shared=True)
+    kv = PagedKv(
+        LAYOUT, num_blocks=NUM_BLOCKS, block_size=BLOCK, device=torch.device("cpu"), shared=True
+    )
     kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
     return kv
 
 
 @dataclass
 class Two:
-    """A rank that sends and one that receives from it; transfer n has blocks of its own in either memory."""
+    """A rank that sends and one that receives from it; transfer n has blocks of its own in either
+    memory.
+    """
 
     transports: tuple[str, ...] = TRANSPORTS
     sender_transports: tuple[str, ...] | None = None
@@ -95,7 +103,10 @@ class Two:
 
     async def fetch(self, number: int = 0) -> worker_pb2.KvReceived:
         offered = handle(key(number), [self.address], LAYOUT, NUM_TOKENS)
-        async with self.receiver.fetch(offered, b"hash", placed(self.blocks(number))) as (first_tokens, received):
+        async with self.receiver.fetch(offered, b"hash", placed(self.blocks(number))) as (
+            first_tokens,
+            received,
+        ):
             assert first_tokens.tokens == (42,)
             return received
 
@@ -184,7 +195,8 @@ def _short_frames_and_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "CONNECT_WAIT_SECONDS", 4.0)  # a test's machine may be busy
 
 
-# --- which transport is taken -----------------------------------------------------------------------------------------
+# --- which transport is taken
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -212,7 +224,9 @@ async def test_the_first_of_the_receiver_s_order_that_both_can_use_is_taken_and_
         assert pair.connection is connection
 
 
-async def test_a_rank_of_another_host_is_not_reached_by_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_of_another_host_is_not_reached_by_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     true = SharedMemoryConnector.capabilities.__func__  # type: ignore[attr-defined]
     hosts = iter(["here", "there"])
     other = classmethod(lambda cls, context, name: true(cls, context, name) | {"host": next(hosts)})
@@ -244,7 +258,9 @@ async def test_a_transport_that_does_not_answer_holds_nobody_up(
         assert (await pair.move(1)).transport == "grpc"
 
 
-async def test_a_transport_that_the_sender_cannot_open_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transport_that_the_sender_cannot_open_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Pair, "listen", lambda *args, **kwargs: no_interface())
     async with two(transports=("gloo",)) as pair:
         assert (await pair.move()).transport == "grpc"
@@ -277,7 +293,8 @@ async def test_a_transport_that_cannot_be_connected_is_tried_anew_after_a_while(
         assert (await pair.move(1)).transport == "gloo"
 
 
-# --- transports that break --------------------------------------------------------------------------------------------
+# --- transports that break
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver", "stream"])
@@ -316,7 +333,9 @@ async def test_a_broken_peer_is_not_tried_again_at_once(monkeypatch: pytest.Monk
         await pair.recovers("gloo")
 
 
-async def test_a_message_with_a_wrong_checksum_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_with_a_wrong_checksum_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The pair's bytes have no frame around them."""
     true = CollectiveConnector.offer
 
@@ -389,7 +408,8 @@ async def all_of(frames: Any) -> list[Message]:
         return [decode(frame)[1] async for frame in answers]
 
 
-# --- several transfers ------------------------------------------------------------------------------------------------
+# --- several transfers
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -411,7 +431,9 @@ async def test_a_transfer_that_is_cancelled_leaves_the_others_alone(transport: s
         assert isinstance(results[1], asyncio.CancelledError)
         for number in (0, 2):
             pair.check(number)
-        assert [result.transport for result in results if isinstance(result, worker_pb2.KvReceived)] == [
+        assert [
+            result.transport for result in results if isinstance(result, worker_pb2.KvReceived)
+        ] == [
             transport,
             transport,
         ]
@@ -483,7 +505,8 @@ async def test_streams_wait_for_a_slow_pair_and_fail_when_it_ends() -> None:
     assert len(announced) == 8
 
 
-# --- frames out of order ----------------------------------------------------------------------------------------------
+# --- frames out of order
+# ----------------------------------------------------------------------------------------------
 
 HELLO = Open(layout=LAYOUT.digest, transports={"gloo": {}})
 
@@ -498,9 +521,13 @@ HELLO = Open(layout=LAYOUT.digest, transports={"gloo": {}})
         ([Open(layout=LAYOUT.digest, transports={"smoke": 7, "gloo": 7}), HELLO], "out of order"),
     ],
 )
-async def test_a_receiver_that_breaks_the_order_is_refused(messages: list[Message], text: str) -> None:
+async def test_a_receiver_that_breaks_the_order_is_refused(
+    messages: list[Message], text: str
+) -> None:
     async with two() as pair:
-        frames = [encode(TransferKey(transfer_id=b"i" * 16, epoch=EPOCH), message) for message in messages]
+        frames = [
+            encode(TransferKey(transfer_id=b"i" * 16, epoch=EPOCH), message) for message in messages
+        ]
         with pytest.raises(TransferError, match=text):
             await all_of(pair.sender.connections.serve(each(frames)))
         assert pair.num_connections == 0
@@ -525,7 +552,9 @@ async def test_a_sender_that_breaks_the_order_is_left_alone(
         async def serve(incoming: Any) -> AsyncIterator[bytes]:
             hello = await anext(incoming)
             for message in messages:
-                yield encode(TransferKey(transfer_id=decode(hello)[0].transfer_id, epoch=EPOCH), message)
+                yield encode(
+                    TransferKey(transfer_id=decode(hello)[0].transfer_id, epoch=EPOCH), message
+                )
 
         monkeypatch.setattr(pair.sender.connections, "serve", serve)
         other = peer_server()
@@ -570,7 +599,9 @@ async def test_what_arrives_for_a_stream_that_is_gone_is_dropped() -> None:
             for number, part in enumerate(data):
                 sending = asyncio.create_task(pair.send(part))
                 stream = (1, 2)[number % 2]
-                await receiving.deliver(Announce(stream=stream, num_bytes=len(part), checksum=checksum_of(bytes(part))))
+                await receiving.deliver(
+                    Announce(stream=stream, num_bytes=len(part), checksum=checksum_of(bytes(part)))
+                )
                 await sending
             assert [await receiving.fetch(2, [], nothing, nothing) for _ in range(2)] == data[1::2]
             receiving.close()
@@ -580,14 +611,20 @@ async def test_what_arrives_for_a_stream_that_is_gone_is_dropped() -> None:
             await receiving.fetch(3, [], nothing, nothing)
 
 
-# --- what is left -----------------------------------------------------------------------------------------------------
+# --- what is left
+# --------------------------------------------------------------------------------------------------
 
 
 def held() -> tuple[int, int, int, int]:
     """Threads, files, maps of KV cache memory, tasks."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("tandem-kv")
-    return threading.active_count(), len(os.listdir("/proc/self/fd")), maps, len(asyncio.all_tasks())
+    return (
+        threading.active_count(),
+        len(os.listdir("/proc/self/fd")),
+        maps,
+        len(asyncio.all_tasks()),
+    )
 
 
 @pytest.mark.parametrize("who", ["receiver", "sender"])
@@ -611,8 +648,12 @@ async def test_connections_that_end_leave_nothing(transport: str, who: str) -> N
         for _ in range(20):
             await connect_and_part()
         with suppress(TimeoutError):
-            await until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), 2)
-        assert all(now <= then for now, then in zip(held(), before, strict=True)), f"{held()} after {before}"
+            await until(
+                lambda: all(now <= then for now, then in zip(held(), before, strict=True)), 2
+            )
+        assert all(now <= then for now, then in zip(held(), before, strict=True)), (
+            f"{held()} after {before}"
+        )
 
 
 async def settle() -> None:
@@ -624,7 +665,9 @@ async def test_a_worker_does_not_wait_for_its_connections_to_end() -> None:
     async with fleet(1, 1) as running:
         await running.generate(token_request(range(50), 4))
         prefill, decode = running.workers
-        await until(lambda: list(decode._endpoint.receiver.connections.transports) == [prefill.address])
+        await until(
+            lambda: list(decode._endpoint.receiver.connections.transports) == [prefill.address]
+        )
         began = time.monotonic()
         running.workers.remove(prefill)
         await prefill.stop(grace=20.0)
@@ -632,10 +675,13 @@ async def test_a_worker_does_not_wait_for_its_connections_to_end() -> None:
         await until(lambda: decode._endpoint.receiver.connections.transports == {})
 
 
-# --- channels ---------------------------------------------------------------------------------------------------------
+# --- channels
+# --------------------------------------------------------------------------------------------------
 
 
-async def test_the_channel_to_a_rank_that_has_left_is_closed_and_made_anew_when_it_is_back() -> None:
+async def test_the_channel_to_a_rank_that_has_left_is_closed_and_made_anew_when_it_is_back() -> (
+    None
+):
     """While the rank lives, a connection keeps the channel, whose calls nothing ends."""
     async with two() as pair:
         channels = pair.receiving._channels
@@ -659,7 +705,9 @@ async def test_channels_to_ranks_that_nobody_answers_for_are_closed() -> None:
     address = gone.bind("127.0.0.1", 0)
     await gone.stop(0)
     for _ in range(2):
-        call: PeerStream[bytes, bytes] = channels.get(address).stream_stream("/tandem.v1.Nothing/Nothing")()
+        call: PeerStream[bytes, bytes] = channels.get(address).stream_stream(
+            "/tandem.v1.Nothing/Nothing"
+        )()
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
         await until(lambda: len(channels) == 0)

@@ -1,4 +1,6 @@
-"""KV frames: what goes in comes out, and everything else is refused with TransferError and nothing else."""
+"""KV frames: what goes in comes out, and everything else is refused with TransferError and nothing
+else.
+"""
 
 import struct
 from dataclasses import replace
@@ -73,12 +75,21 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         num_tokens=COUNTS,
         prefix_hash=st.binary(max_size=32),
     ),
-    st.builds(Open, layout=st.binary(max_size=16), transports=st.dictionaries(NAMES, WORDS, max_size=4)),
+    st.builds(
+        Open, layout=st.binary(max_size=16), transports=st.dictionaries(NAMES, WORDS, max_size=4)
+    ),
     st.builds(Announce, stream=COUNTS, num_bytes=COUNTS, checksum=COUNTS),
 )
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
 )
 DATA_FRAME = encode(
     TransferKey(transfer_id=b"0123456789abcdef", epoch=7),
@@ -145,8 +156,12 @@ def test_a_sealed_header_of_any_shape_is_refused(header: object) -> None:
 def test_a_field_of_another_type_is_refused_or_still_of_its_type(
     message: Message, data: st.DataObject, value: Any
 ) -> None:
-    """A peer that seals its frames well may still send anything; nothing but TransferError may come of it."""
-    name, transfer_id, epoch, values = msgpack.unpackb(encode(TransferKey(transfer_id=b"t", epoch=1), message)[8:])
+    """A peer that seals its frames well may still send anything; nothing but TransferError may come
+    of it.
+    """
+    name, transfer_id, epoch, values = msgpack.unpackb(
+        encode(TransferKey(transfer_id=b"t", epoch=1), message)[8:]
+    )
     header = [name, transfer_id, epoch, values]
     place = data.draw(st.sampled_from(["transfer_id", "epoch", *values]))
     if place in values:
@@ -158,7 +173,9 @@ def test_a_field_of_another_type_is_refused_or_still_of_its_type(
     except TransferError:
         return
     part = key if place in ("transfer_id", "epoch") else found
-    types: dict[str, type] = dict.fromkeys(("transfer_id", "prefix_hash", "connection", "layout"), bytes)
+    types: dict[str, type] = dict.fromkeys(
+        ("transfer_id", "prefix_hash", "connection", "layout"), bytes
+    )
     types |= {"tokens": list, "logprobs": list, "transports": dict, "age": float}
     assert type(getattr(part, place)) is types.get(place, int)
 
@@ -187,13 +204,20 @@ KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=7)
 def commit(tokens: object, logprobs: object) -> bytes:
     """A Commit with a right checksum and any first tokens."""
     good = {"num_frames": 0, "num_tokens": 1, "prefix_hash": b"hash"}
-    return frame_of(["Commit", KEY.transfer_id, KEY.epoch, good | {"tokens": tokens, "logprobs": logprobs}])
+    return frame_of(
+        ["Commit", KEY.transfer_id, KEY.epoch, good | {"tokens": tokens, "logprobs": logprobs}]
+    )
 
 
 def test_as_many_first_tokens_as_there_can_be_fit_and_keep_every_bit() -> None:
     numbers = np.random.default_rng(1).standard_normal(MAX_FIRST_TOKENS).astype(np.float32)
-    tokens, logprobs = [2**31 + n for n in range(MAX_FIRST_TOKENS)], [float(number) for number in -abs(numbers)]
-    message = Commit(num_frames=2**63, num_tokens=2**63, prefix_hash=bytes(64), tokens=tokens, logprobs=logprobs)
+    tokens, logprobs = (
+        [2**31 + n for n in range(MAX_FIRST_TOKENS)],
+        [float(number) for number in -abs(numbers)],
+    )
+    message = Commit(
+        num_frames=2**63, num_tokens=2**63, prefix_hash=bytes(64), tokens=tokens, logprobs=logprobs
+    )
     found = decode(encode(KEY, message))[1]
     assert isinstance(found, Commit)
     assert found.first_tokens == FirstTokens(tokens=tuple(tokens), logprobs=tuple(logprobs))

@@ -1,5 +1,6 @@
-"""Memory of another worker, read by NIXL: byte for byte, no wait without end. Where it is not installed, the transport
-is tested over fake bindings, and the library itself is not."""
+"""Memory of another worker, read by NIXL: byte for byte, no wait without end. Where it is not
+installed, the transport is tested over fake bindings, and the library itself is not.
+"""
 
 import asyncio
 import json
@@ -30,7 +31,14 @@ from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import connections, nixl, nixl_agent
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.endpoint import KvEndpoint
-from tandem.workers.transfer.frames import Commit, Data, TransferError, TransferKey, TransportError, decode
+from tandem.workers.transfer.frames import (
+    Commit,
+    Data,
+    TransferError,
+    TransferKey,
+    TransportError,
+    decode,
+)
 from tandem.workers.transfer.nixl import NixlConnector
 from tandem.workers.transfer.nixl_agent import NixlPeer, NixlReader, available
 
@@ -52,7 +60,9 @@ sys.stdin.readline()
 
 def regions() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in SIZES]
+    return [
+        torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in SIZES
+    ]
 
 
 @contextmanager
@@ -84,7 +94,9 @@ async def reading(description: bytes) -> AsyncIterator[NixlPeer]:
 
 @pytest.fixture(params=["all", "tcp"])
 def transports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Within a host UCX copies from process to process; over a network without RDMA the peer's threads help."""
+    """Within a host UCX copies from process to process; over a network without RDMA the peer's
+    threads help.
+    """
     name = str(request.param)
     monkeypatch.setenv("UCX_TLS", name)
     return name
@@ -98,7 +110,10 @@ async def test_pieces_arrive_in_order(transports: str) -> None:
         async with reading(description) as peer:
             for size, step in ((2048, 3), (6144, 5), (STAGING, 1)):
                 count = STAGING // size
-                starts = [(index * step * size + 1) % (SIZES[1] - size + 1) + SIZES[0] for index in range(count)]
+                starts = [
+                    (index * step * size + 1) % (SIZES[1] - size + 1) + SIZES[0]
+                    for index in range(count)
+                ]
                 pieces = [(start, size) for start in starts]
                 expected = b"".join(whole[start : start + size] for start in starts)
                 assert bytes(await peer.read(pieces)) == expected
@@ -110,7 +125,10 @@ async def test_pieces_arrive_in_order(transports: str) -> None:
 @installed
 async def test_a_reader_has_many_peers(transports: str) -> None:
     whole = torch.cat(regions()).numpy().tobytes()
-    with sender_process(transports) as (_, one), sender_process(transports) as (other_process, other):
+    with (
+        sender_process(transports) as (_, one),
+        sender_process(transports) as (other_process, other),
+    ):
         async with reading(one) as peer:
             second = await peer._reader.connect(other, staging_bytes=100)
             views = await asyncio.gather(peer.read([(9, 50)]), second.read([(7, 60)]))
@@ -142,7 +160,9 @@ async def test_a_lost_peer_is_noticed(transports: str, how: signal.Signals) -> N
                 process.wait()
             began = time.monotonic()
             if how is signal.SIGSTOP and transports == "all":
-                await peer.read([(SIZES[0], STAGING)])  # the kernel reads its memory, whether it runs or not
+                await peer.read(
+                    [(SIZES[0], STAGING)]
+                )  # the kernel reads its memory, whether it runs or not
             else:
                 with pytest.raises(TransferError):
                     await peer.read([(SIZES[0], STAGING)])
@@ -156,7 +176,14 @@ async def test_pieces_outside_are_refused() -> None:
     with sender_process("all") as (_, description):
         async with reading(description) as peer:
             total = sum(SIZES)
-            outside = [(total, 1), (total - 1, 2), (SIZES[0] - 1, 2), (0, 0), (2**63, 2**63), (2**64 - 1, 2)]
+            outside = [
+                (total, 1),
+                (total - 1, 2),
+                (SIZES[0] - 1, 2),
+                (0, 0),
+                (2**63, 2**63),
+                (2**64 - 1, 2),
+            ]
             for piece in outside:
                 with pytest.raises(ValueError, match="outside"):
                     await peer.read([(0, 1), piece])
@@ -202,12 +229,15 @@ async def test_threads_sleep_and_end() -> None:
     assert (set(threading.enumerate()), len(os.listdir("/proc/self/task"))) == before
 
 
-# --- as a transport ---------------------------------------------------------------------------------------------------
+# --- as a transport
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["fake", pytest.param("installed", marks=installed)])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "CONNECT_WAIT_SECONDS", 8.0)  # two agents begin, on a busy machine
+    monkeypatch.setattr(
+        connections, "CONNECT_WAIT_SECONDS", 8.0
+    )  # two agents begin, on a busy machine
     if request.param == "fake":
         monkeypatch.setattr(nixl, "available", lambda: True)
         monkeypatch.setattr(nixl_agent, "_bindings", lambda: fake_nixl)
@@ -215,8 +245,12 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("source_tp", [1, 2])
 @pytest.mark.parametrize(("source_block", "num_cached"), [(8, 0), (16, 21)])
-async def test_ranks_move_kv_cache(source_tp: int, source_block: int, num_cached: int, library: None) -> None:
-    transfer = Transfer(layout_of(4), source_tp, 1, source_block, num_cached, transports=lambda rank: ("nixl",))
+async def test_ranks_move_kv_cache(
+    source_tp: int, source_block: int, num_cached: int, library: None
+) -> None:
+    transfer = Transfer(
+        layout_of(4), source_tp, 1, source_block, num_cached, transports=lambda rank: ("nixl",)
+    )
     (fetched,) = await transfer.run()
     transfer.check()
     moved = span(transfer.targets[0], num_cached, NUM_TOKENS - num_cached)
@@ -224,14 +258,20 @@ async def test_ranks_move_kv_cache(source_tp: int, source_block: int, num_cached
     assert transfer.released == [1]
 
 
-async def test_what_is_larger_than_the_staging_comes_in_parts(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_larger_than_the_staging_comes_in_parts(
+    library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     staging = 2 * 1024 * 1024
     monkeypatch.setattr(nixl, "_STAGING_BYTES", staging)
-    layout = KvLayout.uniform(num_layers=2, num_heads=8, num_kv_heads=8, head_dim=1024, dtype="bfloat16", model="m")
+    layout = KvLayout.uniform(
+        num_layers=2, num_heads=8, num_kv_heads=8, head_dim=1024, dtype="bfloat16", model="m"
+    )
     kv = PagedKv(layout, num_blocks=16, block_size=16, device=torch.device("cpu"), shared=True)
     kv.data.view(torch.uint8).random_(0, 256)
     context = TransferContext(kv=kv, transports=("nixl",))
-    description = (await NixlConnector.listen(context, "nixl", lambda announcement: None)).description()
+    description = (
+        await NixlConnector.listen(context, "nixl", lambda announcement: None)
+    ).description()
     memory = await NixlConnector.connect(context, "nixl", description)
 
     async def read(blocks: tuple[int, ...], part: KvSpan) -> memoryview:
@@ -243,7 +283,12 @@ async def test_what_is_larger_than_the_staging_comes_in_parts(library: None, mon
     one_slot = replace(part, first_slot=5, num_slots=1, first_layer=1, num_layers=1)
     views = await asyncio.gather(*(read(blocks, each) for each in (one_slot, part)))  # take turns
     assert views == [kv.read(blocks, one_slot), kv.read(blocks, part)]
-    wrong: list[dict[str, int]] = [{"first_token": 30}, {"num_layers": 3}, {"first_slot": 1}, {"num_tokens": 0}]
+    wrong: list[dict[str, int]] = [
+        {"first_token": 30},
+        {"num_layers": 3},
+        {"first_slot": 1},
+        {"num_tokens": 0},
+    ]
     for change in wrong:
         with pytest.raises(ValueError, match="not within"):
             await read(blocks, replace(part, **change))
@@ -281,14 +326,18 @@ async def test_a_copy_of_blocks_that_were_freed_is_refused(library: None) -> Non
         await withdrawn_at_commit()
 
 
-async def test_without_the_lease_table_it_would_be_taken(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_lease_table_it_would_be_taken(
+    library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The negative control of the test above."""
     monkeypatch.setattr(nixl, "check_entry", lambda content, table: None)
     fetched = await withdrawn_at_commit()
     assert fetched.transport == "nixl"
 
 
-async def test_a_peer_that_is_lost_costs_nothing_but_time(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_is_lost_costs_nothing_but_time(
+    library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transfer = Transfer(layout_of(4), 1, 1, transports=lambda rank: ("nixl",))
 
     async def lost(self: NixlPeer, pieces: Any) -> memoryview:
@@ -303,7 +352,9 @@ async def test_a_peer_that_is_lost_costs_nothing_but_time(library: None, monkeyp
     assert fetched.transport == "grpc"
 
 
-async def test_a_sender_that_cannot_open_it_is_reached_by_grpc(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_that_cannot_open_it_is_reached_by_grpc(
+    library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*args: object, **options: object) -> None:
         raise OSError("NIXL: no")
 
@@ -314,7 +365,9 @@ async def test_a_sender_that_cannot_open_it_is_reached_by_grpc(library: None, mo
     assert fetched.transport == "grpc"
 
 
-async def test_a_rank_opens_the_library_once(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_opens_the_library_once(
+    library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[str] = []
     true = nixl_agent._Agent.__init__
 
@@ -369,7 +422,9 @@ async def fetch(here: KvEndpoint, address: str, number: int) -> worker_pb2.KvRec
 async def test_between_processes_until_one_is_killed(transports: str) -> None:
     here, expected = endpoint_of(2), endpoint_of(1).sender.context.kv
     own = here.sender.context.kv
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVER, stdout=subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVER, stdout=subprocess.PIPE
+    )
     try:
         assert process.stdout is not None
         endpoint = (await process.stdout.readline()).decode().strip()

@@ -1,4 +1,6 @@
-"""Pairs of ranks in two processes over gloo: what is sent arrives in order, and nothing waits for ever."""
+"""Pairs of ranks in two processes over gloo: what is sent arrives in order, and nothing waits for
+ever.
+"""
 
 import asyncio
 import hashlib
@@ -26,7 +28,8 @@ from tandem.workers.transfer.pair import Pair
 SIZES = [1, 3 * 1024, 1024 * 1024, 20 * 1024 * 1024]
 TIMEOUT = 2.0
 
-# A joiner in another process, on another interface; it does what its standard input says, a line at a time.
+# A joiner in another process, on another interface; it does what its standard input says, a line at
+# a time.
 JOINER = """
 import asyncio, hashlib, json, sys, time
 from tandem.workers.transfer.pair import Pair
@@ -87,7 +90,8 @@ def listener_process() -> Iterator[tuple[subprocess.Popen[str], Callable[[], str
     code = (
         "import asyncio; from tandem.workers.transfer.pair import Pair\n"
         "async def main():\n"
-        "    pair = Pair.listen('127.0.0.1', timeout=60); print(pair.address, flush=True); await pair.accept()\n"
+        "    pair = Pair.listen('127.0.0.1', timeout=60); print(pair.address, flush=True); await "
+        "pair.accept()\n"
         "    await pair.receive(1); await asyncio.sleep(600)\n"
         "asyncio.run(main())"
     )
@@ -187,7 +191,11 @@ async def test_a_lost_or_silent_joiner_is_noticed(how: signal.Signals, verb: str
     async with connected() as (pair, joiner):
         joiner.process.send_signal(how)
         began = time.monotonic()
-        calls = [pair.send(bytearray(50_000_000)), pair.send(bytearray(1))] if verb == "send" else [pair.receive(1)] * 1
+        calls = (
+            [pair.send(bytearray(50_000_000)), pair.send(bytearray(1))]
+            if verb == "send"
+            else [pair.receive(1)] * 1
+        )
         results = await asyncio.gather(*calls, return_exceptions=True)
         waited = time.monotonic() - began
         assert all(isinstance(result, TransferError) for result in results)
@@ -216,7 +224,10 @@ async def test_a_lost_or_silent_listener_is_noticed(how: signal.Signals) -> None
 
 async def test_a_cancelled_call_breaks_the_pair() -> None:
     async with two_ends() as (pair, other):
-        receiving, queued = asyncio.ensure_future(other.receive(4)), asyncio.ensure_future(other.receive(4))
+        receiving, queued = (
+            asyncio.ensure_future(other.receive(4)),
+            asyncio.ensure_future(other.receive(4)),
+        )
         await asyncio.sleep(0)
         receiving.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -283,17 +294,33 @@ async def test_who_does_not_know_the_address_gets_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", "127.0.0.1:1", "127.0.0.1:1/abc", f"h:65536/{'a' * 32}", f":1/{'a' * 32}", f"h:x/{'a' * 32}"]
+    "address",
+    [
+        "",
+        "127.0.0.1:1",
+        "127.0.0.1:1/abc",
+        f"h:65536/{'a' * 32}",
+        f":1/{'a' * 32}",
+        f"h:x/{'a' * 32}",
+    ],
 )
 async def test_impossible_addresses(address: str) -> None:
     with pytest.raises(TransferError, match="impossible address"):
         await Pair.join(address, host="127.0.0.1", timeout=TIMEOUT)
 
 
-WORDS = [b"", b"\xc1", msgpack.packb(7), msgpack.packb(["key", 7]), msgpack.packb(["key", b"value"]) * 10_000]
+WORDS = [
+    b"",
+    b"\xc1",
+    msgpack.packb(7),
+    msgpack.packb(["key", 7]),
+    msgpack.packb(["key", b"value"]) * 10_000,
+]
 
 
-@pytest.mark.parametrize("words", WORDS, ids=["nothing", "rubbish", "a number", "no bytes", "too much"])
+@pytest.mark.parametrize(
+    "words", WORDS, ids=["nothing", "rubbish", "a number", "no bytes", "too much"]
+)
 async def test_a_stranger_at_the_meeting_is_no_rank(words: bytes) -> None:
     pair = Pair.listen("127.0.0.1", timeout=TIMEOUT)
     accepting = asyncio.create_task(pair.accept())
@@ -316,12 +343,15 @@ def test_a_process_ends_well_with_an_open_pair() -> None:
     code = (
         "import asyncio; from tandem.workers.transfer.pair import Pair\n"
         "async def main():\n"
-        "    pair = Pair.listen('127.0.0.1', timeout=5); coming = asyncio.create_task(pair.accept())\n"
+        "    pair = Pair.listen('127.0.0.1', timeout=5); coming = "
+        "asyncio.create_task(pair.accept())\n"
         "    other = await Pair.join(pair.address, host='127.0.0.1', timeout=5); await coming\n"
         "    await asyncio.gather(pair.send(bytearray(b'x')), other.receive(1)); other.close()\n"
         "asyncio.run(main())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -360,12 +390,16 @@ def test_a_backend_that_this_torch_lacks() -> None:
 async def test_nccl_selects_its_thread_s_device_by_index(
     device: str, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch does, the mock refuses a device without an index. Gloo and host memory stand for NCCL and the GPU."""
+    """As torch does, the mock refuses a device without an index. Gloo and host memory stand for
+    NCCL and the GPU.
+    """
     selected: list[int] = []
 
     def set_device(device: Any) -> None:
         if not isinstance(device, int):
-            raise ValueError(f"Expected a torch.device with a specified index or an integer, but got: {device}")
+            raise ValueError(
+                f"Expected a torch.device with a specified index or an integer, but got: {device}"
+            )
         selected.append(device)
 
     class Nccl:
@@ -381,7 +415,9 @@ async def test_nccl_selects_its_thread_s_device_by_index(
         def _gloo(self) -> Any:
             if self._group is None:
                 rank, host = self._rank, "127.0.0.1"
-                self._group = open_group(self._store, backend="gloo", rank=rank, size=2, host=host, timeout=30)
+                self._group = open_group(
+                    self._store, backend="gloo", rank=rank, size=2, host=host, timeout=30
+                )
             return self._group
 
         def send(self, *arguments: Any) -> Any:
@@ -398,11 +434,15 @@ async def test_nccl_selects_its_thread_s_device_by_index(
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
     true_empty, true_to = torch.empty, torch.Tensor.to
     on_host = {"device": "cpu"}
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: true_empty(*size, **options | on_host))
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, **options: true_empty(*size, **options | on_host)
+    )
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, place: true_to(tensor, "cpu"))
     pair = Pair.listen("127.0.0.1", backend="nccl", device=device, timeout=30)
     accepting = asyncio.create_task(pair.accept())
-    other = await Pair.join(pair.address, host="127.0.0.1", backend="nccl", device=device, timeout=30)
+    other = await Pair.join(
+        pair.address, host="127.0.0.1", backend="nccl", device=device, timeout=30
+    )
     await accepting
     sending = asyncio.create_task(pair.send(bytearray(b"KV cache")))
     assert bytes(await other.receive(8)) == b"KV cache"
@@ -413,7 +453,9 @@ async def test_nccl_selects_its_thread_s_device_by_index(
     await ended(other)
 
 
-async def test_a_device_that_cannot_be_selected_breaks_the_pair_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_device_that_cannot_be_selected_breaks_the_pair_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def set_device(device: Any) -> None:
         raise RuntimeError("no such device")
 

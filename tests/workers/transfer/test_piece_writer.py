@@ -17,7 +17,9 @@ from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, TransferEr
 from tandem.workers.transfer.receiver import PieceWriter
 from tandem.workers.transfer.sender import plan_frames
 
-LAYOUT = KvLayout.uniform(num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, dtype="float32", model="fake")
+LAYOUT = KvLayout.uniform(
+    num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, dtype="float32", model="fake"
+)
 NUM_TOKENS, NUM_CACHED, BLOCK = 44, 16, 16
 BLOCKS = (5, 2, 7)
 TARGET = (BLOCKS, NUM_CACHED)
@@ -47,7 +49,9 @@ def cut(kv: FakeKv) -> list[Frame]:
     for burst, ready in enumerate(dict(enumerate(step)) for step in steps):
         for part in plan_frames(LAYOUT, PIECE.source_slots, sent, ready, 5 * 64):
             payload = kv.read(BLOCKS, part)
-            data = Data(index=len(frames), num_bytes=payload.nbytes, burst=burst, age=0.0, **asdict(part))
+            data = Data(
+                index=len(frames), num_bytes=payload.nbytes, burst=burst, age=0.0, **asdict(part)
+            )
             frames.append((data, payload))
         sent = ready
     return frames
@@ -57,7 +61,9 @@ SOURCE = source()
 
 
 def transfer(frames: list[Frame], commit: Commit) -> FakeKv:
-    """Writes the frames; returns the memory written. Raises TransferError unless all of them are right."""
+    """Writes the frames; returns the memory written. Raises TransferError unless all of them are
+    right.
+    """
     kv = memory()
     writer = PieceWriter(NUM_TOKENS, b"hash", TARGET, kv, PIECE)
     for frame, payload in frames:
@@ -67,9 +73,13 @@ def transfer(frames: list[Frame], commit: Commit) -> FakeKv:
 
 
 def arrived(kv: FakeKv) -> bool:
-    """Whether every byte is in its place, and nothing anywhere else: in slots of others, or in what was cached."""
+    """Whether every byte is in its place, and nothing anywhere else: in slots of others, or in what
+    was cached.
+    """
     found, there = (
-        np.frombuffer(store.read(BLOCKS, span(store, 0, NUM_TOKENS)), np.uint8).reshape(3, 2, NUM_TOKENS, 4, -1)
+        np.frombuffer(store.read(BLOCKS, span(store, 0, NUM_TOKENS)), np.uint8).reshape(
+            3, 2, NUM_TOKENS, 4, -1
+        )
         for store in (kv, SOURCE)
     )
     expected = np.zeros_like(found)
@@ -97,11 +107,21 @@ def test_a_plan_covers_every_layer_of_every_token_once(
 ) -> None:
     """What was sent and what is ready both may reach further in the first layers."""
     layout = KvLayout.uniform(
-        num_layers=layers, num_heads=4, num_kv_heads=4, head_dim=head_dim, dtype="float32", model="fake"
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=head_dim,
+        dtype="float32",
+        model="fake",
     )
     seen: Counter[tuple[int, int]] = Counter()
-    sent = {layer: start + (sent_ahead[1] if layer < sent_ahead[0] else 0) for layer in range(layers)}
-    ready = {layer: start + count + (ready_ahead[1] if layer < ready_ahead[0] else 0) for layer in range(layers)}
+    sent = {
+        layer: start + (sent_ahead[1] if layer < sent_ahead[0] else 0) for layer in range(layers)
+    }
+    ready = {
+        layer: start + count + (ready_ahead[1] if layer < ready_ahead[0] else 0)
+        for layer in range(layers)
+    }
     ready = {layer: max(sent[layer], ready[layer]) for layer in range(layers)}
     ends = dict(sent)
     assume(layers * (count + 300) < 9000)
@@ -111,19 +131,31 @@ def test_a_plan_covers_every_layer_of_every_token_once(
         for layer in range(part.first_layer, part.first_layer + part.num_layers):
             assert ends[layer] == part.first_token
             ends[layer] += part.num_tokens
-            seen.update((layer, token) for token in range(part.first_token, part.first_token + part.num_tokens))
-    assert seen == Counter((layer, token) for layer in range(layers) for token in range(sent[layer], ready[layer]))
+            seen.update(
+                (layer, token)
+                for token in range(part.first_token, part.first_token + part.num_tokens)
+            )
+    assert seen == Counter(
+        (layer, token) for layer in range(layers) for token in range(sent[layer], ready[layer])
+    )
 
 
 def test_without_slots_there_are_no_frames_and_none_is_taken() -> None:
-    assert plan_frames(LAYOUT, range(0), dict.fromkeys(range(3), 0), dict.fromkeys(range(3), 44), FRAME_BYTES) == []
+    assert (
+        plan_frames(
+            LAYOUT, range(0), dict.fromkeys(range(3), 0), dict.fromkeys(range(3), 44), FRAME_BYTES
+        )
+        == []
+    )
     kv = memory()
     writer = PieceWriter(NUM_TOKENS, b"hash", TARGET, kv, PIN)
     for frame, payload in cut(SOURCE)[:1]:
         for first_token in (frame.first_token, NUM_TOKENS - frame.num_tokens, NUM_TOKENS):
             for message in (frame, replace(frame, num_slots=0, num_bytes=0)):
                 with pytest.raises(TransferError):
-                    writer.write(replace(message, first_token=first_token), payload[: message.num_bytes])
+                    writer.write(
+                        replace(message, first_token=first_token), payload[: message.num_bytes]
+                    )
     assert writer.finish(COMMIT).tokens == (42,)
     with pytest.raises(TransferError, match="incomplete"):
         writer.finish(replace(COMMIT, num_frames=1))
@@ -134,12 +166,19 @@ def test_the_frames_as_cut_are_taken() -> None:
     assert arrived(transfer(frames, replace(COMMIT, num_frames=len(frames))))
 
 
-EDITS = st.lists(st.tuples(st.sampled_from(["drop", "repeat", "swap", "move"]), *[st.integers(0, 20)] * 2), max_size=3)
+EDITS = st.lists(
+    st.tuples(st.sampled_from(["drop", "repeat", "swap", "move"]), *[st.integers(0, 20)] * 2),
+    max_size=3,
+)
 
 
 @given(EDITS, st.booleans(), st.booleans())
-def test_no_other_sequence_of_frames_passes(edits: list[tuple[str, int, int]], renumber: bool, recount: bool) -> None:
-    """Even if the sender numbers and counts what it sends: then it may pass, but only with every byte in its place."""
+def test_no_other_sequence_of_frames_passes(
+    edits: list[tuple[str, int, int]], renumber: bool, recount: bool
+) -> None:
+    """Even if the sender numbers and counts what it sends: then it may pass, but only with every
+    byte in its place.
+    """
     frames = cut(SOURCE)
     original = list(frames)
     for edit, a, b in edits:

@@ -99,7 +99,12 @@ class Side:
     """A receiver, its memory and one fetch under way from a group of `num_sources` ranks."""
 
     def __init__(
-        self, stall_seconds: float = 30.0, layout: KvLayout = LAYOUT, num_sources: int = 1, *, hold: bool = False
+        self,
+        stall_seconds: float = 30.0,
+        layout: KvLayout = LAYOUT,
+        num_sources: int = 1,
+        *,
+        hold: bool = False,
     ) -> None:
         self.kv = FakeKv(2, 16, LAYOUT)
         self.calls = {f"rank {rank}": PlayedCall() for rank in range(num_sources)}
@@ -108,7 +113,9 @@ class Side:
         self.receiver = KvReceiver(context, stall_seconds=stall_seconds, channel=self._channel)
         self.target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
         self.inside = asyncio.Event()
-        self.leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # ends the context
+        self.leave: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )  # ends the context
         if not hold:
             self.leave.set_result(None)
         self.fetch = asyncio.create_task(self._fetch(layout))
@@ -117,7 +124,9 @@ class Side:
         return cast(PeerChannel, PlayedChannel(self.calls[endpoint]))
 
     async def _fetch(self, layout: KvLayout) -> FetchResult:
-        async with self.receiver.fetch(handle(KEY, self.calls, layout, 2), b"hash", self.target) as fetched:
+        async with self.receiver.fetch(
+            handle(KEY, self.calls, layout, 2), b"hash", self.target
+        ) as fetched:
             self.inside.set()
             await self.leave
         return fetched
@@ -125,7 +134,9 @@ class Side:
     def place(self) -> None:
         self.target.set_result(((1,), 0))
 
-    def send(self, message: Message, payload: bytes = b"", key: TransferKey = KEY, rank: int = 0) -> None:
+    def send(
+        self, message: Message, payload: bytes = b"", key: TransferKey = KEY, rank: int = 0
+    ) -> None:
         self.calls[f"rank {rank}"].reads.put_nowait(encode(key, message, payload))
 
     def written(self) -> bytes:
@@ -133,7 +144,9 @@ class Side:
 
     @property
     def num_acks(self) -> int:
-        return sum(isinstance(message, Ack) for call in self.calls.values() for message in call.written)
+        return sum(
+            isinstance(message, Ack) for call in self.calls.values() for message in call.written
+        )
 
 
 async def turns(count: int = 20) -> None:
@@ -152,7 +165,11 @@ async def test_a_whole_transfer_is_acknowledged_when_the_context_ends_well() -> 
     assert (side.num_acks, side.call.half_closed, side.receiver.num_closing) == (0, False, 0)
     side.leave.set_result(None)
     first_tokens, received = await side.fetch
-    assert (first_tokens, received.transfer_bytes, received.transport) == (FIRST_TOKENS, 384, "grpc")
+    assert (first_tokens, received.transfer_bytes, received.transport) == (
+        FIRST_TOKENS,
+        384,
+        "grpc",
+    )
     assert side.receiver.num_closing == 1
     await turns()
     assert isinstance(side.call.written[-1], Ack)
@@ -204,19 +221,33 @@ async def test_pieces_of_several_ranks_go_to_their_slots_and_rank_0_hears_the_ac
         side.send(HALF, halves[rank], rank=rank)
         side.send(COMMIT, rank=rank)
     first_tokens, received = await side.fetch
-    assert (first_tokens, received.transfer_bytes, received.transport) == (FIRST_TOKENS, 384, "grpc")
-    assert side.written() == (bytes([1]) * 16 + bytes([2]) * 16) * 12  # [layer, key or value, token, slot]
+    assert (first_tokens, received.transfer_bytes, received.transport) == (
+        FIRST_TOKENS,
+        384,
+        "grpc",
+    )
+    assert (
+        side.written() == (bytes([1]) * 16 + bytes([2]) * 16) * 12
+    )  # [layer, key or value, token, slot]
     assert side.receiver.num_closing == 2
     await turns()
     first, second = side.calls.values()
     assert [type(message) for message in first.written] == [Open, Pull, Ack]
     assert [type(message) for message in second.written] == [Open, Pull]
     assert (first.half_closed, second.half_closed) == (True, True)
-    assert first.written[1] == second.written[1] == Pull(first_token=0, group=0, first_slot=0, num_slots=1)
+    assert (
+        first.written[1]
+        == second.written[1]
+        == Pull(first_token=0, group=0, first_slot=0, num_slots=1)
+    )
 
 
-@pytest.mark.parametrize("other", [{"tokens": [43]}, {"logprobs": [-0.25]}, {"logprobs": []}, {"tokens": [42, 42]}])
-async def test_streams_that_disagree_on_the_first_tokens_are_of_two_prompts(other: dict[str, list[float]]) -> None:
+@pytest.mark.parametrize(
+    "other", [{"tokens": [43]}, {"logprobs": [-0.25]}, {"logprobs": []}, {"tokens": [42, 42]}]
+)
+async def test_streams_that_disagree_on_the_first_tokens_are_of_two_prompts(
+    other: dict[str, list[float]],
+) -> None:
     side = Side(num_sources=2)
     side.place()
     commits = [replace(COMMIT, logprobs=[-0.5] * len(other.get("tokens", [42]))), COMMIT]
@@ -285,7 +316,9 @@ async def test_only_silence_of_all_streams_is_a_stall(monkeypatch: pytest.Monkey
         await turns()
         late += 900
         await turns()
-        side.send(replace(HALF, index=token, first_token=token, num_tokens=1, num_bytes=96), PAYLOAD[:96])
+        side.send(
+            replace(HALF, index=token, first_token=token, num_tokens=1, num_bytes=96), PAYLOAD[:96]
+        )
     await turns()
     late += 900
     await turns()
@@ -300,15 +333,18 @@ async def test_a_source_that_cannot_be_split_so_is_refused(num_sources: int) -> 
     side = Side()
     side.fetch.cancel()
     with pytest.raises(TransferError, match="layouts differ"):
-        async with side.receiver.fetch(handle(KEY, ["rank 0"] * num_sources, LAYOUT, 2), b"hash", side.target):
+        async with side.receiver.fetch(
+            handle(KEY, ["rank 0"] * num_sources, LAYOUT, 2), b"hash", side.target
+        ):
             pass
     assert side.call.written == []
 
 
 @pytest.mark.parametrize("after", range(12))
 async def test_a_cancel_at_any_moment_ends_the_fetch(after: int) -> None:
-    """Also one that comes together with a frame: the blocks are somebody else's from the cancel on, so not one byte
-    may be written after it."""
+    """Also one that comes together with a frame: the blocks are somebody else's from the cancel on,
+    so not one byte may be written after it.
+    """
     side = Side()
     side.place()
     side.send(DATA, PAYLOAD)
@@ -321,7 +357,9 @@ async def test_a_cancel_at_any_moment_ends_the_fetch(after: int) -> None:
     assert side.written() == before
 
 
-@pytest.mark.parametrize("frame", [b"", b"rubbish", grpc.aio.EOF, encode(KEY, Ack()), encode(KEY, COMMIT)])
+@pytest.mark.parametrize(
+    "frame", [b"", b"rubbish", grpc.aio.EOF, encode(KEY, Ack()), encode(KEY, COMMIT)]
+)
 async def test_what_is_no_data_ends_in_a_transfer_error(frame: object) -> None:
     side = Side()
     side.place()

@@ -22,7 +22,9 @@ def divisors(number: int) -> list[int]:
 @st.composite
 def pairs(draw: st.DrawFn) -> Pair:
     num_heads = draw(st.integers(1, 64))
-    num_kv_heads, source_tp, target_tp = (draw(st.sampled_from(divisors(num_heads))) for _ in range(3))
+    num_kv_heads, source_tp, target_tp = (
+        draw(st.sampled_from(divisors(num_heads))) for _ in range(3)
+    )
     return num_heads, num_kv_heads, source_tp, target_tp
 
 
@@ -38,7 +40,9 @@ def slots_of(num_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, ...]
 @given(pairs())
 def test_every_slot_is_filled_once_and_with_the_right_head(pair: Pair) -> None:
     num_heads, num_kv_heads, source_tp, target_tp = pair
-    caches = [np.array(slots) for slots in slots_of(num_heads, num_kv_heads, source_tp)]  # [slots] of head labels
+    caches = [
+        np.array(slots) for slots in slots_of(num_heads, num_kv_heads, source_tp)
+    ]  # [slots] of head labels
     needed = slots_of(num_heads, num_kv_heads, target_tp)
     for pieces, heads in zip(plans(pair), needed, strict=True):
         cache, num_writes = np.full(len(heads), -1), np.zeros(len(heads), int)
@@ -60,10 +64,14 @@ def test_no_plan_has_fewer_pieces(pair: Pair) -> None:
         for stop in range(len(slots) + 1)
         for first in range(stop)
     }
-    for pieces, heads in zip(plans(pair), slots_of(num_heads, num_kv_heads, target_tp), strict=True):
+    for pieces, heads in zip(
+        plans(pair), slots_of(num_heads, num_kv_heads, target_tp), strict=True
+    ):
         fewest = [0]  # pieces that fill the first 0, 1, ... slots
         for stop in range(1, len(heads) + 1):
-            fewest.append(1 + min(fewest[first] for first in range(stop) if heads[first:stop] in runs))
+            fewest.append(
+                1 + min(fewest[first] for first in range(stop) if heads[first:stop] in runs)
+            )
         assert len(pieces) == fewest[-1]
 
 
@@ -81,15 +89,24 @@ def test_between_equal_degrees_each_rank_reads_everything_from_its_like(pair: Pa
 def test_targets_spread_evenly_over_the_replicas_of_each_head(pair: Pair) -> None:
     num_heads, num_kv_heads, source_tp, target_tp = pair
     group = num_heads // num_kv_heads
-    sources, targets = slots_of(num_heads, num_kv_heads, source_tp), slots_of(num_heads, num_kv_heads, target_tp)
+    sources, targets = (
+        slots_of(num_heads, num_kv_heads, source_tp),
+        slots_of(num_heads, num_kv_heads, target_tp),
+    )
     # Elsewhere which rank holds a run of heads decides.
-    assume(not any((num_heads // tp) % group and group % (num_heads // tp) for tp in (source_tp, target_tp)))
+    assume(
+        not any(
+            (num_heads // tp) % group and group % (num_heads // tp) for tp in (source_tp, target_tp)
+        )
+    )
     planned = plans(pair)
     for head in range(num_kv_heads):
         readers_of = [0] * source_tp
         for pieces in planned:
             for piece in pieces:
-                readers_of[piece.source_rank] += head in sources[piece.source_rank][slice_of(piece.source_slots)]
+                readers_of[piece.source_rank] += (
+                    head in sources[piece.source_rank][slice_of(piece.source_slots)]
+                )
         wanting = sum(head in slots for slots in targets)
         replicas = sum(head in slots for slots in sources)
         assert sum(readers_of) == wanting
@@ -113,7 +130,12 @@ FIRST, SECOND, BOTH = range(1), range(1, 2), range(2)
         ((8, 2, 4, 1), [[piece(0, FIRST, FIRST), piece(2, FIRST, SECOND)]]),
         (
             (8, 2, 1, 4),
-            [[piece(0, FIRST, FIRST)], [piece(0, FIRST, FIRST)], [piece(0, SECOND, FIRST)], [piece(0, SECOND, FIRST)]],
+            [
+                [piece(0, FIRST, FIRST)],
+                [piece(0, FIRST, FIRST)],
+                [piece(0, SECOND, FIRST)],
+                [piece(0, SECOND, FIRST)],
+            ],
         ),
         (
             (9, 3, 3, 1),
@@ -143,8 +165,13 @@ def test_examples(pair: Pair, expected: list[list[Piece]]) -> None:
 
 
 def test_a_repeated_head_comes_from_one_rank() -> None:
-    # (0) (0) (1) (1) to (0, 0) (0, 1) (1, 1): the last rank's query heads lie on source ranks 2 and 3
-    assert [[each.source_rank for each in pieces] for pieces in plans((12, 2, 4, 3))] == [[0, 0], [1, 2], [2, 2]]
+    # (0) (0) (1) (1) to (0, 0) (0, 1) (1, 1): the last rank's query heads lie on source ranks 2 and
+    # 3
+    assert [[each.source_rank for each in pieces] for pieces in plans((12, 2, 4, 3))] == [
+        [0, 0],
+        [1, 2],
+        [2, 2],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +192,9 @@ def test_impossible_pairs_are_refused(arguments: tuple[int, int, int, int, int],
 
 WIDE = LayerGeometry(num_heads=8, num_kv_heads=2, head_dim=64)
 NARROW = LayerGeometry(num_heads=8, num_kv_heads=1, head_dim=128)
-MIXED = KvLayout(layers=(WIDE, NARROW, replace(WIDE, window=8), NARROW), dtype="bfloat16", model="m")
+MIXED = KvLayout(
+    layers=(WIDE, NARROW, replace(WIDE, window=8), NARROW), dtype="bfloat16", model="m"
+)
 
 
 def test_equal_layers_form_a_group_whatever_their_windows() -> None:

@@ -1,4 +1,6 @@
-"""KV cache that another worker fetches after the first could not: a handle is good until it is released or expires."""
+"""KV cache that another worker fetches after the first could not: a handle is good until it is
+released or expires.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -36,12 +38,16 @@ async def fails(transfer: Transfer, fault: str) -> None:
 @pytest.mark.parametrize("transport", ["grpc", "shared", "gloo"])
 @pytest.mark.parametrize("source_tp", [1, 2])
 @pytest.mark.parametrize("fault", ["cancelled", "corrupt"])
-async def test_another_worker_fetches_what_the_first_could_not(fault: str, source_tp: int, transport: str) -> None:
+async def test_another_worker_fetches_what_the_first_could_not(
+    fault: str, source_tp: int, transport: str
+) -> None:
     transfer = transfer_to_two(transport, source_tp)
 
     async def corrupt(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for frame in frames:
-            yield frame[:-1] + bytes([frame[-1] ^ 1]) if isinstance(decode(frame)[1], Data) else frame
+            yield (
+                frame[:-1] + bytes([frame[-1] ^ 1]) if isinstance(decode(frame)[1], Data) else frame
+            )
 
     if fault == "corrupt":
         transfer.senders[0].frame_hook = corrupt

@@ -1,4 +1,6 @@
-"""The sending side on its own: its order of frames, its lease, and what a receiver may and may not send."""
+"""The sending side on its own: its order of frames, its lease, and what a receiver may and may not
+send.
+"""
 
 import asyncio
 import random
@@ -36,7 +38,9 @@ class Side:
     def __init__(self, lease_seconds: float | None = 30.0, stall_seconds: float = 30.0) -> None:
         self.released: list[int] = []
         self.kv = FakeKv(4, 16, LAYOUT)
-        self.sender = sender_of(self.kv, (), self.released, lease_seconds=lease_seconds, stall_seconds=stall_seconds)
+        self.sender = sender_of(
+            self.kv, (), self.released, lease_seconds=lease_seconds, stall_seconds=stall_seconds
+        )
         self.key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
         self.sender.offer(1, self.key.transfer_id, (3, 0), 20, b"hash")
         self.said: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -65,7 +69,9 @@ async def test_an_acknowledged_transfer_is_released_once() -> None:
     side.say(OPEN, PULL, Ack())
     answers = await side.answers()
     assert [type(answer) for answer in answers] == [Data, Commit]
-    assert answers[-1] == Commit(num_frames=1, num_tokens=20, prefix_hash=b"hash", tokens=[42], logprobs=[])
+    assert answers[-1] == Commit(
+        num_frames=1, num_tokens=20, prefix_hash=b"hash", tokens=[42], logprobs=[]
+    )
     assert side.released == [1]
     assert (side.sender.num_offers, side.sender.num_streams) == (0, 0)
 
@@ -125,7 +131,9 @@ async def test_a_stream_without_slots_brings_the_commit_alone_when_the_prefill_i
         await asyncio.sleep(0)
     assert side.sender.num_streams == 1
     side.finish()
-    assert await stream == [Commit(num_frames=0, num_tokens=20, prefix_hash=b"hash", tokens=[42], logprobs=[])]
+    assert await stream == [
+        Commit(num_frames=0, num_tokens=20, prefix_hash=b"hash", tokens=[42], logprobs=[])
+    ]
     assert side.released == [1]
 
 
@@ -156,10 +164,16 @@ async def test_layers_leave_before_the_chunk_is_through() -> None:
             layers = range(data.first_layer, data.first_layer + data.num_layers)
             return layers, range(data.first_token, data.first_token + data.num_tokens)
 
-        assert [await next_one(), await next_one()] == [(range(2), range(16)), (range(2, 3), range(8))]
+        assert [await next_one(), await next_one()] == [
+            (range(2), range(16)),
+            (range(2, 3), range(8)),
+        ]
         waiting = asyncio.ensure_future(next_one())
         side.finish()
-        assert [await waiting, await next_one()] == [(range(2), range(16, 20)), (range(2, 3), range(8, 20))]
+        assert [await waiting, await next_one()] == [
+            (range(2), range(16, 20)),
+            (range(2, 3), range(8, 20)),
+        ]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +190,9 @@ async def test_layers_leave_before_the_chunk_is_through() -> None:
         ([OPEN, PULL, PULL], "out of order"),
     ],
 )
-async def test_a_receiver_that_breaks_the_order_gets_nothing(messages: list[Message], text: str) -> None:
+async def test_a_receiver_that_breaks_the_order_gets_nothing(
+    messages: list[Message], text: str
+) -> None:
     side = Side()
     side.finish()
     side.say(*messages)
@@ -197,7 +213,9 @@ async def test_another_epoch_or_id_is_gone(change: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("fault", ["flip", "foreign", "end", "silence"])
-async def test_a_fault_in_what_the_receiver_says_releases_nothing(position: int, fault: str) -> None:
+async def test_a_fault_in_what_the_receiver_says_releases_nothing(
+    position: int, fault: str
+) -> None:
     side = Side(stall_seconds=0.05)
     side.finish()
     frames = [encode(side.key, message) for message in (OPEN, PULL, Ack())]

@@ -1,4 +1,6 @@
-"""KV cache read out of another worker's memory: byte for byte, and never after its blocks were freed."""
+"""KV cache read out of another worker's memory: byte for byte, and never after its blocks were
+freed.
+"""
 
 import asyncio
 import json
@@ -24,17 +26,35 @@ from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import leases, shared_memory
 from tandem.workers.transfer.connector import TransferContext
-from tandem.workers.transfer.frames import BlockTable, Commit, Data, TransferError, TransferKey, decode, encode
+from tandem.workers.transfer.frames import (
+    BlockTable,
+    Commit,
+    Data,
+    TransferError,
+    TransferKey,
+    decode,
+    encode,
+)
 from tandem.workers.transfer.leases import LeaseTable
 from tandem.workers.transfer.receiver import FetchTarget, KvReceiver
 from tandem.workers.transfer.sender import FrameHook
 from tandem.workers.transfer.shared_memory import SharedMemoryConnector
 
-LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
+LAYOUT = KvLayout.uniform(
+    num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m"
+)
 
 
-def memory(block_size: int = 4, num_blocks: int = 16, seed: int | None = None, *, is_shared: bool = True) -> PagedKv:
-    kv = PagedKv(LAYOUT, num_blocks=num_blocks, block_size=block_size, device=torch.device("cpu"), shared=is_shared)
+def memory(
+    block_size: int = 4, num_blocks: int = 16, seed: int | None = None, *, is_shared: bool = True
+) -> PagedKv:
+    kv = PagedKv(
+        LAYOUT,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        device=torch.device("cpu"),
+        shared=is_shared,
+    )
     if seed is not None:
         kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
     return kv
@@ -62,11 +82,18 @@ class Pair:
             yield frame
 
     async def move(
-        self, blocks: tuple[int, ...], into: tuple[int, ...], num_tokens: int, cached: int = 0, chunk: int = 1000
+        self,
+        blocks: tuple[int, ...],
+        into: tuple[int, ...],
+        num_tokens: int,
+        cached: int = 0,
+        chunk: int = 1000,
     ) -> worker_pb2.KvReceived:
         key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
         self.sender.offer(1, key.transfer_id, blocks, num_tokens, b"hash")
-        fetching = asyncio.create_task(self._fetch(handle(key, ["there"], LAYOUT, num_tokens), placed(into, cached)))
+        fetching = asyncio.create_task(
+            self._fetch(handle(key, ["there"], LAYOUT, num_tokens), placed(into, cached))
+        )
         for ready in range(chunk, num_tokens + chunk, chunk):
             self.sender.progress(1, min(ready, num_tokens))
             await asyncio.sleep(0)
@@ -77,7 +104,9 @@ class Pair:
             await self.receiver.connections.close()
             await self.calls.ended()
 
-    async def _fetch(self, offered: worker_pb2.KvHandle, target: asyncio.Future[FetchTarget]) -> worker_pb2.KvReceived:
+    async def _fetch(
+        self, offered: worker_pb2.KvHandle, target: asyncio.Future[FetchTarget]
+    ) -> worker_pb2.KvReceived:
         async with self.receiver.fetch(offered, b"hash", target) as (first_tokens, received):
             assert first_tokens.tokens == (42,)
             return received
@@ -88,13 +117,19 @@ class Pair:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from([(4, 4), (3, 8), (16, 5), (1, 2)]), st.integers(1, 40), st.data(), st.sampled_from([1000, 7]))
+@given(
+    st.sampled_from([(4, 4), (3, 8), (16, 5), (1, 2)]),
+    st.integers(1, 40),
+    st.data(),
+    st.sampled_from([1000, 7]),
+)
 async def test_what_arrives_is_what_was_there(
     sizes: tuple[int, int], num_tokens: int, data: st.DataObject, chunk: int
 ) -> None:
     source, target = (memory(size, 64, seed) for size, seed in zip(sizes, (1, 2), strict=True))
     blocks, into = (
-        tuple(data.draw(st.permutations(range(64)))[: -(-num_tokens // kv.block_size)]) for kv in (source, target)
+        tuple(data.draw(st.permutations(range(64)))[: -(-num_tokens // kv.block_size)])
+        for kv in (source, target)
     )
     cached = data.draw(st.integers(0, num_tokens - 1))
     pair = Pair(source, target)
@@ -134,9 +169,22 @@ async def test_without_the_lease_table_it_would_be_taken(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "why", ["host", "token", "not shared", "no entry", "too small", "other ranks", "no ranks", "no file", "a pipe"]
+    "why",
+    [
+        "host",
+        "token",
+        "not shared",
+        "no entry",
+        "too small",
+        "other ranks",
+        "no ranks",
+        "no file",
+        "a pipe",
+    ],
 )
-async def test_what_cannot_be_mapped_goes_over_the_stream(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_mapped_goes_over_the_stream(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target = memory(seed=1, is_shared=why != "not shared"), memory()
     if why == "no entry":
         monkeypatch.setattr(leases, "_NUM_ENTRIES", 0)
@@ -173,8 +221,12 @@ def describe(monkeypatch: pytest.MonkeyPatch, **change: Any) -> None:
     monkeypatch.setattr(SharedMemoryConnector, "description", description)
 
 
-@pytest.mark.parametrize("change", [{"pid": None}, {"token": 7}, {"kv_fd": -1}, {"pid": "self"}, {"more": 1}])
-async def test_an_impossible_description_is_refused(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "change", [{"pid": None}, {"token": 7}, {"kv_fd": -1}, {"pid": "self"}, {"more": 1}]
+)
+async def test_an_impossible_description_is_refused(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = Pair(memory(seed=1), memory())
     describe(monkeypatch, **change)
     assert (await pair.move((1, 2), (3, 4), 8)).transport == "grpc"
@@ -187,7 +239,11 @@ async def test_an_impossible_lease_is_a_failed_transfer(change: dict[str, int]) 
     async def hook(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for frame in frames:
             key, message, payload = decode(frame)
-            yield encode(key, replace(message, **change), payload) if isinstance(message, BlockTable) else frame
+            yield (
+                encode(key, replace(message, **change), payload)
+                if isinstance(message, BlockTable)
+                else frame
+            )
 
     pair.hook = hook
     with pytest.raises(TransferError):
@@ -234,14 +290,18 @@ def sender_process() -> Iterator[tuple[dict[str, Any], BlockTable]]:
     code = (
         "from tandem.tests.workers.transfer.test_shared_memory import *; import json, time; "
         "context = TransferContext(kv=memory(seed=9)); entry, number = context.leases.open(); "
-        "found = SharedMemoryConnector(context, 'shared').description(); found['token'] = found['token'].hex(); "
+        "found = SharedMemoryConnector(context, 'shared').description(); found['token'] = "
+        "found['token'].hex(); "
         "print(json.dumps([found, entry, number]), flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         found, entry, number = json.loads(child.stdout.readline())
         try:
-            yield found | {"token": bytes.fromhex(found["token"])}, BlockTable(entry=entry, number=number)
+            yield (
+                found | {"token": bytes.fromhex(found["token"])},
+                BlockTable(entry=entry, number=number),
+            )
         finally:
             os.kill(child.pid, signal.SIGKILL)
 
@@ -253,6 +313,8 @@ async def test_memory_of_another_process_is_readable_and_goes_away_with_it() -> 
         peer = await connect(own, found)
         await peer.verify(table)
         assert peer._read((5, 0, 7), part) == expected_kv.read((5, 0, 7), part)
-    assert peer._read((5, 0, 7), part) == expected_kv.read((5, 0, 7), part)  # what is mapped stays until it is unmapped
+    assert peer._read((5, 0, 7), part) == expected_kv.read(
+        (5, 0, 7), part
+    )  # what is mapped stays until it is unmapped
     with pytest.raises(OSError, match="No such file"):
         await connect(own, found)

@@ -1,4 +1,6 @@
-"""A transport of an installed package, in this one file: it keeps spans in a dictionary of the process."""
+"""A transport of an installed package, in this one file: it keeps spans in a dictionary of the
+process.
+"""
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +27,9 @@ class DictConnector(KvConnector):
     token = b""
 
     @classmethod
-    async def listen(cls, context: TransferContext, name: str, announce: Callable[[Announce], None]) -> "DictConnector":
+    async def listen(
+        cls, context: TransferContext, name: str, announce: Callable[[Announce], None]
+    ) -> "DictConnector":
         """Opens the sender's side."""
         connector = cls(context, name)
         connector.token = secrets.token_bytes(16)
@@ -36,7 +40,9 @@ class DictConnector(KvConnector):
         return {"token": self.token}
 
     @classmethod
-    async def connect(cls, context: TransferContext, name: str, description: dict[str, Any]) -> "DictConnector":
+    async def connect(
+        cls, context: TransferContext, name: str, description: dict[str, Any]
+    ) -> "DictConnector":
         """Opens the receiver's side."""
         connector = cls(context, name)
         connector.token = checked(description, {"token": bytes})["token"]
@@ -44,10 +50,14 @@ class DictConnector(KvConnector):
 
     def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
         """Puts the span into the dictionary."""
-        SPANS[self.token, stream, span.first_layer, span.first_token] = self.context.kv.read(blocks, span)
+        SPANS[self.token, stream, span.first_layer, span.first_token] = self.context.kv.read(
+            blocks, span
+        )
         return b""
 
-    async def fetch(self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview) -> memoryview:
+    async def fetch(
+        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+    ) -> memoryview:
         """Takes the span out of the dictionary."""
         try:
             return SPANS.pop((self.token, stream, data.first_layer, data.first_token))
@@ -61,7 +71,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     package = tmp_path / "toy-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(f"[tandem.kv_connectors]\ndict = {__name__}:DictConnector\n")
+    (package / "entry_points.txt").write_text(
+        f"[tandem.kv_connectors]\ndict = {__name__}:DictConnector\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     find_connector.cache_clear()
     yield

@@ -1,4 +1,6 @@
-"""KV cache between tensor-parallel groups of any two sizes: every rank gets its heads, bit by bit, from any source."""
+"""KV cache between tensor-parallel groups of any two sizes: every rank gets its heads, bit by bit,
+from any source.
+"""
 
 import asyncio
 import random
@@ -46,7 +48,9 @@ def layout_of(num_kv_heads: int, num_heads: int = 8) -> KvLayout:
 
 @dataclass
 class Transfer:
-    """A source and a target group. The source's cache is that of one whole model, the target's is full of noise."""
+    """A source and a target group. The source's cache is that of one whole model, the target's is
+    full of noise.
+    """
 
     layout: KvLayout
     source_tp: int
@@ -58,14 +62,21 @@ class Transfer:
 
     def __post_init__(self) -> None:
         numbers = np.random.default_rng(1)
-        self.whole: list[Bytes] = [  # of each layer: [key or value, token, KV head, bytes of a head]
-            numbers.integers(0, 256, (2, NUM_TOKENS, geometry.num_kv_heads, self._head_bytes(layer)), np.uint8)
+        self.whole: list[
+            Bytes
+        ] = [  # of each layer: [key or value, token, KV head, bytes of a head]
+            numbers.integers(
+                0, 256, (2, NUM_TOKENS, geometry.num_kv_heads, self._head_bytes(layer)), np.uint8
+            )
             for layer, geometry in enumerate(self.layout.layers)
         ]
-        self.sources = [self._store(self.source_tp, rank, self.source_block) for rank in range(self.source_tp)]
+        self.sources = [
+            self._store(self.source_tp, rank, self.source_block) for rank in range(self.source_tp)
+        ]
         choose = random.Random(2)
         self.blocks, self.into = (
-            tuple(choose.sample(range(NUM_BLOCKS), -(-NUM_TOKENS // size))) for size in (self.source_block, 16)
+            tuple(choose.sample(range(NUM_BLOCKS), -(-NUM_TOKENS // size)))
+            for size in (self.source_block, 16)
         )
         for rank, kv in enumerate(self.sources):
             for layer, whole in enumerate(self.whole):
@@ -106,7 +117,9 @@ class Transfer:
 
     def _sender(self, rank: int) -> KvSender:
         lease_seconds = None if rank else 30
-        sender = sender_of(self.sources[rank], self.transports(rank), self.released, lease_seconds=lease_seconds)
+        sender = sender_of(
+            self.sources[rank], self.transports(rank), self.released, lease_seconds=lease_seconds
+        )
         sender.offer(1, KEY.transfer_id, self.blocks, NUM_TOKENS, b"hash")
         return sender
 
@@ -129,9 +142,14 @@ class Transfer:
     def target(self) -> asyncio.Future[FetchTarget]:
         return placed(self.into, self.num_cached)
 
-    async def fetch(self, rank: int, arrived: asyncio.Barrier | None = None) -> worker_pb2.KvReceived:
+    async def fetch(
+        self, rank: int, arrived: asyncio.Barrier | None = None
+    ) -> worker_pb2.KvReceived:
         """As a rank does that hears from its group when all have their part."""
-        async with self.receivers[rank].fetch(self.handle(), b"hash", self.target()) as (first_tokens, received):
+        async with self.receivers[rank].fetch(self.handle(), b"hash", self.target()) as (
+            first_tokens,
+            received,
+        ):
             assert first_tokens == FIRST_TOKENS
             if arrived:
                 await arrived.wait()
@@ -139,7 +157,9 @@ class Transfer:
         return received
 
     async def run(self) -> list[worker_pb2.KvReceived]:
-        """The whole of it, with the prefill in two chunks; returns when every stream and connection has ended."""
+        """The whole of it, with the prefill in two chunks; returns when every stream and connection
+        has ended.
+        """
         arrived = asyncio.Barrier(self.target_tp)
         fetches = [asyncio.create_task(self.fetch(rank, arrived)) for rank in range(self.target_tp)]
         await turns()
@@ -160,7 +180,12 @@ class Transfer:
 
     @property
     def num_acks(self) -> int:
-        return sum(isinstance(message, Ack) for calls in self.calls for _, call in calls.made for message in call.said)
+        return sum(
+            isinstance(message, Ack)
+            for calls in self.calls
+            for _, call in calls.made
+            for message in call.said
+        )
 
     def cache(self, rank: int) -> list[Bytes]:
         """What a target rank has, of each layer: [key or value, token, slot, bytes of a head]."""
@@ -180,9 +205,13 @@ class Transfer:
             kv, cached = self.targets[rank], self.num_cached
             for layer, found in enumerate(self.cache(rank)):
                 expected = self.whole[layer][:, :, self._heads(layer, kv.tp, kv.rank)]
-                assert (found[:, cached:] == expected[:, cached:]).all(), f"rank {rank}, layer {layer}"
+                assert (found[:, cached:] == expected[:, cached:]).all(), (
+                    f"rank {rank}, layer {layer}"
+                )
                 if cached:
-                    assert (found[:, :cached] == self.before[rank][layer][:, :cached]).all(), f"rank {rank}"
+                    assert (found[:, :cached] == self.before[rank][layer][:, :cached]).all(), (
+                        f"rank {rank}"
+                    )
 
 
 async def turns(count: int = 30) -> None:
@@ -263,24 +292,40 @@ MIXED = {
 @pytest.mark.parametrize("layers", MIXED)
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (1, 2), (2, 1), (4, 2)])
 async def test_layers_of_unequal_geometry_arrive(
-    source_tp: int, target_tp: int, layers: str, transport: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+    source_tp: int,
+    target_tp: int,
+    layers: str,
+    transport: str,
+    cache_dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_fake_nixl(monkeypatch)
     layout = KvLayout(layers=MIXED[layers], dtype="bfloat16", model="m", cache_dtype=cache_dtype)
     for frame_bytes in (160, 4096, 2**20):
         monkeypatch.setattr(KvConnector, "frame_bytes", frame_bytes)
-        transfer = Transfer(layout, source_tp, target_tp, 8, 21, transports=lambda source_rank: (transport,))
+        transfer = Transfer(
+            layout, source_tp, target_tp, 8, 21, transports=lambda source_rank: (transport,)
+        )
         fetched = await transfer.run()
         transfer.check()
         for kv, part in zip(transfer.targets, fetched, strict=True):
-            sizes = [span(kv, 21, NUM_TOKENS - 21, layer, 1).size(layout) for layer in range(layout.num_layers)]
+            sizes = [
+                span(kv, 21, NUM_TOKENS - 21, layer, 1).size(layout)
+                for layer in range(layout.num_layers)
+            ]
             assert (part.transfer_bytes, part.transport) == (sum(sizes), transport)
         assert (transfer.released, transfer.num_acks) == ([1], 1)
 
 
 def test_a_span_across_unequal_layers_is_refused() -> None:
     kv = Transfer(KvLayout(layers=MIXED["runs"], dtype="bfloat16", model="m"), 1, 1).targets[0]
-    for layer, num_layers, good in ((0, 3, True), (2, 2, False), (3, 1, True), (3, 2, False), (0, 5, False)):
+    for layer, num_layers, good in (
+        (0, 3, True),
+        (2, 2, False),
+        (3, 1, True),
+        (3, 2, False),
+        (0, 5, False),
+    ):
         part = replace(span(kv, 0, 9, layer, num_layers), num_slots=1)
         if good:
             assert kv.read((1,), part).nbytes == part.size(kv.layout)
@@ -289,8 +334,12 @@ def test_a_span_across_unequal_layers_is_refused() -> None:
                 kv.read((1,), part)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "tps"), [(12, 4, (1, 2, 3, 4, 6)), (9, 3, (1, 3))])
-async def test_heads_that_straddle_ranks_arrive_too(num_heads: int, num_kv_heads: int, tps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "tps"), [(12, 4, (1, 2, 3, 4, 6)), (9, 3, (1, 3))]
+)
+async def test_heads_that_straddle_ranks_arrive_too(
+    num_heads: int, num_kv_heads: int, tps: tuple[int, ...]
+) -> None:
     for source_tp in tps:
         for target_tp in tps:
             transfer = Transfer(layout_of(num_kv_heads, num_heads), source_tp, target_tp)
@@ -313,14 +362,21 @@ async def test_there_is_a_stream_for_every_piece_and_no_other(
         assert asked == [
             (
                 f"rank {piece.source_rank}",
-                Pull(first_token=0, group=0, first_slot=piece.source_slots.start, num_slots=len(piece.source_slots)),
+                Pull(
+                    first_token=0,
+                    group=0,
+                    first_slot=piece.source_slots.start,
+                    num_slots=len(piece.source_slots),
+                ),
             )
             for piece in pieces
         ]
 
 
 async def test_rank_0_pins_the_cache_where_it_reads_nothing() -> None:
-    """12 heads over 4, from 6 ranks to 2: rank 1 has the KV heads (0, 1) that rank 0 has not together."""
+    """12 heads over 4, from 6 ranks to 2: rank 1 has the KV heads (0, 1) that rank 0 has not
+    together.
+    """
     transfer = Transfer(layout_of(4, 12), 6, 2, transports=lambda source_rank: ("shared",))
     assert all(piece.source_rank for piece in plan(12, 4, 6, 2, 0))
     (fetched, _) = await transfer.run()
@@ -349,14 +405,18 @@ async def test_a_pin_that_fails_ends_the_fetch(fault: str) -> None:
         for sender in transfer.senders[1:]:
             sender.progress(1, NUM_TOKENS)
             sender.complete(1, FIRST_TOKENS)
-    with pytest.raises(TransferError, match="stream broke" if fault == "withdrawn" else "another prompt"):
+    with pytest.raises(
+        TransferError, match="stream broke" if fault == "withdrawn" else "another prompt"
+    ):
         await fetching
     assert all(call.cancelled for _, call in transfer.calls[0].made)
     assert (transfer.num_acks, transfer.released) == (0, [])
 
 
 async def test_ranks_may_use_different_transports() -> None:
-    transfer = Transfer(layout_of(8), 4, 2, transports=lambda source_rank: ("shared",) if source_rank == 0 else ())
+    transfer = Transfer(
+        layout_of(8), 4, 2, transports=lambda source_rank: ("shared",) if source_rank == 0 else ()
+    )
     assert [part.transport for part in await transfer.run()] == ["grpc+shared", "grpc"]
     transfer.check()
 
@@ -368,7 +428,9 @@ async def test_one_stream_that_fails_ends_the_others(failing: int) -> None:
     await turns()
     transfer.progress(20)
     await turns()
-    assert any((now != then).any() for now, then in zip(transfer.cache(0), transfer.before[0], strict=True))
+    assert any(
+        (now != then).any() for now, then in zip(transfer.cache(0), transfer.before[0], strict=True)
+    )
     transfer.senders[failing].withdraw(1)
     transfer.senders[1 - failing].progress(1, NUM_TOKENS)
     with pytest.raises(TransferError, match="stream broke"):

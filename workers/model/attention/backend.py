@@ -18,12 +18,15 @@ class SequenceSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionOptions:
-    """Says how a layer weighs the keys that a query sees; which these are, its `LayerGeometry.window` says."""
+    """Says how a layer weighs the keys that a query sees; which these are, its
+    `LayerGeometry.window` says.
+    """
 
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap), as Gemma 2's
     sinks: torch.Tensor | None = None
-    """float32 [num_heads] of this rank: the score of one key more, without a value, as gpt-oss's."""
+    """float32 [num_heads] of this rank: the score of one key more, without a value, as gpt-oss's.
+    """
 
     def scale_of(self, head_dim: int) -> float:
         """Returns the factor of the scores."""
@@ -37,13 +40,20 @@ class StepAttention(Protocol):
     """Computes the attention of one step, with what its layers share: slots, block tables, masks."""
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions = PLAIN
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
-        """Stores the step's keys and values, then attends causally to all that the sequences have stored, or as far
-        back as the layer's window reaches.
+        """Stores the step's keys and values, then attends causally to all that the sequences have
+        stored, or as far back as the layer's window reaches.
 
-        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] of this layer,
-        sequences in the order of the plan; returns [num_tokens, num_heads * head_dim]."""
+        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim]
+        of this layer, sequences in the order of the plan; returns [num_tokens, num_heads *
+        head_dim].
+        """
         ...
 
 

@@ -16,7 +16,9 @@ class NativeTables:
 
     def __init__(self, window: int | None, rows: Sequence[tuple[int, SequenceSpan]] = ()) -> None:
         self._window = window
-        self.addresses = torch.zeros(2, dtype=torch.int64)  # of block tables and parts, see paged_attention.c
+        self.addresses = torch.zeros(
+            2, dtype=torch.int64
+        )  # of block tables and parts, see paged_attention.c
         self._writable = self.addresses.numpy()
         self.fill(rows)
 

@@ -13,16 +13,23 @@ _TINY: Final = 2.0**-119  # the inverse of less might be infinite
 
 
 def quantize(heads: torch.Tensor, item: torch.dtype) -> torch.Tensor:
-    """Rounds vectors [.., head_dim] to rows of the cache, [.., head_dim + SCALE_BYTES]; `item` is their dtype.
+    """Rounds vectors [.., head_dim] to rows of the cache, [.., head_dim + SCALE_BYTES]; `item` is
+    their dtype.
 
-    The scale of a vector that is not finite is infinite, and so is what attention reads with it, or NaN."""
+    The scale of a vector that is not finite is infinite, and so is what attention reads with it, or
+    NaN.
+    """
     wide = heads.float()
     peak = wide.abs().amax(-1, keepdim=True).nan_to_num(torch.inf, torch.inf)
     scale = (peak * (1 / _LARGEST[item])).bfloat16()
     scale = torch.where(scale.float() < _TINY, 0, scale)
     factor = torch.where(scale > 0, 1 / scale.float(), 0)
     numbers = torch.where(factor > 0, wide * factor, 0)
-    rounded = numbers.round().to(item) if item is torch.int8 else numbers.to(torch.float8_e4m3fn).view(item)
+    rounded = (
+        numbers.round().to(item)
+        if item is torch.int8
+        else numbers.to(torch.float8_e4m3fn).view(item)
+    )
     return torch.cat((rounded, scale.view(item)), dim=-1)
 
 

@@ -15,31 +15,39 @@ from .native_tables import NativeTables
 from .quantized_cache import dequantize, quantize
 
 _Attend = Callable[[int, torch.Tensor, AttentionOptions], torch.Tensor]
-"""Attends in a layer for query [rows, num_heads, head_dim]; returns [rows, num_heads * head_dim]."""
+"""Attends in a layer for query [rows, num_heads, head_dim]; returns [rows, num_heads * head_dim].
+"""
 
 _Part = tuple[torch.Tensor, _Attend]
 """Some of the step's sequences, attended to at once: their rows of the flat batch, and how."""
 
 _LayerTables = tuple[torch.Tensor, NativeTables | None, list[_Part]]
-"""What layers of one geometry share in a step: where each token's keys and values go, [num_tokens * num_kv_heads], as
-rows of (block, head, token); what the C kernel takes, or where there is none, the sequences."""
+"""What layers of one geometry share in a step: where each token's keys and values go, [num_tokens *
+num_kv_heads], as rows of (block, head, token); what the C kernel takes, or where there is none, the
+sequences.
+"""
 
 StaticStep = tuple[StepAttention, Callable[[Sequence[SequenceSpan]], None]]
 """A step whose tables stay in place, and what loads the sequences of its next run."""
 
 
 class TorchAttentionBackend:
-    """Implements `AttentionBackend`: gathers the blocks that a step needs, then multiplies densely; where there are C
-    kernels, these read the blocks in place."""
+    """Implements `AttentionBackend`: gathers the blocks that a step needs, then multiplies densely;
+    where there are C kernels, these read the blocks in place.
+    """
 
-    def __init__(self, kv: PagedKv, layers: Sequence[LayerGeometry], *, native: bool = True) -> None:
+    def __init__(
+        self, kv: PagedKv, layers: Sequence[LayerGeometry], *, native: bool = True
+    ) -> None:
         """`layers` have this rank's head counts; `native=False` keeps to plain torch."""
         self._kv = kv
         self._layers = tuple(layers)
         self._has_kernel: dict[LayerGeometry, bool] = {}
         for layer in self._layers:
             query = torch.empty(layer.head_dim, dtype=kv.dtype, device=kv.device)
-            self._has_kernel[layer] = native and cpu.can_attend(query, layer.num_heads // layer.num_kv_heads)
+            self._has_kernel[layer] = native and cpu.can_attend(
+                query, layer.num_heads // layer.num_kv_heads
+            )
         self.reads_whole_blocks = not all(self._has_kernel.values())
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
@@ -56,12 +64,16 @@ class TorchAttentionBackend:
         return partial(self._step, [tables[layer] for layer in self._layers])
 
     def static(self, max_tokens: int) -> StaticStep | None:
-        """Returns a step whose tables stay in place, of up to `max_tokens` tokens in all; None if there are no kernels
-        for it."""
+        """Returns a step whose tables stay in place, of up to `max_tokens` tokens in all; None if
+        there are no kernels for it.
+        """
         if not all(self._has_kernel.values()):
             return None
         heads = {layer.num_kv_heads for layer in self._has_kernel}
-        slots = {num_kv_heads: torch.zeros(max_tokens * num_kv_heads, dtype=torch.int64) for num_kv_heads in heads}
+        slots = {
+            num_kv_heads: torch.zeros(max_tokens * num_kv_heads, dtype=torch.int64)
+            for num_kv_heads in heads
+        }
         tables = {layer: NativeTables(layer.window) for layer in self._has_kernel}
 
         def fill(spans: Sequence[SequenceSpan]) -> None:
@@ -72,18 +84,27 @@ class TorchAttentionBackend:
             for table in tables.values():
                 table.fill(rows)
 
-        return partial(self._step, [(slots[each.num_kv_heads], tables[each], []) for each in self._layers]), fill
+        return partial(
+            self._step, [(slots[each.num_kv_heads], tables[each], []) for each in self._layers]
+        ), fill
 
     def _slots(self, num_kv_heads: int, spans: Sequence[SequenceSpan]) -> torch.Tensor:
-        """Returns where each new token's keys and values go: [num_tokens * num_kv_heads], rows of (block, head,
-        token)."""
+        """Returns where each new token's keys and values go: [num_tokens * num_kv_heads], rows of
+        (block, head, token).
+        """
         size = self._kv.block_size
-        rows = [  # of each token's first head; in plain Python, since most steps have a token of each sequence
+        # of each token's first head; in plain Python, since most steps have a token of each
+        # sequence
+        rows = [
             span.blocks[position // size] * num_kv_heads * size + position % size
             for span in spans
             for position in range(span.start, span.start + span.num_tokens)
         ]
-        return (torch.tensor(rows)[:, None] + torch.arange(num_kv_heads) * size).flatten().to(self._kv.device)
+        return (
+            (torch.tensor(rows)[:, None] + torch.arange(num_kv_heads) * size)
+            .flatten()
+            .to(self._kv.device)
+        )
 
     def _step(
         self,
@@ -102,12 +123,23 @@ class TorchAttentionBackend:
         else:
             for rows_of, new in ((key_rows, key), (value_rows, value)):
                 heads = new.reshape(-1, new.shape[-1])
-                rows_of.index_copy_(0, slots, quantize(heads, rows_of.dtype) if self._kv.is_quantized else heads)
+                rows_of.index_copy_(
+                    0, slots, quantize(heads, rows_of.dtype) if self._kv.is_quantized else heads
+                )
         result = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         if native:
             keys, values = self._kv.layers[layer]
             scale = options.scale_of(query.shape[2])
-            cpu.paged_attention(query, keys, values, native.addresses, result, scale, options.soft_cap, options.sinks)
+            cpu.paged_attention(
+                query,
+                keys,
+                values,
+                native.addresses,
+                result,
+                scale,
+                options.soft_cap,
+                options.sinks,
+            )
         for rows, attend in parts:
             result[rows] = attend(layer, query[rows], options)
         return result
@@ -119,8 +151,12 @@ def _first_rows(spans: Sequence[SequenceSpan]) -> list[tuple[int, SequenceSpan]]
     return list(zip(counts, spans, strict=False))
 
 
-def _weigh(scores: torch.Tensor, mask: torch.Tensor, options: AttentionOptions, head_dim: int) -> torch.Tensor:
-    """Maps products of queries and keys [..., num_heads, n, m] to the weights of the values; `mask` is added."""
+def _weigh(
+    scores: torch.Tensor, mask: torch.Tensor, options: AttentionOptions, head_dim: int
+) -> torch.Tensor:
+    """Maps products of queries and keys [..., num_heads, n, m] to the weights of the values; `mask`
+    is added.
+    """
     scores = scores * options.scale_of(head_dim)
     if options.soft_cap is not None:
         scores = torch.tanh(scores / options.soft_cap) * options.soft_cap
@@ -134,7 +170,9 @@ def _weigh(scores: torch.Tensor, mask: torch.Tensor, options: AttentionOptions, 
 class _Planner:
     """Builds the tables of one step for layers of one geometry."""
 
-    def __init__(self, kv: PagedKv, layer: LayerGeometry, rows: Sequence[tuple[int, SequenceSpan]]) -> None:
+    def __init__(
+        self, kv: PagedKv, layer: LayerGeometry, rows: Sequence[tuple[int, SequenceSpan]]
+    ) -> None:
         """`rows` are the sequences, each after its first row."""
         self._kv = kv
         self._block_size = kv.block_size
@@ -144,8 +182,9 @@ class _Planner:
         self._heads = torch.arange(self._num_kv_heads)
 
     def parts(self) -> list[_Part]:
-        """Returns one part for each prompt, and one for single tokens whose tables have the same bit length, so that
-        padding at most doubles them."""
+        """Returns one part for each prompt, and one for single tokens whose tables have the same
+        bit length, so that padding at most doubles them.
+        """
         groups: dict[int, list[tuple[int, SequenceSpan]]] = {}
         parts: list[_Part] = []
         for row, span in self._sequences:
@@ -154,25 +193,40 @@ class _Planner:
             else:
                 parts.append((torch.arange(row, row + span.num_tokens), self._chunk(span)))
         for group in groups.values():
-            parts.append((torch.tensor([row for row, _ in group]), self._decodes([span for _, span in group])))
+            parts.append(
+                (
+                    torch.tensor([row for row, _ in group]),
+                    self._decodes([span for _, span in group]),
+                )
+            )
         return [(rows.to(self._kv.device), attend) for rows, attend in parts]
 
     def _decodes(self, spans: Sequence[SequenceSpan]) -> _Attend:
-        """Attends for sequences with one new token and block tables of similar length by one batched product, whose
-        rows are the heads that share a KV head."""
+        """Attends for sequences with one new token and block tables of similar length by one
+        batched product, whose rows are the heads that share a KV head.
+        """
         firsts = [self._first_block(span) for span in spans]
-        tables = [list(span.blocks[first : self._num_blocks(span)]) for span, first in zip(spans, firsts, strict=True)]
+        tables = [
+            list(span.blocks[first : self._num_blocks(span)])
+            for span, first in zip(spans, firsts, strict=True)
+        ]
         width = max(map(len, tables))
         # Padding repeats the sequence's own last block: finite numbers, which the mask takes out.
-        table = self._head_rows(torch.tensor([blocks + blocks[-1:] * (width - len(blocks)) for blocks in tables]))
-        keys_of = torch.tensor(firsts)[:, None] * self._block_size + torch.arange(width * self._block_size)
+        table = self._head_rows(
+            torch.tensor([blocks + blocks[-1:] * (width - len(blocks)) for blocks in tables])
+        )
+        keys_of = torch.tensor(firsts)[:, None] * self._block_size + torch.arange(
+            width * self._block_size
+        )
         mask = self._mask(torch.tensor([span.start for span in spans]), keys_of)[:, None, None]
 
         def attend(layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
             batch, num_heads, head_dim = query.shape
             products = batch * self._num_kv_heads
             query = query.reshape(products, -1, head_dim)
-            keys, values = (each.view(products, -1, head_dim) for each in self._gather(layer, table))
+            keys, values = (
+                each.view(products, -1, head_dim) for each in self._gather(layer, table)
+            )
             scores = torch.bmm(query, keys.transpose(1, 2)).view(batch, num_heads, 1, -1)
             weights = _weigh(scores, mask, options, head_dim).view(products, -1, keys.shape[1])
             return torch.bmm(weights, values).view(batch, -1)
@@ -180,9 +234,14 @@ class _Planner:
         return attend
 
     def _chunk(self, span: SequenceSpan) -> _Attend:
-        """Attends for several new tokens of one sequence. KV heads are the batch of the product; the heads that share
-        one see it expanded, not copied."""
-        end, first, kv_heads = span.start + span.num_tokens, self._first_block(span), self._num_kv_heads
+        """Attends for several new tokens of one sequence. KV heads are the batch of the product;
+        the heads that share one see it expanded, not copied.
+        """
+        end, first, kv_heads = (
+            span.start + span.num_tokens,
+            self._first_block(span),
+            self._num_kv_heads,
+        )
         table = self._head_rows(torch.tensor([span.blocks[first : self._num_blocks(span)]]))
         positions = torch.arange(first * self._block_size, end)
         queries = torch.arange(span.start, end)
@@ -194,7 +253,9 @@ class _Planner:
             group = num_heads // kv_heads
             query = query.reshape(num_tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)
             keys, values = (
-                each.view(kv_heads, 1, -1, head_dim)[:, :, : len(positions)].expand(-1, group, -1, -1)
+                each.view(kv_heads, 1, -1, head_dim)[:, :, : len(positions)].expand(
+                    -1, group, -1, -1
+                )
                 for each in self._gather(layer, table)
             )
             if options.soft_cap is None and options.sinks is None:
@@ -212,18 +273,31 @@ class _Planner:
 
     def _gather(self, layer: int, table: torch.Tensor) -> list[torch.Tensor]:
         """Returns keys and values of rows of (block, head), [rows * block_size, head_dim]."""
-        found = [rows[table].view(len(table) * self._block_size, -1) for rows in self._kv.gather_rows[layer]]
-        return [dequantize(each, self._kv.dtype) for each in found] if self._kv.is_quantized else found
+        found = [
+            rows[table].view(len(table) * self._block_size, -1)
+            for rows in self._kv.gather_rows[layer]
+        ]
+        return (
+            [dequantize(each, self._kv.dtype) for each in found] if self._kv.is_quantized else found
+        )
 
     def _num_blocks(self, span: SequenceSpan) -> int:
         return (span.start + span.num_tokens + self._block_size - 1) // self._block_size
 
     def _first_block(self, span: SequenceSpan) -> int:
-        return 0 if self._window is None else max(0, span.start + 1 - self._window) // self._block_size
+        return (
+            0 if self._window is None else max(0, span.start + 1 - self._window) // self._block_size
+        )
 
     def _head_rows(self, table: torch.Tensor) -> torch.Tensor:
-        """Maps block tables [batch, width] to flat rows of (block, head), ordered [batch, head, width]."""
-        return (table[:, None] * self._num_kv_heads + self._heads[:, None]).flatten().to(self._kv.device)
+        """Maps block tables [batch, width] to flat rows of (block, head), ordered [batch, head,
+        width].
+        """
+        return (
+            (table[:, None] * self._num_kv_heads + self._heads[:, None])
+            .flatten()
+            .to(self._kv.device)
+        )
 
     def _mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Maps positions [n] and [n or 1, m] to what is added to the scores: [n, m], 0 or -inf."""

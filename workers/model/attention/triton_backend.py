@@ -1,4 +1,6 @@
-"""Attention on GPUs: Triton kernels that read the paged cache in place, planned on the host in flat arrays."""
+"""Attention on GPUs: Triton kernels that read the paged cache in place, planned on the host in flat
+arrays.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -15,12 +17,16 @@ from ..kernels.gpu_decode import DecodeWork, decode_attention, num_splits
 from ..kv_store import PagedKv
 from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 
-_MAX_GRAPH_ITEMS: Final = 4096  # work items of a captured step, each of gpu_decode.SPLIT_TOKENS keys
+_MAX_GRAPH_ITEMS: Final = (
+    4096  # work items of a captured step, each of gpu_decode.SPLIT_TOKENS keys
+)
 _MAX_GRAPH_BLOCKS: Final = 65_536  # entries of its block tables
 _PROGRAMS_PER_PROCESSOR: Final = 3  # as many as its shared memory holds
 
 Partials = dict[tuple[int, int], torch.Tensor]
-"""Scratch of decodes, float32 [num_items, num_heads, head_dim + 2], by num_heads and head_dim of the layers."""
+"""Scratch of decodes, float32 [num_items, num_heads, head_dim + 2], by num_heads and head_dim of
+the layers.
+"""
 
 
 class TritonAttentionBackend:
@@ -28,42 +34,67 @@ class TritonAttentionBackend:
 
     reads_whole_blocks = False
 
-    def __init__(self, kv: PagedKv, layers: Sequence[LayerGeometry], *, batch_invariant: bool = False) -> None:
-        """`layers` have this rank's head counts. `batch_invariant`: single tokens take the kernel of chunks, too, which
-        adds in another order than that of decodes."""
+    def __init__(
+        self, kv: PagedKv, layers: Sequence[LayerGeometry], *, batch_invariant: bool = False
+    ) -> None:
+        """`layers` have this rank's head counts. `batch_invariant`: single tokens take the kernel
+        of chunks, too, which adds in another order than that of decodes.
+        """
         self.kv = kv
         self.batch_invariant = batch_invariant
         self.device = kv.device
         is_cuda = kv.device.type == "cuda"
-        processors = torch.cuda.get_device_properties(kv.device).multi_processor_count if is_cuda else 1
+        processors = (
+            torch.cuda.get_device_properties(kv.device).multi_processor_count if is_cuda else 1
+        )
         self.layers = list(layers)
-        self.tile_tokens = [tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers]
-        self.num_programs = [max(1, processors * _PROGRAMS_PER_PROCESSOR // layer.num_kv_heads) for layer in layers]
+        self.tile_tokens = [
+            tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers
+        ]
+        self.num_programs = [
+            max(1, processors * _PROGRAMS_PER_PROCESSOR // layer.num_kv_heads) for layer in layers
+        ]
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         """See `AttentionBackend.plan`."""
         arrays = _Arrays(spans, self.kv.block_size, least_chunk=1 if self.batch_invariant else 2)
         tile_sizes = sorted(set(self.tile_tokens))
         tiles = [array for size in tile_sizes for array in arrays.tiles(size)]
-        slots, tables, *rest = copy_to_device([*arrays.slots_and_tables(), *arrays.decodes(), *tiles], self.device)
+        slots, tables, *rest = copy_to_device(
+            [*arrays.slots_and_tables(), *arrays.decodes(), *tiles], self.device
+        )
         num_decode = len(DecodeWork._fields) - 1
         decode = DecodeWork._make([*rest[:num_decode], tables])
         chunks: dict[int, ChunkWork] = {}
         if len(arrays.counts) > len(decode.rows):
             num_chunk = len(ChunkWork._fields) - 1
-            each = (rest[first : first + num_chunk] for first in range(num_decode, len(rest), num_chunk))
-            chunks = {size: ChunkWork._make([*fields, tables]) for size, fields in zip(tile_sizes, each, strict=True)}
+            each = (
+                rest[first : first + num_chunk] for first in range(num_decode, len(rest), num_chunk)
+            )
+            chunks = {
+                size: ChunkWork._make([*fields, tables])
+                for size, fields in zip(tile_sizes, each, strict=True)
+            }
         partials = self.make_partials(len(decode.item_splits))
         return self.step(slots, decode if len(decode.rows) else None, chunks, partials)
 
     def step(
-        self, slots: torch.Tensor, decode: DecodeWork | None, chunks: dict[int, ChunkWork], partials: Partials
+        self,
+        slots: torch.Tensor,
+        decode: DecodeWork | None,
+        chunks: dict[int, ChunkWork],
+        partials: Partials,
     ) -> StepAttention:
-        """Returns the attention of a step; `slots` int32 [num_tokens] are block * block_size + offset, or -1; `chunks`
-        are by tile_tokens, empty if no sequence has several tokens."""
+        """Returns the attention of a step; `slots` int32 [num_tokens] are block * block_size +
+        offset, or -1; `chunks` are by tile_tokens, empty if no sequence has several tokens.
+        """
 
         def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions = PLAIN
+            layer: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            options: AttentionOptions = PLAIN,
         ) -> torch.Tensor:
             keys, values = self.kv.layers[layer]
             scoring = Scoring(
@@ -75,7 +106,10 @@ class TritonAttentionBackend:
             store_kv(key, value, keys, values, slots)
             out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
             if decode:
-                partial, num_programs = partials[query.shape[1], query.shape[2]], self.num_programs[layer]
+                partial, num_programs = (
+                    partials[query.shape[1], query.shape[2]],
+                    self.num_programs[layer],
+                )
                 decode_attention(query, keys, values, decode, scoring, partial, out, num_programs)
             if chunks:
                 chunk_attention(query, keys, values, chunks[self.tile_tokens[layer]], scoring, out)
@@ -85,11 +119,16 @@ class TritonAttentionBackend:
 
     def make_partials(self, num_items: int) -> Partials:
         shapes = {(layer.num_heads, layer.head_dim) for layer in self.layers}
-        return {(heads, dim): torch.empty((num_items, heads, dim + 2), device=self.device) for heads, dim in shapes}
+        return {
+            (heads, dim): torch.empty((num_items, heads, dim + 2), device=self.device)
+            for heads, dim in shapes
+        }
 
 
 class StaticDecodes:
-    """Holds the arrays of pure decode steps at fixed addresses, for CUDA graphs: filled anew before each replay."""
+    """Holds the arrays of pure decode steps at fixed addresses, for CUDA graphs: filled anew before
+    each replay.
+    """
 
     def __init__(self, backend: TritonAttentionBackend, max_batch: int) -> None:
         self._backend = backend
@@ -100,15 +139,20 @@ class StaticDecodes:
         self._partials = backend.make_partials(_MAX_GRAPH_ITEMS)
 
     def step(self, batch: int) -> tuple[torch.Tensor, StepAttention]:
-        """Returns positions, int32 [batch], and the attention of the first `batch` rows, of which `fill` may leave some
-        empty."""
-        slots, counts, *of_sequences, num_items, sequences, splits, tables = torch.split(self._ints, self._lengths)
+        """Returns positions, int32 [batch], and the attention of the first `batch` rows, of which
+        `fill` may leave some empty.
+        """
+        slots, counts, *of_sequences, num_items, sequences, splits, tables = torch.split(
+            self._ints, self._lengths
+        )
         if self._backend.batch_invariant:
             _, rows, last_keys, offsets = (part[:batch] for part in of_sequences)
             work = ChunkWork(rows, counts[:batch], last_keys, offsets, tables)
             chunks = dict.fromkeys(self._backend.tile_tokens, work)
             return last_keys, self._backend.step(slots[:batch], None, chunks, {})
-        decode = DecodeWork._make([*(part[:batch] for part in of_sequences), num_items, sequences, splits, tables])
+        decode = DecodeWork._make(
+            [*(part[:batch] for part in of_sequences), num_items, sequences, splits, tables]
+        )
         return decode.last_keys, self._backend.step(slots[:batch], decode, {}, self._partials)
 
     def fill(self, spans: Sequence[SequenceSpan]) -> bool:
@@ -117,11 +161,17 @@ class StaticDecodes:
         slots, tables = arrays.slots_and_tables()
         decodes = arrays.decodes()
         splits = decodes[-1]
-        if len(spans) > self._max_batch or len(splits) > _MAX_GRAPH_ITEMS or len(tables) > _MAX_GRAPH_BLOCKS:
+        if (
+            len(spans) > self._max_batch
+            or len(splits) > _MAX_GRAPH_ITEMS
+            or len(tables) > _MAX_GRAPH_BLOCKS
+        ):
             return False
         ints = np.full(len(self._ints) - _MAX_GRAPH_BLOCKS + len(tables), -1, np.int32)
         begin = 0
-        for part, length in zip((slots, arrays.counts, *decodes, tables), self._lengths, strict=True):
+        for part, length in zip(
+            (slots, arrays.counts, *decodes, tables), self._lengths, strict=True
+        ):
             ints[begin : begin + len(part)] = part
             begin += length
         host = torch.from_numpy(ints)
@@ -132,7 +182,9 @@ class StaticDecodes:
 class _Arrays:
     """Computes on the host where the tokens and blocks of one step's sequences are."""
 
-    def __init__(self, spans: Sequence[SequenceSpan], block_size: int, least_chunk: int = 2) -> None:
+    def __init__(
+        self, spans: Sequence[SequenceSpan], block_size: int, least_chunk: int = 2
+    ) -> None:
         """Sequences with `least_chunk` tokens or more are chunks, the others decodes."""
         self._block_size = block_size
         self._least_chunk = least_chunk
@@ -170,4 +222,9 @@ class _Arrays:
         within = (np.arange(len(sequences)) - (num_tiles.cumsum() - num_tiles)[sequences]) * size
         firsts = (values[which][sequences] for values in (self._first_rows, self._starts))
         rows, starts = (first + within for first in firsts)
-        return rows, np.minimum(counts[sequences] - within, size), starts, self._offsets[which][sequences]
+        return (
+            rows,
+            np.minimum(counts[sequences] - within, size),
+            starts,
+            self._offsets[which][sequences],
+        )

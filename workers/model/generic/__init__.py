@@ -1,1 +1,3 @@
-"""Runs decoders that have no file here through transformers' own modelling code, over our paged attention."""
+"""Runs decoders that have no file here through transformers' own modelling code, over our paged
+attention.
+"""

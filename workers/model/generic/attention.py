@@ -1,7 +1,10 @@
-"""The attention function that transformers' modules call: traces what they ask for, then attends over paged KV.
+"""The attention function that transformers' modules call: traces what they ask for, then attends
+over paged KV.
 
-Registered by transformers' `AttentionInterface`. For a name that is not one of its own masks transformers makes none:
-sequences lie one after the other in a batch of one row, and only the step knows them."""
+Registered by transformers' `AttentionInterface`. For a name that is not one of its own masks
+transformers makes none: sequences lie one after the other in a batch of one row, and only the step
+knows them.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -24,10 +27,18 @@ from ..parallel import TensorParallel
 ATTENTION: Final = "tandem"
 _IGNORED: Final = {
     *("dropout", "is_causal", "position_ids", "use_cache", "cache_position", "output_attentions"),
-    *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep", "deterministic"),
+    *(
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+        "deterministic",
+    ),
 }  # arguments that change nothing here
 _UNDERSTOOD: Final = {"scaling", "sliding_window", "softcap", "s_aux", "sinks"}
-_NUM_LAYER_GROUPS: Final = 4  # parts of a step whose KV cache may be sent while the next part is computed
+_NUM_LAYER_GROUPS: Final = (
+    4  # parts of a step whose KV cache may be sent while the next part is computed
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +50,8 @@ class AttentionLayer:
 
 
 _Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]"""
+"""query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]
+"""
 
 _Attend = Callable[[nn.Module, _Heads, torch.Tensor | None, dict[str, Any]], torch.Tensor]
 """Maps a module's heads, mask and options to [1, num_tokens, num_heads, head_dim]."""
@@ -81,7 +93,9 @@ class PagedLayers:
         self._options: dict[int, AttentionOptions] = {}
         self._layers_a_group = -(-len(layers) // _NUM_LAYER_GROUPS)
 
-    def step(self, attention: StepAttention, on_layers: OnLayers | None) -> AbstractContextManager[None]:
+    def step(
+        self, attention: StepAttention, on_layers: OnLayers | None
+    ) -> AbstractContextManager[None]:
         """Lets the modules attend in a step. `on_layers` as in `CausalLM.__call__`."""
 
         def attend(
@@ -91,27 +105,45 @@ class PagedLayers:
             if on_layers and index and index % self._layers_a_group == 0:
                 on_layers(index)
             if index not in self._options:
-                self._options[index] = self._read_options(options, layer.geometry, heads[0].shape[3])
+                self._options[index] = self._read_options(
+                    options, layer.geometry, heads[0].shape[3]
+                )
             return self._attend(attention, index, layer.geometry, heads)
 
         return attend_by(attend)
 
-    def _attend(self, attention: StepAttention, index: int, layer: LayerGeometry, heads: _Heads) -> torch.Tensor:
-        query, key, value = (each[0].transpose(0, 1) for each in heads)  # [num_tokens, heads, head_dim]
+    def _attend(
+        self, attention: StepAttention, index: int, layer: LayerGeometry, heads: _Heads
+    ) -> torch.Tensor:
+        query, key, value = (
+            each[0].transpose(0, 1) for each in heads
+        )  # [num_tokens, heads, head_dim]
         is_whole = self._tp.size > 1 and query.shape[1] == layer.num_heads
-        if is_whole:  # the plan leaves the projections whole: each rank attends for its part of the heads
+        if (
+            is_whole
+        ):  # the plan leaves the projections whole: each rank attends for its part of the heads
             slots = list(self._tp.kv_heads(layer))
-            query, key, value = query[:, self._tp.query_heads(layer)], key[:, slots], value[:, slots]
+            query, key, value = (
+                query[:, self._tp.query_heads(layer)],
+                key[:, slots],
+                value[:, slots],
+            )
         query_dim, value_dim, dim = query.shape[2], value.shape[2], layer.head_dim
         if query_dim < dim or value_dim < dim:
-            query, key, value = (functional.pad(each, (0, dim - each.shape[2])) for each in (query, key, value))
-        result = attention(index, query.contiguous(), key.contiguous(), value.contiguous(), self._options[index])
+            query, key, value = (
+                functional.pad(each, (0, dim - each.shape[2])) for each in (query, key, value)
+            )
+        result = attention(
+            index, query.contiguous(), key.contiguous(), value.contiguous(), self._options[index]
+        )
         result = result.view(len(query), -1, dim)[..., :value_dim]
         if is_whole and self._tp.group:
             result = torch.cat(self._tp.group.all_gather(result.contiguous()), dim=1)
         return result[None]
 
-    def _read_options(self, options: dict[str, Any], layer: LayerGeometry, query_dim: int) -> AttentionOptions:
+    def _read_options(
+        self, options: dict[str, Any], layer: LayerGeometry, query_dim: int
+    ) -> AttentionOptions:
         sinks = options.get("s_aux") if options.get("sinks") is None else options["sinks"]
         if sinks is not None:
             sinks = sinks.float().flatten()
@@ -128,14 +160,20 @@ def trace_layers(model: PreTrainedModel, fields: Fields) -> list[AttentionLayer]
     layers: list[AttentionLayer] = []
     given: set[str] = set()  # options, by name
 
-    def trace(module: nn.Module, heads: _Heads, mask: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor:
+    def trace(
+        module: nn.Module, heads: _Heads, mask: torch.Tensor | None, options: dict[str, Any]
+    ) -> torch.Tensor:
         if any(layer.module is module for layer in layers):
-            raise fields.error("architectures", "layers that share one attention module are not supported")
+            raise fields.error(
+                "architectures", "layers that share one attention module are not supported"
+            )
         if mask is not None:
             raise fields.error("architectures", "attention with a mask of its own is not supported")
         geometry = _geometry(len(layers), heads, options, model.config)
         if geometry.num_heads % geometry.num_kv_heads:
-            problem = f"{geometry.num_kv_heads} does not divide the {geometry.num_heads} query heads"
+            problem = (
+                f"{geometry.num_kv_heads} does not divide the {geometry.num_heads} query heads"
+            )
             raise fields.error("num_key_value_heads", problem)
         layers.append(AttentionLayer(module=module, geometry=geometry))
         _check_options(module, options, fields)
@@ -164,14 +202,18 @@ def trace_layers(model: PreTrainedModel, fields: Fields) -> list[AttentionLayer]
 
 
 def _takers(model: nn.Module, positions: torch.Tensor, undo: ExitStack) -> list[nn.Module]:
-    """Returns a list to which the model's run adds the parts that are given the positions by a name of their own: the
-    others drop them, or hand them on with all other arguments."""
+    """Returns a list to which the model's run adds the parts that are given the positions by a name
+    of their own: the others drop them, or hand them on with all other arguments.
+    """
     takers: list[nn.Module] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(each is positions for each in (*args, *kwargs.values())):
             _, *names = signature(type(module).forward).parameters
-            if "position_ids" in names and (dict(zip(names, args, strict=False)) | kwargs)["position_ids"] is positions:
+            if (
+                "position_ids" in names
+                and (dict(zip(names, args, strict=False)) | kwargs)["position_ids"] is positions
+            ):
                 takers.append(module)
 
     for module in model.modules():
@@ -182,14 +224,19 @@ def _takers(model: nn.Module, positions: torch.Tensor, undo: ExitStack) -> list[
 
 def _check_no_window(config: Any, fields: Fields) -> None:
     """Raises CheckpointError if a model has a window that only its mask would know."""
-    window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    window = (
+        None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    )
     if isinstance(window, int) and window < context_tokens(fields):
-        raise fields.error("sliding_window", "is not supported, this model leaves it to a mask of its own")
+        raise fields.error(
+            "sliding_window", "is not supported, this model leaves it to a mask of its own"
+        )
 
 
 def _keep_shapes(model: nn.Module, undo: ExitStack) -> None:
-    """Lets a part that needs numbers, which `meta` has not, such as a router of tokens to experts, return its input:
-    the trace only follows shapes."""
+    """Lets a part that needs numbers, which `meta` has not, such as a router of tokens to experts,
+    return its input: the trace only follows shapes.
+    """
     for module in model.modules():
         if module is model:
             continue
@@ -200,20 +247,27 @@ def _keep_shapes(model: nn.Module, undo: ExitStack) -> None:
             except CheckpointError:
                 raise
             except Exception:
-                given = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
+                given = next(
+                    (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)),
+                    None,
+                )
                 if given is None:
                     raise
                 return given
 
         had_own = vars(module).get("forward")
         module.forward = forward
-        undo.callback(*((setattr, module, "forward", had_own) if had_own else (delattr, module, "forward")))
+        undo.callback(
+            *((setattr, module, "forward", had_own) if had_own else (delattr, module, "forward"))
+        )
 
 
 def _check_options(module: nn.Module, options: dict[str, Any], fields: Fields) -> None:
     asked = {name for name, given in options.items() if given is not None and given is not False}
     if asked := asked - _IGNORED - _UNDERSTOOD:
-        raise fields.error("architectures", f"attention with {', '.join(sorted(asked))} is not supported")
+        raise fields.error(
+            "architectures", f"attention with {', '.join(sorted(asked))} is not supported"
+        )
     if not isinstance(options.get("scaling", 1.0), float | int | None):
         raise fields.error("architectures", "attention whose scale is learned is not supported")
     if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
@@ -231,9 +285,13 @@ def _geometry(index: int, heads: _Heads, options: dict[str, Any], config: Any) -
 
 
 def _window(index: int, options: dict[str, Any], config: Any) -> int | None:
-    """Returns the window of a layer; some modules leave it to the mask of their layer's type, which we do not have."""
+    """Returns the window of a layer; some modules leave it to the mask of their layer's type, which
+    we do not have.
+    """
     kinds = getattr(config, "layer_types", None)
     if kinds and kinds[index] == "full_attention":
         return None
-    window = options.get("sliding_window") or (getattr(config, "sliding_window", None) if kinds else None)
+    window = options.get("sliding_window") or (
+        getattr(config, "sliding_window", None) if kinds else None
+    )
     return int(window) if window else None

@@ -1,8 +1,11 @@
-"""Fills the buffers that no checkpoint has, such as rotary frequencies, and fixes those that would change by the step.
+"""Fills the buffers that no checkpoint has, such as rotary frequencies, and fixes those that would
+change by the step.
 
-Frequencies that depend on the longest sequence of a batch would let requests change each other: the dynamic scaling
-changes nothing up to max_position_embeddings, beyond which no sequence here goes, and of LongRoPE (arXiv 2402.13753) a
-model whose context is beyond the original one takes the long factors for all, as vLLM does."""
+Frequencies that depend on the longest sequence of a batch would let requests change each other: the
+dynamic scaling changes nothing up to max_position_embeddings, beyond which no sequence here goes,
+and of LongRoPE (arXiv 2402.13753) a model whose context is beyond the original one takes the long
+factors for all, as vLLM does.
+"""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -18,12 +21,17 @@ _CHANGING: Final = ("dynamic", "longrope")
 
 
 def fix_rope(model: PreTrainedModel, fields: Fields) -> None:
-    """Lets no rotary embedding change its frequencies. Raises CheckpointError for one of several kinds of layers."""
+    """Lets no rotary embedding change its frequencies. Raises CheckpointError for one of several
+    kinds of layers.
+    """
     modules: Iterator[Any] = model.modules()
     for module in modules:
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict) and not set(_CHANGING).isdisjoint(kind.values()):
-            raise fields.error("rope_parameters", "dynamic and longrope are not supported for a kind of layers alone")
+            raise fields.error(
+                "rope_parameters",
+                "dynamic and longrope are not supported for a kind of layers alone",
+            )
         if kind in _CHANGING:
             module.changing_rope_type, module.rope_type = kind, "default"
 

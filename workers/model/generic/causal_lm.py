@@ -1,4 +1,6 @@
-"""Makes a transformers decoder a `CausalLM`: a flat batch as one row, our attention, weights that our loader reads."""
+"""Makes a transformers decoder a `CausalLM`: a flat batch as one row, our attention, weights that
+our loader reads.
+"""
 
 from typing import Any
 
@@ -31,7 +33,9 @@ class _Source(Module):
 
 
 class _Weights(Module):
-    """Holds the sources of some weights until they are loaded, and then gives them to the transformers model."""
+    """Holds the sources of some weights until they are loaded, and then gives them to the
+    transformers model.
+    """
 
     def __init__(self, model: PreTrainedModel, group: WeightGroup, plan: TpPlan) -> None:
         self._model, self._group, self._plan = model, group, plan
@@ -41,13 +45,17 @@ class _Weights(Module):
         self._is_whole = None in slices
         dtype = model.get_parameter_or_buffer(group.target).dtype
         self.sources = [
-            _Source(Parameter(*(WeightSlice(name, shape, each) for each in parts or [()]), dtype=dtype))
+            _Source(
+                Parameter(*(WeightSlice(name, shape, each) for each in parts or [()]), dtype=dtype)
+            )
             for (name, shape, _), parts in zip(group.sources, slices, strict=True)
         ]
 
     def process_after_load(self) -> None:
         """Converts the sources, and lets go of them."""
-        converted = self._group.convert(self._model, [source.weight.data for source in self.sources])
+        converted = self._group.convert(
+            self._model, [source.weight.data for source in self.sources]
+        )
         self.sources = []
         for name, tensor in converted.items():
             data = self._plan.cut(name, tensor) if self._is_whole else tensor
@@ -60,8 +68,9 @@ class _Weights(Module):
 
 
 class _Given:
-    """Stands for the model below the head, or the decoder in it, and for its output: hidden states that are there
-    already, and nothing else."""
+    """Stands for the model below the head, or the decoder in it, and for its output: hidden states
+    that are there already, and nothing else.
+    """
 
     def __init__(self) -> None:
         self.last_hidden_state: torch.Tensor | None = None  # [1, num_rows, hidden]
@@ -96,7 +105,9 @@ class TransformersForCausalLM(CausalLM):
         self.weights = [_Weights(self._model, group, self._plan) for group in groups]
 
     def process_after_load(self) -> None:
-        """Computes what no checkpoint has, such as rotary frequencies, and takes the model's head apart from it."""
+        """Computes what no checkpoint has, such as rotary frequencies, and takes the model's head
+        apart from it.
+        """
         model, device = self._model, next(self._model.parameters()).device
         fill_buffers(model, device)
         model.tie_weights()
@@ -104,7 +115,9 @@ class TransformersForCausalLM(CausalLM):
             if self._plan.is_split(target) and not self._plan.is_split(source):
                 path, _, leaf = target.rpartition(".")
                 part = self._plan.cut(target, model.get_parameter(source).data)
-                model.get_submodule(path)._parameters[leaf] = nn.Parameter(part, requires_grad=False)
+                model.get_submodule(path)._parameters[leaf] = nn.Parameter(
+                    part, requires_grad=False
+                )
         use_kernels(model, self._dtype, self._plan)
         self._plan.install(model)
         self._below = model.base_model
@@ -126,7 +139,9 @@ class TransformersForCausalLM(CausalLM):
     ) -> torch.Tensor:
         """See `CausalLM.__call__`."""
         with self._layers.step(attention, on_layers):
-            output = self._below(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+            output = self._below(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False
+            )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 

@@ -13,10 +13,14 @@ from .attention import ATTENTION, AttentionLayer, trace_layers
 from .buffers import fix_rope
 from .config import invalid, read_config
 
-_building = Lock()  # transformers builds under a default dtype and patches that are of the whole process
+_building = (
+    Lock()
+)  # transformers builds under a default dtype and patches that are of the whole process
 
 
-def build_on_meta(fields: Fields, dtype: torch.dtype) -> tuple[PreTrainedModel, list[AttentionLayer]]:
+def build_on_meta(
+    fields: Fields, dtype: torch.dtype
+) -> tuple[PreTrainedModel, list[AttentionLayer]]:
     """Returns the whole model of a config.json on `meta`, and its attention layers in their order.
 
     Raises CheckpointError as `read_config`, and if a layer attends in a way that we cannot."""
@@ -33,8 +37,6 @@ def build_on_meta(fields: Fields, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     fix_rope(model, fields)
     layers = trace_layers(model, fields)
     if len(layers) != config.num_hidden_layers:
-        problem = (
-            f"{config.num_hidden_layers}, but {len(layers)} of them attend through transformers' AttentionInterface"
-        )
+        problem = f"{config.num_hidden_layers}, but {len(layers)} of them attend through transformers' AttentionInterface"
         raise fields.error("num_hidden_layers", problem)
     return model, layers

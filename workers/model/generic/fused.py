@@ -1,5 +1,6 @@
-"""Lets small modules of transformers compute by one call of our kernels: norms, rotary positions, the token embedding.
-One does so only if it gave what the kernel gives, tried on random numbers."""
+"""Lets small modules of transformers compute by one call of our kernels: norms, rotary positions,
+the token embedding. One does so only if it gave what the kernel gives, tried on random numbers.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -19,7 +20,9 @@ Forward = Callable[..., Any]
 
 
 def use_kernels(model: PreTrainedModel, dtype: torch.dtype, plan: TpPlan) -> None:
-    """Replaces the `forward` of modules that our kernels for CPUs can stand for; call it once all is loaded."""
+    """Replaces the `forward` of modules that our kernels for CPUs can stand for; call it once all
+    is loaded.
+    """
     if not cpu.usable(next(model.parameters())):
         return
     for name, module in list(model.named_modules()):
@@ -42,12 +45,22 @@ def _embedding(module: nn.Embedding) -> Forward:
 def _norm(module: nn.Module, dtype: torch.dtype) -> Forward | None:
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, nn.Parameter) or weight.dtype != dtype or not isinstance(epsilon, float):
+    if (
+        not isinstance(weight, nn.Parameter)
+        or weight.dtype != dtype
+        or not isinstance(epsilon, float)
+    ):
         return None
     plain, data = module.forward, weight.data
 
-    def forward(x: torch.Tensor) -> torch.Tensor:  # [1, num_tokens, dim] or [1, num_tokens, heads, dim]
-        fits = len(x) == 1 and x.stride(-1) == 1 and (x.ndim == 3 or (x.ndim == 4 and x.stride(2) == x.shape[3]))
+    def forward(
+        x: torch.Tensor,
+    ) -> torch.Tensor:  # [1, num_tokens, dim] or [1, num_tokens, heads, dim]
+        fits = (
+            len(x) == 1
+            and x.stride(-1) == 1
+            and (x.ndim == 3 or (x.ndim == 4 and x.stride(2) == x.shape[3]))
+        )
         result: torch.Tensor = cpu.rms_norm(x[0], data, epsilon)[None] if fits else plain(x)
         return result
 
@@ -61,15 +74,29 @@ def _rotary(module: nn.Module, config: Any, dtype: torch.dtype) -> Forward | Non
     given = list(inspect.signature(module.forward).parameters)
     if given[:2] != ["x", "position_ids"] or given[2:] not in ([], ["layer_type"]):
         return None
-    kinds: list[tuple[str, ...]] = [(kind,) for kind in sorted(set(config.layer_types))] if given[2:] else [()]
-    like, positions = torch.zeros(1, 1, 1, dtype=dtype), torch.arange(config.max_position_embeddings)[None]
+    kinds: list[tuple[str, ...]] = (
+        [(kind,) for kind in sorted(set(config.layer_types))] if given[2:] else [()]
+    )
+    like, positions = (
+        torch.zeros(1, 1, 1, dtype=dtype),
+        torch.arange(config.max_position_embeddings)[None],
+    )
     first = module(like, positions[:, :1], *kinds[0])
-    is_pair = isinstance(first, tuple) and all(each.shape[:2] == (1, 1) and each.ndim == 3 for each in first)
-    if not is_pair or sum(each.nbytes for each in first) * len(kinds) * positions.shape[1] > _MAX_TABLE_BYTES:
+    is_pair = isinstance(first, tuple) and all(
+        each.shape[:2] == (1, 1) and each.ndim == 3 for each in first
+    )
+    if (
+        not is_pair
+        or sum(each.nbytes for each in first) * len(kinds) * positions.shape[1] > _MAX_TABLE_BYTES
+    ):
         return None
-    tables = {kind: [each[0].contiguous() for each in module(like, positions, *kind)] for kind in kinds}
+    tables = {
+        kind: [each[0].contiguous() for each in module(like, positions, *kind)] for kind in kinds
+    }
 
-    def forward(x: torch.Tensor, position_ids: torch.Tensor, *kind: str, **named: str) -> tuple[torch.Tensor, ...]:
+    def forward(
+        x: torch.Tensor, position_ids: torch.Tensor, *kind: str, **named: str
+    ) -> tuple[torch.Tensor, ...]:
         rows = position_ids[0].int()
         return tuple(cpu.gather(each, rows)[None] for each in tables[kind or tuple(named.values())])
 

@@ -1,4 +1,6 @@
-"""Computes the `torch.nn.Linear` of a transformers model by packed weights, and the rank's part of a split one."""
+"""Computes the `torch.nn.Linear` of a transformers model by packed weights, and the rank's part of
+a split one.
+"""
 
 import torch
 from torch import nn
@@ -8,7 +10,9 @@ from ..quant.unquantized import UnquantizedLinearMethod
 
 
 class PackedLinear:
-    """Computes x W^T + b. Where the inputs are split, sums over the ranks; where the outputs are, may gather them."""
+    """Computes x W^T + b. Where the inputs are split, sums over the ranks; where the outputs are,
+    may gather them.
+    """
 
     def __init__(
         self,
@@ -19,7 +23,9 @@ class PackedLinear:
         sums: bool = False,
         gathers: bool = False,
     ) -> None:
-        """`plain` is loaded, with this rank's part of the weight, and has none left where it is packed."""
+        """`plain` is loaded, with this rank's part of the weight, and has none left where it is
+        packed.
+        """
         self._tp, self._sums, self._gathers = tp, sums, gathers
         self._num_outputs = plain.out_features  # of the whole map
         self._inputs = tp.part(plain.in_features) if split_input else None

@@ -1,7 +1,10 @@
-"""Splits a transformers model over ranks by its own plan, `base_model_tp_plan`, with our process group.
+"""Splits a transformers model over ranks by its own plan, `base_model_tp_plan`, with our process
+group.
 
-The plan names a style for modules and parameters. Megatron-LM's pairs (arXiv 1909.08053): what is `colwise` keeps the
-rank's outputs, what is `rowwise` keeps its inputs, and the outputs of the latter are summed over the ranks."""
+The plan names a style for modules and parameters. Megatron-LM's pairs (arXiv 1909.08053): what is
+`colwise` keeps the rank's outputs, what is `rowwise` keeps its inputs, and the outputs of the
+latter are summed over the ranks.
+"""
 
 import re
 import sys
@@ -24,7 +27,13 @@ _COLUMNS: Final = ("colwise", *_GATHER)
 _ROWS: Final = ("rowwise", *_SPLIT_INPUT)
 _SUMMED: Final = ("moe_tp_experts", "all_reduce")
 _WHOLE: Final = (
-    *("replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", "local_params", "embedding_colwise"),
+    *(
+        "replicated_with_grad_allreduce",
+        "mla_kv_a_proj",
+        "replicate",
+        "local_params",
+        "embedding_colwise",
+    ),
     *("moe_identity_expert", *_SUMMED),
 )
 _PACKED: Final = ("packed_colwise", "packed_rowwise")
@@ -35,7 +44,9 @@ class TpPlan:
     """Says which part of each weight a rank keeps, and what is exchanged where."""
 
     def __init__(self, model: PreTrainedModel, tp: TensorParallel) -> None:
-        """Raises ValueError, with one line for the user, if there is no plan, or one that we cannot follow."""
+        """Raises ValueError, with one line for the user, if there is no plan, or one that we cannot
+        follow.
+        """
         self._tp = tp
         plan = model.tp_plan if tp.size > 1 else {}
         problem = f"tp: {tp.size}: transformers has no plan to split {type(model).__name__} that is supported"
@@ -43,18 +54,26 @@ class TpPlan:
             raise ValueError(problem)
         names = [each for each, _ in (*model.named_modules(), *model.named_parameters())]
         self._styles = {
-            each: plan[pattern] for each in names if (pattern := replace_layer_number_by_wildcard(each)) in plan
+            each: plan[pattern]
+            for each in names
+            if (pattern := replace_layer_number_by_wildcard(each)) in plan
         }
         for each, module in model.named_modules():
-            if self._styles.get(each, "replicate") in (*_COLUMNS, *_ROWS, *_PACKED) and type(module) is not nn.Linear:
+            if (
+                self._styles.get(each, "replicate") in (*_COLUMNS, *_ROWS, *_PACKED)
+                and type(module) is not nn.Linear
+            ):
                 raise ValueError(problem)
 
     def slices(self, name: str, shape: tuple[int, ...], stacks: int) -> list[Slices] | None:
-        """Returns the parts of a source of the weight `name` that this rank keeps, side by side along the first
-        dimension; None if they have to be cut out of the whole weight by `cut`.
+        """Returns the parts of a source of the weight `name` that this rank keeps, side by side
+        along the first dimension; None if they have to be cut out of the whole weight by `cut`.
 
-        `shape` is the source's; `stacks` as in `WeightGroup.stacks`."""
-        num_dims = len(shape) + bool(stacks)  # a source of a stack lacks the dimension of the experts
+        `shape` is the source's; `stacks` as in `WeightGroup.stacks`.
+        """
+        num_dims = len(shape) + bool(
+            stacks
+        )  # a source of a stack lacks the dimension of the experts
         dim, num_parts = self._split(name, num_dims)
         if dim is None:
             return [()]
@@ -74,13 +93,17 @@ class TpPlan:
         return torch.cat(parts, dim=dim).contiguous()
 
     def install(self, model: PreTrainedModel) -> None:
-        """Makes the modules of a loaded model exchange what the plan says, and packs its linear maps."""
+        """Makes the modules of a loaded model exchange what the plan says, and packs its linear
+        maps.
+        """
         source = getsource(sys.modules[type(model).__module__])
         for name, module in list(model.named_modules()):
             style = self._styles.get(name, "")
             if type(module) is nn.Linear:
                 # What other code multiplies by itself stays as it is.
-                if style or not re.search(rf"self\.[\w.]*\b{name.rpartition('.')[2]}\.weight\b", source):
+                if style or not re.search(
+                    rf"self\.[\w.]*\b{name.rpartition('.')[2]}\.weight\b", source
+                ):
                     linear = PackedLinear(
                         module,
                         self._tp,
@@ -92,16 +115,22 @@ class TpPlan:
             elif style == "embedding_rowwise":
                 self._split_embedding(module)
             elif style in _SUMMED:
-                module.register_forward_hook(lambda module, args, output: self._tp.all_reduce(output))
+                module.register_forward_hook(
+                    lambda module, args, output: self._tp.all_reduce(output)
+                )
             elif style == "moe_identity_expert":
-                module.register_forward_pre_hook(lambda module, args: (args[0] / self._tp.size, *args[1:]))
+                module.register_forward_pre_hook(
+                    lambda module, args: (args[0] / self._tp.size, *args[1:])
+                )
 
     def is_split(self, name: str) -> bool:
         """Returns whether the ranks keep parts of a weight [outputs, inputs]."""
         return self._split(name, 2)[0] is not None
 
     def _split(self, name: str, num_dims: int) -> tuple[int | None, int]:
-        """Returns the dimension in which a weight is split, and of how many maps side by side it is in that."""
+        """Returns the dimension in which a weight is split, and of how many maps side by side it is
+        in that.
+        """
         module, _, kind = name.rpartition(".")
         style = self._styles.get(name) or self._styles.get(module, "")
         if style in _COLUMNS or style == "packed_colwise":
@@ -115,7 +144,9 @@ class TpPlan:
         """Returns the rank's part of each of several maps that fill a dimension."""
         one = size // num_parts
         mine = self._tp.part(one)
-        return [slice(index * one + mine.start, index * one + mine.stop) for index in range(num_parts)]
+        return [
+            slice(index * one + mine.start, index * one + mine.stop) for index in range(num_parts)
+        ]
 
     def _split_embedding(self, module: nn.Module) -> None:
         """Each rank looks up what lies in its part of the vocabulary."""
@@ -123,7 +154,9 @@ class TpPlan:
 
         def forward(token_ids: torch.Tensor) -> torch.Tensor:
             is_local = (token_ids >= mine.start) & (token_ids < mine.stop)
-            return self._tp.all_reduce(look_up((token_ids - mine.start).where(is_local, 0)) * is_local[..., None])
+            return self._tp.all_reduce(
+                look_up((token_ids - mine.start).where(is_local, 0)) * is_local[..., None]
+            )
 
         setattr(module, "forward", forward)  # noqa: B010  # a method, which mypy lets nobody assign to
 

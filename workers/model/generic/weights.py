@@ -1,7 +1,10 @@
-"""Finds what each weight of a transformers model is made of in a checkpoint, by transformers' own conversions.
+"""Finds what each weight of a transformers model is made of in a checkpoint, by transformers' own
+conversions.
 
-A checkpoint's names are those that `save_pretrained` writes, which are those of the hub: transformers converts them
-when it loads (renamed, experts stacked, fused projections split) and back when it saves."""
+A checkpoint's names are those that `save_pretrained` writes, which are those of the hub:
+transformers converts them when it loads (renamed, experts stacked, fused projections split) and
+back when it saves.
+"""
 
 from concurrent.futures import Future
 from copy import deepcopy
@@ -27,24 +30,33 @@ from transformers.core_model_loading import (
 class WeightGroup:
     """Some tensors of a checkpoint, and the weights of the model that they become."""
 
-    sources: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape and, for the converter, the pattern it matches
+    sources: tuple[
+        tuple[str, tuple[int, ...], str], ...
+    ]  # name, shape and, for the converter, the pattern it matches
     target: str  # the first, or only, weight
     converter: WeightConverter | None  # None: the source is the target
 
-    def convert(self, model: PreTrainedModel, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def convert(
+        self, model: PreTrainedModel, tensors: list[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Returns the weights by name. `tensors` are the sources' in their order."""
         if self.converter is None:
             return {self.target: tensors[0]}
         converter = deepcopy(self.converter)
         for (name, _, pattern), tensor in zip(self.sources, tensors, strict=True):
-            converter.add_tensor(self.target, name, pattern, cast(Future[Any], tensor))  # or one that is there
+            converter.add_tensor(
+                self.target, name, pattern, cast(Future[Any], tensor)
+            )  # or one that is there
         converted = converter.convert(self.target, model=model, config=model.config)
-        return {name: each[0] if isinstance(each, list) else each for name, each in converted.items()}
+        return {
+            name: each[0] if isinstance(each, list) else each for name, each in converted.items()
+        }
 
     @property
     def stacks(self) -> int:
-        """Returns how many tensors of each expert are stacked side by side; 0 if the group is anything else, so that a
-        rank's part of the sources is not its part of the target."""
+        """Returns how many tensors of each expert are stacked side by side; 0 if the group is
+        anything else, so that a rank's part of the sources is not its part of the target.
+        """
         if self.converter is None or len(self.converter.target_patterns) > 1:
             return 0
         operations = [type(operation) for operation in self.converter.operations]
@@ -55,11 +67,15 @@ class WeightGroup:
 
 
 def find_weight_groups(model: PreTrainedModel) -> list[WeightGroup]:
-    """Returns the groups that make all weights of a model on `meta`, but those that are tied to others.
+    """Returns the groups that make all weights of a model on `meta`, but those that are tied to
+    others.
 
-    Raises LookupError if transformers' conversions do not lead back to a weight."""
+    Raises LookupError if transformers' conversions do not lead back to a weight.
+    """
     every: dict[str, torch.Tensor] = dict(model.state_dict())
-    wanted = {name: tensor for name, tensor in every.items() if name not in model.all_tied_weights_keys}
+    wanted = {
+        name: tensor for name, tensor in every.items() if name not in model.all_tied_weights_keys
+    }
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     transforms = [each for each in transforms if not isinstance(each, PrefixChange)]
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -69,13 +85,16 @@ def find_weight_groups(model: PreTrainedModel) -> list[WeightGroup]:
     sources: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
     found: dict[str, WeightConverter | None] = {}
     for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, every)
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, every
+        )
         if target not in every and name in every:
             target, pattern = name, None
         sources.setdefault(target, []).append((name, tuple(stored[name].shape), pattern or ""))
         found[target] = by_pattern[pattern] if pattern else None
     groups = [
-        WeightGroup(sources=tuple(parts), target=target, converter=found[target]) for target, parts in sources.items()
+        WeightGroup(sources=tuple(parts), target=target, converter=found[target])
+        for target, parts in sources.items()
     ]
     made = {name for group in groups for name in _targets(group, model)}
     if missing := wanted.keys() - made:
@@ -86,4 +105,6 @@ def find_weight_groups(model: PreTrainedModel) -> list[WeightGroup]:
 def _targets(group: WeightGroup, model: PreTrainedModel) -> set[str]:
     if group.converter is None:
         return {group.target}
-    return set(group.convert(model, [torch.empty(shape, device="meta") for _, shape, _ in group.sources]))
+    return set(
+        group.convert(model, [torch.empty(shape, device="meta") for _, shape, _ in group.sources])
+    )

@@ -1,6 +1,8 @@
 """Holds kernels: C on CPUs (`cpu`), Triton on GPUs (`gpu`, `gpu_decode`, `gpu_chunk`).
 
-Where there are none the model runs in plain torch, which is also what tests compare the kernels with."""
+Where there are none the model runs in plain torch, which is also what tests compare the kernels
+with.
+"""
 
 import importlib
 import importlib.util
@@ -46,6 +48,9 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 @cache
 def _gpu() -> ModuleType | None:
-    """Returns `gpu` if there is Triton, which torch installs where it can use it. Only imported for GPUs: it takes a
-    second, and in a process with it the CPU kernels were a tenth slower."""
-    return importlib.import_module(f"{__name__}.gpu") if importlib.util.find_spec("triton") else None
+    """Returns `gpu` if there is Triton, which torch installs where it can use it. Only imported for
+    GPUs: it takes a second, and in a process with it the CPU kernels were a tenth slower.
+    """
+    return (
+        importlib.import_module(f"{__name__}.gpu") if importlib.util.find_spec("triton") else None
+    )

@@ -26,15 +26,18 @@ _SOURCES: Final = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
 _FLAGS: Final = ("-O3", "-march=native", "-ffast-math", "-pthread", "-fPIC", "-std=gnu11")
 # Without -ffast-math: linked with it, the library would flush denormals in the whole process.
 _LINK_FLAGS: Final = ("-shared", "-pthread")
-_BUILD_SECONDS: Final = 900  # of the compiler, which takes half a minute alone: so long only beside much other work
+_BUILD_SECONDS: Final = (
+    900  # of the compiler, which takes half a minute alone: so long only beside much other work
+)
 SUFFIX: Final = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Returns the kernels, built if this machine has not built them before; None where they cannot be built. Raises
-    TimeoutExpired if the compiler takes too long: then others of this service may have kernels, with which a stream
-    would go on with other tokens than without."""
+    """Returns the kernels, built if this machine has not built them before; None where they cannot
+    be built. Raises TimeoutExpired if the compiler takes too long: then others of this service may
+    have kernels, with which a stream would go on with other tokens than without.
+    """
     compiler = os.environ.get("CC") or "cc"
     try:
         name = f"{_fingerprint(compiler)}.so"
@@ -50,20 +53,26 @@ def library() -> ctypes.CDLL | None:
 
 
 def _load(compiler: str, built: Path) -> ctypes.CDLL:
-    """Loads the kernels, built first if they are not there. Raises OSError if they cannot be stored, or not loaded from
-    there, CalledProcessError if they cannot be compiled."""
+    """Loads the kernels, built first if they are not there. Raises OSError if they cannot be
+    stored, or not loaded from there, CalledProcessError if they cannot be compiled.
+    """
     if not built.exists():
         _build(compiler, built)
     return ctypes.CDLL(str(built))
 
 
 def _temporary_folder() -> Path:
-    """Returns this user's own folder among the temporary files. Raises OSError if another user could write there, who
-    could have this process run anything."""
+    """Returns this user's own folder among the temporary files. Raises OSError if another user
+    could write there, who could have this process run anything.
+    """
     folder = Path(tempfile.gettempdir()) / f"tandem-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.getuid()
+        or stat.S_IMODE(status.st_mode) & 0o077
+    ):
         raise PermissionError(errno.EPERM, "belongs to another user", str(folder))
     return folder
 
@@ -78,26 +87,48 @@ def loaded_library() -> ctypes.CDLL:
 
 @functools.cache
 def address(name: str, dtype: torch.dtype | None = None) -> int:
-    """Returns where a kernel is, of a dtype where it has variants. Raises RuntimeError if there are no kernels."""
+    """Returns where a kernel is, of a dtype where it has variants. Raises RuntimeError if there are
+    no kernels.
+    """
     function = getattr(loaded_library(), name if dtype is None else f"{name}_{SUFFIX[dtype]}")
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _fingerprint(compiler: str) -> str:
     """Hashes what the build depends on: source, compiler, the processor it tunes for."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_BUILD_SECONDS).stdout
-    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=True, timeout=_BUILD_SECONDS
+    ).stdout
+    flags = next(
+        (
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("flags")
+        ),
+        "",
+    )
     words = (*_FLAGS, *_LINK_FLAGS, flags, platform.machine())
-    parts = (*(source.read_bytes() for source in _SOURCES), version, *(word.encode() for word in words))
+    parts = (
+        *(source.read_bytes() for source in _SOURCES),
+        version,
+        *(word.encode() for word in words),
+    )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
 def _build(compiler: str, built: Path) -> None:
-    """Compiles into a temporary file and renames it, so that a killed process leaves nothing. Of several that need the
-    same kernels one builds them, and the others wait for it: together they would take as many times as long."""
+    """Compiles into a temporary file and renames it, so that a killed process leaves nothing. Of
+    several that need the same kernels one builds them, and the others wait for it: together they
+    would take as many times as long.
+    """
     built.parent.mkdir(parents=True, exist_ok=True)
-    with built.with_suffix(".lock").open("w") as lock, tempfile.TemporaryDirectory(dir=built.parent) as scratch:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as the compiler may take: the kernel frees it of who has died
+    with (
+        built.with_suffix(".lock").open("w") as lock,
+        tempfile.TemporaryDirectory(dir=built.parent) as scratch,
+    ):
+        fcntl.flock(
+            lock, fcntl.LOCK_EX
+        )  # for as long as the compiler may take: the kernel frees it of who has died
         if built.exists():
             return
         sources = [source for source in _SOURCES if source.suffix == ".c"]

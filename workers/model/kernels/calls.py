@@ -18,7 +18,9 @@ _ALIGNMENT: Final = 64  # bytes
 _ALLOCATIONS: Final = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 
 OPERATORS: Final[dict[Any, Callable[..., torch.Tensor]]] = {}
-"""What torch computes, by the kernels that compute the same while a program is recorded; see `elementwise`."""
+"""What torch computes, by the kernels that compute the same while a program is recorded; see
+`elementwise`.
+"""
 
 Argument = torch.Tensor | int | float | None
 
@@ -35,11 +37,15 @@ class _Call(ctypes.Structure):
     )
 
 
-def call(name: str, dtype: torch.dtype | None, rows: int, *args: Argument, shared: bool = False) -> None:
-    """Calls a kernel, of a dtype where it has variants, for `rows` rows; tensors are given by their address.
+def call(
+    name: str, dtype: torch.dtype | None, rows: int, *args: Argument, shared: bool = False
+) -> None:
+    """Calls a kernel, of a dtype where it has variants, for `rows` rows; tensors are given by their
+    address.
 
-    While a program is recorded it is recorded instead. `shared` says that the kernel reads or writes memory that others
-    use between the program's runs, as the KV cache."""
+    While a program is recorded it is recorded instead. `shared` says that the kernel reads or
+    writes memory that others use between the program's runs, as the KV cache.
+    """
     numbers = [_number(each) for each in args]
     numbers += [0] * (_MAX_ARGS - len(numbers))
     made = _Call(address(name, dtype), rows, shared, 0, (ctypes.c_int64 * _MAX_ARGS)(*numbers))
@@ -59,10 +65,17 @@ def _number(argument: Argument) -> int:
 
 
 class Program:
-    """Runs recorded calls for any number of rows up to that for which they were recorded. It is for one thread."""
+    """Runs recorded calls for any number of rows up to that for which they were recorded. It is for
+    one thread.
+    """
 
     def __init__(
-        self, calls: list[_Call], marks: list[int], result: torch.Tensor, memory: list[torch.Tensor], max_rows: int
+        self,
+        calls: list[_Call],
+        marks: list[int],
+        result: torch.Tensor,
+        memory: list[torch.Tensor],
+        max_rows: int,
     ) -> None:
         self.result = result  # overwritten by the next run
         self.max_rows = max_rows
@@ -116,7 +129,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _has_step(self, args: Any) -> bool:
-        """Returns whether some tensor was made by this step: what was not has no rows for its tokens."""
+        """Returns whether some tensor was made by this step: what was not has no rows for its
+        tokens.
+        """
         flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else (arg,))]
         return any(isinstance(each, torch.Tensor) and _base(each) in self._bases for each in flat)
 
@@ -124,12 +139,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Lets `Program.run` stop here."""
         self._marks.append(len(self.calls))
 
-    def program(self, result: torch.Tensor, max_rows: int, reuse_distance: int | None = None) -> Program:
-        """Returns the program of the calls, which were made for max_rows rows or multiples of it; the caller reads
-        `result`.
+    def program(
+        self, result: torch.Tensor, max_rows: int, reuse_distance: int | None = None
+    ) -> Program:
+        """Returns the program of the calls, which were made for max_rows rows or multiples of it;
+        the caller reads `result`.
 
-        Memory is used again by calls that come at least `reuse_distance` calls after its last use, or only by the next
-        run: the larger, the longer a thread may be late and nobody waits for it."""
+        Memory is used again by calls that come at least `reuse_distance` calls after its last use,
+        or only by the next
+        run: the larger, the longer a thread may be late and nobody waits for it.
+        """
         if any(made.rows % max_rows for made, _ in self.calls):
             raise NotImplementedError("some call has no rows for the step's tokens")
         buffers = self._buffers()
@@ -158,7 +177,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = {_base(each): each.untyped_storage().nbytes() for each in self._allocated}
         buffers: dict[int, _Buffer] = {}
         for index, (_, args) in enumerate(self.calls):
-            for base in {_base(each) for each in args if isinstance(each, torch.Tensor)} & sizes.keys():
+            for base in {
+                _base(each) for each in args if isinstance(each, torch.Tensor)
+            } & sizes.keys():
                 num_bytes = -(-sizes[base] // _ALIGNMENT) * _ALIGNMENT
                 buffers[base] = (num_bytes, buffers[base][1] if base in buffers else index, index)
         return buffers
@@ -173,7 +194,9 @@ def _place(buffers: list[_Buffer], distance: int) -> list[int]:
     placed: list[tuple[int, _Buffer]] = []
     for buffer in buffers:
         num_bytes, first, _ = buffer
-        taken = sorted((offset, size) for offset, (size, _, last) in placed if last + distance > first)
+        taken = sorted(
+            (offset, size) for offset, (size, _, last) in placed if last + distance > first
+        )
         free = 0
         for offset, size in taken:
             if offset - free >= num_bytes:
@@ -184,8 +207,9 @@ def _place(buffers: list[_Buffer], distance: int) -> list[int]:
 
 
 def _distance(index: int, placed: list[tuple[int, _Buffer]], num_calls: int) -> int:
-    """Returns how many calls ago the memory of the buffers that call `index` is the first to use was last used, in this
-    run or the one before; 0 if it is the first to use none."""
+    """Returns how many calls ago the memory of the buffers that call `index` is the first to use
+    was last used, in this run or the one before; 0 if it is the first to use none.
+    """
     distances = [0]
     for offset, (num_bytes, first, _) in placed:
         if first == index:

@@ -1,6 +1,7 @@
 """Calls C kernels for what plain torch does in many small calls or, in bfloat16, slowly.
 
-Without a compiler there are none. Tensors are on the CPU, in float32 or bfloat16; their last dimension is contiguous.
+Without a compiler there are none. Tensors are on the CPU, in float32 or bfloat16; their last
+dimension is contiguous.
 """
 
 import ctypes
@@ -14,11 +15,16 @@ from .build import SUFFIX, library
 from .calls import call
 
 _MAX_SUMMED_INPUTS: Final = (2**31 - 1) // (255 * 127)
-"""Of a group of integers: numbers are 0 to 255, inputs -127 to 127, and their sum has 32 bits. 66,311."""
+"""Of a group of integers: numbers are 0 to 255, inputs -127 to 127, and their sum has 32 bits.
+66,311.
+"""
 _MAX_HEAD_DIM: Final = 256  # what a thread's stack is sure to hold
 _MAX_GROUP: Final = 32  # as in common.h
 _PANEL: Final = 32  # as in linear.c
-_QUANTIZED: Final = {torch.int8: "_int8", torch.uint8: "_fp8"}  # kernels, by what a quantised KV cache has
+_QUANTIZED: Final = {
+    torch.int8: "_int8",
+    torch.uint8: "_fp8",
+}  # kernels, by what a quantised KV cache has
 ACTIVATIONS: Final = ("silu", "gelu_tanh")
 DOT_PRODUCT: Final = 1  # forms of a product, as in linear.h
 WIDENED: Final = 2
@@ -33,13 +39,16 @@ def usable(tensor: torch.Tensor) -> bool:
 
 
 def can_attend(query: torch.Tensor, group: int) -> bool:
-    """Returns whether `paged_attention` takes queries [.., head_dim] of this kind, `group` of them to a KV head."""
+    """Returns whether `paged_attention` takes queries [.., head_dim] of this kind, `group` of them
+    to a KV head.
+    """
     return query.shape[-1] <= _MAX_HEAD_DIM and group <= _MAX_GROUP and usable(query)
 
 
 def paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], or quantised as in PagedKv
+    # [num_blocks, num_kv_heads, block_size, head_dim], or quantised as in PagedKv
+    keys: torch.Tensor,
     values: torch.Tensor,  # the same
     tables: torch.Tensor,  # [2] int64, see paged_attention.c
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
@@ -47,13 +56,23 @@ def paged_attention(
     soft_cap: float | None = None,  # see AttentionOptions
     sinks: torch.Tensor | None = None,  # float32 [num_heads]
 ) -> None:
-    """Computes attention of each token to the keys of its sequence that `tables` name, read in place."""
+    """Computes attention of each token to the keys of its sequence that `tables` name, read in
+    place.
+    """
     rows, num_heads, head_dim = query.shape
     kv_heads, block_size = keys.shape[1:3]
     shape = (kv_heads, num_heads // kv_heads, head_dim, block_size)
     options = (float(scale), float(soft_cap or 0), sinks)
     places = (query, query.stride(0), out, out.stride(0), keys, values, tables)
-    call(f"paged_attention{_QUANTIZED.get(keys.dtype, '')}", query.dtype, rows, *places, *shape, *options, shared=True)
+    call(
+        f"paged_attention{_QUANTIZED.get(keys.dtype, '')}",
+        query.dtype,
+        rows,
+        *places,
+        *shape,
+        *options,
+        shared=True,
+    )
 
 
 def store_kv(
@@ -67,7 +86,15 @@ def store_kv(
     tokens, heads, head_dim = key.shape
     if keys.dtype in _QUANTIZED:
         places = (key, key.stride(0), value, value.stride(0), keys, values, slots)
-        call(f"store_kv{_QUANTIZED[keys.dtype]}", key.dtype, tokens, *places, heads, head_dim, shared=True)
+        call(
+            f"store_kv{_QUANTIZED[keys.dtype]}",
+            key.dtype,
+            tokens,
+            *places,
+            heads,
+            head_dim,
+            shared=True,
+        )
         return
     size = key.element_size()
     new = (key, key.stride(0) * size, value, value.stride(0) * size)
@@ -84,7 +111,20 @@ def rms_norm(
     """Normalises the last dimension of x by its root mean square."""
     out = torch.empty(x.shape, dtype=x.dtype)
     rows, heads, dim = x.shape[0], x.shape[1] if x.ndim == 3 else 1, x.shape[-1]
-    call("rms_norm", x.dtype, rows, x, x.stride(0), weight, out, heads, dim, epsilon, offset, residual)
+    call(
+        "rms_norm",
+        x.dtype,
+        rows,
+        x,
+        x.stride(0),
+        weight,
+        out,
+        heads,
+        dim,
+        epsilon,
+        offset,
+        residual,
+    )
     return out
 
 
@@ -130,7 +170,9 @@ def _gated(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates heads [num_tokens, num_heads, head_dim] by a RotaryEmbedding's [num_tokens, 1, head_dim]."""
+    """Rotates heads [num_tokens, num_heads, head_dim] by a RotaryEmbedding's [num_tokens, 1,
+    head_dim].
+    """
     out = torch.empty(heads.shape, dtype=heads.dtype)
     rows, num_heads, dim = heads.shape
     call("rotate", heads.dtype, rows, heads, heads.stride(0), cos, sin, out, num_heads, dim)
@@ -146,20 +188,29 @@ def gather(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 @cache
 def linear_form(kind: str = "") -> int:
-    """Returns how this processor multiplies weights in bfloat16, "_fp8" or "_int", as in linear.h; 0: by no kernel."""
+    """Returns how this processor multiplies weights in bfloat16, "_fp8" or "_int", as in linear.h;
+    0: by no kernel.
+    """
     kernels = library()
     return 0 if kernels is None else int(kernels[f"form_of_linear{kind}"]())
 
 
 def can_multiply(weight: torch.Tensor) -> bool:
-    """Returns whether there is a `linear` for a weight [outputs, inputs], which needs bfloat16 and a processor without
-    AMX."""
-    return usable(weight) and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and linear_form() != 0
+    """Returns whether there is a `linear` for a weight [outputs, inputs], which needs bfloat16 and
+    a processor without AMX.
+    """
+    return (
+        usable(weight)
+        and weight.dtype == torch.bfloat16
+        and weight.shape[1] % 2 == 0
+        and linear_form() != 0
+    )
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """Packs a weight [outputs, inputs] in the order in which `linear` reads it: [ceil(outputs / 32), inputs / 2, 32,
-    2]."""
+    """Packs a weight [outputs, inputs] in the order in which `linear` reads it: [ceil(outputs /
+    32), inputs / 2, 32, 2].
+    """
     outputs, inputs = weight.shape
     weight = weight.contiguous()
     packed = weight.new_empty(-(-outputs // _PANEL), inputs // 2, _PANEL, 2)
@@ -176,8 +227,9 @@ def pack_linear_fp8(
     weight: torch.Tensor,  # [outputs, inputs] uint8, the bits of numbers in E4M3
     scales: torch.Tensor,  # [outputs, groups] float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packs a weight and its scales in the order in which `linear` reads them: as `pack_linear`, and [panels, groups,
-    32]."""
+    """Packs a weight and its scales in the order in which `linear` reads them: as `pack_linear`,
+    and [panels, groups, 32].
+    """
     return pack_linear(weight), _by_panel(scales)
 
 
@@ -200,7 +252,9 @@ def alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def apart(y: torch.Tensor) -> torch.Tensor:
-    """Returns the outputs [rows, 2 * outputs] of an alternated weight with those of the gates first."""
+    """Returns the outputs [rows, 2 * outputs] of an alternated weight with those of the gates
+    first.
+    """
     return y.view(len(y), -1, 2, _PANEL // 2).transpose(1, 2).reshape(y.shape)
 
 
@@ -215,7 +269,8 @@ def linear(
 ) -> torch.Tensor:
     """Computes x W^T + bias + residual: [rows, outputs].
 
-    `activation` is for an alternated weight: then it is activation(gate) * up, [rows, outputs / 2]."""
+    `activation` is for an alternated weight: then it is activation(gate) * up, [rows, outputs / 2].
+    """
     rows, inputs = x.shape
     gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
@@ -241,8 +296,9 @@ def can_multiply_int(inputs: int, group_size: int) -> bool:
 
 
 def _count_pieces(group_size: int) -> int:
-    """Returns into how many equal pieces, each a multiple of 8 inputs, a group is split for the dot product: 1 unless
-    its sum might not fit. Then the group is a multiple of 8."""
+    """Returns into how many equal pieces, each a multiple of 8 inputs, a group is split for the dot
+    product: 1 unless its sum might not fit. Then the group is a multiple of 8.
+    """
     if group_size <= _MAX_SUMMED_INPUTS:
         return 1
     pieces = range(-(-group_size // _MAX_SUMMED_INPUTS), group_size // 8 + 1)
@@ -252,11 +308,14 @@ def _count_pieces(group_size: int) -> int:
 def pack_linear_int(
     weight: torch.Tensor,  # [outputs, inputs] uint8, numbers below 2**bits
     scales: torch.Tensor,  # [outputs, groups] bfloat16
-    zeros: torch.Tensor | None,  # [outputs, groups] uint8, what stands for 0, in 256ths of 2**bits; None: 128
+    zeros: torch.Tensor
+    | None,  # [outputs, groups] uint8, what stands for 0, in 256ths of 2**bits; None: 128
     bits: int,
 ) -> PackedNumbers:
-    """Packs a weight, its scales and zeros in the order in which `linear_int` reads them: [panels, inputs * bits / 8,
-    32] and twice [panels, groups, 32]. A group whose sum might not fit into 32 bits becomes several."""
+    """Packs a weight, its scales and zeros in the order in which `linear_int` reads them: [panels,
+    inputs * bits / 8, 32] and twice [panels, groups, 32]. A group whose sum might not fit into 32
+    bits becomes several.
+    """
     outputs, inputs = weight.shape
     num_pieces = _count_pieces(inputs // scales.shape[1])
     scales = scales.repeat_interleave(num_pieces, dim=1)
@@ -265,7 +324,18 @@ def pack_linear_int(
     packed = weight.new_empty(panels, inputs * bits // 8, _PANEL)
     packed_scales = scales.new_empty(panels, groups, _PANEL)
     weight, scales = weight.contiguous(), scales.contiguous()
-    call("pack_linear_int", None, outputs, weight, scales, packed, packed_scales, inputs, groups, bits)
+    call(
+        "pack_linear_int",
+        None,
+        outputs,
+        weight,
+        scales,
+        packed,
+        packed_scales,
+        inputs,
+        groups,
+        bits,
+    )
     return packed, packed_scales, None if zeros is None else _by_panel(zeros)
 
 
@@ -288,12 +358,16 @@ def linear_int(
     factors = (_widen(x), None) if is_wide else _quantize(x, groups, parts)
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     operands = (*factors, weight, scales, bias, residual, out)
-    call(name, x.dtype, rows, *operands, outputs, inputs, inputs // groups, bits, gated, zeros, parts)
+    call(
+        name, x.dtype, rows, *operands, outputs, inputs, inputs // groups, bits, gated, zeros, parts
+    )
     return out
 
 
 def _quantize(x: torch.Tensor, groups: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds x [rows, inputs] to numbers [rows, parts, inputs] and terms [rows, parts, groups, 2], see linear_int.c."""
+    """Rounds x [rows, inputs] to numbers [rows, parts, inputs] and terms [rows, parts, groups, 2],
+    see linear_int.c.
+    """
     rows, inputs = x.shape
     q = x.new_empty(rows, parts, inputs, dtype=torch.int8)
     terms = x.new_empty(rows, parts, groups, 2, dtype=torch.float32)
@@ -302,25 +376,45 @@ def _quantize(x: torch.Tensor, groups: int, parts: int) -> tuple[torch.Tensor, t
 
 
 def sample(
-    logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, filters: torch.Tensor | None = None
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    keys: torch.Tensor,
+    filters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Samples as gumbel.py does from logits [rows, vocab_size] token ids [rows], int64, -1 where a logit is not finite.
+    """Samples as gumbel.py does from logits [rows, vocab_size] token ids [rows], int64, -1 where a
+    logit is not finite.
 
-    temperatures float32 [rows], 0 for the greedy choice; keys int64 [rows, 2], each below 2^32; filters float32
-    [rows, 3]: top-k, 0 for none, top-p, and the logarithm of min-p, -3e38 for none. Scores that differ by less than
-    2^-16 are ties for the filters."""
+    temperatures float32 [rows], 0 for the greedy choice; keys int64 [rows, 2], each below 2^32;
+    filters float32 [rows, 3]: top-k, 0 for none, top-p, and the logarithm of min-p, -3e38 for none.
+    Scores that differ by less than 2^-16 are ties for the filters.
+    """
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64)
     words = keys.to(torch.uint32)
-    call("sample", logits.dtype, rows, logits, logits.stride(0), temperatures, words, tokens, vocab_size, filters)
+    call(
+        "sample",
+        logits.dtype,
+        rows,
+        logits,
+        logits.stride(0),
+        temperatures,
+        words,
+        tokens,
+        vocab_size,
+        filters,
+    )
     return tokens
 
 
 def bind_threads() -> None:
-    """Binds the calling thread and those that will help it to a core each, if they are as many as the cores of this
-    process: else, after a pause, two may be put on one core, for many milliseconds."""
+    """Binds the calling thread and those that will help it to a core each, if they are as many as
+    the cores of this
+    process: else, after a pause, two may be put on one core, for many milliseconds.
+    """
     cores = torch.tensor(sorted(os.sched_getaffinity(0)))
     kernels = library()
     if kernels is not None and len(cores) == torch.get_num_threads() > 1:
-        torch.zeros(2**16).add_(1)  # torch's own threads, made now, do not inherit the caller's core
+        torch.zeros(2**16).add_(
+            1
+        )  # torch's own threads, made now, do not inherit the caller's core
         kernels.bind_threads(ctypes.c_void_p(cores.data_ptr()), ctypes.c_int64(len(cores)))

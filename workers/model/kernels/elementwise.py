@@ -1,8 +1,9 @@
-"""Kernels for what torch computes element by element, so that a step of a model whose own code calls torch can be
-recorded.
+"""Kernels for what torch computes element by element, so that a step of a model whose own code
+calls torch can be recorded.
 
-A tensor holds a row for each token of the step: that is the dimension of its largest stride. So whatever is computed
-here is laid out token by token, however transposed its shape is."""
+A tensor holds a row for each token of the step: that is the dimension of its largest stride. So
+whatever is computed here is laid out token by token, however transposed its shape is.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -13,15 +14,33 @@ import torch
 from .build import SUFFIX
 from .calls import OPERATORS, call
 
-_OPERATIONS: Final = ("copy", "add", "sub", "mul", "neg", "silu", "gelu", "gelu_tanh", "tanh")  # as in elementwise.c
+_OPERATIONS: Final = (
+    "copy",
+    "add",
+    "sub",
+    "mul",
+    "neg",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "tanh",
+)  # as in elementwise.c
 _aten = torch.ops.aten
 
 
 def compute(operation: str, x: torch.Tensor, y: torch.Tensor | float | None = None) -> torch.Tensor:
-    """Returns the result in the shape that broadcasting gives. Raises NotImplementedError for what has no kernel."""
-    shape = torch.Size(np.broadcast_shapes(x.shape, y.shape)) if isinstance(y, torch.Tensor) else x.shape
+    """Returns the result in the shape that broadcasting gives. Raises NotImplementedError for what
+    has no kernel.
+    """
+    shape = (
+        torch.Size(np.broadcast_shapes(x.shape, y.shape))
+        if isinstance(y, torch.Tensor)
+        else x.shape
+    )
     like = x.expand(shape)
-    rows = _row_dimension(like if isinstance(y, float | int | None) or x.shape == shape else y.expand(shape))
+    rows = _row_dimension(
+        like if isinstance(y, float | int | None) or x.shape == shape else y.expand(shape)
+    )
     order = [rows, *(dim for dim in range(len(shape)) if dim != rows)]
     out = x.new_empty([shape[dim] for dim in order]).permute(_inverse(order))
     _fill(out, rows, operation, like, y.expand(shape) if isinstance(y, torch.Tensor) else y)
@@ -45,7 +64,9 @@ def concatenate(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return out
 
 
-def _fill(out: torch.Tensor, rows: int, operation: str, x: torch.Tensor, y: torch.Tensor | float | None) -> None:
+def _fill(
+    out: torch.Tensor, rows: int, operation: str, x: torch.Tensor, y: torch.Tensor | float | None
+) -> None:
     dims = [dim for dim in range(out.ndim) if dim != rows and out.shape[dim] > 1]
     tensors = [each for each in (out, x, y) if isinstance(each, torch.Tensor)]
     if len(dims) > 2 or {each.dtype for each in tensors} != {out.dtype} or out.dtype not in SUFFIX:
@@ -53,7 +74,10 @@ def _fill(out: torch.Tensor, rows: int, operation: str, x: torch.Tensor, y: torc
     heads, last = ([None] * 2 + dims)[-2:]
 
     def strides(each: torch.Tensor) -> tuple[int, int, int]:
-        at = [0 if dim is None or each.shape[dim] == 1 else each.stride(dim) for dim in (rows, heads, last)]
+        at = [
+            0 if dim is None or each.shape[dim] == 1 else each.stride(dim)
+            for dim in (rows, heads, last)
+        ]
         return at[0], at[1], at[2]
 
     x_row, x_head, x_last = strides(x)
@@ -61,15 +85,28 @@ def _fill(out: torch.Tensor, rows: int, operation: str, x: torch.Tensor, y: torc
     out_row, out_head, out_last = strides(out)
     if last is not None and (x_last != 1 or out_last != 1 or y_last not in (0, 1)):
         raise NotImplementedError("no kernel for these strides")
-    heads_and_dim = (1 if heads is None else out.shape[heads], 1 if last is None else out.shape[last])
+    heads_and_dim = (
+        1 if heads is None else out.shape[heads],
+        1 if last is None else out.shape[last],
+    )
     other = y if isinstance(y, torch.Tensor) else None
     number = 0.0 if y is None or other is not None else float(y)
     places = (x, x_row, x_head, other, y_row, y_head, y_last, out, out_row, out_head)
-    call("elementwise", out.dtype, out.shape[rows], *places, *heads_and_dim, _OPERATIONS.index(operation), number)
+    call(
+        "elementwise",
+        out.dtype,
+        out.shape[rows],
+        *places,
+        *heads_and_dim,
+        _OPERATIONS.index(operation),
+        number,
+    )
 
 
 def _row_dimension(tensor: torch.Tensor) -> int:
-    return max(range(tensor.ndim), key=lambda dim: tensor.stride(dim) if tensor.shape[dim] > 1 else -1)
+    return max(
+        range(tensor.ndim), key=lambda dim: tensor.stride(dim) if tensor.shape[dim] > 1 else -1
+    )
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

@@ -1,7 +1,8 @@
 """Triton kernels for GPUs: norm, activation, rotation and the store into the paged KV cache.
 
-Tensors are on one device, in float32, bfloat16 or float16, and their last dimension is contiguous. Nothing here waits
-for the device or looks at data on the host, so that all of it can be captured in a CUDA graph, once it has run before.
+Tensors are on one device, in float32, bfloat16 or float16, and their last dimension is contiguous.
+Nothing here waits for the device or looks at data on the host, so that all of it can be captured in
+a CUDA graph, once it has run before.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
@@ -33,7 +34,9 @@ def _rms_norm_kernel(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, DIM_PADDED)
     inside = columns < DIM
-    wide = tl.load(x + row * x_stride_row + head * x_stride_head + columns, mask=inside, other=0.0).to(tl.float32)
+    wide = tl.load(
+        x + row * x_stride_row + head * x_stride_head + columns, mask=inside, other=0.0
+    ).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + epsilon)
     # Rounded before the weight, as transformers does for Llama.
     normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
@@ -52,7 +55,9 @@ def rms_norm(
     offset: float = 0.0,  # of the weight
     residual: torch.Tensor | None = None,  # of x's shape, contiguous; is added
 ) -> torch.Tensor:
-    """Normalises the last dimension by its root mean square, in float32; returns a contiguous tensor of x's shape."""
+    """Normalises the last dimension by its root mean square, in float32; returns a contiguous
+    tensor of x's shape.
+    """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     heads, head_stride = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)
     dim = x.shape[-1]
@@ -81,7 +86,8 @@ def _gated_kernel(x, out, x_stride_row, dim, GELU: tl.constexpr, COLUMNS: tl.con
     inside = columns < dim
     gate = tl.load(x + row * x_stride_row + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride_row + dim + columns, mask=inside, other=0.0).to(tl.float32)
-    # The tanh of GELU (arXiv 1606.08415) is a sigmoid of twice its argument. Rounded before the product, as torch does.
+    # The tanh of GELU (arXiv 1606.08415) is a sigmoid of twice its argument. Rounded before the
+    # product, as torch does.
     slope = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
     active = (gate * tl.sigmoid(slope)).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * dim + columns, active * up, mask=inside)
@@ -188,8 +194,16 @@ def _store_kv_kernel(
         # In 64 bits: a cache has more than 2^31 elements.
         start = (slot // BLOCK_SIZE).to(tl.int64) * stride_block + (slot % BLOCK_SIZE) * stride_slot
         target = start + head * stride_head + column
-        tl.store(keys + target, tl.load(key + token * key_stride_token + source, mask=inside), mask=inside)
-        tl.store(values + target, tl.load(value + token * value_stride_token + source, mask=inside), mask=inside)
+        tl.store(
+            keys + target,
+            tl.load(key + token * key_stride_token + source, mask=inside),
+            mask=inside,
+        )
+        tl.store(
+            values + target,
+            tl.load(value + token * value_stride_token + source, mask=inside),
+            mask=inside,
+        )
 
 
 def store_kv(
@@ -197,7 +211,8 @@ def store_kv(
     value: torch.Tensor,  # the same
     keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], a layer's cache
     values: torch.Tensor,  # the same, in the same strides
-    slots: torch.Tensor,  # [num_tokens] int32, block * block_size + offset; negative for a row that is padding
+    # [num_tokens] int32, block * block_size + offset; negative for a row that is padding
+    slots: torch.Tensor,
 ) -> None:
     """Writes the step's keys and values to their slots; rows with a negative slot are not written."""
     num_tokens, kv_heads, head_dim = key.shape

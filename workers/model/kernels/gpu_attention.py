@@ -1,9 +1,10 @@
-"""Triton attention for GPUs: what the kernels of single tokens (gpu_decode.py) and of chunks (gpu_chunk.py) share.
+"""Triton attention for GPUs: what the kernels of single tokens (gpu_decode.py) and of chunks
+(gpu_chunk.py) share.
 
-As in gpu.py, all tensors are on one device, in float32, bfloat16 or float16, and their last dimension is contiguous;
-nothing waits for the device. Softmax is in base 2 and online (arXiv 2205.14135). A program takes one KV head and all
-query heads that share it, so that keys and values are read once. A sequence's result depends on nothing else in the
-batch, to the bit.
+As in gpu.py, all tensors are on one device, in float32, bfloat16 or float16, and their last
+dimension is contiguous; nothing waits for the device. Softmax is in base 2 and online (arXiv
+2205.14135). A program takes one KV head and all query heads that share it, so that keys and values
+are read once. A sequence's result depends on nothing else in the batch, to the bit.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
@@ -16,11 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-_TILE_BYTES: Final = 16_384  # of the keys of one product: so that three programs of decoding fit a multiprocessor
+_TILE_BYTES: Final = (
+    16_384  # of the keys of one product: so that three programs of decoding fit a multiprocessor
+)
 LOG2_E: Final = math.log2(math.e)
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-FLOOR = tl.constexpr(-1e30)  # below any score, and finite: the difference of two infinities would be NaN
+FLOOR = tl.constexpr(
+    -1e30
+)  # below any score, and finite: the difference of two infinities would be NaN
 
 
 class Scoring(NamedTuple):
@@ -93,21 +98,37 @@ def attend(
     block = tl.load(table + key // BLOCK_SIZE, mask=(key >= first_key) & (key < end), other=0)
     for _ in range(begin, end, KEYS):
         known = (key >= first_key) & (key <= last_key) if MASKED else key >= 0
-        place = (block.to(tl.int64) * stride_block + (key % BLOCK_SIZE) * stride_slot)[:, None] + columns[None, :]
+        place = (block.to(tl.int64) * stride_block + (key % BLOCK_SIZE) * stride_slot)[
+            :, None
+        ] + columns[None, :]
         # A slot that no query sees may hold anything, and zero times NaN is NaN.
         loaded = known[:, None] & (columns < HEAD_DIM)[None, :]
         key_tile = tl.load(keys + place, mask=loaded, other=0.0)
         value_tile = tl.load(values + place, mask=loaded, other=0.0)
         if INTERPRETED:  # it cannot multiply bfloat16
-            query, key_tile, value_tile = query.to(tl.float32), key_tile.to(tl.float32), value_tile.to(tl.float32)
+            query, key_tile, value_tile = (
+                query.to(tl.float32),
+                key_tile.to(tl.float32),
+                value_tile.to(tl.float32),
+            )
         scores = _scores(
-            query, key_tile, known[None, :], key[None, :], positions[:, None], cap_scale, CAPPED, WINDOW, MASKED
+            query,
+            key_tile,
+            known[None, :],
+            key[None, :],
+            positions[:, None],
+            cap_scale,
+            CAPPED,
+            WINDOW,
+            MASKED,
         )
         higher = tl.maximum(peak, tl.max(scores, axis=1) * scale)
         weights = tl.exp2(tl.fma(scores, scale, -higher[:, None]))
         fade = tl.exp2(peak - higher)
         total = total * fade + tl.sum(weights, axis=1)
-        mix = tl.dot(weights.to(value_tile.dtype), value_tile, mix * fade[:, None], input_precision="ieee")
+        mix = tl.dot(
+            weights.to(value_tile.dtype), value_tile, mix * fade[:, None], input_precision="ieee"
+        )
         peak = higher
         key += KEYS  # one tile ahead: else the keys would wait for it
         block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)

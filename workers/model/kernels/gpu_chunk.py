@@ -14,7 +14,9 @@ _CHUNK_ROWS: Final = 128  # of one product: two groups of warps of 64 rows
 
 
 class ChunkWork(NamedTuple):
-    """Holds chunks of sequences, cut into tiles of up to `tile_tokens` consecutive tokens; int32 on the device."""
+    """Holds chunks of sequences, cut into tiles of up to `tile_tokens` consecutive tokens; int32 on
+    the device.
+    """
 
     tile_rows: torch.Tensor  # [num_tiles] the first of its rows of query and out
     tile_counts: torch.Tensor  # [num_tiles] how many tokens it has
@@ -53,7 +55,8 @@ def _chunk_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    # The last tiles of a prompt see the most keys: they begin first, so that the short ones fill the end.
+    # The last tiles of a prompt see the most keys: they begin first, so that the short ones fill
+    # the end.
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     count, start = tl.load(tile_counts + tile), tl.load(tile_starts + tile)
     token, columns = tl.arange(0, ROWS) // GROUP, tl.arange(0, DIM_PADDED)
@@ -85,7 +88,8 @@ def _attend_tile(
     first_key = tl.maximum(start + 1 - WINDOW, 0) if WINDOW > 0 else 0
     begin, middle_end = first_key // KEYS * KEYS, (start + 1) // KEYS * KEYS
     middle = begin
-    # First the keys that not all of the tokens see because of the window, then those that all see, then the causal end.
+    # First the keys that not all of the tokens see because of the window, then those that all see,
+    # then the causal end.
     if WINDOW > 0:
         all_seen = tl.cdiv(tl.maximum(last_key + 1 - WINDOW, 0), KEYS) * KEYS
         middle = tl.minimum(all_seen, tl.maximum(middle_end, begin))
@@ -119,11 +123,15 @@ def chunk_attention(
     scoring: Scoring,
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
 ) -> None:
-    """Computes causal attention of new tokens, whose own keys are stored already, over keys that are read in place."""
+    """Computes causal attention of new tokens, whose own keys are stored already, over keys that
+    are read in place.
+    """
     _, num_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
     group = num_heads // kv_heads
-    exact = query.dtype == torch.float32  # without tensor cores, and so with more registers for a product
+    exact = (
+        query.dtype == torch.float32
+    )  # without tensor cores, and so with more registers for a product
     _chunk_kernel[(len(work.tile_rows), kv_heads)](
         query,
         keys,

@@ -19,10 +19,13 @@ _COMBINED_SPLITS: Final = 16  # that the combining kernel reads at once
 
 
 class DecodeWork(NamedTuple):
-    """Holds sequences with one new token each, and their keys cut into items of SPLIT_TOKENS; int32 on the device.
+    """Holds sequences with one new token each, and their keys cut into items of SPLIT_TOKENS; int32
+    on the device.
 
-    A sequence has `num_splits` items, in order of their split. Shapes may be larger than what is in use (a CUDA graph
-    fixes them): rows past the batch are padding, items from `num_items` on are not looked at."""
+    A sequence has `num_splits` items, in order of their split. Shapes may be larger than what is in
+    use (a CUDA graph fixes them): rows past the batch are padding, items from `num_items` on are
+    not looked at.
+    """
 
     first_items: torch.Tensor  # [batch] its first item; the others follow
     rows: torch.Tensor  # [batch] its row of query and out; -1 is padding, without items or result
@@ -30,7 +33,9 @@ class DecodeWork(NamedTuple):
     offsets: torch.Tensor  # [batch] where its block table begins in `tables`
     num_items: torch.Tensor  # [1]
     item_sequences: torch.Tensor  # [capacity] the sequence of each item
-    item_splits: torch.Tensor  # [capacity] its keys: [split * SPLIT_TOKENS, (split + 1) * SPLIT_TOKENS)
+    item_splits: (
+        torch.Tensor
+    )  # [capacity] its keys: [split * SPLIT_TOKENS, (split + 1) * SPLIT_TOKENS)
     tables: torch.Tensor  # [sum of table lengths] the block tables, one after the other
 
 
@@ -57,7 +62,9 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):  # fmt: skip
-    num_heads = (tl.num_programs(1) * GROUP).to(tl.int64)  # with which an item's place in `partial` has 64 bits
+    num_heads = (tl.num_programs(1) * GROUP).to(
+        tl.int64
+    )  # with which an item's place in `partial` has 64 bits
     kv_head, head, columns = tl.program_id(1), tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
     inside = (head < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
     place = (kv_head * GROUP + head)[:, None] * HEAD_DIM + columns[None, :]
@@ -125,7 +132,9 @@ def _combine_kernel(
             source = partial + ((first_item + split) * num_heads + head) * (HEAD_DIM + 2)
             peaks = tl.load(source + HEAD_DIM, mask=known, other=FLOOR)
             totals = tl.load(source + HEAD_DIM + 1, mask=known, other=0.0)
-            mixes = tl.load(source[:, None] + columns[None, :], mask=known[:, None] & inside[None, :], other=0.0)
+            mixes = tl.load(
+                source[:, None] + columns[None, :], mask=known[:, None] & inside[None, :], other=0.0
+            )
             higher = tl.maximum(peak, tl.max(peaks, axis=0))
             weights, fade = tl.exp2(peaks - higher), tl.exp2(peak - higher)
             total = total * fade + tl.sum(totals * weights, axis=0)
@@ -135,7 +144,9 @@ def _combine_kernel(
 
 
 def num_splits(last_key: _Position) -> _Position:
-    """Returns the number of work items of a sequence whose token is at position `last_key`; of an array, of each."""
+    """Returns the number of work items of a sequence whose token is at position `last_key`; of an
+    array, of each.
+    """
     return last_key // SPLIT_TOKENS + 1
 
 
@@ -147,13 +158,15 @@ def decode_attention(
     scoring: Scoring,
     partial: torch.Tensor,  # [capacity, num_heads, head_dim + 2] float32, contiguous: scratch
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
-    num_programs: int,  # for each KV head; best three a multiprocessor for all heads: as many as run at once
+    # for each KV head; best three a multiprocessor for all heads: as many as run at once
+    num_programs: int,
 ) -> None:
     """Computes attention of one query per sequence over its own keys, read in place.
 
-    The first kernel leaves in `partial` for each item and head the sum of the values weighted relative to the greatest
-    score, that score in base 2, and the sum of the weights; the second combines a sequence's items. Items wholly
-    before the window are neither read nor written."""
+    The first kernel leaves in `partial` for each item and head the sum of the values weighted
+    relative to the greatest score, that score in base 2, and the sum of the weights; the second
+    combines a sequence's items. Items wholly before the window are neither read nor written.
+    """
     num_heads, head_dim = query.shape[1:]
     kv_heads, block_size = keys.shape[1:3]
     group = num_heads // kv_heads
@@ -183,7 +196,9 @@ def decode_attention(
     _combine(partial, work, scoring, out, head_dim)
 
 
-def _combine(partial: torch.Tensor, work: DecodeWork, scoring: Scoring, out: torch.Tensor, head_dim: int) -> None:
+def _combine(
+    partial: torch.Tensor, work: DecodeWork, scoring: Scoring, out: torch.Tensor, head_dim: int
+) -> None:
     _combine_kernel[(len(work.rows), partial.shape[1])](
         partial,
         out,

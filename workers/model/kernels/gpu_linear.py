@@ -1,7 +1,8 @@
-"""Triton product of a linear layer for GPUs whose results do not depend on the number of rows, unlike cuBLAS's, which
-chooses another kernel, and so another order of the sums, for other sizes.
+"""Triton product of a linear layer for GPUs whose results do not depend on the number of rows,
+unlike cuBLAS's, which chooses another kernel, and so another order of the sums, for other sizes.
 
-See "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025). Tensors as in gpu.py."""
+See "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025). Tensors as in gpu.py.
+"""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
 
@@ -68,8 +69,9 @@ def linear(
     bias: torch.Tensor | None,  # [num_outputs]
     residual: torch.Tensor | None,  # [num_rows, num_outputs]
 ) -> torch.Tensor:
-    """Computes x W^T + bias + residual, summed in float32 and rounded once: [num_rows, num_outputs]. Each row is the
-    same bits whatever the other rows are and however many."""
+    """Computes x W^T + bias + residual, summed in float32 and rounded once: [num_rows,
+    num_outputs]. Each row is the same bits whatever the other rows are and however many.
+    """
     num_rows, num_inputs = x.shape
     num_outputs = len(weight)
     out = x.new_empty(num_rows, num_outputs)

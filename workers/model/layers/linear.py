@@ -44,8 +44,12 @@ class ColumnParallelLinear(Module):
         bias: bool = False,
         gated: bool = False,  # the maps are gate and up; see `LinearMethod.apply_gated`
     ) -> None:
-        self.method = method_of_maps(build.linear_method, list(dict.fromkeys(name for name, *_ in outputs)))
-        partition = LinearPartition(outputs=tuple(outputs), num_inputs=num_inputs, has_bias=bias, gated=gated)
+        self.method = method_of_maps(
+            build.linear_method, list(dict.fromkeys(name for name, *_ in outputs))
+        )
+        partition = LinearPartition(
+            outputs=tuple(outputs), num_inputs=num_inputs, has_bias=bias, gated=gated
+        )
         self.method.create_weights(partition, build.dtype)
         self._lora = build.lora.add_layer(partition, self.method)
 
@@ -59,11 +63,18 @@ class ColumnParallelLinear(Module):
 
 
 def qkv_outputs(
-    prefix: str, layer: LayerGeometry, tp: TensorParallel, order: Sequence[slice] | None = None, *, fused: bool = False
+    prefix: str,
+    layer: LayerGeometry,
+    tp: TensorParallel,
+    order: Sequence[slice] | None = None,
+    *,
+    fused: bool = False,
 ) -> list[Outputs]:
-    """Returns the outputs of a layer's query, key and value maps that a rank keeps: its query heads, and the keys and
-    the values of its KV slots. `order` is that of a head's dimensions, see `rotated_order`. In a checkpoint that is
-    `fused` the three are one map, qkv_proj. Raises ValueError as `check_split`."""
+    """Returns the outputs of a layer's query, key and value maps that a rank keeps: its query
+    heads, and the keys and the values of its KV slots. `order` is that of a head's dimensions, see
+    `rotated_order`. In a checkpoint that is `fused` the three are one map, qkv_proj. Raises
+    ValueError as `check_split`.
+    """
     dim, heads, kv_heads = layer.head_dim, tp.query_heads(layer), tp.kv_heads(layer)
     whole = [slice(0, dim)]
     maps: list[tuple[str, int, Sequence[int], Sequence[slice]]] = [
@@ -83,10 +94,15 @@ def qkv_outputs(
 
 
 def gate_up_outputs(prefix: str, size: int, part: slice, *, fused: bool = False) -> list[Outputs]:
-    """Returns the outputs of an MLP's gate and up maps that a rank keeps; `fused` as in `qkv_outputs`, gate_up_proj."""
+    """Returns the outputs of an MLP's gate and up maps that a rank keeps; `fused` as in
+    `qkv_outputs`, gate_up_proj.
+    """
     if not fused:
         return [(f"{prefix}.{name}_proj", size, part) for name in ("gate", "up")]
-    return [(f"{prefix}.gate_up_proj", 2 * size, slice(begin + part.start, begin + part.stop)) for begin in (0, size)]
+    return [
+        (f"{prefix}.gate_up_proj", 2 * size, slice(begin + part.start, begin + part.stop))
+        for begin in (0, size)
+    ]
 
 
 def _joined(outputs: Sequence[Outputs]) -> list[Outputs]:
@@ -106,21 +122,33 @@ class RowParallelLinear(Module):
     """Maps the rank's part of the inputs to a summand of the output, and sums these over the ranks."""
 
     def __init__(
-        self, name: str, num_outputs: int, num_inputs: int, inputs: slice, build: BuildOptions, *, bias: bool
+        self,
+        name: str,
+        num_outputs: int,
+        num_inputs: int,
+        inputs: slice,
+        build: BuildOptions,
+        *,
+        bias: bool,
     ) -> None:
         """`inputs` are those that the rank has; rank 0 adds the bias."""
         self._tp = build.tp
         self.method = build.linear_method(name)
         outputs = ((name, num_outputs, slice(None)),)
         has_bias = bias and build.tp.rank == 0
-        partition = LinearPartition(outputs=outputs, num_inputs=num_inputs, inputs=inputs, has_bias=has_bias)
+        partition = LinearPartition(
+            outputs=outputs, num_inputs=num_inputs, inputs=inputs, has_bias=has_bias
+        )
         self.method.create_weights(partition, build.dtype)
         self._lora = build.lora.add_layer(partition, self.method)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps [num_tokens, inputs kept] to [num_tokens, num_outputs], added to `residual`, which may be
-        overwritten."""
-        return self._tp.all_reduce(self.method.apply(x, self._lora.add(x, residual if self._tp.rank == 0 else None)))
+        """Maps [num_tokens, inputs kept] to [num_tokens, num_outputs], added to `residual`, which
+        may be overwritten.
+        """
+        return self._tp.all_reduce(
+            self.method.apply(x, self._lora.add(x, residual if self._tp.rank == 0 else None))
+        )
 
 
 class VocabParallelEmbedding(Module):
@@ -145,8 +173,12 @@ class VocabParallelEmbedding(Module):
 class ParallelLMHead(Module):
     """Computes logits; each rank those of its part of the vocabulary."""
 
-    def __init__(self, name: str, size: tuple[int, int], build: BuildOptions, tied: Parameter | None = None) -> None:
-        """`size` is vocabulary and hidden size; `tied` is the embedding's weight if that is the head's, too."""
+    def __init__(
+        self, name: str, size: tuple[int, int], build: BuildOptions, tied: Parameter | None = None
+    ) -> None:
+        """`size` is vocabulary and hidden size; `tied` is the embedding's weight if that is the
+        head's, too.
+        """
         self._tp, self._vocab_size = build.tp, size[0]
         self.method = build.linear_method(name)
         if tied:
@@ -155,7 +187,9 @@ class ParallelLMHead(Module):
                 self.method.tie(tied)
         else:
             outputs = ((name, size[0], build.tp.part(size[0])),)
-            self.method.create_weights(LinearPartition(outputs=outputs, num_inputs=size[1]), build.dtype)
+            self.method.create_weights(
+                LinearPartition(outputs=outputs, num_inputs=size[1]), build.dtype
+            )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [num_rows, hidden] to the logits [num_rows, vocab_size], gathered from all ranks."""

@@ -1,4 +1,6 @@
-"""Low-rank adapters of linear layers (LoRA, arXiv 2106.09685): what they add to the rows of a step that use them."""
+"""Low-rank adapters of linear layers (LoRA, arXiv 2106.09685): what they add to the rows of a step
+that use them.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
@@ -17,8 +19,9 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 class LowRankMap:
-    """Adds scale * B (A x) to a rank's part of the outputs of a layer. A row's sum does not depend on the other rows,
-    where the products of the layers do not."""
+    """Adds scale * B (A x) to a rank's part of the outputs of a layer. A row's sum does not depend
+    on the other rows, where the products of the layers do not.
+    """
 
     def __init__(
         self,
@@ -31,9 +34,11 @@ class LowRankMap:
         device: torch.device,
         batch_invariant: bool,
     ) -> None:
-        """`factors` returns those of a map by its name, None of one that is not adapted; of some it returns them. The
-        maps of a layer are one here: their A lie below each other, and each B has the columns of its own A.
-        `alternates`: its outputs are as `LinearMethod.fuses_gate` says."""
+        """`factors` returns those of a map by its name, None of one that is not adapted; of some it
+        returns them. The
+        maps of a layer are one here: their A lie below each other, and each B has the columns of
+        its own A. `alternates`: its outputs are as `LinearMethod.fuses_gate` says.
+        """
         names = list(dict.fromkeys(name for name, *_ in partition.outputs))
         found = {name: each for name in names if (each := factors(name)) is not None}
         ranks = [len(a) for a, _ in found.values()]
@@ -52,13 +57,16 @@ class LowRankMap:
         self.num_outputs = len(up)
 
         def method(weight: torch.Tensor) -> UnquantizedLinearMethod:
-            return UnquantizedLinearMethod.from_tensors(weight.to(device, dtype), batch_invariant=batch_invariant)
+            return UnquantizedLinearMethod.from_tensors(
+                weight.to(device, dtype), batch_invariant=batch_invariant
+            )
 
         self._down, self._up = method(functional.pad(down, (0, 0, 0, padding))), method(up)
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        """Returns y [num_rows, outputs], which may be overwritten, zeros if None, plus what x [num_rows, inputs] is
-        mapped to."""
+        """Returns y [num_rows, outputs], which may be overwritten, zeros if None, plus what x
+        [num_rows, inputs] is mapped to.
+        """
         return self._up.apply(self._down.apply(x), y)
 
 
@@ -70,7 +78,9 @@ class AdapterRows(NamedTuple):
 
 
 class LoraStep:
-    """Knows the linear layers of a model that adapters may change, and the rows of the step under way that use one."""
+    """Knows the linear layers of a model that adapters may change, and the rows of the step under
+    way that use one.
+    """
 
     def __init__(self) -> None:
         self.layers: list[tuple[LinearPartition, LinearMethod]] = []
@@ -90,10 +100,11 @@ class LoraLayer:
         self._number = number
 
     def add(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Returns y [num_tokens, outputs], which may be overwritten, with what adapters map x [num_tokens, inputs] to;
-        without y what they add to zeros, None if they change nothing here.
+        """Returns y [num_tokens, outputs], which may be overwritten, with what adapters map x
+        [num_tokens, inputs] to; without y what they add to zeros, None if they change nothing here.
 
-        A layer's product takes it as its residual: zeros change no bit of a row."""
+        A layer's product takes it as its residual: zeros change no bit of a row.
+        """
         for rows, maps in self._step.adapters:
             if own := maps.get(self._number):
                 if rows == slice(0, len(x)):

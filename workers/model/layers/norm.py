@@ -11,10 +11,14 @@ from ..module import Module, Parameter, WeightSlice
 class RMSNorm(Module):
     """Normalises by the root mean square (arXiv 1910.07467).
 
-    Rounds to x's dtype before the weight, as transformers does for Llama; for Gemma, OLMo 2 and gpt-oss transformers
-    multiplies by the weight in float32 and rounds once, which in bfloat16 differs by a rounding."""
+    Rounds to x's dtype before the weight, as transformers does for Llama; for Gemma, OLMo 2 and
+    gpt-oss transformers multiplies by the weight in float32 and rounds once, which in bfloat16
+    differs by a rounding.
+    """
 
-    def __init__(self, name: str, size: int, epsilon: float, dtype: torch.dtype, *, offset: float = 0.0) -> None:
+    def __init__(
+        self, name: str, size: int, epsilon: float, dtype: torch.dtype, *, offset: float = 0.0
+    ) -> None:
         """`offset` is added to the weight: 1 in Gemma's checkpoints."""
         self.weight = Parameter(WeightSlice(f"{name}.weight", (size,)), dtype=dtype)
         self._epsilon = epsilon
@@ -32,7 +36,11 @@ class RMSNorm(Module):
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._epsilon)
         normed = (wide * scale).to(x.dtype)
-        result = ((self._weight.float() + self._offset) * normed).to(x.dtype) if self._offset else self._weight * normed
+        result = (
+            ((self._weight.float() + self._offset) * normed).to(x.dtype)
+            if self._offset
+            else self._weight * normed
+        )
         return result if residual is None else residual + result
 
 
@@ -48,4 +56,6 @@ class LayerNorm(Module):
         weight = self.weight.data
         if cpu.usable(weight):
             return cpu.layer_norm(x, weight, self._epsilon)
-        return functional.layer_norm(x.float(), weight.shape, weight.float(), None, self._epsilon).to(x.dtype)
+        return functional.layer_norm(
+            x.float(), weight.shape, weight.float(), None, self._epsilon
+        ).to(x.dtype)

@@ -14,10 +14,13 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 def rotated_order(config: RopeConfig | None, head_dim: int) -> list[slice]:
-    """Returns the dimensions of a query or key head of a checkpoint in the order in which `apply_rotary` takes them.
+    """Returns the dimensions of a query or key head of a checkpoint in the order in which
+    `apply_rotary` takes them.
 
-    It rotates pairs that lie half a head apart, all of them. Products of queries and keys do not depend on the order,
-    so models that pair neighbours, or rotate only some dimensions, are loaded in this one."""
+    It rotates pairs that lie half a head apart, all of them. Products of queries and keys do not
+    depend on the order, so models that pair neighbours, or rotate only some dimensions, are loaded
+    in this one.
+    """
     if config is None or (config.rotated == 1.0 and not config.interleaved):
         return [slice(0, head_dim)]
     num_rotated = config.num_rotated(head_dim)
@@ -29,7 +32,9 @@ def rotated_order(config: RopeConfig | None, head_dim: int) -> list[slice]:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Returns the angle per position of each pair of `head_dim` rotated dimensions: float32 [head_dim / 2]."""
+    """Returns the angle per position of each pair of `head_dim` rotated dimensions: float32
+    [head_dim / 2].
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (config.theta**exponents)
     if config.kind == "linear":
@@ -47,14 +52,24 @@ class RotaryEmbedding:
     """Turns positions into the cosines and sines that `apply_rotary` takes."""
 
     def __init__(
-        self, config: RopeConfig, head_dim: int, *, max_positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        *,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """Where there are kernels for CPUs, positions are below max_positions, and their sines lie in a table."""
+        """Where there are kernels for CPUs, positions are below max_positions, and their sines lie
+        in a table.
+        """
         num_rotated = config.num_rotated(head_dim)
         rest = (0, (head_dim - num_rotated) // 2)  # of each half; dimensions that stay as they are
         half = functional.pad(inverse_frequencies(config, num_rotated), rest).to(device)
         self._frequencies = torch.cat((half, half))  # [head_dim]
-        scale = functional.pad(torch.full((num_rotated // 2,), config.attention_factor), rest, value=1.0).to(device)
+        scale = functional.pad(
+            torch.full((num_rotated // 2,), config.attention_factor), rest, value=1.0
+        ).to(device)
         self._scale = torch.cat((scale, scale))
         # The minus of rotate_half, moved from the activations into the table.
         self._signed_scale = torch.cat((-scale, scale))
@@ -72,7 +87,9 @@ class RotaryEmbedding:
 
     def _compute(self, positions: torch.Tensor) -> CosSin:
         angles = (positions.float()[:, None] * self._frequencies)[:, None]
-        return (angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._signed_scale).to(self._dtype)
+        return (angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._signed_scale).to(
+            self._dtype
+        )
 
 
 def apply_rotary(heads: torch.Tensor, rotary: CosSin) -> torch.Tensor:
@@ -84,18 +101,28 @@ def apply_rotary(heads: torch.Tensor, rotary: CosSin) -> torch.Tensor:
 
 
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Scales as Llama 3.1: long waves are slowed by the factor, short ones kept, those between blended."""
+    """Scales as Llama 3.1: long waves are slowed by the factor, short ones kept, those between
+    blended.
+    """
     context = config.original_max_position
     waves = 2 * math.pi / frequencies
-    scaled = torch.where(waves > context / config.low_freq_factor, frequencies / config.factor, frequencies)
-    smooth = (context / waves - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    scaled = torch.where(
+        waves > context / config.low_freq_factor, frequencies / config.factor, frequencies
+    )
+    smooth = (context / waves - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
     blended = (1 - smooth) * scaled / config.factor + smooth * scaled
-    between = (waves >= context / config.high_freq_factor) & (waves <= context / config.low_freq_factor)
+    between = (waves >= context / config.high_freq_factor) & (
+        waves <= context / config.low_freq_factor
+    )
     return torch.where(between, blended, scaled)
 
 
 def _yarn(config: RopeConfig, frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Scales as YaRN (arXiv 2309.00071): a ramp over the dimensions between keeping and slowing by the factor."""
+    """Scales as YaRN (arXiv 2309.00071): a ramp over the dimensions between keeping and slowing by
+    the factor.
+    """
 
     def dimension(num_rotations: float) -> float:
         turns = config.original_max_position / (num_rotations * 2 * math.pi)

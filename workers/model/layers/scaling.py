@@ -13,5 +13,7 @@ def scaled(x: torch.Tensor, factor: float, residual: torch.Tensor | None = None)
 
 
 def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """Returns cap * tanh(x / cap) of contiguous x [num_rows, size]: numbers between -cap and cap (Gemma 2)."""
+    """Returns cap * tanh(x / cap) of contiguous x [num_rows, size]: numbers between -cap and cap
+    (Gemma 2).
+    """
     return cpu.soft_cap(x, cap) if cpu.usable(x) else torch.tanh(x / cap) * cap

@@ -22,8 +22,9 @@ class StackedMap(Module):
         self, name: str, num_experts: int, sizes: tuple[int, int], kept: tuple[slice, slice], build: BuildOptions,
         *, is_mxfp4: bool, bias: bool,
     ) -> None:  # fmt: skip
-        """`sizes` are the numbers of outputs and inputs of the whole map, `kept` those of this rank, whole blocks of
-        inputs if it `is_mxfp4`."""
+        """`sizes` are the numbers of outputs and inputs of the whole map, `kept` those of this
+        rank, whole blocks of inputs if it `is_mxfp4`.
+        """
         outputs, inputs = sizes
         kept_outputs, kept_inputs = kept
         self._build = build
@@ -36,14 +37,17 @@ class StackedMap(Module):
             begin, end, _ = kept_inputs.indices(inputs)
             blocks = slice(begin // BLOCK, end // BLOCK)
             part = slice(None), kept_outputs, blocks
-            self.blocks = Parameter(WeightSlice(f"{name}_blocks", (*shape, BLOCK_BYTES), part), dtype=torch.uint8)
+            self.blocks = Parameter(
+                WeightSlice(f"{name}_blocks", (*shape, BLOCK_BYTES), part), dtype=torch.uint8
+            )
             self.blocks.num_bytes = 2 * self.blocks.data.numel() * build.dtype.itemsize
             self.scales = Parameter(WeightSlice(f"{name}_scales", shape, part), dtype=torch.uint8)
             self.scales.num_bytes = 0
         else:
             shape = num_experts, inputs, outputs
             self.weight = Parameter(
-                WeightSlice(name, shape, (slice(None), kept_inputs, kept_outputs)), dtype=build.dtype
+                WeightSlice(name, shape, (slice(None), kept_inputs, kept_outputs)),
+                dtype=build.dtype,
             )
         self.bias: Parameter | None = None
         if bias:
@@ -55,7 +59,9 @@ class StackedMap(Module):
         for number, weight in enumerate(self._weights()):
             bias = self.bias.data[number].clone() if self.bias else None
             invariant = self._build.batch_invariant
-            self.maps.append(UnquantizedLinearMethod.from_tensors(weight, bias, batch_invariant=invariant))
+            self.maps.append(
+                UnquantizedLinearMethod.from_tensors(weight, bias, batch_invariant=invariant)
+            )
         self.weight = self.blocks = self.scales = self.bias = None
 
     def _weights(self) -> Iterator[torch.Tensor]:

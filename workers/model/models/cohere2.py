@@ -1,5 +1,7 @@
-"""Cohere's Command R7B and Command A (arXiv 2504.00698): attention and MLP side by side behind one layer norm; most
-layers slide a window and rotate neighbouring dimensions, every fourth sees all and knows no positions."""
+"""Cohere's Command R7B and Command A (arXiv 2504.00698): attention and MLP side by side behind one
+layer norm; most layers slide a window and rotate neighbouring dimensions, every fourth sees all and
+knows no positions.
+"""
 
 from dataclasses import replace
 
@@ -20,11 +22,15 @@ class Cohere2DecoderLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
         prefix = f"model.layers.{index}"
-        self.input_layernorm = LayerNorm(f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps, build.dtype)
+        self.input_layernorm = LayerNorm(
+            f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps, build.dtype
+        )
         self.self_attn = LlamaAttention(config, index, f"{prefix}.self_attn", build)
         self.mlp = LlamaMLP(config, f"{prefix}.mlp", build)
 
-    def __call__(self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
+    ) -> torch.Tensor:
         """See `DecoderLayer.__call__`."""
         normed = self.input_layernorm(x)
         return self.mlp(normed, self.self_attn(normed, x, rotary, attention))
@@ -43,7 +49,9 @@ class Cohere2ForCausalLM(LlamaForCausalLM):
 def parse_cohere2_config(fields: Fields) -> ModelConfig:
     """See `ModelFamily.parse_config`."""
     bias = fields.boolean("attention_bias", False)
-    window = parse_alternating_windows(fields, full_every=fields.integer("sliding_window_pattern", 4))
+    window = parse_alternating_windows(
+        fields, full_every=fields.integer("sliding_window_pattern", 4)
+    )
     rope = replace(parse_rope(fields), interleaved=True)
     config = parse_decoder_config(
         fields,

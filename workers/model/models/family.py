@@ -1,4 +1,6 @@
-"""Defines the interface of model families: a config parser and a module tree over a flat batch of tokens."""
+"""Defines the interface of model families: a config parser and a module tree over a flat batch of
+tokens.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -36,15 +38,17 @@ class CausalLM(Module, ABC):
         attention: StepAttention,
         on_layers: OnLayers | None = None,
     ) -> torch.Tensor:
-        """Maps token_ids and positions [num_tokens], those of a sequence one after the other, to the hidden states
-        after the last layer, [num_tokens, hidden].
+        """Maps token_ids and positions [num_tokens], those of a sequence one after the other, to
+        the hidden states after the last layer, [num_tokens, hidden].
 
-        Calls `on_layers` between some layers with the number of layers whose KV cache is stored."""
+        Calls `on_layers` between some layers with the number of layers whose KV cache is stored.
+        """
 
     @abstractmethod
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Maps hidden states [num_rows, hidden] to those after the last norm, which transformers calls
-        last_hidden_state."""
+        """Maps hidden states [num_rows, hidden] to those after the last norm, which transformers
+        calls last_hidden_state.
+        """
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -59,7 +63,9 @@ class DecoderLayer(Module, ABC):
         """Raises ValueError if the heads cannot be split over the ranks."""
 
     @abstractmethod
-    def __call__(self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
+    ) -> torch.Tensor:
         """Maps x [num_tokens, hidden] to the same shape; x may be overwritten."""
 
 

@@ -1,8 +1,9 @@
 """Gemma 2 (arXiv 2408.00118) and the text models of Gemma 3 (arXiv 2503.19786).
 
-Both scale embeddings, norm before and behind attention and MLP, and alternate layers that slide a window with layers
-that see all. Gemma 2 caps scores and logits; Gemma 3 norms queries and keys, and its sliding layers have a rotary base
-of their own."""
+Both scale embeddings, norm before and behind attention and MLP, and alternate layers that slide a
+window with layers that see all. Gemma 2 caps scores and logits; Gemma 3 norms queries and keys, and
+its sliding layers have a rotary base of their own.
+"""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -35,7 +36,13 @@ class Gemma2DecoderLayer(DecoderLayer):
         prefix = f"model.layers.{index}"
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(f"{prefix}.{name}_layernorm", config.hidden_size, config.norm_eps, build.dtype, offset=1.0)
+            return RMSNorm(
+                f"{prefix}.{name}_layernorm",
+                config.hidden_size,
+                config.norm_eps,
+                build.dtype,
+                offset=1.0,
+            )
 
         self.input_layernorm = norm("input")
         self.self_attn = self.attention_type(config, index, f"{prefix}.self_attn", build)
@@ -44,7 +51,9 @@ class Gemma2DecoderLayer(DecoderLayer):
         self.mlp = LlamaMLP(config, f"{prefix}.mlp", build)
         self.post_feedforward_layernorm = norm("post_feedforward")
 
-    def __call__(self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
+    ) -> torch.Tensor:
         """See `DecoderLayer.__call__`."""
         attended = self.self_attn(self.input_layernorm(x), None, rotary, attention)
         x = self.post_attention_layernorm(attended, x)
@@ -64,7 +73,9 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
         super().__init__(config, build)
-        self.norm = RMSNorm("model.norm", config.hidden_size, config.norm_eps, build.dtype, offset=1.0)
+        self.norm = RMSNorm(
+            "model.norm", config.hidden_size, config.norm_eps, build.dtype, offset=1.0
+        )
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
@@ -85,17 +96,23 @@ def parse_gemma2_config(fields: Fields) -> ModelConfig:
 
 def parse_gemma3_config(fields: Fields) -> ModelConfig:
     """See `ModelFamily.parse_config`."""
-    window = parse_alternating_windows(fields, full_every=fields.integer("sliding_window_pattern", 6))
+    window = parse_alternating_windows(
+        fields, full_every=fields.integer("sliding_window_pattern", 6)
+    )
     rope = parse_rope(fields, layer_type="full_attention", default_theta=1_000_000.0)
     if fields.has("rope_parameters"):
         sliding_rope = parse_rope(fields, layer_type="sliding_attention")
     else:  # as transformers 4 wrote it
         sliding_rope = RopeConfig(theta=fields.number("rope_local_base_freq", 10_000.0))
-    config = _parse_gemma_config(fields, window, lambda index: rope if window(index) is None else sliding_rope)
+    config = _parse_gemma_config(
+        fields, window, lambda index: rope if window(index) is None else sliding_rope
+    )
     return replace(config, logits_soft_cap=_parse_cap(fields, "final_logit_softcapping", None))
 
 
-def _parse_gemma_config(fields: Fields, window: WindowOf, rope: RopeOf | None = None) -> ModelConfig:
+def _parse_gemma_config(
+    fields: Fields, window: WindowOf, rope: RopeOf | None = None
+) -> ModelConfig:
     if fields.boolean("use_bidirectional_attention", False):
         raise fields.error("use_bidirectional_attention", "is not supported")
     bias = fields.boolean("attention_bias", False)

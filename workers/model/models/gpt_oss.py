@@ -1,5 +1,7 @@
-"""gpt-oss (arXiv 2508.10925): Llama's tree with biases, sinks, a window in every other layer, and routed experts whose
-weights may be in MXFP4; these are turned into the model's dtype when they are loaded."""
+"""gpt-oss (arXiv 2508.10925): Llama's tree with biases, sinks, a window in every other layer, and
+routed experts whose weights may be in MXFP4; these are turned into the model's dtype when they are
+loaded.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -36,18 +38,26 @@ class GptOssAttention(LlamaAttention):
 class GptOssExperts(RoutedExperts):
     """Routes to experts that clamp gates and what they gate, which lie in turn in the checkpoint."""
 
-    def __init__(self, config: ExpertsConfig, hidden: int, prefix: str, build: BuildOptions) -> None:
+    def __init__(
+        self, config: ExpertsConfig, hidden: int, prefix: str, build: BuildOptions
+    ) -> None:
         super().__init__(config, hidden, f"{prefix}.router", build, router_bias=True)
         size, tp = config.intermediate_size, build.tp
         unit = inputs_together(is_mxfp4=config.is_mxfp4)
         part = tp.part(size // unit)
         begin, end, whole = part.start * unit, part.stop * unit, slice(None)
-        form = partial(StackedMap, num_experts=config.num_experts, build=build, is_mxfp4=config.is_mxfp4)
+        form = partial(
+            StackedMap, num_experts=config.num_experts, build=build, is_mxfp4=config.is_mxfp4
+        )
         name = f"{prefix}.experts"
         pairs = slice(2 * begin, 2 * end)
-        self.gate_up = form(f"{name}.gate_up_proj", sizes=(2 * size, hidden), kept=(pairs, whole), bias=True)
+        self.gate_up = form(
+            f"{name}.gate_up_proj", sizes=(2 * size, hidden), kept=(pairs, whole), bias=True
+        )
         inputs = slice(begin, end)
-        self.down = form(f"{name}.down_proj", sizes=(hidden, size), kept=(whole, inputs), bias=tp.rank == 0)
+        self.down = form(
+            f"{name}.down_proj", sizes=(hidden, size), kept=(whole, inputs), bias=tp.rank == 0
+        )
 
     def compute(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """See `RoutedExperts.compute`."""
@@ -65,7 +75,9 @@ class GptOssDecoderLayer(LlamaDecoderLayer):
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
         super().__init__(config, index, build)
         assert config.experts is not None
-        self.mlp = GptOssExperts(config.experts, config.hidden_size, f"model.layers.{index}.mlp", build)
+        self.mlp = GptOssExperts(
+            config.experts, config.hidden_size, f"model.layers.{index}.mlp", build
+        )
 
 
 class GptOssForCausalLM(LlamaForCausalLM):
@@ -93,7 +105,9 @@ def parse_gpt_oss_config(fields: Fields) -> ModelConfig:
     is_mxfp4 = config.quantization.get("quant_method") == "mxfp4"
     unit = inputs_together(is_mxfp4=is_mxfp4)
     if config.hidden_size % unit or config.intermediate_size % unit:
-        raise fields.error("intermediate_size", f"must be, as hidden_size, a multiple of {unit} in MXFP4")
+        raise fields.error(
+            "intermediate_size", f"must be, as hidden_size, a multiple of {unit} in MXFP4"
+        )
     num_experts = fields.integer("num_local_experts", 128)
     experts = ExpertsConfig(
         num_experts=num_experts,

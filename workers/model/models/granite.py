@@ -19,7 +19,9 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
         super().__init__(config, index, build)
         self._scale = config.residual_scale
 
-    def __call__(self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
+    ) -> torch.Tensor:
         """See `DecoderLayer.__call__`."""
         x = scaled(self.self_attn(self.input_layernorm(x), None, rotary, attention), self._scale, x)
         return scaled(self.mlp(self.post_attention_layernorm(x), None), self._scale, x)

@@ -24,11 +24,14 @@ from ..module import Module
 from .family import CausalLM, DecoderLayer
 from .parsing import parse_decoder_config
 
-_NUM_LAYER_GROUPS: Final = 4  # parts of a step whose KV cache may be sent while the next part is computed
+_NUM_LAYER_GROUPS: Final = (
+    4  # parts of a step whose KV cache may be sent while the next part is computed
+)
 
 
 FeedForward = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""The second part of a layer: maps x [num_tokens, hidden] to the same shape, added to a residual."""
+"""The second part of a layer: maps x [num_tokens, hidden] to the same shape, added to a residual.
+"""
 
 
 class LlamaAttention(Module):
@@ -38,20 +41,32 @@ class LlamaAttention(Module):
 
     def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
         layer, hidden = config.layers[index], config.hidden_size
-        local, heads, dim = build.tp.local_geometry(layer), build.tp.query_heads(layer), layer.head_dim
+        local, heads, dim = (
+            build.tp.local_geometry(layer),
+            build.tp.query_heads(layer),
+            layer.head_dim,
+        )
         self._index = index
         self._head_dim = dim
         self._head_counts = [local.num_heads, local.num_kv_heads]
-        self._options = AttentionOptions(scale=config.attention_scale, soft_cap=config.attention_soft_cap)
+        self._options = AttentionOptions(
+            scale=config.attention_scale, soft_cap=config.attention_soft_cap
+        )
         order = rotated_order(config.ropes[index], dim)
         outputs = qkv_outputs(prefix, layer, build.tp, order, fused=self.fused)
         self.qkv_proj = ColumnParallelLinear(outputs, hidden, build, bias=config.qkv_bias)
         inputs = slice(heads.start * dim, heads.stop * dim)
         output = f"{prefix}.o_proj"
-        self.o_proj = RowParallelLinear(output, hidden, layer.num_heads * dim, inputs, build, bias=config.output_bias)
+        self.o_proj = RowParallelLinear(
+            output, hidden, layer.num_heads * dim, inputs, build, bias=config.output_bias
+        )
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotary: CosSin | None, attention: StepAttention
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotary: CosSin | None,
+        attention: StepAttention,
     ) -> torch.Tensor:
         """Maps x [num_tokens, hidden] to the same shape, added to `residual`."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self._head_dim)
@@ -59,8 +74,12 @@ class LlamaAttention(Module):
         query, key = self.rotate(query_key, rotary)
         return self.o_proj(attention(self._index, query, key, value, self._options), residual)
 
-    def rotate(self, query_key: torch.Tensor, rotary: CosSin | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotates query_key [num_tokens, num_heads + num_kv_heads, head_dim]; returns queries and keys apart."""
+    def rotate(
+        self, query_key: torch.Tensor, rotary: CosSin | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates query_key [num_tokens, num_heads + num_kv_heads, head_dim]; returns queries and
+        keys apart.
+        """
         rotated = apply_rotary(query_key, rotary) if rotary else query_key
         query, key = torch.split(rotated, self._head_counts, dim=1)
         return query, key
@@ -77,7 +96,9 @@ class LlamaMLP(Module):
         outputs = gate_up_outputs(prefix, size, part, fused=self.fused)
         self._activation = config.activation
         self.gate_up_proj = ColumnParallelLinear(outputs, hidden, build, bias=bias, gated=True)
-        self.down_proj = RowParallelLinear(f"{prefix}.down_proj", hidden, size, part, build, bias=bias)
+        self.down_proj = RowParallelLinear(
+            f"{prefix}.down_proj", hidden, size, part, build, bias=bias
+        )
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Maps x [num_tokens, hidden] to the same shape, added to `residual`."""
@@ -95,10 +116,14 @@ class LlamaDecoderLayer(DecoderLayer):
         size, epsilon = config.hidden_size, config.norm_eps
         self.input_layernorm = RMSNorm(f"{prefix}.input_layernorm", size, epsilon, build.dtype)
         self.self_attn = self.attention_type(config, index, f"{prefix}.self_attn", build)
-        self.post_attention_layernorm = RMSNorm(f"{prefix}.post_attention_layernorm", size, epsilon, build.dtype)
+        self.post_attention_layernorm = RMSNorm(
+            f"{prefix}.post_attention_layernorm", size, epsilon, build.dtype
+        )
         self.mlp: FeedForward = self.mlp_type(config, f"{prefix}.mlp", build)
 
-    def __call__(self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
+    ) -> torch.Tensor:
         """See `DecoderLayer.__call__`."""
         x = self.self_attn(self.input_layernorm(x), x, rotary, attention)
         return self.mlp(self.post_attention_layernorm(x), x)
@@ -117,7 +142,9 @@ class LlamaForCausalLM(CausalLM):
         size = (config.vocab_size, config.hidden_size)
         self.embed_tokens = VocabParallelEmbedding("model.embed_tokens", *size, build)
         self.layers = [self.layer_type(config, index, build) for index in range(len(config.layers))]
-        self.norm: RMSNorm | LayerNorm = RMSNorm("model.norm", config.hidden_size, config.norm_eps, build.dtype)
+        self.norm: RMSNorm | LayerNorm = RMSNorm(
+            "model.norm", config.hidden_size, config.norm_eps, build.dtype
+        )
         tied = self.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead("lm_head", size, build, tied)
         self._layers_a_group = -(-len(self.layers) // _NUM_LAYER_GROUPS)
@@ -126,10 +153,14 @@ class LlamaForCausalLM(CausalLM):
         """Makes a rotary embedding for each head size and each scaling of the layers."""
         config, device = self._config, self.embed_tokens.weight.data.device
         positions = config.max_position_embeddings
-        kinds = [(rope, layer.head_dim) for rope, layer in zip(config.ropes, config.layers, strict=True)]
+        kinds = [
+            (rope, layer.head_dim) for rope, layer in zip(config.ropes, config.layers, strict=True)
+        ]
         distinct = list(dict.fromkeys(kinds))
         self._rotary = [
-            RotaryEmbedding(rope, dim, max_positions=positions, dtype=self._dtype, device=device) if rope else None
+            RotaryEmbedding(rope, dim, max_positions=positions, dtype=self._dtype, device=device)
+            if rope
+            else None
             for rope, dim in distinct
         ]
         self._rotary_of_layers = [distinct.index(kind) for kind in kinds]

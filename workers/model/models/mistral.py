@@ -5,6 +5,8 @@ from .parsing import parse_decoder_config
 
 
 def parse_mistral_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`. As in transformers, a null sliding_window is none, a missing one 4096."""
+    """See `ModelFamily.parse_config`. As in transformers, a null sliding_window is none, a missing
+    one 4096.
+    """
     window = None if fields.is_null("sliding_window") else fields.integer("sliding_window", 4096)
     return parse_decoder_config(fields, window=lambda index: window)

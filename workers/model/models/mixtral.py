@@ -1,5 +1,6 @@
-"""Mixtral (arXiv 2401.04088) and Qwen3-MoE (arXiv 2505.09388): the trees of Llama and Qwen3 with routed experts in
-place of MLPs."""
+"""Mixtral (arXiv 2401.04088) and Qwen3-MoE (arXiv 2505.09388): the trees of Llama and Qwen3 with
+routed experts in place of MLPs.
+"""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -16,7 +17,11 @@ class MixtralDecoderLayer(LlamaDecoderLayer):
     """Is Llama's layer with experts."""
 
     names: ClassVar[ExpertNames] = ExpertNames(
-        router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
+        router="block_sparse_moe.gate",
+        experts="block_sparse_moe.experts",
+        gate="w1",
+        up="w3",
+        down="w2",
     )
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
@@ -24,16 +29,22 @@ class MixtralDecoderLayer(LlamaDecoderLayer):
         experts, prefix = config.experts, f"model.layers.{index}"
         if experts and index in experts.layers:
             names = replace(
-                self.names, router=f"{prefix}.{self.names.router}", experts=f"{prefix}.{self.names.experts}"
+                self.names,
+                router=f"{prefix}.{self.names.router}",
+                experts=f"{prefix}.{self.names.experts}",
             )
-            self.mlp = GatedExperts(experts, config.hidden_size, names, build, activation=config.activation)
+            self.mlp = GatedExperts(
+                experts, config.hidden_size, names, build, activation=config.activation
+            )
 
 
 class Qwen3MoeDecoderLayer(MixtralDecoderLayer):
     """Is Qwen3's layer with experts, or without."""
 
     attention_type = Qwen3Attention
-    names = ExpertNames(router="mlp.gate", experts="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
+    names = ExpertNames(
+        router="mlp.gate", experts="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"
+    )
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
@@ -55,7 +66,10 @@ def parse_mixtral_config(fields: Fields) -> ModelConfig:
     window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     rope = parse_rope(fields, default_theta=1_000_000.0)
     config = parse_decoder_config(
-        fields, window=lambda index: window, rope=lambda index: rope, norm_eps=("rms_norm_eps", 1e-5)
+        fields,
+        window=lambda index: window,
+        rope=lambda index: rope,
+        norm_eps=("rms_norm_eps", 1e-5),
     )
     num_experts = fields.integer("num_local_experts", 8)
     experts = ExpertsConfig(
@@ -69,9 +83,18 @@ def parse_mixtral_config(fields: Fields) -> ModelConfig:
 
 def parse_qwen3_moe_config(fields: Fields) -> ModelConfig:
     """See `ModelFamily.parse_config`."""
-    bias, slides = fields.boolean("attention_bias", False), fields.boolean("use_sliding_window", False)
-    window = fields.integer("sliding_window", 4096) if slides and not fields.is_null("sliding_window") else None
-    config = parse_decoder_config(fields, qkv_bias=bias, output_bias=bias, window=lambda index: window)
+    bias, slides = (
+        fields.boolean("attention_bias", False),
+        fields.boolean("use_sliding_window", False),
+    )
+    window = (
+        fields.integer("sliding_window", 4096)
+        if slides and not fields.is_null("sliding_window")
+        else None
+    )
+    config = parse_decoder_config(
+        fields, qkv_bias=bias, output_bias=bias, window=lambda index: window
+    )
     name = "num_experts" if fields.has("num_experts") else "num_local_experts"
     num_experts, step = fields.integer(name, 128), fields.integer("decoder_sparse_step", 1)
     dense = fields.integers("mlp_only_layers")
@@ -79,7 +102,11 @@ def parse_qwen3_moe_config(fields: Fields) -> ModelConfig:
         num_experts=num_experts,
         num_chosen=fields.integer("num_experts_per_tok", 8, maximum=num_experts),
         intermediate_size=fields.integer("moe_intermediate_size", 768),
-        layers=tuple(index for index in range(len(config.layers)) if index not in dense and (index + 1) % step == 0),
+        layers=tuple(
+            index
+            for index in range(len(config.layers))
+            if index not in dense and (index + 1) % step == 0
+        ),
         normalised=fields.boolean("norm_topk_prob", False),
     )
     return replace(config, experts=experts)

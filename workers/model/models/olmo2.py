@@ -1,4 +1,6 @@
-"""OLMo 2 (arXiv 2501.00656): Llama's tree with norms behind attention and MLP, and of all queries and all keys."""
+"""OLMo 2 (arXiv 2501.00656): Llama's tree with norms behind attention and MLP, and of all queries
+and all keys.
+"""
 
 from collections.abc import Sequence
 
@@ -18,21 +20,28 @@ from .parsing import parse_decoder_config
 class Olmo2HeadNorm(RMSNorm):
     """Normalises by the root mean square over the heads of all ranks, of which each has some."""
 
-    def __init__(self, name: str, size: int, epsilon: float, build: BuildOptions, parts: Sequence[slice]) -> None:
+    def __init__(
+        self, name: str, size: int, epsilon: float, build: BuildOptions, parts: Sequence[slice]
+    ) -> None:
         """`parts` are those of the weight, [size], that this rank keeps, in order."""
         super().__init__(name, size, epsilon, build.dtype)
-        self.weight = Parameter(*(WeightSlice(f"{name}.weight", (size,), (part,)) for part in parts), dtype=build.dtype)
+        self.weight = Parameter(
+            *(WeightSlice(f"{name}.weight", (size,), (part,)) for part in parts), dtype=build.dtype
+        )
         self._tp, self._size = build.tp, size
 
     def normalise(self, heads: torch.Tensor, copies: Sequence[int]) -> torch.Tensor:
-        """Maps heads [num_tokens, num_heads, head_dim] of this rank to the same shape; `copies` says of each in how
-        many places of all ranks it lies."""
+        """Maps heads [num_tokens, num_heads, head_dim] of this rank to the same shape; `copies`
+        says of each in how many places of all ranks it lies.
+        """
         num_tokens, num_heads, dim = heads.shape
         if self._tp.size == 1:
             return self(heads.view(num_tokens, num_heads * dim)).view(heads.shape)
         wide = heads.float()
         shares = 1.0 / torch.tensor(copies, device=heads.device)
-        total = self._tp.all_reduce((wide.square().sum(-1) * shares).sum(-1, keepdim=True))  # [num_tokens, 1]
+        total = self._tp.all_reduce(
+            (wide.square().sum(-1) * shares).sum(-1, keepdim=True)
+        )  # [num_tokens, 1]
         scale = torch.rsqrt(total / self._size + self._epsilon)[:, :, None]
         return self.weight.data.view(num_heads, dim) * (wide * scale).to(heads.dtype)
 
@@ -47,10 +56,16 @@ class Olmo2Attention(LlamaAttention):
         self._copies = [1] * (queries.stop - queries.start), tp.kv_copies(layer)
         query_part = [slice(queries.start * dim, queries.stop * dim)]
         key_parts = [slice(head * dim, (head + 1) * dim) for head in keys]
-        self.q_norm = Olmo2HeadNorm(f"{prefix}.q_norm", layer.num_heads * dim, epsilon, build, query_part)
-        self.k_norm = Olmo2HeadNorm(f"{prefix}.k_norm", layer.num_kv_heads * dim, epsilon, build, key_parts)
+        self.q_norm = Olmo2HeadNorm(
+            f"{prefix}.q_norm", layer.num_heads * dim, epsilon, build, query_part
+        )
+        self.k_norm = Olmo2HeadNorm(
+            f"{prefix}.k_norm", layer.num_kv_heads * dim, epsilon, build, key_parts
+        )
 
-    def rotate(self, query_key: torch.Tensor, rotary: CosSin | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate(
+        self, query_key: torch.Tensor, rotary: CosSin | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LlamaAttention.rotate`."""
         query, key = torch.split(query_key, self._head_counts, dim=1)
         of_query, of_key = self._copies
@@ -65,11 +80,17 @@ class Olmo2DecoderLayer(DecoderLayer):
         prefix = f"model.layers.{index}"
         size, epsilon = config.hidden_size, config.norm_eps
         self.self_attn = Olmo2Attention(config, index, f"{prefix}.self_attn", build)
-        self.post_attention_layernorm = RMSNorm(f"{prefix}.post_attention_layernorm", size, epsilon, build.dtype)
+        self.post_attention_layernorm = RMSNorm(
+            f"{prefix}.post_attention_layernorm", size, epsilon, build.dtype
+        )
         self.mlp = LlamaMLP(config, f"{prefix}.mlp", build)
-        self.post_feedforward_layernorm = RMSNorm(f"{prefix}.post_feedforward_layernorm", size, epsilon, build.dtype)
+        self.post_feedforward_layernorm = RMSNorm(
+            f"{prefix}.post_feedforward_layernorm", size, epsilon, build.dtype
+        )
 
-    def __call__(self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
+    ) -> torch.Tensor:
         """See `DecoderLayer.__call__`."""
         x = self.post_attention_layernorm(self.self_attn(x, None, rotary, attention), x)
         return self.post_feedforward_layernorm(self.mlp(x, None), x)
@@ -84,4 +105,6 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
 def parse_olmo2_config(fields: Fields) -> ModelConfig:
     """See `ModelFamily.parse_config`."""
     bias = fields.boolean("attention_bias", False)
-    return parse_decoder_config(fields, qkv_bias=bias, output_bias=bias, norm_eps=("rms_norm_eps", 1e-5))
+    return parse_decoder_config(
+        fields, qkv_bias=bias, output_bias=bias, norm_eps=("rms_norm_eps", 1e-5)
+    )

@@ -28,16 +28,23 @@ def parse_decoder_config(
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
     tied: bool = False,
 ) -> ModelConfig:
-    """Parses the fields that most families name alike; `activation` and `norm_eps` are names and defaults of two that
-    they do not, `tied` is the default of tie_word_embeddings. Without `rope` all layers have that of the fields.
+    """Parses the fields that most families name alike; `activation` and `norm_eps` are names and
+    defaults of two that they do not, `tied` is the default of tie_word_embeddings. Without `rope`
+    all layers have that of the fields.
 
-    Raises CheckpointError if a field is missing, ill-typed, out of bounds or not supported."""
+    Raises CheckpointError if a field is missing, ill-typed, out of bounds or not supported.
+    """
     if (name := fields.text(*activation)) not in _ACTIVATIONS:
-        raise fields.error(activation[0], f"{name!r} is not supported, only {', '.join(_ACTIVATIONS)}")
+        raise fields.error(
+            activation[0], f"{name!r} is not supported, only {', '.join(_ACTIVATIONS)}"
+        )
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
-    num_kv_heads, head_dim = _num_kv_heads(fields, num_heads), _head_dim(fields, hidden_size, num_heads)
+    num_kv_heads, head_dim = (
+        _num_kv_heads(fields, num_heads),
+        _head_dim(fields, hidden_size, num_heads),
+    )
     shared = None if rope else parse_rope(fields)
     ropes = tuple(rope(index) if rope else shared for index in range(num_layers))
     for each in filter(None, set(ropes)):
@@ -48,7 +55,12 @@ def parse_decoder_config(
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
         layers=tuple(
-            LayerGeometry(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, window=window(index))
+            LayerGeometry(
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                window=window(index),
+            )
             for index in range(num_layers)
         ),
         ropes=ropes,
@@ -65,8 +77,9 @@ def parse_decoder_config(
 
 
 def parse_quantization(fields: Fields) -> dict[str, Any]:
-    """Returns quantization_config, which the first versions of llm-compressor called compression_config; empty
-    if there is none. Raises CheckpointError."""
+    """Returns quantization_config, which the first versions of llm-compressor called
+    compression_config; empty if there is none. Raises CheckpointError.
+    """
     if found := fields.mapping("quantization_config"):
         return found
     found = fields.mapping("compression_config")
@@ -74,36 +87,48 @@ def parse_quantization(fields: Fields) -> dict[str, Any]:
 
 
 def parse_layer_types(fields: Fields, default: Callable[[int], bool]) -> Callable[[int], bool]:
-    """Returns whether a layer slides its window, by its index: as layer_types says, else as `default`."""
+    """Returns whether a layer slides its window, by its index: as layer_types says, else as
+    `default`.
+    """
     if not fields.has("layer_types"):
         return default
     types, num_layers = fields.texts("layer_types"), fields.integer("num_hidden_layers")
     if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise fields.error("layer_types", f"must be {num_layers} times full_attention or sliding_attention")
+        raise fields.error(
+            "layer_types", f"must be {num_layers} times full_attention or sliding_attention"
+        )
     return lambda index: types[index] == "sliding_attention"
 
 
 def parse_alternating_windows(fields: Fields, *, full_every: int, default: int = 4096) -> WindowOf:
-    """Returns the windows of layers of which, if layer_types does not say otherwise, each slides its window but every
-    `full_every`th. `default` is that of sliding_window."""
+    """Returns the windows of layers of which, if layer_types does not say otherwise, each slides
+    its window but every `full_every`th. `default` is that of sliding_window.
+    """
     window = fields.integer("sliding_window", default)
     slides = parse_layer_types(fields, lambda index: bool((index + 1) % full_every))
     return lambda index: window if slides(index) else None
 
 
 def parse_rope(
-    fields: Fields, *, layer_type: str = "", default_theta: float = 10_000.0, has_partial: bool = False
+    fields: Fields,
+    *,
+    layer_type: str = "",
+    default_theta: float = 10_000.0,
+    has_partial: bool = False,
 ) -> RopeConfig:
     """Parses the rotary embedding of all layers or, if it is there, that of a type of layers.
 
-    transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`; as in transformers, an
-    empty object is none. Raises CheckpointError."""
+    transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`; as in
+    transformers, an empty object is none. Raises CheckpointError.
+    """
     name = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
     rope = fields.nested(name)
     if layer_type and rope.has(layer_type):
         rope = rope.nested(layer_type)
     elif of_types := [key for key, value in rope.items() if isinstance(value, dict)]:
-        raise rope.error(of_types[0], "a rotary embedding of one type of layers is not supported here")
+        raise rope.error(
+            of_types[0], "a rotary embedding of one type of layers is not supported here"
+        )
     theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
     rotated = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if rotated != 1.0 and not (has_partial and rotated < 1.0):
@@ -113,14 +138,18 @@ def parse_rope(
     if fields.has("original_max_position_embeddings"):
         original = fields.integer("original_max_position_embeddings")
     kind = rope.text("rope_type", rope.text("type", "default"))
-    # The dynamic scaling changes nothing up to max_position_embeddings, and no sequence here is longer.
+    # The dynamic scaling changes nothing up to max_position_embeddings, and no sequence here is
+    # longer.
     if kind in ("default", "dynamic"):
         return RopeConfig(theta=theta, rotated=rotated)
     if kind == "linear":
         return RopeConfig(kind=kind, theta=theta, factor=rope.number("factor"), rotated=rotated)
     parsers = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "su": _longrope}
     if kind not in parsers:
-        raise rope.error("rope_type", f"{kind!r} is not supported, only default, linear, dynamic, {', '.join(parsers)}")
+        raise rope.error(
+            "rope_type",
+            f"{kind!r} is not supported, only default, linear, dynamic, {', '.join(parsers)}",
+        )
     return parsers[kind](rope, theta, original, max_position, rotated)
 
 
@@ -136,13 +165,17 @@ def parse_dtype(fields: Fields) -> str:
 def _num_kv_heads(fields: Fields, num_heads: int) -> int:
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise fields.error("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+        raise fields.error(
+            "num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}"
+        )
     return num_kv_heads
 
 
 def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     if not fields.has("head_dim") and hidden_size % num_heads:
-        raise fields.error("hidden_size", f"{hidden_size} is not a multiple of num_attention_heads {num_heads}")
+        raise fields.error(
+            "hidden_size", f"{hidden_size} is not a multiple of num_attention_heads {num_heads}"
+        )
     head_dim = fields.integer("head_dim", hidden_size // num_heads, minimum=2)
     if head_dim % 2:
         raise fields.error("head_dim", f"must be even, is {head_dim}")
@@ -152,13 +185,20 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
 def _check_rope(fields: Fields, rope: RopeConfig, head_dim: int) -> None:
     num_rotated = rope.num_rotated(head_dim)
     if num_rotated < 2 or num_rotated % 2:
-        raise fields.error("partial_rotary_factor", f"must leave an even number of dimensions, leaves {num_rotated}")
+        raise fields.error(
+            "partial_rotary_factor",
+            f"must leave an even number of dimensions, leaves {num_rotated}",
+        )
     for factors in filter(None, (rope.factors, rope.short_factors)):
         if len(factors) != num_rotated // 2:
-            raise fields.error("rope_parameters", f"must have {num_rotated // 2} factors, has {len(factors)}")
+            raise fields.error(
+                "rope_parameters", f"must have {num_rotated // 2} factors, has {len(factors)}"
+            )
 
 
-def _llama3(rope: Fields, theta: float, original: int, max_position: int, rotated: float) -> RopeConfig:
+def _llama3(
+    rope: Fields, theta: float, original: int, max_position: int, rotated: float
+) -> RopeConfig:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:
         raise rope.error("low_freq_factor", f"{low} must be below high_freq_factor {high}")
@@ -173,7 +213,9 @@ def _llama3(rope: Fields, theta: float, original: int, max_position: int, rotate
     )
 
 
-def _yarn(rope: Fields, theta: float, original: int, max_position: int, rotated: float) -> RopeConfig:
+def _yarn(
+    rope: Fields, theta: float, original: int, max_position: int, rotated: float
+) -> RopeConfig:
     """YaRN (arXiv 2309.00071), with the attention factor it leaves to be derived."""
     factor = rope.number("factor", max_position / original)
     attention_factor = _yarn_scale(factor, 1.0)
@@ -198,10 +240,13 @@ def _yarn_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(rope: Fields, theta: float, original: int, max_position: int, rotated: float) -> RopeConfig:
-    """LongRoPE (arXiv 2402.13753). Its long factors are for sequences beyond the original context: a model that has
-    such ones takes them for all, as vLLM does, since what is cached of a prefix must not depend on what follows.
-    `with_context` takes the short ones where none is served."""
+def _longrope(
+    rope: Fields, theta: float, original: int, max_position: int, rotated: float
+) -> RopeConfig:
+    """LongRoPE (arXiv 2402.13753). Its long factors are for sequences beyond the original context:
+    a model that has such ones takes them for all, as vLLM does, since what is cached of a prefix
+    must not depend on what follows. `with_context` takes the short ones where none is served.
+    """
     if original < 2:
         raise rope.error("original_max_position_embeddings", f"must be at least 2, is {original}")
     factor = rope.number("factor", max_position / original)

@@ -1,5 +1,6 @@
-"""Phi-3 (arXiv 2404.14219) and Phi-4: Llama's tree, with query, key and value as one map of the checkpoint, gate and up
-as another, and in some models LongRoPE and dimensions without positions."""
+"""Phi-3 (arXiv 2404.14219) and Phi-4: Llama's tree, with query, key and value as one map of the
+checkpoint, gate and up as another, and in some models LongRoPE and dimensions without positions.
+"""
 
 from ..config import Fields, ModelConfig
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
@@ -36,4 +37,6 @@ def parse_phi3_config(fields: Fields) -> ModelConfig:
     window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     rope = parse_rope(fields, has_partial=True)
     norm_eps = "rms_norm_eps", 1e-5
-    return parse_decoder_config(fields, window=lambda index: window, rope=lambda index: rope, norm_eps=norm_eps)
+    return parse_decoder_config(
+        fields, window=lambda index: window, rope=lambda index: rope, norm_eps=norm_eps
+    )

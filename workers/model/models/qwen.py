@@ -1,7 +1,8 @@
 """Qwen2 (arXiv 2407.10671) and Qwen3 (arXiv 2505.09388).
 
-Both are Llama's tree, with windows in some layers; Qwen2 has biases of query, key and value, Qwen3 a norm of each query
-and key head before the rotation."""
+Both are Llama's tree, with windows in some layers; Qwen2 has biases of query, key and value, Qwen3
+a norm of each query and key head before the rotation.
+"""
 
 from typing import ClassVar
 
@@ -27,7 +28,9 @@ class Qwen3Attention(LlamaAttention):
         self.q_norm = RMSNorm(f"{prefix}.q_norm", dim, epsilon, build.dtype, offset=offset)
         self.k_norm = RMSNorm(f"{prefix}.k_norm", dim, epsilon, build.dtype, offset=offset)
 
-    def rotate(self, query_key: torch.Tensor, rotary: CosSin | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate(
+        self, query_key: torch.Tensor, rotary: CosSin | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LlamaAttention.rotate`."""
         query, key = torch.split(query_key, self._head_counts, dim=1)
         query, key = self.q_norm(query), self.k_norm(key)
@@ -54,7 +57,9 @@ def parse_qwen2_config(fields: Fields) -> ModelConfig:
 def parse_qwen3_config(fields: Fields) -> ModelConfig:
     """See `ModelFamily.parse_config`."""
     bias = fields.boolean("attention_bias", False)
-    return parse_decoder_config(fields, qkv_bias=bias, output_bias=bias, window=_parse_windows(fields))
+    return parse_decoder_config(
+        fields, qkv_bias=bias, output_bias=bias, window=_parse_windows(fields)
+    )
 
 
 def _parse_windows(fields: Fields) -> WindowOf:

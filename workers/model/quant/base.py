@@ -1,4 +1,6 @@
-"""Defines the interface of linear methods: how a linear layer's weights are stored, kept and multiplied."""
+"""Defines the interface of linear methods: how a linear layer's weights are stored, kept and
+multiplied.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -14,9 +16,13 @@ from ..module import Module, Parameter, WeightSlice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPartition:
-    """Describes a rank's part of one or several linear maps that take the same input and lie below each other."""
+    """Describes a rank's part of one or several linear maps that take the same input and lie below
+    each other.
+    """
 
-    outputs: tuple[tuple[str, int, slice], ...]  # name in the checkpoint, outputs of the whole map, outputs kept
+    outputs: tuple[
+        tuple[str, int, slice], ...
+    ]  # name in the checkpoint, outputs of the whole map, outputs kept
     num_inputs: int  # of the whole map
     inputs: slice = field(default_factory=lambda: slice(None))  # kept
     has_bias: bool = False
@@ -42,25 +48,34 @@ class LinearPartition:
 
     def output_slices(self, suffix: str) -> tuple[WeightSlice, ...]:
         """Returns the parts of the tensors [outputs] called NAME.suffix."""
-        return tuple(WeightSlice(f"{name}.{suffix}", (size,), (kept,)) for name, size, kept in self.outputs)
+        return tuple(
+            WeightSlice(f"{name}.{suffix}", (size,), (kept,)) for name, size, kept in self.outputs
+        )
 
 
 class LinearMethod(Module, ABC):
     """Holds the weights of one linear layer and multiplies by them; one instance a layer.
 
-    A quantised format is one subclass, which `registry` finds by `quantization_config.quant_method` of config.json."""
+    A quantised format is one subclass, which `registry` finds by `quantization_config.quant_method`
+    of config.json.
+    """
 
     batch_invariant = False
-    """Whether on GPUs a row's result must not depend on the number of rows; on CPUs it never does where the kernels of
-    ours are used."""
+    """Whether on GPUs a row's result must not depend on the number of rows; on CPUs it never does
+    where the kernels of ours are used.
+    """
 
     fuses_gate = False
-    """Whether `apply_gated` computes outputs of gate and up in turn, 16 of each, and takes its residual so."""
+    """Whether `apply_gated` computes outputs of gate and up in turn, 16 of each, and takes its
+    residual so.
+    """
 
     @classmethod
     def for_layer(cls, quantization: Mapping[str, Any], name: str) -> "LinearMethod":
-        """Returns the method of the layer `name`; `quantization` is the checkpoint's quantization_config. Override it
-        to read settings or to leave some layers to another method. Raises CheckpointError."""
+        """Returns the method of the layer `name`; `quantization` is the checkpoint's
+        quantization_config. Override it to read settings or to leave some layers to another method.
+        Raises CheckpointError.
+        """
         return cls()
 
     @abstractmethod
@@ -68,26 +83,31 @@ class LinearMethod(Module, ABC):
         """Sets the layer's parameters as attributes. `dtype` is what the layer computes in."""
 
     def tie(self, weight: Parameter) -> bool:
-        """Instead of `create_weights`, takes the weight [outputs, inputs] of an embedding, which keeps it. Returns
-        whether the method can: a format of checkpoints, with parameters of its own, cannot."""
+        """Instead of `create_weights`, takes the weight [outputs, inputs] of an embedding, which
+        keeps it. Returns
+        whether the method can: a format of checkpoints, with parameters of its own, cannot.
+        """
         return False
 
     def scheme(self) -> str:
-        """Says in a few words how a format of checkpoints keeps the weights, and how they are multiplied; empty for
-        plain ones. `create_weights` has been called."""
+        """Says in a few words how a format of checkpoints keeps the weights, and how they are
+        multiplied; empty for plain ones. `create_weights` has been called.
+        """
         return ""
 
     @abstractmethod
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps x [num_tokens, inputs] to [num_tokens, outputs], plus bias and plus `residual` of the result's shape,
-        which may be overwritten."""
+        """Maps x [num_tokens, inputs] to [num_tokens, outputs], plus bias and plus `residual` of
+        the result's shape, which may be overwritten.
+        """
 
     def apply_gated(
         self, x: torch.Tensor, activation: str = "silu", residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Maps x [num_tokens, inputs] to activation(gate) * up, [num_tokens, outputs / 2], for a gated partition; the
-        activation is silu or gelu_tanh. `residual` [num_tokens, outputs] is added to gate and up before; it may be
-        overwritten."""
+        """Maps x [num_tokens, inputs] to activation(gate) * up, [num_tokens, outputs / 2], for a
+        gated partition; the activation is silu or gelu_tanh. `residual` [num_tokens, outputs] is
+        added to gate and up before; it may be overwritten.
+        """
         return activate_and_mul(self.apply(x, residual), activation)
 
 
@@ -116,9 +136,12 @@ LinearMethodOf = Callable[[str], LinearMethod]
 
 
 def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Computes activation(gate) * up (SwiGLU and GeGLU, arXiv 2002.05202) of [num_tokens, 2 * size], gate first:
-    [num_tokens, size]."""
+    """Computes activation(gate) * up (SwiGLU and GeGLU, arXiv 2002.05202) of [num_tokens, 2 *
+    size], gate first: [num_tokens, size].
+    """
     if native := kernels.of(gate_up):
         return native.silu_mul(gate_up) if activation == "silu" else native.gelu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
+    return (
+        functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    ) * up

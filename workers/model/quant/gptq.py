@@ -1,7 +1,8 @@
 """Weights as GPTQModel and AutoGPTQ (arXiv 2210.17323) and AutoAWQ (arXiv 2306.00978) write them.
 
-Both have scales and zeros [groups, outputs]. GPTQ packs the numbers along the inputs, AWQ along the outputs; both pack
-the zeros along the outputs. Versions of GPTQ: "gptq" stores a zero less one, "gptq_v2" as it is.
+Both have scales and zeros [groups, outputs]. GPTQ packs the numbers along the inputs, AWQ along the
+outputs; both pack the zeros along the outputs. Versions of GPTQ: "gptq" stores a zero less one,
+"gptq_v2" as it is.
 """
 
 from abc import abstractmethod
@@ -17,7 +18,16 @@ from .stored import WORD_BITS, GroupedLinearMethod, is_plain, unpack, within_wor
 from .unquantized import UnquantizedLinearMethod
 
 _GPTQ_VERSIONS: Final = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
-_AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of AWQ's GEMM packing the outputs lie
+_AWQ_ORDER: Final = (
+    0,
+    4,
+    1,
+    5,
+    2,
+    6,
+    3,
+    7,
+)  # where in a word of AWQ's GEMM packing the outputs lie
 
 
 class TransposedLinearMethod(GroupedLinearMethod):
@@ -27,7 +37,9 @@ class TransposedLinearMethod(GroupedLinearMethod):
         """See `StoredLinearMethod.declare`."""
         groups, per_word = self.num_groups(), WORD_BITS // self._bits
         self.qweight = Parameter(*self.weight_slices(partition, per_word), dtype=torch.int32, dim=1)
-        self.qzeros = self.whole("qzeros", lambda size: (groups, -(-size // per_word)), torch.int32, dim=1)
+        self.qzeros = self.whole(
+            "qzeros", lambda size: (groups, -(-size // per_word)), torch.int32, dim=1
+        )
         self.scale = self.whole("scales", lambda size: (groups, size), torch.float32, dim=1)
         self.g_idx = self.group_order("g_idx")
 
@@ -63,7 +75,8 @@ class GptqLinearMethod(TransposedLinearMethod):
         version = fields.text("checkpoint_format", "gptq")
         if version not in _GPTQ_VERSIONS:
             raise fields.error(
-                "checkpoint_format", f"{version!r:.60} is not supported, only {', '.join(_GPTQ_VERSIONS)}"
+                "checkpoint_format",
+                f"{version!r:.60} is not supported, only {', '.join(_GPTQ_VERSIONS)}",
             )
         if fields.mapping("dynamic"):
             raise fields.error("dynamic", "layers with settings of their own are not supported")
@@ -78,7 +91,10 @@ class GptqLinearMethod(TransposedLinearMethod):
         """See `TransposedLinearMethod.weight_slices`."""
         inputs = partition.num_inputs
         words, span = -(-inputs // per_word), word_span(partition.inputs, inputs, per_word)
-        return [WeightSlice(f"{name}.qweight", (words, size), (span, kept)) for name, size, kept in partition.outputs]
+        return [
+            WeightSlice(f"{name}.qweight", (words, size), (span, kept))
+            for name, size, kept in partition.outputs
+        ]
 
     def unpacked(self, words: torch.Tensor) -> torch.Tensor:
         """See `TransposedLinearMethod.unpacked`."""
@@ -134,13 +150,17 @@ class AwqLinearMethod(TransposedLinearMethod):
         """See `GroupedLinearMethod.numbers`."""
         per_word = WORD_BITS // self._bits
         parts = zip(self.qweight.parts(), self._partition.outputs, strict=True)
-        rows = [self.unpacked(words)[:, within_words(kept, size, per_word)] for words, (_, size, kept) in parts]
+        rows = [
+            self.unpacked(words)[:, within_words(kept, size, per_word)]
+            for words, (_, size, kept) in parts
+        ]
         return torch.cat(rows, dim=1).t().contiguous()
 
 
 def _is_left_out(fields: Fields, name: str) -> bool:
-    """Returns whether modules_in_block_to_quantize, lists of ends of names, leaves out a layer. Raises
-    CheckpointError."""
+    """Returns whether modules_in_block_to_quantize, lists of ends of names, leaves out a layer.
+    Raises CheckpointError.
+    """
     given = dict(fields.items()).get("modules_in_block_to_quantize")
     if given is None or name == "lm_head":
         return False
@@ -155,13 +175,21 @@ def _bits(fields: Fields, supported: tuple[int, ...]) -> int:
     """Returns the bits, which AWQ's own files call w_bit."""
     bits = fields.integer("bits" if fields.has("bits") or not fields.has("w_bit") else "w_bit")
     if bits not in supported:
-        raise fields.error("bits", f"{bits} is not supported, only {' and '.join(map(str, supported))}")
+        raise fields.error(
+            "bits", f"{bits} is not supported, only {' and '.join(map(str, supported))}"
+        )
     return bits
 
 
 def _group_size(fields: Fields) -> int | None:
-    """Returns the inputs of a group, which AWQ's own files call q_group_size; None for all, which is written as -1."""
-    name = "group_size" if fields.has("group_size") or not fields.has("q_group_size") else "q_group_size"
+    """Returns the inputs of a group, which AWQ's own files call q_group_size; None for all, which
+    is written as -1.
+    """
+    name = (
+        "group_size"
+        if fields.has("group_size") or not fields.has("q_group_size")
+        else "q_group_size"
+    )
     size = fields.integer(name, minimum=-1)
     if size == 0:
         raise fields.error("group_size", "must be -1 or above 0")

@@ -1,4 +1,6 @@
-"""Keeps linear weights as numbers of few bits, each group of inputs with a scale: plain ones are rounded to them."""
+"""Keeps linear weights as numbers of few bits, each group of inputs with a scale: plain ones are
+rounded to them.
+"""
 
 from abc import abstractmethod
 from typing import Final, Self
@@ -11,15 +13,17 @@ from ..module import Parameter
 from .base import PlainLinearMethod
 
 Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Numbers [outputs, inputs] uint8, or their bits, and their scales and zeros [outputs, groups]; None: none, or all the
-same."""
+"""Numbers [outputs, inputs] uint8, or their bits, and their scales and zeros [outputs, groups];
+None: none, or all the same.
+"""
 
 _LARGEST_BITS: Final = 8  # of a number, which only the kernels' form has packed
 
 
 class RoundedLinearMethod(PlainLinearMethod):
-    """Computes y = x W^T + b with W as numbers and scales; a subclass is for one kind of numbers. Plain weights are
-    rounded to nearest when they are loaded (RTN in GPTQ, arXiv 2210.17323)."""
+    """Computes y = x W^T + b with W as numbers and scales; a subclass is for one kind of numbers.
+    Plain weights are rounded to nearest when they are loaded (RTN in GPTQ, arXiv 2210.17323).
+    """
 
     def __init__(self, bits: int, term_bytes: int) -> None:
         """`term_bytes` are those of the scale and the zero of a group."""
@@ -57,8 +61,9 @@ class RoundedLinearMethod(PlainLinearMethod):
         """Calls the kernel with `_packed` and `_num_outputs`; see `cpu.linear`."""
 
     def take(self, numbers: Numbers, bias: torch.Tensor | None, *, gated: bool) -> Self:
-        """In place of loading a weight, takes numbers for which there is a kernel, and a bias [outputs]. Returns
-        itself, ready to `apply`."""
+        """In place of loading a weight, takes numbers for which there is a kernel, and a bias
+        [outputs]. Returns itself, ready to `apply`.
+        """
         self._gated, self._bias, self._uses_kernel = gated, bias, True
         self._keep(numbers)
         return self
@@ -69,24 +74,34 @@ class RoundedLinearMethod(PlainLinearMethod):
         return self._is_tied
 
     def process_after_load(self) -> None:
-        """Rounds the weight, packs it where there is a kernel for it, and lets go of the plain form."""
+        """Rounds the weight, packs it where there is a kernel for it, and lets go of the plain
+        form.
+        """
         weight = self.weight.data
         del self.weight  # so that its memory is free as soon as it is rounded
         self._bias = self.bias.data if self.bias else None
         inputs = weight.shape[1]
         group_size = self.group_size(inputs)
-        self._uses_kernel = cpu.usable(weight) and self._has_kernel(weight.dtype, inputs, group_size)
+        self._uses_kernel = cpu.usable(weight) and self._has_kernel(
+            weight.dtype, inputs, group_size
+        )
         rounded = self.round(weight, group_size)
         del weight
         self._keep(rounded)
 
     def _keep(self, numbers: Numbers) -> None:
         self._num_outputs = len(numbers[0])
-        self.fuses_gate = self._gated and self._uses_kernel and self._bias is None and self._num_outputs % 32 == 0
+        self.fuses_gate = (
+            self._gated and self._uses_kernel and self._bias is None and self._num_outputs % 32 == 0
+        )
         if self.fuses_gate:
             rounded, scales, zeros = numbers
             alternated = [cpu.alternate(*each.chunk(2)) for each in (rounded, scales)]
-            numbers = (alternated[0], alternated[1], None if zeros is None else cpu.alternate(*zeros.chunk(2)))
+            numbers = (
+                alternated[0],
+                alternated[1],
+                None if zeros is None else cpu.alternate(*zeros.chunk(2)),
+            )
         self._packed: cpu.PackedNumbers = self.pack(numbers) if self._uses_kernel else numbers
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -114,7 +129,9 @@ class RoundedLinearMethod(PlainLinearMethod):
         outputs, inputs = weight.shape
         group_size = self.group_size(inputs)
         bits = self._bits if self._has_kernel(weight.dtype, inputs, group_size) else _LARGEST_BITS
-        return weight.nbytes - outputs * (inputs * bits // 8 + self._term_bytes * inputs // group_size)
+        return weight.nbytes - outputs * (
+            inputs * bits // 8 + self._term_bytes * inputs // group_size
+        )
 
     def _has_kernel(self, dtype: torch.dtype, inputs: int, group_size: int) -> bool:
         return dtype is torch.bfloat16 and self.can_multiply(inputs, group_size)
@@ -126,6 +143,7 @@ def finite_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 def largest_group(inputs: int, bound: int, unit: int) -> int:
-    """Returns the largest multiple of `unit` that divides the inputs evenly and is not above the bound; all inputs if
-    there is none."""
+    """Returns the largest multiple of `unit` that divides the inputs evenly and is not above the
+    bound; all inputs if there is none.
+    """
     return next((size for size in range(bound, 0, -unit) if inputs % size == 0), inputs)

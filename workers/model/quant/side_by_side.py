@@ -1,5 +1,7 @@
-"""Computes maps of one input that a checkpoint stores in different ways, such as a plain v_proj beside a
-quantised q_proj: each by a method of its own."""
+"""Computes maps of one input that a checkpoint stores in different ways, such as a plain v_proj
+beside a
+quantised q_proj: each by a method of its own.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,8 +36,9 @@ class SideBySideLinearMethod(LinearMethod):
 
 
 def method_of_maps(method_of: LinearMethodOf, names: Sequence[str]) -> LinearMethod:
-    """Returns the method of maps that take the same input: one for all, unless the checkpoint stores some in
-    another way than others. Raises CheckpointError."""
+    """Returns the method of maps that take the same input: one for all, unless the checkpoint
+    stores some in another way than others. Raises CheckpointError.
+    """
     methods: dict[str, LinearMethod] = {}
     last: LinearMethod | None = None
     for name in names:
@@ -43,4 +46,8 @@ def method_of_maps(method_of: LinearMethodOf, names: Sequence[str]) -> LinearMet
         if last is None or (type(made), vars(made)) != (type(last), vars(last)):
             last = made
         methods[name] = last
-    return last if last is not None and len({*map(id, methods.values())}) == 1 else SideBySideLinearMethod(methods)
+    return (
+        last
+        if last is not None and len({*map(id, methods.values())}) == 1
+        else SideBySideLinearMethod(methods)
+    )

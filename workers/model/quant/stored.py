@@ -21,8 +21,9 @@ _ROWS: Final = 1024  # that are restored at once: their float32 form is several 
 
 
 class StoredLinearMethod(LinearMethod):
-    """Computes y = x W^T + b with W in a format of checkpoints: as it is, where there is a kernel for that, else in the
-    model's dtype, into which it is turned when it is loaded."""
+    """Computes y = x W^T + b with W in a format of checkpoints: as it is, where there is a kernel
+    for that, else in the model's dtype, into which it is turned when it is loaded.
+    """
 
     bias: Parameter | None = None
 
@@ -75,8 +76,9 @@ class StoredLinearMethod(LinearMethod):
         return outputs * inputs * self._dtype.itemsize
 
     def kernel_group(self) -> int | None:
-        """Returns the largest number of inputs that a kernel for the numbers as they are can take as a group without
-        changing a scale; None if there is none."""
+        """Returns the largest number of inputs that a kernel for the numbers as they are can take
+        as a group without changing a scale; None if there is none.
+        """
         return None
 
     def scheme(self) -> str:
@@ -86,8 +88,9 @@ class StoredLinearMethod(LinearMethod):
         return f"turned into {str(self._dtype).removeprefix('torch.')} when they are loaded"
 
     def groups(self, size: int | None) -> torch.Tensor:
-        """Returns the group of each input kept, [inputs], where groups of `size` lie one behind the other; None: all
-        inputs are one."""
+        """Returns the group of each input kept, [inputs], where groups of `size` lie one behind the
+        other; None: all inputs are one.
+        """
         begin, end, _ = self._partition.inputs.indices(self._partition.num_inputs)
         return torch.arange(begin, end) // (size or self._partition.num_inputs)
 
@@ -99,12 +102,17 @@ class StoredLinearMethod(LinearMethod):
         *,
         dim: int = 0,
     ) -> Parameter:
-        """Returns the tensors called NAME.suffix of the layer's maps, one behind the other in `dim`; `shape` is that of
-        a map by its number of outputs, `suffixes` are several where checkpoints differ. They are small, and a rank
-        reads all of them."""
+        """Returns the tensors called NAME.suffix of the layer's maps, one behind the other in
+        `dim`; `shape` is that of a map by its number of outputs, `suffixes` are several where
+        checkpoints differ. They are small, and a rank reads all of them.
+        """
         suffix, *others = (suffixes,) if isinstance(suffixes, str) else suffixes
         parts = [
-            WeightSlice(f"{name}.{suffix}", shape(size), other_names=tuple(f"{name}.{each}" for each in others))
+            WeightSlice(
+                f"{name}.{suffix}",
+                shape(size),
+                other_names=tuple(f"{name}.{each}" for each in others),
+            )
             for name, size in self._partition.maps.items()
         ]
         return Parameter(*parts, dtype=dtype, dim=dim)
@@ -112,24 +120,36 @@ class StoredLinearMethod(LinearMethod):
     def by_output(self, blocks: Sequence[torch.Tensor], block: int = 1) -> torch.Tensor:
         """Maps tensors [blocks of outputs, ...] of the layer's maps to [outputs kept, ...]."""
         by_name = dict(zip(self._partition.maps, blocks, strict=True))
-        rows = [by_name[name][torch.arange(size)[kept] // block] for name, size, kept in self._partition.outputs]
+        rows = [
+            by_name[name][torch.arange(size)[kept] // block]
+            for name, size, kept in self._partition.outputs
+        ]
         return torch.cat(rows)
 
 
 class GroupedLinearMethod(StoredLinearMethod):
-    """Computes with W = (number - zero) * scale, where the zero and the scale are those of the output and of the group
-    of inputs.
+    """Computes with W = (number - zero) * scale, where the zero and the scale are those of the
+    output and of the group of inputs.
 
-    The kernel rounds x to 8 bits, by groups of inputs of its own, whatever the checkpoint says of activations."""
+    The kernel rounds x to 8 bits, by groups of inputs of its own, whatever the checkpoint says of
+    activations.
+    """
 
-    g_idx: Parameter | None = None  # [maps * inputs], the group of each input; None: they lie one behind the other
+    g_idx: Parameter | None = (
+        None  # [maps * inputs], the group of each input; None: they lie one behind the other
+    )
 
-    def __init__(self, scheme: str, bits: int, group_size: int | None, *, symmetric: bool, act_order: bool) -> None:
-        """`group_size` None: all inputs of an output are a group. `symmetric`: the zero is 2**(bits - 1) everywhere.
-        `act_order`: groups are as `g_idx` says."""
+    def __init__(
+        self, scheme: str, bits: int, group_size: int | None, *, symmetric: bool, act_order: bool
+    ) -> None:
+        """`group_size` None: all inputs of an output are a group. `symmetric`: the zero is 2**(bits
+        - 1) everywhere. `act_order`: groups are as `g_idx` says.
+        """
         order = ", act-order" if act_order else ""
         groups = f"groups of {group_size}" if group_size else "a scale for each output"
-        self._text = f"{scheme}, {bits} bits, {groups}{order}{'' if symmetric else ', with zero points'}"
+        self._text = (
+            f"{scheme}, {bits} bits, {groups}{order}{'' if symmetric else ', with zero points'}"
+        )
         self._bits, self._group_size = bits, group_size
         self._symmetric, self._act_order = symmetric, act_order
 
@@ -155,7 +175,10 @@ class GroupedLinearMethod(StoredLinearMethod):
         if not self._act_order:
             return None
         shape, kept = (partition.num_inputs,), (partition.inputs,)
-        parts = [WeightSlice(f"{name}.{suffix}", shape, kept, below=self.num_groups()) for name in partition.maps]
+        parts = [
+            WeightSlice(f"{name}.{suffix}", shape, kept, below=self.num_groups())
+            for name in partition.maps
+        ]
         return Parameter(*parts, dtype=torch.int32)
 
     def make_method(self, bias: torch.Tensor | None) -> LinearMethod:
@@ -168,7 +191,9 @@ class GroupedLinearMethod(StoredLinearMethod):
         scales = scales[:, groups].bfloat16()
         is_centred = zeros is None or bool((zeros == 2 ** (self._bits - 1)).all())
         zeros = None if zeros is None or is_centred else zeros[:, groups] << 8 - self._bits
-        return IntegerLinearMethod(self._bits).take((numbers, scales, zeros), bias, gated=self._partition.gated)
+        return IntegerLinearMethod(self._bits).take(
+            (numbers, scales, zeros), bias, gated=self._partition.gated
+        )
 
     def restore(self) -> torch.Tensor:
         """See `StoredLinearMethod.restore`."""
@@ -211,14 +236,17 @@ class GroupedLinearMethod(StoredLinearMethod):
 
 
 def largest_run(groups: torch.Tensor) -> int:
-    """Returns into how long runs the inputs can be cut such that each run is of one group, by `groups` [inputs]."""
+    """Returns into how long runs the inputs can be cut such that each run is of one group, by
+    `groups` [inputs].
+    """
     changes = (groups[1:] != groups[:-1]).nonzero().flatten() + 1
     return math.gcd(len(groups), *changes.tolist())
 
 
 def is_plain(fields: Fields, name: str) -> bool:
-    """Returns whether a layer is left out by modules_to_not_convert or ignored_layers, names, parts of names, or `re:`
-    and a pattern of its beginning, or is the head. Raises CheckpointError."""
+    """Returns whether a layer is left out by modules_to_not_convert or ignored_layers, names, parts
+    of names, or `re:` and a pattern of its beginning, or is the head. Raises CheckpointError.
+    """
     lists = [field for field in ("modules_to_not_convert", "ignored_layers") if fields.has(field)]
     plain = [(field, each) for field in lists for each in fields.texts(field)]
     return name == "lm_head" or any(
@@ -227,8 +255,9 @@ def is_plain(fields: Fields, name: str) -> bool:
 
 
 def matches(fields: Fields, field: str, target: str, name: str) -> bool:
-    """Returns whether a target of a field, a name or `re:` and a pattern of its beginning, is about the layer. Raises
-    CheckpointError."""
+    """Returns whether a target of a field, a name or `re:` and a pattern of its beginning, is about
+    the layer. Raises CheckpointError.
+    """
     if not target.startswith("re:"):
         return target == name
     try:
@@ -251,6 +280,8 @@ def within_words(kept: slice, size: int, per_word: int) -> slice:
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Maps int32 [rows, words], of numbers of 4 or 8 bits, the lowest bits first, to uint8 [rows, numbers]."""
+    """Maps int32 [rows, words], of numbers of 4 or 8 bits, the lowest bits first, to uint8 [rows,
+    numbers].
+    """
     data = words.contiguous().view(torch.uint8)
     return data if bits == 8 else torch.stack((data & 0x0F, data >> 4), dim=-1).flatten(-2)

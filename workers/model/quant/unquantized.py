@@ -10,13 +10,16 @@ from .. import kernels
 from ..kernels import cpu
 from .base import LinearPartition, PlainLinearMethod
 
-_Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+_Linear = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
+]
 """Maps x, weight, bias and residual as `gpu_linear.linear`."""
 
 
 class UnquantizedLinearMethod(PlainLinearMethod):
-    """Computes y = x W^T + b. In bfloat16 on CPUs the weight is packed once: for our own kernel where the processor
-    suits it, else in oneDNN's blocked form."""
+    """Computes y = x W^T + b. In bfloat16 on CPUs the weight is packed once: for our own kernel
+    where the processor suits it, else in oneDNN's blocked form.
+    """
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         """`batch_invariant`: see `LinearMethod.batch_invariant`."""
@@ -33,12 +36,15 @@ class UnquantizedLinearMethod(PlainLinearMethod):
         batch_invariant: bool = False,
         gated: bool = False,
     ) -> Self:
-        """Returns a method over weight [outputs, inputs], which may be overwritten, and bias [outputs], ready to
-        `apply`."""
+        """Returns a method over weight [outputs, inputs], which may be overwritten, and bias
+        [outputs], ready to `apply`.
+        """
         method = cls(batch_invariant=batch_invariant)
         whole = (("", len(weight), slice(None)),)
         has_bias = bias is not None
-        partition = LinearPartition(outputs=whole, num_inputs=weight.shape[1], has_bias=has_bias, gated=gated)
+        partition = LinearPartition(
+            outputs=whole, num_inputs=weight.shape[1], has_bias=has_bias, gated=gated
+        )
         method.create_weights(partition, weight.dtype)
         for parameter, data in zip(method.parameters(), (weight, bias), strict=False):
             if data is not None:
@@ -57,13 +63,19 @@ class UnquantizedLinearMethod(PlainLinearMethod):
             from ..kernels.gpu_linear import linear  # with Triton
 
             self._invariant_linear = linear
-        self.fuses_gate = self._gated and self._bias is None and cpu.can_gate(weight[: len(weight) // 2])
+        self.fuses_gate = (
+            self._gated and self._bias is None and cpu.can_gate(weight[: len(weight) // 2])
+        )
         if self.fuses_gate:
-            weight.copy_(cpu.alternate(*weight.chunk(2)))  # not rebound: the packed form then fills the copy's hole
+            weight.copy_(
+                cpu.alternate(*weight.chunk(2))
+            )  # not rebound: the packed form then fills the copy's hole
         if self._uses_kernel:
             self._matrix = cpu.pack_linear(weight)
         else:
-            self._matrix = torch.ops.mkldnn._reorder_linear_weight(weight) if self._uses_onednn else weight
+            self._matrix = (
+                torch.ops.mkldnn._reorder_linear_weight(weight) if self._uses_onednn else weight
+            )
         if self._matrix is not weight:
             del self.weight
 
@@ -99,8 +111,12 @@ def _onednn_can_pack(weight: torch.Tensor) -> bool:
     return fits and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _onednn_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """Maps x [num_tokens, inputs] to [num_tokens, outputs]; `weight` is in oneDNN's blocked form."""
     no_scalars: Sequence[float] = []
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", no_scalars, "")
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+        x, weight, bias, "none", no_scalars, ""
+    )
     return result

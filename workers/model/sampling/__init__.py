@@ -1,1 +1,3 @@
-"""Samples the next tokens: logits processors, filters, grammars, Gumbel-max sampling, log probabilities."""
+"""Samples the next tokens: logits processors, filters, grammars, Gumbel-max sampling, log
+probabilities.
+"""

@@ -10,7 +10,9 @@ import torch
 from ...engine.plan import SamplingParams
 from ..device import column, to_device
 
-NUM_CANDIDATES: Final = 1024  # sorted first; what is kept beyond them costs a sort of the whole vocabulary
+NUM_CANDIDATES: Final = (
+    1024  # sorted first; what is kept beyond them costs a sort of the whole vocabulary
+)
 
 
 def has_filter(params: SamplingParams) -> bool:
@@ -18,14 +20,19 @@ def has_filter(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
 
 
-def filter_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+def filter_scores(
+    scores: torch.Tensor, params: Sequence[SamplingParams]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Applies the filters to scores [num_rows, vocab_size].
 
-    Returns the largest scores of each row, descending, with -inf for what is not kept, and their token ids; each
-    [num_rows, num_candidates], wide enough to hold all that is kept."""
+    Returns the largest scores of each row, descending, with -inf for what is not kept, and their
+    token ids; each [num_rows, num_candidates], wide enough to hold all that is kept.
+    """
     vocab_size = scores.shape[1]
     width = min(NUM_CANDIDATES, vocab_size)
-    if max(row.top_k for row in params) < width and not scores.is_cuda:  # a GPU would have to be waited for
+    if (
+        max(row.top_k for row in params) < width and not scores.is_cuda
+    ):  # a GPU would have to be waited for
         values, ids = scores.topk(width)
         threshold = _threshold(scores, values, params)
         if width == vocab_size or bool((values[:, -1:] < threshold).all()):
@@ -35,7 +42,9 @@ def filter_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> tup
     return _keep_typical(kept, params), ids
 
 
-def _threshold(scores: torch.Tensor, values: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _threshold(
+    scores: torch.Tensor, values: torch.Tensor, params: Sequence[SamplingParams]
+) -> torch.Tensor:
     """Returns the smallest score each row keeps, [num_rows, 1]; `values` are its largest scores."""
     width = values.shape[1]
     ranks = [min(row.top_k, width) - 1 if row.top_k > 0 else 0 for row in params]
@@ -53,8 +62,9 @@ def _threshold(scores: torch.Tensor, values: torch.Tensor, params: Sequence[Samp
 
 
 def _keep_typical(values: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Keeps of scores [num_rows, width] those whose information content is nearest to the entropy, up to the mass
-    typical_p (arXiv 2202.00666)."""
+    """Keeps of scores [num_rows, width] those whose information content is nearest to the entropy,
+    up to the mass typical_p (arXiv 2202.00666).
+    """
     if all(row.typical_p >= 1 for row in params):
         return values
     logprobs = values.log_softmax(-1)

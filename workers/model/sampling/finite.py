@@ -15,16 +15,24 @@ def _is_chunk(step: SequenceStep) -> bool:
 
 
 def sum_chunks(hidden: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor | None:
-    """Returns the sum of each chunk of hidden [num_tokens, hidden], float32 [num_chunks], which is not finite if the
-    KV cache of a token is not: a token reads its own in every layer. The logits say so of the last token alone, and too
-    late for the prefix cache, which takes the blocks of each chunk."""
+    """Returns the sum of each chunk of hidden [num_tokens, hidden], float32 [num_chunks], which is
+    not finite if the
+    KV cache of a token is not: a token reads its own in every layer. The logits say so of the last
+    token alone, and too late for the prefix cache, which takes the blocks of each chunk.
+    """
     ends = itertools.accumulate(len(step.token_ids) for step in steps)
-    parts = [hidden[end - len(step.token_ids) : end] for step, end in zip(steps, ends, strict=True) if _is_chunk(step)]
+    parts = [
+        hidden[end - len(step.token_ids) : end]
+        for step, end in zip(steps, ends, strict=True)
+        if _is_chunk(step)
+    ]
     return torch.stack([part.sum(dtype=torch.float32) for part in parts]) if parts else None
 
 
 def not_finite(plan: StepPlan, tokens: Sequence[int], chunks: Sequence[float]) -> dict[int, str]:
-    """Returns by id why those sequences failed that have a negative token or a chunk whose sum is not finite."""
+    """Returns by id why those sequences failed that have a negative token or a chunk whose sum is
+    not finite.
+    """
     sampled, sums = iter(tokens), iter(chunks)
     failed = {}
     for step in plan.sequences:

@@ -1,8 +1,9 @@
-"""Samples the next tokens of a batch on the device, as a function of logits, parameters, seed and position alone.
+"""Samples the next tokens of a batch on the device, as a function of logits, parameters, seed and
+position alone.
 
-Order: temperature, then the filters. The choice is Gumbel-max: argmax(logit - log E), E exponential noise hashed from
-(seed, position, token id). So neither the batch nor the device changes a sample, and rounding of the logits changes it
-only at near ties.
+Order: temperature, then the filters. The choice is Gumbel-max: argmax(logit - log E), E exponential
+noise hashed from (seed, position, token id). So neither the batch nor the device changes a sample,
+and rounding of the logits changes it only at near ties.
 """
 
 import math
@@ -21,14 +22,21 @@ MIN_TEMPERATURE: Final = 1e-5  # below it a choice is greedy: the division would
 _MASK64: Final = 2**64 - 1
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
-    """Samples from logits [num_rows, vocab_size] token ids [num_rows], int64; -1 where a logit is NaN or infinite, but
-    for negative infinity.
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> torch.Tensor:
+    """Samples from logits [num_rows, vocab_size] token ids [num_rows], int64; -1 where a logit is
+    NaN or infinite, but for negative infinity.
 
-    `positions` are those of the sampled tokens in their sequences."""
+    `positions` are those of the sampled tokens in their sequences.
+    """
     native = cpu.usable(logits)
-    random = [row for row, row_params in enumerate(params) if row_params.temperature >= MIN_TEMPERATURE]
-    tokens = _sample_native(logits, params, positions) if native else _unless_invalid(*logits.max(-1))
+    random = [
+        row for row, row_params in enumerate(params) if row_params.temperature >= MIN_TEMPERATURE
+    ]
+    tokens = (
+        _sample_native(logits, params, positions) if native else _unless_invalid(*logits.max(-1))
+    )
     if native:
         random = [row for row in random if params[row].typical_p < 1]
     for filtered in (False, True):
@@ -42,10 +50,13 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
     return tokens
 
 
-def _sample_native(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+def _sample_native(
+    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> torch.Tensor:
     """Samples all rows by the C kernel, those with typical sampling greedily."""
     temperatures = [
-        0.0 if row.typical_p < 1 or row.temperature < MIN_TEMPERATURE else row.temperature for row in params
+        0.0 if row.typical_p < 1 or row.temperature < MIN_TEMPERATURE else row.temperature
+        for row in params
     ]
     keys = [
         _keys(row.seed, position) if temperature else (0, 0)
@@ -53,14 +64,21 @@ def _sample_native(logits: torch.Tensor, params: Sequence[SamplingParams], posit
     ]
     filters = None
     if any(map(has_filter, params)):
-        filters = torch.tensor([[row.top_k, row.top_p, math.log(row.min_p) if row.min_p else -3e38] for row in params])
+        filters = torch.tensor(
+            [[row.top_k, row.top_p, math.log(row.min_p) if row.min_p else -3e38] for row in params]
+        )
     return cpu.sample(logits, torch.tensor(temperatures), torch.tensor(keys), filters)
 
 
 def _sample_random(
-    logits: torch.Tensor, params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]], filtered: bool
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    keys: Sequence[tuple[int, int]],
+    filtered: bool,
 ) -> torch.Tensor:
-    """Samples from logits float32 [num_rows, vocab_size] token ids [num_rows]; `keys` are the noise's of each row."""
+    """Samples from logits float32 [num_rows, vocab_size] token ids [num_rows]; `keys` are the
+    noise's of each row.
+    """
     scores = logits / column([row.temperature for row in params], logits)
     ids = torch.arange(logits.shape[1], device=logits.device)[None]
     if filtered:
@@ -70,15 +88,19 @@ def _sample_random(
 
 
 def _unless_invalid(largest: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns tokens, any shape; -1 where a row's largest score is infinite or NaN, which counts as the largest."""
+    """Returns tokens, any shape; -1 where a row's largest score is infinite or NaN, which counts as
+    the largest.
+    """
     return torch.where(largest.abs() < torch.inf, tokens, -1)
 
 
 def exponential_noise(ids: torch.Tensor, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Returns exponential variates, float32 [num_rows, n], of token ids [1 or num_rows, n] under each row's key.
+    """Returns exponential variates, float32 [num_rows, n], of token ids [1 or num_rows, n] under
+    each row's key.
 
-    A 32-bit integer hash (two rounds of multiply and xor-shift, constants of lowbias32) with half of the key before
-    each round; 31 bits of it make the uniform variate."""
+    A 32-bit integer hash (two rounds of multiply and xor-shift, constants of lowbias32) with half
+    of the key before each round; 31 bits of it make the uniform variate.
+    """
     words = torch.tensor(keys).to(torch.int32)  # the bits of 32 unsigned
     first, second = to_device(words, ids.device)[:, :, None].unbind(1)  # [num_rows, 1] each
     x = ids.to(torch.int32) * (0x9E3779B1 - 2**32) + first
@@ -93,7 +115,9 @@ def exponential_noise(ids: torch.Tensor, keys: Sequence[tuple[int, int]]) -> tor
 
 
 def _keys(seed: int, position: int) -> tuple[int, int]:
-    """Returns two 32-bit keys of a 64-bit seed and a position, by splitmix64 (Steele et al., OOPSLA 2014)."""
+    """Returns two 32-bit keys of a 64-bit seed and a position, by splitmix64 (Steele et al., OOPSLA
+    2014).
+    """
     mixed = _splitmix64(_splitmix64(seed & _MASK64) ^ position)
     return mixed >> 32, mixed & 0xFFFFFFFF
 

@@ -1,4 +1,6 @@
-"""Computes log probabilities of tokens under the model's own distribution: log_softmax of its logits, in float32."""
+"""Computes log probabilities of tokens under the model's own distribution: log_softmax of its
+logits, in float32.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,17 +14,20 @@ from ...engine.plan import SampledLogprobs, SequenceStep
 from ..device import copy_to_device
 
 _ROWS_AT_ONCE: Final = 64
-"""Positions of prompts whose logits are held at once: with a vocabulary of 150,000 they take 40 MB, and twice that
-while log probabilities are computed."""
+"""Positions of prompts whose logits are held at once: with a vocabulary of 150,000 they take 40 MB,
+and twice that while log probabilities are computed.
+"""
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 NUM_TENSORS: Final = 4
 
 
 def compute_logprobs(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Tensors:
-    """Maps logits [num_rows, vocab_size] and a token of each row, int64 [num_rows], to the token's log probability
-    [num_rows], its rank from 1 [num_rows], the largest log probabilities [num_rows, num_top], descending, and their
-    tokens; float32, but for ranks and tokens. Of equals all have the rank of the first."""
+    """Maps logits [num_rows, vocab_size] and a token of each row, int64 [num_rows], to the token's
+    log probability [num_rows], its rank from 1 [num_rows], the largest log probabilities [num_rows,
+    num_top], descending, and their tokens; float32, but for ranks and tokens. Of equals all have
+    the rank of the first.
+    """
     logits = logits.float()
     total = logits.logsumexp(-1, keepdim=True)
     ids = _top(logits, num_top)
@@ -32,8 +37,10 @@ def compute_logprobs(logits: torch.Tensor, targets: torch.Tensor, num_top: int) 
 
 
 def _top(logits: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Returns the tokens [num_rows, num_top] of the largest of logits, float32 [num_rows, vocab_size], the largest
-    first; of equals, which are many in bfloat16, the lower id first: a beam search must not depend on the batch."""
+    """Returns the tokens [num_rows, num_top] of the largest of logits, float32 [num_rows,
+    vocab_size], the largest first; of equals, which are many in bfloat16, the lower id first: a
+    beam search must not depend on the batch.
+    """
     num_rows, vocab_size = logits.shape
     width = min(num_top, vocab_size)
     if width == 0:
@@ -53,7 +60,8 @@ def _top(logits: torch.Tensor, num_top: int) -> torch.Tensor:
 class LogprobsTensors:
     """Holds log probabilities on the device, and says whose they are."""
 
-    # In the order of rows: id, number of rows, alternatives wanted; a sequence more than once if it has a draft.
+    # In the order of rows: id, number of rows, alternatives wanted; a sequence more than once if it
+    # has a draft.
     sequences: Sequence[tuple[int, int, int]]
     tensors: Tensors  # of `compute_logprobs`
 
@@ -85,11 +93,12 @@ def compute_prompt_logprobs(
     steps: Sequence[SequenceStep],
     num_top: dict[int, int],
 ) -> LogprobsTensors | None:
-    """Computes those of the prompt tokens that follow the step's tokens, for the sequences in `num_top`, which holds
-    the alternatives wanted.
+    """Computes those of the prompt tokens that follow the step's tokens, for the sequences in
+    `num_top`, which holds the alternatives wanted.
 
-    `head` maps rows of hidden [num_tokens, hidden] to logits [num_rows, vocab_size]. Returns None if no known prompt
-    token follows."""
+    `head` maps rows of hidden [num_tokens, hidden] to logits [num_rows, vocab_size]. Returns None
+    if no known prompt token follows.
+    """
     sequences: list[tuple[int, int, int]] = []
     rows: list[int] = []
     targets: list[int] = []
@@ -110,7 +119,9 @@ def compute_prompt_logprobs(
     parts = [
         compute_logprobs(head(hidden[some_rows]), some_targets.long(), most)
         for some_rows, some_targets in zip(
-            torch.split(rows_device, _ROWS_AT_ONCE), torch.split(targets_device, _ROWS_AT_ONCE), strict=True
+            torch.split(rows_device, _ROWS_AT_ONCE),
+            torch.split(targets_device, _ROWS_AT_ONCE),
+            strict=True,
         )
     ]
     chosen, ranks, values, ids = (torch.cat(columns) for columns in zip(*parts, strict=True))

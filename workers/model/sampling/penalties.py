@@ -1,7 +1,8 @@
-"""Applies what depends on a sequence's tokens so far: repetition, presence and frequency penalties, and bad words.
+"""Applies what depends on a sequence's tokens so far: repetition, presence and frequency penalties,
+and bad words.
 
-Those tokens are kept on the device, where a sampled one is appended at once: the host may not know it yet when the next
-step is launched. Only sequences that use a feature hold memory for it.
+Those tokens are kept on the device, where a sampled one is appended at once: the host may not know
+it yet when the next step is launched. Only sequences that use a feature hold memory for it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,9 @@ from ...engine.plan import SamplingParams
 from ..device import copy_to_device, indices, to_device
 
 BANNED: Final = -1e28
-"""Added to the score of a token that must not be sampled. Finite, so that no operation makes NaN of it."""
+"""Added to the score of a token that must not be sampled. Finite, so that no operation makes NaN of
+it.
+"""
 
 LEAST_SCORE: Final = -1e20
 """A score below it is that of a banned token, whatever penalties have changed since."""
@@ -26,13 +29,16 @@ _NO_TOKEN: Final = -2  # before the first token of a sequence
 
 
 class RowPool:
-    """Allocates rows of device tensors to sequences. There are as many rows as were ever allocated at once, rounded up
-    to a power of two."""
+    """Allocates rows of device tensors to sequences. There are as many rows as were ever allocated
+    at once, rounded up to a power of two.
+    """
 
     def __init__(self, device: torch.device, *columns: tuple[int, torch.dtype]) -> None:
         """`columns` are the length of a row and the dtype of each tensor."""
         self.device = device
-        self.tensors = [torch.zeros(0, length, dtype=dtype, device=device) for length, dtype in columns]
+        self.tensors = [
+            torch.zeros(0, length, dtype=dtype, device=device) for length, dtype in columns
+        ]
         self._allocated: dict[int, int] = {}
         self._free: list[int] = []
 
@@ -40,7 +46,9 @@ class RowPool:
         return sequence_id in self._allocated
 
     def allocate(self, sequence_id: int) -> list[torch.Tensor]:
-        """Returns the sequence's row of each tensor, to be overwritten: it holds what its last sequence left."""
+        """Returns the sequence's row of each tensor, to be overwritten: it holds what its last
+        sequence left.
+        """
         if sequence_id not in self._allocated:
             if not self._free:
                 self._grow()
@@ -59,43 +67,65 @@ class RowPool:
     def _grow(self) -> None:
         size = len(self.tensors[0])
         more = max(size, 1)
-        self.tensors = [torch.cat((tensor, tensor.new_zeros(more, tensor.shape[1]))) for tensor in self.tensors]
+        self.tensors = [
+            torch.cat((tensor, tensor.new_zeros(more, tensor.shape[1]))) for tensor in self.tensors
+        ]
         self._free = list(range(size, size + more))
 
 
 class Penalties(RowPool):
-    """Applies the repetition penalty (arXiv 1909.05858) to tokens of prompt and completion; presence and frequency
-    penalty, as OpenAI defines them, to those of the completion."""
+    """Applies the repetition penalty (arXiv 1909.05858) to tokens of prompt and completion;
+    presence and frequency penalty, as OpenAI defines them, to those of the completion.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        super().__init__(device, (vocab_size, torch.int32), (vocab_size, torch.bool), (3, torch.float32))
+        super().__init__(
+            device, (vocab_size, torch.int32), (vocab_size, torch.bool), (3, torch.float32)
+        )
 
-    def admit(self, sequence_id: int, params: SamplingParams, prompt: Sequence[int], completion: Sequence[int]) -> None:
+    def admit(
+        self,
+        sequence_id: int,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+    ) -> None:
         """Adds a sequence, or replaces it."""
         counts, in_prompt, factors = self.allocate(sequence_id)
         sampled = indices(completion, counts.device)
         counts.zero_().index_add_(0, sampled, torch.ones_like(sampled, dtype=torch.int32))
         in_prompt.zero_().index_fill_(0, indices(prompt, counts.device), True)
-        own = torch.tensor((params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
+        own = torch.tensor(
+            (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        )
         factors.copy_(to_device(own, counts.device))
 
-    def apply(self, scores: torch.Tensor, sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Returns scores [num_sequences, vocab_size], float32, with the penalties; `drafts` follow the sequences'
-        tokens."""
+    def apply(
+        self, scores: torch.Tensor, sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Returns scores [num_sequences, vocab_size], float32, with the penalties; `drafts` follow
+        the sequences' tokens.
+        """
         rows = self.rows_of(sequence_ids)
         counts, in_prompt, factors = (tensor[rows] for tensor in self.tensors)
         if any(drafts):
             places = [(row, token) for row, draft in enumerate(drafts) for token in draft]
             guessed = tuple(indices(each, self.device) for each in zip(*places, strict=True))
-            counts.index_put_(guessed, torch.ones_like(guessed[0], dtype=torch.int32), accumulate=True)
+            counts.index_put_(
+                guessed, torch.ones_like(guessed[0], dtype=torch.int32), accumulate=True
+            )
         repetition, presence, frequency = factors[:, :, None].unbind(1)  # [num_sequences, 1] each
         is_sampled = counts > 0
         scaled = torch.where(scores > 0, scores / repetition, scores * repetition)
         scores = torch.where(is_sampled | in_prompt, scaled, scores)
         return scores.sub_(frequency * counts).sub_(presence * is_sampled)
 
-    def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor) -> None:
-        """Appends those of tokens [num_sequences], one to each sequence, that `holds` [num_sequences] is true for."""
+    def append(
+        self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor
+    ) -> None:
+        """Appends those of tokens [num_sequences], one to each sequence, that `holds`
+        [num_sequences] is true for.
+        """
         rows = self.rows_of(sequence_ids)
         self.tensors[0].index_put_((rows, tokens), holds.to(torch.int32), accumulate=True)
 
@@ -105,9 +135,13 @@ class BadWords(RowPool):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, (_WIDTH - 1, torch.int64))  # the last tokens of each sequence
-        self._words: dict[int, torch.Tensor] = {}  # [num_words, _WIDTH], each with _ANY_TOKEN before it
+        self._words: dict[
+            int, torch.Tensor
+        ] = {}  # [num_words, _WIDTH], each with _ANY_TOKEN before it
 
-    def admit(self, sequence_id: int, words: Iterable[Sequence[int]], history: Sequence[int]) -> None:
+    def admit(
+        self, sequence_id: int, words: Iterable[Sequence[int]], history: Sequence[int]
+    ) -> None:
         """Adds a sequence, or replaces it. Each word has 1 to MAX_BAD_WORD_TOKENS tokens."""
         (tail,) = self.allocate(sequence_id)
         known = history[-(_WIDTH - 1) :]
@@ -123,11 +157,14 @@ class BadWords(RowPool):
     def bans(
         self, rows: Sequence[int], sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns rows, token ids and what to add to their scores, [num_words] each, for sequences in these rows;
-        `drafts` follow the sequences' tokens."""
+        """Returns rows, token ids and what to add to their scores, [num_words] each, for sequences
+        in these rows; `drafts` follow the sequences' tokens.
+        """
         words = [self._words[sequence_id] for sequence_id in sequence_ids]
         sequence_of = np.repeat(np.arange(len(rows)), [len(table) for table in words])
-        row_device, sequence_device = copy_to_device([np.asarray(rows)[sequence_of], sequence_of], self.device)
+        row_device, sequence_device = copy_to_device(
+            [np.asarray(rows)[sequence_of], sequence_of], self.device
+        )
         table = torch.cat(words)
         own = self.tensors[0][self.rows_of(sequence_ids)]
         for row, draft in enumerate(drafts):
@@ -138,8 +175,14 @@ class BadWords(RowPool):
         is_next = ((prefixes == tails) | (prefixes == _ANY_TOKEN)).all(-1)
         return row_device.long(), table[:, -1], is_next * BANNED
 
-    def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor) -> None:
-        """Appends those of tokens [num_sequences], one to each sequence, that `holds` [num_sequences] is true for."""
+    def append(
+        self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor
+    ) -> None:
+        """Appends those of tokens [num_sequences], one to each sequence, that `holds`
+        [num_sequences] is true for.
+        """
         rows = self.rows_of(sequence_ids)
         tails = self.tensors[0][rows]
-        self.tensors[0][rows] = torch.where(holds[:, None], torch.cat((tails[:, 1:], tokens[:, None]), dim=1), tails)
+        self.tensors[0][rows] = torch.where(
+            holds[:, None], torch.cat((tails[:, 1:], tokens[:, None]), dim=1), tails
+        )

@@ -1,8 +1,9 @@
 """Changes raw logits as a request asks, before temperature and filters.
 
-In this order: logit_bias, and bans of bad words and, before min_length, of stop ids; repetition penalty; frequency and
-presence penalty; grammar. So a bias is scaled by the penalties as in transformers, and nothing undoes a ban. Where
-no token is left, the sequence can only end: the end tokens may be sampled.
+In this order: logit_bias, and bans of bad words and, before min_length, of stop ids; repetition
+penalty; frequency and presence penalty; grammar. So a bias is scaled by the penalties as in
+transformers, and nothing undoes a ban. Where no token is left, the sequence can only end: the end
+tokens may be sampled.
 """
 
 from collections.abc import Sequence
@@ -23,14 +24,20 @@ class LogitsProcessors:
     """Holds the state of the sequences that use any logits processor, and applies them."""
 
     def __init__(
-        self, vocab_size: int, end_ids: Sequence[int], grammars: GrammarCache | None, device: torch.device
+        self,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        grammars: GrammarCache | None,
+        device: torch.device,
     ) -> None:
         self._device = device
         self._end_ids = indices(end_ids, device)
         self._shifts = to_device(torch.arange(8, dtype=torch.uint8), device)
         self._always: set[int] = set()  # sequences that use anything but `_stops`
         self._biases: dict[int, _Additions] = {}
-        self._stops: dict[int, tuple[int, _Additions]] = {}  # with the length from which on they may be sampled
+        self._stops: dict[
+            int, tuple[int, _Additions]
+        ] = {}  # with the length from which on they may be sampled
         self._penalties = Penalties(vocab_size, device)
         self._bad_words = BadWords(device)
         self.matchers = GrammarMatchers(grammars, vocab_size)
@@ -48,12 +55,22 @@ class LogitsProcessors:
         if params.stop_ids and step.start + len(step.token_ids) < params.min_length:
             additions = self._additions(params.stop_ids, [BANNED] * len(params.stop_ids))
             self._stops[step.sequence_id] = (params.min_length, additions)
-        if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0):
+        if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        ):
             self._penalties.admit(step.sequence_id, params, prompt, completion)
         if params.bad_words:
             self._bad_words.admit(step.sequence_id, params.bad_words, step.history)
         if params.grammar:
-            self.matchers.admit(step.sequence_id, params.grammar, step.history, step.num_prompt, params.grammar_owner)
+            self.matchers.admit(
+                step.sequence_id,
+                params.grammar,
+                step.history,
+                step.num_prompt,
+                params.grammar_owner,
+            )
         else:
             self.matchers.release(step.sequence_id)
         if params.logit_bias or params.needs_history:
@@ -76,14 +93,19 @@ class LogitsProcessors:
         """Returns which of the sequences that sample have their logits changed in this step."""
         rows = []
         for row, step in enumerate(steps):
-            if step.sequence_id in self._stops and step.start + len(step.token_ids) >= self._stops[step.sequence_id][0]:
+            if (
+                step.sequence_id in self._stops
+                and step.start + len(step.token_ids) >= self._stops[step.sequence_id][0]
+            ):
                 del self._stops[step.sequence_id]
             if step.sequence_id in self:
                 rows.append(row)
         return rows
 
     def apply(self, logits: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        """Returns scores float32 [num_rows, vocab_size] of the logits of `rows`, which stay as they are."""
+        """Returns scores float32 [num_rows, vocab_size] of the logits of `rows`, which stay as they
+        are.
+        """
         scores = logits.to(torch.float32, copy=True)
         ids = [step.sequence_id for step in steps]
         self._apply_additions(scores, ids, steps)
@@ -96,22 +118,31 @@ class LogitsProcessors:
             bans = self._unpack(~self.matchers.masks([steps[row] for row in rows]), scores.shape[1])
             # Added, since to fill a scattered mask takes ten times as long on a CPU.
             _replace(scores, rows, take_rows(scores, rows).add_(bans, alpha=BANNED))
-        if any(each in self._stops or each in self._bad_words for each in ids):  # a grammar alone always allows a token
+        if any(
+            each in self._stops or each in self._bad_words for each in ids
+        ):  # a grammar alone always allows a token
             is_dead = scores.amax(-1, keepdim=True) < LEAST_SCORE
             scores[:, self._end_ids] = scores[:, self._end_ids].masked_fill_(is_dead, 0.0)
         return scores
 
     def _unpack(self, bits: torch.Tensor, num_bits: int) -> torch.Tensor:
-        """Maps int32 [num_rows, ceil(num_bits / 32)] on the host to uint8 [num_rows, num_bits] on the device."""
+        """Maps int32 [num_rows, ceil(num_bits / 32)] on the host to uint8 [num_rows, num_bits] on
+        the device.
+        """
         if self._device.type == "cpu":  # eight times as fast as below
             octets = bits.numpy().view(np.uint8)
-            return torch.from_numpy(np.unpackbits(octets, axis=1, count=num_bits, bitorder="little"))
+            return torch.from_numpy(
+                np.unpackbits(octets, axis=1, count=num_bits, bitorder="little")
+            )
         octets_device = to_device(bits, self._device).view(torch.uint8)
         return ((octets_device[:, :, None] >> self._shifts) & 1).flatten(1)[:, :num_bits]
 
-    def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor) -> None:
-        """Appends those of tokens [num_sequences], on the device, one to each sequence, that `holds` [num_sequences] is
-        true for."""
+    def append(
+        self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor
+    ) -> None:
+        """Appends those of tokens [num_sequences], on the device, one to each sequence, that
+        `holds` [num_sequences] is true for.
+        """
         for feature in (self._penalties, self._bad_words):
             rows, own = _members(sequence_ids, feature)
             if rows:
@@ -121,21 +152,31 @@ class LogitsProcessors:
         values_device = to_device(torch.tensor(values, dtype=torch.float32), self._device)
         return indices(ids, self._device), values_device
 
-    def _apply_additions(self, scores: torch.Tensor, ids: Sequence[int], steps: Sequence[SequenceStep]) -> None:
+    def _apply_additions(
+        self, scores: torch.Tensor, ids: Sequence[int], steps: Sequence[SequenceStep]
+    ) -> None:
         parts = [(row, self._biases[each]) for row, each in enumerate(ids) if each in self._biases]
-        parts += [(row, self._stops[each][1]) for row, each in enumerate(ids) if each in self._stops]
+        parts += [
+            (row, self._stops[each][1]) for row, each in enumerate(ids) if each in self._stops
+        ]
         if parts:
             rows_of_ids = np.repeat([row for row, _ in parts], [len(ids) for _, (ids, _) in parts])
             rows_device = copy_to_device([rows_of_ids], self._device)[0].long()
-            tokens, values = (torch.cat(each) for each in zip(*(additions for _, additions in parts), strict=True))
+            tokens, values = (
+                torch.cat(each) for each in zip(*(additions for _, additions in parts), strict=True)
+            )
             scores.index_put_((rows_device, tokens), values, accumulate=True)
         rows, own = _members(ids, self._bad_words)
         if rows:
-            rows_device, tokens, values = self._bad_words.bans(rows, own, [steps[row].draft for row in rows])
+            rows_device, tokens, values = self._bad_words.bans(
+                rows, own, [steps[row].draft for row in rows]
+            )
             scores.index_put_((rows_device, tokens), values, accumulate=True)
 
 
-def _members(ids: Sequence[int], feature: Penalties | BadWords | GrammarMatchers) -> tuple[list[int], list[int]]:
+def _members(
+    ids: Sequence[int], feature: Penalties | BadWords | GrammarMatchers
+) -> tuple[list[int], list[int]]:
     """Returns the rows and ids of the sequences that use a feature."""
     rows = [row for row, sequence_id in enumerate(ids) if sequence_id in feature]
     return rows, [ids[row] for row in rows]

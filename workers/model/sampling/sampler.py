@@ -1,6 +1,8 @@
-"""Samples the next tokens of a step's sequences, each by its own parameters, with their log probabilities.
+"""Samples the next tokens of a step's sequences, each by its own parameters, with their log
+probabilities.
 
-Sequences that want nothing but temperature and filters cost what they would cost in a batch of their own.
+Sequences that want nothing but temperature and filters cost what they would cost in a batch of
+their own.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,7 +27,9 @@ class SampledTokens:
     """Holds what a step samples, on the device."""
 
     tokens: torch.Tensor  # [num_samples], int64; -1 where the logits are not finite
-    rows: dict[int, int]  # of `tokens`, by sequence: those that may be the pending tokens of the next step
+    rows: dict[
+        int, int
+    ]  # of `tokens`, by sequence: those that may be the pending tokens of the next step
     logprobs: LogprobsTensors | None
     failed: dict[int, str]  # by sequence, why its samples are not valid and it cannot continue
 
@@ -49,8 +53,10 @@ class Sampler:
         device: torch.device,
         broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """`grammars` is None on ranks other than 0: the next step of a sequence under a grammar always has rank 0's
-        token, so theirs do not matter. `broadcast` replaces tokens [num_samples] by those of rank 0."""
+        """`grammars` is None on ranks other than 0: the next step of a sequence under a grammar
+        always has rank 0's token, so theirs do not matter. `broadcast` replaces tokens
+        [num_samples] by those of rank 0.
+        """
         self._params: dict[int, SamplingParams] = {}
         self._processors = LogitsProcessors(vocab_size, end_ids, grammars, device)
         self._special: set[int] = set()  # sequences with log probabilities or logits processors
@@ -86,28 +92,44 @@ class Sampler:
             tokens = self._broadcast(sample(logits, params, positions))
             return SampledTokens(tokens=tokens, rows=rows, logprobs=None, failed={})
         samples = [
-            _Sample(row, replace(own, seed=(own.seed + number) & _MAX_SEED) if number else own, positions[row])
+            _Sample(
+                row,
+                replace(own, seed=(own.seed + number) & _MAX_SEED) if number else own,
+                positions[row],
+            )
             for row, (step, own) in enumerate(zip(steps, params, strict=True))
             for number in range(step.num_samples)
         ]
         tokens = self._broadcast(self._sample(logits, steps, samples))
         known = tokens.clamp(min=0)
         self._append(steps, samples, known)
-        may_pend = [step.num_samples == 1 and not own.grammar for step, own in zip(steps, params, strict=True)]
+        may_pend = [
+            step.num_samples == 1 and not own.grammar
+            for step, own in zip(steps, params, strict=True)
+        ]
         return SampledTokens(
             tokens=tokens,
-            rows={steps[each.row].sequence_id: index for index, each in enumerate(samples) if may_pend[each.row]},
+            rows={
+                steps[each.row].sequence_id: index
+                for index, each in enumerate(samples)
+                if may_pend[each.row]
+            },
             logprobs=self._logprobs(logits, steps, samples, known),
             failed=self._processors.matchers.take_failures(),
         )
 
-    def _sample(self, logits: torch.Tensor, steps: Sequence[SequenceStep], samples: Sequence[_Sample]) -> torch.Tensor:
-        """Returns tokens [num_samples], each from its row of `logits` or what the logits processors make of it."""
+    def _sample(
+        self, logits: torch.Tensor, steps: Sequence[SequenceStep], samples: Sequence[_Sample]
+    ) -> torch.Tensor:
+        """Returns tokens [num_samples], each from its row of `logits` or what the logits processors
+        make of it.
+        """
         processed = {row: index for index, row in enumerate(self._processors.rows(steps))}
         which = [index for index, each in enumerate(samples) if each.row in processed]
         tokens = torch.empty(len(samples), dtype=torch.int64, device=self._device)
         if len(which) < len(samples):
-            # Processed rows are sampled here too, greedily: leaving them out would copy all the others.
+            # Processed rows are sampled here too, greedily: leaving them out would copy all the
+            # others.
             params = [_GREEDY if each.row in processed else each.params for each in samples]
             rows = take_rows(logits, [each.row for each in samples])
             tokens = sample(rows, params, [each.position for each in samples])
@@ -116,14 +138,22 @@ class Sampler:
             scores = self._processors.apply(own, [steps[row] for row in processed])
             rows = take_rows(scores, [processed[samples[index].row] for index in which])
             own_samples = [samples[index] for index in which]
-            params, positions = [each.params for each in own_samples], [each.position for each in own_samples]
+            params, positions = (
+                [each.params for each in own_samples],
+                [each.position for each in own_samples],
+            )
             tokens[indices(which, self._device)] = sample(rows, params, positions)
         return tokens
 
-    def _append(self, steps: Sequence[SequenceStep], samples: Sequence[_Sample], tokens: torch.Tensor) -> None:
-        """Appends tokens [num_samples] where later steps depend on them, of a draft those that are right and the one
-        after them, and forgets sequences that need nothing more."""
-        rounds: dict[int, dict[int, int]] = {}  # by tokens of a draft before it: of each sequence the sample
+    def _append(
+        self, steps: Sequence[SequenceStep], samples: Sequence[_Sample], tokens: torch.Tensor
+    ) -> None:
+        """Appends tokens [num_samples] where later steps depend on them, of a draft those that are
+        right and the one after them, and forgets sequences that need nothing more.
+        """
+        rounds: dict[
+            int, dict[int, int]
+        ] = {}  # by tokens of a draft before it: of each sequence the sample
         for index, each in enumerate(samples):
             step = steps[each.row]
             if step.sequence_id in self._processors:
@@ -134,19 +164,31 @@ class Sampler:
         for number, own in sorted(rounds.items()):
             at = indices(list(own.values()), self._device)
             if number:  # the token of the draft before it is the sample before it
-                guesses = indices([steps[samples[index].row].draft[-1] for index in own.values()], self._device)
+                guesses = indices(
+                    [steps[samples[index].row].draft[-1] for index in own.values()], self._device
+                )
                 holds[at] = holds[at - 1] & (tokens[at - 1] == guesses)
             self._processors.append(list(own), tokens[at], holds[at])
 
     def _logprobs(
-        self, logits: torch.Tensor, steps: Sequence[SequenceStep], samples: Sequence[_Sample], tokens: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        steps: Sequence[SequenceStep],
+        samples: Sequence[_Sample],
+        tokens: torch.Tensor,
     ) -> LogprobsTensors | None:
         wanted = [index for index, each in enumerate(samples) if each.params.logprobs is not None]
         if not wanted:
             return None
         num_top = [(step, self._params[step.sequence_id].logprobs) for step in steps]
-        sequences = [(step.sequence_id, step.num_samples, count) for step, count in num_top if count is not None]
+        sequences = [
+            (step.sequence_id, step.num_samples, count)
+            for step, count in num_top
+            if count is not None
+        ]
         rows = logits[indices([samples[index].row for index in wanted], self._device)]
         targets = tokens[indices(wanted, self._device)]
         largest = max(count for _, _, count in sequences)
-        return LogprobsTensors(sequences=sequences, tensors=compute_logprobs(rows, targets, largest))
+        return LogprobsTensors(
+            sequences=sequences, tensors=compute_logprobs(rows, targets, largest)
+        )
