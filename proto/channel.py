@@ -1,6 +1,6 @@
 """How Tandem's processes hold gRPC connections to each other, and refuse those of anybody else.
 
-A call costs each side two hashes of some bytes (`python -m tandem.workers.bench.identity`), a
+A call costs each side two hashes of some bytes (`python -m tandem.tests.bench.engine.identity`), a
 message of a stream nothing.
 """
 

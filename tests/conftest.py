@@ -27,7 +27,7 @@ import pytest
 TESTS: Final = Path(__file__).parent
 SHARING_PATHS: Final = (
     *(
-        "cluster/bench/test_bench_router.py",
+        "bench",
         "cluster/cli/test_bad_commands.py",
         "cluster/cli/test_check.py",
         "cluster/cli/test_cli.py",
@@ -68,7 +68,7 @@ SHARING_PATHS: Final = (
         for name in ("cancel", "dispatcher", "drain", "faults", "not_finite")
     ),
     "router/dispatch/test_rehand.py",
-    *("workers/bench", "workers/engine/test_beam.py", "workers/model", "workers/tp"),
+    *("workers/engine/test_beam.py", "workers/model", "workers/tp"),
     *(
         f"workers/test_{name}.py"
         for name in (

@@ -20,10 +20,10 @@ from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.peers import IDENTITY, peer_channel
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor
+from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank import Rank
 from tandem.workers.tp.rank_server import RankServer
 from tandem.workers.transfer.sender import FrameHook
-from tandem.workers.worker import Worker
 
 VOCAB = 1000
 

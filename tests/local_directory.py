@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tandem.cluster.directory import DirectoryClient
-from tandem.cluster.members import Directory
+from tandem.cluster.serve.directory import DirectoryClient
+from tandem.cluster.serve.members import Directory
 
 
 class LocalDirectory(DirectoryClient):

@@ -19,7 +19,7 @@ from PIL import Image
 
 from tandem.cluster.cli.demo import MODEL, PROMPTS
 from tandem.cluster.config import load_config
-from tandem.cluster.environment import prepare_ray_environment
+from tandem.cluster.serve.environment import prepare_ray_environment
 from tandem.cluster.store.store import resolve_model
 from tandem.router.client.client import Client
 from tandem.tests.browser import chromium, paint_times, set_window
@@ -38,7 +38,9 @@ PICTURES: Final = (
 def main(folder: Path) -> None:
     """Writes one PNG for each of PICTURES."""
     prepare_ray_environment(None)
-    from tandem.cluster.launch import start_service  # imports Ray, which reads the environment
+    from tandem.cluster.serve.launch import (
+        start_service,  # imports Ray, which reads the environment
+    )
 
     overrides: dict[str, object] = {
         "model": MODEL,

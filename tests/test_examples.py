@@ -18,7 +18,7 @@ from typing import Any, Final
 import pytest
 
 from tandem.proto import inference_pb2
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest

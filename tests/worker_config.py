@@ -5,8 +5,8 @@ from typing import Any
 
 from tandem.tests.peers import IDENTITY
 from tandem.workers.engine.config import Budgets, SpeculativeConfig
+from tandem.workers.serve.worker import WorkerConfig
 from tandem.workers.tp.rank import RankConfig
-from tandem.workers.worker import WorkerConfig
 
 
 def worker_config(model: str = "", **values: Any) -> WorkerConfig:

@@ -20,7 +20,7 @@ from rich.table import Table
 from ...proto.addresses import in_brackets, is_loopback
 from ...proto.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from ...router.client.client import Client
-from ..status import in_order, service_of
+from ..serve.status import in_order, service_of
 from ..tables import make_table
 from ..text_files import read_text
 from . import options as o

@@ -17,8 +17,8 @@ from ...router.client.types import Completion
 from ...workers.model.config import CheckpointError
 from ...workers.model.loader import check_checkpoint
 from ..config import load_config
-from ..environment import prepare_ray_environment
 from ..eval.gather import map_concurrently
+from ..serve.environment import prepare_ray_environment
 from ..store.store import resolve_model
 from ..tables import table_console
 from .answers import timeline_table, total_of_parts
@@ -65,7 +65,7 @@ def main() -> int:
 
 def _serve_and_ask(console: Console, folder: str) -> int:
     prepare_ray_environment(None)
-    from ..launch import start_service  # imports Ray, which reads the environment
+    from ..serve.launch import start_service  # imports Ray, which reads the environment
 
     overrides: dict[str, object] = {
         "model": MODEL,

@@ -8,8 +8,8 @@ import typer
 
 from ...proto.addresses import host_of
 from ...proto.errors import NotFound, Unavailable
-from ..identity_file import read_identity
-from ..status import drain_workers
+from ..serve.identity_file import read_identity
+from ..serve.status import drain_workers
 from . import options as o
 from .client import DEFAULT_STATUS_URL, fetch_status
 

@@ -11,7 +11,7 @@ from ...proto.certificate import make_peer_tls
 from ...proto.identity import PeerIdentity
 from ...router.auth.keys import ApiKey, create_key, load_keys, parse_expiry, revoke_key
 from ..config import PeerTlsConfig
-from ..identity_file import write_identity
+from ..serve.identity_file import write_identity
 from ..tables import make_table
 
 key_app = typer.Typer(

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ...router.auth.keys import load_keys
 from ..config import NULL, TandemConfig, load_config
-from ..environment import prepare_ray_environment
+from ..serve.environment import prepare_ray_environment
 from ..store.checked import checked_folder, with_draft_folder
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 
@@ -170,9 +170,9 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
     Unavailable.
     """
     address = prepare_ray_environment(address)
-    from ..launch import (
-        start_service,
-    )  # imports Ray, which reads the environment and takes a second
+    from ..serve.launch import (
+        start_service,  # imports Ray, which reads the environment and takes a second
+    )
 
     console = Console(stderr=True)
     if defaults := describe_defaults(generation_defaults(config, folder)):

@@ -18,9 +18,9 @@ from ...proto.errors import (
     Unauthenticated,
     Unavailable,
 )
+from ...router.api.openai.answers import error_response
 from ...router.api.openai.openapi import REQUEST_ID
 from ...router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion
-from ...router.api.openai.responses import error_response
 from ...router.api.openai.streaming import GenerationResponse
 from ...router.api.service import GenerationService
 from ...router.frontend.prepare import RequestContext

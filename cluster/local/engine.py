@@ -30,7 +30,7 @@ from ...router.frontend.prepared import PreparedRequest
 from ...router.frontend.tokenizer import Tokenizer
 from ...router.scheduling.admission import Admission
 from ...router.scheduling.registry import WorkerRegistry
-from ...workers.worker import Worker
+from ...workers.serve.worker import Worker
 from ..config import TandemConfig
 from ..store.adapters import named_adapter
 from ..store.generation_defaults import generation_defaults

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from ...proto import worker_pb2
-from ...workers.worker import Worker
+from ...workers.serve.worker import Worker
 
 
 class LocalChannel:

@@ -4,9 +4,9 @@ from typing import Final
 
 from ...proto.identity import PeerIdentity
 from ...workers.engine.config import Budgets
-from ...workers.threads import available_cores
+from ...workers.host.threads import available_cores
+from ...workers.serve.worker import WorkerConfig
 from ...workers.tp.rank import RankConfig
-from ...workers.worker import WorkerConfig
 from ..config import PoolRole, TandemConfig
 
 # Niceness on CPUs. A prefill step may wait for other processes on its cores; a decode step may not,

@@ -17,12 +17,12 @@ from unittest.mock import Mock
 import pytest
 from starlette.requests import Request
 
-from tandem.cluster import app, launch
 from tandem.cluster.cli.client import _worker_table
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.local.worker import worker_config
-from tandem.cluster.members import Continuity, Directory, Members
-from tandem.cluster.status import WorkerStatuses
+from tandem.cluster.serve import app, launch
+from tandem.cluster.serve.members import Continuity, Directory, Members
+from tandem.cluster.serve.status import WorkerStatuses
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.router.auth.authenticator import Authenticator
@@ -48,9 +48,11 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[TandemConfig]:
 
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="x"), app_name="tandem")
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
-    monkeypatch.setattr("tandem.workers.worker.Worker.start", fail)
-    monkeypatch.setattr("tandem.cluster.runtime.RouterRuntime.start", fail)
-    monkeypatch.setattr("tandem.cluster.directory.DirectoryClient.changes", Directory().changes)
+    monkeypatch.setattr("tandem.workers.serve.worker.Worker.start", fail)
+    monkeypatch.setattr("tandem.cluster.serve.runtime.RouterRuntime.start", fail)
+    monkeypatch.setattr(
+        "tandem.cluster.serve.directory.DirectoryClient.changes", Directory().changes
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield load_config(None, {"model": "m", "host": "127.0.0.1"})
@@ -96,10 +98,13 @@ def test_a_start_that_times_out_is_one_line(
     monkeypatch.setattr("ray.nodes", lambda: [])
     options = SimpleNamespace(host="127.0.0.1", port=8000)
     monkeypatch.setattr(
-        "tandem.cluster.launch._get_global_client", lambda: SimpleNamespace(http_config=options)
+        "tandem.cluster.serve.launch._get_global_client",
+        lambda: SimpleNamespace(http_config=options),
     )
-    monkeypatch.setattr("tandem.cluster.launch.close_directory", lambda name: None)
-    monkeypatch.setattr("tandem.cluster.redeploy.open_checkpoint", lambda *args, **options: Mock())
+    monkeypatch.setattr("tandem.cluster.serve.launch.close_directory", lambda name: None)
+    monkeypatch.setattr(
+        "tandem.cluster.serve.redeploy.open_checkpoint", lambda *args, **options: Mock()
+    )
     monkeypatch.setattr(function, fail)
     with pytest.raises(Unavailable) as raised, launch.start_service(config, "/no/folder"):
         pass
@@ -149,7 +154,7 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
 
 def test_a_router_loads_no_torch() -> None:
     """Which takes seconds and hundreds of megabytes."""
-    code = "import sys, tandem.cluster.app, tandem.cluster.runtime; print('torch' in sys.modules)"
+    code = "import sys, tandem.cluster.serve.app, tandem.cluster.serve.runtime; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "False\n", done.stderr
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from tandem.cluster.runtime import RouterRuntime
+from tandem.cluster.serve.runtime import RouterRuntime
 from tandem.proto.errors import TandemError
 from tandem.router.client.client import AsyncClient
 from tandem.tests.cluster.test_metrics import folder, start

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster import members
-from tandem.cluster.directory import DirectoryWatcher
-from tandem.cluster.members import NOTHING, Changes, Directory, RouterInfo, Version
+from tandem.cluster.serve import members
+from tandem.cluster.serve.directory import DirectoryWatcher
+from tandem.cluster.serve.members import NOTHING, Changes, Directory, RouterInfo, Version
 from tandem.proto import worker_pb2
 from tandem.router.dispatch.convictions import Convictions
 from tandem.router.scheduling.registry import WorkerRegistry

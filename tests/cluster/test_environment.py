@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.environment import (
+from tandem.cluster.serve.environment import (
     MAX_TMPDIR_BYTES,
     cluster_address,
     prepare_ray_environment,
@@ -155,7 +155,7 @@ def test_no_folder_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(prefix: str, dir: str) -> str:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("tandem.cluster.environment.mkdtemp", refuse)
+    monkeypatch.setattr("tandem.cluster.serve.environment.mkdtemp", refuse)
     with (
         pytest.raises(
             Unavailable, match=r"^TMPDIR: .*that can be written .*Read-only file"

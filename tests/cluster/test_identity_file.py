@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.identity_file import identity_path, kept_identity, read_identity
+from tandem.cluster.serve.identity_file import identity_path, kept_identity, read_identity
 from tandem.proto.errors import NotFound
 from tandem.proto.identity import PeerIdentity
 

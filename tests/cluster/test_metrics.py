@@ -21,7 +21,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tandem.cluster.config import load_config
-from tandem.cluster.runtime import RouterRuntime
+from tandem.cluster.serve.runtime import RouterRuntime
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument, NotFound
 from tandem.router.client.client import AsyncClient
@@ -44,7 +44,7 @@ TOKENS: Final = 24
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model's folder of which there is only the tokenizer."""
     make_tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr("tandem.cluster.runtime.read_context_tokens", lambda _: 2_048)
+    monkeypatch.setattr("tandem.cluster.serve.runtime.read_context_tokens", lambda _: 2_048)
     return tmp_path
 
 

@@ -12,11 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from tandem.cluster import identity_file, redeploy
 from tandem.cluster.config import TandemConfig, load_config
-from tandem.cluster.identity_file import kept_salt
-from tandem.cluster.members import Continuity, Members, RouterInfo
-from tandem.cluster.status import following
+from tandem.cluster.serve import identity_file, redeploy
+from tandem.cluster.serve.identity_file import kept_salt
+from tandem.cluster.serve.members import Continuity, Members, RouterInfo
+from tandem.cluster.serve.status import following
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.tests.peers import IDENTITY

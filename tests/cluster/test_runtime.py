@@ -11,9 +11,9 @@ import httpx
 import psutil
 import pytest
 
-from tandem.cluster import redeploy
 from tandem.cluster.config import TandemConfig, load_config
-from tandem.cluster.runtime import RouterRuntime
+from tandem.cluster.serve import redeploy
+from tandem.cluster.serve.runtime import RouterRuntime
 from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.router.auth.config import AuthConfig
 from tandem.router.auth.keys import create_key
@@ -32,7 +32,7 @@ HOST = "127.0.0.1"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model's folder of which there is only the tokenizer."""
     make_tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr("tandem.cluster.runtime.read_context_tokens", lambda _: 2_048)
+    monkeypatch.setattr("tandem.cluster.serve.runtime.read_context_tokens", lambda _: 2_048)
     return tmp_path
 
 

@@ -1,6 +1,6 @@
 """What a router tells of its workers, and over which connections it asks them."""
 
-from tandem.cluster.status import WorkerStatuses
+from tandem.cluster.serve.status import WorkerStatuses
 from tandem.proto import worker_pb2
 from tandem.tests.fleet import fleet
 from tandem.tests.peers import IDENTITY

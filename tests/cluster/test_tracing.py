@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tandem.cluster.config import load_config
-from tandem.cluster.telemetry.logs import log_request, write_json_logs
-from tandem.cluster.telemetry.tracing import SpanRecorder
+from tandem.cluster.serve.telemetry.logs import log_request, write_json_logs
+from tandem.cluster.serve.telemetry.tracing import SpanRecorder
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.telemetry.requests import PARTS, EndedRequest, RequestFacts

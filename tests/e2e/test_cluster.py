@@ -19,7 +19,7 @@ NUM_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def service(address: str, tiny_model: Path) -> Iterator[Any]:
-    from tandem.cluster.launch import start_service
+    from tandem.cluster.serve.launch import start_service
 
     overrides: dict[str, object] = {f"{role}.resources": {role: 1.0} for role in NODES}
     overrides |= {"prefill.replicas": 2, "decode.replicas": 2, "prefill.block_size": 8}
@@ -86,7 +86,7 @@ async def test_sixteen_mixed_requests_cross_the_nodes(service: Any, tiny_model: 
 def test_the_secret_of_a_running_service_is_in_no_log_argument_or_environment(
     service: Any, cluster: Any
 ) -> None:
-    from tandem.cluster.identity_file import identity_path, read_identity
+    from tandem.cluster.serve.identity_file import identity_path, read_identity
 
     secret = read_identity(service.status_url).secret
     assert stat.S_IMODE(identity_path(service.status_url).stat().st_mode) == 0o600

@@ -33,7 +33,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def service(address: str, keys: tuple[Path, str], tiny_model: Path) -> Iterator[Any]:
-    from tandem.cluster.launch import start_service
+    from tandem.cluster.serve.launch import start_service
 
     overrides: dict[str, object] = {"router.resources": {"router": 1.0}}
     overrides |= {"auth.keys_file": str(keys[0]), "router.local_prefill_tokens": 0}

@@ -36,7 +36,7 @@ def keys(keys_file: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def service(address: str, tiny_model: Path, keys_file: Path, keys: dict[str, str]) -> Iterator[Any]:
-    from tandem.cluster.launch import start_service
+    from tandem.cluster.serve.launch import start_service
 
     overrides = {"router.resources": {"router": 1.0}, "auth.keys_file": str(keys_file)}
     with start_service(
@@ -125,7 +125,7 @@ def serve_once(
     """Runs a service as a launcher of its own does; returns the cached tokens of a request with
     each key. Ends when the prompt is on disk for each.
     """
-    from tandem.cluster.launch import start_service
+    from tandem.cluster.serve.launch import start_service
 
     with start_service(
         small_config(Path(folder), "kept", overrides), folder, address=address

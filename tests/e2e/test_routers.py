@@ -38,7 +38,7 @@ def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="module")
 def service(address: str, tiny_model: Path, adapters: Path) -> Iterator[Any]:
     """A service whose two routers are configured with the same ports."""
-    from tandem.cluster.launch import start_service
+    from tandem.cluster.serve.launch import start_service
 
     overrides: dict[str, object] = {
         "router.replicas": 2,

@@ -34,7 +34,7 @@ def expected(model: Path) -> list[list[int]]:
 @pytest.fixture
 def service(request: pytest.FixtureRequest, address: str, model: Path) -> Iterator[Any]:
     """Runs a service with these settings of the pools; checks that all its processes end with it."""
-    from tandem.cluster.launch import start_service
+    from tandem.cluster.serve.launch import start_service
 
     overrides: dict[str, object] = {f"{role}.resources": {role: 1.0} for role in NODES}
     overrides |= {"router.local_prefill_tokens": 0} | request.param

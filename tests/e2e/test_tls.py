@@ -33,7 +33,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(address: str, tiny_model: Path, certificates: Path) -> Iterator[Any]:
-    from tandem.cluster.launch import start_service
+    from tandem.cluster.serve.launch import start_service
 
     overrides: dict[str, object] = {f"{role}.resources": {role: 1.0} for role in NODES}
     overrides |= {"peer_tls.mode": "cluster"}

@@ -20,7 +20,7 @@ from tandem.router.api.anthropic.requests import parse_count_tokens, parse_messa
 from tandem.router.api.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tandem.router.api.openai.parsing import parse
 from tandem.router.api.openai.requests import parse_chat, parse_completion
-from tandem.router.api.openai_responses.requests import parse_responses
+from tandem.router.api.responses.requests import parse_responses
 from tandem.router.auth.keys import load_keys
 from tandem.router.frontend.chat import check_chat, json_object
 from tandem.router.frontend.validation import check_parameters

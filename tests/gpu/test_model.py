@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.tests.bench.engine import __main__
 from tandem.tests.tiny import FAMILIES, ROUTED, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_exact import NUM_TOKENS, cut, logits_by_position
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
 from tandem.tests.workers.model.test_host_blocks import check_blocks_come_back
 from tandem.tests.workers.spans import span
-from tandem.workers.bench import __main__
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import NewTokens

@@ -195,7 +195,7 @@ def until_decode_workers(status_url: str, number: int) -> None:
 
 def test_each_build_has_the_same_identity(config: dict[str, Any], identity: Path) -> None:
     """Serve builds anew when arguments change: replicas of both builds must know each other."""
-    from tandem.cluster.serve_app import build
+    from tandem.cluster.serve.serve_app import build
 
     args = config["applications"][0]["args"]
     deployments: list[Any] = [
@@ -212,7 +212,7 @@ def test_each_build_has_the_same_identity(config: dict[str, Any], identity: Path
 
 
 def test_replicas_are_where_the_labels_are(config: dict[str, Any]) -> None:
-    from tandem.cluster.serve_app import build
+    from tandem.cluster.serve.serve_app import build
 
     args = deepcopy(config["applications"][0]["args"])
     args["prefill"] |= {"tp": 2}

@@ -7,7 +7,7 @@ import pytest_asyncio
 import torch
 
 from tandem.tests.matrix.cluster import Cluster, running_cluster
-from tandem.workers.model.kernels import cpu
+from tandem.workers.model.kernels.c import cpu
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -26,12 +26,12 @@ from tandem.workers.engine.events import Event, Preempted
 from tandem.workers.engine.plan import StepPlan
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.sequence import Sequence, SequenceSpec
-from tandem.workers.model.kernels import cpu
-from tandem.workers.request_manager import RequestManager
-from tandem.workers.session import RouterSession
+from tandem.workers.model.kernels.c import cpu
+from tandem.workers.serve.request_manager import RequestManager
+from tandem.workers.serve.session import RouterSession
+from tandem.workers.serve.watchdog import WatchedExecutor
+from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank_server import RankServer
-from tandem.workers.watchdog import WatchedExecutor
-from tandem.workers.worker import Worker
 
 _SET_DEATH_SIGNAL: Final = 1  # prctl's PR_SET_PDEATHSIG
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from tandem.cluster.directory import DirectoryWatcher
-from tandem.cluster.members import Directory, RouterInfo
+from tandem.cluster.serve.directory import DirectoryWatcher
+from tandem.cluster.serve.members import Directory, RouterInfo
 from tandem.proto.errors import InternalError
 from tandem.router.dispatch.convictions import Convictions
 from tandem.router.request import TokenRequest

@@ -37,12 +37,12 @@ from tandem.cluster.cli.client import generate as command
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.parameters import markdown
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.router.frontend.prepare import ServedModel
-from tandem.workers.submit import WorkerLimits, parse_submit
+from tandem.workers.serve.submit import WorkerLimits, parse_submit
 
 async def main():
     source = FakeTokenSource()

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import pytest
 
-from tandem.router.api.grpc_server import GrpcServer
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.grpc_server import GrpcServer
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer

@@ -18,11 +18,7 @@ from typing import Annotated, Any
 import ray
 import typer
 
-from tandem.cluster.directory import (
-    CALL_SECONDS,
-    close_directory,
-    open_directory,
-)
+from tandem.cluster.serve.directory import CALL_SECONDS, close_directory, open_directory
 from tandem.tests.soak.directory_members import SERVICE, Heartbeats, RouterMember
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from typing import Final
 
-from tandem.cluster.directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher
-from tandem.cluster.members import RouterInfo
+from tandem.cluster.serve.directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher
+from tandem.cluster.serve.members import RouterInfo
 from tandem.proto import worker_pb2
 from tandem.router.dispatch.convictions import Convictions
 from tandem.router.scheduling.registry import WorkerRegistry

@@ -16,8 +16,8 @@ import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from tandem.cluster.directory import NAMESPACE
-from tandem.cluster.launch import Service
+from tandem.cluster.serve.directory import NAMESPACE
+from tandem.cluster.serve.launch import Service
 from tandem.tests.service import status
 
 PAUSE_SECONDS: Final = 20.0  # of the GCS

@@ -27,7 +27,7 @@ import psutil
 from ray.cluster_utils import Cluster
 
 from tandem.cluster.config import TandemConfig, load_config
-from tandem.cluster.launch import Service, start_service
+from tandem.cluster.serve.launch import Service, start_service
 from tandem.tests.service import wait_until_idle
 from tandem.tests.soak.faults import Nemesis
 from tandem.tests.soak.footprints import Footprints

@@ -28,8 +28,8 @@ from typing import Any, Final
 
 from tandem.cluster.cli.client import fetch_status
 from tandem.cluster.config import TandemConfig, load_config
-from tandem.cluster.identity_file import read_identity
-from tandem.cluster.launch import Service, start_service
+from tandem.cluster.serve.identity_file import read_identity
+from tandem.cluster.serve.launch import Service, start_service
 from tandem.proto.errors import TandemError
 from tandem.router.client.client import AsyncClient
 from tandem.tests.service import wait_until_idle, workers

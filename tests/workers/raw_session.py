@@ -11,8 +11,8 @@ from tandem.tests.fleet import is_idle, worker_stub
 from tandem.tests.peers import peer_channel
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor
+from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank import Rank
-from tandem.workers.worker import Worker
 
 GREEDY = inference_pb2.SamplingParams(temperature=0, top_p=1)
 

@@ -7,7 +7,7 @@ from tandem.tests.fleet import VOCAB, fake_rank
 from tandem.tests.peers import peer_channel
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
-from tandem.workers.worker import Worker
+from tandem.workers.serve.worker import Worker
 
 
 def known(session: RawSession) -> set[bytes]:

@@ -35,9 +35,9 @@ from tandem.tests.workers.raw_session import (
     worker_of,
 )
 from tandem.workers.engine.plan import FirstTokens, OnLayers, Samples, StepPlan
+from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer.sender import KvSender
-from tandem.workers.worker import Worker
 
 PROMPT = range(20)
 
@@ -506,7 +506,7 @@ async def test_a_cancel_while_the_grammar_is_read_ends_the_request() -> None:
 async def test_a_grammar_that_is_never_compiled_is_given_up_and_the_worker_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tandem.workers.request_manager._PREPARE_SECONDS", 0.2)
+    monkeypatch.setattr("tandem.workers.serve.request_manager._PREPARE_SECONDS", 0.2)
     go_on = threading.Event()
     async with worker_of(replace(fake_rank(), load_grammar=lambda *_: go_on.wait(30))) as (
         _,

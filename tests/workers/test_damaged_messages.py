@@ -21,8 +21,8 @@ from tandem.tests.fleet import VOCAB, fake_rank
 from tandem.tests.peers import IDENTITY, peer_channel
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
+from tandem.workers.serve.worker import Worker
 from tandem.workers.transfer import frames
-from tandem.workers.worker import Worker
 
 PROMPT = range(20)
 SECONDS = 20.0

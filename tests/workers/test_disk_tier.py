@@ -26,16 +26,16 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
-from tandem.workers import disk_tier
-from tandem.workers.disk_tier import DiskTier, reports_of
 from tandem.workers.engine.config import SpeculativeConfig
-from tandem.workers.engine_thread import EngineThread
 from tandem.workers.kv_cache.block_files import BlockFiles
 from tandem.workers.model.footprint import kv_bytes_per_token
 from tandem.workers.model.loader import open_checkpoint
+from tandem.workers.serve import disk_tier
+from tandem.workers.serve.disk_tier import DiskTier, reports_of
+from tandem.workers.serve.engine_thread import EngineThread
+from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank_disk import RankDisk
 from tandem.workers.tp.rank_server import RankServer
-from tandem.workers.worker import Worker
 
 PROMPTS = [
     range(first, first + 100) for first in (0, 200, 400)

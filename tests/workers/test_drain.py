@@ -19,7 +19,7 @@ from tandem.tests.workers.test_suspend import (
     is_suspended,
     two_workers,
 )
-from tandem.workers.worker import Worker
+from tandem.workers.serve.worker import Worker
 
 
 async def drain(worker: Worker, seconds: float) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, Preempted
-from tandem.workers.engine_thread import EngineThread
+from tandem.workers.serve.engine_thread import EngineThread
 
 
 class PlayedEngine:

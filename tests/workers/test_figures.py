@@ -27,8 +27,8 @@ from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, idle, submit
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
+from tandem.workers.serve.worker import Worker
 from tandem.workers.transfer.frames import TransferError
-from tandem.workers.worker import Worker
 
 WAIT = 10.0
 

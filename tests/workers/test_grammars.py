@@ -7,7 +7,7 @@ from queue import Full
 import pytest
 
 from tandem.proto.errors import InvalidArgument, Unavailable
-from tandem.workers.grammars import GrammarCompiler
+from tandem.workers.serve.grammars import GrammarCompiler
 
 ADA, BOB, EVE = b"ada", b"bob", b"eve"
 

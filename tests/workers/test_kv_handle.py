@@ -12,9 +12,9 @@ from tandem.tests.peers import peer_channel
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_choices, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit
+from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer.sender import FrameHook
-from tandem.workers.worker import Worker
 
 PROMPT = range(100)
 CANCEL = worker_pb2.Cancel(request_id="a", attempt=1)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.workers.malloc import use_huge_pages
+from tandem.workers.host.malloc import use_huge_pages
 
 
 def huge_bytes(begin: int, end: int) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.workers.memory import available_memory
+from tandem.workers.host.memory import available_memory
 
 MIB = 2**20
 HOST = "MemTotal:        9216 kB\nMemAvailable:    8192 kB\nSwapTotal: 0 kB\n"

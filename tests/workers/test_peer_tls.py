@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from tandem.cluster.config import PeerTlsConfig
-from tandem.cluster.peer_tls import peer_tls
+from tandem.cluster.serve.peer_tls import peer_tls
 from tandem.proto import worker_pb2
 from tandem.proto.certificate import make_peer_tls
 from tandem.proto.channel import PeerChannel
@@ -23,7 +23,7 @@ from tandem.tests.fleet import VOCAB, Fleet, Unlimited, fake_rank, is_idle, work
 from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
-from tandem.workers.worker import Worker
+from tandem.workers.serve.worker import Worker
 
 PROMPT = range(100)
 LOOPBACK = ["127.0.0.1", "127.0.0.2", "::1", "localhost"]

@@ -27,13 +27,13 @@ from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit
 from tandem.tests.workers.test_figures import Figures
-from tandem.workers import prefix_transfer
 from tandem.workers.engine.plan import FirstTokens
+from tandem.workers.serve import prefix_transfer
+from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer.frames import Commit, TransferError
 from tandem.workers.transfer.receiver import PieceWriter
 from tandem.workers.transfer.sender import FrameHook
-from tandem.workers.worker import Worker
 
 PROMPT = list(range(100))
 MAX_TOKENS = 60

@@ -8,11 +8,11 @@ import time
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.workers import session as session_module
 from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import SampledLogprobs
 from tandem.workers.engine.sequence import FinishReason
-from tandem.workers.session import RouterSession
+from tandem.workers.serve import session as session_module
+from tandem.workers.serve.session import RouterSession
 
 
 async def taken(session: RouterSession) -> worker_pb2.SessionResponse:

@@ -10,7 +10,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, SequenceSpec, Task, Turn
-from tandem.workers.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS, WorkerLimits, parse_submit
+from tandem.workers.serve.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS, WorkerLimits, parse_submit
 
 LIMITS = WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
 NAN, INF = float("nan"), float("inf")

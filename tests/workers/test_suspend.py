@@ -20,8 +20,8 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.engine.fake import expected_choices, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of
 from tandem.tests.workers.test_kv_handle import Workers, started
-from tandem.workers.model.kernels import cpu
-from tandem.workers.worker import Worker
+from tandem.workers.model.kernels.c import cpu
+from tandem.workers.serve.worker import Worker
 
 PROMPT = [(7 * n) % 400 + 3 for n in range(37)]
 SUSPEND = worker_pb2.Suspend(request_id="a", attempt=1)

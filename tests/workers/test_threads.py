@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.workers.threads import available_cores, go_first, in_thread, let_others_first
+from tandem.workers.host.threads import available_cores, go_first, in_thread, let_others_first
 
 
 def make_root(folder: Path, cgroup: str, files: dict[str, str]) -> Path:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
-from tandem.workers.watchdog import Watchdog, WatchedExecutor
+from tandem.workers.serve.watchdog import Watchdog, WatchedExecutor
 
 
 class Clock:

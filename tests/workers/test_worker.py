@@ -24,9 +24,9 @@ from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
+from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer.frames import PULL_METHOD, Open, TransferKey, encode
-from tandem.workers.worker import Worker
 
 MALFORMED: dict[str, dict[str, Any]] = {
     "no tokens to generate": {"max_tokens": 0},
@@ -366,7 +366,7 @@ async def test_cache_of_another_life_of_the_worker_is_gone() -> None:
 NO_RAY = """
 import sys
 sys.modules["ray"] = None
-import tandem.workers.worker
+import tandem.workers.serve.worker
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..host.memory import available_memory
 from ..kv_cache.layout import KvLayout, KvSpan
 from ..kv_cache.store import KvRead, paged_shapes
-from ..memory import available_memory
 from .device import indices, to_device
-from .kernels.build import library, loaded_library
+from .kernels.c.build import library, loaded_library
 
 ITEMS: Final = {"int8": torch.int8, "fp8": torch.uint8}
 """What the tensors of a quantised cache have; uint8 are the bits of E4M3, as their rows have a

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from ..malloc import use_huge_pages
+from ..host.malloc import use_huge_pages
 from .checkpoint import Checkpoint, StoredTensor, check_tokenizer, read_tensors, weights_file
 from .config import CheckpointError, ModelConfig
 from .device import DTYPES

@@ -13,7 +13,7 @@ import torch
 from ..engine.plan import OnLayers
 from .attention.backend import SequenceSpan
 from .attention.torch_backend import TorchAttentionBackend
-from .kernels.calls import Recorder
+from .kernels.c.calls import Recorder
 from .models.family import CausalLM
 
 _MAX_DECODES: Final = 256  # rows of a decode step; memory of rows that no step has is never touched

@@ -15,10 +15,10 @@ import torch
 
 from ...proto import worker_pb2
 from ...proto.errors import Unavailable
+from ..host.threads import in_thread
 from ..model.adapter_folder import read_adapter
 from ..model.config import CheckpointError
 from ..model.runner import ModelRunner
-from ..threads import in_thread
 from .rank_client import RankClient
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Final, Self
 
 from ...proto import worker_pb2
 from ..engine.engine import Engine
-from ..threads import in_thread
+from ..host.threads import in_thread
 from .process_group import EMPTY_PLAN, TpExecutor, TpGroup
 from .rank import Rank, RankConfig, load_rank
 from .rank_client import RankClient, RankLost

@@ -12,15 +12,15 @@ from ...proto.identity import PeerIdentity
 from ...proto.metrics import NULL_METRICS, Metrics
 from ..engine.config import Budgets, EngineConfig
 from ..engine.plan import Executor
+from ..host.threads import available_cores, let_others_first
 from ..kv_cache.store import KvStore
 from ..model.checkpoint import Checkpoint
 from ..model.config import ModelConfig
 from ..model.device import enter_device
 from ..model.footprint import check_draft, kv_bytes_per_token
-from ..model.kernels import cpu
+from ..model.kernels.c import cpu
 from ..model.loader import open_checkpoint
 from ..model.runner import ModelRunner
-from ..threads import available_cores, let_others_first
 from ..transfer.connector import TransferContext
 from .adapters import LoadOnRank, adapter_loader
 from .draft_model import DraftingExecutor

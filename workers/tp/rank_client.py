@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from ...proto import worker_pb2, worker_pb2_grpc
 from ...proto.channel import PeerStream, patient_channel
 from ...proto.identity import PeerIdentity
-from ..threads import settle
+from ..host.threads import settle
 from ..transfer.frames import TransferError
 
 HEARTBEAT_SECONDS: Final = 0.2

@@ -11,10 +11,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final, Self
 
+from ..host.threads import in_thread
 from ..kv_cache.block_files import BlockFiles
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import KvStore
-from ..threads import in_thread
 
 _PART: Final = struct.Struct(">II")  # ranks, rank
 

@@ -17,10 +17,10 @@ import grpc.aio
 from ...proto import worker_pb2, worker_pb2_grpc
 from ...proto.channel import PeerServer
 from ..engine.plan import FirstTokens
+from ..host.malloc import keep_freed_memory
+from ..host.threads import in_thread, settle
 from ..kv_cache.store import KvStore
-from ..malloc import keep_freed_memory
 from ..model.device import enter_device
-from ..threads import in_thread, settle
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.frames import TransferError
 from ..transfer.receiver import FetchResult

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from ...proto.addresses import listen
-from ..threads import settle
+from ..host.threads import settle
 from .backend import Rendezvous, meet_peer, open_group
 from .frames import TransferError
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ...output.joined_answer import join_choices
+from ..openai.answers import TokenIds, error_response, error_text
 from ..openai.requests import HttpRequest
-from ..openai.responses import TokenIds, error_response, error_text
 from ..openai.streaming import AnswerForm
 
 _STOP_REASONS: Final = {

@@ -21,10 +21,10 @@ from ....proto.errors import InvalidArgument
 from ....proto.parameters import check_count
 from ...auth.authenticator import Caller
 from ...frontend.prepare import ServedModel
+from .answers import TokenIds, error_response
 from .bodies import Ignored, OpenModel, parse_prompts, prompt_schema, with_named_parameters
 from .parsing import parse
 from .requests import HttpRequest, prompt_messages, set_parameters
-from .responses import TokenIds, error_response
 from .streaming import AnswerForm, WholeWriter
 
 _POOLINGS: Final = {"LAST": inference_pb2.POOLING_LAST, "MEAN": inference_pb2.POOLING_MEAN}

@@ -20,15 +20,15 @@ from ...frontend.validation import answer_size, check_answer_size, check_num_seq
 from ...output.joined_answer import JoinedAnswer
 from ...output.processor import delivered
 from ..service import GenerationService, tandem_errors_only
-from .openapi import MAX_TOKENS, REQUEST_ID
-from .requests import HttpRequest
-from .responses import (
+from .answers import (
     ResponseWriter,
     TokenIds,
     check_prompt_ids,
     check_prompt_logprobs,
     error_response,
 )
+from .openapi import MAX_TOKENS, REQUEST_ID
+from .requests import HttpRequest
 from .resume import EventIds, with_event_id
 
 _T = TypeVar("_T")

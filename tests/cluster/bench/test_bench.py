@@ -23,7 +23,7 @@ from tandem.cluster.bench.target import CompletionEvents
 from tandem.cluster.bench.threads import ThreadTimes
 from tandem.cluster.bench.workload import arrival_offsets
 from tandem.proto.errors import Overloaded, Unavailable
-from tandem.router.api.grpc_server import GrpcServer
+from tandem.router.api.server.grpc_server import GrpcServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer

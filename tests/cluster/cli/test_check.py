@@ -11,7 +11,7 @@ from tandem.cluster.cli.main import app
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.tiny_quantized import FORMATS, make_quantized_model
-from tandem.workers.model.kernels import cpu
+from tandem.workers.model.kernels.c import cpu
 
 
 def check(*args: str) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from tandem.tests.fleet import fake_rank
 from tandem.tests.peers import IDENTITY
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import submit, worker_of
-from tandem.workers.worker import Worker
+from tandem.workers.serve.worker import Worker
 
 NOBODY = "127.0.0.2:1"
 

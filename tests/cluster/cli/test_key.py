@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tandem.cluster.cli.key import key_app
 from tandem.cluster.cli.main import app
 from tandem.cluster.cli.options import read_api_key
-from tandem.cluster.identity_file import read_identity
+from tandem.cluster.serve.identity_file import read_identity
 from tandem.proto.errors import InvalidArgument, NotFound, Unavailable
 from tandem.proto.identity import PeerIdentity
 from tandem.router.auth.keys import hash_key, load_keys

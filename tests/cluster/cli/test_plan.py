@@ -11,8 +11,8 @@ from tandem.cluster.cli.main import app
 from tandem.cluster.cli.plan import rank_memory
 from tandem.cluster.store.store import get_model
 from tandem.proto.errors import InvalidArgument
+from tandem.tests.bench.engine.shapes import SHAPES
 from tandem.tests.tiny import make_tiny_model
-from tandem.workers.bench.shapes import SHAPES
 
 PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
 LLAMA = SHAPES["llama-3-8b"]  # 32 query heads, 8 KV heads, 32 layers, heads of 128

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tandem.cluster.cli.client import fetch_status
 from tandem.cluster.cli.main import app
-from tandem.cluster.identity_file import kept_identity
+from tandem.cluster.serve.identity_file import kept_identity
 from tandem.proto.errors import NotFound, Unavailable
 from tandem.tests.peers import IDENTITY
 

@@ -28,7 +28,7 @@ from tandem.cluster.eval.scores import exact_match, normalise_answer, score_text
 from tandem.cluster.text_files import parse_lines
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InternalError, InvalidArgument
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
 from tandem.router.frontend.prepare import ServedModel

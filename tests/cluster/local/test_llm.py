@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from tandem import LLM, LoRARequest, RequestOutput, SamplingParams
 from tandem.cluster.local.llm import LocalStream
 from tandem.proto.errors import InternalError, InvalidArgument, NotFound, Unavailable
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.types import Choice, Options

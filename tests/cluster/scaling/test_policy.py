@@ -13,10 +13,10 @@ from ray.serve.autoscaling_policy import _apply_app_level_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from tandem.cluster.config import TandemConfig, load_config
-from tandem.cluster.launch import start_service
 from tandem.cluster.scaling import reports
 from tandem.cluster.scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER
-from tandem.cluster.serve_app import _number_options, _reports_to
+from tandem.cluster.serve.launch import start_service
+from tandem.cluster.serve.serve_app import _number_options, _reports_to
 from tandem.proto.errors import InvalidArgument
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.admission import Admission

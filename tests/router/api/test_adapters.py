@@ -13,7 +13,7 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument, NotFound, PermissionDenied
 from tandem.router.adapters import AdapterAdmin, AdapterRegistry
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
 from tandem.router.client.client import AsyncClient

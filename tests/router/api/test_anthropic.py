@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tandem.proto import errors
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
 from tandem.router.frontend.prepare import ServedModel

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tandem.proto import inference_pb2
-from tandem.router.api.audit import MAX_BURST, AuditLog
+from tandem.router.api.server.audit import MAX_BURST, AuditLog
 from tandem.tests.router.api.http_bodies import TEXT, body
 from tandem.tests.router.api.test_connections import connected
 from tandem.tests.router.conftest import Service

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.proto import inference_pb2, inference_pb2_grpc, limits
 from tandem.proto.errors import InvalidArgument, Overloaded, Unauthenticated, Unavailable
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
 from tandem.router.auth.rate import Quota

@@ -9,7 +9,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from tandem.proto import inference_pb2, inference_pb2_grpc, limits
-from tandem.router.api.grpc_server import GrpcServer
+from tandem.router.api.server.grpc_server import GrpcServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from tandem.proto.errors import PermissionDenied
 from tandem.router.api.browsers import BrowserRules
-from tandem.router.api.http_server import HttpServer
+from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body

@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.proto.limits import MAX_MESSAGE_BYTES
-from tandem.router.api import http_server
-from tandem.router.api.connection import ConnectionBounds, HttpConnection
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server import http_server
+from tandem.router.api.server.connection import ConnectionBounds, HttpConnection
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import TEXT, body

@@ -23,7 +23,7 @@ from tandem.router.api.console.request_log import (
     percentiles,
 )
 from tandem.router.api.console.routes import STATIC_PATHS
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator, Caller
 from tandem.router.frontend.prepare import ServedModel

@@ -16,7 +16,7 @@ import torch
 from tandem.proto import inference_pb2, limits
 from tandem.proto.inference_pb2_grpc import InferenceStub
 from tandem.router.api.openai import embeddings
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer

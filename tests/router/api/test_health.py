@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.router.api.connection import ConnectionBounds
+from tandem.router.api.server.connection import ConnectionBounds
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.test_connections import HTTP2_PREFACE, Streams, connected, serving
 

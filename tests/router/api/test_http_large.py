@@ -14,8 +14,7 @@ import pytest
 from tandem.proto import errors, inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.parameters import ROWS
-from tandem.router.api.http_server import HttpServer
-from tandem.router.api.openai import responses
+from tandem.router.api.openai import answers as responses
 from tandem.router.api.openai.bodies import DetokenizeBody
 from tandem.router.api.openai.logprobs import prompt_logprobs
 from tandem.router.api.openai.parsing import parse
@@ -25,6 +24,7 @@ from tandem.router.api.openai.requests import (
     parse_completion,
     parse_tokenize,
 )
+from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body, events
@@ -159,7 +159,7 @@ async def test_a_report_is_written_once_and_off_the_event_loop(
         written.append(threading.current_thread())
         return prompt_logprobs(tokens)
 
-    monkeypatch.setattr("tandem.router.api.openai.responses.prompt_logprobs", noted)
+    monkeypatch.setattr("tandem.router.api.openai.answers.prompt_logprobs", noted)
     fields: dict[str, Any] = {
         "prompt": ["long " * 20, "longer " * 20],
         "n": 3,

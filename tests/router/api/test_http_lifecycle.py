@@ -6,8 +6,8 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from tandem.router.api import listener
-from tandem.router.api.http_server import HttpServer
+from tandem.router.api.server import listener
+from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import TEXT, body, events

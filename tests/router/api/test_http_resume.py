@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tandem.proto import errors, worker_pb2
-from tandem.router.api.http_server import HttpServer
+from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer

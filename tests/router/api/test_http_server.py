@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from tandem.proto import errors, limits
-from tandem.router.api.http_server import HttpServer
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.http_server import HttpServer
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body, events, streamed_text

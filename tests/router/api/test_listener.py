@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from tandem.router.api.listener import HttpListener
+from tandem.router.api.server.listener import HttpListener
 
 
 def listener(name: bytes) -> HttpListener:

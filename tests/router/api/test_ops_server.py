@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from tandem.router.api.ops_server import OpsServer
+from tandem.router.api.server.ops_server import OpsServer
 from tandem.tests.router.api.test_connections import connected
 
 WAIT = 30.0

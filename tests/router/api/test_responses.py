@@ -250,6 +250,7 @@ async def test_what_libraries_add_to_items_comes_back(
     )
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(
-            model="tiny", input=[{"role": "user", "content": "x", "images": []}]
-        )  # type: ignore[list-item]
+            model="tiny",
+            input=[{"role": "user", "content": "x", "images": []}],  # type: ignore[list-item]
+        )
     assert caught.value.param == "input[0].images"

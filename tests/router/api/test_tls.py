@@ -16,8 +16,8 @@ import uvloop
 from cryptography import x509
 
 from tandem.proto.errors import InvalidArgument, Unavailable
-from tandem.router.api.connection import ConnectionBounds
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.connection import ConnectionBounds
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.tls import ServerTls, TlsFiles, TlsMaterial
 from tandem.router.auth.watch import FileWatch

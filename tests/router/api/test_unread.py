@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tandem.proto import inference_pb2, inference_pb2_grpc
-from tandem.router.api.servers import ApiServers
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.frontend.prepare import ServedModel

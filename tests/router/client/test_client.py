@@ -48,12 +48,8 @@ async def test_sync_and_async_give_the_same(grpc_service: Service) -> None:
         ]
     expected = await asyncio.to_thread(use_client)
     for a, b in zip(found[:3], expected[:3], strict=True):
-        assert (a.text, a.token_ids, a.finish_reason, a.usage) == (
-            b.text,
-            b.token_ids,
-            b.finish_reason,
-            b.usage,
-        )  # type: ignore[attr-defined]
+        for name in ("text", "token_ids", "finish_reason", "usage"):
+            assert getattr(a, name) == getattr(b, name)
         assert a.timeline.request_id == a.request_id  # type: ignore[attr-defined]
     assert found[3:] == expected[3:]
     assert found[3:] == [[104, 195, 169], list(b"[user] hello?\n[assistant] "), found[5], True]

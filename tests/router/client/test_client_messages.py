@@ -212,8 +212,12 @@ async def test_none_is_as_good_as_absent_in_a_chat_and_in_tokenize(server: Recor
 
 
 @pytest.mark.parametrize(
-    "tool", [tandem.Tool(**WEATHER), {"type": "function", "function": WEATHER}]
-)  # type: ignore[arg-type]
+    "tool",
+    [
+        tandem.Tool(**WEATHER),  # type: ignore[arg-type]
+        {"type": "function", "function": WEATHER},
+    ],
+)
 async def test_a_chat_with_tools(server: RecordingServer, tool: Any) -> None:
     call = ToolCall(id="c1", name="weather", arguments='{"city": "Rome"}')
     openai_call = {

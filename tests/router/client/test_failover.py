@@ -11,7 +11,7 @@ from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status.rpc_status import to_status  # type: ignore[import-untyped]
 
 from tandem.proto import errors, inference_pb2
-from tandem.router.api.grpc_server import GrpcServer
+from tandem.router.api.server.grpc_server import GrpcServer
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient, Client
 from tandem.router.client.types import Completion, Delta, Options

@@ -15,10 +15,10 @@ from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.sequence import SequenceSpec, Task
-from tandem.workers.request_manager import RequestManager
-from tandem.workers.session import WorkerRequest
+from tandem.workers.serve.request_manager import RequestManager
+from tandem.workers.serve.session import WorkerRequest
+from tandem.workers.serve.worker import Worker
 from tandem.workers.transfer.receiver import FetchResult
-from tandem.workers.worker import Worker
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from tandem.tests.fleet import VOCAB, fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
-from tandem.workers.disk_tier import DiskTier
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.engine.sequence import SequenceSpec, Task
+from tandem.workers.serve.disk_tier import DiskTier
 from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer import frames
 from tandem.workers.transfer.connector import KvConnector

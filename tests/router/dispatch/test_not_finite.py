@@ -17,8 +17,8 @@ from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.model.helpers import prompt
 from tandem.workers.engine.plan import Samples, StepPlan
-from tandem.workers.watchdog import CANARY_ID
-from tandem.workers.worker import Worker
+from tandem.workers.serve.watchdog import CANARY_ID
+from tandem.workers.serve.worker import Worker
 
 POISON = 307  # the token whose embedding is not finite; the model generates it nowhere
 NUM_TOKENS = 40

@@ -16,7 +16,7 @@ from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument, Overloaded
 from tandem.router.frontend.child_process import ChildProcess
 from tandem.router.frontend.constraint import GrammarValidator
-from tandem.workers.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS
+from tandem.workers.serve.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS
 
 EOS = 256
 

@@ -250,7 +250,7 @@ def test_the_router_needs_no_torch(folder: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-import tandem.router.api.servers
+import tandem.router.api.server.servers
 from tandem.router.frontend.tokenizer import Tokenizer
 Tokenizer.load(Path({str(folder)!r}))
 print(sorted(name for name in ("torch", "ray") if name in sys.modules))

@@ -17,7 +17,7 @@ from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, SequenceSpan
 from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
 from tandem.workers.model.config import RopeConfig
-from tandem.workers.model.kernels import build, cpu
+from tandem.workers.model.kernels.c import build, cpu
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.model.layers.norm import RMSNorm
 from tandem.workers.model.layers.rotary import RotaryEmbedding, apply_rotary
@@ -375,7 +375,7 @@ def test_a_team_of_all_cores_gets_one_each() -> None:
 
 
 def test_denormals_stay_what_they_are() -> None:
-    code = "from tandem.workers.model.kernels import build; build.library(); print(5e-324 * 1.0, 1e-310 / 2 > 0)"
+    code = "from tandem.workers.model.kernels.c import build; build.library(); print(5e-324 * 1.0, 1e-310 / 2 > 0)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
@@ -394,14 +394,14 @@ def test_they_compile_without_a_warning() -> None:
         else ()
     )
     for march in ("native", *others):
-        for source in Path(cpu.__file__).parent.glob("*.c"):
+        for source in Path(cpu.__file__).parent.rglob("*.c"):
             command = ["cc", *flags, f"-march={march}", str(source)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             assert done.returncode == 0, done.stderr
 
 
 def test_without_a_compiler_the_model_runs_in_plain_torch(tmp_path: Path) -> None:
-    code = "import torch; from tandem.workers.model.kernels import cpu; print(cpu.usable(torch.zeros(1)))"
+    code = "import torch; from tandem.workers.model.kernels.c import cpu; print(cpu.usable(torch.zeros(1)))"
     environment = os.environ | {"CC": str(tmp_path / "none"), "TANDEM_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60

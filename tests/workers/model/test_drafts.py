@@ -21,7 +21,7 @@ from tandem.workers.engine.events import Failed, NewTokens
 from tandem.workers.engine.ngram import Drafter
 from tandem.workers.engine.plan import SampledLogprobs, SamplingParams
 from tandem.workers.engine.sequence import SequenceSpec, Task
-from tandem.workers.model.kernels import cpu
+from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.runner import ModelRunner
 
 NUM_TOKENS = 40

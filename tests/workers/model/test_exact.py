@@ -12,7 +12,7 @@ import torch
 
 from tandem.tests.tiny import DENSE, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt, recorded_logits
-from tandem.workers.model.kernels import cpu
+from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.runner import ModelRunner
 
 NUM_TOKENS = 150  # more than two tiles of keys

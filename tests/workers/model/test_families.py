@@ -30,7 +30,7 @@ from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.tests.workers.model.test_programs import step_logits
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.model import registry
-from tandem.workers.model.kernels import cpu
+from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.runner import ModelRunner
 
 TOLERANCE = 1e-4

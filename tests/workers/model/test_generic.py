@@ -16,7 +16,7 @@ from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import load, mixed_steps, recorded_logits
 from tandem.workers.model.config import CheckpointError, read_fields
 from tandem.workers.model.footprint import check_config_split
-from tandem.workers.model.kernels import cpu
+from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.registry import parse_model_config
 

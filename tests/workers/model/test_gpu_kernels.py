@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from tandem.tests.workers.model.helpers import multiply_row_by_row
-from tandem.workers.model.kernels import gpu, gpu_chunk, gpu_decode, gpu_linear
-from tandem.workers.model.kernels.gpu_attention import Scoring
-from tandem.workers.model.kernels.gpu_chunk import ChunkWork, chunk_attention, tile_tokens
-from tandem.workers.model.kernels.gpu_decode import (
+from tandem.workers.model.kernels.triton import chunk as gpu_chunk
+from tandem.workers.model.kernels.triton import decode as gpu_decode
+from tandem.workers.model.kernels.triton import elementwise as gpu
+from tandem.workers.model.kernels.triton import linear as gpu_linear
+from tandem.workers.model.kernels.triton.attention import Scoring
+from tandem.workers.model.kernels.triton.chunk import ChunkWork, chunk_attention, tile_tokens
+from tandem.workers.model.kernels.triton.decode import (
     SPLIT_TOKENS,
     DecodeWork,
     decode_attention,

@@ -29,7 +29,7 @@ from tandem.workers.engine.plan import (
 )
 from tandem.workers.model import graphs, kernels
 from tandem.workers.model.attention import triton_backend
-from tandem.workers.model.kernels import gpu
+from tandem.workers.model.kernels.triton import elementwise as gpu
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests/gpu does it on the GPU itself"

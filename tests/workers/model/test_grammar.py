@@ -23,12 +23,12 @@ from tokenizers import Tokenizer
 from tandem.proto import limits
 from tandem.proto.deep_stack import on_deep_stack
 from tandem.tests.ambiguous import AMBIGUOUS
+from tandem.tests.bench.engine import grammar
 from tandem.tests.schemas import random_schema
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_tokenizer import EOS_ID
 from tandem.tests.workers.model.chains import CHAINS
 from tandem.tests.workers.model.helpers import Driver, load, prompt
-from tandem.workers.bench import grammar
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep
 from tandem.workers.model.sampling import grammar as grammar_module
 from tandem.workers.model.sampling.grammar import GrammarCache, GrammarMatchers

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.workers.model.kernels import build
+from tandem.workers.model.kernels.c import build
 
 _BUILD = """
 import sys

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.workers.model.kernels import build
+from tandem.workers.model.kernels.c import build
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, Failed, NewTokens
 from tandem.workers.engine.plan import NOT_FINITE, Samples, SamplingParams
 from tandem.workers.engine.sequence import SequenceSpec, Task
-from tandem.workers.model.kernels import cpu
+from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.gumbel import sample
 

@@ -103,11 +103,8 @@ def random_case(seed: int) -> tuple[SamplingParams, list[int], int]:
     chosen = {
         name: fields[name] for name in rng.sample(sorted(fields), rng.randint(1, len(fields)))
     }
-    return (
-        SamplingParams(stop_ids=STOPS if "min_length" in chosen else (), **chosen),
-        history,
-        num_prompt,
-    )  # type: ignore[arg-type]
+    stop_ids = STOPS if "min_length" in chosen else ()
+    return SamplingParams(stop_ids=stop_ids, **chosen), history, num_prompt  # type: ignore[arg-type]
 
 
 def check(scores: torch.Tensor, expected: torch.Tensor) -> None:

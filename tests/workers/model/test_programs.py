@@ -14,8 +14,8 @@ from hypothesis import given, strategies
 
 from tandem.tests.tiny import DENSE, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt, recorded_logits
-from tandem.workers.model.kernels import cpu
-from tandem.workers.model.kernels.calls import Recorder, _Buffer, _distance, _place
+from tandem.workers.model.kernels.c import cpu
+from tandem.workers.model.kernels.c.calls import Recorder, _Buffer, _distance, _place
 from tandem.workers.model.runner import ModelRunner
 
 BATCHES = (1, 2, 7, 40)

@@ -27,7 +27,7 @@ from tandem.tests.tiny_quantized import (
 from tandem.tests.workers.model.helpers import Driver, load, prompt, reference, reference_greedy
 from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.workers.model.config import CheckpointError
-from tandem.workers.model.kernels import cpu
+from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.loader import check_checkpoint, rank_weight_bytes, weight_schemes
 from tandem.workers.model.module import all_parameters
 from tandem.workers.model.quant.rounded import RoundedLinearMethod

@@ -12,9 +12,11 @@ import torch
 from torch.nn import functional
 
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.workers.model.helpers import Driver, prompt, reference, reference_greedy
+from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.workers.model.config import CheckpointError, ExpertsConfig
 from tandem.workers.model.device import DTYPES
-from tandem.workers.model.kernels import cpu
+from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.loader import open_checkpoint, rank_weight_bytes
 from tandem.workers.model.module import all_parameters
 from tandem.workers.model.quant.fp8 import Fp8LinearMethod
@@ -27,9 +29,6 @@ from tandem.workers.model.quant.integer import (
 from tandem.workers.model.quant.rounded import RoundedLinearMethod
 from tandem.workers.model.registry import ROUNDED, with_quantization
 from tandem.workers.model.runner import ModelRunner
-
-from .helpers import Driver, prompt, reference, reference_greedy
-from .test_parallel import on_ranks
 
 ROUNDS_INPUTS = cpu.linear_form("_int") == cpu.DOT_PRODUCT
 needs_kernel = pytest.mark.skipif(not cpu.can_multiply_int(64, 64), reason="no kernel: no compiler")

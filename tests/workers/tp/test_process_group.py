@@ -30,10 +30,10 @@ from tandem.workers.engine.plan import (
     SequenceStep,
     StepPlan,
 )
+from tandem.workers.serve.watchdog import WatchedExecutor
 from tandem.workers.tp.draft_model import DraftingExecutor
 from tandem.workers.tp.process_group import TpExecutor, TpGroup, decode_plan, encode_plan
 from tandem.workers.transfer.backend import join_store
-from tandem.workers.watchdog import WatchedExecutor
 
 T = TypeVar("T")
 

@@ -29,9 +29,9 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import RawSession, ended, submit
+from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank_client import RankLost, unless_silent
 from tandem.workers.tp.rank_server import RankServer
-from tandem.workers.worker import Worker
 
 NUM_TOKENS = 24
 SILENCE_SECONDS = 0.8

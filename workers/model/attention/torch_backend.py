@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from ...kv_cache.layout import LayerGeometry
-from ..kernels import cpu
+from ..kernels.c import cpu
 from ..kv_store import PagedKv
 from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 from .native_tables import NativeTables

@@ -10,16 +10,14 @@ import torch
 
 from ...kv_cache.layout import LayerGeometry
 from ..device import Ints, copy_to_device, to_device
-from ..kernels.gpu import store_kv
-from ..kernels.gpu_attention import Scoring
-from ..kernels.gpu_chunk import ChunkWork, chunk_attention, tile_tokens
-from ..kernels.gpu_decode import DecodeWork, decode_attention, num_splits
+from ..kernels.triton.attention import Scoring
+from ..kernels.triton.chunk import ChunkWork, chunk_attention, tile_tokens
+from ..kernels.triton.decode import DecodeWork, decode_attention, num_splits
+from ..kernels.triton.elementwise import store_kv
 from ..kv_store import PagedKv
 from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 
-_MAX_GRAPH_ITEMS: Final = (
-    4096  # work items of a captured step, each of gpu_decode.SPLIT_TOKENS keys
-)
+_MAX_GRAPH_ITEMS: Final = 4096  # work items of a captured step, each of decode.SPLIT_TOKENS keys
 _MAX_GRAPH_BLOCKS: Final = 65_536  # entries of its block tables
 _PROGRAMS_PER_PROCESSOR: Final = 3  # as many as its shared memory holds
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..kernels import cpu, elementwise  # noqa: F401  # the latter lets steps be recorded
+from ..kernels.c import cpu, elementwise  # noqa: F401  # the latter lets steps be recorded
 from .tensor_parallel import TpPlan
 
 _MAX_TABLE_BYTES: Final = 1 << 28

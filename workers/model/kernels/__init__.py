@@ -1,4 +1,4 @@
-"""Holds kernels: C on CPUs (`cpu`), Triton on GPUs (`gpu`, `gpu_decode`, `gpu_chunk`).
+"""Holds kernels: C on CPUs (folder `c`), Triton on GPUs (folder `triton`).
 
 Where there are none the model runs in plain torch, which is also what tests compare the kernels
 with.
@@ -12,11 +12,11 @@ from typing import Protocol, cast
 
 import torch
 
-from . import cpu
+from .c import cpu
 
 
 class Kernels(Protocol):
-    """Names the kernels of every device that has any; tensors as in `cpu` and `gpu`."""
+    """Names the kernels of every device that has any; tensors as in `c.cpu` and `triton.elementwise`."""
 
     def rms_norm(
         self,
@@ -42,15 +42,17 @@ def of(tensor: torch.Tensor) -> Kernels | None:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Returns whether the kernels for this tensor are those of `gpu`."""
+    """Returns whether the kernels for this tensor are the Triton kernels."""
     return of(tensor) not in (None, cpu)
 
 
 @cache
 def _gpu() -> ModuleType | None:
-    """Returns `gpu` if there is Triton, which torch installs where it can use it. Only imported for
+    """Returns the Triton kernels if there is Triton, which torch installs where it can use it. Only imported for
     GPUs: it takes a second, and in a process with it the CPU kernels were a tenth slower.
     """
     return (
-        importlib.import_module(f"{__name__}.gpu") if importlib.util.find_spec("triton") else None
+        importlib.import_module(f"{__name__}.triton.elementwise")
+        if importlib.util.find_spec("triton")
+        else None
     )

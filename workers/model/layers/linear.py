@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...kv_cache.layout import LayerGeometry
-from ..kernels import cpu
+from ..kernels.c import cpu
 from ..module import Module, Parameter, WeightSlice
 from ..parallel import TensorParallel
 from ..quant.base import LinearMethodOf, LinearPartition

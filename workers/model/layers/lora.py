@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import torch
 from torch.nn import functional
 
-from ..kernels import cpu
+from ..kernels.c import cpu
 from ..quant.base import LinearMethod, LinearPartition
 from ..quant.unquantized import UnquantizedLinearMethod
 

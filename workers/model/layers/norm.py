@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from .. import kernels
-from ..kernels import cpu
+from ..kernels.c import cpu
 from ..module import Module, Parameter, WeightSlice
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from .. import kernels
 from ..config import RopeConfig
-from ..kernels import cpu
+from ..kernels.c import cpu
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines of each token's position, each [num_tokens, 1, head_dim]."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..kernels import cpu
+from ..kernels.c import cpu
 
 
 def scaled(x: torch.Tensor, factor: float, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from ..config import Fields
-from ..kernels import cpu
+from ..kernels.c import cpu
 from ..module import Parameter
 from .base import LinearMethod, LinearPartition
 from .integer import MAX_GROUP, IntegerLinearMethod

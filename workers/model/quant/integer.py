@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from ..kernels import cpu
+from ..kernels.c import cpu
 from .rounded import Numbers, RoundedLinearMethod, finite_scales, largest_group
 
 BITS: Final = {"int8": 8, "int4": 4}  # by quant_method

@@ -8,7 +8,7 @@ from typing import Final, Self
 import torch
 from torch.nn import functional
 
-from ..kernels import cpu
+from ..kernels.c import cpu
 from ..module import Parameter
 from .base import PlainLinearMethod
 

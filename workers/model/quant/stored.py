@@ -9,7 +9,7 @@ import regex
 import torch
 
 from ..config import Fields
-from ..kernels import cpu
+from ..kernels.c import cpu
 from ..module import Parameter, WeightSlice
 from .base import LinearMethod, LinearPartition
 from .integer import MAX_GROUP, UNIT, IntegerLinearMethod

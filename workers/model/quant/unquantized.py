@@ -7,13 +7,13 @@ import torch
 from torch.nn import functional
 
 from .. import kernels
-from ..kernels import cpu
+from ..kernels.c import cpu
 from .base import LinearPartition, PlainLinearMethod
 
 _Linear = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
 ]
-"""Maps x, weight, bias and residual as `gpu_linear.linear`."""
+"""Maps x, weight, bias and residual as `kernels.triton.linear.linear`."""
 
 
 class UnquantizedLinearMethod(PlainLinearMethod):
@@ -60,7 +60,7 @@ class UnquantizedLinearMethod(PlainLinearMethod):
         self._uses_kernel = cpu.can_multiply(weight)
         self._uses_onednn = not self._uses_kernel and _onednn_can_pack(weight)
         if self.batch_invariant and kernels.on_gpu(weight):
-            from ..kernels.gpu_linear import linear  # with Triton
+            from ..kernels.triton.linear import linear  # with Triton
 
             self._invariant_linear = linear
         self.fuses_gate = (

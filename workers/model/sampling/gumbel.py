@@ -14,7 +14,7 @@ import torch
 
 from ...engine.plan import SamplingParams
 from ..device import column, indices, to_device
-from ..kernels import cpu
+from ..kernels.c import cpu
 from .filters import filter_scores, has_filter
 
 MIN_TEMPERATURE: Final = 1e-5  # below it a choice is greedy: the division would overflow float32

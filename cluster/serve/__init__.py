@@ -1,0 +1,1 @@
+"""Runs the service on Ray: applications, replicas, the directory of members, redeployment."""

@@ -1,0 +1,368 @@
+"""Defines what the deployments of the Ray Serve application run: `Router`, and `WorkerPool` for
+both pools.
+
+One replica of a pool is one worker; one replica of the router hosts a gRPC and an HTTP server.
+Requests do not pass
+through Serve: it places, watches and restarts.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ray import serve
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from ...proto.errors import PermissionDenied, Unauthenticated, Unavailable
+from ...proto.identity import PeerIdentity
+from ...proto.metrics import NULL_METRICS
+from ...router.api.browsers import BrowserRules
+from ...router.api.console.feed import without_loads
+from ...router.dispatch.convictions import Convictions
+from ...workers.host.threads import go_first
+from ..config import PoolRole, TandemConfig
+from ..local.environment import compute_environment
+from ..scaling.reports import worker_report
+from ..store.adapters import configured_adapters
+from ..store.store import ensure_tokenizer
+from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher
+from .members import Continuity, Members, RouterInfo
+from .ranks import node_host, ray_dashboard_url, start_ranks
+from .status import WorkerStatuses, describe_routers, drain_workers
+from .telemetry.logs import write_json_logs
+from .telemetry.ray_metrics import RayMetrics, report_figures
+
+if TYPE_CHECKING:
+    from ...workers.serve.worker import Worker
+    from .runtime import RouterRuntime
+
+log = logging.getLogger(__name__)
+
+_LAST_SECONDS: Final = 0.5  # for the last calls of a worker that has failed
+
+
+class Replica:
+    """Holds what all deployments share: a member of the directory, and the background tasks that it
+    cannot do without.
+
+    `_stop_server` is set once the start has succeeded: it stops what the replica runs within so
+    many seconds.
+    """
+
+    _stop_server: Callable[[float], Awaitable[None]] | None = None
+    _tasks: Sequence[asyncio.Task[None]] = ()
+
+    def __init__(self, config: TandemConfig, kind: str) -> None:
+        go_first()
+        if config.log_format == "json":
+            write_json_logs()
+        self._config = config
+        self._directory = DirectoryClient(config.name)
+        self._label = f"tandem {kind} {config.served_name}"
+        context = serve.get_replica_context()
+        self._application = context.app_name
+        self._member_id = f"{kind}-{context.replica_id.unique_id}"
+
+    def __repr__(self) -> str:
+        return self._label
+
+    def check_health(self) -> None:
+        """Raises if a background task has ended; Serve then replaces the replica."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+                raise RuntimeError("a background task has ended")
+
+    async def __del__(self) -> None:
+        """Stops the replica; Serve awaits this at a graceful stop, and also after a start that has
+        failed.
+        """
+        for task in self._tasks:
+            task.cancel()
+        if self._stop_server is None:
+            return
+        try:
+            await self._directory.remove(self._member_id)
+        except Unavailable as error:  # it drops silent members by itself
+            log.warning("not removed from the directory: %s", error)
+        await self._stop_server(self._config.grace_seconds)
+
+    def _run(
+        self, stop: Callable[[float], Awaitable[None]], *tasks: Coroutine[Any, Any, None]
+    ) -> None:
+        """Ends a start that has succeeded. Exempts what was imported and loaded from garbage
+        collection: a full collection stops every stream for 0.1 s.
+        """
+        gc.collect()
+        gc.freeze()
+        self._stop_server = stop
+        self._tasks = [asyncio.create_task(task) for task in tasks]
+
+
+class WorkerPool(Replica):
+    """Runs one worker of a pool: starts it, keeps it registered in the directory, stops it."""
+
+    _worker: "Worker | None" = None  # until the start has succeeded
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        config: TandemConfig,
+        folder: str,
+        role: PoolRole,
+        ranks_per_node: int,
+        identity: PeerIdentity,
+    ) -> None:
+        from ...workers.serve.worker import (
+            Worker,  # imports torch for seconds, which a router must not pay
+        )
+        from ..local.worker import rank_threads, worker_config
+
+        super().__init__(config, role)
+        await asyncio.to_thread(ensure_tokenizer, Path(folder))  # the cache is that of the node
+        pool = config.pools[role]
+        threads = partial(rank_threads, pool.num_threads, ranks_per_node, pool.num_cpus)
+        own = worker_config(config, role, folder, threads(), identity, host=node_host(config.host))
+        self._ranks = start_ranks(
+            own.rank,
+            pool.tp,
+            host=config.host,
+            label=repr(self),
+            worker_id=self._member_id,
+            threads=threads,
+            environment=compute_environment(pool),
+            gpu=config.device == "cuda",
+        )
+        addresses = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
+        self._worker = worker = await Worker.start(
+            own,
+            worker_id=self._member_id,
+            role=role,
+            ranks=addresses,
+            metrics=RayMetrics(config.served_name, role) if config.metrics else NULL_METRICS,
+        )
+        self._run(
+            worker.stop,
+            self._exit_on_failure(worker),
+            self._heartbeat(worker),
+            report_figures(worker),
+        )
+
+    def check_health(self) -> None:
+        """Raises if the worker can serve no more; Serve then replaces the replica."""
+        super().check_health()
+        if self._worker is not None:
+            self._worker.check_health()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns what Serve hands to the autoscaling policy."""
+        return {} if self._worker is None else worker_report(self._worker.info())
+
+    async def _exit_on_failure(self, worker: "Worker") -> None:
+        """Ends the process when the engine has failed or lost a rank, which cannot be mended: Serve
+        starts another.
+        """
+        await worker.failed.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_SECONDS):
+                await asyncio.gather(
+                    worker.stop(), self._directory.remove(worker.worker_id), return_exceptions=True
+                )
+        os._exit(1)
+
+    async def _heartbeat(self, worker: "Worker") -> None:
+        """Keeps the worker registered until it fails; from then on nothing may undo its removal."""
+        while not worker.failed.is_set():
+            info = worker.info()
+            info.application = self._application
+            try:
+                await self._directory.register(info)
+            except Unavailable as error:
+                log.warning("heartbeat lost: %s", error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await worker.failed.wait()
+
+
+class Router(Replica):
+    """Runs one router, and answers the status page behind Serve's HTTP proxy."""
+
+    _runtime: "RouterRuntime | None" = None  # until the start has succeeded
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        config: TandemConfig,
+        folder: str,
+        replicas: int,
+        continuity: Continuity,
+        *pools: object,
+    ) -> None:
+        from .runtime import (
+            RouterRuntime,
+        )  # imports transformers for a second, which binding this class must not pay
+
+        super().__init__(config, "router")
+        await asyncio.to_thread(ensure_tokenizer, Path(folder))
+        self._continuity = continuity
+        self._ray_dashboard = ray_dashboard_url()
+        members = self._members = Members(self._application, continuity.layout)
+        self._statuses = WorkerStatuses(lambda: members.workers, continuity.identity)
+        host = node_host(config.host)
+        self._convictions, self._adapters = (
+            Convictions(),
+            await asyncio.to_thread(configured_adapters, config),
+        )
+        with suppress(Unavailable):  # the list of members comes later
+            watcher, changes = DirectoryWatcher(), await self._directory.changes()
+            self._convictions.learn(changes.convicted)
+            self._adapters.learn(changes.adapters)
+            watcher.apply(changes)
+            await self._members.update(watcher.workers, watcher.routers)
+        runtime = await RouterRuntime.start(
+            config,
+            Path(folder),
+            host,
+            identity=continuity.identity,
+            resume_key=continuity.resume_key,
+            cache_secret=continuity.cache_secret,
+            num_routers=replicas,
+            application=self._application,
+            workers=self._members.fitting,
+            replaced=[each.addresses for each in self._members.other_routers],
+            convictions=self._convictions,
+            adapters=self._adapters,
+            describe=self.status,
+        )
+        await runtime.serve_ops(
+            config.router.ops_port,
+            num_routers=replicas,
+            application=self._application,
+            replaced=[each.ops_address for each in self._members.other_routers],
+        )
+        self._authenticator = runtime.authenticator
+        self._runtime = runtime
+        files = (watch.run() for watch in runtime.watches)
+        watcher = DirectoryWatcher()
+        sharing = self._directory.keep_sharing(watcher, self._convictions, self._adapters)
+        tasks = (
+            self._watch(runtime, watcher),
+            runtime.keep_ready(),
+            runtime.console.run(),
+            sharing,
+            *files,
+        )
+        self._run(partial(self._stop, runtime), *tasks)
+
+    def check_health(self) -> None:
+        """Raises if the router can serve no more; Serve then replaces the replica."""
+        try:
+            super().check_health()
+        except BaseException:
+            if self._runtime is not None:
+                self._runtime.fail()
+            raise
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns what Serve hands to the autoscaling policy."""
+        return {} if self._runtime is None else self._runtime.report_demand()
+
+    async def __call__(self, request: Request) -> JSONResponse:
+        """Answers the status page, which only tells, to callers with a key if the service has keys;
+        not to pages in browsers. How busy the workers are it tells to keys of operators, and where
+        there are no keys.
+        """
+        if request.method not in ("GET", "HEAD"):
+            return JSONResponse({"error": "only GET is answered"}, 405)
+        try:
+            BrowserRules(
+                host_names=(node_host(self._config.host), *self._config.router.host_names)
+            ).check(request.headers)
+            caller = self._authenticator.caller(request.headers.get("authorization"), "")
+        except PermissionDenied as error:
+            return JSONResponse({"error": error.message}, error.http_status)
+        except Unauthenticated as error:
+            return JSONResponse(
+                {"error": error.message}, error.http_status, {"WWW-Authenticate": "Bearer"}
+            )
+        service = await self.status()
+        return JSONResponse(
+            without_loads(service) if caller.tenant and not caller.sees_all else service
+        )
+
+    async def status(self) -> dict[str, Any]:
+        """Returns the service as plain data: every router with its addresses, every worker with its
+        blocks and load.
+        """
+        return {
+            "service": self._config.name,
+            "model": self._config.served_name,
+            "ray_dashboard": self._ray_dashboard,
+            "routers": describe_routers(
+                self._members.routers, has_tls=self._config.router.tls is not None
+            ),
+            "workers": await self._statuses.get(),
+        }
+
+    async def continuity(self) -> Continuity:
+        """Returns what the application that replaces this one takes over."""
+        return self._continuity
+
+    async def wait_for_members(
+        self, num_routers: int, num_prefill: int, num_decode: int, timeout: float
+    ) -> tuple[list[str], list[str], list[str]]:
+        """Returns the gRPC, the HTTP and the ops addresses of this application's routers, once it
+        has that many routers and workers, and each router of the service knows all its workers.
+        Raises TimeoutError.
+        """
+        await self._members.wait_complete(num_routers, num_prefill, num_decode, timeout)
+        own = self._members.own_routers
+        addresses = zip(
+            *((each.grpc_address, each.http_address, each.ops_address) for each in own), strict=True
+        )
+        grpc, http, ops = map(list, addresses)
+        return grpc, http, ops
+
+    async def drain_others(self, seconds: float) -> int:
+        """Has the workers of the application that this one replaces drain; returns how many
+        requests they have left when they have none or after so many seconds.
+        """
+        others = [each.address for each in self._members.other_workers]
+        return sum(
+            count or 0 for count in await drain_workers(others, seconds, self._continuity.identity)
+        )
+
+    async def _stop(self, runtime: "RouterRuntime", grace: float) -> None:
+        await runtime.stop(grace)
+        await self._statuses.close()
+
+    async def _watch(self, runtime: "RouterRuntime", watcher: DirectoryWatcher) -> None:
+        """Keeps the router's list of workers as the directory has it; while that is unavailable,
+        the last one stays.
+        """
+        while True:
+            me = RouterInfo(
+                router_id=self._member_id,
+                grpc_address=runtime.grpc_address,
+                http_address=runtime.http_address,
+                ops_address=runtime.ops_address,
+                num_workers=len(self._members.workers),
+                application=self._application,
+            )
+            try:
+                has_moved = await self._directory.watch(
+                    watcher, me, self._convictions, self._adapters
+                )
+            except Unavailable as error:
+                log.warning("list of workers not refreshed: %s", error)
+                await asyncio.sleep(HEARTBEAT_SECONDS)
+                continue
+            if has_moved:
+                await self._members.update(watcher.workers, watcher.routers)
+                await runtime.update(self._members.fitting)
+            runtime.update_loads(watcher.loads)

@@ -1,0 +1,379 @@
+"""Lists the members of a service: the directory of its workers and routers, and one router's view
+of it.
+
+`Directory` is plain asyncio and knows nothing of Ray. Workers are sent as serialized `WorkerInfo`.
+A member that is silent for `expiry` seconds is dropped. A directory that restarts is filled again
+by the heartbeats.
+
+Routers are sent what has changed since their last poll. A change of the membership, or of anything
+that a router goes by, ends their polls at once; the workers' loads, which change with every
+heartbeat, end them at most every `LOAD_SECONDS`. Routers have the loads of the workers that they
+use from their sessions, step by step.
+"""
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from ...proto import worker_pb2
+from ...proto.identity import PeerIdentity
+from ...router.adapters import AdapterRegistry, Shared
+from ...router.dispatch.convictions import Convictions
+
+EXPIRY_SECONDS: Final = 10.0
+LOAD_SECONDS: Final = 0.25  # from the begin of a poll until loads alone end it
+
+_MAX_REMOVED: Final = 4_096
+"""Members that have left and are remembered; whoever has missed more gets the whole list."""
+
+_Order = tuple[int, int, bool]
+"""Of a report: epoch, version of the load, draining. None of them ever decreases."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterInfo:
+    """Describes one router, as it registers itself."""
+
+    router_id: str
+    grpc_address: str  # HOST:PORT
+    http_address: str  # HOST:PORT
+    num_workers: int = 0  # that it knows
+    application: str = ""  # the deployment of the service that it belongs to
+    ops_address: str = ""  # HOST:PORT of /metrics
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """Both, gRPC first."""
+        return self.grpc_address, self.http_address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """Says how much of a directory's state somebody knows. Counts within one incarnation only."""
+
+    incarnation: str
+    members: int  # and convictions and adapters
+    loads: int
+
+
+NOTHING: Final = Version(incarnation="", members=-1, loads=-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Holds what has changed in the directory after the version that the caller knows; `is_whole`:
+    all that it has.
+    """
+
+    version: Version  # that is known with these changes
+    is_whole: bool
+    age: float  # seconds since this incarnation started
+    workers: tuple[bytes, ...]  # serialized WorkerInfo
+    loads: tuple[
+        bytes, ...
+    ] = ()  # of other workers: serialized WorkerInfo with id, epoch and load alone
+    routers: tuple[RouterInfo, ...] = ()
+    removed: tuple[str, ...] = ()  # ids of workers and routers
+    convicted: Mapping[bytes, float] = field(
+        default_factory=dict
+    )  # see Convictions.remaining; all or nothing
+    adapters: Shared = field(default_factory=dict)  # see AdapterRegistry.shared; all or nothing
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """Holds what one member has registered."""
+
+    info: bytes | RouterInfo  # of a worker, without its load
+    load: bytes  # serialized WorkerInfo of a worker, with its load alone
+    order: _Order
+    seen: float  # by the directory's clock
+    changed: int  # the version of the members that brought `info`
+    load_changed: int  # the version of the loads that brought `load`
+
+
+class Directory:
+    """Registers workers and routers, and tells others of them. Not thread-safe: one event loop
+    makes all calls.
+    """
+
+    def __init__(
+        self, expiry: float = EXPIRY_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._expiry = expiry
+        self._clock = clock
+        self._started = self._awake = clock()
+        self._version = Version(incarnation=uuid.uuid4().hex, members=0, loads=0)
+        self._entries: dict[
+            str, _Entry
+        ] = {}  # by worker id or router id, the one that is silent for longest first
+        self._removed: dict[
+            str, int
+        ] = {}  # by id, the version of the members that it left with; the oldest first
+        self._forgotten = (
+            -1
+        )  # the version of the members of the last removal that is not in `_removed`
+        self._convictions = Convictions(clock)  # of all routers
+        self._adapters = AdapterRegistry()  # loaded and unloaded at any of them
+        self._shared_changed = (
+            0  # the version of the members that brought a conviction or an adapter
+        )
+        self._members_changed = asyncio.Event()
+        self._loads_changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"tandem directory of {len(self._entries)} workers and routers"
+
+    async def register(self, info: bytes) -> None:
+        """Adds a worker or refreshes it; a heartbeat is the same call. One that was sent before the
+        last is ignored: of an earlier epoch, of an older load, or from before the worker was
+        draining.
+        """
+        parsed = worker_pb2.WorkerInfo.FromString(info)
+        order = (parsed.epoch, parsed.load.version, parsed.draining)
+        load = worker_pb2.WorkerInfo(load=parsed.load).SerializeToString(deterministic=True)
+        parsed.ClearField("load")
+        self._refresh(parsed.worker_id, parsed.SerializeToString(deterministic=True), load, order)
+
+    async def remove(self, member_id: str) -> None:
+        """Drops a worker or a router; unknown ids are ignored."""
+        if self._entries.pop(member_id, None) is not None:
+            self._note_removed(member_id)
+
+    async def changes(self, known: Version = NOTHING) -> Changes:
+        """Returns the members that have changed after that version; of another incarnation's, all."""
+        self._expire()
+        is_whole = self._lacks(known)
+        news, load_news = ({}, {}) if is_whole else self._newer(known)
+        if is_whole:
+            news = dict(sorted(self._entries.items()))
+        shares = is_whole or known.members < self._shared_changed
+        return Changes(
+            version=self._version,
+            is_whole=is_whole,
+            age=self._clock() - self._started,
+            # Two serialized messages, one after the other, are one that has the fields of both.
+            workers=tuple(
+                each.info + each.load for each in news.values() if isinstance(each.info, bytes)
+            ),
+            loads=tuple(_described_load(worker_id, each) for worker_id, each in load_news.items()),
+            routers=tuple(each.info for each in news.values() if isinstance(each.info, RouterInfo)),
+            removed=() if is_whole else self._removed_after(known.members),
+            convicted=self._convictions.remaining() if shares else {},
+            adapters=self._adapters.shared() if shares else {},
+        )
+
+    async def share(self, convicted: Mapping[bytes, float], adapters: Shared) -> None:
+        """Learns what a router knows of convictions, see Convictions.remaining, and of adapters,
+        see AdapterRegistry.shared.
+        """
+        news = self._convictions.learn(convicted), self._adapters.learn(adapters)
+        if any(news):
+            self._shared_changed = self._bump()
+
+    async def watch(
+        self,
+        known: Version,
+        timeout: float,
+        router: RouterInfo | None = None,
+        convicted: Mapping[bytes, float] | None = None,
+        adapters: Shared | None = None,
+    ) -> Changes:
+        """Returns `changes` as soon as the members differ from those that the caller knows, after
+        LOAD_SECONDS if loads do, or after `timeout` seconds.
+
+        `router` is the caller: it is registered, or refreshed, by watching. The directory learns
+        what it shares.
+        """
+        if router is not None:
+            self._refresh(router.router_id, router, b"", (0, 0, False))
+        await self.share(convicted or {}, adapters or {})
+        began = self._clock()
+        while True:
+            self._expire()
+            has_loads = known.loads != self._version.loads
+            until = began + min(timeout, LOAD_SECONDS if has_loads else timeout)
+            if (
+                self._lacks(known)
+                or known.members != self._version.members
+                or self._clock() >= until
+            ):
+                return await self.changes(known)
+            event = self._members_changed if has_loads else self._loads_changed
+            try:
+                async with asyncio.timeout(min(until - self._clock(), self._expiry / 4)):
+                    await event.wait()
+            except TimeoutError:
+                continue
+
+    def _lacks(self, known: Version) -> bool:
+        """Returns whether the differences to that version are not known any more."""
+        return known.incarnation != self._version.incarnation or known.members < self._forgotten
+
+    def _newer(self, known: Version) -> tuple[dict[str, _Entry], dict[str, _Entry]]:
+        """Returns the members that have changed since then, and the workers of which only the load
+        has.
+        """
+        news, loads = {}, {}
+        for member_id, entry in self._entries.items():
+            if entry.changed > known.members:
+                news[member_id] = entry
+            elif entry.load_changed > known.loads:
+                loads[member_id] = entry
+        return news, loads
+
+    def _removed_after(self, version: int) -> tuple[str, ...]:
+        return tuple(member_id for member_id, removed in self._removed.items() if removed > version)
+
+    def _refresh(
+        self, member_id: str, info: bytes | RouterInfo, load: bytes, order: _Order
+    ) -> None:
+        self._expire()
+        known = self._entries.get(member_id)
+        if known is not None and known.order > order:
+            return
+        self._entries.pop(member_id, None)
+        entry = self._entries[member_id] = _Entry(
+            info=info,
+            load=load,
+            order=order,
+            seen=self._clock(),
+            changed=0 if known is None else known.changed,
+            load_changed=0 if known is None else known.load_changed,
+        )
+        if known is None or known.info != info:
+            self._removed.pop(member_id, None)
+            entry.changed = self._bump()
+        elif known.load != load:
+            self._version = replace(self._version, loads=self._version.loads + 1)
+            entry.load_changed = self._version.loads
+            self._loads_changed = _renewed(self._loads_changed)
+
+    def _bump(self) -> int:
+        """Counts a change of the members; returns the new version of these."""
+        self._version = replace(self._version, members=self._version.members + 1)
+        self._members_changed = _renewed(self._members_changed)
+        self._loads_changed = _renewed(self._loads_changed)
+        return self._version.members
+
+    def _note_removed(self, member_id: str) -> None:
+        self._removed[member_id] = self._bump()
+        if len(self._removed) > _MAX_REMOVED:
+            self._forgotten = self._removed.pop(next(iter(self._removed)))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if now - self._awake > self._expiry / 2:
+            # No call for so long: this process was frozen, not every member silent. All of them get
+            # a fresh term.
+            for entry in self._entries.values():
+                entry.seen = now
+        self._awake = now
+        while self._entries:
+            member_id, entry = next(iter(self._entries.items()))
+            if now - entry.seen < self._expiry:
+                break
+            del self._entries[member_id]
+            self._note_removed(member_id)
+
+
+def _described_load(worker_id: str, entry: _Entry) -> bytes:
+    epoch, *_ = entry.order
+    return worker_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch).SerializeToString() + entry.load
+
+
+def _renewed(event: asyncio.Event) -> asyncio.Event:
+    """Wakes all that wait for the event; returns the next one."""
+    event.set()
+    return asyncio.Event()
+
+
+class Members:
+    """Holds what the directory lists; `update` whenever that has changed."""
+
+    def __init__(self, application: str, layout: bytes) -> None:
+        """`application`: the deployment of the service that this router belongs to. `layout`: of
+        the KV cache of its model, as in WorkerInfo.
+        """
+        self.workers: Sequence[worker_pb2.WorkerInfo] = ()
+        self.routers: Sequence[RouterInfo] = ()
+        self._application = application
+        self._layout = layout
+        self._changed = asyncio.Condition()
+
+    async def update(
+        self, workers: Sequence[worker_pb2.WorkerInfo], routers: Sequence[RouterInfo]
+    ) -> None:
+        """Takes over the directory's lists."""
+        async with self._changed:
+            self.workers, self.routers = workers, routers
+            self._changed.notify_all()
+
+    @property
+    def fitting(self) -> list[worker_pb2.WorkerInfo]:
+        """The workers that have the model of this service: those of another, as after its files
+        have changed, must not continue its requests.
+        """
+        return [each for each in self.workers if each.layout == self._layout]
+
+    @property
+    def own_routers(self) -> list[RouterInfo]:
+        """The routers of this deployment."""
+        return [each for each in self.routers if each.application == self._application]
+
+    @property
+    def other_routers(self) -> list[RouterInfo]:
+        """The routers of the deployment that this one replaces, or is replaced by."""
+        return [each for each in self.routers if each.application != self._application]
+
+    @property
+    def other_workers(self) -> list[worker_pb2.WorkerInfo]:
+        """The workers of that deployment."""
+        return [each for each in self.workers if each.application != self._application]
+
+    def is_complete(self, num_routers: int, num_prefill: int, num_decode: int) -> bool:
+        """Returns whether this deployment has so many routers and workers, and every router knows
+        all workers.
+        """
+        ready = [
+            each
+            for each in self.fitting
+            if not each.draining and each.application == self._application
+        ]
+        counts = Counter(worker.role for worker in ready)
+        if (
+            counts[worker_pb2.ROLE_PREFILL] < num_prefill
+            or counts[worker_pb2.ROLE_DECODE] < num_decode
+        ):
+            return False
+        all_know = all(each.num_workers >= len(self.workers) for each in self.routers)
+        return all_know and len(self.own_routers) >= num_routers
+
+    async def wait_complete(
+        self, num_routers: int, num_prefill: int, num_decode: int, timeout: float
+    ) -> None:
+        """Returns once `is_complete`. Raises TimeoutError."""
+        async with asyncio.timeout(timeout), self._changed:
+            await self._changed.wait_for(
+                lambda: self.is_complete(num_routers, num_prefill, num_decode)
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuity:
+    """What a deployment of a service takes over from the one before, and what must be the same."""
+
+    identity: PeerIdentity  # of its processes
+    resume_key: bytes  # of the tokens with which clients go on at another router
+    layout: bytes  # of the KV cache, as in WorkerInfo: a digest of the model, too
+    ends_with_launcher: bool  # on a Ray of its own
+    cache_secret: bytes | None = (
+        None  # of which come the salts of the tenants' prefixes; None: of the resume key
+    )
+
+    def __repr__(self) -> str:
+        return "Continuity(...)"  # no secret in logs

@@ -1,0 +1,190 @@
+"""Replaces a running service by another of the same name on the same Ray cluster, without a moment
+of no service.
+
+Each deployment of a service is a Serve application of its own, see `status`. They share the
+directory, so the routers of both know the workers of both. The new one starts beside the old one;
+then the old workers drain, and their sequences move to the new ones; then the old application is
+deleted, whose routers let running streams end within their grace. New routers listen on the ports
+of the old ones meanwhile (see `runtime.PortClaim`).
+"""
+
+import hmac
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from ...proto.errors import Unavailable
+from ...proto.identity import PeerIdentity
+from ...workers.model.loader import open_checkpoint
+from ..config import TandemConfig
+from .identity_file import kept_salt, read_identity
+from .members import Continuity
+from .peer_tls import peer_tls
+from .status import deployment_number, in_order
+
+log = logging.getLogger(__name__)
+
+DRAIN_SECONDS: Final = 30.0
+"""For the requests of the old workers; what is left then is computed again elsewhere."""
+
+_CALL_SECONDS: Final = 10.0
+_CHECK_SECONDS: Final = 1.0
+
+
+def applications_of(service: str) -> list[str]:
+    """Returns the Serve applications of a service, the oldest first."""
+    return in_order(service, serve.status().applications)
+
+
+def running_application(service: str) -> str | None:
+    """Returns the application of a service that runs, None if there is none. Raises Unavailable if
+    it is being replaced.
+    """
+    names = applications_of(service)
+    if len(names) > 1:
+        raise Unavailable(f"name: the service {service!r} is being replaced already")
+    return names[0] if names else None
+
+
+def take_over(config: TandemConfig, folder: str, running: str | None, *, local: bool) -> Continuity:
+    """Returns what the service takes over from the running application, or begins with. Raises
+    Unavailable if it cannot replace that.
+    """
+    if running is None:
+        return first_continuity(config, folder, local=local)
+    layout = _layout(config, folder)
+    try:
+        handle = serve.get_app_handle(running)
+        found: Continuity = handle.continuity.remote().result(timeout_s=_CALL_SECONDS)
+    except Exception as error:  # Ray raises what it likes
+        raise Unavailable(
+            "name: the service of this name runs, but does not answer; stop it first"
+        ) from error
+    check_continuity(config.name, found, layout)
+    return found
+
+
+def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) -> Continuity:
+    """Returns what a service begins with: with `identity_file` the same each time, without it only
+    what keeps cached prefixes beyond a restart. Raises NotFound if the file cannot be read.
+    """
+    if config.identity_file is not None:
+        identity = read_identity("", Path(config.identity_file))
+    else:
+        addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        identity = PeerIdentity.generate(peer_tls(config.peer_tls, addresses))
+    return Continuity(
+        identity=identity,
+        resume_key=hmac.digest(identity.secret, b"resume", "sha256"),
+        layout=_layout(config, folder),
+        ends_with_launcher=local,
+        cache_secret=_kept_cache_secret(config),
+    )
+
+
+def _kept_cache_secret(config: TandemConfig) -> bytes | None:
+    """Returns the secret of the tenants' salts if KV cache on disk outlives the identity; else
+    None.
+
+    The launcher keeps a salt beside that cache and hands the secret to all routers, and to those of
+    a deployment that replaces this one. Where the launcher cannot keep it, tenants find no prefix
+    after a restart.
+    """
+    folders = list(
+        dict.fromkeys(Path(pool.kv_disk) for pool in config.pools.values() if pool.kv_disk)
+    )
+    if not folders or config.identity_file is not None or config.auth.keys_file is None:
+        return None
+    try:
+        salt = kept_salt(folders)
+    except Unavailable as error:
+        log.warning("kv_disk: no prefix of a tenant will be found after a restart: %s", error)
+        return None
+    return hmac.digest(salt, f"prefixes of {config.name}".encode(), "sha256")
+
+
+def _layout(config: TandemConfig, folder: str) -> bytes:
+    checkpoint = open_checkpoint(
+        Path(folder),
+        config.model_impl,
+        quantization=config.quantization,
+        context_tokens=config.context_tokens,
+    )
+    return checkpoint.kv_layout(config.dtype, config.kv_cache_dtype).digest
+
+
+def check_continuity(service: str, running: Continuity, layout: bytes) -> None:
+    """Raises Unavailable if the running service cannot be replaced by one with this layout."""
+    if running.ends_with_launcher:
+        raise Unavailable(
+            f"name: the service {service!r} ends with the command that started its Ray; stop it "
+            "first"
+        )
+    if running.layout != layout:
+        raise Unavailable(
+            f"name: the service {service!r} serves another model, dtype, quantization or "
+            "kv_cache_dtype; stop it first"
+        )
+
+
+def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> None:
+    """Has the workers of a replaced application drain, and deletes it; `router` is of the one that
+    replaces it. Waits at most so many seconds for its end, beside the drain.
+    """
+    try:
+        left = router.drain_others.remote(DRAIN_SECONDS).result(
+            timeout_s=DRAIN_SECONDS + _CALL_SECONDS
+        )
+        if left:
+            log.warning("%d requests are left at the workers that are replaced", left)
+    except Exception as error:  # whatever it is, the streams go on by being computed again
+        log.warning("the workers that are replaced did not drain: %s", type(error).__name__)
+    serve.delete(application, _blocking=False)
+    gone = threading.Event()
+    for _ in range(round(seconds / _CHECK_SECONDS) or 1):
+        if application not in serve.status().applications:
+            return
+        gone.wait(_CHECK_SECONDS)
+    log.warning("the service that is replaced takes long to end")
+
+
+class SuccessorWatch:
+    """Notices that an application has been replaced by a later one of its service.
+
+    Looks in a thread of its own: calls to a Ray that has died never end."""
+
+    def __init__(self, service: str, application: str, on_replaced: Callable[[], object]) -> None:
+        self._service = service
+        self._application = application
+        self._on_replaced = on_replaced
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tandem-successor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Looks no more; returns when the last look is over, or after a while."""
+        self._stopped.set()
+        self._thread.join(_CHECK_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_CHECK_SECONDS):
+            with suppress(Exception):  # Ray raises what it likes while parts of it are away
+                if is_replaced(self._service, self._application) and not self._stopped.is_set():
+                    self._on_replaced()
+                    return
+
+
+def is_replaced(service: str, application: str) -> bool:
+    """Returns whether the application is gone, or going, and a later one of its service is there."""
+    found = serve.status().applications
+    known = found.get(application)
+    is_going = known is None or known.status == "DELETING"
+    number = deployment_number(service, application)
+    return is_going and any(deployment_number(service, name) > number for name in found)

@@ -1,0 +1,199 @@
+"""Builds the Ray Serve application: the deployments `Router`, `PrefillPool` and `DecodePool`, their
+places and sizes.
+
+`build` is for whoever starts Serve by a configuration of its own, as KubeRay does:
+
+    import_path: tandem.cluster.serve.serve_app:build
+    args: the keys of a configuration file
+
+Where `tandem serve` makes what the processes of a service share and hands it on, here nothing may
+be made: Serve builds anew whenever the arguments change, also while replicas of the last build run,
+and on any node. So the identity comes from a file, and what depends on nodes from the configuration
+alone: at this time not all of them have joined.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+from ...proto.errors import InvalidArgument
+from ...proto.identity import PeerIdentity
+from ..config import (
+    STOP_MARGIN_SECONDS,
+    NodeOffer,
+    PoolConfig,
+    PoolRole,
+    RouterConfig,
+    TandemConfig,
+    load_config,
+    ranks_per_node,
+)
+from ..local.environment import compute_environment
+from ..scaling.config import ScalingConfig
+from ..scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER, keep
+from ..store.checked import checked_folder, with_draft_folder
+from .app import Router, WorkerPool
+from .members import Continuity
+from .redeploy import first_continuity
+
+_REPORTS_PER_WINDOW: Final = 5
+_LEAST_CPUS: Final = 0.001  # Ray accepts no empty bundle
+_POOLS: Final[dict[PoolRole, str]] = {"prefill": PREFILL_POOL, "decode": DECODE_POOL}
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """Returns the application that `args` configure. Raises InvalidArgument, NotFound or
+    CheckpointError; Serve shows their text as the status of the application.
+
+    How many replicas there are may also be said by `num_replicas` of the deployments Router,
+    PrefillPool and DecodePool in Serve's configuration: that starts and stops replicas, where other
+    arguments replace all of them. Of a pool with `autoscaling` the `autoscaling_policy` of the
+    application decides, which Serve's configuration must name.
+    """
+    config = load_config(None, args)
+    if config.identity_file is None:
+        raise InvalidArgument("missing; make one with `tandem key identity`", "identity_file")
+    config = with_draft_folder(config)
+    folder = str(checked_folder(config))
+    return build_app(
+        config,
+        folder,
+        _nodes(config),
+        config.router.replicas or 1,
+        first_continuity(config, folder),
+    )
+
+
+def _nodes(config: TandemConfig) -> list[NodeOffer]:
+    """Returns the nodes of a cluster that has one for each replica."""
+    return [
+        NodeOffer(resources=section.resources, labels=section.labels)
+        for section, replicas in (
+            (config.router, config.router.replicas or 1),
+            (config.prefill, config.prefill.max_replicas),
+            (config.decode, config.decode.max_replicas),
+        )
+        for _ in range(replicas)
+    ]
+
+
+def build_app(
+    config: TandemConfig,
+    folder: str,
+    nodes: Sequence[NodeOffer],
+    num_routers: int,
+    continuity: Continuity,
+) -> serve.Application:
+    """Returns the application that serves the model in `folder`, which every node must have at that
+    path.
+
+    `nodes`: those of the cluster. Workers without a thread count of their own share the cores of
+    their nodes.
+    """
+    pools = [
+        _bind_pool(role, config, folder, nodes, continuity.identity)
+        for role, pool in config.pools.items()
+        if pool.replicas
+    ]
+    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    options = _options(config, config.router, environment) | _number_options(
+        num_routers, num_routers, _reports_to(config)
+    )
+    if config.router.replicas is None and num_routers > 1:
+        options["max_replicas_per_node"] = 1
+    router: Any = serve.deployment(Router, name=ROUTER, **options)
+    return cast(serve.Application, router.bind(config, folder, num_routers, continuity, *pools))
+
+
+def count_routers(config: TandemConfig, nodes: Sequence[NodeOffer]) -> int:
+    """Returns how many routers to start: as configured, or one on each node that may have one."""
+    return config.router.replicas or max(1, sum(node.takes(config.router) for node in nodes))
+
+
+def _bind_pool(
+    role: PoolRole,
+    config: TandemConfig,
+    folder: str,
+    nodes: Sequence[NodeOffer],
+    identity: PeerIdentity,
+) -> serve.Application:
+    pool = config.pools[role]
+    options = _options(config, pool, compute_environment(pool))
+    options |= _number_options(
+        pool.replicas, pool.max_replicas, pool.autoscaling or _reports_to(config)
+    )
+    gpus = {"GPU": 1.0} if config.device == "cuda" else {}
+    if gpus:
+        options["ray_actor_options"]["num_gpus"] = 1
+    if pool.tp > 1:
+        bundle = {"CPU": max(pool.num_cpus, _LEAST_CPUS), **pool.resources, **gpus}
+        options["placement_group_bundles"] = [bundle] * pool.tp
+        options["placement_group_strategy"] = pool.placement
+        if labels := options["ray_actor_options"].pop(
+            "label_selector", None
+        ):  # the group has it instead
+            options["placement_group_bundle_label_selector"] = [labels] * pool.tp
+    deployment: Any = serve.deployment(WorkerPool, name=_POOLS[role], **options)
+    return cast(
+        serve.Application,
+        deployment.bind(config, folder, role, ranks_per_node(config, pool, nodes), identity),
+    )
+
+
+def _reports_to(config: TandemConfig) -> ScalingConfig | None:
+    """Returns the ScalingConfig by which deployments without one of their own report to the policy
+    of the application; None if no pool has one.
+    """
+    found = [pool.autoscaling for pool in config.pools.values() if pool.autoscaling is not None]
+    return min(found, key=lambda each: each.window_seconds, default=None)
+
+
+def _number_options(fewest: int, most: int, scaling: ScalingConfig | None) -> dict[str, Any]:
+    """Returns the options that say how many replicas there are. With `scaling` they report to the
+    policy of the application; its delays are the policy's own.
+    """
+    if scaling is None:
+        return {"num_replicas": fewest}
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # of a metrics_interval_s that is not the default: nothing else sets it yet
+        config = AutoscalingConfig(
+            min_replicas=fewest,
+            max_replicas=most,
+            upscale_delay_s=0,
+            downscale_delay_s=0,
+            look_back_period_s=scaling.window_seconds,
+            metrics_interval_s=scaling.window_seconds / _REPORTS_PER_WINDOW,
+            policy=AutoscalingPolicy.model_validate(
+                {
+                    "policy_function": f"{keep.__module__}:{keep.__name__}",
+                    "policy_kwargs": scaling.model_dump(),
+                }
+            ),
+        )
+    return {"autoscaling_config": config}
+
+
+def _options(
+    config: TandemConfig, section: RouterConfig | PoolConfig, environment: dict[str, str]
+) -> dict[str, Any]:
+    actor = {
+        "num_cpus": section.num_cpus,
+        "resources": section.resources,
+        "runtime_env": {"env_vars": environment},
+    }
+    if section.labels:
+        actor["label_selector"] = section.labels
+    return {
+        "ray_actor_options": actor,
+        "max_ongoing_requests": 1000,
+        "max_constructor_retry_count": 3,
+        "health_check_period_s": 2,
+        "health_check_timeout_s": 10,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "graceful_shutdown_timeout_s": config.grace_seconds + STOP_MARGIN_SECONDS,
+    }

@@ -1,0 +1,183 @@
+"""Names the deployments of a service, and asks its workers themselves: for their status, to drain,
+to load adapters.
+
+Each deployment is a Serve application of its own, NAME, then NAME.2, NAME.3 and so on, with its
+status page at the route of its name. Does not import Ray.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Final
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from ...proto import worker_pb2, worker_pb2_grpc
+from ...proto.channel import PeerChannel
+from ...proto.errors import InvalidArgument, Unavailable
+from ...proto.identity import PeerIdentity
+from ...proto.shared_result import SharedResult
+from ...router.request import LoraAdapter
+from .members import RouterInfo
+
+STATUS_SECONDS: Final = 1.0
+_FRESH_SECONDS: Final = 0.2
+_DRAIN_ANSWER_SECONDS: Final = 10.0
+_LOAD_SECONDS: Final = 60.0  # of an adapter
+
+
+def deployment_number(service: str, application: str) -> int:
+    """Returns which deployment of the service an application is, from 1 on; 0 for others'."""
+    found = re.fullmatch(rf"{re.escape(service)}(?:\.(\d+))?", application)
+    return 0 if found is None else int(found[1] or 1)
+
+
+def following(service: str, running: str | None) -> str:
+    """Returns the name of the application that replaces the running one."""
+    return service if running is None else f"{service}.{deployment_number(service, running) + 1}"
+
+
+def in_order(service: str, applications: Iterable[str]) -> list[str]:
+    """Returns those that are deployments of the service, the oldest first."""
+    numbered = {deployment_number(service, name): name for name in applications}
+    return [numbered[number] for number in sorted(numbered) if number]
+
+
+def service_of(application: str) -> str:
+    """Returns the name of the service of which an application is a deployment."""
+    return re.sub(r"\.\d+$", "", application)
+
+
+class WorkerStatuses:
+    """Tells the status of the workers that a router knows. They are asked once for all who want it
+    at about the same time, over channels that are kept until a worker is gone.
+    """
+
+    def __init__(
+        self, workers: Callable[[], Iterable[worker_pb2.WorkerInfo]], identity: PeerIdentity
+    ) -> None:
+        self._workers = workers
+        self._identity = identity
+        self._channels: dict[str, PeerChannel] = {}  # by address
+        self._described = SharedResult(self._describe, _FRESH_SECONDS)
+
+    async def get(self) -> list[dict[str, Any]]:
+        """Returns each worker as plain data, sorted by id: the fields of GetStatusResponse and
+        WorkerInfo by their names, `id`, `role`, `state` (ready, draining, or silent for one that
+        does not answer within a second), and `transports` by the endpoint of each rank from which
+        it has pulled KV cache.
+        """
+        return await self._described.get()
+
+    async def close(self) -> None:
+        """Closes the channels."""
+        await self._keep(())
+
+    async def _describe(self) -> list[dict[str, Any]]:
+        ordered = sorted(self._workers(), key=lambda worker: worker.worker_id)
+        await self._keep([worker.address for worker in ordered])
+        return list(
+            await asyncio.gather(
+                *(_describe(worker, self._channels[worker.address]) for worker in ordered)
+            )
+        )
+
+    async def _keep(self, addresses: Collection[str]) -> None:
+        """Has a channel to each of these addresses, and to no other."""
+        gone = [self._channels.pop(address) for address in self._channels.keys() - set(addresses)]
+        for address in addresses:
+            if address not in self._channels:
+                self._channels[address] = PeerChannel(address, self._identity)
+        await asyncio.gather(*(channel.close() for channel in gone))
+
+
+def describe_routers(routers: Iterable[RouterInfo], *, has_tls: bool) -> list[dict[str, str]]:
+    """Returns each router as plain data: its id, its addresses, and the URL of its console."""
+    scheme = "https" if has_tls else "http"
+    return [
+        {
+            "id": each.router_id,
+            "grpc": each.grpc_address,
+            "http": each.http_address,
+            "ops": each.ops_address,
+            "console": f"{scheme}://{each.http_address}/console",
+        }
+        for each in routers
+    ]
+
+
+async def drain_workers(
+    addresses: Sequence[str], timeout: float, identity: PeerIdentity
+) -> list[int | None]:
+    """Has workers refuse new requests; returns how many each has left, when it has none or after
+    the timeout, or None for one that does not answer.
+    """
+    return await asyncio.gather(*(_drain(address, timeout, identity) for address in addresses))
+
+
+async def load_on_workers(
+    adapter: LoraAdapter, addresses: Sequence[str], identity: PeerIdentity
+) -> None:
+    """Has workers load an adapter. Raises InvalidArgument with the first reason why one cannot,
+    Unavailable if none answers; those that do not will load it with their first request.
+    """
+    message = worker_pb2.Adapter(folder=adapter.folder, fingerprint=adapter.fingerprint)
+    reasons = await asyncio.gather(*(_load(address, message, identity) for address in addresses))
+    if found := next(filter(None, reasons), ""):
+        raise InvalidArgument(found.removeprefix("adapter: "), "lora_path")
+    if all(reason is None for reason in reasons):
+        raise Unavailable("no worker could be asked to load the adapter")
+
+
+async def _load(address: str, adapter: worker_pb2.Adapter, identity: PeerIdentity) -> str | None:
+    async with PeerChannel(address, identity) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            request = worker_pb2.LoadAdapterRequest(adapter=adapter)
+            response: worker_pb2.LoadAdapterResponse = await stub.LoadAdapter(
+                request, timeout=_LOAD_SECONDS
+            )
+        except grpc.aio.AioRpcError:
+            return None
+    return response.error
+
+
+async def _drain(address: str, timeout: float, identity: PeerIdentity) -> int | None:
+    async with PeerChannel(address, identity) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            request = worker_pb2.DrainRequest(timeout_seconds=timeout)
+            response: worker_pb2.DrainResponse = await stub.Drain(
+                request, timeout=timeout + _DRAIN_ANSWER_SECONDS
+            )
+        except grpc.aio.AioRpcError:
+            return None
+    return response.num_requests
+
+
+async def _describe(worker: worker_pb2.WorkerInfo, channel: PeerChannel) -> dict[str, Any]:
+    status = worker_pb2.GetStatusResponse(info=worker)
+    state = "silent"
+    try:
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
+        state = "draining" if status.info.draining else "ready"
+    except grpc.aio.AioRpcError:
+        pass  # `state` says so
+    role = worker_pb2.Role.Name(status.info.role).removeprefix("ROLE_").lower()
+    fields = _scalars(status) | _scalars(status.info)
+    transports = dict(sorted(status.transports.items()))
+    named = {"id": status.info.worker_id, "role": role, "state": state, "transports": transports}
+    return fields | named | {"load": _scalars(status.info.load)}
+
+
+def _scalars(message: Message) -> dict[str, Any]:
+    """Returns the fields of a message that hold a number, text, flag or bytes, these as hex digits,
+    by name.
+    """
+    names = [field.name for field in message.DESCRIPTOR.fields if field.message_type is None]
+    values = {name: getattr(message, name) for name in names}
+    return {
+        name: value.hex() if isinstance(value, bytes) else value for name, value in values.items()
+    }

@@ -1,0 +1,115 @@
+"""Composes what a router counts, traces and logs with the server that shows it."""
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from ....proto import worker_pb2
+from ....proto.errors import InvalidArgument
+from ....proto.metrics import (
+    KV_CACHE_USAGE,
+    NULL_METRICS,
+    READY,
+    RUNNING,
+    TASKS,
+    WAITING,
+    WAITING_BY_REASON,
+    WORKERS,
+    Metrics,
+)
+from ....router.api.browsers import BrowserRules
+from ....router.api.server.ops_server import OpsServer
+from ....router.dispatch.dispatcher import Dispatcher
+from ....router.scheduling.admission import Admission
+from ....router.scheduling.registry import WorkerRegistry
+from ....router.telemetry.prometheus import CONTENT_TYPE, PrometheusMetrics
+from ....router.telemetry.requests import Observer, RequestTelemetry
+from .logs import log_request
+
+if TYPE_CHECKING:
+    from .tracing import SpanRecorder
+
+_CLOSE_SECONDS: Final = 2.0
+_POOLS: Final = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
+
+
+class RouterMonitor:
+    """Holds what the parts of a router report to, and the server of /metrics, /live and /ready."""
+
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        counts: bool,
+        browsers: BrowserRules,
+        spans: "SpanRecorder | None" = None,
+        logs_requests: bool = False,
+    ) -> None:
+        """Without `counts` nothing is counted, and there is no /metrics. `spans` records, and
+        `logs_requests` logs each request at its end.
+        """
+        self._figures = PrometheusMetrics(model_name) if counts else None
+        self._spans = spans
+        self.metrics: Metrics = self._figures or NULL_METRICS
+        observers: list[Observer] = [log_request] if logs_requests else []
+        observers += [spans.record] if spans else []
+        self.telemetry = RequestTelemetry(self.metrics, observers)
+        render = None if self._figures is None else self._figures.render
+        self.ops = OpsServer(render, CONTENT_TYPE, browsers)
+
+    def watch(self, admission: Admission, dispatcher: Dispatcher, registry: WorkerRegistry) -> None:
+        """Has the gauges read whenever somebody scrapes.
+
+        Running and waiting requests are the router's own, so that their sum over routers is that of
+        the service. What
+        it knows of workers every router knows: there the greatest over routers is right, not the
+        sum.
+        """
+        if self._figures is not None:
+            self._figures.before_each_scrape(self.telemetry.count_running)
+            self._figures.before_each_scrape(lambda: self._read(admission, dispatcher, registry))
+
+    async def close(self) -> None:
+        """Ends the server, once it has begun, and exports the last spans."""
+        await self.ops.stop()
+        if self._spans is not None:
+            await asyncio.wait(
+                [asyncio.create_task(asyncio.to_thread(self._spans.close))], timeout=_CLOSE_SECONDS
+            )
+
+    def _read(self, admission: Admission, dispatcher: Dispatcher, registry: WorkerRegistry) -> None:
+        num_queued, num_parked = len(admission.queue), dispatcher.num_parked
+        self.metrics.set(RUNNING, max(admission.num_active - num_parked, 0))
+        self.metrics.set(WAITING, num_queued + num_parked)
+        self.metrics.set(WAITING_BY_REASON, num_queued, reason="capacity")
+        self.metrics.set(WAITING_BY_REASON, num_parked, reason="deferred")
+        self.metrics.set(READY, not (self.ops.reason or self.ops.failure))
+        self.metrics.set(TASKS, len(asyncio.all_tasks()))
+        counts: Counter[tuple[str, str]] = Counter()
+        used = total = 0
+        for info, load, state in registry.loads():
+            counts[_POOLS[info.role], state] += 1
+            if info.role == worker_pb2.ROLE_DECODE:
+                used += load.total_blocks - load.free_blocks - load.cached_blocks
+                total += load.total_blocks
+        for pool in WORKERS.labels["pool"]:
+            for state in WORKERS.labels["state"]:
+                self.metrics.set(WORKERS, counts[pool, state], pool=pool, state=state)
+        self.metrics.set(KV_CACHE_USAGE, used / total if total else 0.0)
+
+
+def open_spans(
+    endpoint: str | None, sample_ratio: float, service: str, model_name: str
+) -> "SpanRecorder | None":
+    """Returns what sends spans to a collector's URL; None without one. Raises InvalidArgument if a
+    package lacks.
+    """
+    if endpoint is None:
+        return None
+    try:
+        from .tracing import SpanRecorder, otlp_sink  # which most services do without
+
+        sink = otlp_sink(endpoint)
+    except ModuleNotFoundError:
+        raise InvalidArgument("needs the extra tandem-llm[otel]", "tracing.endpoint") from None
+    return SpanRecorder(sink, service=service, model_name=model_name, sample_ratio=sample_ratio)

@@ -1,0 +1,67 @@
+"""Answers grpc.health.v1.
+
+grpc_health's own servicer holds a lock while it writes to a watcher: one that takes nothing, and
+needs no key, would keep the status from ever changing.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+
+from grpc_health.v1 import health_pb2
+
+from ....proto.errors import NotFound
+
+_Answer = health_pb2.HealthCheckResponse
+
+
+class HealthStatus:
+    """Holds whether a server and its services are serving. Lives in one event loop."""
+
+    def __init__(self, services: Collection[str]) -> None:
+        """`services`: whose status is asked for; "" is the server."""
+        self._services = frozenset(services)
+        self._is_serving = self._is_over = False
+        self._changed = asyncio.Event()  # another one after each change
+
+    def set(self, serving: bool) -> None:
+        """Sets the status of all."""
+        if not self._is_over and serving != self._is_serving:
+            self._is_serving = serving
+            self._report()
+
+    def end(self) -> None:
+        """Sets it to not serving, for good; who watches is told so, and that is the last."""
+        self._is_over, self._is_serving = True, False
+        self._report()
+
+    def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
+        """Returns the status of a service. Raises NotFound."""
+        if request.service not in self._services:
+            raise NotFound("service: is not served here")
+        return _Answer(status=self._status(request.service))
+
+    async def watch(
+        self,
+        request: health_pb2.HealthCheckRequest,
+        write: Callable[[health_pb2.HealthCheckResponse], Awaitable[object]],
+    ) -> None:
+        """Writes the status of a service, and again when it has changed, until `end`."""
+        last = None
+        while True:
+            changed, is_over = self._changed, self._is_over
+            status = self._status(request.service)
+            if status != last:
+                await write(_Answer(status=status))
+                last = status
+            if is_over:
+                return
+            await changed.wait()
+
+    def _status(self, service: str) -> "health_pb2.HealthCheckResponse.ServingStatus":
+        if service not in self._services:
+            return _Answer.SERVICE_UNKNOWN
+        return _Answer.SERVING if self._is_serving else _Answer.NOT_SERVING
+
+    def _report(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

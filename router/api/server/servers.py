@@ -1,0 +1,88 @@
+"""Starts and stops the gRPC and the HTTP server of a router together."""
+
+import asyncio
+
+import grpc
+
+from ...auth.authenticator import Authenticator
+from ...auth.tls import ServerTls
+from ..browsers import BrowserRules
+from ..console.feed import ConsoleFeed
+from ..service import GenerationService
+from .audit import AuditLog
+from .connection import ConnectionBounds
+from .grpc_server import GrpcServer
+from .http_server import HttpServer
+
+
+class ApiServers:
+    """Holds both servers of one GenerationService, made by `start`; not serving until
+    `set_serving`.
+    """
+
+    def __init__(
+        self, grpc_server: GrpcServer, http_server: HttpServer, grpc_address: str, http_address: str
+    ) -> None:
+        self._grpc = grpc_server
+        self._http = http_server
+        self.grpc_address = grpc_address  # HOST:PORT, the port that was really bound
+        self.http_address = http_address
+
+    @classmethod
+    async def start(
+        cls,
+        service: GenerationService,
+        *,
+        grpc_address: str = "127.0.0.1:0",
+        http_address: str = "127.0.0.1:0",
+        reflection: bool = False,
+        compression: grpc.Compression = grpc.Compression.NoCompression,
+        browsers: BrowserRules = BrowserRules(),
+        bounds: ConnectionBounds | None = None,
+        authenticator: Authenticator | None = None,
+        tls: ServerTls | None = None,
+        console: ConsoleFeed | None = None,
+        shares_ports: bool = False,
+    ) -> "ApiServers":
+        """Listens on both addresses, HOST:PORT; port 0 takes a free one. `compression` is that of
+        gRPC responses, `browsers` holds for HTTP, `bounds` are those of connections. Without an
+        `authenticator` everyone is let in, without `tls` all is in plaintext, without a `console`
+        its page knows nothing of workers. With `shares_ports` others may listen there, too, who say
+        the same.
+
+        Raises OSError or RuntimeError if a port is taken; then neither server runs.
+        """
+        audit = AuditLog(metrics=service.metrics)
+        bounds, authenticator = bounds or ConnectionBounds(), authenticator or Authenticator()
+        grpc_server = GrpcServer(
+            service,
+            reflection=reflection,
+            compression=compression,
+            audit=audit,
+            stall_seconds=bounds.stall_seconds,
+            head_seconds=bounds.head_seconds,
+            message_seconds=bounds.request_seconds,
+            idle_seconds=bounds.idle_seconds,
+            max_connections=bounds.max_connections,
+            max_calls_per_address=bounds.max_per_address,
+            authenticator=authenticator,
+            tls=tls,
+            shares_port=shares_ports,
+        )
+        http_server = HttpServer(service, browsers, audit, bounds, authenticator, tls, console)
+        bound_http = await http_server.start(http_address, shares_port=shares_ports)
+        try:
+            bound_grpc = await grpc_server.start(grpc_address)
+        except BaseException:
+            await http_server.stop(0)
+            raise
+        return cls(grpc_server, http_server, bound_grpc, bound_http)
+
+    async def set_serving(self, serving: bool) -> None:
+        """Sets what the health checks of both servers answer."""
+        self._http.set_serving(serving)
+        await self._grpc.set_serving(serving)
+
+    async def stop(self, grace: float) -> None:
+        """Accepts no more requests; cancels those that still run after `grace` seconds."""
+        await asyncio.gather(self._grpc.stop(grace), self._http.stop(grace))

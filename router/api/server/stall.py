@@ -1,0 +1,58 @@
+"""Ends streams whose clients do not take what is written."""
+
+import asyncio
+from types import TracebackType
+
+from ....proto.errors import Cancelled
+from ....proto.limits import STALL_SECONDS
+
+
+class StallTimer:
+    """Scope of one stream's writes, each between `begin` and `end`: one that takes too long is
+    cancelled, and the scope raises Cancelled. One timer for the stream costs less than one for each
+    write.
+    """
+
+    def __init__(self, seconds: float = STALL_SECONDS) -> None:
+        self._seconds = seconds
+        self._since: float | None = None  # when the write under way began
+        self._has_expired = False
+
+    def __enter__(self) -> "StallTimer":
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._timer = self._loop.call_later(self._seconds, self._check)
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        if (
+            self._has_expired
+            and isinstance(error, asyncio.CancelledError)
+            and not self._task.uncancel()
+        ):
+            raise Cancelled(f"the client has taken nothing for {self._seconds:g} seconds") from None
+
+    def begin(self) -> None:
+        """Marks the begin of a write."""
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        """Marks its end."""
+        self._since = None
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        since = now if self._since is None else self._since
+        if now - since >= self._seconds:
+            self._has_expired = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_at(since + self._seconds, self._check)

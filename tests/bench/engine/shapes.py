@@ -1,0 +1,163 @@
+"""Describes what the benchmark runs: shapes without a checkpoint, random weights, and the cost of a
+step.
+"""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, Final
+
+import torch
+
+from tandem.workers.kv_cache.layout import ITEM_BYTES, head_bytes
+from tandem.workers.model.config import Fields, ModelConfig
+from tandem.workers.model.loader import weight_bytes, weight_shapes
+from tandem.workers.model.module import WeightSlice
+from tandem.workers.model.registry import parse_model_config
+
+StepCost = tuple[int, int]
+"""The least that a step moves and computes: bytes of weights and KV cache, and FLOPs of matrix
+products, attention's included.
+"""
+
+
+def _hf_config(
+    family: str, sizes: tuple[int, int, int, int, int, int, int], **fields: Any
+) -> dict[str, Any]:
+    """Returns config.json of a family of this many layers, hidden and intermediate size, heads, KV
+    heads, head_dim, vocabulary.
+    """
+    names = (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    described = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
+    fixed = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "rms_norm_eps": 1e-5,
+    }
+    tokens = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    return {
+        **fixed,
+        **described,
+        **tokens,
+        "sliding_window": None,
+        "rope_theta": 500_000.0,
+        **fields,
+    }
+
+
+HF_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "tiny": _hf_config("Llama", (2, 64, 96, 4, 2, 16, 512), max_position_embeddings=8192),
+    "smollm2-135m": _hf_config(
+        "Llama",
+        (30, 576, 1536, 9, 3, 64, 49_152),
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        rope_theta=100_000.0,
+    ),
+    "llama-3-8b": _hf_config(
+        "Llama", (32, 4096, 14_336, 32, 8, 128, 128_256), max_position_embeddings=131_072
+    ),
+    "mistral-7b": _hf_config(
+        "Mistral",
+        (32, 4096, 14_336, 32, 8, 128, 32_768),
+        max_position_embeddings=32_768,
+        rope_theta=1e6,
+    ),
+    "qwen3-8b": _hf_config(
+        "Qwen3",
+        (36, 4096, 12_288, 32, 8, 128, 151_936),
+        max_position_embeddings=40_960,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+    ),
+}
+"""As config.json has them. llama-3-8b has the positions of 3.1, without its rotary scaling."""
+
+SHAPES: Final[dict[str, ModelConfig]] = {
+    name: parse_model_config(Fields(name, dict(fields))) for name, fields in HF_CONFIGS.items()
+}
+
+
+def random_weight(part: WeightSlice, target: torch.Tensor) -> None:
+    """Implements `ReadWeight` without a file: a weight depends on its name alone, and activations
+    stay near 1.
+    """
+    whole = torch.empty(part.shape, dtype=target.dtype, device=target.device)
+    if "norm" in part.name:
+        whole.fill_(1)
+    else:
+        generator = torch.Generator(target.device).manual_seed(zlib.crc32(part.name.encode()))
+        whole.normal_(
+            0, 0.4 if "embed" in part.name else part.shape[-1] ** -0.5, generator=generator
+        )
+    target.copy_(whole[part.slices])
+
+
+def decode_cost(
+    config: ModelConfig, dtype: str, batch: int, context: float, cache_dtype: str = "auto"
+) -> StepCost:
+    """Returns the cost of one decode step of `batch` sequences whose tokens see `context` positions
+    each.
+    """
+    visible = [(layer, min(context, layer.window or context)) for layer in config.layers]
+    sizes = (
+        layer.num_kv_heads * head_bytes(layer.head_dim, dtype, cache_dtype) for layer, _ in visible
+    )
+    keys = sum(2 * size * positions for size, (_, positions) in zip(sizes, visible, strict=True))
+    attention = sum(
+        4 * layer.num_heads * layer.head_dim * positions for layer, positions in visible
+    )
+    params = _linear_params(config) + _head_params(config)
+    saved = weight_bytes(replace(config, quantization={}), 1, dtype) - weight_bytes(
+        config, 1, dtype
+    )
+    return int(params * ITEM_BYTES[dtype] + batch * keys) - saved, int(
+        batch * (2 * params + attention)
+    )
+
+
+def prefill_flops(config: ModelConfig, prompt: int) -> int:
+    """Returns the FLOPs of the matrix products of a prompt's whole prefill; the head runs once."""
+    pairs = [(layer, _causal_pairs(prompt, layer.window)) for layer in config.layers]
+    attention = sum(4 * layer.num_heads * layer.head_dim * count for layer, count in pairs)
+    return 2 * prompt * _linear_params(config) + 2 * _head_params(config) + attention
+
+
+def loaded_bytes(config: ModelConfig, dtype: str, device: torch.device) -> int:
+    """Returns the bytes of the loaded model, with the largest copy that loading makes."""
+    params = sum(prod(shape) for shape in weight_shapes(config).values())
+    if config.tie_word_embeddings and device.type == "cpu":
+        params += _head_params(config)  # the embedding's rows and the head's packed form
+    copied = max(_head_params(config), 2 * config.intermediate_size * config.hidden_size)
+    return (params + copied) * ITEM_BYTES[dtype]
+
+
+def _linear_params(config: ModelConfig) -> int:
+    shapes = weight_shapes(config).items()
+    return sum(
+        prod(shape)
+        for name, shape in shapes
+        if name.startswith("model.layers.") and len(shape) == 2
+    )
+
+
+def _head_params(config: ModelConfig) -> int:
+    return config.vocab_size * config.hidden_size
+
+
+def _causal_pairs(num_tokens: int, window: int | None) -> int:
+    """Returns how many (query, key) pairs a causal layer computes."""
+    seen = min(num_tokens, window or num_tokens)
+    return seen * (seen + 1) // 2 + (num_tokens - seen) * seen

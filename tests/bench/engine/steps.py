@@ -1,0 +1,225 @@
+"""Times engines on one loaded model, step by step."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import torch
+
+from tandem.tests.bench.engine.floor import synchronize
+from tandem.workers.engine.config import Budgets, EngineConfig
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.events import Event, NewTokens
+from tandem.workers.engine.plan import (
+    Executor,
+    FirstTokens,
+    OnLayers,
+    Samples,
+    SamplingParams,
+    StepPlan,
+)
+from tandem.workers.engine.sequence import SequenceSpec, Task
+from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.model.adapter import AdapterTable, random_adapter
+from tandem.workers.model.attention.quantized_cache import quantize
+from tandem.workers.model.config import ModelConfig
+from tandem.workers.model.device import DTYPES
+from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.loader import ReadWeight, build_model, load_weights
+from tandem.workers.model.runner import ModelRunner
+
+BLOCK_SIZE: Final = 16
+WARMUP_STEPS: Final = 4
+PARTS: Final = ("schedule", "prepare", "model", "sample", "emit")
+"""Of one engine step: `schedule` makes the plan, `prepare` builds the flat batch from it, `model`
+ends with the logits, `sample` with the tokens on the host, `emit` updates sequences and makes the
+events. Where steps overlap, those that are collected are the step before's, and only the sum is
+meaningful.
+"""
+_PREFILL_SECONDS: Final = 2.0  # prompts are repeated for about so long,
+_PREFILL_RUNS: Final = (2, 5)  # at least and at most so often
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRun:
+    """Holds a batch's decode, warm-up left out."""
+
+    context: float  # positions that a token sees, in the mean over the steps
+    steps: list[dict[str, float]]  # seconds of each of PARTS
+    sampled: list[list[int]]  # in each step, from the warm-up on
+
+
+class BenchRunner(Executor):
+    """Holds a model with KV memory, on which engines run one after the other.
+
+    The KV memory holds noise, so that a decode can begin at any context without a prefill, as after
+    a KV transfer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        read: ReadWeight,
+        *,
+        dtype: str,
+        cache_dtype: str = "auto",
+        device: torch.device,
+        num_blocks: int,
+        chunk: int,
+        exact: bool,
+        batch_invariant: bool = False,
+        lora_rank: int | None = None,
+    ) -> None:
+        """`chunk` bounds the tokens of a prefill step. `exact` waits for a GPU at every mark: the
+        parts are true then, but the steps slower, and they do not overlap. `lora_rank`: of an
+        adapter that all sequences use.
+        """
+        self._chunk, self._exact, self._device = chunk, exact, device
+        self._marks: dict[str, float] = {}
+        model = build_model(config, DTYPES[dtype], batch_invariant=batch_invariant)
+        load_weights(model, read, device)
+        layout = KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
+        kv = PagedKv(layout, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
+        generator = torch.Generator(device).manual_seed(0)
+        for layer in range(len(config.layers)):
+            for part, first in zip(kv.layers[layer], kv.layers[0], strict=True):
+                if part.shape == first.shape and layer:
+                    part.copy_(first)
+                elif kv.is_quantized:
+                    noise = torch.randn(
+                        *part.shape[:-1], config.layers[layer].head_dim, generator=generator
+                    )
+                    part.copy_(quantize(noise, part.dtype))
+                else:
+                    part.normal_(generator=generator)
+        adapters = AdapterTable(
+            model.lora, dtype=DTYPES[dtype], device=device, batch_invariant=batch_invariant
+        )
+        self.adapter = 0 if lora_rank is None else 1  # the number of the one that sequences use
+        if lora_rank is not None:
+            adapters.load(self.adapter, random_adapter(config, lora_rank))
+        self.runner = ModelRunner(
+            config,
+            model,
+            kv,
+            on_stage=self._mark,
+            batch_invariant=batch_invariant,
+            adapters=adapters,
+        )
+        self.runner.warmup()
+        self.code = model.code
+        self._vocab_size = config.vocab_size
+        self._num_blocks = num_blocks
+        self._sampled: list[list[int]] = []
+
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        """See `Executor.launch`."""
+        self._marks = {}
+        self._mark("prepare")
+        wait = self.runner.launch(plan, on_layers)
+        if not plan.sequences:
+            return wait
+
+        def collect() -> Samples:
+            samples = wait()
+            self._mark("emit")
+            self._sampled.append(samples.tokens)
+            return samples
+
+        return collect
+
+    def prompt(self, num_tokens: int, seed: int) -> tuple[int, ...]:
+        """Returns random tokens; no two seeds share a prefix block."""
+        return tuple(
+            random.Random(f"{num_tokens} {seed}").choices(range(self._vocab_size), k=num_tokens)
+        )
+
+    def decode(self, batch: int, context: int, steps: int) -> DecodeRun:
+        """Decodes `batch` sequences that hold `context` tokens each, through a whole engine."""
+        engine = self._engine(batch)
+        self._sampled = []
+        for index in range(batch):
+            engine.submit(
+                self._spec(
+                    index, Task.DECODE, self.prompt(context, index), WARMUP_STEPS + steps + 2
+                )
+            )
+        engine.step()  # admits them, as after a KV transfer
+        for index in range(batch):
+            engine.commit_import(index, FirstTokens(tokens=(index % self._vocab_size,)))
+        times = [self._step(engine) for _ in range(WARMUP_STEPS + steps)]
+        for index in range(batch):
+            engine.cancel(index)
+        while engine.has_work:
+            engine.step()
+        seen = context + WARMUP_STEPS + (steps + 1) / 2
+        return DecodeRun(context=seen, steps=times[WARMUP_STEPS:], sampled=self._sampled)
+
+    def prefill(self, num_tokens: int) -> tuple[float, int]:
+        """Returns the seconds from a lone prompt's submission to its first token, median of several
+        prompts, and that token (of the first prompt).
+        """
+        self._prefill(min(num_tokens, 2 * self._chunk), seed=-1)  # warm-up
+        seconds: list[float] = []
+        tokens: list[int] = []
+        least, most = _PREFILL_RUNS
+        while len(seconds) < least or (len(seconds) < most and sum(seconds) < _PREFILL_SECONDS):
+            begin = time.perf_counter()
+            tokens.append(self._prefill(num_tokens, seed=len(seconds)))
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds), tokens[0]
+
+    def _prefill(self, num_tokens: int, seed: int) -> int:
+        engine = self._engine(1)
+        engine.submit(self._spec(0, Task.WHOLE, self.prompt(num_tokens, seed), 1))
+        events: list[Event] = []
+        while engine.has_work:
+            events += engine.step()
+        return next(event.token_ids[0] for event in events if isinstance(event, NewTokens))
+
+    def _engine(self, batch: int) -> Engine:
+        config = EngineConfig(
+            num_blocks=self._num_blocks,
+            block_size=BLOCK_SIZE,
+            overlap=self.runner.launches_ahead and not self._exact,
+            budgets=Budgets(chunk_tokens=max(self._chunk, batch), max_sequences=batch),
+        )
+        return Engine(self, config)
+
+    def _step(self, engine: Engine) -> dict[str, float]:
+        begin = time.perf_counter()
+        engine.step()
+        end = time.perf_counter()
+        marks = {"emit": end} | self._marks  # the first of steps that overlap collects nothing
+        times = [begin, *(marks[name] for name in PARTS[1:]), end]
+        return {
+            name: after - before
+            for name, (before, after) in zip(PARTS, pairwise(times), strict=True)
+        }
+
+    def _spec(
+        self, index: int, task: Task, prompt: tuple[int, ...], max_tokens: int
+    ) -> SequenceSpec:
+        greedy = SamplingParams(temperature=0.0)
+        return SequenceSpec(
+            id=index,
+            task=task,
+            tokens=prompt,
+            max_tokens=max_tokens,
+            sampling=greedy,
+            adapter=self.adapter,
+        )
+
+    def _mark(self, name: str) -> None:
+        if self._exact:
+            synchronize(self._device)
+        self._marks[name] = time.perf_counter()
+
+
+def blocks_for(batch: int, context: int, steps: int) -> int:
+    """Returns the KV blocks that `BenchRunner.decode` takes."""
+    return batch * -(-(context + WARMUP_STEPS + steps + 2) // BLOCK_SIZE)

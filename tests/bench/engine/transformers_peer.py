@@ -1,0 +1,90 @@
+"""Measures the same figures of transformers, whose continuous batching is the peer where no other
+server runs.
+"""
+
+import random
+import statistics
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+from tandem.workers.model.loader import ReadWeight
+from tandem.workers.model.module import WeightSlice
+
+_PAGE: Final = 256  # tokens of a page, transformers' default
+_CHUNK: Final = 512
+_WARMUP_STEPS: Final = 4
+_PREFILL_RUNS: Final = 2  # the first warms up
+
+
+class TransformersPeer:
+    """Runs transformers' continuous batching on the very weights that the engine ran on."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        read: ReadWeight,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._vocab_size: int = config.vocab_size
+        self._device = device
+        with device:
+            self._model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                read(WeightSlice(name, tuple(parameter.shape)), parameter)
+
+    def decode_seconds(self, batch: int, context: int, steps: int) -> float:
+        """Returns the median seconds of a step that decodes `batch` sequences of `context` tokens
+        and more.
+        """
+        prompts = self._prompts(batch, context)
+        prefill_steps = -(-batch * context // _CHUNK)
+        results = self._generate_batch(prompts, prefill_steps + _WARMUP_STEPS + steps)
+        # All sequences decode from the last one's first token to the first one's last.
+        begin = max(result.timestamps[0] for result in results)
+        end = min(result.timestamps[-1] for result in results)
+        times = [stamp for stamp in results[0].timestamps if begin <= stamp <= end][_WARMUP_STEPS:]
+        return float(statistics.median(after - before for before, after in pairwise(times)))
+
+    def prefill_seconds(self, num_tokens: int) -> float:
+        """Returns the seconds from a lone prompt's start to its first token."""
+        prompts = self._prompts(1, num_tokens)
+        return min(self._prefill(prompts) for _ in range(_PREFILL_RUNS))
+
+    def _prefill(self, prompts: list[list[int]]) -> float:
+        (result,) = self._generate_batch(prompts, 2)
+        return float(result.timestamps[0] - result.lifespan[0])
+
+    def _generate_batch(self, prompts: list[list[int]], num_tokens: int) -> list[Any]:
+        settings: dict[str, Any] = {"allow_block_sharing": False}
+        if self._device.type == "cpu":  # it would take nearly all of the machine's memory
+            pages = len(prompts) * -(-(len(prompts[0]) + num_tokens) // _PAGE)
+            settings |= {"num_blocks": pages + 1, "max_batch_tokens": max(_CHUNK, len(prompts))}
+        greedy = GenerationConfig(  # type: ignore[no-untyped-call]  # no token ends it
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+        results = self._model.generate_batch(
+            prompts,
+            generation_config=greedy,
+            continuous_batching_config=transformers.ContinuousBatchingConfig(**settings),
+            record_timestamps=True,
+        )
+        if len(results) < len(prompts) or any(
+            each.error for each in results.values()
+        ):  # which it only logs
+            raise RuntimeError("transformers' generate_batch failed")
+        return list(results.values())
+
+    def _prompts(self, batch: int, num_tokens: int) -> list[list[int]]:
+        chooser = random.Random(f"{batch} {num_tokens}")
+        return [chooser.choices(range(self._vocab_size), k=num_tokens) for _ in range(batch)]

@@ -1,0 +1,390 @@
+"""Measures the router's CPU time a token, with a worker that computes nothing: `python -m
+tandem.tests.bench.router`.
+
+Three processes on this machine: a worker with the real engine and no model, a router with both API
+servers, and this one, which reads streams and the CPU times of the others.
+"""
+
+import asyncio
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final
+
+import typer
+import uvloop
+
+from tandem.cluster.bench.options import ServerAddress
+from tandem.cluster.bench.target import StreamCompletion, open_target
+from tandem.cluster.bench.workload import BenchPrompt
+from tandem.cluster.serve.status import WorkerStatuses
+from tandem.cluster.tables import make_table, table_console
+from tandem.proto import worker_pb2, worker_pb2_grpc
+from tandem.proto.certificate import make_peer_tls
+from tandem.proto.channel import PeerChannel
+from tandem.proto.identity import PeerIdentity
+from tandem.proto.metrics import NULL_METRICS, Metrics
+from tandem.router.api.console.feed import ConsoleFeed
+from tandem.router.api.server.servers import ApiServers
+from tandem.router.api.service import GenerationService
+from tandem.router.auth.authenticator import Authenticator
+from tandem.router.auth.keys import create_key, load_keys
+from tandem.router.auth.tls import ServerTls, TlsFiles
+from tandem.router.dispatch.dispatcher import Dispatcher
+from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.tokenizer import byte_tokenizer
+from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.router.telemetry.prometheus import PrometheusMetrics
+from tandem.router.telemetry.requests import RequestTelemetry
+
+CONTEXT_TOKENS: Final = 4096
+_APIS: Final = ("grpc", "http")
+_MODEL: Final = "null"
+_PROMPT: Final = "The quick brown fox jumps over the lazy dog."
+_START_SECONDS: Final = 60.0
+_MODULE: Final = "tandem.tests.bench.router"
+_WORKER_MODULE: Final = "tandem.tests.bench.null_worker"  # imports torch, which the others need not
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command("run")
+def main(
+    streams: Annotated[
+        list[int], typer.Option(help="Streams at the same time; may be given several times.")
+    ] = [  # noqa: B006
+        1,
+        64,
+        512,
+    ],
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Of each case; the best one counts.")] = 3,
+    step_ms: Annotated[
+        float, typer.Option(help="How long the worker takes for a token of all streams.")
+    ] = 0.0,
+    metrics: Annotated[bool, typer.Option(help="Whether the router counts.")] = True,
+    with_keys: Annotated[
+        bool, typer.Option("--keys", help="Let in callers with an API key alone.")
+    ] = False,
+    with_tls: Annotated[bool, typer.Option("--tls", help="TLS at the API servers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure the router: tokens/s and CPU time of a token, over gRPC and HTTP."""
+    identity = PeerIdentity.generate()
+    with tempfile.TemporaryDirectory() as scratch:
+        access = _Access.make(Path(scratch), keys=with_keys, tls=with_tls)
+        with (
+            worker_process(identity, step_ms) as worker,
+            router_process(identity, worker, scratch, _flag(metrics)) as router,
+        ):
+            costs = [
+                max(
+                    (
+                        asyncio.run(_measure(api, access, router, worker, number, tokens))
+                        for _ in range(rounds)
+                    ),
+                    key=itemgetter("tokens_per_second"),
+                )
+                for api in _APIS
+                for number in streams
+            ]
+    if as_json:
+        typer.echo(json.dumps(costs, indent=2))
+        return
+    numbers = (
+        "streams",
+        "tokens/s",
+        "tokens/message",
+        "router us/token",
+        "worker us/token",
+        "client us/token",
+    )
+    table = make_table("API", numbers=numbers, boxed=False)
+    for cost in costs:
+        api, num_streams, per_second, *others = cost.values()
+        table.add_row(
+            api, str(num_streams), f"{per_second:,.0f}", *(f"{number:.1f}" for number in others)
+        )
+    table_console().print(table)
+
+
+class Feature(StrEnum):
+    """Names what a router can be measured with and without."""
+
+    METRICS = "metrics"
+    KEYS = "keys"
+    TLS = "tls"
+
+
+@app.command()
+def compare(
+    feature: Annotated[Feature, typer.Argument(help="Of which the cost is asked.")],
+    streams: Annotated[int, typer.Option(help="Streams at the same time.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 512,
+    rounds: Annotated[int, typer.Option(help="With and without by turns; the medians count.")] = 9,
+    step_ms: Annotated[
+        float, typer.Option(help="How long the worker takes for a token of all streams.")
+    ] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what metrics, keys or TLS cost a router: CPU time of a token in two of them, with and
+    without, which one worker serves by turns.
+
+    Tokens that wait for the client are merged into one message, so the cost is that of the feature
+    only where both have
+    as many in a message: give a step more time (--step-ms) until that is 1.
+    """
+    identity = PeerIdentity.generate()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        tempfile.TemporaryDirectory() as empty,
+        worker_process(identity, step_ms) as worker,
+    ):
+        access = _Access.make(
+            Path(scratch), keys=feature == Feature.KEYS, tls=feature == Feature.TLS
+        )
+        without_metrics = _flag(feature != Feature.METRICS)
+        with (
+            router_process(identity, worker, scratch) as one,
+            router_process(identity, worker, empty, without_metrics) as other,
+        ):
+            both = ((access, one), (_Access(Path(empty)), other))
+            costs = [_compare(api, both, worker, streams, tokens, rounds) for api in _APIS]
+    if as_json:
+        typer.echo(json.dumps(costs, indent=2))
+        return
+    numbers = ("router us/token", f"without {feature}", "cost, %", "tokens/message", "without")
+    table = make_table("API", numbers=numbers, boxed=False)
+    for cost in costs:
+        api, *values = cost.values()
+        table.add_row(api, *(f"{value:.2f}" for value in values))
+    table_console().print(table)
+
+
+def _compare(
+    api: str,
+    both: "tuple[tuple[_Access, ChildProcess], tuple[_Access, ChildProcess]]",
+    worker: "ChildProcess",
+    streams: int,
+    tokens: int,
+    rounds: int,
+) -> dict[str, Any]:
+    """Returns the CPU time of a token in both routers, and how much more the first takes than the
+    other: the median of the rounds, each of which has both, one after the other.
+    """
+    times: tuple[list[float], list[float]] = ([], [])
+    merged: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds):
+        for index in (0, 1) if turn % 2 else (1, 0):
+            access, router = both[index]
+            found = asyncio.run(_measure(api, access, router, worker, streams, tokens))
+            times[index].append(found["router_us"])
+            merged[index].append(found["tokens_per_message"])
+    costs = [100 * (one / other - 1) for one, other in zip(*times, strict=True)]
+    return {
+        "api": api,
+        "with_us": median(times[0]),
+        "without_us": median(times[1]),
+        "cost_percent": median(costs),
+        "tokens_per_message_with": median(merged[0]),
+        "tokens_per_message_without": median(merged[1]),
+    }
+
+
+@app.command(hidden=True)
+def serve_router(worker: str, scratch: Path, metrics: bool = True) -> None:
+    """Runs the router: reads its identity from stdin, prints its gRPC and HTTP addresses, ends with
+    its stdin.
+    """
+    counts = PrometheusMetrics(_MODEL) if metrics else NULL_METRICS
+    run_as_replica(_serve_router(worker, _Access(scratch), counts))
+
+
+def run_as_replica(work: Coroutine[Any, Any, None]) -> None:
+    """Runs what a replica of Ray Serve runs, on the event loop that Ray takes: its TLS is not
+    written in Python.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work)
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """Holds the files of keys and of certificates, as far as they are there."""
+
+    folder: Path
+    api_key: str = field(default="", repr=False)
+
+    @classmethod
+    def make(cls, folder: Path, *, keys: bool, tls: bool) -> "_Access":
+        """Makes the files in an empty folder."""
+        access = cls(
+            folder, create_key(folder / "keys.json", name="bench", tenant="bench") if keys else ""
+        )
+        if tls:
+            made = make_peer_tls("localhost")
+            access.tls.certificate.write_bytes(made.certificate)
+            access.tls.key.write_bytes(made.key)
+        return access
+
+    @property
+    def tls(self) -> TlsFiles:
+        return TlsFiles(certificate=self.folder / "tls.crt", key=self.folder / "tls.key")
+
+    @property
+    def has_tls(self) -> bool:
+        return self.tls.key.exists()
+
+    def authenticator(self) -> Authenticator:
+        file = self.folder / "keys.json"
+        return Authenticator(load_keys(file) if file.exists() else None)
+
+    def address(self, url: str) -> ServerAddress:
+        """Returns how the client reaches a server of the router."""
+        if not self.has_tls:
+            return ServerAddress(url=url, model=_MODEL, api_key=self.api_key)
+        scheme, _, place = url.partition("://")
+        secure = f"{scheme}s://localhost:{place.rpartition(':')[2]}"
+        return ServerAddress(
+            url=secure, model=_MODEL, api_key=self.api_key, tls_ca=self.tls.certificate
+        )
+
+
+def _flag(metrics: bool) -> str:
+    return "--metrics" if metrics else "--no-metrics"
+
+
+ChildProcess = tuple[int, str]
+"""The id of a process of the benchmark, and what it has printed: one address, or those of both API
+servers.
+"""
+
+
+def worker_process(identity: PeerIdentity, step_ms: float) -> AbstractContextManager[ChildProcess]:
+    """Runs the worker while the context lasts."""
+    return _child_process(identity, _WORKER_MODULE, str(step_ms))
+
+
+def router_process(
+    identity: PeerIdentity, worker: ChildProcess, folder: str, *flags: str
+) -> AbstractContextManager[ChildProcess]:
+    """Runs a router of the worker while the context lasts; `folder` has the files of its keys and
+    certificates.
+    """
+    return _child_process(identity, _MODULE, "serve-router", worker[1], folder, *flags)
+
+
+@contextmanager
+def _child_process(identity: PeerIdentity, *command: str) -> Iterator[ChildProcess]:
+    arguments = [sys.executable, "-m", *command]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(identity.to_text(), file=process.stdin, flush=True)
+        try:
+            yield process.pid, process.stdout.readline().strip()
+        finally:
+            process.stdin.close()
+            process.wait(_START_SECONDS)
+
+
+async def _serve_router(worker: str, access: _Access, metrics: Metrics) -> None:
+    identity = PeerIdentity.from_text(sys.stdin.readline())
+    async with PeerChannel(worker, identity) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_START_SECONDS)
+    registry = WorkerRegistry()
+    registry.update([status.info])
+    dispatcher = Dispatcher(registry, identity=identity, metrics=metrics)
+    model = ServedModel(name=_MODEL, tokenizer=byte_tokenizer(), context_tokens=CONTEXT_TOKENS)
+    tls = ServerTls(access.tls.load()) if access.has_tls else None
+    service = GenerationService([model], dispatcher, telemetry=RequestTelemetry(metrics))
+    statuses = WorkerStatuses(registry.workers, identity)
+    console = ConsoleFeed(service.telemetry, partial(_describe, statuses), registry.workers)
+    server = await ApiServers.start(
+        service, authenticator=access.authenticator(), tls=tls, console=console
+    )
+    await server.set_serving(True)
+    sampling = asyncio.create_task(console.run())
+    gc.collect()
+    gc.freeze()  # as replicas do
+    await until_stdin_ends(f"grpc://{server.grpc_address} http://{server.http_address}")
+    sampling.cancel()
+    await server.stop(0)
+    await statuses.close()
+    await dispatcher.close()
+
+
+async def _describe(statuses: WorkerStatuses) -> dict[str, Any]:
+    return {"service": _MODEL, "model": _MODEL, "routers": [], "workers": await statuses.get()}
+
+
+async def until_stdin_ends(addresses: str) -> None:
+    """Prints the addresses, and returns when the parent has closed stdin."""
+    print(addresses, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+async def _measure(
+    api: str,
+    access: _Access,
+    router: ChildProcess,
+    worker: ChildProcess,
+    num_streams: int,
+    num_tokens: int,
+) -> dict[str, Any]:
+    """Returns the figures of one round over an API, grpc or http; the times are CPU microseconds a
+    token. Tokens that wait for the client are merged into one message.
+    """
+    address = access.address(router[1].split()[_APIS.index(api)])
+    processes = (router[0], worker[0], os.getpid())
+
+    async def read_all(stream_completion: StreamCompletion, length: int) -> int:
+        chunk_times: list[float] = []
+        prompt = BenchPrompt(prompt=_PROMPT, max_tokens=length)
+        counts = await asyncio.gather(
+            *(stream_completion(prompt, chunk_times) for _ in range(num_streams))
+        )
+        if {count for _, count in counts} != {length}:
+            raise RuntimeError(f"{counts} tokens, {length} were requested of each stream")
+        return len(chunk_times)
+
+    async with open_target(address, ignore_eos=True) as stream_completion:
+        await read_all(
+            stream_completion, 2
+        )  # so that the connections are there: a handshake is not of a token
+        before = list(map(cpu_seconds, processes))
+        begin = time.perf_counter()
+        num_messages = await read_all(stream_completion, num_tokens)
+        seconds = time.perf_counter() - begin
+        after = list(map(cpu_seconds, processes))
+    total = num_streams * num_tokens
+    used = [1e6 * (end - start) / total for start, end in zip(before, after, strict=True)]
+    rates = {"tokens_per_second": total / seconds, "tokens_per_message": total / num_messages}
+    times = dict(zip(("router_us", "worker_us", "client_us"), used, strict=True))
+    return {"api": api, "num_streams": num_streams} | rates | times
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the CPU time that a process has taken until now."""
+    return time.clock_gettime(
+        ~pid << 3 | 2
+    )  # as clock_getcpuclockid(3) has it: /proc counts in ticks of 10 ms
+
+
+if __name__ == "__main__":
+    app()

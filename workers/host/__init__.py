@@ -1,0 +1,1 @@
+"""Manages the host's memory and threads for the engine."""

@@ -1,0 +1,1 @@
+"""Holds the C kernels for CPUs, builds them at first use and calls them."""

@@ -1,0 +1,216 @@
+"""Triton attention of sequences with one new token each, split over keys (flash decoding)."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
+
+from typing import Final, NamedTuple, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+
+from ...device import Ints
+from .attention import FLOOR, LOG2_E, Scoring, attend, nothing_attended, padded, tile_keys
+
+_Position = TypeVar("_Position", int, Ints)
+
+SPLIT_TOKENS: Final = 256  # keys of one work item
+
+_COMBINED_SPLITS: Final = 16  # that the combining kernel reads at once
+
+
+class DecodeWork(NamedTuple):
+    """Holds sequences with one new token each, and their keys cut into items of SPLIT_TOKENS; int32
+    on the device.
+
+    A sequence has `num_splits` items, in order of their split. Shapes may be larger than what is in
+    use (a CUDA graph fixes them): rows past the batch are padding, items from `num_items` on are
+    not looked at.
+    """
+
+    first_items: torch.Tensor  # [batch] its first item; the others follow
+    rows: torch.Tensor  # [batch] its row of query and out; -1 is padding, without items or result
+    last_keys: torch.Tensor  # [batch] the position of its token, which is the last key that it sees
+    offsets: torch.Tensor  # [batch] where its block table begins in `tables`
+    num_items: torch.Tensor  # [1]
+    item_sequences: torch.Tensor  # [capacity] the sequence of each item
+    item_splits: (
+        torch.Tensor
+    )  # [capacity] its keys: [split * SPLIT_TOKENS, (split + 1) * SPLIT_TOKENS)
+    tables: torch.Tensor  # [sum of table lengths] the block tables, one after the other
+
+
+@triton.jit(do_not_specialize=DecodeWork._fields)
+def _decode_kernel(
+    query,
+    keys,
+    values,
+    partial,
+    rows, last_keys, offsets, num_items, item_sequences, item_splits, tables,  # of the DecodeWork
+    query_stride_row,
+    stride_block,
+    stride_head,
+    stride_slot,
+    cap_scale,
+    scale,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):  # fmt: skip
+    num_heads = (tl.num_programs(1) * GROUP).to(
+        tl.int64
+    )  # with which an item's place in `partial` has 64 bits
+    kv_head, head, columns = tl.program_id(1), tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
+    inside = (head < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
+    place = (kv_head * GROUP + head)[:, None] * HEAD_DIM + columns[None, :]
+    keys += kv_head.to(tl.int64) * stride_head
+    values += kv_head.to(tl.int64) * stride_head
+    for item in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
+        sequence = tl.load(item_sequences + item)
+        last_key = tl.load(last_keys + sequence)
+        first_key = tl.maximum(last_key + 1 - WINDOW, 0) if WINDOW > 0 else 0
+        begin = tl.load(item_splits + item) * SPLIT
+        end = tl.minimum(begin + SPLIT, last_key + 1)
+        begin = tl.maximum(begin, first_key // KEYS * KEYS)
+        if begin < end:
+            row_start = query + tl.load(rows + sequence).to(tl.int64) * query_stride_row
+            queries = tl.load(row_start + place, mask=inside, other=0.0)
+            peak, total, mix = nothing_attended(GROUP_PADDED, DIM_PADDED)
+            peak, total, mix = attend(
+                queries, tl.zeros([GROUP_PADDED], tl.int32) + last_key, peak, total, mix, keys, values,
+                tables + tl.load(offsets + sequence), stride_block, stride_slot, begin, end, first_key, last_key,
+                cap_scale, scale, CAPPED, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
+            )  # fmt: skip
+            target = partial + (item * num_heads + kv_head * GROUP + head) * (HEAD_DIM + 2)
+            _store_partial(target, peak, total, mix, columns, inside, head < GROUP, HEAD_DIM)
+
+
+@triton.jit
+def _store_partial(target, peak, total, mix, columns, inside, is_head, HEAD_DIM: tl.constexpr):
+    tl.store(target[:, None] + columns[None, :], mix, mask=inside)
+    tl.store(target + HEAD_DIM, peak, mask=is_head)
+    tl.store(target + HEAD_DIM + 1, total, mask=is_head)
+
+
+@triton.jit(do_not_specialize=DecodeWork._fields)
+def _combine_kernel(
+    partial,
+    out,
+    first_items,
+    rows,
+    last_keys,
+    sinks,
+    out_stride_row,
+    sink_scale,
+    HAS_SINKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    sequence, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row = tl.load(rows + sequence).to(tl.int64)
+    if row >= 0:
+        last_key = tl.load(last_keys + sequence)
+        first_item = tl.load(first_items + sequence).to(tl.int64)
+        first_split = tl.maximum(last_key + 1 - WINDOW, 0) // SPLIT if WINDOW > 0 else 0
+        columns = tl.arange(0, DIM_PADDED)
+        inside = columns < HEAD_DIM
+        peak, total = tl.full([], FLOOR, tl.float32), tl.full([], 0.0, tl.float32)
+        mix = tl.zeros([DIM_PADDED], tl.float32)
+        if HAS_SINKS:
+            peak, total = tl.load(sinks + head) * sink_scale, total + 1.0
+        for splits in range(first_split, last_key // SPLIT + 1, SPLITS):
+            split = splits + tl.arange(0, SPLITS)
+            known = split <= last_key // SPLIT
+            source = partial + ((first_item + split) * num_heads + head) * (HEAD_DIM + 2)
+            peaks = tl.load(source + HEAD_DIM, mask=known, other=FLOOR)
+            totals = tl.load(source + HEAD_DIM + 1, mask=known, other=0.0)
+            mixes = tl.load(
+                source[:, None] + columns[None, :], mask=known[:, None] & inside[None, :], other=0.0
+            )
+            higher = tl.maximum(peak, tl.max(peaks, axis=0))
+            weights, fade = tl.exp2(peaks - higher), tl.exp2(peak - higher)
+            total = total * fade + tl.sum(totals * weights, axis=0)
+            mix = mix * fade + tl.sum(mixes * weights[:, None], axis=0)
+            peak = higher
+        tl.store(out + row * out_stride_row + head * HEAD_DIM + columns, mix / total, mask=inside)
+
+
+def num_splits(last_key: _Position) -> _Position:
+    """Returns the number of work items of a sequence whose token is at position `last_key`; of an
+    array, of each.
+    """
+    return last_key // SPLIT_TOKENS + 1
+
+
+def decode_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim], heads one after the other
+    keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], a layer's cache
+    values: torch.Tensor,  # the same, in the same strides
+    work: DecodeWork,
+    scoring: Scoring,
+    partial: torch.Tensor,  # [capacity, num_heads, head_dim + 2] float32, contiguous: scratch
+    out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
+    # for each KV head; best three a multiprocessor for all heads: as many as run at once
+    num_programs: int,
+) -> None:
+    """Computes attention of one query per sequence over its own keys, read in place.
+
+    The first kernel leaves in `partial` for each item and head the sum of the values weighted
+    relative to the greatest score, that score in base 2, and the sum of the weights; the second
+    combines a sequence's items. Items wholly before the window are neither read nor written.
+    """
+    num_heads, head_dim = query.shape[1:]
+    kv_heads, block_size = keys.shape[1:3]
+    group = num_heads // kv_heads
+    _decode_kernel[(num_programs, kv_heads)](
+        query,
+        keys,
+        values,
+        partial,
+        *work[1:],
+        query.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        *scoring.factors,
+        GROUP=group,
+        GROUP_PADDED=padded(group),
+        CAPPED=scoring.soft_cap > 0,
+        WINDOW=scoring.window,
+        SPLIT=SPLIT_TOKENS,
+        KEYS=tile_keys(query),
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        DIM_PADDED=padded(head_dim),
+        num_warps=4,
+        num_stages=3,
+    )
+    _combine(partial, work, scoring, out, head_dim)
+
+
+def _combine(
+    partial: torch.Tensor, work: DecodeWork, scoring: Scoring, out: torch.Tensor, head_dim: int
+) -> None:
+    _combine_kernel[(len(work.rows), partial.shape[1])](
+        partial,
+        out,
+        *work[:3],
+        partial if scoring.sinks is None else scoring.sinks,
+        out.stride(0),
+        LOG2_E,
+        HAS_SINKS=scoring.sinks is not None,
+        WINDOW=scoring.window,
+        SPLIT=SPLIT_TOKENS,
+        SPLITS=_COMBINED_SPLITS,
+        HEAD_DIM=head_dim,
+        DIM_PADDED=padded(head_dim),
+        num_warps=4,
+    )

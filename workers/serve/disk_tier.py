@@ -1,0 +1,279 @@
+"""Keeps a worker's KV cache on disk: writes what it computes, behind its steps, and brings back
+what a prompt needs.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final, Self
+
+from ...proto import worker_pb2
+from ..engine.engine import Engine
+from ..engine.events import Admitted
+from ..host.threads import in_thread
+from ..kv_cache.store import KvStore
+from ..tp.kv_group import KvGroup
+from ..tp.rank_client import RankClient
+from ..tp.rank_disk import RankDisk
+from .cache_reports import CacheReports
+from .engine_thread import EngineThread
+
+logger = logging.getLogger(__name__)
+
+_OPEN_SECONDS: Final = (
+    20.0  # of a group, whose other ranks wait for rank 0 for `collective_seconds`
+)
+_LOAD_SECONDS: Final = 5.0  # for the blocks of a prompt; the rest of them is computed
+_RETRY_SECONDS: Final = 60.0  # after which a disk that was slow or has failed is tried again
+_COMMAND_SECONDS: Final = (
+    30.0  # timeout of a command to the engine, which runs it between two steps
+)
+_NUM_LEASED: Final = 4  # blocks that are being written at once: few, since others may wait for them
+_MAX_TRIED: Final = 256  # blocks that one command looks for in the KV cache, at 1 us each
+_MAX_UNWRITTEN: Final = 4_096  # blocks that wait: a busy worker writes as many within a minute
+_READ_BYTES: Final = 8 << 20  # at once: the event loop copies them, while others wait for it
+_WEIGHT: Final = 0.3  # of the newest batch in the measured speed
+
+
+class DiskTier:
+    """Keeps every block of the prefix cache in a file of each rank, as long as there is room, see
+    `RankDisk`.
+
+    A block is here if every rank has its part. Each rank decides alone what leaves its folder,
+    whose bound is an equal share of the worker's, and reports to rank 0 what has come and gone.
+
+    Blocks are written as soon as they are computed, a few at a time, leased meanwhile. If the disk
+    is slower than the engine, the blocks of the newest step come first, since they stay in the KV
+    cache for longest. Blocks that leave the KV cache before their turn are not written, nor the
+    oldest of those that wait, if these are too many. A prompt's blocks are read back if that is
+    predicted to be faster than computing them. No failure of a disk fails a request.
+
+    Lives in one event loop, but for `count`.
+    """
+
+    def __init__(self, disk: RankDisk, block_size: int, clients: Sequence[RankClient] = ()) -> None:
+        """`disk` is that of rank 0, `clients` are the other ranks. See `open`."""
+        self.on_change: Callable[[Iterable[bytes], Iterable[bytes]], object] = (
+            lambda stored, evicted: None
+        )
+        self._disk = disk
+        self._clients = clients
+        self._elsewhere: list[set[bytes]] = [
+            set() for _ in clients
+        ]  # the hashes that each other rank has
+        for client, known in zip(clients, self._elsewhere, strict=True):
+            client.disk_changed = partial(self._changed, known)
+        self._block_size = block_size
+        self._num_read = max(1, _READ_BYTES // disk.block_bytes)  # blocks
+        self._unwritten: OrderedDict[bytes, None] = (
+            OrderedDict()
+        )  # the newest step first, each in its own order
+        self._writing: asyncio.Task[None] | None = None
+        self._closing = False
+        self._no_writes_before = self._no_reads_before = 0.0  # time.monotonic()
+        self._bytes_per_second = (
+            0.0  # of reading a rank's part, with checks and copies; 0 if unknown
+        )
+        self._measured = 0.0  # time.monotonic()
+
+    @classmethod
+    async def open(
+        cls, folder: str, role: str, kv: KvStore, max_bytes: int, clients: Sequence[RankClient] = ()
+    ) -> Self:
+        """Opens the folders of all ranks, which share max_bytes. Raises ValueError as
+        `BlockFiles.open` does, also for a group of which a rank takes too long.
+        """
+        share = max_bytes // (len(clients) + 1)
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS if clients else None):
+                opening = partial(RankDisk.open, folder, role, kv, max_bytes=share)
+                tier = cls(await in_thread(opening, "tandem-disk-open"), kv.block_size, clients)
+                command = worker_pb2.OpenDisk(
+                    folder=folder, role=role, max_bytes=share, number=tier._disk.files.number
+                )
+                try:
+                    await asyncio.gather(*(client.ask(0, open_disk=command) for client in clients))
+                except BaseException:
+                    tier._disk.files.close()
+                    raise
+                return tier
+        except TimeoutError:
+            raise ValueError(
+                f"kv_disk: {folder}: takes more than {_OPEN_SECONDS:g} seconds to open"
+            ) from None
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._disk.files and all(digest in known for known in self._elsewhere)
+
+    def report(self) -> None:
+        """Calls `on_change` with the hashes that came and went since the last call; those that are
+        there at first.
+        """
+        self._report(*self._disk.files.take_changes())
+
+    def count(self, chain: Sequence[bytes], compute_seconds: float) -> int:
+        """See `PrefixSource.count`."""
+        now, speed = time.monotonic(), self._bytes_per_second
+        if now < self._no_reads_before:
+            return 0
+        is_known = speed > 0 and compute_seconds > 0 and now < self._measured + _RETRY_SECONDS
+        if is_known and self._disk.block_bytes / speed >= compute_seconds:
+            return 0
+        return sum(1 for _ in itertools.takewhile(self.__contains__, chain))
+
+    async def load(self, event: Admitted, group: KvGroup) -> int:
+        """Fills the blocks that a sequence is importing, on every rank. Returns how many tokens
+        these are, from the
+        first on: fewer if a file is missing or damaged, or time is up; until `KvGroup.stop` other
+        ranks may then still write to the blocks.
+        """
+        num_filled, started = 0, time.monotonic()
+        blocks = event.blocks[event.num_cached // self._block_size :]
+        try:
+            async with asyncio.timeout(_LOAD_SECONDS):
+                while num_filled < len(event.importing):
+                    wanted = event.importing[num_filled : num_filled + self._num_read]
+                    targets = blocks[num_filled : num_filled + len(wanted)]
+                    parts = group.read_disk(
+                        event.id, worker_pb2.DiskBlocks(hashes=wanted, blocks=targets)
+                    )
+                    num_read = min(await asyncio.gather(self._disk.read(wanted, targets), *parts))
+                    num_filled += num_read
+                    if num_read < len(wanted):
+                        break
+        except TimeoutError:
+            logger.warning(
+                "KV cache on disk: reading takes too long; none is read for %g seconds",
+                _RETRY_SECONDS,
+            )
+            self._no_reads_before = time.monotonic() + _RETRY_SECONDS
+        finally:
+            self.report()
+        if num_filled:
+            self._measure(
+                num_filled * self._disk.block_bytes / max(time.monotonic() - started, 1e-6)
+            )
+        return num_filled * self._block_size
+
+    def keep(self, digests: Iterable[bytes], thread: EngineThread) -> None:
+        """Has blocks written that have just entered the KV cache of the engine in `thread`, in this
+        order.
+        """
+        if self._closing or time.monotonic() < self._no_writes_before:
+            return
+        new = [digest for digest in digests if digest not in self]
+        for digest in reversed(new):
+            self._unwritten[digest] = None
+            self._unwritten.move_to_end(digest, last=False)
+        while len(self._unwritten) > _MAX_UNWRITTEN:
+            self._unwritten.popitem()
+        if self._unwritten and self._writing is None:
+            self._writing = asyncio.create_task(self._write_all(thread))
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """Skips blocks that have left the KV cache."""
+        for digest in digests:
+            self._unwritten.pop(digest, None)
+
+    async def close(self) -> None:
+        """Ends writing, after the block that is being written, while the engine's thread still
+        runs.
+        """
+        self._closing = True
+        self._unwritten.clear()
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=_COMMAND_SECONDS)
+        self._disk.files.close()
+
+    async def _write_all(self, thread: EngineThread) -> None:
+        try:
+            while self._unwritten:
+                await self._write_some(thread)
+        except (
+            OSError,
+            TimeoutError,
+            RuntimeError,
+        ) as error:  # of the disk; of an engine that does not answer
+            logger.warning(
+                "KV cache on disk: writing failed; none is written for %g seconds: %s",
+                _RETRY_SECONDS,
+                error,
+            )
+            self._no_writes_before = time.monotonic() + _RETRY_SECONDS
+            self._unwritten.clear()
+        finally:
+            self._writing = None
+
+    async def _write_some(self, thread: EngineThread) -> None:
+        digests = list(itertools.islice(self._unwritten, _MAX_TRIED))
+        tried: list[bytes] = []
+        leased: list[tuple[int, bytes]] = []
+
+        def lease(engine: Engine) -> None:
+            for digest in digests:
+                tried.append(digest)
+                leased.extend(engine.lease_cached([digest]))
+                if len(leased) == _NUM_LEASED:
+                    return
+
+        try:
+            await thread.call(lease, _COMMAND_SECONDS)
+            self.forget(tried)
+            await thread.settle(_COMMAND_SECONDS)
+            for block, digest in leased:
+                if self._closing:
+                    break
+                await self._write(digest, block)
+        # in the engine's thread behind the other command, even if this one waited too long for it
+        finally:
+            thread.post(lambda engine: engine.unlease_cached([block for block, _ in leased]))
+            self.report()
+
+    async def _write(self, digest: bytes, block: int) -> None:
+        """Writes a block on every rank. Returns, or raises, only when none of them reads it any
+        more: what another sequence writes to it must not come into a file. Raises OSError if a disk
+            refuses it.
+        """
+        command = worker_pb2.DiskBlocks(hashes=[digest], blocks=[block])
+        parts = [client.ask(0, write_disk=command) for client in self._clients]
+        for result in await asyncio.gather(
+            self._disk.write(digest, block), *parts, return_exceptions=True
+        ):
+            if isinstance(result, BaseException):
+                raise result
+
+    def _changed(self, known: set[bytes], changes: worker_pb2.DiskChanges) -> None:
+        """Takes in what has come to and gone from the disk of another rank, which has the hashes
+        `known`.
+        """
+        known |= set(changes.stored)
+        known -= set(changes.evicted)
+        self._report(changes.stored, changes.evicted)
+
+    def _report(self, stored: Iterable[bytes], evicted: Sequence[bytes]) -> None:
+        complete = [digest for digest in stored if digest in self]
+        if complete or evicted:
+            self.on_change(complete, evicted)
+
+    def _measure(self, bytes_per_second: float) -> None:
+        weight = _WEIGHT if self._bytes_per_second else 1.0
+        self._bytes_per_second += (bytes_per_second - self._bytes_per_second) * weight
+        self._measured = time.monotonic()
+
+
+def reports_of(disk: DiskTier | None, thread: EngineThread) -> CacheReports:
+    """Returns the reports of a worker's prefix cache; has what comes into it kept on the disk, if
+    there is one.
+    """
+    if disk is None:
+        return CacheReports()
+    reports = CacheReports(
+        on_stored=lambda stored: disk.keep(stored, thread), on_evicted=disk.forget
+    )
+    disk.on_change = partial(reports.change, "disk")
+    disk.report()
+    return reports

@@ -1,0 +1,139 @@
+"""Runs an engine in a thread of its own: commands go in, events come out."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from ..engine.engine import Engine
+from ..engine.events import Event
+from .watchdog import Watchdog
+
+
+class EngineThread:
+    """Steps the engine whenever it has work, and waits on a condition when it has none.
+
+    `post(command)` runs the command in the thread between two steps, in order. If a step raises,
+    the thread ends, `failed(error)` runs in the event loop and `failure` is the exception.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        failed: Callable[[BaseException], None],
+        progress: Watchdog | None = None,
+    ) -> None:
+        """`progress` is marked at each command and step."""
+        self._engine = engine
+        self._progress = progress or Watchdog()
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        self._commands: deque[Callable[[Engine], object]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self.failure: BaseException | None = None
+
+    def start(self, deliver: Callable[[list[Event]], None]) -> None:
+        """Starts the thread. `deliver(events)` runs in the event loop, in order, as soon as a step
+        knows the events.
+        """
+        call_in_loop: Callable[..., object] = self._loop.call_soon_threadsafe
+        emit = partial(call_in_loop, deliver)
+        self._thread = threading.Thread(
+            target=self._run, args=(emit,), name="tandem-engine", daemon=True
+        )
+        self._thread.start()
+
+    def post(self, command: Callable[[Engine], object]) -> None:
+        """Runs `command(engine)` in the engine's thread before its next step."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def hurry(self) -> None:
+        """Has the step under way end soon, see `Executor.hurry`."""
+        self._engine.hurry()
+
+    def call_in_loop(self, callback: Callable[[], None]) -> None:
+        """Runs `callback` in the event loop; called from the engine's thread."""
+        self._loop.call_soon_threadsafe(callback)
+
+    async def call(self, command: Callable[[Engine], None], timeout: float) -> None:
+        """Runs `command` like `post` and waits for it, up to `timeout` seconds. Raises what it
+        raised, TimeoutError if it did not run in time, RuntimeError if the thread has ended.
+        """
+        result: Future[None] = Future()
+        done = asyncio.wrap_future(result)
+
+        def run(engine: Engine) -> None:
+            if result.set_running_or_notify_cancel():  # else the caller has timed out
+                try:
+                    command(engine)
+                    result.set_result(None)
+                except Exception as error:  # handed to the caller
+                    result.set_exception(error)
+
+        self.post(run)
+        try:
+            async with asyncio.timeout(timeout):
+                await asyncio.wait((done, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                raise RuntimeError("the engine has stopped") from self.failure
+            done.result()
+        finally:
+            done.cancel()
+
+    async def settle(self, timeout: float) -> None:
+        """Waits until the step has ended that was in flight when the last command ran, and may
+        still be filling blocks
+        which that command has found: those that it restores from host memory. Raises what `call`
+        raises.
+        """
+        await self.call(lambda engine: None, timeout)
+
+    async def stop(self, timeout: float) -> None:
+        """Ends the thread after its current step. Raises TimeoutError if the step does not end in
+        time.
+        """
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.wait(
+            (self._ended,), timeout=timeout
+        )  # by no other thread: at its end a process starts none
+        if not self._ended.done():
+            raise TimeoutError("the engine's step does not end")
+        self._thread.join()
+
+    def _run(self, emit: Callable[[list[Event]], object]) -> None:
+        try:
+            while self._take_commands():
+                self._engine.step(emit)
+        except BaseException as error:  # any error ends the thread, and `failed` reports it
+            self.failure = error
+            self._loop.call_soon_threadsafe(self._failed, error)
+        finally:
+            self._loop.call_soon_threadsafe(self._ended.set_result, None)
+
+    def _take_commands(self) -> bool:
+        """Runs posted commands and waits until there is work; returns False when the thread is to
+        end.
+        """
+        while True:
+            with self._wake:
+                while not (self._commands or self._stopping or self._engine.has_work):
+                    self._progress.rest()
+                    self._wake.wait()
+                if self._stopping:
+                    return False
+                commands = list(self._commands)
+                self._commands.clear()
+            for command in commands:
+                self._progress.mark()
+                command(self._engine)
+            self._progress.mark()
+            if self._engine.has_work:
+                return True

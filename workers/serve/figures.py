@@ -1,0 +1,70 @@
+"""Reports the figures of one worker as metrics."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ...proto import worker_pb2
+from ...proto.metrics import (
+    BLOCKS,
+    GPU_MEMORY,
+    GPU_UTILIZATION,
+    GRAPH_REPLAYS,
+    LEASES,
+    SEQUENCES,
+    STEP_SECONDS,
+    STEP_TOKENS,
+    TRANSFERS,
+    Metrics,
+)
+from ..tp.kv_group import KvGroup
+from .watchdog import StepLog
+
+_PERCENT: Final = 100.0
+
+
+@dataclass(eq=False, kw_only=True)
+class WorkerFigures:
+    """Reads what a worker has to report. Lives in its event loop."""
+
+    load: Callable[[], worker_pb2.WorkerLoad]
+    kv: KvGroup
+    steps: StepLog
+    num_graph_replays: Callable[[], int]
+    on_gpu: bool
+    _num_reported: int = 0  # replays
+
+    def report(self, metrics: Metrics) -> None:
+        """Reports the state of now, and the steps since the last call."""
+        load = self.load()
+        for state in BLOCKS.labels["state"]:
+            metrics.set(BLOCKS, getattr(load, f"{state}_blocks"), state=state)
+        metrics.set(SEQUENCES, load.num_running, state="running")
+        metrics.set(SEQUENCES, load.num_waiting, state="waiting")
+        metrics.set(LEASES, self.kv.num_leases)
+        metrics.set(TRANSFERS, self.kv.num_transfers)
+        for _ in range(len(self.steps)):
+            seconds, num_tokens = self.steps.popleft()
+            metrics.observe(STEP_SECONDS, seconds)
+            if num_tokens:
+                metrics.observe(STEP_TOKENS, num_tokens)
+        if self.on_gpu:
+            self._report_gpu(metrics)
+
+    def _report_gpu(self, metrics: Metrics) -> None:
+        replays, self._num_reported = (
+            self.num_graph_replays() - self._num_reported,
+            self.num_graph_replays(),
+        )
+        if replays:
+            metrics.add(GRAPH_REPLAYS, replays)
+        free, total = torch.cuda.mem_get_info()
+        metrics.set(GPU_MEMORY, free, state="free")
+        metrics.set(GPU_MEMORY, total - free, state="used")
+        with suppress(
+            ModuleNotFoundError, RuntimeError
+        ):  # without NVIDIA's package for it, or on a part of a GPU
+            metrics.set(GPU_UTILIZATION, torch.cuda.utilization() / _PERCENT)

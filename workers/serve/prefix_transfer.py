@@ -1,0 +1,158 @@
+"""Moves cached prefixes from the worker that has them to the one that is to compute the rest of a
+prompt.
+
+When a conversation returns, the KV cache of its last answer is at the decode worker that has
+generated it. The prefill worker asks that one for a lease of the prefix, fetches the blocks as a
+decode worker fetches those of a prefill, and
+computes what it does not get: no failure here fails a request.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final
+
+import grpc.aio
+
+from ...proto import worker_pb2, worker_pb2_grpc
+from ...proto.channel import PeerStream
+from ...proto.hashing import hash_chain
+from ..engine.events import Admitted
+from ..engine.plan import FirstTokens
+from ..engine.sequence import SequenceSpec
+from ..tp.kv_group import KvGroup
+from ..transfer.frames import TransferError
+from .disk_tier import DiskTier
+from .engine_thread import EngineThread
+
+logger = logging.getLogger(__name__)
+
+_FETCH_SECONDS: Final = (
+    5.0  # for a prefix, from the question for it on; what has not come by then is computed
+)
+_LEASE_SECONDS: Final = 2 * _FETCH_SECONDS  # after which a lease ends by itself
+_FIRST_ID: Final = 1 << 62  # of leases; far from the ids of sequences
+_NO_FIRST_TOKENS: Final = FirstTokens(
+    tokens=(0,)
+)  # a transfer ends with some; nobody continues with these
+
+
+class PrefixLender:
+    """Leases cached prefixes to other workers. Lives in one event loop."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        kv: KvGroup,
+        kv_handle: Callable[[], worker_pb2.KvHandle],
+        block_size: int,
+    ) -> None:
+        """`kv_handle` returns a handle with this worker's epoch, layout and endpoints."""
+        self._thread = thread
+        self._kv = kv
+        self._kv_handle = kv_handle
+        self._block_size = block_size
+        self._ids = itertools.count(_FIRST_ID)
+
+    async def serve(
+        self,
+        requests: AsyncIterator[worker_pb2.LeasePrefixRequest],
+        send: Callable[[worker_pb2.LeasePrefixResponse], Awaitable[None]],
+    ) -> None:
+        """Answers one LeasePrefix stream. However it ends, the lease ends with it."""
+        number, blocks = next(self._ids), list[int]()
+        try:
+            async with asyncio.timeout(_LEASE_SECONDS):
+                chain = list((await anext(requests)).hashes)
+                await self._thread.call(
+                    lambda engine: blocks.extend(engine.lease_prefix(chain)), _FETCH_SECONDS
+                )
+                await self._thread.settle(_FETCH_SECONDS)
+                await send(worker_pb2.LeasePrefixResponse(kv=self._offer(number, blocks, chain)))
+                async for _ in requests:  # until the other side has the blocks, or gives up
+                    pass
+        except (
+            TimeoutError,
+            StopAsyncIteration,
+            RuntimeError,
+        ) as error:  # of an engine that has ended
+            logger.warning("the lease of a prefix has ended early: %s", type(error).__name__)
+        finally:
+            self._kv.stop(
+                number, lambda: self._thread.post(lambda engine: engine.unlease_cached(blocks))
+            )
+
+    def _offer(self, number: int, blocks: list[int], chain: list[bytes]) -> worker_pb2.KvHandle:
+        """Offers leased blocks, all of which are computed; returns their handle."""
+        handle = self._kv_handle()
+        handle.num_tokens = len(blocks) * self._block_size
+        handle.transfer_id = secrets.token_bytes(16)
+        if blocks:
+            self._kv.offer(
+                number, handle.transfer_id, tuple(blocks), handle.num_tokens, chain[len(blocks) - 1]
+            )
+            self._kv.progress(number, handle.num_tokens, num_ahead=0, num_layers=0)
+            self._kv.complete(number, _NO_FIRST_TOKENS)
+        return handle
+
+
+class PrefixImporter:
+    """Brings in prefixes that are cached elsewhere. Lives in one event loop."""
+
+    def __init__(self, kv: KvGroup, block_size: int, disk: DiskTier | None) -> None:
+        self._kv = kv
+        self._block_size = block_size
+        self._disk = disk
+
+    async def load(
+        self, event: Admitted, spec: SequenceSpec, holder: worker_pb2.PrefixHolder
+    ) -> int:
+        """Fills the blocks that a sequence is importing, from the holder or from the disk. Returns
+        how many tokens these are, from the first on, 0 after a failure; until `KvGroup.stop` other
+        ranks may then still write to the blocks.
+        """
+        if not event.from_remote:
+            return await self._disk.load(event, self._kv) if self._disk is not None else 0
+        try:
+            async with asyncio.timeout(_FETCH_SECONDS):
+                return await self._fetch(event, spec, holder)
+        except (
+            TransferError,
+            TimeoutError,
+            grpc.aio.AioRpcError,
+            asyncio.InvalidStateError,
+        ) as error:
+            reason = str(error) if isinstance(error, TransferError) else type(error).__name__
+            logger.warning(
+                "a cached prefix could not be fetched from %s: %s", holder.address, reason
+            )
+            return 0
+
+    async def _fetch(
+        self, event: Admitted, spec: SequenceSpec, holder: worker_pb2.PrefixHolder
+    ) -> int:
+        end = event.num_cached + len(event.importing) * self._block_size
+        chain = hash_chain(spec.tokens[:end], holder.block_size, spec.salt)
+        stub = worker_pb2_grpc.WorkerStub(self._kv.channel(holder.address))  # type: ignore[no-untyped-call]
+        call: PeerStream[worker_pb2.LeasePrefixRequest, worker_pb2.LeasePrefixResponse] = (
+            stub.LeasePrefix()
+        )
+        try:
+            await call.write(worker_pb2.LeasePrefixRequest(hashes=chain))
+            response = await call.read()
+            if not isinstance(response, worker_pb2.LeasePrefixResponse):
+                raise TransferError("no lease")
+            handle = response.kv
+            if handle.num_tokens <= event.num_cached:
+                return 0  # they have left its KV cache meanwhile
+            num_blocks, rest = divmod(handle.num_tokens, holder.block_size)
+            if rest or num_blocks > len(chain) or not handle.endpoints:
+                raise TransferError("an impossible lease")
+            await self._kv.fetch_now(
+                event.id, handle, chain[num_blocks - 1], (event.blocks, event.num_cached)
+            )
+        finally:
+            call.cancel()
+        return handle.num_tokens // self._block_size * self._block_size - event.num_cached

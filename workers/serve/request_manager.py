@@ -1,0 +1,490 @@
+"""Manages the requests that routers submit to one worker: from the submit over the engine's events
+to the outputs.
+
+Lives in the worker's event loop. Knows nothing of servers.
+
+One file because however a request ends, in whichever thread and at whichever peer, all that it
+holds is freed here.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from queue import Full
+from typing import Final
+
+from ...proto import worker_pb2
+from ...proto.errors import InvalidArgument, Unavailable
+from ...proto.hashing import hash_prompt
+from ...proto.metrics import NULL_METRICS, RECOMPUTED, RESTORED, SUSPENDS, Metrics
+from ..engine.engine import Engine
+from ..engine.events import (
+    Admitted,
+    CacheChanged,
+    Event,
+    Failed,
+    NewTokens,
+    Preempted,
+    PrefillFinished,
+    Progress,
+    Suspended,
+)
+from ..engine.plan import FirstTokens
+from ..engine.sequence import Task
+from ..tp.adapters import AdapterCache
+from ..tp.kv_group import KvGroup
+from ..transfer.frames import TransferError
+from ..transfer.receiver import FetchResult
+from .cache_reports import CacheReports
+from .engine_thread import EngineThread
+from .grammars import GrammarCompiler
+from .prefix_transfer import PrefixImporter
+from .session import RouterSession, WorkerRequest
+from .submit import WorkerLimits, check_first_tokens, parse_submit
+from .watchdog import CANARY_ID, Canary
+
+logger = logging.getLogger(__name__)
+
+_LEAVING: Final = "worker is going away"
+_PREPARE_SECONDS: Final = (
+    60.0  # that a request waits for its adapter and its grammar, also behind those of others
+)
+_LOAD_SECONDS: Final = 0.01
+"""How often a session reports the load while no request comes or ends: to read it of 64 sequences
+takes 9 us, as long as to queue seven tokens.
+"""
+
+
+@dataclass(eq=False, kw_only=True)
+class RequestManager:
+    """Holds the sessions of routers, and the requests that the worker has accepted and not yet
+    ended.
+    """
+
+    thread: EngineThread
+    kv: KvGroup
+    limits: WorkerLimits
+    grammars: GrammarCompiler | None
+    adapters: AdapterCache
+    kv_handle: Callable[[], worker_pb2.KvHandle]  # with this worker's epoch, layout and endpoints
+    load: Callable[[], worker_pb2.WorkerLoad]
+    failed: Callable[
+        [BaseException], None
+    ]  # called for a defect, after which the worker cannot be used
+    canary: Canary
+    reports: CacheReports
+    importer: PrefixImporter
+    metrics: Metrics = NULL_METRICS
+    is_leaving: bool = field(init=False, default=False)  # new requests are refused
+    num_recomputed_tokens: int = field(
+        init=False, default=0
+    )  # of requests with tokens from elsewhere
+    _requests: set[WorkerRequest] = field(init=False, default_factory=set)
+    # Request and choice, by sequence id.
+    _sequences: dict[int, tuple[WorkerRequest, int]] = field(init=False, default_factory=dict)
+    _next_id: int = field(init=False, default=0)
+    _idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def leave(self) -> None:
+        """Refuses new requests from now on, and has every session report so at once."""
+        self.is_leaving = True
+        for session in self.reports.sessions:
+            session.wake()
+
+    async def wait_idle(self, seconds: float) -> None:
+        """Returns when all requests have ended, or after so long."""
+        if self._requests:
+            self._idle.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._idle.wait()
+
+    async def serve(
+        self,
+        commands: AsyncIterator[worker_pb2.SessionRequest],
+        send: Callable[[worker_pb2.SessionResponse], Awaitable[None]],
+    ) -> None:
+        """Serves one router: executes its commands and sends the outputs of its requests, the load,
+        and the prefix cache, the whole of it first. However the stream ends, its requests end with
+        it.
+        """
+        # Before any command is read: the router then knows of a worker that dies in its first step
+        # that it had lived.
+        await send(worker_pb2.SessionResponse(load=self.load()))
+        session = RouterSession()
+        self.reports.sessions.add(session)
+        self.reports.start(session)
+        reader = asyncio.create_task(self._read(session, commands))
+        reported, next_load = (-1, False), 0.0
+        try:
+            while (message := await session.take()) is not None:
+                now = time.monotonic()
+                if (len(self), self.is_leaving) != reported or now >= next_load:
+                    reported, next_load = (len(self), self.is_leaving), now + _LOAD_SECONDS
+                    message.load.CopyFrom(self.load())
+                await send(message)
+        finally:
+            reader.cancel()
+            self.reports.sessions.discard(session)
+            for request in list(session.requests.values()):
+                self.end(request)
+            (error,) = await asyncio.gather(reader, return_exceptions=True)
+            if isinstance(error, Exception):
+                logger.error("a session has failed", exc_info=error)
+
+    async def _read(
+        self, session: RouterSession, commands: AsyncIterator[worker_pb2.SessionRequest]
+    ) -> None:
+        """Executes a router's commands until it ends the stream."""
+        try:
+            async for command in commands:
+                if command.HasField("cancel"):
+                    self.cancel(session, command.cancel)
+                elif command.HasField("submit"):
+                    self.submit(session, command.submit)
+                elif command.HasField("suspend"):
+                    self.suspend(session, command.suspend)
+        finally:
+            session.close()
+
+    def submit(self, session: RouterSession, submit: worker_pb2.Submit) -> None:
+        """Accepts a submit, or reports its failure to the session."""
+        key = (submit.request_id, submit.attempt)
+        if self.is_leaving:
+            session.put_failure(key, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
+            return
+        try:
+            if key in session.requests:
+                raise InvalidArgument("request_id: already in use")
+            spec = parse_submit(submit, self._next_id, self.limits)
+        except (InvalidArgument, Unavailable) as error:
+            is_invalid = isinstance(error, InvalidArgument)
+            kind = worker_pb2.FAILURE_KIND_INVALID if is_invalid else worker_pb2.FAILURE_KIND_UNABLE
+            session.put_failure(key, kind, str(error))
+            return
+        first, num_choices = (
+            submit.first_choice,
+            spec.beam.num_best if spec.beam else spec.num_choices,
+        )
+        request = WorkerRequest(spec, session, key, set(range(first, first + num_choices)))
+        request.adapter = submit.adapter if submit.HasField("adapter") else None
+        request.holder = submit.prefix_holder
+        request.tenant = submit.tenant
+        self._next_id += spec.num_choices
+        self._requests.add(request)
+        self._sequences |= {
+            spec.id + number: (request, first + number) for number in range(spec.num_choices)
+        }
+        session.requests[key] = request
+        submitted = time.monotonic()
+        if spec.task is Task.DECODE:
+            request.fetch = self.kv.fetch(spec.id, submit.kv, hash_prompt(spec.tokens, spec.salt))
+            request.fetch.add_done_callback(partial(self._fetched, request))
+        if request.adapter or (spec.sampling.grammar and self.grammars is not None):
+            request.preparing = asyncio.create_task(self._prepare(request, submitted))
+            request.preparing.add_done_callback(self._check_task)
+        else:
+            self.thread.post(partial(self._enqueue, request, submitted))
+        if spec.continues:
+            self.thread.hurry()
+
+    def cancel(self, session: RouterSession, cancel: worker_pb2.Cancel) -> None:
+        """Ends a request, or one of its choices. Ignores one that has ended."""
+        request = session.requests.get((cancel.request_id, cancel.attempt))
+        if request is None:
+            return
+        if not cancel.HasField("choice"):
+            self.end(request)
+        elif cancel.choice in request.choices:
+            number = cancel.choice - self._sequences[request.spec.id][1]
+            self._end_choice(request, cancel.choice)
+            if request.choices and cancel.choice not in request.suspended:
+                self.thread.post(lambda engine: engine.cancel_choice(request.spec.id, number))
+
+    def suspend(self, session: RouterSession, suspend: worker_pb2.Suspend) -> None:
+        """Suspends all choices of a request, or refuses one that has not begun. Ignores one that
+        has ended.
+        """
+        request = session.requests.get((suspend.request_id, suspend.attempt))
+        if request is None:
+            return
+        if request.fetch is not None and not request.fetch.done():
+            self._refuse(request, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
+        # a fetch that has just ended is acknowledged, so nobody else has the cache: `_fetched`
+        # first commits it
+        else:
+            asyncio.get_running_loop().call_soon(self.thread.post, partial(self._suspend, request))
+
+    def end(self, request: WorkerRequest) -> None:
+        """Removes a request and frees what it holds, in any state: first its transfers stop using
+        its blocks.
+        """
+        if request not in self._requests:
+            return
+        self._requests.discard(request)
+        request.session.requests.pop(request.key, None)
+        if request.preparing is not None:
+            request.preparing.cancel()
+        for number in range(request.spec.num_choices):
+            del self._sequences[request.spec.id + number]
+            self._free(request.spec.id + number)
+        if not self._requests:
+            self._idle.set()
+
+    def release(self, sequence_id: int) -> None:
+        """Ends a finished prefill or a suspended choice whose lease was acknowledged or has
+        expired.
+        """
+        request, choice = self._sequences.get(sequence_id, (None, 0))
+        if request is not None and choice in request.suspended:
+            self._end_choice(request, choice)
+        elif request is not None:
+            self.end(request)
+
+    def fail_all(self, failed: bool = False) -> None:
+        """Ends every request at once, so that routers may submit it elsewhere, and closes the
+        sessions. `failed`: the engine has, maybe by one of the requests.
+        """
+        self.leave()
+        kind = worker_pb2.FAILURE_KIND_WORKER if failed else worker_pb2.FAILURE_KIND_GONE
+        for request in list(self._requests):
+            self._refuse(request, kind, "the engine has failed" if failed else _LEAVING)
+        for session in self.reports.sessions:
+            session.close()
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Turns events of a step into outputs of their sessions; each session's share leaves as one
+        message.
+        """
+        try:
+            for event in events:
+                if isinstance(event, CacheChanged):
+                    self.reports.change("memory", event.stored, event.evicted)
+                    continue
+                request, choice = self._sequences.get(event.id, (None, 0))
+                if request is None:
+                    if event.id == CANARY_ID:
+                        self.canary.observe(event)
+                    continue
+                match event:
+                    case NewTokens() if choice in request.choices:
+                        if max(event.token_ids) >= self.limits.vocab_size:
+                            self._not_finite(request, "the model has no such token")
+                            continue
+                        request.session.put_tokens(request.key, choice, event)
+                        if event.finish is not None:
+                            self._end_choice(request, choice)
+                    case Admitted() if event.importing:
+                        loading = self.kv.load(
+                            event.id, self.importer.load(event, request.spec, request.holder)
+                        )
+                        loading.add_done_callback(
+                            partial(self._loaded, request, event, time.monotonic())
+                        )
+                    case Admitted():
+                        request.session.put(request.key, admitted=self._admitted(request, event))
+                    case Progress():
+                        self.kv.progress(
+                            event.id, event.num_computed, event.num_ahead, event.num_layers
+                        )
+                    case PrefillFinished():
+                        if request.spec.beam is not None:
+                            tokens = worker_pb2.Tokens(prefill_seconds=event.prefill_seconds)
+                            request.session.put(request.key, tokens=tokens)
+                        self.kv.complete(event.id, event.first_tokens)
+                    case Suspended() if choice in request.choices:
+                        self._suspended(request, choice, event)
+                    case Failed() if event.is_not_finite:
+                        self._not_finite(request, event.reason)
+                    case Failed():
+                        self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, event.reason)
+                    case Preempted() if request.spec.beam is not None:
+                        self._refuse(request, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted")
+                    case Preempted() if choice in request.choices:
+                        request.session.put_failure(
+                            request.key, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted", choice
+                        )
+                        self._end_choice(request, choice)
+        except (
+            Exception
+        ) as error:  # a defect: the events after it are lost, so no request may wait for them
+            self.failed(error)
+
+    def _not_finite(self, request: WorkerRequest, reason: str) -> None:
+        """Ends a request for which the model computed no numbers. The canary tells whether this
+        worker is broken.
+        """
+        self._refuse(request, worker_pb2.FAILURE_KIND_NOT_FINITE, reason)
+        self.canary.run()
+
+    def _admitted(self, request: WorkerRequest, event: Admitted) -> worker_pb2.Admitted:
+        """Starts the transfers of an admitted sequence."""
+        message = worker_pb2.Admitted(
+            queue_seconds=event.queue_seconds, cached_tokens=event.num_cached
+        )
+        spec = request.spec
+        self.metrics.add(RESTORED, event.num_restored, tier="host")
+        if spec.task is not Task.DECODE and spec.first_index > 0:
+            self.num_recomputed_tokens += len(spec.tokens) - event.num_cached
+            self.metrics.add(RECOMPUTED, len(spec.tokens) - event.num_cached)
+        if spec.task is Task.DECODE:
+            self.kv.set_target(spec.id, event.blocks, event.num_cached)
+        elif spec.task is Task.PREFILL:
+            message.kv.CopyFrom(self._offer(spec.id, event.blocks, spec.tokens, spec.salt))
+        return message
+
+    def _suspended(self, request: WorkerRequest, choice: int, event: Suspended) -> None:
+        """Offers the KV cache of a choice, all of which is computed."""
+        request.suspended[choice] = event.id
+        self.metrics.add(SUSPENDS)
+        handle = self._offer(event.id, event.blocks, event.tokens, request.spec.salt)
+        self.kv.progress(event.id, len(event.tokens), num_ahead=0, num_layers=0)
+        self.kv.complete(event.id, FirstTokens(tokens=(event.first_token,)))
+        request.session.put(request.key, choice, suspended=worker_pb2.Suspended(kv=handle))
+
+    def _offer(
+        self, sequence_id: int, blocks: tuple[int, ...], tokens: tuple[int, ...], salt: bytes
+    ) -> worker_pb2.KvHandle:
+        """Offers the KV cache of `tokens` to other workers; returns its handle."""
+        handle = self.kv_handle()
+        handle.num_tokens = len(tokens)
+        handle.transfer_id = secrets.token_bytes(16)
+        self.kv.offer(
+            sequence_id, handle.transfer_id, blocks, len(tokens), hash_prompt(tokens, salt)
+        )
+        return handle
+
+    def _end_choice(self, request: WorkerRequest, choice: int) -> None:
+        request.choices.discard(choice)
+        if not request.choices:
+            self.end(request)
+        elif choice in request.suspended:
+            self._free(request.suspended[choice])
+
+    def _free(self, sequence_id: int) -> None:
+        """Frees what a sequence holds as soon as no transfer uses its blocks."""
+        self.kv.stop(
+            sequence_id, lambda: self.thread.post(lambda engine: engine.cancel(sequence_id))
+        )
+
+    def _suspend(self, request: WorkerRequest, engine: Engine) -> None:
+        """Suspends the sequences of a request, in the engine's thread; refuses the request if none
+        has begun.
+        """
+        first = request.spec.id
+        if not sum(map(engine.suspend, range(first, first + request.spec.num_choices))):
+            self.thread.call_in_loop(
+                partial(self._refuse, request, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
+            )
+
+    def _enqueue(self, request: WorkerRequest, submitted: float, engine: Engine) -> None:
+        """Submits to the engine, in its thread between two steps; the wait for it counts as
+        queueing.
+        """
+        try:
+            engine.submit(request.spec, submitted)
+        except Full:
+            kind, message = worker_pb2.FAILURE_KIND_FULL, "queue full"
+        except ValueError as error:
+            is_begun = request.spec.continues or request.spec.task is Task.DECODE  # elsewhere
+            kind = worker_pb2.FAILURE_KIND_UNABLE if is_begun else worker_pb2.FAILURE_KIND_INVALID
+            message = str(error)
+        else:
+            return
+        self.thread.call_in_loop(partial(self._refuse, request, kind, message))
+
+    async def _prepare(self, request: WorkerRequest, submitted: float) -> None:
+        """Loads a request's adapter and compiles its grammar, and then submits to the engine. May
+        take seconds.
+
+        Only a grammar that is wrong is the request's fault. The adapter is one that the service
+        offers, and the time that all this takes is the worker's.
+        """
+        missing, sampling = "adapter: is not loaded", request.spec.sampling
+        try:
+            async with asyncio.timeout(_PREPARE_SECONDS):
+                if request.adapter:
+                    number = await self.load_adapter(request.adapter)
+                    request.spec = replace(request.spec, adapter=number)
+                if sampling.grammar and self.grammars is not None:
+                    missing = "grammar: is not compiled"
+                    request.grammar = await self.grammars.compile(
+                        sampling.grammar, sampling.grammar_owner, request.tenant
+                    )
+        except TimeoutError:
+            message = f"{missing} after {_PREPARE_SECONDS:g} seconds"
+            self._refuse(request, worker_pb2.FAILURE_KIND_UNABLE, message)
+        except Unavailable as error:
+            self._refuse(request, worker_pb2.FAILURE_KIND_UNABLE, error.message)
+        except InvalidArgument as error:
+            self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, error.message)
+        except Full as error:
+            self._refuse(request, worker_pb2.FAILURE_KIND_FULL, str(error))
+        else:
+            self.thread.post(partial(self._enqueue, request, submitted))
+
+    async def load_adapter(self, adapter: worker_pb2.Adapter) -> int:
+        """Returns the number of an adapter, loaded and, while a request has it, kept. Raises
+        Unavailable or queue.Full.
+        """
+        in_use = {request.adapter.fingerprint for request in self._requests if request.adapter}
+        return await self.adapters.load(adapter, in_use)
+
+    def _check_task(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self.failed(error)
+
+    def _fetched(self, request: WorkerRequest, task: "asyncio.Task[FetchResult]") -> None:
+        """Commits a request's KV cache, or refuses the request at once."""
+        if task.cancelled():
+            return
+        try:
+            first_tokens, received = task.result()
+            check_first_tokens(request.spec, first_tokens, self.limits.vocab_size)
+        except TransferError as error:
+            logger.warning("KV fetch failed: %s", error)
+            self._refuse(request, worker_pb2.FAILURE_KIND_TRANSFER, "KV transfer failed")
+        except Exception as error:  # a defect, after which the worker cannot be used
+            self.failed(error)
+        else:
+            if request in self._requests:
+                request.session.put(request.key, kv_received=received)
+                self.thread.post(lambda engine: engine.commit_import(request.spec.id, first_tokens))
+
+    def _loaded(
+        self, request: WorkerRequest, event: Admitted, began: float, task: "asyncio.Task[int]"
+    ) -> None:
+        """Starts a sequence with what has come, as soon as nothing writes to its blocks any more."""
+        if task.cancelled() or request not in self._requests:
+            return
+        if (
+            error := task.exception()
+        ):  # a defect: what the disk or another worker does is no failure
+            self.failed(error)
+        else:
+            self.kv.stop(event.id, partial(self._start, request, event, began, task.result()))
+
+    def _start(
+        self, request: WorkerRequest, event: Admitted, began: float, num_tokens: int
+    ) -> None:
+        if request not in self._requests:
+            return
+        self.metrics.add(RESTORED, num_tokens, tier="remote" if event.from_remote else "disk")
+        message = self._admitted(request, replace(event, num_cached=event.num_cached + num_tokens))
+        message.restore_seconds = time.monotonic() - began
+        request.session.put(request.key, admitted=message)
+        self.thread.post(lambda engine: engine.commit_prefix(event.id, num_tokens))
+
+    def _refuse(self, request: WorkerRequest, kind: "worker_pb2.FailureKind", message: str) -> None:
+        """Ends a request with a failure, unless it has ended."""
+        if request in self._requests:
+            request.session.put_failure(request.key, kind, message)
+            self.end(request)

@@ -1,0 +1,262 @@
+"""Checks what a router submits and turns it into the engine's form. The worker trusts no router to
+have checked it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ...proto import inference_pb2, worker_pb2
+from ...proto.errors import InvalidArgument, Unavailable
+from ...proto.hashing import adapter_salt
+from ...proto.limits import (
+    FINGERPRINT_BYTES,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BEAM_WIDTH,
+    MAX_CACHE_SALT_BYTES,
+    MAX_CHOICES,
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_TENANT_BYTES,
+)
+from ...proto.parameters import (
+    ROWS,
+    check_count,
+    check_message,
+    check_token_ids,
+    parameters_of,
+    value_of,
+)
+from ..engine.plan import FirstTokens, Pooling, SamplingParams
+from ..engine.sequence import BeamSearch, SequenceSpec, Task, Turn
+from ..transfer.frames import MAX_FIRST_TOKENS, TransferError
+
+MAX_SUBMITTED_GRAMMAR_CHARACTERS: Final = 8 * MAX_GRAMMAR_CHARACTERS
+"""The router wraps and escapes, with up to six characters for one, what the client sent."""
+
+_TASKS: Final = {
+    worker_pb2.TASK_WHOLE: Task.WHOLE,
+    worker_pb2.TASK_PREFILL: Task.PREFILL,
+    worker_pb2.TASK_DECODE: Task.DECODE,
+}
+_TURNS: Final[Mapping[int, Turn]] = {
+    worker_pb2.TURN_UNSPECIFIED: Turn.BY_INDEX,
+    worker_pb2.TURN_FIRST_OF_PRIORITY: Turn.FIRST_OF_PRIORITY,
+}
+_POOLINGS: Final[Mapping[int, Pooling]] = {
+    inference_pb2.POOLING_LAST: "last",
+    inference_pb2.POOLING_MEAN: "mean",
+}
+_SAMPLING: Final = parameters_of("sampling")
+_BEAM_SEARCH: Final = parameters_of("beam_search")
+_TOP_LEVEL: Final = tuple(
+    ROWS[field]
+    for field in (
+        "stopping.stop_token_ids",
+        "stopping.min_tokens",
+        "priority",
+        "logprobs",
+        "prompt_logprobs",
+    )
+)
+"""Parameters that a submit has under the same last name as a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    """Holds what one worker can compute at most."""
+
+    vocab_size: int
+    context_tokens: int
+    max_sequences: int
+    eos_ids: frozenset[int]
+
+
+def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimits) -> SequenceSpec:
+    """Returns a submit as the engine takes it. Raises InvalidArgument, which names the field and
+    the bound, and Unavailable for one that another worker has begun and for which this one has not
+    enough KV cache.
+    """
+    task = _TASKS.get(submit.task)
+    if task is None:
+        raise InvalidArgument("unknown", "task")
+    check_message(submit, _TOP_LEVEL)
+    _check_prompt(submit, task, limits)
+    _check_choices(submit, limits)
+    stop_ids = frozenset(submit.stop_token_ids) | (
+        frozenset() if submit.ignore_eos else limits.eos_ids
+    )
+    beam = (
+        _parse_beam_search(submit, len(stop_ids), limits.vocab_size)
+        if submit.HasField("beam_search")
+        else None
+    )
+    return SequenceSpec(
+        id=sequence_id,
+        task=task,
+        tokens=tuple(submit.token_ids),
+        first_index=submit.first_index,
+        max_tokens=submit.max_tokens,
+        sampling=_parse_sampling(submit, stop_ids, limits.vocab_size),
+        num_choices=submit.beam_search.width if beam else max(submit.num_choices, 1),
+        beam=beam,
+        stop_ids=stop_ids,
+        priority=submit.priority,
+        turn=_TURNS.get(submit.turn, Turn.IN_ORDER),
+        salt=adapter_salt(submit.cache_salt, submit.adapter.fingerprint),
+        num_remote=submit.prefix_holder.num_tokens if task is Task.PREFILL else 0,
+    )
+
+
+def check_first_tokens(spec: SequenceSpec, first: FirstTokens, vocab_size: int) -> None:
+    """Raises TransferError unless the engine can continue with `first`, which another worker has
+    sampled.
+    """
+    try:
+        spec.check_first_tokens(first)
+    except ValueError as error:
+        raise TransferError(str(error)) from error
+    if max(first.tokens) >= vocab_size:
+        raise TransferError(f"first_tokens: each must be below {vocab_size}")
+
+
+def _check(is_valid: bool, field: str, bound: str) -> None:
+    if not is_valid:
+        raise InvalidArgument(bound, field)
+
+
+def _check_prompt(submit: worker_pb2.Submit, task: Task, limits: WorkerLimits) -> None:
+    num_tokens, context = len(submit.token_ids), limits.context_tokens
+    _check(num_tokens > 0, "token_ids", "must have at least one token")
+    check_token_ids(submit.token_ids, limits.vocab_size, "token_ids")
+    fits = submit.max_tokens >= 1 and num_tokens + submit.max_tokens <= context
+    bound = f"must be at least 1, and with the prompt at most {context}"
+    if not fits and submit.max_tokens >= 1 and (task is Task.DECODE or submit.first_index > 0):
+        raise Unavailable(f"max_tokens: {bound}")
+    _check(fits, "max_tokens", bound)
+    has_kv = bool(submit.kv.endpoints) and submit.kv.num_tokens == num_tokens
+    _check(task is not Task.DECODE or has_kv, "kv", "does not name the KV cache of this prompt")
+    _check(submit.first_index < num_tokens, "first_index", "must be below the number of token_ids")
+    most = submit.first_index + submit.max_tokens
+    _check(
+        submit.min_tokens <= most,
+        "min_tokens",
+        "must be at most first_index and max_tokens together",
+    )
+    if submit.HasField("prefix_holder"):
+        holder = submit.prefix_holder
+        is_known = holder.num_tokens <= num_tokens and holder.block_size >= 1
+        _check(is_known, "prefix_holder", f"must have a block_size and at most {num_tokens} tokens")
+    check_count(len(submit.cache_salt), MAX_CACHE_SALT_BYTES, "bytes", "cache_salt")
+    check_count(len(submit.tenant), MAX_TENANT_BYTES, "bytes", "tenant")
+    if submit.HasField("adapter"):
+        is_named = len(submit.adapter.fingerprint) == FINGERPRINT_BYTES
+        _check(is_named, "adapter", f"needs {FINGERPRINT_BYTES} bytes of fingerprint")
+
+
+def _check_choices(submit: worker_pb2.Submit, limits: WorkerLimits) -> None:
+    num_choices = max(submit.num_choices, 1)
+    _check(num_choices <= MAX_CHOICES, "num_choices", f"must be at most {MAX_CHOICES}")
+    is_known = submit.first_choice + num_choices <= MAX_CHOICES
+    _check(is_known, "first_choice", f"must with num_choices be at most {MAX_CHOICES}")
+    is_single = num_choices == 1 and not submit.HasField("beam_search")
+    _check(is_single or not submit.first_index, "first_index", "must be 0 with several choices")
+    fits = max(num_choices, submit.beam_search.width) <= limits.max_sequences
+    _check(fits, "num_choices", f"must be at most {limits.max_sequences} on this worker")
+
+
+def _parse_beam_search(submit: worker_pb2.Submit, num_stop_ids: int, vocab_size: int) -> BeamSearch:
+    beam, num_best, most = (
+        submit.beam_search,
+        max(submit.num_choices, 1),
+        min(MAX_BEAM_WIDTH, vocab_size),
+    )
+    check_message(beam, _BEAM_SEARCH, "beam_search.")
+    _check(beam.width <= most, "beam_search.width", f"must be at most {most}")
+    _check(num_best <= beam.width, "num_choices", "must be at most beam_search.width")
+    _check(submit.first_choice == 0, "first_choice", "must be 0 with beam_search")
+    has_logprobs = submit.HasField("logprobs") or submit.HasField("prompt_logprobs")
+    _check(
+        not has_logprobs and not submit.grammar,
+        "beam_search",
+        "goes without logprobs, prompt_logprobs and grammar",
+    )
+    fits = beam.width + num_stop_ids <= MAX_FIRST_TOKENS
+    _check(fits, "stop_token_ids", f"must with beam_search.width be at most {MAX_FIRST_TOKENS}")
+    penalty = value_of(beam, ROWS["beam_search.length_penalty"])
+    return BeamSearch(num_best=num_best, length_penalty=penalty, early_stopping=beam.early_stopping)
+
+
+def _parse_sampling(
+    submit: worker_pb2.Submit, stop_ids: frozenset[int], vocab_size: int
+) -> SamplingParams:
+    """Returns how tokens are sampled. A beam search samples none and ignores `submit.sampling`."""
+    check_count(len(submit.grammar), MAX_SUBMITTED_GRAMMAR_CHARACTERS, "characters", "grammar")
+    logprobs = submit.logprobs if submit.HasField("logprobs") else None
+    prompt_logprobs = submit.prompt_logprobs if submit.HasField("prompt_logprobs") else None
+    if submit.task == worker_pb2.TASK_DECODE:  # which computes nothing of the prompt
+        prompt_logprobs = None
+    num_prompt = len(submit.token_ids) - submit.first_index
+    has_min_tokens = submit.min_tokens > submit.first_index
+    return replace(
+        SamplingParams(temperature=0)
+        if submit.HasField("beam_search")
+        else _parse_parameters(submit, vocab_size),
+        stop_ids=tuple(sorted(token for token in stop_ids if token < vocab_size))
+        if has_min_tokens
+        else (),
+        min_length=num_prompt + submit.min_tokens if has_min_tokens else 0,
+        grammar=submit.grammar,
+        grammar_owner=submit.cache_salt if submit.grammar else b"",
+        logprobs=None if logprobs is None else min(logprobs, vocab_size),
+        prompt_logprobs=None if prompt_logprobs is None else min(prompt_logprobs, vocab_size),
+        pooling=_parse_pooling(submit),
+    )
+
+
+def _parse_pooling(submit: worker_pb2.Submit) -> Pooling | None:
+    if not submit.pooling:
+        return None
+    _check(submit.pooling in _POOLINGS, "pooling", "is not known")
+    is_plain = (
+        submit.max_tokens == 1 and submit.num_choices <= 1 and not submit.HasField("beam_search")
+    )
+    _check(
+        is_plain and submit.task != worker_pb2.TASK_DECODE,
+        "pooling",
+        "goes with one choice and max_tokens 1 only",
+    )
+    return _POOLINGS[submit.pooling]
+
+
+def _parse_parameters(submit: worker_pb2.Submit, vocab_size: int) -> SamplingParams:
+    sampling = submit.sampling
+    check_message(sampling, _SAMPLING, "sampling.")
+    check_token_ids(sampling.logit_bias, vocab_size, "sampling.logit_bias")
+    values: dict[str, Any] = {row.leaf: value_of(sampling, row) for row in _SAMPLING}
+    values |= {
+        "top_k": min(max(sampling.top_k, 0), vocab_size),
+        "seed": (sampling.seed + submit.first_choice) % 2**64,
+        "logit_bias": tuple(sorted(sampling.logit_bias.items())),
+        "bad_words": _parse_bad_words(submit.bad_words, sampling, vocab_size),
+    }
+    return SamplingParams(**values)
+
+
+def _parse_bad_words(
+    given: Any, sampling: inference_pb2.SamplingParams, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """`given`: the submit's repeated TokenIds."""
+    _check(not sampling.bad_words, "sampling.bad_words", "must be empty; token ids go in bad_words")
+    check_count(
+        len(given), 2 * MAX_BAD_WORDS, "token sequences", "bad_words"
+    )  # each with and without a space before
+    words = tuple(tuple(word.ids) for word in given)
+    for i, word in enumerate(words):
+        _check(
+            1 <= len(word) <= MAX_BAD_WORD_TOKENS,
+            f"bad_words[{i}]",
+            f"must have 1 to {MAX_BAD_WORD_TOKENS} tokens",
+        )
+        check_token_ids(word, vocab_size, f"bad_words[{i}]")
+    return words

@@ -1,0 +1,441 @@
+"""Runs one worker: an engine, its KV cache, and the gRPC service for routers and other workers.
+
+Runs in any process that has an event loop; needs no Ray. Knows nothing of text, of pools or of
+other workers' load.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Full
+from typing import Self
+
+import grpc
+import grpc.aio
+
+from ...proto import worker_pb2, worker_pb2_grpc
+from ...proto.channel import PeerServer
+from ...proto.errors import Unavailable
+from ...proto.metrics import NULL_METRICS, UNBALANCED, Metrics
+from ...proto.shared_result import SharedResult
+from ..engine.block_pool import BlockState
+from ..engine.config import Budgets
+from ..engine.engine import Engine
+from ..host.malloc import keep_freed_memory
+from ..model.device import enter_device
+from ..tp.adapters import AdapterCache
+from ..tp.coordinator import TpCoordinator
+from ..tp.kv_group import KvGroup
+from ..tp.rank import Rank, RankConfig, enter_engine_thread
+from ..transfer.endpoint import KvEndpoint
+from ..transfer.sender import FrameHook, KvSender
+from .disk_tier import DiskTier, reports_of
+from .engine_thread import EngineThread
+from .figures import WorkerFigures
+from .grammars import GrammarCompiler
+from .prefix_transfer import PrefixImporter, PrefixLender
+from .request_manager import RequestManager
+from .submit import WorkerLimits
+from .watchdog import Canary, Watchdog, WatchedExecutor, new_step_log
+
+logger = logging.getLogger(__name__)
+
+_GOODBYE_SECONDS = 0.5  # for routers to read what happens to their requests
+_COMMAND_SECONDS = 30.0  # timeout of a command to the engine, which runs it between two steps
+_MAX_DRAIN_SECONDS = 86_400.0
+_CHECK_SHARE = (
+    0.02  # of the time may go into checks of the engine, however often its status is asked for
+)
+
+ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """Holds the configuration of one worker: its ranks, its budgets and its leases."""
+
+    rank: RankConfig
+    budgets: Budgets = field(default_factory=Budgets)
+    kv_disk: str | None = None  # the folder of KV cache on disk
+    kv_disk_bytes: int = 0
+    lease_seconds: float = 30.0  # how long a finished prefill's KV cache is kept without a reader
+    hang_seconds: float = 10.0  # without progress of the engine, after which it is taken to hang
+    canary_seconds: float = (
+        30.0  # without work, after which a health check has the engine make a step
+    )
+
+
+class Worker(worker_pb2_grpc.WorkerServicer):
+    """Serves `tandem.v1.Worker` and the KV endpoint on one port. Make one with `start`, end it with
+    `stop`.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        config: WorkerConfig,
+        coordinator: TpCoordinator,
+        disk: DiskTier | None,
+        *,
+        worker_id: str,
+        role: str,
+        frame_hook: FrameHook | None,
+        metrics: Metrics,
+    ) -> None:
+        """See `serve`."""
+        self.worker_id, self.role = worker_id, role
+        self.epoch = coordinator.epoch  # fences messages of earlier processes of this worker
+        self.address = ""
+        self.failed = asyncio.Event()  # then only `stop` may be called
+        self._coordinator = coordinator
+        self._rank = rank
+        self._config = config
+        self._metrics = metrics
+        self._progress, steps = Watchdog(), new_step_log()
+        self._disk = disk
+        watched = WatchedExecutor(rank.executor, self._progress, steps)
+        self._engine = Engine(watched, rank.engine_config(config.budgets), source=self._disk)
+        self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
+        self._thread = EngineThread(self._engine, self._fail, self._progress)
+        self._canary = Canary(self._thread.post, self._thread.call_in_loop, self._fail)
+        sender = KvSender(
+            config.rank.transfer_context(rank.kv, metrics),
+            epoch=self.epoch,
+            lease_seconds=config.lease_seconds,
+            stall_seconds=config.rank.stall_seconds,
+            on_release=lambda sequence_id: self._requests.release(sequence_id),
+            frame_hook=frame_hook,
+        )
+        self._endpoint = KvEndpoint(sender, config.rank.identity)
+        self._kv = KvGroup(self._endpoint, coordinator.clients)
+        self._requests = self._request_manager(rank, config)
+        self._lender = PrefixLender(self._thread, self._kv, self._kv_handle, rank.block_size)
+        self._figures = WorkerFigures(
+            load=self.load,
+            kv=self._kv,
+            steps=steps,
+            num_graph_replays=rank.num_graph_replays,
+            on_gpu=config.rank.device == "cuda",
+        )
+        self._integrity = SharedResult(self._check_integrity, share=_CHECK_SHARE)
+        self._last_load = worker_pb2.WorkerLoad()
+        self._failure: BaseException | None = None
+        self._server = PeerServer(config.rank.identity)
+
+    def _request_manager(self, rank: Rank, config: WorkerConfig) -> RequestManager:
+        return RequestManager(
+            thread=self._thread,
+            kv=self._kv,
+            limits=WorkerLimits(
+                vocab_size=rank.vocab_size,
+                context_tokens=self._context_tokens,
+                max_sequences=config.budgets.max_sequences,
+                eos_ids=rank.eos_ids,
+            ),
+            grammars=GrammarCompiler(rank.load_grammar) if rank.load_grammar else None,
+            adapters=AdapterCache(
+                rank.load_adapter,
+                self._coordinator.clients,
+                max_loras=config.rank.max_loras,
+                unload=lambda number: self._thread.post(
+                    lambda engine: engine.unload_adapter(number)
+                ),
+            ),
+            kv_handle=self._kv_handle,
+            load=self.load,
+            failed=self._fail,
+            canary=self._canary,
+            reports=reports_of(self._disk, self._thread),
+            importer=PrefixImporter(self._kv, rank.block_size, self._disk),
+            metrics=self._metrics,
+        )
+
+    @classmethod
+    async def start(
+        cls,
+        config: WorkerConfig,
+        *,
+        worker_id: str,
+        role: str = "decode",
+        ranks: Sequence[str] = (),
+        metrics: Metrics = NULL_METRICS,
+        listens: bool = True,
+    ) -> Self:
+        """Loads the model, binds the port and serves, as the only worker of this process. `ranks`
+        are the addresses of the `RankServer`s of ranks 1, 2, ... of the group, which have the same
+        RankConfig. Without `listens` there is no
+        port: all requests come by `serve_session`.
+
+        Raises what `TpCoordinator.load` raises, such as CheckpointError for a bad model folder, and
+        OSError for a port that is taken.
+        """
+        keep_freed_memory()
+        enter_device(config.rank.device)  # this thread reads and writes KV cache
+        coordinator, rank = await TpCoordinator.load(config.rank, ranks)
+        try:
+            worker = await cls.serve(
+                rank,
+                config,
+                worker_id=worker_id,
+                role=role,
+                coordinator=coordinator,
+                metrics=metrics,
+                listens=listens,
+            )
+        except BaseException:
+            await coordinator.close()
+            raise
+        worker._thread.post(lambda engine: enter_engine_thread(config.rank))
+        return worker
+
+    @classmethod
+    async def serve(
+        cls,
+        rank: Rank,
+        config: WorkerConfig,
+        *,
+        worker_id: str,
+        role: str,
+        frame_hook: FrameHook | None = None,
+        coordinator: TpCoordinator | None = None,
+        metrics: Metrics = NULL_METRICS,
+        listens: bool = True,
+    ) -> Self:
+        """Serves a loaded rank. `frame_hook` wraps the frames that the KV sender yields, for fault
+        tests.
+        """
+        coordinator = coordinator or TpCoordinator()
+        disk = None
+        if config.kv_disk:
+            disk = await DiskTier.open(
+                config.kv_disk, role, rank.kv, config.kv_disk_bytes, coordinator.clients
+            )
+        worker = cls(
+            rank,
+            config,
+            coordinator,
+            disk,
+            worker_id=worker_id,
+            role=role,
+            frame_hook=frame_hook,
+            metrics=metrics,
+        )
+        if listens:
+            worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
+            worker._endpoint.serve_on(worker._server)
+            worker.address = worker._server.bind(config.rank.host, config.rank.port)
+            await worker._server.start()
+        worker._thread.start(worker._requests.deliver)
+        coordinator.lost.add_done_callback(lambda lost: worker._fail(lost.result()))
+        coordinator.start_heartbeats(worker._thread.post)
+        return worker
+
+    async def drain(self, seconds: float) -> int:
+        """Refuses new requests from now on and reports so to routers at once; running ones go on.
+        Returns how many requests are left when none is or after so many seconds.
+        """
+        self._requests.leave()
+        if seconds > 0:
+            await self._requests.wait_idle(seconds)
+        return len(self._requests)
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """Refuses new requests, gives running ones up to `grace` seconds, then ends everything.
+        Raises TimeoutError if the engine's step does not end.
+        """
+        deadline = time.monotonic() + grace
+        await self.drain(grace)  # the server still runs meanwhile: decode workers fetch KV cache
+        self._requests.fail_all()  # a session that merely breaks would count as a crash
+        self._endpoint.disconnect()
+        await self._server.stop(max(deadline - time.monotonic(), _GOODBYE_SECONDS))
+        try:
+            if self._disk is not None:
+                await self._disk.close()
+            await self._thread.stop(_COMMAND_SECONDS)
+            await self._coordinator.stop_ranks()
+        finally:
+            await self._coordinator.close()
+            await self._kv.close()
+
+    def check_health(self) -> None:
+        """Raises RuntimeError if the engine has failed or hangs, or has computed NaN for its
+        canary. Called now and then in the event loop. An engine that has been idle for long gets
+        the canary, whose steps fail or hang if no others would succeed.
+        """
+        hang_seconds = self._config.hang_seconds
+        if self._failure is None and self._progress.stalled_seconds() > hang_seconds:
+            self._fail(
+                TimeoutError(
+                    f"no progress of the engine for {hang_seconds:g} seconds (hang_seconds)"
+                )
+            )
+        if self._failure is not None:
+            raise RuntimeError(f"the engine of {self.worker_id} has failed") from self._failure
+        if self._canary.is_due or self._progress.idle_seconds() >= self._config.canary_seconds:
+            self._canary.run()
+
+    async def report_figures(self, with_integrity: bool) -> None:
+        """Reports what the worker's metrics are now; call it every few seconds. Whether the engine
+        is intact takes a moment between two of its steps.
+        """
+        self._figures.report(self._metrics)
+        if with_integrity:
+            with suppress(TimeoutError):  # the watchdog sees to an engine that does not answer
+                self._metrics.set(UNBALANCED, not await self._integrity.get())
+
+    def load(self) -> worker_pb2.WorkerLoad:
+        """Returns a snapshot for placement. Reads each counter of the engine's thread once; since
+        the engine may move blocks between two reads, the free ones are the rest.
+        """
+        requests, blocks, total = (
+            self._engine.requests,
+            self._engine.blocks(),
+            self._rank.num_blocks,
+        )
+        blocks[BlockState.FREE] = max(total - sum(blocks.values()) + blocks[BlockState.FREE], 0)
+        load = worker_pb2.WorkerLoad(
+            version=self._last_load.version,
+            num_waiting=len(requests.waiting),
+            num_running=requests.num_holding,
+            waiting_tokens=requests.waiting_tokens,
+            total_blocks=total,
+            step_seconds=self._engine.step_seconds,
+            prompt_token_seconds=self._engine.prompt_token_seconds,
+            draining=self._requests.is_leaving,
+            **{f"{state.value}_blocks": count for state, count in blocks.items()},
+        )
+        if load != self._last_load:
+            load.version += 1
+            self._last_load = load
+        return load
+
+    def info(self) -> worker_pb2.WorkerInfo:
+        """Returns this worker's entry in the directory."""
+        return worker_pb2.WorkerInfo(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            role=ROLES[self.role],
+            address=self.address,
+            kv_bytes_per_token=self._rank.kv.layout.bytes_per_token,
+            block_size=self._rank.block_size,
+            context_tokens=self._context_tokens,
+            load=self.load(),
+            draining=self._requests.is_leaving,
+            tp=self._rank.kv.tp,
+            max_sequences=self._engine.config.budgets.max_sequences,
+            mixed_chunk_tokens=self._engine.config.budgets.mixed_chunk_tokens,
+            layout=self._rank.kv.layout.digest,
+        )
+
+    async def Session(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.SessionRequest],
+        context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse],
+    ) -> None:
+        """Serves one router, see the proto."""
+        await self.serve_session(request_iterator, context.write)
+
+    async def serve_session(
+        self,
+        commands: AsyncIterator[worker_pb2.SessionRequest],
+        send: Callable[[worker_pb2.SessionResponse], Awaitable[None]],
+    ) -> None:
+        """Serves one router until its commands end."""
+        await self._requests.serve(commands, send)
+
+    async def GetStatus(
+        self,
+        request: worker_pb2.GetStatusRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.GetStatusRequest, worker_pb2.GetStatusResponse
+        ],
+    ) -> worker_pb2.GetStatusResponse:
+        """Answers `status`, see the proto."""
+        return await self.status()
+
+    async def status(self) -> worker_pb2.GetStatusResponse:
+        """Counts everything that could leak, and says whether the engine was intact when that was
+        last checked.
+        """
+        integrity_ok = await self._integrity.get()
+        return worker_pb2.GetStatusResponse(
+            info=self.info(),
+            num_sessions=len(self._requests.reports.sessions),
+            num_leases=self._kv.num_leases,
+            num_transfers=self._kv.num_transfers,
+            num_requests=len(self._requests),
+            integrity_ok=integrity_ok,
+            transports=self._endpoint.receiver.connections.transports,
+            num_recomputed_tokens=self._requests.num_recomputed_tokens,
+            num_tasks=len(asyncio.all_tasks()),
+            num_draft_tokens=self._engine.requests.num_draft_tokens,
+            num_accepted_tokens=self._engine.requests.num_accepted_tokens,
+            num_restored_tokens=self._engine.requests.num_restored_tokens,
+        )
+
+    async def _check_integrity(self) -> bool:
+        try:
+            await self._thread.call(Engine.check_integrity, _COMMAND_SECONDS)
+        except RuntimeError:
+            logger.exception("the integrity of %s is violated or cannot be checked", self.worker_id)
+            return False
+        return True
+
+    async def LoadAdapter(
+        self,
+        request: worker_pb2.LoadAdapterRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.LoadAdapterRequest, worker_pb2.LoadAdapterResponse
+        ],
+    ) -> worker_pb2.LoadAdapterResponse:
+        """Loads an adapter ahead of the requests that use it, see the proto."""
+        return worker_pb2.LoadAdapterResponse(error=await self.load_adapter(request.adapter))
+
+    async def load_adapter(self, adapter: worker_pb2.Adapter) -> str:
+        """Loads an adapter unless others are in use on all places; returns why it cannot be used,
+        or nothing.
+        """
+        try:
+            with suppress(Full):
+                await self._requests.load_adapter(adapter)
+        except Unavailable as error:
+            return error.message
+        return ""
+
+    async def LeasePrefix(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.LeasePrefixRequest],
+        context: grpc.aio.ServicerContext[
+            worker_pb2.LeasePrefixRequest, worker_pb2.LeasePrefixResponse
+        ],
+    ) -> None:
+        """Leases a cached prefix to another worker, see the proto."""
+        await self._lender.serve(request_iterator, context.write)
+
+    async def Drain(
+        self,
+        request: worker_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
+    ) -> worker_pb2.DrainResponse:
+        """Drains this worker, see the proto. It goes on to refuse, and to answer, until it is
+        stopped.
+        """
+        seconds = min(max(0.0, request.timeout_seconds), _MAX_DRAIN_SECONDS)  # 0 for NaN
+        return worker_pb2.DrainResponse(num_requests=await self.drain(seconds))
+
+    def _kv_handle(self) -> worker_pb2.KvHandle:
+        return worker_pb2.KvHandle(
+            epoch=self.epoch,
+            layout=self._rank.kv.layout.digest,
+            endpoints=[self.address, *self._coordinator.endpoints],
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all work here, since the engine has failed."""
+        self._failure = self._failure or error
+        self.failed.set()
+        logger.error("the engine of %s has failed", self.worker_id, exc_info=error)
+        self._requests.fail_all(failed=True)
