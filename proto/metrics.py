@@ -306,7 +306,7 @@ RECOVERIES = _counter(
     "Attempts after an interruption: with the KV cache of the prefill worker, with that of a "
     "suspended choice, or by "
     "computing prompt and tokens again.",
-    kind=("rehand", "suspended", "replay"),
+    kind=("handoff", "suspended", "replay"),
 )
 LOST_WORKERS = _counter(
     "tandem_lost_workers_total",

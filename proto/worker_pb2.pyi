@@ -11,7 +11,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TASK_UNSPECIFIED: _ClassVar[Task]
-    TASK_WHOLE: _ClassVar[Task]
+    TASK_COLOCATED: _ClassVar[Task]
     TASK_PREFILL: _ClassVar[Task]
     TASK_DECODE: _ClassVar[Task]
 
@@ -39,7 +39,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_PREFILL: _ClassVar[Role]
     ROLE_DECODE: _ClassVar[Role]
 TASK_UNSPECIFIED: Task
-TASK_WHOLE: Task
+TASK_COLOCATED: Task
 TASK_PREFILL: Task
 TASK_DECODE: Task
 TURN_UNSPECIFIED: Turn

@@ -50,7 +50,7 @@ class TokenRequest:
     # Of a request that was begun elsewhere, by choice, the ids that its caller has; None if the
     # choice has ended.
     emitted: tuple[tuple[int, ...] | None, ...] = ()
-    goes_ahead: bool = (
+    is_resumed: bool = (
         False  # of all prompts at a worker: it stands still because a worker was lost
     )
     turn: "worker_pb2.Turn" = (

@@ -67,7 +67,7 @@ SHARING_PATHS: Final = (
         f"router/dispatch/test_{name}.py"
         for name in ("cancel", "dispatcher", "drain", "faults", "not_finite")
     ),
-    "router/dispatch/test_rehand.py",
+    "router/dispatch/test_handoff.py",
     *("workers/engine/test_beam.py", "workers/model", "workers/tp"),
     *(
         f"workers/test_{name}.py"
@@ -83,12 +83,12 @@ SHARING_PATHS: Final = (
     ),
     *(
         f"workers/test_{name}.py"
-        for name in ("figures", "malloc", "peer_tls", "session", "strangers", "suspend")
+        for name in ("stats", "malloc", "peer_tls", "session", "strangers", "suspend")
     ),
     *("workers/test_prefix_transfer.py", "workers/test_speculative.py", "workers/test_worker.py"),
     *(
         f"workers/transfer/test_{name}.py"
-        for name in ("connections", "nixl", "pair", "piece_writer", "receiver")
+        for name in ("connections", "nixl", "p2p_group", "shard_writer", "receiver")
     ),
     *(
         f"workers/transfer/test_{name}.py"

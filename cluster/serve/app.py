@@ -25,7 +25,7 @@ from ...proto.identity import PeerIdentity
 from ...proto.metrics import NULL_METRICS
 from ...router.api.browsers import BrowserRules
 from ...router.api.console.feed import without_loads
-from ...router.dispatch.convictions import Convictions
+from ...router.dispatch.blocked_prompts import BlockedPrompts
 from ...workers.host.threads import go_first
 from ..config import PoolRole, TandemConfig
 from ..local.environment import compute_environment
@@ -214,13 +214,13 @@ class Router(Replica):
         members = self._members = Members(self._application, continuity.layout)
         self._statuses = WorkerStatuses(lambda: members.workers, continuity.identity)
         host = node_host(config.host)
-        self._convictions, self._adapters = (
-            Convictions(),
+        self._blocked_prompts, self._adapters = (
+            BlockedPrompts(),
             await asyncio.to_thread(configured_adapters, config),
         )
         with suppress(Unavailable):  # the list of members comes later
             watcher, changes = DirectoryWatcher(), await self._directory.changes()
-            self._convictions.learn(changes.convicted)
+            self._blocked_prompts.learn(changes.blocked)
             self._adapters.learn(changes.adapters)
             watcher.apply(changes)
             await self._members.update(watcher.workers, watcher.routers)
@@ -235,7 +235,7 @@ class Router(Replica):
             application=self._application,
             workers=self._members.fitting,
             replaced=[each.addresses for each in self._members.other_routers],
-            convictions=self._convictions,
+            blocked_prompts=self._blocked_prompts,
             adapters=self._adapters,
             describe=self.status,
         )
@@ -249,7 +249,7 @@ class Router(Replica):
         self._runtime = runtime
         files = (watch.run() for watch in runtime.watches)
         watcher = DirectoryWatcher()
-        sharing = self._directory.keep_sharing(watcher, self._convictions, self._adapters)
+        sharing = self._directory.keep_sharing(watcher, self._blocked_prompts, self._adapters)
         tasks = (
             self._watch(runtime, watcher),
             runtime.keep_ready(),
@@ -356,7 +356,7 @@ class Router(Replica):
             )
             try:
                 has_moved = await self._directory.watch(
-                    watcher, me, self._convictions, self._adapters
+                    watcher, me, self._blocked_prompts, self._adapters
                 )
             except Unavailable as error:
                 log.warning("list of workers not refreshed: %s", error)

@@ -19,7 +19,7 @@ import ray
 from ...proto import worker_pb2
 from ...proto.errors import Unavailable
 from ...router.adapters import AdapterRegistry
-from ...router.dispatch.convictions import Convictions
+from ...router.dispatch.blocked_prompts import BlockedPrompts
 from .members import EXPIRY_SECONDS, NOTHING, Changes, Directory, RouterInfo
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class DirectoryWatcher:
         self.loads: list[
             worker_pb2.WorkerInfo
         ] = []  # of the last changes; with id, epoch and load alone
-        self.may_know_more = True  # than the directory, of convictions and adapters
+        self.may_know_more = True  # than the directory, of blocked_prompts and adapters
 
     @property
     def workers(self) -> list[worker_pb2.WorkerInfo]:
@@ -111,43 +111,45 @@ class DirectoryClient:
         self,
         watcher: DirectoryWatcher,
         router: RouterInfo,
-        convictions: Convictions,
+        blocked_prompts: BlockedPrompts,
         adapters: AdapterRegistry | None = None,
     ) -> bool:
         """Registers the router, waits for a change, at most half the expiry, and has `watcher` take
         it over. Returns whether the lists of workers or of routers have changed. The router and the
-        directory learn the convictions and the adapters that the other has.
+        directory learn the blocked_prompts and the adapters that the other has.
         """
         adapters = adapters or AdapterRegistry()
         timeout = EXPIRY_SECONDS / 2
         await asyncio.sleep(self._next_poll - time.monotonic())  # not at all if that is over
-        shared = (convictions.remaining(), adapters.shared()) if watcher.may_know_more else ({}, {})
+        shared = (
+            (blocked_prompts.remaining(), adapters.shared()) if watcher.may_know_more else ({}, {})
+        )
         changes = await self._call("watch", watcher.version, timeout, router, *shared, wait=timeout)
         self._next_poll = time.monotonic() + _PAUSE_SECONDS
         watcher.may_know_more = False
-        convictions.learn(changes.convicted)
+        blocked_prompts.learn(changes.blocked)
         adapters.learn(changes.adapters)
         return watcher.apply(changes)
 
     async def keep_sharing(
         self,
         watcher: DirectoryWatcher,
-        convictions: Convictions,
+        blocked_prompts: BlockedPrompts,
         adapters: AdapterRegistry | None = None,
     ) -> None:
-        """Reports each conviction and each change of an adapter at once, without end; where that
+        """Reports each blocked prompt and each change of an adapter at once, without end; where that
         fails, the router's next `watch` with this watcher does.
         """
         adapters, news = adapters or AdapterRegistry(), asyncio.Event()
-        convictions.on_news = adapters.on_news = news.set
+        blocked_prompts.on_news = adapters.on_news = news.set
         while True:
             await news.wait()
             news.clear()
             try:
-                await self._call("share", convictions.remaining(), adapters.shared())
+                await self._call("share", blocked_prompts.remaining(), adapters.shared())
             except Unavailable as error:
                 watcher.may_know_more = True
-                log.warning("a conviction or an adapter is not shared yet: %s", error)
+                log.warning("a blocked prompt or an adapter is not shared yet: %s", error)
 
     async def changes(self) -> Changes:
         """Returns all current members."""

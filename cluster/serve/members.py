@@ -22,7 +22,7 @@ from typing import Final
 from ...proto import worker_pb2
 from ...proto.identity import PeerIdentity
 from ...router.adapters import AdapterRegistry, Shared
-from ...router.dispatch.convictions import Convictions
+from ...router.dispatch.blocked_prompts import BlockedPrompts
 
 EXPIRY_SECONDS: Final = 10.0
 LOAD_SECONDS: Final = 0.25  # from the begin of a poll until loads alone end it
@@ -56,7 +56,7 @@ class Version:
     """Says how much of a directory's state somebody knows. Counts within one incarnation only."""
 
     incarnation: str
-    members: int  # and convictions and adapters
+    members: int  # and blocked_prompts and adapters
     loads: int
 
 
@@ -78,9 +78,9 @@ class Changes:
     ] = ()  # of other workers: serialized WorkerInfo with id, epoch and load alone
     routers: tuple[RouterInfo, ...] = ()
     removed: tuple[str, ...] = ()  # ids of workers and routers
-    convicted: Mapping[bytes, float] = field(
+    blocked: Mapping[bytes, float] = field(
         default_factory=dict
-    )  # see Convictions.remaining; all or nothing
+    )  # see BlockedPrompts.remaining; all or nothing
     adapters: Shared = field(default_factory=dict)  # see AdapterRegistry.shared; all or nothing
 
 
@@ -117,10 +117,10 @@ class Directory:
         self._forgotten = (
             -1
         )  # the version of the members of the last removal that is not in `_removed`
-        self._convictions = Convictions(clock)  # of all routers
+        self._blocked_prompts = BlockedPrompts(clock)  # of all routers
         self._adapters = AdapterRegistry()  # loaded and unloaded at any of them
         self._shared_changed = (
-            0  # the version of the members that brought a conviction or an adapter
+            0  # the version of the members that brought a blocked prompt or an adapter
         )
         self._members_changed = asyncio.Event()
         self._loads_changed = asyncio.Event()
@@ -163,15 +163,15 @@ class Directory:
             loads=tuple(_described_load(worker_id, each) for worker_id, each in load_news.items()),
             routers=tuple(each.info for each in news.values() if isinstance(each.info, RouterInfo)),
             removed=() if is_whole else self._removed_after(known.members),
-            convicted=self._convictions.remaining() if shares else {},
+            blocked=self._blocked_prompts.remaining() if shares else {},
             adapters=self._adapters.shared() if shares else {},
         )
 
-    async def share(self, convicted: Mapping[bytes, float], adapters: Shared) -> None:
-        """Learns what a router knows of convictions, see Convictions.remaining, and of adapters,
+    async def share(self, blocked: Mapping[bytes, float], adapters: Shared) -> None:
+        """Learns what a router knows of blocked_prompts, see BlockedPrompts.remaining, and of adapters,
         see AdapterRegistry.shared.
         """
-        news = self._convictions.learn(convicted), self._adapters.learn(adapters)
+        news = self._blocked_prompts.learn(blocked), self._adapters.learn(adapters)
         if any(news):
             self._shared_changed = self._bump()
 
@@ -180,7 +180,7 @@ class Directory:
         known: Version,
         timeout: float,
         router: RouterInfo | None = None,
-        convicted: Mapping[bytes, float] | None = None,
+        blocked: Mapping[bytes, float] | None = None,
         adapters: Shared | None = None,
     ) -> Changes:
         """Returns `changes` as soon as the members differ from those that the caller knows, after
@@ -191,7 +191,7 @@ class Directory:
         """
         if router is not None:
             self._refresh(router.router_id, router, b"", (0, 0, False))
-        await self.share(convicted or {}, adapters or {})
+        await self.share(blocked or {}, adapters or {})
         began = self._clock()
         while True:
             self._expire()

@@ -29,7 +29,7 @@ from ...router.auth.config import AuthConfig
 from ...router.auth.keys import load_keys
 from ...router.auth.tls import ServerTls
 from ...router.auth.watch import FileWatch
-from ...router.dispatch.convictions import Convictions
+from ...router.dispatch.blocked_prompts import BlockedPrompts
 from ...router.dispatch.dispatcher import Dispatcher
 from ...router.frontend.prepare import ServedModel
 from ...router.frontend.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ class RouterRuntime:
         application: str = "",
         workers: Collection[worker_pb2.WorkerInfo] = (),
         replaced: Collection[tuple[str, str]] = (),
-        convictions: Convictions | None = None,
+        blocked_prompts: BlockedPrompts | None = None,
         adapters: AdapterRegistry | None = None,
         describe: Callable[[], Awaitable[dict[str, Any]]] | None = None,
     ) -> Self:
@@ -108,7 +108,7 @@ class RouterRuntime:
         `cache_secret`: that with which each knows the prefix caches of tenants; None: the same.
         `num_routers`: of the service, which may share a host; see `_addresses`. `replaced`: both
         addresses of each router that those of `application` replace, which both may have; then
-        requests come at once, for which there are `workers`. `convictions`: see Dispatcher;
+        requests come at once, for which there are `workers`. `blocked_prompts`: see Dispatcher;
         `adapters`: None has those of `config`; `describe`: see ConsoleFeed. Raises OSError or
         RuntimeError if all its ports are taken, InvalidArgument if keys are needed or a file of
         them is wrong.
@@ -119,7 +119,7 @@ class RouterRuntime:
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         monitor = _monitor(config, browsers := _browser_rules(config, host))
         admission = _admission(router, registry, monitor.metrics)
-        shared = convictions, adapters or configured_adapters(config)
+        shared = blocked_prompts, adapters or configured_adapters(config)
         service, dispatcher = _service(
             config, folder, registry, admission, monitor, identity, resume_key, *shared
         )
@@ -243,7 +243,7 @@ def _service(
     monitor: RouterMonitor,
     identity: PeerIdentity,
     resume_key: bytes,
-    convictions: Convictions | None,
+    blocked_prompts: BlockedPrompts | None,
     adapters: AdapterRegistry,
 ) -> tuple[GenerationService, Dispatcher]:
     dispatcher = Dispatcher(
@@ -252,7 +252,7 @@ def _service(
         identity=identity,
         park_seconds=config.router.park_seconds,
         metrics=monitor.metrics,
-        convictions=convictions,
+        blocked_prompts=blocked_prompts,
     )
     monitor.watch(admission, dispatcher, registry)
     models = [_served_model(config, folder)]

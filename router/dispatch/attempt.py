@@ -22,7 +22,7 @@ _MAX_FETCHES: Final = 2
 
 _USUAL_CRASHES: Final = 4
 """Of the workers of one request. After each further one it has to make twice as many steps until it
-is proven, so that one that always does harm some steps after it has moved is at last on trial then.
+is proven, so that one that always does harm some steps after it has moved is at last on solo run then.
 """
 
 Submitter = Callable[[str, worker_pb2.Submit], WorkerStream | None]
@@ -58,7 +58,7 @@ class Interruption:
     message: str
     choices: frozenset[int]
     # the prefill worker holds the KV cache still: they stay in the attempt until `abandon`
-    can_rehand: bool
+    can_hand_off: bool
     suspended: SuspendedChoice | None = None
 
 
@@ -83,7 +83,7 @@ class Attempt:
     In a pair, the decode worker gets its submit as soon as there is a handle of the KV cache. Its
     tokens are taken once each choice has its first token from the prefill worker; a refusal is
     taken at once. As long as it has not received the KV cache, the prefill worker holds that and
-    `rehand` can give it to another decode worker. No decode worker gets anything before
+    `handoff` can give it to another decode worker. No decode worker gets anything before
     `may_decode` says so.
     """
 
@@ -164,7 +164,7 @@ class Attempt:
         the router closes.
         """
         num_tokens, decode_id = len(self._submit.token_ids), self.placement.decode
-        goes_ahead = self.part.goes_ahead
+        is_resumed = self.part.is_resumed
         if isinstance(self._opener, SuspendedChoice):
             self._registry.dispatched(decode_id, self.part, 0)
             self._kv = self._opener.kv
@@ -172,19 +172,19 @@ class Attempt:
             self._waits_to_decode = True
             return
         if self.placement.prefill is None:
-            self._submit.task = worker_pb2.TASK_WHOLE
+            self._submit.task = worker_pb2.TASK_COLOCATED
             self._registry.dispatched(
-                decode_id, self.part, num_tokens, decodes=True, goes_ahead=goes_ahead
+                decode_id, self.part, num_tokens, decodes=True, is_resumed=is_resumed
             )
         else:
             self._submit.task = worker_pb2.TASK_PREFILL
             prefill = self.placement.prefill
             # A stream that stands still waits for no third worker.
-            if not goes_ahead and (holder := self._registry.find_holder(self.part, prefill)):
+            if not is_resumed and (holder := self._registry.find_holder(self.part, prefill)):
                 self._submit.prefix_holder.CopyFrom(holder)
             fetched = self._submit.prefix_holder.num_tokens
             self._registry.dispatched(
-                prefill, self.part, num_tokens, goes_ahead=goes_ahead, fetched_tokens=fetched
+                prefill, self.part, num_tokens, is_resumed=is_resumed, fetched_tokens=fetched
             )
             self._registry.dispatched(decode_id, self.part, 0)
         worker_id = self.placement.prefill or decode_id
@@ -223,7 +223,7 @@ class Attempt:
         if self._states.pop(choice, None) is not None and (stream := self._decoder or self._opener):
             stream.cancel_choice(choice)
 
-    def rehand(self, placement: Placement, number: int) -> None:
+    def hand_off(self, placement: Placement, number: int) -> None:
         """Gives the KV cache to the decode worker of `placement`, as attempt `number`, with the
         next `poll`.
         """
@@ -273,7 +273,9 @@ class Attempt:
         submit.kv.CopyFrom(self._kv)
         self._decoder = self._send(self.placement.decode, submit)
         if self._decoder is None:
-            self._interrupt(Cause.GONE, (self.placement.decode, 0), "worker left", can_rehand=True)
+            self._interrupt(
+                Cause.GONE, (self.placement.decode, 0), "worker left", can_hand_off=True
+            )
             return
         for choice in self._choices:  # those that have ended since the prefill worker was asked
             if choice not in self._states:
@@ -375,7 +377,7 @@ class Attempt:
         if is_decoder:
             self._decoder = None
             self._num_fetches_failed += cause is Cause.TRANSFER
-        self._interrupt(cause, stream.worker, failure.message, can_rehand=is_decoder)
+        self._interrupt(cause, stream.worker, failure.message, can_hand_off=is_decoder)
 
     def _interrupt(
         self,
@@ -384,12 +386,12 @@ class Attempt:
         message: str,
         choices: frozenset[int] | None = None,
         *,
-        can_rehand: bool = False,
+        can_hand_off: bool = False,
         suspended: SuspendedChoice | None = None,
     ) -> None:
         """Interrupts `choices`, None for all."""
         is_held = self.holds_kv and ChoiceState.DECODING not in self._states.values()
-        can_rehand &= (
+        can_hand_off &= (
             is_held and self._num_fetches_failed < _MAX_FETCHES and cause not in _NO_REHAND
         )
         interrupted = frozenset(self._states if choices is None else choices & self._states.keys())
@@ -401,10 +403,10 @@ class Attempt:
                 worker=worker,
                 message=message,
                 choices=interrupted,
-                can_rehand=can_rehand,
+                can_hand_off=can_hand_off,
                 suspended=suspended,
             )
         )
-        if not can_rehand:
+        if not can_hand_off:
             for choice in interrupted:
                 del self._states[choice]

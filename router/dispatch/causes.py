@@ -27,13 +27,13 @@ class Cause(Enum):
     PREEMPTED = ("preempted", False, False)  # the worker needed the blocks for older sequences
     SUSPENDED = ("suspended", True, False)  # the worker drains, and holds the KV cache for another
     # The model computed NaN or infinity. A second report of the same request ends it; it has harmed
-    # no worker, so it is no suspect, see Quarantine.
+    # no worker, so it is no candidate, see PoisonGuard.
     NOT_FINITE = ("not_finite", True, False)
     UNABLE = ("unable", True, False)  # the worker cannot serve the request, by a fault of its own
 
-    def __init__(self, _name: str, avoids_worker: bool, blames_request: bool) -> None:
+    def __init__(self, _name: str, avoids_worker: bool, counts_crash: bool) -> None:
         self.avoids_worker = avoids_worker
-        self.blames_request = blames_request
+        self.counts_crash = counts_crash
 
 
 CAUSES: Final = {

@@ -14,11 +14,11 @@ from ...proto.metrics import ITERATION_TOKENS, LOST_WORKERS, NULL_METRICS, Metri
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
 from ..scheduling.registry import WorkerRegistry
-from .convictions import Convictions
+from .blocked_prompts import BlockedPrompts
 from .execution import PARK_SECONDS, RequestExecution
-from .quarantine import Quarantine
+from .output_buffer import Wakeup
+from .poison_guard import PoisonGuard
 from .request_timer import RequestTimer
-from .unread import Wake
 from .worker_client import Connect, WorkerClient, WorkerKey, WorkerStream
 
 PROBE_SECONDS: Final = 0.5
@@ -31,7 +31,7 @@ _STOPPING: Final = "the service is stopping"
 class Dispatcher:
     """Generates tokens on the workers of a registry: the TokenSource of the service.
 
-    Needs to know nothing of other routers but their convictions. A worker tells requests apart by
+    Needs to know nothing of other routers but their blocked_prompts. A worker tells requests apart by
     their session, and a session is one router's; request ids only have to be unique within a
     router.
     """
@@ -44,11 +44,11 @@ class Dispatcher:
         identity: PeerIdentity,
         park_seconds: float = PARK_SECONDS,
         metrics: Metrics = NULL_METRICS,
-        convictions: Convictions | None = None,
+        blocked_prompts: BlockedPrompts | None = None,
         connect: Connect = PeerChannel,
     ) -> None:
         """`admission` decides when a request may start; None: one with the default bounds. An
-        interrupted request waits `park_seconds` for a worker that can take it. `convictions`: of
+        interrupted request waits `park_seconds` for a worker that can take it. `blocked_prompts`: of
         all routers; None: this one keeps its own. `connect` makes the channel to each worker.
         """
         self._metrics = metrics
@@ -57,7 +57,7 @@ class Dispatcher:
         self._identity = identity
         self._park_seconds = park_seconds
         self._open_channel = connect
-        self._quarantine = Quarantine(convictions=convictions)
+        self._poison_guard = PoisonGuard(blocked_prompts=blocked_prompts)
         self._running: WeakSet[RequestExecution] = WeakSet()
         self._clients: dict[WorkerKey, WorkerClient] = {}
         self._closed = False
@@ -66,9 +66,9 @@ class Dispatcher:
         self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
     ) -> AsyncGenerator[TokenDelta, None]:
         """See TokenSource. Raises Unavailable without a worker, Overloaded when all are full,
-        InternalError when the request has crashed workers, see Quarantine.
+        InternalError when the request has crashed workers, see PoisonGuard.
         """
-        wake, timer = Wake(), RequestTimer(request, timeline, self._metrics)
+        wake, timer = Wakeup(), RequestTimer(request, timeline, self._metrics)
         send = partial(self._send, wake)
         execution = RequestExecution(
             request,
@@ -76,7 +76,7 @@ class Dispatcher:
             send=send,
             registry=self._registry,
             timer=timer,
-            quarantine=self._quarantine,
+            poison_guard=self._poison_guard,
             park_seconds=self._park_seconds,
             wake=wake.set,
         )

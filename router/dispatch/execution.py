@@ -2,7 +2,7 @@
 workers.
 
 Prompt and emitted tokens stay here. After an interruption the choices continue on one of two ways:
-*rehand*, while the prefill worker still holds the KV cache, gives that to another decode worker;
+*handoff*, while the prefill worker still holds the KV cache, gives that to another decode worker;
 *replay* prefills prompt + emitted tokens, mostly hits in a prefix cache, and continues at the next
 index. While no worker can take them they are parked. Several choices share an attempt until one of
 them, or their worker, is lost; then each continues in an attempt of its own. Knows token ids, not
@@ -30,10 +30,10 @@ from ..scheduling.policy import Placement
 from ..scheduling.registry import WorkerRegistry
 from .attempt import Attempt, Interruption, Parked, Submitter
 from .causes import Cause
-from .quarantine import Quarantine
+from .output_buffer import OutputBuffer, Wakeup
+from .poison_guard import PoisonGuard
 from .request_timer import RequestTimer
 from .submit import make_submit, refusal, rest_of
-from .unread import Backlog, Wake
 from .worker_client import SuspendedChoice, WorkerKey
 
 logger = logging.getLogger(__name__)
@@ -66,12 +66,12 @@ class RequestExecution:
         send: Submitter,
         registry: WorkerRegistry,
         timer: RequestTimer,
-        quarantine: Quarantine | None = None,
+        poison_guard: PoisonGuard | None = None,
         park_seconds: float = PARK_SECONDS,
         wake: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ended`: choices that are no longer wanted; the caller may add to it. `quarantine` is
+        """`ended`: choices that are no longer wanted; the caller may add to it. `poison_guard` is
         shared by all requests of the router. `wake` is called when parked choices may be able to
         continue, and by `fail`; it has to set the event that `run` is given.
         """
@@ -80,7 +80,7 @@ class RequestExecution:
         self._send = send
         self._registry = registry
         self._timer = timer
-        self._quarantine = quarantine or Quarantine()
+        self._poison_guard = poison_guard or PoisonGuard()
         self._park_seconds = park_seconds
         self._wake = wake
         self._clock = clock
@@ -92,7 +92,7 @@ class RequestExecution:
         self._parked: list[Parked] = []
         self._unsubscribe: Callable[[], object] | None = None
         self._error: Exception | None = None  # for the caller
-        self._backlog = Backlog()
+        self._output = OutputBuffer()
         self._avoided: dict[str, float] = {}  # worker ids, until when
         self._give_up: dict[
             int, float
@@ -115,12 +115,12 @@ class RequestExecution:
         """When `deltas` is to be called at the latest, by the clock; None if only when something
         has come.
         """
-        turn = self._quarantine.waits_until(self)
+        turn = self._poison_guard.waits_until(self)
         if not self._parked:
             return turn if math.isfinite(turn) else None
         return min([turn, *self._avoided.values(), *(each.until for each in self._parked)])
 
-    async def run(self, admission: Admission, wake: Wake) -> AsyncGenerator[TokenDelta, None]:
+    async def run(self, admission: Admission, wake: Wakeup) -> AsyncGenerator[TokenDelta, None]:
         """Waits for admission, then yields all deltas, see TokenSource. `wake` is set whenever
         something has come.
 
@@ -130,7 +130,7 @@ class RequestExecution:
         deadline = self._request.deadline
         async with AsyncExitStack() as scope:
             scope.callback(self._timer.stop)
-            if self._quarantine.convictions.is_convicted(self._request):
+            if self._poison_guard.blocked_prompts.is_blocked(self._request):
                 raise InternalError(_GIVEN_UP)
             release = await before(
                 deadline, scope.enter_async_context(admission.slot(self._request))
@@ -150,7 +150,7 @@ class RequestExecution:
                     self.done,
                     self._error,
                 )  # what comes while the caller is away is for the next turn
-                for delta in self._backlog.take():
+                for delta in self._output.take():
                     if delta.choice not in self._ended:
                         yield delta
                 if error is not None:
@@ -165,7 +165,7 @@ class RequestExecution:
         """
         self._collect()
         try:
-            self._backlog.check_size()
+            self._output.check_size()
         except Cancelled as error:
             self._error = error
         if self.done or self._error is not None:
@@ -173,11 +173,11 @@ class RequestExecution:
             release()
 
     def _collect(self) -> None:
-        """Moves what has come to the backlog; an error ends the request after it."""
+        """Moves what has come to the output_buffer; an error ends the request after it."""
         try:
             if self._error is None:
                 for delta in self.deltas():
-                    self._backlog.put(delta)
+                    self._output.put(delta)
         except Exception as error:  # a defect, too: it is the caller's, who may be away
             self._error = error
 
@@ -231,12 +231,12 @@ class RequestExecution:
             if not attempt.choices:
                 attempt.end()
         self._attempts = [attempt for attempt in self._attempts if attempt.choices]
-        if self in self._quarantine:
+        if self in self._poison_guard:
             self._end_trials()
 
     def end(self) -> None:
         """Lets the workers free whatever they still hold for the request. Idempotent."""
-        self._quarantine.leave(self)
+        self._poison_guard.leave(self)
         for parked in self._parked:
             if parked.suspended is not None:
                 parked.suspended.cancel()
@@ -253,11 +253,11 @@ class RequestExecution:
         part = self._request if choice is None else rest_of(self._request, choice, emitted)
         lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
         find = partial(
-            self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, goes_ahead=part.goes_ahead
+            self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, is_resumed=part.is_resumed
         )
         placement = None
         for avoided in self._avoid_first():
-            if (placement := self._quarantine.place(self, find, avoided)) is not None:
+            if (placement := self._poison_guard.place(self, find, avoided)) is not None:
                 break
         if placement is None:
             return False
@@ -317,21 +317,21 @@ class RequestExecution:
 
     def _may_decode(self, attempt: Attempt) -> bool:
         """Returns whether the attempt's decode worker may get the KV cache: usually at once, while
-        the prompt is still computed; of a suspect only then, as it would keep others waiting.
+        the prompt is still computed; of a candidate only then, as it would keep others waiting.
         """
-        if self not in self._quarantine:
+        if self not in self._poison_guard:
             return True
-        return attempt.is_computed and self._quarantine.may_try(self, attempt.placement.decode)
+        return attempt.is_computed and self._poison_guard.may_start(self, attempt.placement.decode)
 
     def _end_trials(self) -> None:
-        """Ends the trial of a suspect that has proved itself at a worker; once it decodes
+        """Ends the solo run of a candidate that has proved itself at a worker; once it decodes
         everywhere, it is none.
         """
-        self._quarantine.keep(
+        self._poison_guard.keep(
             self, {worker for each in self._attempts if (worker := each.tried_at) is not None}
         )
         if not self._parked and all(attempt.is_proven for attempt in self._attempts):
-            self._quarantine.leave(self)
+            self._poison_guard.leave(self)
 
     def _park(self, interruption: Interruption, attempt: Attempt) -> None:
         """Lets interrupted choices wait until they can continue, which may be at once. Raises the
@@ -350,9 +350,9 @@ class RequestExecution:
             self._avoided[interruption.worker[0]] = self._clock() + AVOID_SECONDS
         for choice in choices:
             self._num_transfers_lost[choice] += cause is Cause.TRANSFER
-        if cause.blames_request:
+        if cause.counts_crash:
             self._blame(interruption, attempt)
-        self._quarantine.look_elsewhere(self)
+        self._poison_guard.look_elsewhere(self)
         until = min(
             [
                 self._give_up.setdefault(choice, self._clock() + self._park_seconds)
@@ -361,7 +361,7 @@ class RequestExecution:
         )
         for each in self._parked:
             each.choices -= choices  # whose prefill worker is lost now, too
-        source = attempt if interruption.can_rehand else None
+        source = attempt if interruption.can_hand_off else None
         parked = Parked(
             choices,
             source,
@@ -372,7 +372,7 @@ class RequestExecution:
             interruption.suspended,
         )
         self._parked.append(parked)
-        if not interruption.can_rehand:
+        if not interruption.can_hand_off:
             attempt.abandon(choices)
         self._watch_workers()
 
@@ -394,10 +394,10 @@ class RequestExecution:
         nothing else can be at fault.
         """
         self._num_crashes += 1
-        if interruption.choices - set(self._ended) and self._quarantine.blame(
+        if interruption.choices - set(self._ended) and self._poison_guard.count_crash(
             self, interruption.worker, self._wake, is_proven=attempt.is_proven
         ):
-            self._quarantine.convictions.convict(self._request)
+            self._poison_guard.blocked_prompts.block(self._request)
             raise InternalError(_GIVEN_UP)
 
     def _unpark(self) -> None:
@@ -407,21 +407,21 @@ class RequestExecution:
         if not self._parked:
             return
         self._avoid()  # forgets those whose time is over, at which `wake_at` may have been
-        may_ask = self._quarantine.may_ask(self)
+        may_ask = self._poison_guard.may_ask(self)
         parked, self._parked = self._parked, []
         for each in parked:
             if may_ask or each.attempt is not None or each.suspended is not None:
                 each.choices = self._continue(each)
             if not each.choices:
                 continue
-            if not any(self._emitted) and self not in self._quarantine:
+            if not any(self._emitted) and self not in self._poison_guard:
                 if each.cause is Cause.FULL:
                     raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
                 if each.cause is Cause.UNABLE:
                     raise _cannot_serve(each.message)
             if self._clock() >= each.until:
                 if (
-                    self not in self._quarantine
+                    self not in self._poison_guard
                     or self._registry.place(self._request, self._avoid()) is None
                 ):
                     raise (
@@ -437,11 +437,11 @@ class RequestExecution:
         self._watch_workers()
 
     def _continue(self, parked: Parked) -> frozenset[int]:
-        """Continues choices: rehand if that is possible, else replay. Returns those that no worker
+        """Continues choices: handoff if that is possible, else replay. Returns those that no worker
         can take now.
         """
         if parked.attempt is not None:
-            if self._rehand(parked, parked.attempt):
+            if self._hand_off(parked, parked.attempt):
                 return frozenset()
             if (
                 parked.attempt.holds_kv
@@ -467,7 +467,7 @@ class RequestExecution:
             return frozenset() if self._start(None) else choices
         return frozenset(choice for choice in sorted(choices) if not self._start(choice))
 
-    def _rehand(self, parked: Parked, attempt: Attempt) -> bool:
+    def _hand_off(self, parked: Parked, attempt: Attempt) -> bool:
         """Gives the KV cache of the attempt to another decode worker; to the same one if there is
         no other and it may not be at fault. Returns False, having done nothing, without a decode
         worker.
@@ -482,8 +482,8 @@ class RequestExecution:
         ) is None:
             return False
         self._num_attempts += 1
-        self._timer.dispatched(placement, self._num_attempts, "rehand")
-        attempt.rehand(placement, self._num_attempts)
+        self._timer.dispatched(placement, self._num_attempts, "handoff")
+        attempt.hand_off(placement, self._num_attempts)
         return True
 
     def _take_over(self, suspended: SuspendedChoice) -> bool:

@@ -74,7 +74,7 @@ def rest_of(request: TokenRequest, choice: int, emitted: Sequence[int]) -> Token
         max_tokens=request.max_tokens - len(emitted),
         num_choices=1,
         emitted=(),
-        goes_ahead=bool(emitted) and not _turn(request, choice, len(emitted)),
+        is_resumed=bool(emitted) and not _turn(request, choice, len(emitted)),
     )
 
 

@@ -4,7 +4,7 @@ A chat template writes special tokens around texts that callers send, and a toke
 who wrote them. So the callers' spellings are disguised before the template renders them: one
 character of each is replaced by a private-use character that occurs nowhere else, which leaves
 lengths, spaces and JSON as they are. What is then spelled in the rendered text are the template's
-own tokens. These are renamed, the disguise is taken off, and the whole text is encoded once, by a
+own tokens. These are renamed, the escaper is taken off, and the whole text is encoded once, by a
 copy of the tokenizer that knows the special tokens by their new names only: pre-tokenization sees
 the very text, so a chat without such spellings has the same ids either way.
 
@@ -98,7 +98,7 @@ class Spellings:
                 yield match.start()
 
 
-class Disguise:
+class SpecialTokenEscaper:
     """Replaces a character of each spelling in the texts of one chat, and puts it back."""
 
     def __init__(self, everything: str) -> None:
@@ -106,7 +106,7 @@ class Disguise:
         self._everything = everything
         self._of_character: dict[str, str] = {}
 
-    def put_on(self, value: Any, spellings: Spellings) -> Any:
+    def escape(self, value: Any, spellings: Spellings) -> Any:
         """Returns a JSON value with all its texts and keys disguised. Raises InvalidArgument if
         characters run out.
         """
@@ -114,15 +114,15 @@ class Disguise:
             case str():
                 return self._text(value, spellings)
             case list():
-                return [self.put_on(item, spellings) for item in value]
+                return [self.escape(item, spellings) for item in value]
             case dict():
                 return {
-                    self.put_on(key, spellings): self.put_on(item, spellings)
+                    self.escape(key, spellings): self.escape(item, spellings)
                     for key, item in value.items()
                 }
         return value
 
-    def take_off(self, text: str) -> str:
+    def unescape(self, text: str) -> str:
         """Returns the text as it was."""
         characters = {
             ord(stand_in): character for character, stand_in in self._of_character.items()
@@ -134,7 +134,7 @@ class Disguise:
         )
 
     @property
-    def is_worn(self) -> bool:
+    def is_active(self) -> bool:
         """Whether anything has been replaced."""
         return bool(self._of_character)
 
@@ -180,9 +180,9 @@ class LiteralEncoder:
             token: f"{_OPEN}{chr(_RENAMED + i)}{_CLOSE}" for i, token in enumerate(tokens)
         }
 
-    def encode(self, rendered: str, disguise: Disguise) -> list[int]:
+    def encode(self, rendered: str, escaper: SpecialTokenEscaper) -> list[int]:
         """Returns the ids of a rendered text: tokens that it spells are structure, those in
-        disguise are text.
+        escaper are text.
 
         Raises InvalidArgument if the tokenizer has no other way to write one of them.
         """
@@ -198,12 +198,12 @@ class LiteralEncoder:
             # is only spelled.
             if spelled.strip() == self._tokens[token].strip():
                 pieces += [
-                    disguise.take_off(rendered[end:begin]),
+                    escaper.unescape(rendered[end:begin]),
                     spelled.replace(spelled.strip(), self._names[token]),
                 ]
                 structure.append(token)
                 end = until
-        text = "".join([*pieces, disguise.take_off(rendered[end:])])
+        text = "".join([*pieces, escaper.unescape(rendered[end:])])
         if text.count(_OPEN) != len(structure) or text.count(_CLOSE) != len(structure):
             raise InvalidArgument(
                 "has a noncharacter beside the spelling of a special token", _FIELD

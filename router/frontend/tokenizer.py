@@ -27,7 +27,7 @@ from ...proto.tokenizer_file import tokenizer_file
 from .chat import active_tools, template_variables, with_developer_as_system
 from .chat_formats import AUTO, CALL_MARKUP, call_format, thought_format
 from .fair_threads import FairThreads, in_turn
-from .spelled_tokens import Disguise, LiteralEncoder, Spellings, encode_text
+from .spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings, encode_text
 from .template import TemplateRenderer
 
 _THREAD_FROM_CHARACTERS = 4_096
@@ -295,17 +295,17 @@ class Tokenizer:
             return len(rendered), partial(
                 self._encode, rendered, False
             )  # the template has written special tokens
-        disguise = Disguise(json.dumps(variables, ensure_ascii=False))
+        escaper = SpecialTokenEscaper(json.dumps(variables, ensure_ascii=False))
         special, control, encoder = self._spelled
         (messages,) = variables.pop("conversations")
         hidden = [
-            disguise.put_on(each, special if each["role"] in _TRUSTED_ROLES else control)
+            escaper.escape(each, special if each["role"] in _TRUSTED_ROLES else control)
             for each in messages
         ]
-        variables = {name: disguise.put_on(value, special) for name, value in variables.items()}
+        variables = {name: escaper.escape(value, special) for name, value in variables.items()}
         rendered = self._render(chat, variables | {"conversations": [hidden]})
-        if disguise.is_worn or self._normalizes_special:
-            return len(rendered), partial(encoder.encode, rendered, disguise)
+        if escaper.is_active or self._normalizes_special:
+            return len(rendered), partial(encoder.encode, rendered, escaper)
         return len(rendered), partial(self._encode, rendered, False)
 
     @cached_property

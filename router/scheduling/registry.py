@@ -211,12 +211,12 @@ class WorkerRegistry:
         *,
         prefill: str | None = None,
         whole: bool = False,
-        goes_ahead: bool = False,
+        is_resumed: bool = False,
     ) -> Placement | None:
         """Chooses the workers of an attempt, none of those in `avoid`. `prefill`, if given, is the
         worker that holds the KV cache already; `whole` asks for one worker that does all. Without a
         decode worker a prefill worker does
-        all. `goes_ahead`: no prompt at a worker is computed before it but those of others that go
+        all. `is_resumed`: no prompt at a worker is computed before it but those of others that go
         ahead, as of streams that were interrupted; so neither the rest of a queue nor what is
         guessed of the worker's speed keeps it from the one that has most of it cached. None if
         there is neither, or if no decode worker can take over from `prefill`.
@@ -236,7 +236,7 @@ class WorkerRegistry:
                 [Candidate(worker_id=prefill, pending_tokens=0, num_requests=0, free_tokens=0)],
                 0,
             )
-        if goes_ahead:
+        if is_resumed:
             sources, decode = list(map(self._ahead, sources)), list(map(self._ahead, decode))
         return place(
             required_capacity(request),
@@ -279,12 +279,12 @@ class WorkerRegistry:
         num_tokens: int,
         *,
         decodes: bool = False,
-        goes_ahead: bool = False,
+        is_resumed: bool = False,
         fetched_tokens: int = 0,
     ) -> None:
         """Counts a request that is dispatched to the worker, which is to compute `num_tokens` of
         its prompt, less what it has cached or is to fetch from a holder of the first
-        `fetched_tokens`; `decodes` says so of a prefill worker, `goes_ahead` is as for `place`.
+        `fetched_tokens`; `decodes` says so of a prefill worker, `is_resumed` is as for `place`.
         Call it for the decode worker last: that releases what was reserved for the request.
         """
         worker = self._workers.get(worker_id)
@@ -295,7 +295,7 @@ class WorkerRegistry:
             used = used_capacity(
                 request, num_tokens, cached_tokens, fetched_tokens, decodes=decodes
             )
-            worker.add(request.request_id, used, prefix, goes_ahead=goes_ahead)
+            worker.add(request.request_id, used, prefix, is_resumed=is_resumed)
             if used.prompt_tokens:
                 self.prefill_work.add(
                     used.uncached_tokens, self._prefill_cost(worker).seconds(used.uncached_tokens)

@@ -72,13 +72,13 @@ class WorkerState:
         return self._others
 
     def add(
-        self, request_id: str, used: Capacity, prefix: Prefix, *, goes_ahead: bool = False
+        self, request_id: str, used: Capacity, prefix: Prefix, *, is_resumed: bool = False
     ) -> None:
         """Counts a request that is dispatched to the worker, in place of what it counted before.
-        `goes_ahead`: its prompt is computed before others.
+        `is_resumed`: its prompt is computed before others.
         """
         self.remove(request_id)
-        if goes_ahead:
+        if is_resumed:
             self.ahead.add(request_id)
         self.requests[request_id] = used, prefix
         self.own += used

@@ -14,7 +14,7 @@ from tandem.cluster.serve import members
 from tandem.cluster.serve.directory import DirectoryWatcher
 from tandem.cluster.serve.members import NOTHING, Changes, Directory, RouterInfo, Version
 from tandem.proto import worker_pb2
-from tandem.router.dispatch.convictions import Convictions
+from tandem.router.dispatch.blocked_prompts import BlockedPrompts
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.local_directory import LocalDirectory
 from tandem.tests.router.pools import request
@@ -168,29 +168,34 @@ async def test_a_conviction_reaches_every_router_and_those_that_join() -> None:
         RouterInfo(router_id=f"r{n}", grpc_address=f"h:{n}", http_address=f"h:{n + 10}")
         for n in range(3)
     ]
-    watchers, convictions = [DirectoryWatcher() for _ in routers], [Convictions() for _ in routers]
+    watchers, blocked_prompts = (
+        [DirectoryWatcher() for _ in routers],
+        [BlockedPrompts() for _ in routers],
+    )
     directory = Directory()
     client = LocalDirectory(directory)
     for number in range(2):
-        await client.watch(watchers[number], routers[number], convictions[number])
-    await client.watch(watchers[0], routers[0], convictions[0])  # it knows of the second one now
-    waiting = asyncio.create_task(client.watch(watchers[1], routers[1], convictions[1]))
-    sharing = asyncio.create_task(client.keep_sharing(watchers[0], convictions[0]))
+        await client.watch(watchers[number], routers[number], blocked_prompts[number])
+    await client.watch(
+        watchers[0], routers[0], blocked_prompts[0]
+    )  # it knows of the second one now
+    waiting = asyncio.create_task(client.watch(watchers[1], routers[1], blocked_prompts[1]))
+    sharing = asyncio.create_task(client.keep_sharing(watchers[0], blocked_prompts[0]))
     await asyncio.sleep(0)
-    convictions[0].convict(REQUEST)
-    assert not convictions[1].is_convicted(REQUEST)
+    blocked_prompts[0].block(REQUEST)
+    assert not blocked_prompts[1].is_blocked(REQUEST)
     async with asyncio.timeout(5):
         await waiting
     sharing.cancel()
-    assert convictions[1].is_convicted(REQUEST)
+    assert blocked_prompts[1].is_blocked(REQUEST)
     version = (await directory.changes()).version
-    await directory.share(convictions[1].remaining(), {})
+    await directory.share(blocked_prompts[1].remaining(), {})
     assert (await directory.changes()).version == version, "what all know wakes nobody"
     again = LocalDirectory(Directory())  # one that has lost everything
     for _ in range(2):  # with the first it notices that this directory is another one
-        await again.watch(watchers[1], routers[1], convictions[1])
-    await again.watch(watchers[2], routers[2], convictions[2])
-    assert convictions[2].is_convicted(REQUEST)
+        await again.watch(watchers[1], routers[1], blocked_prompts[1])
+    await again.watch(watchers[2], routers[2], blocked_prompts[2])
+    assert blocked_prompts[2].is_blocked(REQUEST)
 
 
 def snapshot(incarnation: str, age: float, *workers: str) -> Changes:

@@ -60,7 +60,7 @@ def engine_tokens(runner: ModelRunner, *, overlap: bool) -> dict[int, list[int]]
     pending = [
         SequenceSpec(
             id=number,
-            task=Task.WHOLE,
+            task=Task.COLOCATED,
             tokens=tuple(prompt(numbers.randint(1, 90), number)),
             max_tokens=numbers.randint(1, 30),
             sampling=SamplingParams(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.router.dispatch.convictions import Convictions
+from tandem.router.dispatch.blocked_prompts import BlockedPrompts
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.router.request import TokenRequest
@@ -234,15 +234,18 @@ class Cluster:
         for client in self.dispatcher._clients.values():
             assert client.broken or not client._streams, f"streams of {client.worker} are left"
 
-    async def renew(self, convictions: Convictions | None = None) -> None:
+    async def renew(self, blocked_prompts: BlockedPrompts | None = None) -> None:
         """Takes a new dispatcher, which holds nothing against any request but what it is given."""
         await self.dispatcher.close()
-        self.dispatcher = self.router(convictions)
+        self.dispatcher = self.router(blocked_prompts)
 
-    def router(self, convictions: Convictions | None = None) -> Dispatcher:
+    def router(self, blocked_prompts: BlockedPrompts | None = None) -> Dispatcher:
         """Returns a further dispatcher that sees the same nodes."""
         return Dispatcher(
-            self.registry, Unlimited(self.registry), identity=IDENTITY, convictions=convictions
+            self.registry,
+            Unlimited(self.registry),
+            identity=IDENTITY,
+            blocked_prompts=blocked_prompts,
         )
 
     async def close(self) -> None:

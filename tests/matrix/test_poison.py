@@ -11,7 +11,7 @@ import pytest
 from tandem.cluster.serve.directory import DirectoryWatcher
 from tandem.cluster.serve.members import Directory, RouterInfo
 from tandem.proto.errors import InternalError
-from tandem.router.dispatch.convictions import Convictions
+from tandem.router.dispatch.blocked_prompts import BlockedPrompts
 from tandem.router.request import TokenRequest
 from tandem.tests.local_directory import LocalDirectory
 from tandem.tests.matrix.cluster import Cluster, Result, collect, make_request
@@ -58,10 +58,10 @@ def unused_token(requests: list[TokenRequest], results: list[Result]) -> int:
 async def ask_another_router(
     cluster: Cluster, directory: LocalDirectory, request: TokenRequest
 ) -> None:
-    """Asks a router that joins now and knows of convictions by the directory alone."""
-    convictions = Convictions()
-    await directory.watch(DirectoryWatcher(), JOINING, convictions)
-    router = cluster.router(convictions)
+    """Asks a router that joins now and knows of blocked_prompts by the directory alone."""
+    blocked_prompts = BlockedPrompts()
+    await directory.watch(DirectoryWatcher(), JOINING, blocked_prompts)
+    router = cluster.router(blocked_prompts)
     try:
         await collect(router, replace(request, request_id=cluster.name()))
     finally:
@@ -74,8 +74,8 @@ async def ask_another_router(
 async def test_a_poisonous_request_harms_no_other(
     cluster: Cluster, seconds: float, prefix: str
 ) -> None:
-    directory, convictions = LocalDirectory(Directory()), Convictions()
-    await cluster.renew(convictions)
+    directory, blocked_prompts = LocalDirectory(Directory()), BlockedPrompts()
+    await cluster.renew(blocked_prompts)
     cluster.show(await cluster.node("d0"))
     requests = make_others(cluster)
     expected = await asyncio.gather(*(collect(cluster.dispatcher, request) for request in requests))
@@ -114,7 +114,7 @@ async def test_a_poisonous_request_harms_no_other(
         assert sum(map(is_living, nodes)) == num_living, "more than two workers were lost"
         with pytest.raises(InternalError):
             await collect(cluster.dispatcher, replace(poison, request_id=cluster.name()))
-        await directory.watch(DirectoryWatcher(), CONVICTING, convictions)
+        await directory.watch(DirectoryWatcher(), CONVICTING, blocked_prompts)
         with pytest.raises(InternalError):
             await ask_another_router(cluster, directory, poison)
         assert sum(map(is_living, nodes)) == num_living, "a retry has cost another worker"

@@ -76,7 +76,7 @@ asyncio.run(main())
 limits = WorkerLimits(vocab_size=9, context_tokens=9, max_sequences=9, eos_ids=frozenset())
 def submit(scale):
     sampling = inference_pb2.SamplingParams(toy_scale=scale)
-    return worker_pb2.Submit(task=worker_pb2.TASK_WHOLE, token_ids=[1], max_tokens=1, sampling=sampling)
+    return worker_pb2.Submit(task=worker_pb2.TASK_COLOCATED, token_ids=[1], max_tokens=1, sampling=sampling)
 assert parse_submit(submit(1), 1, limits).sampling.toy_scale == 1
 try:
     parse_submit(submit(2), 1, limits)

@@ -192,7 +192,7 @@ class FakePools:
         *,
         prefill: str | None = None,
         whole: bool = False,
-        goes_ahead: bool = False,
+        is_resumed: bool = False,
     ) -> Placement | None:
         free = [name for name in self.decode if name not in avoid]
         sources = [name for name in self.prefill if name not in avoid]
@@ -217,7 +217,7 @@ class FakePools:
         num_tokens: int,
         *,
         decodes: bool = False,
-        goes_ahead: bool = False,
+        is_resumed: bool = False,
         fetched_tokens: int = 0,
     ) -> None:
         self.held[worker_id, request.request_id] = 1
@@ -312,7 +312,7 @@ class FakePools:
             case "preempt":
                 # A prefill with its first token is leased, and a decode without its KV cache has
                 # not begun.
-                if one.submit.task != worker_pb2.TASK_WHOLE and one.begun == (
+                if one.submit.task != worker_pb2.TASK_COLOCATED and one.begun == (
                     one.submit.task == worker_pb2.TASK_PREFILL
                 ):
                     return

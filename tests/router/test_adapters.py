@@ -16,7 +16,7 @@ from tandem.proto.hashing import adapter_salt, hash_chain
 from tandem.router import adapters
 from tandem.router.adapters import AdapterAdmin, AdapterRegistry
 from tandem.router.auth.authenticator import Caller
-from tandem.router.dispatch.convictions import Convictions
+from tandem.router.dispatch.blocked_prompts import BlockedPrompts
 from tandem.router.request import LoraAdapter
 from tandem.tests.local_directory import LocalDirectory
 from tandem.tests.token_request import token_request
@@ -109,17 +109,17 @@ async def test_routers_learn_from_each_other_through_the_directory_and_after_it_
         RouterInfo(router_id=name, grpc_address="", http_address="") for name in ("a", "b", "c")
     ]
     registries, watchers = [AdapterRegistry() for _ in infos], [DirectoryWatcher() for _ in infos]
-    convictions = [Convictions() for _ in infos]
-    for each in zip(watchers[:2], infos, convictions, registries, strict=False):
+    blocked_prompts = [BlockedPrompts() for _ in infos]
+    for each in zip(watchers[:2], infos, blocked_prompts, registries, strict=False):
         await directory.watch(*each)
     await directory.watch(
-        watchers[0], infos[0], convictions[0], registries[0]
+        watchers[0], infos[0], blocked_prompts[0], registries[0]
     )  # it knows of the second one now
     waiting = asyncio.create_task(
-        directory.watch(watchers[1], infos[1], convictions[1], registries[1])
+        directory.watch(watchers[1], infos[1], blocked_prompts[1], registries[1])
     )
     sharing = asyncio.create_task(
-        directory.keep_sharing(watchers[0], convictions[0], registries[0])
+        directory.keep_sharing(watchers[0], blocked_prompts[0], registries[0])
     )
     await asyncio.sleep(0)
     registries[0].put(adapter("new"))
@@ -129,8 +129,8 @@ async def test_routers_learn_from_each_other_through_the_directory_and_after_it_
     sharing.cancel()
     again = LocalDirectory(Directory())
     for _ in range(2):  # with the first it notices that this directory is another one
-        await again.watch(watchers[1], infos[1], convictions[1], registries[1])
-    await again.watch(watchers[2], infos[2], convictions[2], registries[2])
+        await again.watch(watchers[1], infos[1], blocked_prompts[1], registries[1])
+    await again.watch(watchers[2], infos[2], blocked_prompts[2], registries[2])
     assert registries[2].get("new") == adapter("new")
 
 

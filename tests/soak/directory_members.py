@@ -9,7 +9,7 @@ from typing import Final
 from tandem.cluster.serve.directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher
 from tandem.cluster.serve.members import RouterInfo
 from tandem.proto import worker_pb2
-from tandem.router.dispatch.convictions import Convictions
+from tandem.router.dispatch.blocked_prompts import BlockedPrompts
 from tandem.router.scheduling.registry import WorkerRegistry
 
 SERVICE: Final = "bench"
@@ -27,7 +27,11 @@ class RouterMember:
         self._id = f"r{number}"
 
     async def run(self) -> None:
-        client, watcher, convictions = DirectoryClient(SERVICE), DirectoryWatcher(), Convictions()
+        client, watcher, blocked_prompts = (
+            DirectoryClient(SERVICE),
+            DirectoryWatcher(),
+            BlockedPrompts(),
+        )
         while True:
             me = RouterInfo(
                 router_id=self._id,
@@ -35,7 +39,7 @@ class RouterMember:
                 http_address="",
                 num_workers=len(self.registry.workers()),
             )
-            if await client.watch(watcher, me, convictions):
+            if await client.watch(watcher, me, blocked_prompts):
                 self.registry.update(watcher.workers)
                 async with self.changed:
                     self.changed.notify_all()

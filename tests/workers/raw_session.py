@@ -21,7 +21,7 @@ def submit(request_id: str = "a", **fields: Any) -> worker_pb2.Submit:
     """A good submit, but for the fields given."""
     good: dict[str, Any] = {
         "attempt": 1,
-        "task": worker_pb2.TASK_WHOLE,
+        "task": worker_pb2.TASK_COLOCATED,
         "token_ids": range(20),
         "max_tokens": 5,
         "sampling": GREEDY,

@@ -158,7 +158,7 @@ async def test_one_choice_is_cancelled_and_the_others_go_on() -> None:
         await idle(worker)
 
 
-@pytest.mark.parametrize("task", [worker_pb2.TASK_WHOLE, worker_pb2.TASK_PREFILL])
+@pytest.mark.parametrize("task", [worker_pb2.TASK_COLOCATED, worker_pb2.TASK_PREFILL])
 async def test_a_request_ends_with_its_last_choice(task: int) -> None:
     async with worker_of(fake_rank(step_seconds=0.002)) as (worker, session):
         await session.send(submit(task=task, num_choices=2, max_tokens=1000))

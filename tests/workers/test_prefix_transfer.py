@@ -26,13 +26,13 @@ from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit
-from tandem.tests.workers.test_figures import Figures
+from tandem.tests.workers.test_stats import Figures
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.serve import prefix_transfer
 from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer.frames import Commit, TransferError
-from tandem.workers.transfer.receiver import PieceWriter
+from tandem.workers.transfer.receiver import ShardWriter
 from tandem.workers.transfer.sender import FrameHook
 
 PROMPT = list(range(100))
@@ -367,14 +367,14 @@ async def test_groups_of_ranks_fetch_their_parts(
     """The tokens are those of transformers, also if the last rank's part of the prefix does not
     arrive.
     """
-    finish = PieceWriter.finish
+    finish = ShardWriter.finish
 
-    def lose(writer: PieceWriter, commit: Commit) -> FirstTokens:
+    def lose(writer: ShardWriter, commit: Commit) -> FirstTokens:
         if fails and commit.num_tokens == 144 and writer._kv.rank == prefill - 1:
             raise TransferError("lost")
         return finish(writer, commit)
 
-    monkeypatch.setattr(PieceWriter, "finish", lose)
+    monkeypatch.setattr(ShardWriter, "finish", lose)
     async with split_fleet(
         folder, {"prefill": [prefill], "decode": [decode]}, transports=("shared",)
     ) as running:

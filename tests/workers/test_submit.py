@@ -20,7 +20,7 @@ PAST = 1.0000002  # a factor that a float32 feels
 def submit(**fields: Any) -> worker_pb2.Submit:
     """A good submit, but for the fields given; those of `sampling` are added to what it has."""
     good: dict[str, Any] = {
-        "task": worker_pb2.TASK_WHOLE,
+        "task": worker_pb2.TASK_COLOCATED,
         "token_ids": [1, 2, 3],
         "max_tokens": 7,
         "num_choices": 1,

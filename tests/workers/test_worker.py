@@ -164,7 +164,7 @@ async def test_the_end_of_the_stream_cancels_what_came_over_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "task", [worker_pb2.TASK_WHOLE, worker_pb2.TASK_PREFILL, worker_pb2.TASK_DECODE]
+    "task", [worker_pb2.TASK_COLOCATED, worker_pb2.TASK_PREFILL, worker_pb2.TASK_DECODE]
 )
 async def test_a_cancelled_request_is_silent_and_frees_all(task: int) -> None:
     async with worker_of(fake_rank(step_seconds=0.005)) as (worker, session):
@@ -373,7 +373,7 @@ from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import SequenceSpec, Task
 engine = Engine(FakeExecutor(4, 16), EngineConfig(num_blocks=4))
-engine.submit(SequenceSpec(id=1, task=Task.WHOLE, tokens=(1, 2), max_tokens=1, sampling=SamplingParams(temperature=0)))
+engine.submit(SequenceSpec(id=1, task=Task.COLOCATED, tokens=(1, 2), max_tokens=1, sampling=SamplingParams(temperature=0)))
 assert [t for e in engine.step() if hasattr(e, "token_ids") for t in e.token_ids] == expected_tokens((1, 2), 1, 512)
 """
 

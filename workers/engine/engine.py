@@ -29,7 +29,7 @@ _LEAST_AHEAD: Final = (
 
 
 class Engine:
-    """Runs sequences on an executor, step after step. All calls but `hurry` come from one thread.
+    """Runs sequences on an executor, step after step. All calls but `expedite` come from one thread.
 
     With `config.overlap`, one step is in flight between two calls of `step`, so that the executor
     has the next step before it has finished the last.
@@ -176,9 +176,9 @@ class Engine:
         """Ends leases of `lease_cached` or `lease_prefix`."""
         self.requests.unlease_cached(blocks)
 
-    def hurry(self) -> None:
-        """Has the step under way end soon, see `Executor.hurry`."""
-        self._executor.hurry()
+    def expedite(self) -> None:
+        """Has the step under way end soon, see `Executor.expedite`."""
+        self._executor.expedite()
 
     @property
     def has_work(self) -> bool:

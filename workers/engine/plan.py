@@ -131,7 +131,9 @@ class StepPlan:
     # memory, no slot twice, and then (slot, block) of what is copied back.
     saved: tuple[tuple[int, int], ...] = ()
     restored: tuple[tuple[int, int], ...] = ()
-    is_urgent: bool = False  # a stream that was interrupted elsewhere stands still until it is done
+    is_expedited: bool = (
+        False  # a stream that was interrupted elsewhere stands still until it is done
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -249,7 +251,7 @@ tokens.
 
 
 class Executor(Protocol):
-    """Executes plans in the order of its calls. Used from one thread, but for `hurry`."""
+    """Executes plans in the order of its calls. Used from one thread, but for `expedite`."""
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """Starts a step; where the device allows it, without waiting for the previous steps and
@@ -271,7 +273,7 @@ class Executor(Protocol):
         """Returns by a draft model what may follow in these sequences, by id; nothing without one."""
         return {}
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """Has the step under way, if it waits for other processes, wait no longer: a stream stands
         still until it has ended. Called from any thread.
         """

@@ -118,17 +118,17 @@ class Scheduler:
             len(decodes), len(prompts) + len(self._requests.waiting)
         )
         prompts.sort(key=lambda sequence: sequence.spec.order)
-        is_urgent = False
+        is_expedited = False
         while budget > 0 and (prompt := self._next_prompt(prompts, events)) is not None:
             steps.append(self._step(prompt, min(prompt.num_unscheduled, budget), copies))
             budget -= len(steps[-1].token_ids)
-            is_urgent |= prompt.spec.continues
+            is_expedited |= prompt.spec.continues
             if prompt.spec.continues and not self._is_next_continuing(prompts):
                 break
-        return self._plan(steps, copies, is_urgent), events
+        return self._plan(steps, copies, is_expedited), events
 
     def _plan(
-        self, steps: list[SequenceStep], copies: list[tuple[int, int]], is_urgent: bool
+        self, steps: list[SequenceStep], copies: list[tuple[int, int]], is_expedited: bool
     ) -> StepPlan:
         """Returns the plan of these steps, with all that is to happen before them."""
         saved, restored = self.pool.host.take_copies()
@@ -139,7 +139,7 @@ class Scheduler:
             saved=saved,
             restored=restored,
             unloaded=self._requests.take_unloaded(),
-            is_urgent=is_urgent,
+            is_expedited=is_expedited,
         )
         self._requests.dropped.clear()
         self.pool.release(

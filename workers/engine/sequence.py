@@ -18,7 +18,7 @@ from .plan import FirstTokens, SampledLogprobs, SamplingParams
 class Task(enum.Enum):
     """Names what a worker does with a sequence."""
 
-    WHOLE = "whole"  # prefill and decode here
+    COLOCATED = "colocated"  # prefill and decode here
     PREFILL = "prefill"  # prefill, sample the first token, hold the KV cache for a decode worker
     DECODE = "decode"  # receive the KV cache, then decode
 

@@ -53,9 +53,9 @@ class EngineThread:
             self._commands.append(command)
             self._wake.notify()
 
-    def hurry(self) -> None:
-        """Has the step under way end soon, see `Executor.hurry`."""
-        self._engine.hurry()
+    def expedite(self) -> None:
+        """Has the step under way end soon, see `Executor.expedite`."""
+        self._engine.expedite()
 
     def call_in_loop(self, callback: Callable[[], None]) -> None:
         """Runs `callback` in the event loop; called from the engine's thread."""

@@ -194,7 +194,7 @@ class RequestManager:
         else:
             self.thread.post(partial(self._enqueue, request, submitted))
         if spec.continues:
-            self.thread.hurry()
+            self.thread.expedite()
 
     def cancel(self, session: RouterSession, cancel: worker_pb2.Cancel) -> None:
         """Ends a request, or one of its choices. Ignores one that has ended."""

@@ -35,7 +35,7 @@ MAX_SUBMITTED_GRAMMAR_CHARACTERS: Final = 8 * MAX_GRAMMAR_CHARACTERS
 """The router wraps and escapes, with up to six characters for one, what the client sent."""
 
 _TASKS: Final = {
-    worker_pb2.TASK_WHOLE: Task.WHOLE,
+    worker_pb2.TASK_COLOCATED: Task.COLOCATED,
     worker_pb2.TASK_PREFILL: Task.PREFILL,
     worker_pb2.TASK_DECODE: Task.DECODE,
 }

@@ -23,7 +23,7 @@ CANARY_ID: Final = -1  # of the canary's sequence; requests have ids from 0 on
 
 _CANARY: Final = SequenceSpec(  # a prefill and a decode
     id=CANARY_ID,
-    task=Task.WHOLE,
+    task=Task.COLOCATED,
     tokens=(0,),
     max_tokens=2,
     sampling=SamplingParams(temperature=0.0),
@@ -124,9 +124,9 @@ class WatchedExecutor(Executor):
         """See `Executor.propose`."""
         return self._executor.propose(requests)
 
-    def hurry(self) -> None:
-        """See `Executor.hurry`."""
-        self._executor.hurry()
+    def expedite(self) -> None:
+        """See `Executor.expedite`."""
+        self._executor.expedite()
 
 
 class Canary:

@@ -34,10 +34,10 @@ from ..transfer.endpoint import KvEndpoint
 from ..transfer.sender import FrameHook, KvSender
 from .disk_tier import DiskTier, reports_of
 from .engine_thread import EngineThread
-from .figures import WorkerFigures
 from .grammars import GrammarCompiler
 from .prefix_transfer import PrefixImporter, PrefixLender
 from .request_manager import RequestManager
+from .stats import WorkerStats
 from .submit import WorkerLimits
 from .watchdog import Canary, Watchdog, WatchedExecutor, new_step_log
 
@@ -113,7 +113,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._kv = KvGroup(self._endpoint, coordinator.clients)
         self._requests = self._request_manager(rank, config)
         self._lender = PrefixLender(self._thread, self._kv, self._kv_handle, rank.block_size)
-        self._figures = WorkerFigures(
+        self._figures = WorkerStats(
             load=self.load,
             kv=self._kv,
             steps=steps,

@@ -76,9 +76,9 @@ class DraftingExecutor(Executor):
         """See `Executor.prepare_masks`."""
         return self._executor.prepare_masks(sequences, seconds)
 
-    def hurry(self) -> None:
-        """See `Executor.hurry`."""
-        self._executor.hurry()
+    def expedite(self) -> None:
+        """See `Executor.expedite`."""
+        self._executor.expedite()
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
         """See `Executor.propose`. A sequence whose tokens are not computed yet, since there are

@@ -28,11 +28,11 @@ class NiceExecutor(Executor):
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """See `Executor.launch`."""
         self._thread = threading.get_native_id()
-        self._become(self._usual if plan.is_urgent else self._nice)
+        self._become(self._usual if plan.is_expedited else self._nice)
         return self._executor.launch(plan, on_layers)
 
-    def hurry(self) -> None:
-        """See `Executor.hurry`. The next step is as nice as its plan says."""
+    def expedite(self) -> None:
+        """See `Executor.expedite`. The next step is as nice as its plan says."""
         self._become(self._usual)
 
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:

@@ -224,9 +224,9 @@ class TpExecutor(Executor):
         """See `Executor.propose`. The draft model is whole on rank 0."""
         return self._executor.propose(requests)
 
-    def hurry(self) -> None:
-        """See `Executor.hurry`. The other ranks compute as nicely as before."""
-        self._executor.hurry()
+    def expedite(self) -> None:
+        """See `Executor.expedite`. The other ranks compute as nicely as before."""
+        self._executor.expedite()
 
     def close(self) -> None:
         """Ends `rank_loop` on the other ranks. Raises RuntimeError if a rank is lost."""

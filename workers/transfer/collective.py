@@ -24,7 +24,7 @@ from .frames import (
     TransportError,
     checksum_of,
 )
-from .pair import Pair
+from .p2p_group import P2pGroup
 
 _MAX_WAITING: Final = 8  # spans of all transfers that wait for the pair
 
@@ -32,7 +32,7 @@ _MAX_WAITING: Final = 8  # spans of all transfers that wait for the pair
 class CollectiveConnector(KvConnector):
     """Connects two ranks by a pair; the transport's name is the backend's."""
 
-    def __init__(self, context: TransferContext, name: str, pair: Pair) -> None:
+    def __init__(self, context: TransferContext, name: str, pair: P2pGroup) -> None:
         super().__init__(context, name)
         self.pair = pair
         self._announce: Callable[[Announce], None] = lambda announcement: None
@@ -65,7 +65,7 @@ class CollectiveConnector(KvConnector):
         connector = cls(
             context,
             name,
-            Pair.listen(context.host, backend=name, device=device, timeout=CONNECT_SECONDS),
+            P2pGroup.listen(context.host, backend=name, device=device, timeout=CONNECT_SECONDS),
         )
         connector._announce = announce
         return connector
@@ -81,7 +81,7 @@ class CollectiveConnector(KvConnector):
         """Joins the pair. Raises TransferError."""
         address = checked(description, {"address": str})["address"]
         device = context.device if name == "nccl" else "cpu"
-        pair = await Pair.join(
+        pair = await P2pGroup.join(
             address, host=context.host, backend=name, device=device, timeout=CONNECT_SECONDS
         )
         return cls(context, name, pair)

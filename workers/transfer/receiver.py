@@ -59,7 +59,7 @@ empty.
 """
 
 
-class PieceWriter:
+class ShardWriter:
     """Checks that frames bring every layer of every token of a piece exactly once and in order, and
     writes them. Pure but for the writes; one per stream. A piece without slots takes nothing, and
     then is complete.
@@ -122,7 +122,7 @@ class PieceWriter:
         return commit.first_tokens
 
 
-class PieceStream:
+class ShardStream:
     """Brings one piece of a fetch over a stream of its own."""
 
     def __init__(
@@ -269,7 +269,7 @@ class PieceStream:
                     raise TransferError("KV pull out of order")
                 table, blocks = answer, np.frombuffer(payload, "<i4").tolist()
                 connector = connector if table.number else self._connector
-            writer = PieceWriter(self._num_tokens, self._prefix_hash, target, self._kv, self.piece)
+            writer = ShardWriter(self._num_tokens, self._prefix_hash, target, self._kv, self.piece)
             commit, active_seconds = await self._collect(connector, stream, blocks, writer)
             if table and table.number:
                 await connector.verify(table)
@@ -280,7 +280,7 @@ class PieceStream:
         )
 
     async def _collect(
-        self, connector: KvConnector, stream: int, blocks: list[int], writer: PieceWriter
+        self, connector: KvConnector, stream: int, blocks: list[int], writer: ShardWriter
     ) -> tuple[Commit, float]:
         """Takes every frame up to the Commit; returns it and the active seconds."""
         active, last, burst = 0.0, 0.0, -1
@@ -343,11 +343,11 @@ class KvReceiver:
         streams break off: the cache can be fetched again. Raises TransferError on entry for every
         fault; the target's blocks then have undefined content.
         """
-        streams: list[PieceStream] = []
+        streams: list[ShardStream] = []
         try:
             for piece in self._plan(handle):
                 streams.append(
-                    PieceStream(piece, handle, prefix_hash, self._context, self.connections)
+                    ShardStream(piece, handle, prefix_hash, self._context, self.connections)
                 )
             yield await self._pull(streams, target)
         except BaseException:
@@ -387,7 +387,7 @@ class KvReceiver:
         return self._pieces[source_tp]
 
     async def _pull(
-        self, streams: Sequence[PieceStream], target: asyncio.Future[FetchTarget]
+        self, streams: Sequence[ShardStream], target: asyncio.Future[FetchTarget]
     ) -> FetchResult:
         tasks: list[asyncio.Task[FetchResult]] = []
         loop = asyncio.get_running_loop()
@@ -396,7 +396,7 @@ class KvReceiver:
             if not stall.expired():
                 stall.reschedule(loop.time() + self._stall_seconds)
 
-        async def pull(stream: PieceStream) -> FetchResult:
+        async def pull(stream: ShardStream) -> FetchResult:
             try:
                 return await stream.pull(target, stall, extend)
             except BaseException:

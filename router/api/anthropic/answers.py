@@ -9,7 +9,7 @@ from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ...output.joined_answer import join_choices
 from ..openai.answers import TokenIds, error_response, error_text
-from ..openai.requests import HttpRequest
+from ..openai.requests import ParsedRequest
 from ..openai.streaming import AnswerForm
 
 _STOP_REASONS: Final = {
@@ -36,7 +36,7 @@ class MessageWriter:
     come.
     """
 
-    def __init__(self, request: HttpRequest, model: str, prompts: TokenIds) -> None:
+    def __init__(self, request: ParsedRequest, model: str, prompts: TokenIds) -> None:
         self._head = {
             "id": f"msg_{request.request_id}",
             "type": "message",

@@ -9,7 +9,7 @@ from ....proto.errors import InvalidArgument
 from ...frontend.chat import must_call
 from ...frontend.json_schemas import close_objects
 from ..openai.parsing import json_text, parse
-from ..openai.requests import HttpRequest, set_parameters
+from ..openai.requests import ParsedRequest, set_parameters
 from .bodies import (
     PARAMETER_NAMES,
     CountTokensBody,
@@ -29,14 +29,14 @@ _MODES: Final = {
 }
 
 
-def parse_messages(body: bytes, request_id: str) -> HttpRequest:
+def parse_messages(body: bytes, request_id: str) -> ParsedRequest:
     """Translates the body of POST /v1/messages. Raises InvalidArgument that names the field."""
     parsed = parse(MessagesBody, body)
     translated = _translate(parsed)
     set_parameters(translated["common"], parsed, PARAMETER_NAMES)
     if not translated["common"].stopping.HasField("max_tokens"):
         raise InvalidArgument("field required", "max_tokens")
-    return HttpRequest(
+    return ParsedRequest(
         **translated,
         request_id=request_id,
         is_streamed=bool(parsed.stream),
@@ -44,13 +44,15 @@ def parse_messages(body: bytes, request_id: str) -> HttpRequest:
     )
 
 
-def parse_count_tokens(body: bytes) -> HttpRequest:
+def parse_count_tokens(body: bytes) -> ParsedRequest:
     """Translates the body of POST /v1/messages/count_tokens. Raises InvalidArgument."""
-    return HttpRequest(**_translate(parse(CountTokensBody, body)), request_id="", is_streamed=False)
+    return ParsedRequest(
+        **_translate(parse(CountTokensBody, body)), request_id="", is_streamed=False
+    )
 
 
 def _translate(body: CountTokensBody) -> dict[str, Any]:
-    """Returns what an HttpRequest has of the body."""
+    """Returns what an ParsedRequest has of the body."""
     chat, names = (
         inference_pb2.Chat(),
         {"stopping.stop": "stop_sequences", "prompt.chat.template_kwargs": "thinking"},

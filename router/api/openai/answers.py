@@ -15,7 +15,7 @@ from ....proto.errors import InvalidArgument, TandemError
 from ...output.joined_answer import join_choices
 from .logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .parsing import http_field
-from .requests import HttpRequest, OpenAIRequest
+from .requests import OpenAIRequest, ParsedRequest
 
 TokenIds = Sequence[Sequence[int]]
 """Of each prompt of a request."""
@@ -260,7 +260,7 @@ class ResponseWriter:
         return f'{self._chunk_start}"choices": [{choice}]{report}{usage}}}\n\n'.encode()
 
 
-def check_prompt_logprobs(request: HttpRequest, prompt_tokens: int) -> None:
+def check_prompt_logprobs(request: ParsedRequest, prompt_tokens: int) -> None:
     """Raises InvalidArgument if the response would have too many log probabilities of so many
     prompt tokens.
     """
@@ -277,7 +277,7 @@ def check_prompt_logprobs(request: HttpRequest, prompt_tokens: int) -> None:
         )
 
 
-def check_prompt_ids(request: HttpRequest, prompt_tokens: int) -> None:
+def check_prompt_ids(request: ParsedRequest, prompt_tokens: int) -> None:
     """Raises InvalidArgument if the response would have too many ids of so many prompt tokens."""
     copies = 1 if request.is_chat and not request.is_streamed else request.num_choices
     if request.has_token_ids and (count := prompt_tokens * copies) > limits.MAX_ANSWER_SIZE:

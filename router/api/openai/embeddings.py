@@ -24,7 +24,7 @@ from ...frontend.prepare import ServedModel
 from .answers import TokenIds, error_response
 from .bodies import Ignored, OpenModel, parse_prompts, prompt_schema, with_named_parameters
 from .parsing import parse
-from .requests import HttpRequest, prompt_messages, set_parameters
+from .requests import ParsedRequest, prompt_messages, set_parameters
 from .streaming import AnswerForm, WholeWriter
 
 _POOLINGS: Final = {"LAST": inference_pb2.POOLING_LAST, "MEAN": inference_pb2.POOLING_MEAN}
@@ -97,7 +97,7 @@ class ScoreBody(OpenModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingsRequest(HttpRequest):
+class EmbeddingsRequest(ParsedRequest):
     """Holds what the answer needs of the body, too."""
 
     in_base64: bool
@@ -105,7 +105,7 @@ class EmbeddingsRequest(HttpRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRequest(HttpRequest):
+class ScoreRequest(ParsedRequest):
     """Holds where in each prompt the scored text begins, too."""
 
     starts: Sequence[int]

@@ -44,7 +44,7 @@ _ATTRIBUTES: Final = {"json": "json_"}  # of StructuredOutputs, where pydantic h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpRequest:
+class ParsedRequest:
     """Holds the translation of a body of any API; it may have several prompts."""
 
     common: inference_pb2.GenerateRequest  # what all prompts have; without prompt and id
@@ -92,7 +92,7 @@ class HttpRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAIRequest(HttpRequest):
+class OpenAIRequest(ParsedRequest):
     """Holds a completion's or a chat's body, too."""
 
     body: Body

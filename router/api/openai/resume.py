@@ -15,7 +15,7 @@ from ...frontend.prepare import RequestContext
 from ...frontend.prepared import PreparedRequest
 from ...resume.event_ids import EventIdSigner
 from .openapi import LAST_EVENT_ID, RESUME
-from .requests import HttpRequest
+from .requests import ParsedRequest
 
 _UNFINISHED: Final = inference_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -29,7 +29,7 @@ def header_event_id(headers: Mapping[str, str]) -> str | None:
     return event_id
 
 
-def with_event_id(request: HttpRequest, context: RequestContext) -> RequestContext:
+def with_event_id(request: ParsedRequest, context: RequestContext) -> RequestContext:
     """Returns the context with the event id of the header or of the body. Raises InvalidArgument
     if both have one and they differ, or if the request does not go with events that have ids."""
     event_id, given = context.event_id, request.last_event_id
@@ -41,7 +41,7 @@ def with_event_id(request: HttpRequest, context: RequestContext) -> RequestConte
     return replace(context, event_id=event_id)
 
 
-def _check_resumable(request: HttpRequest) -> None:
+def _check_resumable(request: ParsedRequest) -> None:
     if not request.is_streamed:
         raise InvalidArgument("goes with stream only", RESUME)
     if len(request.prompts) > 1:

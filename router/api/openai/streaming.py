@@ -28,7 +28,7 @@ from .answers import (
     error_response,
 )
 from .openapi import MAX_TOKENS, REQUEST_ID
-from .requests import HttpRequest
+from .requests import ParsedRequest
 from .resume import EventIds, with_event_id
 
 _T = TypeVar("_T")
@@ -91,7 +91,7 @@ class GenerationResponse(Response):
     def __init__(
         self,
         service: GenerationService,
-        request: HttpRequest,
+        request: ParsedRequest,
         context: RequestContext,
         form: AnswerForm = OPENAI_FORM,
     ) -> None:

@@ -10,7 +10,7 @@ from ....proto.errors import InvalidArgument
 from ...frontend.chat import must_call
 from ...frontend.json_schemas import close_objects
 from ..openai.parsing import json_text, parse
-from ..openai.requests import HttpRequest, set_parameters
+from ..openai.requests import ParsedRequest, set_parameters
 from .bodies import (
     PARAMETER_NAMES,
     FunctionCallItem,
@@ -33,7 +33,7 @@ _MODES: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesRequest(HttpRequest):
+class ResponsesRequest(ParsedRequest):
     """Holds the body, too, which the answer repeats."""
 
     body: ResponsesFields

@@ -57,7 +57,7 @@ from ..openai.openapi import (
     responses,
 )
 from ..openai.parsing import http_field, json_list, parse
-from ..openai.requests import HttpRequest, parse_chat, parse_completion, parse_tokenize
+from ..openai.requests import ParsedRequest, parse_chat, parse_completion, parse_tokenize
 from ..openai.respond import off_loop, respond
 from ..openai.streaming import OPENAI_FORM, AnswerForm, GenerationResponse
 from ..responses.answers import RESPONSES_FORM
@@ -334,7 +334,7 @@ class HttpServer:
 
     async def _generate(
         self,
-        parse_body: Callable[[bytes, str], HttpRequest],
+        parse_body: Callable[[bytes, str], ParsedRequest],
         body: bytes,
         request_id: str,
         context: RequestContext,

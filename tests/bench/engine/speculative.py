@@ -83,7 +83,11 @@ class TimedEngine:
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams, num_tokens: int) -> None:
         spec = SequenceSpec(
-            id=0, task=Task.WHOLE, tokens=tuple(prompt), max_tokens=num_tokens, sampling=sampling
+            id=0,
+            task=Task.COLOCATED,
+            tokens=tuple(prompt),
+            max_tokens=num_tokens,
+            sampling=sampling,
         )
         self._engine.submit(spec)
         self.tokens, began = [], 0.0

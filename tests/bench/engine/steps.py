@@ -175,7 +175,7 @@ class BenchRunner(Executor):
 
     def _prefill(self, num_tokens: int, seed: int) -> int:
         engine = self._engine(1)
-        engine.submit(self._spec(0, Task.WHOLE, self.prompt(num_tokens, seed), 1))
+        engine.submit(self._spec(0, Task.COLOCATED, self.prompt(num_tokens, seed), 1))
         events: list[Event] = []
         while engine.has_work:
             events += engine.step()

@@ -68,12 +68,12 @@ async def test_streams_move_to_another_worker_and_nothing_is_computed_again(
         requests = [asyncio.create_task(one(number)) for number in range(24)]
         await until_running(running, 24 * num_choices)
         worker = max(running.workers, key=lambda each: each.load().num_running)
-        before = submits[Task.PREFILL] + submits[Task.WHOLE]
+        before = submits[Task.PREFILL] + submits[Task.COLOCATED]
         assert await worker.drain(20) == 0
         assert not all(request.done() for request in requests)
         attempts = await asyncio.gather(*requests)
         assert max(attempts) > 1
-        assert submits[Task.PREFILL] + submits[Task.WHOLE] == before == 24
+        assert submits[Task.PREFILL] + submits[Task.COLOCATED] == before == 24
 
 
 async def test_a_stream_whose_cache_has_just_arrived_is_not_computed_again(
@@ -99,7 +99,7 @@ async def test_a_stream_whose_cache_has_just_arrived_is_not_computed_again(
         ids, timeline = await running.generate(token_request(range(40), 20))
         assert ids == expected_choices(range(40), 1, 20, VOCAB)[0]
         assert (timeline.attempts, len(fetches)) == (2, 2)
-        assert submits[Task.PREFILL] + submits[Task.WHOLE] == 1
+        assert submits[Task.PREFILL] + submits[Task.COLOCATED] == 1
 
 
 async def test_every_worker_is_replaced_in_turn() -> None:

@@ -21,9 +21,9 @@ from tandem.router.dispatch.execution import (
     PARK_SECONDS,
     RequestExecution,
 )
-from tandem.router.dispatch.quarantine import TRIAL_SECONDS, Quarantine
+from tandem.router.dispatch.output_buffer import Wakeup
+from tandem.router.dispatch.poison_guard import SOLO_RUN_SECONDS, PoisonGuard
 from tandem.router.dispatch.request_timer import RequestTimer
-from tandem.router.dispatch.unread import Wake
 from tandem.router.scheduling.policy import Placement
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.router.fake_pools import (
@@ -259,7 +259,7 @@ def test_a_beam_search_restarts_and_repeats_no_token(num_said: int) -> None:
         prefill.client.receive(next(prefill.outputs))
         opened = worker_pb2.Tokens(prefill_seconds=0.5)
         prefill.client.receive(worker_pb2.Output(request_id="r", attempt=attempt, tokens=opened))
-        for _ in range(attempt):  # after the crash it first ends its trial at the prefill worker
+        for _ in range(attempt):  # after the crash it first ends its solo run at the prefill worker
             list(execution.deltas())
         decode = pools.running[-1]
         assert decode.submit.task == worker_pb2.TASK_DECODE
@@ -304,8 +304,8 @@ def test_a_worker_that_dies_in_its_first_step_counts_if_it_had_lived(
 ) -> None:
     """It has not said that it had begun. One that was never heard of may not have come up at all."""
     pools = FakePools(random.Random(4), pairs=pairs)
-    quarantine = Quarantine()
-    execution, _ = start(pools, choices_request(1), quarantine=quarantine)
+    poison_guard = PoisonGuard()
+    execution, _ = start(pools, choices_request(1), poison_guard=poison_guard)
 
     def lose(times: int) -> None:
         for _ in range(times):
@@ -321,7 +321,7 @@ def test_a_worker_that_dies_in_its_first_step_counts_if_it_had_lived(
             lose(1)
     else:
         lose(3)
-    assert quarantine.convictions.is_convicted(choices_request(1)) == heard
+    assert poison_guard.blocked_prompts.is_blocked(choices_request(1)) == heard
     execution.end()
     assert not pools.held
 
@@ -339,17 +339,17 @@ def fail_last(pools: FakePools, kind: "worker_pb2.FailureKind") -> str:
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_a_request_with_nan_goes_on_at_another_worker_and_is_no_suspect(pairs: bool) -> None:
-    pools, caller, quarantine, clock = (
+    pools, caller, poison_guard, clock = (
         FakePools(random.Random(4), pairs),
         Caller(1),
-        Quarantine(),
+        PoisonGuard(),
         Clock(),
     )
-    execution, timeline = start(pools, choices_request(1), quarantine=quarantine, clock=clock)
+    execution, timeline = start(pools, choices_request(1), poison_guard=poison_guard, clock=clock)
     caller.read_until(pools, execution, 3)
     failed = fail_last(pools, NOT_FINITE)
     caller.read(execution)
-    assert execution not in quarantine
+    assert execution not in poison_guard
     clock.now += AVOID_SECONDS + 1
     assert failed not in {one.worker for one in pools.running}
     replayed = pools.submits[-1].task != worker_pb2.TASK_DECODE
@@ -366,8 +366,8 @@ def test_a_request_with_nan_goes_on_at_another_worker_and_is_no_suspect(pairs: b
 def test_nan_at_a_second_worker_ends_the_request_with_an_internal_error_and_convicts_nobody() -> (
     None
 ):
-    pools, quarantine = FakePools(random.Random(4), pairs=False), Quarantine()
-    execution, _ = start(pools, choices_request(1), quarantine=quarantine)
+    pools, poison_guard = FakePools(random.Random(4), pairs=False), PoisonGuard()
+    execution, _ = start(pools, choices_request(1), poison_guard=poison_guard)
     first = fail_last(pools, NOT_FINITE)
     list(execution.deltas())
     assert pools.running[-1].worker != first
@@ -376,8 +376,8 @@ def test_nan_at_a_second_worker_ends_the_request_with_an_internal_error_and_conv
         list(execution.deltas())
     execution.end()
     assert not pools.held
-    assert execution not in quarantine
-    assert not quarantine.convictions.is_convicted(choices_request(1))
+    assert execution not in poison_guard
+    assert not poison_guard.blocked_prompts.is_blocked(choices_request(1))
 
 
 def test_nan_twice_at_the_only_worker_ends_the_request() -> None:
@@ -417,8 +417,8 @@ def test_choices_that_one_worker_fails_at_the_same_time_are_one_report() -> None
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_a_fault_of_one_worker_ends_no_request_and_blames_none(pairs: bool) -> None:
-    pools, caller, quarantine = FakePools(random.Random(4), pairs), Caller(1), Quarantine()
-    execution, timeline = start(pools, choices_request(1), quarantine=quarantine)
+    pools, caller, poison_guard = FakePools(random.Random(4), pairs), Caller(1), PoisonGuard()
+    execution, timeline = start(pools, choices_request(1), poison_guard=poison_guard)
     caller.read_until(pools, execution, 3)
     fail_last(pools, UNABLE)
     while not execution.done:
@@ -426,7 +426,7 @@ def test_a_fault_of_one_worker_ends_no_request_and_blames_none(pairs: bool) -> N
         pools.advance()
     assert caller.ids == [completion((5, 6, 7, 8), SEED, 30)]
     assert [each.cause for each in timeline.interruptions] == ["unable"]
-    assert execution not in quarantine
+    assert execution not in poison_guard
 
 
 def test_a_request_that_no_worker_can_serve_is_told_why_at_once() -> None:
@@ -486,7 +486,7 @@ def test_after_two_transfers_that_failed_one_worker_does_all(times: int) -> None
     for _ in range(times):
         pools.fail(pools.running[-1], worker_pb2.FAILURE_KIND_TRANSFER)
         list(execution.deltas())
-    is_whole = pools.submits[-1].task == worker_pb2.TASK_WHOLE
+    is_whole = pools.submits[-1].task == worker_pb2.TASK_COLOCATED
     assert is_whole == (times >= MAX_TRANSFERS_LOST)
     caller.read_until(pools, execution, 30)
     assert execution.done
@@ -612,7 +612,9 @@ def test_refusals_do_not_prolong_the_wait() -> None:
     execution.end()
 
 
-def crash_together(clock: Clock, quarantine: Quarantine, count: int, **options: Any) -> list[Run]:
+def crash_together(
+    clock: Clock, poison_guard: PoisonGuard, count: int, **options: Any
+) -> list[Run]:
     """Returns requests that were all at the worker d1, which has crashed, and now can go to d2
     only.
     """
@@ -620,7 +622,7 @@ def crash_together(clock: Clock, quarantine: Quarantine, count: int, **options: 
     for number in range(count):
         pools, caller = FakePools(random.Random(number), pairs=False, decode=("d1",)), Caller(1)
         execution, _ = start(
-            pools, choices_request(1), quarantine=quarantine, clock=clock, **options
+            pools, choices_request(1), poison_guard=poison_guard, clock=clock, **options
         )
         caller.read_until(pools, execution, 2)
         runs.append((pools, caller, execution))
@@ -634,7 +636,7 @@ def crash_together(clock: Clock, quarantine: Quarantine, count: int, **options: 
 def test_a_suspect_that_waits_for_its_turn_is_given_up_only_without_a_worker() -> None:
     clock = Clock()
     (_, _, first), (pools, caller, second) = crash_together(
-        clock, Quarantine(clock), 2, park_seconds=2.0
+        clock, PoisonGuard(clock), 2, park_seconds=2.0
     )
     for _ in range(3):  # the first has a worker, but shows no token for long
         clock.now += 2.0
@@ -651,12 +653,12 @@ def test_a_suspect_that_waits_for_its_turn_is_given_up_only_without_a_worker() -
 def test_a_suspect_that_shows_nothing_keeps_its_turn_for_a_while_only() -> None:
     clock = Clock()
     started = clock.now
-    runs = crash_together(clock, Quarantine(clock), 3)
+    runs = crash_together(clock, PoisonGuard(clock), 3)
     clock.now += AVOID_SECONDS
     _, caller, second = runs[1]
     caller.read(second)
-    assert second.wake_at == started + TRIAL_SECONDS
-    clock.now = started + TRIAL_SECONDS
+    assert second.wake_at == started + SOLO_RUN_SECONDS
+    clock.now = started + SOLO_RUN_SECONDS
     for _, caller, execution in (runs[2], runs[1]):
         caller.read(execution)
     assert [len(pools.submits) for pools, _, _ in runs] == [2, 1, 2]
@@ -696,8 +698,8 @@ def test_crashes_with_tokens_between_them_are_not_the_request_s() -> None:
 
 
 def test_suspects_start_one_at_a_time_and_the_guilty_one_is_refused() -> None:
-    quarantine = Quarantine()
-    runs = crash_together(Clock(), quarantine, 4)
+    poison_guard = PoisonGuard()
+    runs = crash_together(Clock(), poison_guard, 4)
     assert [len(pools.submits) for pools, _, _ in runs] == [2, 1, 1, 1]
     for num_outputs, may_ask in (
         (2, False),
@@ -706,7 +708,7 @@ def test_suspects_start_one_at_a_time_and_the_guilty_one_is_refused() -> None:
         pools, caller, execution = runs[0]
         pools.step(pools.running[-1], num_outputs)
         caller.read(execution)
-        assert quarantine.may_ask(runs[1][2]) == may_ask
+        assert poison_guard.may_ask(runs[1][2]) == may_ask
     pools, caller, execution = runs[1]
     caller.read(execution)
     assert [len(pools.submits) for pools, _, _ in runs] == [2, 2, 1, 1]
@@ -715,8 +717,8 @@ def test_suspects_start_one_at_a_time_and_the_guilty_one_is_refused() -> None:
     with pytest.raises(InternalError, match="two workers"):
         caller.read(execution)
     execution.end()
-    assert quarantine.convictions.is_convicted(choices_request(1))
-    assert not quarantine.convictions.is_convicted(choices_request(1, tenant="another"))
+    assert poison_guard.blocked_prompts.is_blocked(choices_request(1))
+    assert not poison_guard.blocked_prompts.is_blocked(choices_request(1, tenant="another"))
     _, caller, execution = runs[2]
     caller.read(execution)
     execution.end()  # the client has gone
@@ -736,7 +738,7 @@ class _Slot:
 async def test_what_came_while_the_caller_was_away_is_its_even_if_it_was_the_end(
     error: Unavailable | None,
 ) -> None:
-    pools, wake = FakePools(random.Random(4), pairs=False), Wake()
+    pools, wake = FakePools(random.Random(4), pairs=False), Wakeup()
     request, registry = choices_request(1), cast(WorkerRegistry, pools)
     timer = RequestTimer(request, inference_pb2.Timeline())
     execution = RequestExecution(

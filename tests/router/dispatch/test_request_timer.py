@@ -181,8 +181,8 @@ def test_an_attempt_after_an_interruption_is_a_recovery() -> None:
     timed.timer.dispatched(Placement(prefill="p", decode="d"), 2)  # of another choice
     assert timed.recorder.added == []
     timed.timer.interrupted("crash", "d")
-    timed.timer.dispatched(Placement(prefill="p", decode="e"), 3, "rehand")
-    assert timed.recorder.added[1:] == [(RECOVERIES, {"kind": "rehand"})]
+    timed.timer.dispatched(Placement(prefill="p", decode="e"), 3, "handoff")
+    assert timed.recorder.added[1:] == [(RECOVERIES, {"kind": "handoff"})]
 
 
 def test_the_table_knows_every_cause_of_an_interruption() -> None:

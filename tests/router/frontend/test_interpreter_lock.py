@@ -16,7 +16,7 @@ from itertools import pairwise
 import pytest
 
 from tandem.router.api.openai.parsing import json_list
-from tandem.router.frontend.spelled_tokens import Disguise, Spellings
+from tandem.router.frontend.spelled_tokens import SpecialTokenEscaper, Spellings
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.frontend.test_spelled_tokens import END, START, chatml_tokenizer
 
@@ -90,8 +90,8 @@ def test_texts_that_spell_special_tokens_leave_the_lock_to_others(
     _, control, encoder = tokenizer._spelled
 
     def encode() -> None:
-        disguise = Disguise(text)
-        encoder.encode(f"{START}user\n{disguise.put_on(text, control)}{END}\n", disguise)
+        escaper = SpecialTokenEscaper(text)
+        encoder.encode(f"{START}user\n{escaper.escape(text, control)}{END}\n", escaper)
 
     assert not holds_the_lock(encode)
 

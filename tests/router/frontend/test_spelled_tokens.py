@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from tandem.cluster.store.store import get_model
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
-from tandem.router.frontend.spelled_tokens import Disguise, LiteralEncoder, Spellings
+from tandem.router.frontend.spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
@@ -179,9 +179,9 @@ def test_any_mixture_of_spellings_is_text(contents: list[str]) -> None:
     """Rendered as ChatML does. All ids but those of the structure are of text, and decode to it."""
     tokenizer = SMALL
     _, control, encoder = tokenizer._spelled
-    disguise = Disguise("".join(contents))
-    rendered = "".join(f"{START}user\n{disguise.put_on(text, control)}{END}\n" for text in contents)
-    ids = encoder.encode(rendered, disguise)
+    escaper = SpecialTokenEscaper("".join(contents))
+    rendered = "".join(f"{START}user\n{escaper.escape(text, control)}{END}\n" for text in contents)
+    ids = encoder.encode(rendered, escaper)
     assert texts_of(tokenizer, [token for token in ids if token in encoder._tokens]) == [
         START,
         END,
@@ -202,9 +202,9 @@ SMALL = chatml_tokenizer()
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=3))
 def test_ordinary_texts_have_the_ids_they_had(contents: list[str]) -> None:
     """Also where the careful way is taken, which a part of a token at an end is enough for."""
-    encoder, disguise = SMALL._spelled[2], Disguise("".join(contents))
+    encoder, escaper = SMALL._spelled[2], SpecialTokenEscaper("".join(contents))
     rendered = "".join(f"{START}user\n{text}{END}\n" for text in contents if "|" not in text)
-    assert encoder.encode(rendered, disguise) == SMALL._encode(rendered, False)
+    assert encoder.encode(rendered, escaper) == SMALL._encode(rendered, False)
 
 
 @pytest.mark.parametrize(
@@ -247,12 +247,12 @@ def whole_words() -> Backend:
 @pytest.mark.parametrize("backend", [unigram(), whole_words()])
 def test_no_vocabulary_brings_a_token_back(backend: Backend) -> None:
     token = backend.token_to_id("</s>") or 0
-    encoder, disguise = LiteralEncoder(backend, {token: "</s>"}), Disguise("a</s>a")
-    hidden = disguise.put_on("a</s>a", Spellings(["</s>"]))
+    encoder, escaper = LiteralEncoder(backend, {token: "</s>"}), SpecialTokenEscaper("a</s>a")
+    hidden = escaper.escape("a</s>a", Spellings(["</s>"]))
     assert "</s>" not in hidden
-    ids = encoder.encode(f"{hidden}</s>", disguise)
+    ids = encoder.encode(f"{hidden}</s>", escaper)
     assert (ids.count(token), ids[-1]) == (1, token)
-    alone = encoder.encode(hidden.replace("a", ""), disguise)
+    alone = encoder.encode(hidden.replace("a", ""), escaper)
     assert token not in alone
 
 
@@ -282,15 +282,15 @@ async def test_what_cannot_be_told_apart_is_refused(tiny: Tokenizer) -> None:
 def test_every_private_use_character() -> None:
     everything = "".join(map(chr, range(0xE000, 0xF900)))
     with pytest.raises(InvalidArgument, match="private-use"):
-        Disguise(everything).put_on(START, Spellings([START]))
+        SpecialTokenEscaper(everything).escape(START, Spellings([START]))
 
 
 def test_a_prompt_of_spellings_takes_no_long_time() -> None:
     text = START * 80_000
-    disguise = Disguise(text)
-    hidden = disguise.put_on(text, Spellings([START, END]))
+    escaper = SpecialTokenEscaper(text)
+    hidden = escaper.escape(text, Spellings([START, END]))
     assert START not in hidden
-    assert disguise.take_off(hidden) == text
+    assert escaper.unescape(hidden) == text
 
 
 ALPHABET = st.text("ab<|[", max_size=4)
@@ -314,4 +314,4 @@ def test_a_prompt_of_too_many_tokens_is_refused(tiny: Tokenizer) -> None:
     with pytest.raises(InvalidArgument, match="has 1200000 tokens; the maximum is 1048576"):
         tiny._encode(text, False)
     with pytest.raises(InvalidArgument, match="has 1200000 tokens; the maximum is 1048576"):
-        tiny._spelled[2].encode(text, Disguise(text))
+        tiny._spelled[2].encode(text, SpecialTokenEscaper(text))

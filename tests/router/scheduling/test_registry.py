@@ -169,7 +169,7 @@ def test_one_that_goes_ahead_of_what_waits_goes_where_most_of_it_is_cached() -> 
         if worker != cached:
             registry.prefilled(worker, name)
     again = request([*first.prompt, 7], "1#0")
-    placed = [registry.place(again, goes_ahead=ahead) for ahead in (False, True) for _ in range(5)]
+    placed = [registry.place(again, is_resumed=ahead) for ahead in (False, True) for _ in range(5)]
     assert [each is not None and each.prefill == cached for each in placed] == [False] * 5 + [
         True
     ] * 5
@@ -190,7 +190,7 @@ def test_one_that_goes_ahead_goes_where_most_of_it_is_cached_however_slow_prompt
         registry.record_prefill(other, 1_000, 1.0)
         registry.record_transfer(cached, decode, 2**25, 1.0)
     again = request([*first.prompt, *prompt(2, 100)], "1#0")
-    assert {registry.place(again, goes_ahead=True) for _ in range(9)} == {
+    assert {registry.place(again, is_resumed=True) for _ in range(9)} == {
         dispatch_of(cached, decode)
     }
 
@@ -205,10 +205,10 @@ def test_several_that_go_ahead_spread_over_workers_that_have_the_same_cached() -
     dispatched: dict[str | None, list[int]] = {"p0": [], "p1": []}
     for number, length in enumerate((300, 100, 100, 100, 100, 100)):
         again = request([*shared, *prompt(2 + number, length)], f"{number}#0")
-        placement = registry.place(again, goes_ahead=True)
+        placement = registry.place(again, is_resumed=True)
         assert placement is not None
         assert placement.prefill is not None
-        registry.dispatched(placement.prefill, again, len(again.prompt), goes_ahead=True)
+        registry.dispatched(placement.prefill, again, len(again.prompt), is_resumed=True)
         registry.dispatched(placement.decode, again, 0)
         dispatched[placement.prefill].append(length)
     assert sorted(map(sorted, dispatched.values())) == [[100, 100, 100, 100], [100, 300]]

@@ -28,7 +28,7 @@ def spec(
     number: int,
     tokens: tuple[int, ...] = PROMPT,
     *,
-    task: Task = Task.WHOLE,
+    task: Task = Task.COLOCATED,
     max_tokens: int = 4,
     first_index: int = 0,
     stop_ids: tuple[int, ...] = (),

@@ -117,7 +117,7 @@ class Pair:
         if request.split:
             request.prefill_id = self._send(self.prefill, request, Task.PREFILL)
         else:
-            request.decode_id = self._send(self.decode, request, Task.WHOLE)
+            request.decode_id = self._send(self.decode, request, Task.COLOCATED)
 
     def cancel(self, request: Request) -> None:
         self._drop(request)

@@ -148,10 +148,10 @@ def test_prompts_that_continue_streams_share_their_steps_with_no_new_prompt(
     target.submit(spec(3, PROMPT[:5], max_tokens=3, first_index=2))
     events = target.step()
     assert [step.sequence_id for step in target.executor.plans[-1].sequences] == [2, 3]
-    assert target.executor.plans[-1].is_urgent
+    assert target.executor.plans[-1].is_expedited
     events += target.step()
     assert [step.sequence_id for step in target.executor.plans[-1].sequences] == [2, 3, 1]
-    assert not target.executor.plans[-1].is_urgent
+    assert not target.executor.plans[-1].is_expedited
     target.submit(spec(4, tuple(range(20, 60)), max_tokens=1, first_index=2))
     events += run(target)
     for number, tokens in ((1, PROMPT), (2, PROMPT[:4]), (3, PROMPT[:5])):
@@ -195,7 +195,7 @@ def test_what_could_never_run_is_refused_and_the_longest_that_can_runs(
     target.submit(spec(2, tuple(range(room)), task=task))
     events = target.step()
     assert cached_of(events, 2) == 0
-    if task is Task.WHOLE:
+    if task is Task.COLOCATED:
         assert tokens_of(events + run(target), 2) == expected(tuple(range(room)), 4)
 
 

@@ -276,7 +276,7 @@ def test_overlap_changes_no_sequence_s_events(chunk: int) -> None:
     for overlap, late in ((False, False), (True, False), (True, True)):
         target = make_worker(chunk_tokens=chunk, prefix_caching=False, overlap=overlap, late=late)
         for number, task in zip(
-            range(6), itertools.cycle((Task.WHOLE, Task.PREFILL)), strict=False
+            range(6), itertools.cycle((Task.COLOCATED, Task.PREFILL)), strict=False
         ):
             target.submit(
                 spec(number, PROMPT[: 4 + number], task=task, max_tokens=5, stop_ids=(stop,))

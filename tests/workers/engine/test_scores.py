@@ -40,7 +40,7 @@ def test_a_likeliest_token_is_what_the_zero_seed_draws() -> None:
 
 
 @pytest.mark.parametrize("chunk", [3, 4, 16])
-@pytest.mark.parametrize("task", [Task.WHOLE, Task.PREFILL])
+@pytest.mark.parametrize("task", [Task.COLOCATED, Task.PREFILL])
 @pytest.mark.parametrize("n", [1, 2])
 def test_of_the_prompt_they_come_with_the_first_token_of_the_first_choice(
     worker: MakeWorker, chunk: int, task: Task, n: int

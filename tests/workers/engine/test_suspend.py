@@ -246,7 +246,7 @@ class Service:
         """Submits as one request of several choices, or as single ones where these do not fit
         together.
         """
-        each = self._spec(requests[0], Task.WHOLE, len(requests))
+        each = self._spec(requests[0], Task.COLOCATED, len(requests))
         if not self.workers[worker].engine.scheduler.fits(each):
             for request in requests:
                 self.submit(worker, [request])

@@ -60,7 +60,7 @@ def generate(
         rest = NUM_TOKENS - len(made[row][0])
         spec = SequenceSpec(
             id=number,
-            task=Task.WHOLE,
+            task=Task.COLOCATED,
             tokens=tokens,
             first_index=NUM_TOKENS - rest,
             max_tokens=rest,
@@ -178,7 +178,11 @@ def test_suspended_and_cancelled_sequences_leave_nothing_and_go_on_alike(tmp_pat
         rest = NUM_TOKENS - (len(known) - 20)
         engine.submit(
             SequenceSpec(
-                id=number, task=Task.WHOLE, tokens=tuple(known), max_tokens=rest, sampling=GREEDY
+                id=number,
+                task=Task.COLOCATED,
+                tokens=tuple(known),
+                max_tokens=rest,
+                sampling=GREEDY,
             )
         )
 

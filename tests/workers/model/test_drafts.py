@@ -87,7 +87,11 @@ def generate(
     engine = Engine(runner, EngineConfig(num_blocks=128, block_size=16, budgets=budgets, **config))
     for number, (tokens, kind) in enumerate(zip(prompts, kinds, strict=True)):
         spec = SequenceSpec(
-            id=number, task=Task.WHOLE, tokens=tuple(tokens), max_tokens=max_tokens, sampling=kind
+            id=number,
+            task=Task.COLOCATED,
+            tokens=tuple(tokens),
+            max_tokens=max_tokens,
+            sampling=kind,
         )
         engine.submit(spec)
         if drafters:
@@ -243,7 +247,7 @@ def test_a_sequence_that_fails_within_a_draft_is_reported(tmp_path: Path) -> Non
     engine = Engine(runner, config)
     sampling = replace(GREEDY, logit_bias=((poison, 100.0),))
     engine.submit(
-        SequenceSpec(id=1, task=Task.WHOLE, tokens=(5, 6), max_tokens=9, sampling=sampling)
+        SequenceSpec(id=1, task=Task.COLOCATED, tokens=(5, 6), max_tokens=9, sampling=sampling)
     )
     engine.requests.sequences[1].drafter = Oracle(0, [5, 6, *[poison] * 9])
     events = [event for _ in range(9) if engine.has_work for event in engine.step()]

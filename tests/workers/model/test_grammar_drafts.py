@@ -86,7 +86,7 @@ def generate(
         tokens = tuple(prompt(9 + number, number))
         spec = SequenceSpec(
             id=number,
-            task=Task.WHOLE,
+            task=Task.COLOCATED,
             tokens=tokens,
             max_tokens=120,
             sampling=kind,

@@ -86,8 +86,8 @@ def test_owners_share_nothing(grammars: GrammarCache) -> None:
     assert ada is not bob
     assert grammars.find(SMALL, b"ada") is ada
     grammars.forget(SMALL, b"ada")
-    assert ada.is_worn
-    assert not bob.is_worn
+    assert ada.is_exhausted
+    assert not bob.is_exhausted
 
 
 def test_a_tokenizer_that_cannot_be_read_is_no_fault_of_the_grammar(
@@ -117,7 +117,7 @@ def run(runner: ModelRunner) -> dict[int, list[int]]:
             tokens=tuple(prompt(9, number)),
             max_tokens=60,
             sampling=sampling,
-            task=Task.WHOLE,
+            task=Task.COLOCATED,
         )
         engine.submit(spec)
     made: dict[int, list[int]] = {number: [] for number in range(len(texts))}

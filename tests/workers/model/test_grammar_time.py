@@ -81,7 +81,7 @@ def sequence(number: int, max_tokens: int, **fields: object) -> SequenceSpec:
     values: dict[str, object] = {
         "tokens": tuple(prompt(9, number)),
         "sampling": sampling,
-        "task": Task.WHOLE,
+        "task": Task.COLOCATED,
     }
     return SequenceSpec(id=number, max_tokens=max_tokens, **(values | fields))  # type: ignore[arg-type]
 

@@ -92,7 +92,11 @@ def converse(
                 answers[number] = []
                 tokens = tuple(histories[number])
                 sequence = SequenceSpec(
-                    id=number, task=Task.WHOLE, tokens=tokens, max_tokens=NUM_TOKENS, sampling=kind
+                    id=number,
+                    task=Task.COLOCATED,
+                    tokens=tokens,
+                    max_tokens=NUM_TOKENS,
+                    sampling=kind,
                 )
                 engine.submit(sequence)
             while engine.has_work:

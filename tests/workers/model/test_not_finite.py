@@ -119,7 +119,7 @@ def test_an_engine_fails_the_sequence_alone_and_publishes_none_of_its_blocks(
         )
         for number, tokens in enumerate(prompts):
             spec = SequenceSpec(
-                id=number, tokens=tuple(tokens), max_tokens=8, task=Task.WHOLE, sampling=GREEDY
+                id=number, tokens=tuple(tokens), max_tokens=8, task=Task.COLOCATED, sampling=GREEDY
             )
             engine.submit(spec)
         events: list[Event] = []

@@ -281,7 +281,7 @@ def generate(
         tokens, rest = (*prompts[index], *made[index]), NUM_MADE - len(made[index])
         engine.submit(
             SequenceSpec(
-                id=number, tokens=tokens, max_tokens=rest, task=Task.WHOLE, sampling=GREEDY
+                id=number, tokens=tokens, max_tokens=rest, task=Task.COLOCATED, sampling=GREEDY
             )
         )
 

@@ -44,8 +44,8 @@ def test_urgent_steps_are_not_nice_where_that_is_allowed() -> None:
         may = set_niceness(usual)
         set_niceness(usual + 5)
         executor = NiceExecutor(noting, 5)
-        for is_urgent in (False, True, True, False):
-            executor.launch(StepPlan(sequences=(), dropped=(), is_urgent=is_urgent))()
+        for is_expedited in (False, True, True, False):
+            executor.launch(StepPlan(sequences=(), dropped=(), is_expedited=is_expedited))()
         return may
 
     with ThreadPoolExecutor(1) as thread:
@@ -78,8 +78,8 @@ def test_a_step_under_way_becomes_less_nice_when_a_stream_waits_for_its_end() ->
         may = set_niceness(usual)
         set_niceness(usual + 5)
         executor = NiceExecutor(hurried, 5)
-        executor.hurry()  # before the first step there is nothing to hurry
-        hurried.hurry_it = executor.hurry
+        executor.expedite()  # before the first step there is nothing to expedite
+        hurried.hurry_it = executor.expedite
         for _ in range(2):
             executor.launch(StepPlan(sequences=(), dropped=()))()
         return may

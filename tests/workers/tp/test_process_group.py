@@ -158,7 +158,7 @@ PLAN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "saved": st.lists(st.tuples(IDS, IDS)).map(tuple),
     "restored": st.lists(st.tuples(IDS, IDS)).map(tuple),
     "unloaded": st.lists(IDS).map(tuple),
-    "is_urgent": st.booleans(),
+    "is_expedited": st.booleans(),
 }
 PLANS = st.fixed_dictionaries(PLAN_FIELDS).map(lambda plan: StepPlan(**plan))
 
@@ -323,5 +323,5 @@ def test_who_wraps_an_executor_has_all_of_its_calls(wrapper: type[Executor]) -> 
     calls = {name for name in vars(Executor) if not name.startswith("_")} - {
         "execute"
     }  # which calls launch
-    assert calls == {"launch", "prepare_masks", "propose", "hurry"}
+    assert calls == {"launch", "prepare_masks", "propose", "expedite"}
     assert calls <= vars(wrapper).keys()

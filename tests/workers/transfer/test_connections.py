@@ -46,7 +46,7 @@ from tandem.workers.transfer.frames import (
     decode,
     encode,
 )
-from tandem.workers.transfer.pair import Pair
+from tandem.workers.transfer.p2p_group import P2pGroup
 from tandem.workers.transfer.registry import capabilities
 from tandem.workers.transfer.shared_memory import SharedMemoryConnector
 
@@ -261,7 +261,7 @@ async def test_a_transport_that_does_not_answer_holds_nobody_up(
 async def test_a_transport_that_the_sender_cannot_open_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Pair, "listen", lambda *args, **kwargs: no_interface())
+    monkeypatch.setattr(P2pGroup, "listen", lambda *args, **kwargs: no_interface())
     async with two(transports=("gloo",)) as pair:
         assert (await pair.move()).transport == "grpc"
         assert pair.used == ["grpc"]
@@ -576,8 +576,8 @@ async def test_a_message_of_a_length_that_no_frame_has_is_not_waited_for(num_byt
 
 
 @asynccontextmanager
-async def two_ends() -> AsyncIterator[tuple[Pair, CollectiveConnector]]:
-    pair = Pair.listen("127.0.0.1", timeout=5)
+async def two_ends() -> AsyncIterator[tuple[P2pGroup, CollectiveConnector]]:
+    pair = P2pGroup.listen("127.0.0.1", timeout=5)
     accepting = asyncio.create_task(pair.accept())
     context = TransferContext(kv=memory(1), transports=("gloo",))
     receiving = await CollectiveConnector.connect(context, "gloo", {"address": pair.address})

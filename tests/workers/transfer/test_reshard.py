@@ -12,7 +12,7 @@ from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.reshard import Piece, plan, plan_layout
 from tandem.workers.kv_cache.sharding import kv_heads
 
-Pair = tuple[int, int, int, int]  # num_heads, num_kv_heads, source_tp, target_tp
+P2pGroup = tuple[int, int, int, int]  # num_heads, num_kv_heads, source_tp, target_tp
 
 
 def divisors(number: int) -> list[int]:
@@ -20,7 +20,7 @@ def divisors(number: int) -> list[int]:
 
 
 @st.composite
-def pairs(draw: st.DrawFn) -> Pair:
+def pairs(draw: st.DrawFn) -> P2pGroup:
     num_heads = draw(st.integers(1, 64))
     num_kv_heads, source_tp, target_tp = (
         draw(st.sampled_from(divisors(num_heads))) for _ in range(3)
@@ -28,7 +28,7 @@ def pairs(draw: st.DrawFn) -> Pair:
     return num_heads, num_kv_heads, source_tp, target_tp
 
 
-def plans(pair: Pair) -> list[tuple[Piece, ...]]:
+def plans(pair: P2pGroup) -> list[tuple[Piece, ...]]:
     return [plan(*pair, rank) for rank in range(pair[3])]
 
 
@@ -38,7 +38,7 @@ def slots_of(num_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, ...]
 
 @settings(max_examples=120)
 @given(pairs())
-def test_every_slot_is_filled_once_and_with_the_right_head(pair: Pair) -> None:
+def test_every_slot_is_filled_once_and_with_the_right_head(pair: P2pGroup) -> None:
     num_heads, num_kv_heads, source_tp, target_tp = pair
     caches = [
         np.array(slots) for slots in slots_of(num_heads, num_kv_heads, source_tp)
@@ -56,7 +56,7 @@ def test_every_slot_is_filled_once_and_with_the_right_head(pair: Pair) -> None:
 
 @settings(max_examples=80)
 @given(pairs())
-def test_no_plan_has_fewer_pieces(pair: Pair) -> None:
+def test_no_plan_has_fewer_pieces(pair: P2pGroup) -> None:
     num_heads, num_kv_heads, source_tp, target_tp = pair
     runs = {
         slots[first:stop]
@@ -77,7 +77,7 @@ def test_no_plan_has_fewer_pieces(pair: Pair) -> None:
 
 @settings(max_examples=60)
 @given(pairs())
-def test_between_equal_degrees_each_rank_reads_everything_from_its_like(pair: Pair) -> None:
+def test_between_equal_degrees_each_rank_reads_everything_from_its_like(pair: P2pGroup) -> None:
     num_heads, num_kv_heads, tp, _ = pair
     for rank, pieces in enumerate(plans((num_heads, num_kv_heads, tp, tp))):
         every = range(len(kv_heads(num_heads, num_kv_heads, tp, rank)))
@@ -86,7 +86,7 @@ def test_between_equal_degrees_each_rank_reads_everything_from_its_like(pair: Pa
 
 @settings(max_examples=120)
 @given(pairs())
-def test_targets_spread_evenly_over_the_replicas_of_each_head(pair: Pair) -> None:
+def test_targets_spread_evenly_over_the_replicas_of_each_head(pair: P2pGroup) -> None:
     num_heads, num_kv_heads, source_tp, target_tp = pair
     group = num_heads // num_kv_heads
     sources, targets = (
@@ -160,7 +160,7 @@ FIRST, SECOND, BOTH = range(1), range(1, 2), range(2)
         ),
     ],
 )
-def test_examples(pair: Pair, expected: list[list[Piece]]) -> None:
+def test_examples(pair: P2pGroup, expected: list[list[Piece]]) -> None:
     assert [list(pieces) for pieces in plans(pair)] == expected
 
 

@@ -61,7 +61,7 @@ def memory(
 
 
 @dataclass
-class Pair:
+class P2pGroup:
     """A sender and a receiver, and the frames that went between them."""
 
     source: PagedKv
@@ -132,7 +132,7 @@ async def test_what_arrives_is_what_was_there(
         for kv in (source, target)
     )
     cached = data.draw(st.integers(0, num_tokens - 1))
-    pair = Pair(source, target)
+    pair = P2pGroup(source, target)
     fetched = await pair.move(blocks, into, num_tokens, cached, chunk)
     assert pair.payload_bytes == 0
     moved = span(source, cached, num_tokens - cached)
@@ -145,7 +145,7 @@ async def test_what_arrives_is_what_was_there(
 
 async def withdrawn_at_commit() -> worker_pb2.KvReceived:
     """The sender frees the blocks when the Commit is under way already."""
-    pair = Pair(memory(seed=1), memory())
+    pair = P2pGroup(memory(seed=1), memory())
 
     async def hook(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for frame in frames:
@@ -197,7 +197,7 @@ async def test_what_cannot_be_mapped_goes_over_the_stream(
         "no file": {"kv_fd": 10**6},
         "a pipe": {"kv_fd": ends[0]},
     }
-    pair = Pair(source, target)
+    pair = P2pGroup(source, target)
     if why == "host":
         hosts = iter(["here", "elsewhere"])
         monkeypatch.setattr(shared_memory, "host_id", lambda: next(hosts))
@@ -227,14 +227,14 @@ def describe(monkeypatch: pytest.MonkeyPatch, **change: Any) -> None:
 async def test_an_impossible_description_is_refused(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = Pair(memory(seed=1), memory())
+    pair = P2pGroup(memory(seed=1), memory())
     describe(monkeypatch, **change)
     assert (await pair.move((1, 2), (3, 4), 8)).transport == "grpc"
 
 
 @pytest.mark.parametrize("change", [{"entry": 10**6}, {"entry": 2**63}, {"number": 7}])
 async def test_an_impossible_lease_is_a_failed_transfer(change: dict[str, int]) -> None:
-    pair = Pair(memory(seed=1), memory())
+    pair = P2pGroup(memory(seed=1), memory())
 
     async def hook(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for frame in frames:
@@ -254,7 +254,7 @@ async def test_an_impossible_lease_is_a_failed_transfer(change: dict[str, int]) 
 async def test_blocks_that_the_memory_has_not_are_a_failed_transfer(
     change: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = Pair(memory(seed=1), memory())
+    pair = P2pGroup(memory(seed=1), memory())
     describe(monkeypatch, **change)
     with pytest.raises(TransferError, match="out of bounds"):
         await pair.move((1, 2), (3, 4), 8)

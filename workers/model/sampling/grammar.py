@@ -88,7 +88,7 @@ class CompiledGrammar:
 
     matcher: LLMatcher
     mask: torch.Tensor  # int32 [num_words], a bit for each token
-    is_worn: bool = False  # the lexer may be full, for good
+    is_exhausted: bool = False  # the lexer may be full, for good
     tenant: bytes = b""
     num_bytes: int = 0  # that were reserved for it
     state_bytes: float = 0.0  # that the use of its lexer may have added
@@ -136,7 +136,7 @@ class GrammarCache:
         key = owner, grammar
         with self._lock:
             compiled = self._compiled.get(key)
-        if compiled is None or compiled.is_worn:
+        if compiled is None or compiled.is_exhausted:
             # The largest, whose text is mostly escapes, take less than that, and fit alone.
             num_bytes = min(_BASE_BYTES + _CHARACTER_BYTES * len(grammar), _MAX_COMPILED_BYTES // 4)
             reserved = self._reserve(tenant, num_bytes)
@@ -145,7 +145,7 @@ class GrammarCache:
             compiled.tenant, compiled.num_bytes = tenant, reserved.num_bytes
         with self._lock:
             faster = self._compiled.get(key)  # of another thread
-            compiled = compiled if faster is None or faster.is_worn else faster
+            compiled = compiled if faster is None or faster.is_exhausted else faster
             self._compiled[key] = compiled
             self._held.add(compiled)
             return self._use(key, compiled)
@@ -205,7 +205,7 @@ class GrammarCache:
         with self._lock:
             self._recent.pop(key, None)
             if compiled := self._compiled.get(key):
-                compiled.is_worn = True
+                compiled.is_exhausted = True
 
     def charge(self, grammar: str, compiled: CompiledGrammar, seconds: float) -> None:
         """Counts a mask that took a core so many seconds, by a grammar of this text. If the states

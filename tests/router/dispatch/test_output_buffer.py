@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import Cancelled
-from tandem.router.dispatch.unread import Backlog
+from tandem.router.dispatch.output_buffer import OutputBuffer
 from tandem.router.request import TokenDelta
 from tandem.tests.router.pieces import pieces
 
@@ -34,12 +34,12 @@ def delta(choice: int, first: int, count: int = 1, top: int = 0) -> TokenDelta:
 def test_joining_changes_nothing_but_the_number_of_deltas(
     lengths: list[int], order: random.Random, takes: set[int]
 ) -> None:
-    backlog = Backlog()
+    output_buffer = OutputBuffer()
     found: dict[int, list[int]] = {choice: [] for choice in range(len(lengths))}
     ended: set[int] = set()
 
     def take() -> None:
-        deltas = list(backlog.take())
+        deltas = list(output_buffer.take())
         assert len(deltas) == len({each.choice for each in deltas})
         for each in deltas:
             assert each.choice not in ended
@@ -53,7 +53,7 @@ def test_joining_changes_nothing_but_the_number_of_deltas(
         each = delta(choice, ids.start, len(ids))
         if is_last:
             each = replace(each, finish_reason=inference_pb2.FINISH_REASON_LENGTH)
-        backlog.put(each)
+        output_buffer.put(each)
         if step in takes:
             take()
     take()
@@ -62,20 +62,20 @@ def test_joining_changes_nothing_but_the_number_of_deltas(
 
 
 def test_joining_hides_no_gap() -> None:
-    backlog = Backlog()
+    output_buffer = OutputBuffer()
     for first in (0, 1, 3, 4):
-        backlog.put(delta(0, first))
-    assert [(each.first_index, len(each.ids)) for each in backlog.take()] == [(0, 2), (3, 2)]
+        output_buffer.put(delta(0, first))
+    assert [(each.first_index, len(each.ids)) for each in output_buffer.take()] == [(0, 2), (3, 2)]
 
 
 def test_what_waits_is_bounded() -> None:
-    backlog = Backlog(max_bytes=100_000)
+    output_buffer = OutputBuffer(max_bytes=100_000)
     for first in range(100):
-        backlog.put(delta(0, first, top=20))
-        backlog.check_size()
+        output_buffer.put(delta(0, first, top=20))
+        output_buffer.check_size()
     for first in range(100, 200):
-        backlog.put(delta(0, first, top=20))
+        output_buffer.put(delta(0, first, top=20))
     with pytest.raises(Cancelled, match="more than 100000 bytes of the answer were left unread"):
-        backlog.check_size()
-    list(backlog.take())
-    backlog.check_size()
+        output_buffer.check_size()
+    list(output_buffer.take())
+    output_buffer.check_size()

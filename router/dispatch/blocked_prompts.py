@@ -11,9 +11,9 @@ from ...proto import inference_pb2
 from ...proto.hashing import hash_prompt
 from ..request import TokenRequest
 
-CONVICTED_SECONDS: Final = 600.0  # how long such a request is refused
-MAX_CONVICTED: Final = 512
-"""Requests at a time. The oldest gives way to one that is convicted here; one that others report
+BLOCKED_SECONDS: Final = 600.0  # how long such a request is refused
+MAX_BLOCKED: Final = 512
+"""Requests at a time. The oldest gives way to one that is blocked here; one that others report
 finds room or not.
 """
 
@@ -43,33 +43,35 @@ def hash_request(request: TokenRequest) -> bytes:
         *(request.ignore_eos, request.min_tokens, request.logprobs, request.prompt_logprobs),
         *(int(request.pooling), request.grammar),
     )
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=16, person=b"conviction").digest()
+    digest = hashlib.blake2b(
+        repr(parts).encode(), digest_size=16, person=b"blocked prompt"
+    ).digest()
     return hash_prompt(request.prompt, digest)
 
 
-class Convictions:
-    """Holds the hashes of convicted requests, see `hash_request`.
+class BlockedPrompts:
+    """Holds the hashes of blocked requests, see `hash_request`.
 
     Clocks of hosts differ, so holders exchange the seconds that are left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_news: Callable[[], object] = lambda: (
             None
-        )  # called after a conviction of this router's own
+        )  # called after a blocked prompt of this router's own
         self._clock = clock
         self._until: dict[bytes, float] = {}  # by the hash of the request
 
-    def convict(self, request: TokenRequest) -> None:
+    def block(self, request: TokenRequest) -> None:
         """Has requests like this one refused for a while."""
         self._forget_ended()
         content = hash_request(request)
         self._until.pop(content, None)
-        if len(self._until) >= MAX_CONVICTED:
+        if len(self._until) >= MAX_BLOCKED:
             del self._until[next(iter(self._until))]
-        self._until[content] = self._clock() + CONVICTED_SECONDS
+        self._until[content] = self._clock() + BLOCKED_SECONDS
         self.on_news()
 
-    def is_convicted(self, request: TokenRequest) -> bool:
+    def is_blocked(self, request: TokenRequest) -> bool:
         """Returns whether requests like this one are refused now."""
         return bool(self._until) and self._until.get(hash_request(request), 0.0) > self._clock()
 
@@ -92,8 +94,8 @@ class Convictions:
         self._forget_ended()
         now, num_known = self._clock(), len(self._until)
         for content, seconds in remaining.items():
-            if content not in self._until and len(self._until) < MAX_CONVICTED:
-                self._until[content] = now + min(seconds, CONVICTED_SECONDS)
+            if content not in self._until and len(self._until) < MAX_BLOCKED:
+                self._until[content] = now + min(seconds, BLOCKED_SECONDS)
         return len(self._until) > num_known
 
     def _forget_ended(self) -> None:

@@ -1,5 +1,5 @@
 """Suspects of a crash: no two are at one worker, all workers compute for one at once, and only one
-on trial is convicted.
+on solo run is blocked.
 """
 
 import random
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tandem.proto import worker_pb2
 from tandem.proto.errors import InternalError
-from tandem.proto.worker_pb2 import TASK_DECODE, TASK_PREFILL, TASK_WHOLE
+from tandem.proto.worker_pb2 import TASK_COLOCATED, TASK_DECODE, TASK_PREFILL
 from tandem.router.dispatch.execution import AVOID_SECONDS, RequestExecution
-from tandem.router.dispatch.quarantine import TRIAL_SECONDS, Quarantine
+from tandem.router.dispatch.poison_guard import SOLO_RUN_SECONDS, PoisonGuard
 from tandem.router.dispatch.worker_client import WorkerStream
 from tandem.tests.router.fake_pools import (
     SEED,
@@ -43,7 +43,7 @@ class Suspect:
 
     def read(self) -> list[int]:
         """Takes what has come; returns the tasks that were submitted since the crash."""
-        for _ in range(2):  # the end of its trial wakes it
+        for _ in range(2):  # the end of its solo run wakes it
             self.caller.read(self.execution)
         return [int(submit.task) for submit in self.pools.submits[self.num_before :]]
 
@@ -61,52 +61,52 @@ class Suspect:
 
 
 def make_suspects(
-    *prefill: str, clock: Clock | None = None, quarantine: Quarantine | None = None
+    *prefill: str, clock: Clock | None = None, poison_guard: PoisonGuard | None = None
 ) -> list[Suspect]:
     """Returns requests whose decode worker d1 has crashed after some tokens. For each the prefill
     worker that it will be sent to, then to the decode worker d2.
     """
     clock = clock or Clock()
-    quarantine, suspects = quarantine or Quarantine(clock), []
+    poison_guard, candidates = poison_guard or PoisonGuard(clock), []
     for number, worker in enumerate(prefill):
         pools = FakePools(random.Random(number), pairs=True, decode=("d1",), prefill=(worker,))
-        execution, _ = start(pools, choices_request(1), quarantine=quarantine, clock=clock)
-        suspects.append(Suspect(pools, execution))
-        suspects[-1].caller.read_until(pools, execution, 3)
-    for each in suspects:
+        execution, _ = start(pools, choices_request(1), poison_guard=poison_guard, clock=clock)
+        candidates.append(Suspect(pools, execution))
+        candidates[-1].caller.read_until(pools, execution, 3)
+    for each in candidates:
         each.at(TASK_DECODE).client.kill()
         each.pools.decode = ("d2",)
         each.num_before = len(each.pools.submits)
         each.read()
-    return suspects
+    return candidates
 
 
-def tasks(suspects: Sequence[Suspect]) -> str:
+def tasks(candidates: Sequence[Suspect]) -> str:
     """Returns what each has sent since the crash: w a whole request, p a prefill, d a decode."""
-    return " ".join("".join(".wpd"[task] for task in each.read()) or "-" for each in suspects)
+    return " ".join("".join(".wpd"[task] for task in each.read()) or "-" for each in candidates)
 
 
 def test_every_prefill_worker_computes_for_one_suspect_and_every_decode_worker_decodes_one() -> (
     None
 ):
-    first, second, third = suspects = make_suspects("p1", "p1", "p2")
-    assert tasks(suspects) == "p - p"
+    first, second, third = candidates = make_suspects("p1", "p1", "p2")
+    assert tasks(candidates) == "p - p"
     first.say(TASK_PREFILL, 1)  # admitted
-    assert tasks(suspects) == "p - p", "nobody waits at a decode worker for a prompt"
+    assert tasks(candidates) == "p - p", "nobody waits at a decode worker for a prompt"
     first.say(TASK_PREFILL, 1)
-    assert tasks(suspects) == "pd p p"
+    assert tasks(candidates) == "pd p p"
     before = len(second.caller.ids[0])
     second.say(TASK_PREFILL, 2)
     third.say(TASK_PREFILL, 2)
-    assert tasks(suspects) == "pd p p"
+    assert tasks(candidates) == "pd p p"
     assert len(second.caller.ids[0]) == before + 1, "the token of its prefill worker does not wait"
     first.say(TASK_DECODE, 2)  # admitted, the KV cache is there
-    assert tasks(suspects) == "pd p p"
+    assert tasks(candidates) == "pd p p"
     first.say(TASK_DECODE, 1)
-    assert tasks(suspects) == "pd pd p"
+    assert tasks(candidates) == "pd pd p"
     second.say(TASK_DECODE, 3)
-    assert tasks(suspects) == "pd pd pd"
-    for each in suspects:
+    assert tasks(candidates) == "pd pd pd"
+    for each in candidates:
         each.finish()
 
 
@@ -114,11 +114,11 @@ def test_every_prefill_worker_computes_for_one_suspect_and_every_decode_worker_d
 def test_a_prefill_worker_that_crashes_is_the_fault_of_the_one_that_it_computed_for(
     is_first: bool,
 ) -> None:
-    quarantine = Quarantine()
-    first, second, third = make_suspects("p1", "p1", "p2", quarantine=quarantine)
+    poison_guard = PoisonGuard()
+    first, second, third = make_suspects("p1", "p1", "p2", poison_guard=poison_guard)
     fresh = Suspect(
         pools := FakePools(random.Random(9), pairs=True, decode=("d2",), prefill=("p1",)),
-        start(pools, choices_request(1), quarantine=quarantine)[0],
+        start(pools, choices_request(1), poison_guard=poison_guard)[0],
     )
     first.say(TASK_PREFILL, 1)
     fresh.say(TASK_PREFILL, 1)
@@ -132,7 +132,7 @@ def test_a_prefill_worker_that_crashes_is_the_fault_of_the_one_that_it_computed_
         first.read()
     first.execution.end()
     fresh.read()
-    assert fresh.execution in quarantine, (
+    assert fresh.execution in poison_guard, (
         "it had not begun there before, so it may be at fault as well"
     )
     for each in (second, third, fresh):
@@ -143,14 +143,14 @@ def test_a_prefill_worker_that_crashes_is_the_fault_of_the_one_that_it_computed_
 def test_a_decode_worker_that_crashes_is_the_fault_of_the_one_on_trial_there(
     is_first: bool,
 ) -> None:
-    quarantine = Quarantine()
+    poison_guard = PoisonGuard()
     beside = Suspect(
         pools := FakePools(random.Random(9), pairs=True, decode=("d2",)),
-        start(pools, choices_request(1), quarantine=quarantine)[0],
+        start(pools, choices_request(1), poison_guard=poison_guard)[0],
     )
     beside.caller.read_until(pools, beside.execution, 4)
     beside.pools.decode = ("d3",)
-    first, second = make_suspects("p1", "p2", quarantine=quarantine)
+    first, second = make_suspects("p1", "p2", poison_guard=poison_guard)
     first.say(TASK_PREFILL, 2)
     first.say(TASK_DECODE, 1)
     for each in (first, beside):
@@ -160,7 +160,7 @@ def test_a_decode_worker_that_crashes_is_the_fault_of_the_one_on_trial_there(
     with pytest.raises(InternalError, match="two workers"):
         first.read()
     beside.read()
-    assert beside.execution not in quarantine
+    assert beside.execution not in poison_guard
     first.execution.end()
     second.pools.decode = ("d3",)
     second.finish()
@@ -226,8 +226,8 @@ def test_one_that_waits_is_woken_when_the_one_before_takes_too_long() -> None:
     second.say(TASK_PREFILL, 2)
     assert tasks([first, second, third]) == "pd p p"
     assert not second.execution._parked
-    assert second.execution.wake_at == TRIAL_SECONDS
-    clock.now = TRIAL_SECONDS
+    assert second.execution.wake_at == SOLO_RUN_SECONDS
+    clock.now = SOLO_RUN_SECONDS
     assert second.execution.wake_at is None
     assert tasks([second]) == "pd"
     for each in (first, second, third):
@@ -235,9 +235,9 @@ def test_one_that_waits_is_woken_when_the_one_before_takes_too_long() -> None:
 
 
 def test_the_choices_of_a_suspect_are_at_one_worker_at_a_time() -> None:
-    quarantine, caller = Quarantine(), Caller(4)
+    poison_guard, caller = PoisonGuard(), Caller(4)
     pools = FakePools(random.Random(3), pairs=True, decode=("d1",), prefill=("p1", "p2", "p3"))
-    execution, _ = start(pools, choices_request(4), quarantine=quarantine)
+    execution, _ = start(pools, choices_request(4), poison_guard=poison_guard)
     caller.read_until(pools, execution, 2)
     pools.decode = ("d2", "d3", "d4")
     pools.running[-1].client.kill()
@@ -245,7 +245,7 @@ def test_the_choices_of_a_suspect_are_at_one_worker_at_a_time() -> None:
     while not execution.done:
         pools.advance()
         caller.read(execution)
-        if execution in quarantine:
+        if execution in poison_guard:
             unproven = {each.tried_at for each in execution._attempts} - {None}
             assert len(unproven) <= 1
     assert len(pools.submits) > num_before
@@ -276,18 +276,18 @@ def has_begun(one: Submitted) -> bool:
     seed=st.integers(0, 2**32),
     num_others=st.integers(0, 6),
     pairs=st.booleans(),
-    kills=st.sampled_from([(TASK_PREFILL, TASK_WHOLE), (TASK_DECODE, TASK_WHOLE)]),
+    kills=st.sampled_from([(TASK_PREFILL, TASK_COLOCATED), (TASK_DECODE, TASK_COLOCATED)]),
 )
 def test_a_request_that_kills_its_workers_costs_two_and_no_other_request_anything(
     seed: int, num_others: int, pairs: bool, kills: tuple[int, int]
 ) -> None:
     """It kills those that compute its prompt, or those that decode it."""
     chance, clock, deaths = random.Random(seed), Clock(), Counter[str]()
-    quarantine = Quarantine(clock)
+    poison_guard = PoisonGuard(clock)
     runs: list[tuple[SharedPools, Caller, RequestExecution]] = []
     for number in range(1 + num_others):
         pools = SharedPools(random.Random(seed + number), pairs=pairs, deaths=deaths)
-        execution, _ = start(pools, choices_request(1), quarantine=quarantine, clock=clock)
+        execution, _ = start(pools, choices_request(1), poison_guard=poison_guard, clock=clock)
         runs.append((pools, Caller(1), execution))
     poison, _, guilty = runs[0]
 

@@ -22,7 +22,7 @@ _SCORE_BYTES: Final = 128
 _ALTERNATIVE_BYTES: Final = 16
 
 
-class Wake(asyncio.Event):
+class Wakeup(asyncio.Event):
     """Wakes the caller of a request when something may have come; while nobody waits, calls
     `on_away` now and then.
     """
@@ -69,7 +69,7 @@ class Wake(asyncio.Event):
             self._on_away()
 
 
-class Backlog:
+class OutputBuffer:
     """Holds the deltas that the caller has not taken yet; of one choice, those that follow each
     other become one.
     """

@@ -23,7 +23,7 @@ import torch
 
 from tandem.workers.transfer.backend import join_store, listen_store, open_group
 from tandem.workers.transfer.frames import TransferError
-from tandem.workers.transfer.pair import Pair
+from tandem.workers.transfer.p2p_group import P2pGroup
 
 SIZES = [1, 3 * 1024, 1024 * 1024, 20 * 1024 * 1024]
 TIMEOUT = 2.0
@@ -32,12 +32,12 @@ TIMEOUT = 2.0
 # a time.
 JOINER = """
 import asyncio, hashlib, json, sys, time
-from tandem.workers.transfer.pair import Pair
+from tandem.workers.transfer.p2p_group import P2pGroup
 from tandem.workers.transfer.frames import TransferError
 async def main():
     print(json.dumps("ready"), flush=True)
     address, timeout = json.loads(sys.stdin.readline())
-    pair = await Pair.join(address, host="127.0.0.2", timeout=timeout)
+    pair = await P2pGroup.join(address, host="127.0.0.2", timeout=timeout)
     for line in sys.stdin:
         name, *values = json.loads(line)
         began = time.monotonic()
@@ -88,9 +88,9 @@ def joiner_process() -> Iterator[Joiner]:
 def listener_process() -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
     """One that sends nothing, and how to learn its address."""
     code = (
-        "import asyncio; from tandem.workers.transfer.pair import Pair\n"
+        "import asyncio; from tandem.workers.transfer.p2p_group import P2pGroup\n"
         "async def main():\n"
-        "    pair = Pair.listen('127.0.0.1', timeout=60); print(pair.address, flush=True); await "
+        "    pair = P2pGroup.listen('127.0.0.1', timeout=60); print(pair.address, flush=True); await "
         "pair.accept()\n"
         "    await pair.receive(1); await asyncio.sleep(600)\n"
         "asyncio.run(main())"
@@ -106,10 +106,10 @@ def listener_process() -> Iterator[tuple[subprocess.Popen[str], Callable[[], str
 
 
 @asynccontextmanager
-async def connected(timeout: float = TIMEOUT) -> AsyncIterator[tuple[Pair, Joiner]]:
+async def connected(timeout: float = TIMEOUT) -> AsyncIterator[tuple[P2pGroup, Joiner]]:
     with joiner_process() as joiner:
         assert await joiner.heard() == "ready"  # importing torch takes longer than some timeouts
-        pair = Pair.listen("127.0.0.1", timeout=timeout)
+        pair = P2pGroup.listen("127.0.0.1", timeout=timeout)
         joiner.tell(pair.address, timeout)
         try:
             await pair.accept()
@@ -119,11 +119,11 @@ async def connected(timeout: float = TIMEOUT) -> AsyncIterator[tuple[Pair, Joine
 
 
 @asynccontextmanager
-async def two_ends() -> AsyncIterator[tuple[Pair, Pair]]:
+async def two_ends() -> AsyncIterator[tuple[P2pGroup, P2pGroup]]:
     """Both sides in this process."""
-    pair = Pair.listen("127.0.0.1", timeout=TIMEOUT)
+    pair = P2pGroup.listen("127.0.0.1", timeout=TIMEOUT)
     accepting = asyncio.create_task(pair.accept())
-    other = await Pair.join(pair.address, host="127.0.0.2", timeout=TIMEOUT)
+    other = await P2pGroup.join(pair.address, host="127.0.0.2", timeout=TIMEOUT)
     await accepting
     try:
         yield pair, other
@@ -132,7 +132,7 @@ async def two_ends() -> AsyncIterator[tuple[Pair, Pair]]:
         await ended(other)
 
 
-async def ended(pair: Pair) -> None:
+async def ended(pair: P2pGroup) -> None:
     """Closes it; its thread must come to an end."""
     pair.close()
     await asyncio.to_thread(pair._thread.join, TIMEOUT + 5)
@@ -211,7 +211,9 @@ async def test_a_lost_or_silent_joiner_is_noticed(how: signal.Signals, verb: str
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_lost_or_silent_listener_is_noticed(how: signal.Signals) -> None:
     with listener_process() as (process, address):
-        pair = await Pair.join(await asyncio.to_thread(address), host="127.0.0.2", timeout=TIMEOUT)
+        pair = await P2pGroup.join(
+            await asyncio.to_thread(address), host="127.0.0.2", timeout=TIMEOUT
+        )
         await pair.send(bytearray(b"x"))
         process.send_signal(how)
         began = time.monotonic()
@@ -261,7 +263,7 @@ async def test_close_ends_what_waits_and_can_be_said_twice() -> None:
 
 async def test_a_pair_that_is_closed_before_anybody_comes_waits_for_nobody() -> None:
     for _ in range(5):
-        pair = Pair.listen("127.0.0.1", timeout=60)
+        pair = P2pGroup.listen("127.0.0.1", timeout=60)
         accepting = asyncio.create_task(pair.accept())
         await asyncio.sleep(0.01)
         pair.close()
@@ -272,22 +274,22 @@ async def test_a_pair_that_is_closed_before_anybody_comes_waits_for_nobody() -> 
 
 
 async def test_nobody_comes() -> None:
-    pair = Pair.listen("127.0.0.1", timeout=0.3)
+    pair = P2pGroup.listen("127.0.0.1", timeout=0.3)
     with pytest.raises(TransferError):
         await pair.accept()
     await ended(pair)
     began = time.monotonic()
     with pytest.raises(TransferError):  # it listens no more
-        await Pair.join(pair.address, host="127.0.0.1", timeout=0.3)
+        await P2pGroup.join(pair.address, host="127.0.0.1", timeout=0.3)
     assert time.monotonic() - began < 2
 
 
 async def test_who_does_not_know_the_address_gets_nothing() -> None:
-    pair = Pair.listen("127.0.0.1", timeout=TIMEOUT)
+    pair = P2pGroup.listen("127.0.0.1", timeout=TIMEOUT)
     accepting = asyncio.create_task(pair.accept())
     place, _, secret = pair.address.partition("/")
     with pytest.raises(TransferError):
-        await Pair.join(f"{place}/{secret[::-1]}", host="127.0.0.1", timeout=TIMEOUT)
+        await P2pGroup.join(f"{place}/{secret[::-1]}", host="127.0.0.1", timeout=TIMEOUT)
     with pytest.raises(TransferError, match="broke"):
         await accepting
     await ended(pair)
@@ -306,7 +308,7 @@ async def test_who_does_not_know_the_address_gets_nothing() -> None:
 )
 async def test_impossible_addresses(address: str) -> None:
     with pytest.raises(TransferError, match="impossible address"):
-        await Pair.join(address, host="127.0.0.1", timeout=TIMEOUT)
+        await P2pGroup.join(address, host="127.0.0.1", timeout=TIMEOUT)
 
 
 WORDS = [
@@ -322,7 +324,7 @@ WORDS = [
     "words", WORDS, ids=["nothing", "rubbish", "a number", "no bytes", "too much"]
 )
 async def test_a_stranger_at_the_meeting_is_no_rank(words: bytes) -> None:
-    pair = Pair.listen("127.0.0.1", timeout=TIMEOUT)
+    pair = P2pGroup.listen("127.0.0.1", timeout=TIMEOUT)
     accepting = asyncio.create_task(pair.accept())
     host, _, port = pair.address.partition("/")[0].partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
@@ -341,11 +343,11 @@ async def test_only_the_named_interfaces_are_bound() -> None:
 
 def test_a_process_ends_well_with_an_open_pair() -> None:
     code = (
-        "import asyncio; from tandem.workers.transfer.pair import Pair\n"
+        "import asyncio; from tandem.workers.transfer.p2p_group import P2pGroup\n"
         "async def main():\n"
-        "    pair = Pair.listen('127.0.0.1', timeout=5); coming = "
+        "    pair = P2pGroup.listen('127.0.0.1', timeout=5); coming = "
         "asyncio.create_task(pair.accept())\n"
-        "    other = await Pair.join(pair.address, host='127.0.0.1', timeout=5); await coming\n"
+        "    other = await P2pGroup.join(pair.address, host='127.0.0.1', timeout=5); await coming\n"
         "    await asyncio.gather(pair.send(bytearray(b'x')), other.receive(1)); other.close()\n"
         "asyncio.run(main())"
     )
@@ -438,9 +440,9 @@ async def test_nccl_selects_its_thread_s_device_by_index(
         torch, "empty", lambda *size, **options: true_empty(*size, **options | on_host)
     )
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, place: true_to(tensor, "cpu"))
-    pair = Pair.listen("127.0.0.1", backend="nccl", device=device, timeout=30)
+    pair = P2pGroup.listen("127.0.0.1", backend="nccl", device=device, timeout=30)
     accepting = asyncio.create_task(pair.accept())
-    other = await Pair.join(
+    other = await P2pGroup.join(
         pair.address, host="127.0.0.1", backend="nccl", device=device, timeout=30
     )
     await accepting
@@ -460,7 +462,7 @@ async def test_a_device_that_cannot_be_selected_breaks_the_pair_at_once(
         raise RuntimeError("no such device")
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    pair = Pair.listen("127.0.0.1", backend="nccl", device="cuda:0", timeout=60)
+    pair = P2pGroup.listen("127.0.0.1", backend="nccl", device="cuda:0", timeout=60)
     with pytest.raises(TransferError, match="broke"):
         await pair.accept()
     await ended(pair)

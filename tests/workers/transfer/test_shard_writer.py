@@ -14,7 +14,7 @@ from tandem.tests.workers.spans import span
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.reshard import Piece
 from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, TransferError
-from tandem.workers.transfer.receiver import PieceWriter
+from tandem.workers.transfer.receiver import ShardWriter
 from tandem.workers.transfer.sender import plan_frames
 
 LAYOUT = KvLayout.uniform(
@@ -65,7 +65,7 @@ def transfer(frames: list[Frame], commit: Commit) -> FakeKv:
     right.
     """
     kv = memory()
-    writer = PieceWriter(NUM_TOKENS, b"hash", TARGET, kv, PIECE)
+    writer = ShardWriter(NUM_TOKENS, b"hash", TARGET, kv, PIECE)
     for frame, payload in frames:
         writer.write(frame, payload)
     assert writer.finish(commit) == commit.first_tokens
@@ -148,7 +148,7 @@ def test_without_slots_there_are_no_frames_and_none_is_taken() -> None:
         == []
     )
     kv = memory()
-    writer = PieceWriter(NUM_TOKENS, b"hash", TARGET, kv, PIN)
+    writer = ShardWriter(NUM_TOKENS, b"hash", TARGET, kv, PIN)
     for frame, payload in cut(SOURCE)[:1]:
         for first_token in (frame.first_token, NUM_TOKENS - frame.num_tokens, NUM_TOKENS):
             for message in (frame, replace(frame, num_slots=0, num_bytes=0)):

@@ -27,7 +27,7 @@ _PERCENT: Final = 100.0
 
 
 @dataclass(eq=False, kw_only=True)
-class WorkerFigures:
+class WorkerStats:
     """Reads what a worker has to report. Lives in its event loop."""
 
     load: Callable[[], worker_pb2.WorkerLoad]

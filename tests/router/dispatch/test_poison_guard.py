@@ -1,4 +1,4 @@
-"""Who is tried where, who is convicted, and who waits for whom: the quarantine without workers and
+"""Who is tried where, who is blocked, and who waits for whom: the poison_guard without workers and
 without waiting.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.router.dispatch.quarantine import TRIAL_SECONDS, Quarantine
+from tandem.router.dispatch.poison_guard import SOLO_RUN_SECONDS, PoisonGuard
 from tandem.router.scheduling.policy import Placement
 from tandem.tests.router.pools import Clock
 
@@ -26,7 +26,7 @@ class Request:
     at: str | None = None
     is_proven: bool = False
     is_awake: bool = True
-    is_convicted: bool = False
+    is_blocked: bool = False
 
     def wake(self) -> None:
         self.is_awake = True
@@ -34,7 +34,7 @@ class Request:
 
 @dataclass
 class Service:
-    """Workers that die and come back, and requests that are where the quarantine lets them be."""
+    """Workers that die and come back, and requests that are where the poison_guard lets them be."""
 
     chance: random.Random
     num_kills: int  # from outside, still to come
@@ -42,22 +42,20 @@ class Service:
     clock: Clock = field(default_factory=Clock)
     epochs: Counter[str] = field(default_factory=Counter)
     cost: Counter[int] = field(default_factory=Counter)  # workers, by the request that killed them
-    in_vain: list[Request] = field(
-        default_factory=list
-    )  # convicted of what something else has done
+    in_vain: list[Request] = field(default_factory=list)  # blocked of what something else has done
 
     def __post_init__(self) -> None:
-        self.quarantine = Quarantine(self.clock)
+        self.poison_guard = PoisonGuard(self.clock)
 
     def run(self) -> None:
-        """Goes on until every request is proven or convicted, and no kill is left."""
+        """Goes on until every request is proven or blocked, and no kill is left."""
         while self.num_kills or any(
-            not (each.is_proven or each.is_convicted) for each in self.requests
+            not (each.is_proven or each.is_blocked) for each in self.requests
         ):
             acting = [
                 each
                 for each in self.requests
-                if each.is_awake and not (each.is_proven or each.is_convicted)
+                if each.is_awake and not (each.is_proven or each.is_blocked)
             ]
             if self.num_kills and (not acting or self.chance.random() < 0.1):
                 self.num_kills -= 1
@@ -73,14 +71,14 @@ class Service:
             self.crash(request.at, request)
         else:
             request.is_proven = True
-            self.quarantine.leave(request)
+            self.poison_guard.leave(request)
 
     def send(self, request: Request) -> None:
         worker = self.chance.choice(WORKERS)
-        if self.quarantine.may_ask(request) and self.quarantine.may_try(request, worker):
+        if self.poison_guard.may_ask(request) and self.poison_guard.may_start(request, worker):
             request.at = worker
-            assert request not in self.quarantine or self.tried_at(worker) == [request], (
-                "two suspects at one worker"
+            assert request not in self.poison_guard or self.tried_at(worker) == [request], (
+                "two candidates at one worker"
             )
         else:
             request.is_awake = False
@@ -91,12 +89,12 @@ class Service:
         self.epochs[worker] += 1
         if culprit is not None:
             self.cost[culprit.name] += 1
-        there = [each for each in self.requests if each.at == worker and not each.is_convicted]
+        there = [each for each in self.requests if each.at == worker and not each.is_blocked]
         for each in self.chance.sample(there, len(there)):
-            if self.quarantine.blame(each, key, each.wake, is_proven=each.is_proven):
-                assert tried == [each], "convicted although it was not the only suspect"
-                each.is_convicted = True
-                self.quarantine.leave(each)
+            if self.poison_guard.count_crash(each, key, each.wake, is_proven=each.is_proven):
+                assert tried == [each], "blocked although it was not the only candidate"
+                each.is_blocked = True
+                self.poison_guard.leave(each)
                 if each is not culprit:
                     self.in_vain.append(each)
             each.at, each.is_proven, each.is_awake = None, False, True
@@ -105,7 +103,7 @@ class Service:
         return [
             each
             for each in self.requests
-            if each.at == worker and each in self.quarantine and not each.is_proven
+            if each.at == worker and each in self.poison_guard and not each.is_proven
         ]
 
 
@@ -122,7 +120,7 @@ def test_a_request_that_kills_its_workers_costs_two_and_no_other_is_convicted(
 ) -> None:
     service = make_service(seed, num_requests, 1, 0)
     service.run()
-    assert [each.name for each in service.requests if each.is_convicted] == [0]
+    assert [each.name for each in service.requests if each.is_blocked] == [0]
     assert service.cost == {0: 2}
 
 
@@ -140,7 +138,7 @@ def test_a_request_is_convicted_in_vain_only_if_something_kills_the_worker_that_
     service = make_service(seed, num_requests, num_poisons, num_kills)
     service.run()
     poisons = [each for each in service.requests if each.is_poison]
-    assert all(each.is_convicted for each in poisons)
+    assert all(each.is_blocked for each in poisons)
     assert all(service.cost[each.name] <= 2 for each in poisons)
     assert len(service.in_vain) <= num_kills + len(poisons)
 
@@ -150,22 +148,22 @@ def test_all_workers_try_at_once_and_each_one_suspect() -> None:
     for each in service.requests:
         each.at = "w0"
     service.crash("w0", None)
-    quarantine, (first, second, third, *_) = service.quarantine, service.requests
-    assert quarantine.may_try(first, "w1")
-    assert quarantine.may_try(second, "w2")
-    assert not quarantine.may_try(third, "w1")
-    assert not quarantine.may_try(first, "w0"), "it is on trial elsewhere"
+    poison_guard, (first, second, third, *_) = service.poison_guard, service.requests
+    assert poison_guard.may_start(first, "w1")
+    assert poison_guard.may_start(second, "w2")
+    assert not poison_guard.may_start(third, "w1")
+    assert not poison_guard.may_start(first, "w0"), "it is on solo run elsewhere"
     third.is_awake = False
-    quarantine.leave(second)
+    poison_guard.leave(second)
     assert not third.is_awake
-    assert not quarantine.may_ask(third)
-    quarantine.keep(first, ["w1"])
-    assert not quarantine.may_ask(third)
-    quarantine.keep(first, [])
+    assert not poison_guard.may_ask(third)
+    poison_guard.keep(first, ["w1"])
+    assert not poison_guard.may_ask(third)
+    poison_guard.keep(first, [])
     assert third.is_awake
-    assert quarantine.may_ask(third)
-    assert quarantine.may_try(third, "w1")
-    assert first in quarantine
+    assert poison_guard.may_ask(third)
+    assert poison_guard.may_start(third, "w1")
+    assert first in poison_guard
 
 
 def test_suspects_with_one_cached_prompt_go_elsewhere_once_several_wait_for_its_worker() -> None:
@@ -178,11 +176,11 @@ def test_suspects_with_one_cached_prompt_go_elsewhere_once_several_wait_for_its_
         free = [worker for worker in WORKERS if worker not in avoid]
         return Placement(prefill=free[0], decode="d") if free else None
 
-    placed = [service.quarantine.place(each, find, ()) for each in service.requests]
+    placed = [service.poison_guard.place(each, find, ()) for each in service.requests]
     workers = [each and each.prefill for each in placed]
     assert workers == ["w0", None, None, None, "w1", None, None, None, "w2", None]
-    assert service.quarantine.place(Request(99, is_poison=False), find, {"w0"}) == ("w1", "d"), (
-        "it is no suspect"
+    assert service.poison_guard.place(Request(99, is_poison=False), find, {"w0"}) == ("w1", "d"), (
+        "it is no candidate"
     )
 
 
@@ -190,16 +188,18 @@ def test_a_trial_keeps_others_away_for_a_while_only_which_grows_until_a_slow_poi
     None
 ):
     service = make_service(1, 2, 0, 0)
-    quarantine, clock, (slow, other) = service.quarantine, service.clock, service.requests
+    poison_guard, clock, (slow, other) = service.poison_guard, service.clock, service.requests
     slow.at = other.at = "w0"
     service.crash("w0", None)
     for turn in range(3):
-        assert quarantine.may_try(slow, "w1")
-        assert not quarantine.may_try(other, "w1")
-        assert quarantine.waits_until(other) == clock.now + TRIAL_SECONDS * 2**turn
-        clock.now = quarantine.waits_until(other)
-        assert quarantine.may_ask(other)
-        assert quarantine.may_try(other, "w1")
-        assert not any(quarantine.blame(each, ("w1", turn), each.wake) for each in (slow, other))
-    assert quarantine.may_try(slow, "w2")
-    assert quarantine.blame(slow, ("w2", 0), slow.wake)
+        assert poison_guard.may_start(slow, "w1")
+        assert not poison_guard.may_start(other, "w1")
+        assert poison_guard.waits_until(other) == clock.now + SOLO_RUN_SECONDS * 2**turn
+        clock.now = poison_guard.waits_until(other)
+        assert poison_guard.may_ask(other)
+        assert poison_guard.may_start(other, "w1")
+        assert not any(
+            poison_guard.count_crash(each, ("w1", turn), each.wake) for each in (slow, other)
+        )
+    assert poison_guard.may_start(slow, "w2")
+    assert poison_guard.count_crash(slow, ("w2", 0), slow.wake)

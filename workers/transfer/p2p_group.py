@@ -37,7 +37,7 @@ _Future = asyncio.Future[Any]
 
 
 @dataclass(eq=False, repr=False)
-class Pair:
+class P2pGroup:
     """Connects two ranks privately. Made by `listen` and `accept` on one side, `join` on the other;
     used and closed in the event loop that made it. Closing it, or breaking it, frees its thread and
     sockets: at once if it is idle, else when the call in progress has ended, after the timeout at
@@ -71,7 +71,7 @@ class Pair:
     @classmethod
     def listen(
         cls, host: str, *, backend: str = "gloo", device: str = "cpu", timeout: float
-    ) -> "Pair":
+    ) -> "P2pGroup":
         """Opens the first side. `timeout` is in seconds, of the wait for the other side and of
         every call.
 
@@ -97,7 +97,7 @@ class Pair:
     @classmethod
     async def join(
         cls, address: str, *, host: str, backend: str = "gloo", device: str = "cpu", timeout: float
-    ) -> "Pair":
+    ) -> "P2pGroup":
         """Opens the other side, which binds `host`; the rest is as in `listen`. Raises
         TransferError.
         """

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tandem.proto import inference_pb2
-from tandem.router.dispatch.convictions import (
-    CONVICTED_SECONDS,
+from tandem.router.dispatch.blocked_prompts import (
+    BLOCKED_SECONDS,
     LEAST_SHARED_SECONDS,
-    MAX_CONVICTED,
-    Convictions,
+    MAX_BLOCKED,
+    BlockedPrompts,
     hash_request,
 )
 from tandem.router.request import LoraAdapter
@@ -40,10 +40,10 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 def test_a_request_of_another_tenant_adapter_or_parameter_is_not_refused(
     fields: dict[str, Any],
 ) -> None:
-    convictions = Convictions()
-    convictions.convict(REQUEST)
-    assert convictions.is_convicted(REQUEST)
-    assert not convictions.is_convicted(replace(REQUEST, **fields))
+    blocked_prompts = BlockedPrompts()
+    blocked_prompts.block(REQUEST)
+    assert blocked_prompts.is_blocked(REQUEST)
+    assert not blocked_prompts.is_blocked(replace(REQUEST, **fields))
 
 
 def test_the_same_request_is_refused_again_whatever_its_seed_and_its_time() -> None:
@@ -61,30 +61,30 @@ def test_the_same_request_is_refused_again_whatever_its_seed_and_its_time() -> N
 def test_the_seconds_that_are_left_are_shared_whatever_the_clocks_say() -> None:
     one_clock, other_clock = Clock(), Clock()
     other_clock.now = 1e6
-    one, other = Convictions(one_clock), Convictions(other_clock)
-    one.convict(REQUEST)
+    one, other = BlockedPrompts(one_clock), BlockedPrompts(other_clock)
+    one.block(REQUEST)
     one_clock.now += 100
     assert other.learn(one.remaining())
-    assert other.is_convicted(REQUEST)
-    assert not other.is_convicted(replace(REQUEST, prompt=REQUEST.prompt[:2]))
-    other_clock.now += CONVICTED_SECONDS - 101
-    assert other.is_convicted(REQUEST)
+    assert other.is_blocked(REQUEST)
+    assert not other.is_blocked(replace(REQUEST, prompt=REQUEST.prompt[:2]))
+    other_clock.now += BLOCKED_SECONDS - 101
+    assert other.is_blocked(REQUEST)
     other_clock.now += 1
-    assert not other.is_convicted(REQUEST)
+    assert not other.is_blocked(REQUEST)
 
 
 def test_what_is_known_is_no_news_and_not_prolonged() -> None:
     clock = Clock()
-    one, other = Convictions(clock), Convictions(clock)
-    one.convict(REQUEST)
+    one, other = BlockedPrompts(clock), BlockedPrompts(clock)
+    one.block(REQUEST)
     told = one.remaining()
     assert other.learn(told)
     clock.now += 10
     assert not other.learn(told)
     assert other.remaining() == one.remaining()
-    clock.now += CONVICTED_SECONDS - 10
-    assert not one.is_convicted(REQUEST)
-    assert not other.is_convicted(REQUEST)
+    clock.now += BLOCKED_SECONDS - 10
+    assert not one.is_blocked(REQUEST)
+    assert not other.is_blocked(REQUEST)
 
 
 def test_messages_that_are_late_keep_no_conviction_alive() -> None:
@@ -92,10 +92,10 @@ def test_messages_that_are_late_keep_no_conviction_alive() -> None:
     deadline.
     """
     clock, chance = Clock(), random.Random(1)
-    directory, *routers = holders = [Convictions(clock) for _ in range(4)]
-    routers[0].convict(REQUEST)
-    late: list[tuple[float, Convictions, dict[bytes, float]]] = []
-    while clock.now < CONVICTED_SECONDS + 3 * LEAST_SHARED_SECONDS:
+    directory, *routers = holders = [BlockedPrompts(clock) for _ in range(4)]
+    routers[0].block(REQUEST)
+    late: list[tuple[float, BlockedPrompts, dict[bytes, float]]] = []
+    while clock.now < BLOCKED_SECONDS + 3 * LEAST_SHARED_SECONDS:
         clock.now += 0.5
         for router in routers if clock.now > 300 else routers[:2]:
             sender, receiver = (router, directory) if chance.random() < 0.5 else (directory, router)
@@ -103,34 +103,34 @@ def test_messages_that_are_late_keep_no_conviction_alive() -> None:
         for entry in [entry for entry in late if entry[0] <= clock.now]:
             late.remove(entry)
             entry[1].learn(entry[2])
-        if 310 < clock.now < CONVICTED_SECONDS:
-            assert all(each.is_convicted(REQUEST) for each in holders)
-        if clock.now > CONVICTED_SECONDS + LEAST_SHARED_SECONDS:
-            assert not any(each.is_convicted(REQUEST) for each in holders)
+        if 310 < clock.now < BLOCKED_SECONDS:
+            assert all(each.is_blocked(REQUEST) for each in holders)
+        if clock.now > BLOCKED_SECONDS + LEAST_SHARED_SECONDS:
+            assert not any(each.is_blocked(REQUEST) for each in holders)
 
 
 def test_they_are_bounded_in_number() -> None:
     clock = Clock()
-    one, other = Convictions(clock), Convictions(clock)
-    for number in range(MAX_CONVICTED + 1):
-        one.convict(request((number,)))
-    assert not one.is_convicted(request((0,)))
-    assert one.is_convicted(request((MAX_CONVICTED,)))
-    other.convict(request((0,)))
+    one, other = BlockedPrompts(clock), BlockedPrompts(clock)
+    for number in range(MAX_BLOCKED + 1):
+        one.block(request((number,)))
+    assert not one.is_blocked(request((0,)))
+    assert one.is_blocked(request((MAX_BLOCKED,)))
+    other.block(request((0,)))
     assert other.learn(one.remaining())
-    assert len(other.remaining()) == MAX_CONVICTED
+    assert len(other.remaining()) == MAX_BLOCKED
     assert not other.learn(one.remaining()), (
         "what has no room is no news, or both would exchange it for ever"
     )
-    clock.now += CONVICTED_SECONDS
+    clock.now += BLOCKED_SECONDS
     assert not one.remaining()
     assert not other.learn({})
 
 
 def test_each_conviction_is_announced_and_what_is_learned_is_not() -> None:
-    one, other, announced = Convictions(), Convictions(), list[str]()
+    one, other, announced = BlockedPrompts(), BlockedPrompts(), list[str]()
     one.on_news = lambda: announced.append("one")
     other.on_news = lambda: announced.append("other")
-    one.convict(REQUEST)
+    one.block(REQUEST)
     other.learn(one.remaining())
     assert announced == ["one"]
