@@ -100,10 +100,9 @@ def test_a_parameter_is_a_row_a_field_and_the_code_that_uses_it(tmp_path: Path) 
     shutil.copy(ROOT / "tests" / "router" / "fake_source.py", package / "tests" / "router")
     for name, (place, added) in EDITS.items():
         text = (package / name).read_text()
-        (package / name).write_text(
-            re.sub(place, lambda found, added=added: found[0] + added, text, count=1)
-        )  # type: ignore[misc]
-        assert (package / name).read_text() != text, f"{name} has no {place}"
+        found = re.search(place, text)
+        assert found, f"{name} has no {place}"
+        (package / name).write_text(text[: found.end()] + added + text[found.end() :])
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     subprocess.run(
         [sys.executable, "proto/generate.py"], cwd=package, env=environment, check=True, timeout=120
