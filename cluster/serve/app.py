@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import os
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
     from .runtime import RouterRuntime
 
 log = logging.getLogger(__name__)
+
+_SWITCH_SECONDS: Final = 0.0005
+"""How long a thread of a router may keep the interpreter's lock while another one waits (Python's default: 5 ms).
+The event loop gives the lock up at each system call, and waits this long each time to get it back."""
 
 _LAST_SECONDS: Final = 0.5  # for the last calls of a worker that has failed
 
@@ -208,6 +213,7 @@ class Router(Replica):
         )  # imports transformers for a second, which binding this class must not pay
 
         super().__init__(config, "router")
+        sys.setswitchinterval(_SWITCH_SECONDS)
         await asyncio.to_thread(ensure_tokenizer, Path(folder))
         self._continuity = continuity
         self._ray_dashboard = ray_dashboard_url()

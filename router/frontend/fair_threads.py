@@ -38,6 +38,9 @@ _RETURN_SECONDS: Final = 5.0
 _RELEASE_FROM: Final = 32_768  # characters or bytes
 _MICROSECOND: Final = 1e-6
 
+_REST_FROM_SECONDS: Final = 0.002
+_MAX_REST_SECONDS: Final = 0.1
+
 _T = TypeVar("_T")
 
 
@@ -61,11 +64,13 @@ class FairThreads:
         max_size: int = _MAX_SIZE,
         max_seconds: float = _MAX_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """`max_tasks` and `max_size` bound what waits; `max_seconds` bounds the wait for a result."""
         self._num_threads = num_threads
         self._max_seconds = max_seconds
         self._clock = clock
+        self._sleep = sleep
         self._queue: FairQueue[_Task] = FairQueue(max_tokens=max_size, max_requests=max_tasks)
         self._running: Counter[str] = Counter()  # tasks, by caller
         self._num_active = 0  # threads that look for work
@@ -115,15 +120,19 @@ class FairThreads:
             self._threads.submit(self._work)
 
     def _work(self) -> None:
-        """Runs one task after another until none waits."""
+        """Runs one task after another until none waits. After a task it rests for as long as the task took, so that
+        texts take at most half of a core from the event loop and from the workers of this machine."""
         while (task := self._begin_next()) is not None:
             began = self._clock()
             try:
                 finish = partial(task.result.set_result, task.work())
             except BaseException as error:  # for the caller to handle
                 finish = partial(task.result.set_exception, error)
-            self._end(task, self._clock() - began)
+            seconds = self._clock() - began
+            self._end(task, seconds)
             finish()
+            if seconds >= _REST_FROM_SECONDS:
+                self._sleep(min(seconds, _MAX_REST_SECONDS))
 
     def _begin_next(self) -> _Task | None:
         """Takes the task that is next. Without one the thread counts as free."""

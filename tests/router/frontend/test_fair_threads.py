@@ -84,6 +84,23 @@ async def test_what_counts_is_the_time_that_work_takes_and_not_its_size(work: Wo
     assert work.began == ["m0", "a0", "a1", "a2", "m1", "m2"]
 
 
+async def test_a_thread_rests_for_as_long_as_a_task_took() -> None:
+    """Otherwise a flood of texts would keep a core busy that the event loop and the workers need."""
+    now, rests = [0.0], list[float]()
+
+    def run(seconds: float) -> None:
+        now[0] += seconds
+
+    def sleep(seconds: float) -> None:
+        rests.append(seconds)
+
+    threads = FairThreads("test", 1, clock=lambda: now[0], sleep=sleep)
+    for seconds in (0.001, 0.02, 7.0, 0.001):
+        await threads.run("ada", 1, run, seconds)
+    await threads.run("ada", 1, run, 0.0)  # the thread has ended its rest after the task before
+    assert rests == pytest.approx([0.02, 0.1])
+
+
 async def test_threads_go_to_different_callers(work: Work) -> None:
     threads = FairThreads("test", 2)
     tasks = [start(threads, work, "mallory", f"m{number}") for number in range(4)]
