@@ -364,9 +364,8 @@ async def _measure(
         return len(chunk_times)
 
     async with open_target(address, ignore_eos=True) as stream_completion:
-        await read_all(
-            stream_completion, 2
-        )  # so that the connections are there: a handshake is not of a token
+        # so that the connections are there: a handshake is not of a token
+        await read_all(stream_completion, 2)
         before = list(map(cpu_seconds, processes))
         begin = time.perf_counter()
         num_messages = await read_all(stream_completion, num_tokens)
@@ -381,9 +380,8 @@ async def _measure(
 
 def cpu_seconds(pid: int) -> float:
     """Returns the CPU time that a process has taken until now."""
-    return time.clock_gettime(
-        ~pid << 3 | 2
-    )  # as clock_getcpuclockid(3) has it: /proc counts in ticks of 10 ms
+    # as clock_getcpuclockid(3) has it: /proc counts in ticks of 10 ms
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 if __name__ == "__main__":

@@ -197,9 +197,8 @@ def test_a_decode_takes_the_same_tokens_from_the_same_cache_only() -> None:
 def test_each_part_of_a_step_is_between_its_own_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner()
     ticks = itertools.count()
-    squares = SimpleNamespace(
-        perf_counter=lambda: float(next(ticks) ** 2)
-    )  # the differences are odd numbers
+    # the differences are odd numbers
+    squares = SimpleNamespace(perf_counter=lambda: float(next(ticks) ** 2))
     monkeypatch.setattr(steps, "time", squares)
     first = runner.decode(1, 16, 20).steps[0]
     parts = [first[part] for part in PARTS]
@@ -216,9 +215,8 @@ def test_blocks_for_is_what_a_decode_takes() -> None:
 
 def test_costs_are_those_of_the_known_model() -> None:
     config = SHAPES["llama-3-8b"]
-    params = (
-        8_030_261_248 - 128_256 * 4096 - 65 * 4096
-    )  # without the embedding's rows and the norms
+    # without the embedding's rows and the norms
+    params = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
     cost = decode_cost(config, "bfloat16", 2, 1000)
     assert cost[0] == 2 * params + 2 * 1000 * 131_072
     assert cost[1] == 2 * (2 * params + 32 * 4 * 4096 * 1000)

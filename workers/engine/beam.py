@@ -64,9 +64,8 @@ class Beams:
         search is over.
         """
         self._length += 1
-        ranked = sorted(
-            self._extend(candidates), key=lambda extended: -extended[0]
-        )  # stable: earlier beams win ties
+        # stable: earlier beams win ties
+        ranked = sorted(self._extend(candidates), key=lambda extended: -extended[0])
         is_last = self._length >= self.max_tokens
         ended = [c for c in ranked[: self.width] if is_last or c[2] in self.stop_ids]
         running = (

@@ -27,12 +27,10 @@ class SpeculativeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     method: Literal["ngram", "draft_model"] = "ngram"
-    model: str | None = Field(
-        default=None, min_length=1, max_length=4096
-    )  # that drafts, named as the service's own
-    num_speculative_tokens: int = Field(
-        default=5, ge=1, le=64
-    )  # of a sequence in one step, at most
+    # that drafts, named as the service's own
+    model: str | None = Field(default=None, min_length=1, max_length=4096)
+    # of a sequence in one step, at most
+    num_speculative_tokens: int = Field(default=5, ge=1, le=64)
     prompt_lookup_min: int = Field(default=3, ge=1, le=64)  # tokens of an n-gram
     prompt_lookup_max: int = Field(default=5, ge=1, le=64)
     # Decodes and guesses of one step; more would be bound by computing, and a guess cost what a
@@ -72,14 +70,12 @@ class Budgets:
     """Holds the limits of an engine's batch and queue, in tokens and sequences."""
 
     chunk_tokens: int = 512  # prompt tokens computed in one step
-    mixed_chunk_tokens: int = (
-        512  # the same at most beside decodes, which all wait for it, see chunk_beside
-    )
+    # the same at most beside decodes, which all wait for it, see chunk_beside
+    mixed_chunk_tokens: int = 512
     max_sequences: int = 64  # sequences that hold blocks at once
     max_waiting: int = 1024  # sequences in the queue
-    growth_tokens: int = (
-        256  # generated tokens whose blocks admission reserves; later blocks come one by one
-    )
+    # generated tokens whose blocks admission reserves; later blocks come one by one
+    growth_tokens: int = 256
     prefix_caching: bool = True
     speculative: SpeculativeConfig | None = None
 
@@ -103,9 +99,8 @@ class EngineConfig:
     num_blocks: int
     num_host_blocks: int = 0  # in host memory, of what leaves the others
     block_size: int = 16  # tokens
-    overlap: bool = (
-        False  # schedule a step while the last one runs; for executors whose launch does not wait
-    )
+    # schedule a step while the last one runs; for executors whose launch does not wait
+    overlap: bool = False
     budgets: Budgets = Budgets()
 
     @property

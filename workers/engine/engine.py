@@ -23,9 +23,8 @@ from .update import update
 _WEIGHT: Final = 0.1  # of the newest step in `step_seconds`
 _LEAST_MASK_SECONDS: Final = 0.002
 _NUM_RECENT: Final = 32  # steps
-_LEAST_AHEAD: Final = (
-    128  # tokens of a step; a message about fewer takes longer than their transfer
-)
+# tokens of a step; a message about fewer takes longer than their transfer
+_LEAST_AHEAD: Final = 128
 
 
 class Engine:
@@ -56,9 +55,8 @@ class Engine:
         self._mask_seconds = 0.0  # of the step under way
         self._clock = clock
         self._executor = executor
-        self._in_flight: tuple[StepPlan, Callable[[], Samples]] | None = (
-            None  # launched, not yet collected
-        )
+        # launched, not yet collected
+        self._in_flight: tuple[StepPlan, Callable[[], Samples]] | None = None
 
     def submit(self, spec: SequenceSpec, submitted: float | None = None) -> None:
         """Queues a sequence, whose queue time counts from `submitted` by the engine's clock, else

@@ -17,9 +17,8 @@ class Admitted:
     num_cached: int  # prompt tokens found in the prefix cache
     num_restored: int = 0  # those of them that come from host memory, with the next step
     blocks: tuple[int, ...]  # the block table of the whole prompt
-    importing: tuple[
-        bytes, ...
-    ] = ()  # hashes of the blocks after the cached ones that are to be filled from elsewhere
+    # hashes of the blocks after the cached ones that are to be filled from elsewhere
+    importing: tuple[bytes, ...] = ()
     from_remote: bool = False  # from the worker of `SequenceSpec.num_remote`
 
 
@@ -49,9 +48,8 @@ class NewTokens:
     # from admission, or the end of an import, to its first token here; 0 with later tokens
     prefill_seconds: float
     logprobs: tuple[SampledLogprobs, ...] = ()  # one for each token, if requested
-    prompt_logprobs: tuple[
-        SampledLogprobs, ...
-    ] = ()  # of prompt tokens 1, 2, ...; with the first choice's first token
+    # of prompt tokens 1, 2, ...; with the first choice's first token
+    prompt_logprobs: tuple[SampledLogprobs, ...] = ()
     score: float = 0.0  # of a hypothesis
     num_draft_tokens: int = 0  # guessed for this step; all tokens but the last are of them
     embedding: tuple[float, ...] = ()  # of the prompt, if requested; with the first token
@@ -76,9 +74,8 @@ class Suspended:
 
     id: int
     blocks: tuple[int, ...]
-    tokens: tuple[
-        int, ...
-    ]  # all that have KV cache: the prompt and the generated tokens but the last
+    # all that have KV cache: the prompt and the generated tokens but the last
+    tokens: tuple[int, ...]
     first_token: int  # the last token, the first of the worker that continues
 
 

@@ -13,9 +13,8 @@ _INDEXED_AT_ONCE: Final = 512  # tokens; less than a millisecond
 _FIRST_MEAN: Final = 1.0
 _WEIGHT: Final = 0.25  # of the newest draft in the mean
 _LEAST_MEAN: Final = 0.5  # accepted tokens of a draft, for which it costs about what it saves
-_TRIAL_INTERVAL: Final = (
-    16  # tokens of a sequence, at two of which a draft is tried while they do not pay
-)
+# tokens of a sequence, at two of which a draft is tried while they do not pay
+_TRIAL_INTERVAL: Final = 16
 
 
 class NgramIndex:

@@ -36,15 +36,13 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # for tokens of the completion
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids and the bias added to their logits
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    stop_ids: tuple[
-        int, ...
-    ] = ()  # excluded before the sequence has min_length tokens; empty without min_length
+    # excluded before the sequence has min_length tokens; empty without min_length
+    stop_ids: tuple[int, ...] = ()
     min_length: int = 0
     grammar: str = ""  # of the completion, in llguidance's format
     grammar_owner: bytes = b""  # sequences of one owner share what is compiled of a grammar
-    logprobs: int | None = (
-        None  # number of top alternatives to report for each sampled token; None reports nothing
-    )
+    # number of top alternatives to report for each sampled token; None reports nothing
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for each prompt token
     pooling: Pooling | None = None  # which embedding of the prompt to report with the first sample
 
@@ -69,9 +67,8 @@ class SequenceStep:
     """
 
     sequence_id: int
-    token_ids: tuple[
-        int, ...
-    ]  # the tokens whose KV is computed in this step, at least one; or PENDING_TOKEN alone
+    # the tokens whose KV is computed in this step, at least one; or PENDING_TOKEN alone
+    token_ids: tuple[int, ...]
     start: int  # the position of token_ids[0]; every earlier position has its KV in the block table
     new_blocks: tuple[int, ...]  # appended to the sequence's block table before the step
     sampling: SamplingParams | None  # set in the sequence's first step on this worker, then None
@@ -80,16 +77,13 @@ class SequenceStep:
     # follow the token before them and one to follow each of them: num_draft + 1 samples, all with
     # `sampling.seed`.
     num_draft: int = 0
-    history: tuple[
-        int, ...
-    ] = ()  # with a `sampling` that needs it: all known tokens of the sequence
+    # with a `sampling` that needs it: all known tokens of the sequence
+    history: tuple[int, ...] = ()
     num_prompt: int = 0  # prompt tokens in the history
-    adapter: int = (
-        0  # with `sampling`: the number under which the sequence's adapter is loaded; 0 is none
-    )
-    next_prompt_token: int | None = (
-        None  # follows token_ids[-1] in the prompt, if `prompt_logprobs` are requested
-    )
+    # with `sampling`: the number under which the sequence's adapter is loaded; 0 is none
+    adapter: int = 0
+    # follows token_ids[-1] in the prompt, if `prompt_logprobs` are requested
+    next_prompt_token: int | None = None
 
     def each_sample(self) -> "Iterable[SequenceStep]":
         """Returns the step as steps up to each token after which it samples, each with one token of
@@ -123,17 +117,15 @@ class StepPlan:
 
     sequences: tuple[SequenceStep, ...]
     dropped: tuple[int, ...]  # sequence ids to forget before this step
-    copies: tuple[
-        tuple[int, int], ...
-    ] = ()  # (source, target) blocks, copied before this step; no target is a source
+    # (source, target) blocks, copied before this step; no target is a source
+    copies: tuple[tuple[int, int], ...] = ()
     unloaded: tuple[int, ...] = ()  # adapters that no further step names
     # Before this step and its copies, (block, slot) of what is first copied to slots of host
     # memory, no slot twice, and then (slot, block) of what is copied back.
     saved: tuple[tuple[int, int], ...] = ()
     restored: tuple[tuple[int, int], ...] = ()
-    is_expedited: bool = (
-        False  # a stream that was interrupted elsewhere stands still until it is done
-    )
+    # a stream that was interrupted elsewhere stands still until it is done
+    is_expedited: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -172,29 +164,25 @@ class SampledLogprobs:
 
     logprob: float  # of the token itself
     rank: int = 0  # one more than there are likelier tokens; 0: it was not counted
-    top: tuple[
-        tuple[int, float], ...
-    ]  # the likeliest token ids with their log probabilities, the likeliest first
+    # the likeliest token ids with their log probabilities, the likeliest first
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
     """Holds the sampled tokens of a step."""
 
-    tokens: list[
-        int
-    ]  # all samples, in the plan's order; those after a wrong token of a draft mean nothing
+    # all samples, in the plan's order; those after a wrong token of a draft mean nothing
+    tokens: list[int]
     # By sequence id, one for each of its samples.
     logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     # By sequence id: of the tokens that follow each of the step's positions in the prompt, in
     # order.
     prompt_logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
-    embeddings: dict[int, list[float]] = field(
-        default_factory=dict
-    )  # by sequence id, of prompts that end in the step
-    failed: dict[int, str] = field(
-        default_factory=dict
-    )  # reasons, by ids of sequences whose samples are invalid
+    # by sequence id, of prompts that end in the step
+    embeddings: dict[int, list[float]] = field(default_factory=dict)
+    # reasons, by ids of sequences whose samples are invalid
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +191,8 @@ class FirstTokens:
     KV cache.
     """
 
-    tokens: tuple[
-        int, ...
-    ]  # the first token of each choice, or the first candidates of a beam search
+    # the first token of each choice, or the first candidates of a beam search
+    tokens: tuple[int, ...]
     logprobs: tuple[float, ...] = ()  # the candidates' log probabilities, float32
 
 

@@ -22,27 +22,21 @@ class RequestTable:
         self.clock = clock
         self.pool = BlockPool(config.num_blocks, config.num_host_blocks)
         self.sequences: dict[int, Sequence] = {}
-        self.searches: dict[
-            int, Search
-        ] = {}  # by the ids of their specs, which their beams need not have
+        # by the ids of their specs, which their beams need not have
+        self.searches: dict[int, Search] = {}
         self.waiting: list[Sequence] = []  # the next to admit first
-        self.running: list[
-            Sequence
-        ] = []  # in order of admission; forked sequences follow their parent
+        # in order of admission; forked sequences follow their parent
+        self.running: list[Sequence] = []
         self.dropped: list[int] = []  # ids finished since the last plan
-        self.committed: list[
-            tuple[Sequence, FirstTokens]
-        ] = []  # imports committed since the last plan
-        self.unloading: set[int] = (
-            set()
-        )  # adapters that leave with the first plan after their last sequence
-        self.num_holding = (
-            0  # sequences in IMPORTING or RUNNING, with those that they will fork into
-        )
+        # imports committed since the last plan
+        self.committed: list[tuple[Sequence, FirstTokens]] = []
+        # adapters that leave with the first plan after their last sequence
+        self.unloading: set[int] = set()
+        # sequences in IMPORTING or RUNNING, with those that they will fork into
+        self.num_holding = 0
         self.num_leased = 0
-        self.copied = Counter[
-            int
-        ]()  # leases of blocks that are being copied elsewhere, see `lease_cached`
+        # leases of blocks that are being copied elsewhere, see `lease_cached`
+        self.copied = Counter[int]()
         self.num_draft_tokens = self.num_accepted_tokens = 0  # since the start
         self.num_restored_tokens = 0  # since the start
 
@@ -89,9 +83,8 @@ class RequestTable:
         alone = min(sequence.max_blocks, sequence.num_prompt_blocks + growth)
         if sequence.num_slots == 1:
             return alone
-        further = (
-            alone - len(sequence.spec.tokens) // self.config.block_size
-        )  # full blocks of the prompt are shared
+        # full blocks of the prompt are shared
+        further = alone - len(sequence.spec.tokens) // self.config.block_size
         return min(alone + (sequence.num_slots - 1) * further, self.config.num_blocks)
 
     def admit(self, sequence: Sequence, shared: list[int], restored: list[bytes]) -> None:

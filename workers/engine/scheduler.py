@@ -102,9 +102,8 @@ class Scheduler:
             elif sequence.is_suspended:
                 suspended.append(sequence)
         events += map(self._lease, suspended)
-        for (
-            sequence
-        ) in decodes:  # before any has its step, so that the beams of a search grow all or none
+        # before any has its step, so that the beams of a search grow all or none
+        for sequence in decodes:
             if sequence.num_scheduled == len(sequence.blocks) * self._config.block_size:
                 events += self._grow(sequence)
         copies: list[tuple[int, int]] = []
@@ -142,9 +141,8 @@ class Scheduler:
             is_expedited=is_expedited,
         )
         self._requests.dropped.clear()
-        self.pool.release(
-            [source for source, _ in copies]
-        )  # not before admission: an import is written at once
+        # not before admission: an import is written at once
+        self.pool.release([source for source, _ in copies])
         return plan
 
     def _start_committed(self) -> list[Event]:

@@ -26,9 +26,8 @@ class Task(enum.Enum):
 class Turn(enum.Enum):
     """Says when a prompt is computed, of those that wait."""
 
-    BY_INDEX = (
-        "by_index"  # before all others if some of it was generated elsewhere, else by priority
-    )
+    # before all others if some of it was generated elsewhere, else by priority
+    BY_INDEX = "by_index"
     FIRST_OF_PRIORITY = "first_of_priority"
     IN_ORDER = "in_order"  # by priority
 
@@ -71,9 +70,8 @@ class BeamSearch:
     """Holds the parameters of a beam search, which replaces sampling."""
 
     num_best: int  # hypotheses to return; the beam width is the spec's num_choices
-    length_penalty: float = (
-        1.0  # a hypothesis scores its log probability / its length ** length_penalty
-    )
+    # a hypothesis scores its log probability / its length ** length_penalty
+    length_penalty: float = 1.0
     early_stopping: bool = False
 
 
@@ -83,9 +81,8 @@ class SequenceSpec:
 
     id: int
     task: Task
-    tokens: tuple[
-        int, ...
-    ]  # the prompt and, after an interruption elsewhere, the tokens generated so far
+    # the prompt and, after an interruption elsewhere, the tokens generated so far
+    tokens: tuple[int, ...]
     first_index: int = 0  # the index of the next generated token
     max_tokens: int  # to generate from here, at least 1
     sampling: SamplingParams  # of the first choice; choice i draws with seed + i
@@ -180,37 +177,31 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV was computed by a collected step, cached or imported
     num_cached: int = 0  # prompt tokens that the prefix cache held at admission
     num_restored: int = 0  # those of them that it held in host memory only
-    importing: tuple[
-        bytes, ...
-    ] = ()  # hashes of the blocks after those that are to be imported, but for a DECODE
+    # hashes of the blocks after those that are to be imported, but for a DECODE
+    importing: tuple[bytes, ...] = ()
     blocks: list[int] = field(default_factory=list)  # the block table: shared ones and own ones
-    reserved: list[int] = field(
-        default_factory=list
-    )  # for the import and for growth, in the order of use
+    # for the import and for growth, in the order of use
+    reserved: list[int] = field(default_factory=list)
     num_sent_blocks: int = 0  # how many of `blocks` the ranks know
     sampling_sent: bool = False
-    started: float = (
-        0.0  # clock; when its prompt could be computed: at admission, or once it had been imported
-    )
-    max_length: int = field(
-        init=False
-    )  # tokens that get KV cache here; below the spec's once it is being suspended
+    # clock; when its prompt could be computed: at admission, or once it had been imported
+    started: float = 0.0
+    # tokens that get KV cache here; below the spec's once it is being suspended
+    max_length: int = field(init=False)
     choices: list[int] = field(init=False)  # uncancelled choices that it will fork into
     num_slots: int = field(init=False)  # sequences that it counts for: those it will fork into
     num_samples: int = field(init=False)  # tokens to sample after its last one
     may_pend: bool = field(init=False)
     scores_prompt: bool = field(init=False)  # log probabilities of its prompt are requested
     search: "Search | None" = None  # the search that it is a beam of
-    copy_source: int | None = (
-        None  # the block whose content the next step copies into its last block
-    )
+    # the block whose content the next step copies into its last block
+    copy_source: int | None = None
     prompt_logprobs: list[SampledLogprobs] = field(default_factory=list)  # so far
     chain: list[bytes] = field(init=False)  # hashes of the full blocks, as far as computed
     num_published: int = 0
     drafter: Drafter | None = None  # made with the first draft
-    num_draft: int = (
-        0  # tokens of the draft that the step in flight verifies; counted in num_scheduled
-    )
+    # tokens of the draft that the step in flight verifies; counted in num_scheduled
+    num_draft: int = 0
     forgoes_drafts: bool = False
 
     def __post_init__(self) -> None:
@@ -313,9 +304,8 @@ class Sequence:
         the draft back. The blocks for it stay, for the tokens to come.
         """
         self.tokens += tokens
-        self.num_computed += len(
-            tokens
-        )  # the token before the draft, and all of these but the last
+        # the token before the draft, and all of these but the last
+        self.num_computed += len(tokens)
         self.num_scheduled, self.num_draft = self.num_computed, 0
         self.max_length = max(self.max_length, self.num_computed)
         if self.drafter is not None:
@@ -390,9 +380,8 @@ class Search:
 
     spec: SequenceSpec  # as submitted
     beams: Beams = field(init=False)
-    members: list[Sequence] = field(
-        default_factory=list
-    )  # the beams, the likeliest first; until the fork the prompt
+    # the beams, the likeliest first; until the fork the prompt
+    members: list[Sequence] = field(default_factory=list)
     choices: list[int] = field(init=False)  # the uncancelled hypotheses
     prefill_seconds: float = 0.0
 

@@ -177,9 +177,8 @@ def _fork_choices(table: RequestTable, sequence: Sequence, tokens: Items[int]) -
     ]
     if choices[0]:
         table.dropped.append(spec.id)
-    if (
-        choices[0] or spec.sampling.needs_history
-    ):  # of several samples the ranks do not know which is whose
+    # of several samples the ranks do not know which is whose
+    if choices[0] or spec.sampling.needs_history:
         sequence.forget_sent()
     table.fork([sequence, *others], spec.choice(choices[0]), growth)
     for member, choice in zip([sequence, *others], choices, strict=True):

@@ -152,9 +152,8 @@ class BlockFiles:
         """
         name = self._name(digest)
         try:
-            flags = (
-                os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            )  # not blocking: it might be a pipe
+            # not blocking: it might be a pipe
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with os.fdopen(os.open(name, flags, dir_fd=self._folder), "rb") as file:
                 data = memoryview(file.read(self._size + 1))
                 _touch(file.fileno())

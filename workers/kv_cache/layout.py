@@ -41,9 +41,8 @@ class KvLayout:
     layers: tuple[LayerGeometry, ...]
     dtype: str  # that the model computes in: float32, bfloat16 or float16
     model: str  # the model's fingerprint: equal weights and config, equal KV cache
-    cache_dtype: str = (
-        "auto"  # of what is kept: QUANTIZED with a scale for each token and head; auto: the model's
-    )
+    # of what is kept: QUANTIZED with a scale for each token and head; auto: the model's
+    cache_dtype: str = "auto"
     # Layers whose KV cache has equal shape form a group: the layer numbers of each, by first
     # appearance.
     groups: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
@@ -70,9 +69,8 @@ class KvLayout:
             self, "places", tuple(places[layer] for layer in range(len(self.layers)))
         )
         described = repr((self.layers, self.dtype, self.model))
-        if (
-            self.cache_dtype != "auto"
-        ):  # more is said only then: the digests of running services stay as they are
+        # more is said only then: the digests of running services stay as they are
+        if self.cache_dtype != "auto":
             described += self.cache_dtype
         object.__setattr__(self, "digest", blake2b(described.encode(), digest_size=16).digest())
 

@@ -24,14 +24,12 @@ from .engine_thread import EngineThread
 
 logger = logging.getLogger(__name__)
 
-_OPEN_SECONDS: Final = (
-    20.0  # of a group, whose other ranks wait for rank 0 for `collective_seconds`
-)
+# of a group, whose other ranks wait for rank 0 for `collective_seconds`
+_OPEN_SECONDS: Final = 20.0
 _LOAD_SECONDS: Final = 5.0  # for the blocks of a prompt; the rest of them is computed
 _RETRY_SECONDS: Final = 60.0  # after which a disk that was slow or has failed is tried again
-_COMMAND_SECONDS: Final = (
-    30.0  # timeout of a command to the engine, which runs it between two steps
-)
+# timeout of a command to the engine, which runs it between two steps
+_COMMAND_SECONDS: Final = 30.0
 _NUM_LEASED: Final = 4  # blocks that are being written at once: few, since others may wait for them
 _MAX_TRIED: Final = 256  # blocks that one command looks for in the KV cache, at 1 us each
 _MAX_UNWRITTEN: Final = 4_096  # blocks that wait: a busy worker writes as many within a minute
@@ -62,22 +60,19 @@ class DiskTier:
         )
         self._disk = disk
         self._clients = clients
-        self._elsewhere: list[set[bytes]] = [
-            set() for _ in clients
-        ]  # the hashes that each other rank has
+        # the hashes that each other rank has
+        self._elsewhere: list[set[bytes]] = [set() for _ in clients]
         for client, known in zip(clients, self._elsewhere, strict=True):
             client.disk_changed = partial(self._changed, known)
         self._block_size = block_size
         self._num_read = max(1, _READ_BYTES // disk.block_bytes)  # blocks
-        self._unwritten: OrderedDict[bytes, None] = (
-            OrderedDict()
-        )  # the newest step first, each in its own order
+        # the newest step first, each in its own order
+        self._unwritten: OrderedDict[bytes, None] = OrderedDict()
         self._writing: asyncio.Task[None] | None = None
         self._closing = False
         self._no_writes_before = self._no_reads_before = 0.0  # time.monotonic()
-        self._bytes_per_second = (
-            0.0  # of reading a rank's part, with checks and copies; 0 if unknown
-        )
+        # of reading a rank's part, with checks and copies; 0 if unknown
+        self._bytes_per_second = 0.0
         self._measured = 0.0  # time.monotonic()
 
     @classmethod

@@ -101,9 +101,8 @@ class EngineThread:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        await asyncio.wait(
-            (self._ended,), timeout=timeout
-        )  # by no other thread: at its end a process starts none
+        # by no other thread: at its end a process starts none
+        await asyncio.wait((self._ended,), timeout=timeout)
         if not self._ended.done():
             raise TimeoutError("the engine's step does not end")
         self._thread.join()

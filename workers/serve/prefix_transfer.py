@@ -29,14 +29,12 @@ from .engine_thread import EngineThread
 
 logger = logging.getLogger(__name__)
 
-_FETCH_SECONDS: Final = (
-    5.0  # for a prefix, from the question for it on; what has not come by then is computed
-)
+# for a prefix, from the question for it on; what has not come by then is computed
+_FETCH_SECONDS: Final = 5.0
 _LEASE_SECONDS: Final = 2 * _FETCH_SECONDS  # after which a lease ends by itself
 _FIRST_ID: Final = 1 << 62  # of leases; far from the ids of sequences
-_NO_FIRST_TOKENS: Final = FirstTokens(
-    tokens=(0,)
-)  # a transfer ends with some; nobody continues with these
+# a transfer ends with some; nobody continues with these
+_NO_FIRST_TOKENS: Final = FirstTokens(tokens=(0,))
 
 
 class PrefixLender:

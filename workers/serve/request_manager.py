@@ -51,9 +51,8 @@ from .watchdog import CANARY_ID, Canary
 logger = logging.getLogger(__name__)
 
 _LEAVING: Final = "worker is going away"
-_PREPARE_SECONDS: Final = (
-    60.0  # that a request waits for its adapter and its grammar, also behind those of others
-)
+# that a request waits for its adapter and its grammar, also behind those of others
+_PREPARE_SECONDS: Final = 60.0
 _LOAD_SECONDS: Final = 0.01
 """How often a session reports the load while no request comes or ends: to read it of 64 sequences
 takes 9 us, as long as to queue seven tokens.
@@ -73,17 +72,15 @@ class RequestManager:
     adapters: AdapterCache
     kv_handle: Callable[[], worker_pb2.KvHandle]  # with this worker's epoch, layout and endpoints
     load: Callable[[], worker_pb2.WorkerLoad]
-    failed: Callable[
-        [BaseException], None
-    ]  # called for a defect, after which the worker cannot be used
+    # called for a defect, after which the worker cannot be used
+    failed: Callable[[BaseException], None]
     canary: Canary
     reports: CacheReports
     importer: PrefixImporter
     metrics: Metrics = NULL_METRICS
     is_leaving: bool = field(init=False, default=False)  # new requests are refused
-    num_recomputed_tokens: int = field(
-        init=False, default=0
-    )  # of requests with tokens from elsewhere
+    # of requests with tokens from elsewhere
+    num_recomputed_tokens: int = field(init=False, default=0)
     _requests: set[WorkerRequest] = field(init=False, default_factory=set)
     # Request and choice, by sequence id.
     _sequences: dict[int, tuple[WorkerRequest, int]] = field(init=False, default_factory=dict)
@@ -465,9 +462,8 @@ class RequestManager:
         """Starts a sequence with what has come, as soon as nothing writes to its blocks any more."""
         if task.cancelled() or request not in self._requests:
             return
-        if (
-            error := task.exception()
-        ):  # a defect: what the disk or another worker does is no failure
+        # a defect: what the disk or another worker does is no failure
+        if error := task.exception():
             self.failed(error)
         else:
             self.kv.stop(event.id, partial(self._start, request, event, began, task.result()))

@@ -42,12 +42,10 @@ class WorkerRequest:
     preparing: asyncio.Task[None] | None = None  # loads its adapter, compiles its grammar
     grammar: object = None  # a reference that keeps it compiled
     fetch: asyncio.Task[FetchResult] | None = None  # of its KV cache from another worker
-    holder: worker_pb2.PrefixHolder = field(
-        default_factory=worker_pb2.PrefixHolder
-    )  # of more of its prompt than here
-    suspended: dict[int, int] = field(
-        default_factory=dict
-    )  # choices whose KV cache is on offer: their sequence ids
+    # of more of its prompt than here
+    holder: worker_pb2.PrefixHolder = field(default_factory=worker_pb2.PrefixHolder)
+    # choices whose KV cache is on offer: their sequence ids
+    suspended: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +61,8 @@ class RouterSession:
     _unfinished: dict[RequestKey, list[worker_pb2.Output]] = field(default_factory=dict)
     _has_large: bool = False  # an output that waits has log probabilities of a prompt
     _reports_cache: bool = False
-    _changes: dict[bytes, bool] = field(
-        default_factory=dict
-    )  # by block hash, whether it was stored or evicted
+    # by block hash, whether it was stored or evicted
+    _changes: dict[bytes, bool] = field(default_factory=dict)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _woken: bool = False
     _closed: bool = False
@@ -87,9 +84,8 @@ class RouterSession:
         piece by piece, so that the event loop serves other requests in between.
         """
         output = worker_pb2.Output(request_id=key[0], attempt=key[1], choice=choice)
-        tokens = (
-            output.tokens
-        )  # field by field: 1.2 us, where a constructor of all fields takes 2.5
+        # field by field: 1.2 us, where a constructor of all fields takes 2.5
+        tokens = output.tokens
         tokens.first_index = event.first_index
         tokens.ids.extend(event.token_ids)
         tokens.finish_reason = _FINISH[event.finish]

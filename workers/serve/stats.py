@@ -64,7 +64,6 @@ class WorkerStats:
         free, total = torch.cuda.mem_get_info()
         metrics.set(GPU_MEMORY, free, state="free")
         metrics.set(GPU_MEMORY, total - free, state="used")
-        with suppress(
-            ModuleNotFoundError, RuntimeError
-        ):  # without NVIDIA's package for it, or on a part of a GPU
+        # without NVIDIA's package for it, or on a part of a GPU
+        with suppress(ModuleNotFoundError, RuntimeError):
             metrics.set(GPU_UTILIZATION, torch.cuda.utilization() / _PERCENT)

@@ -248,9 +248,8 @@ def _parse_bad_words(
 ) -> tuple[tuple[int, ...], ...]:
     """`given`: the submit's repeated TokenIds."""
     _check(not sampling.bad_words, "sampling.bad_words", "must be empty; token ids go in bad_words")
-    check_count(
-        len(given), 2 * MAX_BAD_WORDS, "token sequences", "bad_words"
-    )  # each with and without a space before
+    # each with and without a space before
+    check_count(len(given), 2 * MAX_BAD_WORDS, "token sequences", "bad_words")
     words = tuple(tuple(word.ids) for word in given)
     for i, word in enumerate(words):
         _check(

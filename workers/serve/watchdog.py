@@ -29,9 +29,8 @@ _CANARY: Final = SequenceSpec(  # a prefill and a decode
     sampling=SamplingParams(temperature=0.0),
 )
 
-_COUNTED_SECONDS: Final = (
-    4.0  # at most, between two looks; twice the period of Serve's health checks
-)
+# at most, between two looks; twice the period of Serve's health checks
+_COUNTED_SECONDS: Final = 4.0
 _MAX_STEPS: Final = 4_096  # that are remembered until somebody takes them
 
 StepLog = deque[tuple[float, int]]

@@ -46,9 +46,8 @@ logger = logging.getLogger(__name__)
 _GOODBYE_SECONDS = 0.5  # for routers to read what happens to their requests
 _COMMAND_SECONDS = 30.0  # timeout of a command to the engine, which runs it between two steps
 _MAX_DRAIN_SECONDS = 86_400.0
-_CHECK_SHARE = (
-    0.02  # of the time may go into checks of the engine, however often its status is asked for
-)
+# of the time may go into checks of the engine, however often its status is asked for
+_CHECK_SHARE = 0.02
 
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
@@ -63,9 +62,8 @@ class WorkerConfig:
     kv_disk_bytes: int = 0
     lease_seconds: float = 30.0  # how long a finished prefill's KV cache is kept without a reader
     hang_seconds: float = 10.0  # without progress of the engine, after which it is taken to hang
-    canary_seconds: float = (
-        30.0  # without work, after which a health check has the engine make a step
-    )
+    # without work, after which a health check has the engine make a step
+    canary_seconds: float = 30.0
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):

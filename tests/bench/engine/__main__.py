@@ -200,12 +200,10 @@ def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
     if options.compare in _OTHERS:
         weights, kv = 2 * weights, 2 * kv
     rows = max(options.chunk, *(batch for batch, _ in options.decodes))
-    beside = (
-        8 * rows * (config.vocab_size + 4 * config.intermediate_size)
-    )  # logits and activations, in float32 twice
-    beside = max(
-        beside, 2 * BUFFER_BYTES[options.device.type] - weights
-    )  # the floors come before the weights
+    # logits and activations, in float32 twice
+    beside = 8 * rows * (config.vocab_size + 4 * config.intermediate_size)
+    # the floors come before the weights
+    beside = max(beside, 2 * BUFFER_BYTES[options.device.type] - weights)
     free = _free_bytes(options.device)
     if weights + kv + beside > free:
         raise InvalidArgument(

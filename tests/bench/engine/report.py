@@ -23,17 +23,14 @@ class DecodeFigure:
     tokens_per_s: float
     floor_ms: float
     roofline_share: float  # floor over step
-    bandwidth_share: (
-        float  # weights and KV cache read once, over the larger of read and copy bandwidth
-    )
+    # weights and KV cache read once, over the larger of read and copy bandwidth
+    bandwidth_share: float
     matmul_share: float
-    split_ms: (
-        dict[str, float] | None
-    )  # median of each of PARTS; None where only the host's time is known
+    # median of each of PARTS; None where only the host's time is known
+    split_ms: dict[str, float] | None
     overhead_share: float | None  # of the step outside `model`, median
-    compared: dict[str, float] = field(
-        default_factory=dict
-    )  # a step's time by each variant, over this one's, in turns
+    # a step's time by each variant, over this one's, in turns
+    compared: dict[str, float] = field(default_factory=dict)
     transformers_ms: float | None = None
 
 

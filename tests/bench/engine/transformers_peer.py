@@ -79,9 +79,8 @@ class TransformersPeer:
             continuous_batching_config=transformers.ContinuousBatchingConfig(**settings),
             record_timestamps=True,
         )
-        if len(results) < len(prompts) or any(
-            each.error for each in results.values()
-        ):  # which it only logs
+        # which it only logs
+        if len(results) < len(prompts) or any(each.error for each in results.values()):
             raise RuntimeError("transformers' generate_batch failed")
         return list(results.values())
 
