@@ -111,7 +111,7 @@ class PrefixImporter:
         how many tokens these are, from the first on, 0 after a failure; until `KvGroup.stop` other
         ranks may then still write to the blocks.
         """
-        if not event.from_remote:
+        if event.prefix_source != "remote":
             return await self._disk.load(event, self._kv) if self._disk is not None else 0
         try:
             async with asyncio.timeout(_FETCH_SECONDS):

@@ -190,7 +190,7 @@ class RequestManager:
             request.preparing.add_done_callback(self._check_task)
         else:
             self.thread.post(partial(self._enqueue, request, submitted))
-        if spec.continues:
+        if spec.is_resumed:
             self.thread.expedite()
 
     def cancel(self, session: RouterSession, cancel: worker_pb2.Cancel) -> None:
@@ -328,7 +328,7 @@ class RequestManager:
             queue_seconds=event.queue_seconds, cached_tokens=event.num_cached
         )
         spec = request.spec
-        self.metrics.add(RESTORED, event.num_restored, tier="host")
+        self.metrics.add(RESTORED, event.num_loaded, tier="host")
         if spec.task is not Task.DECODE and spec.first_index > 0:
             self.num_recomputed_tokens += len(spec.tokens) - event.num_cached
             self.metrics.add(RECOMPUTED, len(spec.tokens) - event.num_cached)
@@ -391,7 +391,7 @@ class RequestManager:
         except Full:
             kind, message = worker_pb2.FAILURE_KIND_FULL, "queue full"
         except ValueError as error:
-            is_begun = request.spec.continues or request.spec.task is Task.DECODE  # elsewhere
+            is_begun = request.spec.is_resumed or request.spec.task is Task.DECODE  # elsewhere
             kind = worker_pb2.FAILURE_KIND_UNABLE if is_begun else worker_pb2.FAILURE_KIND_INVALID
             message = str(error)
         else:
@@ -473,7 +473,7 @@ class RequestManager:
     ) -> None:
         if request not in self._requests:
             return
-        self.metrics.add(RESTORED, num_tokens, tier="remote" if event.from_remote else "disk")
+        self.metrics.add(RESTORED, num_tokens, tier=event.prefix_source)
         message = self._admitted(request, replace(event, num_cached=event.num_cached + num_tokens))
         message.restore_seconds = time.monotonic() - began
         request.session.put(request.key, admitted=message)

@@ -371,7 +371,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             num_tasks=len(asyncio.all_tasks()),
             num_draft_tokens=self._engine.requests.num_draft_tokens,
             num_accepted_tokens=self._engine.requests.num_accepted_tokens,
-            num_restored_tokens=self._engine.requests.num_restored_tokens,
+            num_restored_tokens=self._engine.requests.num_loaded_tokens,
         )
 
     async def _check_integrity(self) -> bool:

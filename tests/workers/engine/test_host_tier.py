@@ -56,7 +56,7 @@ class TierMachine(RuleBasedStateMachine):
         self.pool.host.pin(found)
         blocks = self.pool.reserve(rest)
         self.pool.claim(blocks)
-        self.pool.restore(blocks[: len(found)], found)
+        self.pool.load(blocks[: len(found)], found)
         self.unwritten |= dict(
             zip(blocks[len(found) :], chain[len(shared) + len(found) : length], strict=True)
         )
@@ -98,7 +98,7 @@ class TierMachine(RuleBasedStateMachine):
     def integrity_holds(self) -> None:
         if hasattr(self, "pool"):
             self.pool.check_integrity()
-            assert len(self.pool.host) <= self.pool.host.num_slots
+            assert len(self.pool.host) <= self.pool.host.num_blocks
 
 
 TestTier = TierMachine.TestCase
@@ -117,7 +117,7 @@ def conversations(worker: MakeWorker, num_host_blocks: int) -> tuple[list[int], 
         assert tokens_of(events, number) == expected(tokens, 3)
         cached += [event.num_cached for event in events if isinstance(event, Admitted)]
     target.check_idle()
-    assert target.engine.requests.num_restored_tokens == sum(cached)
+    assert target.engine.requests.num_loaded_tokens == sum(cached)
     return cached, target.executor.num_tokens
 
 
@@ -153,7 +153,7 @@ def test_an_import_finds_a_prefix_in_host_memory_and_may_begin_at_once(worker: M
     longer = (*PROMPTS[0], 7, 7)
     target.submit(spec(5, longer, task=Task.DECODE, max_tokens=3))
     (admitted,) = [event for event in run(target) if isinstance(event, Admitted)]
-    assert (admitted.num_cached, admitted.num_restored) == (12, 8)
+    assert (admitted.num_cached, admitted.num_loaded) == (12, 8)
     first = fill(target, admitted, longer)
     target.engine.commit_import(5, first_tokens(first))
     assert [first, *tokens_of(run(target), 5)] == expected(longer, 3)
