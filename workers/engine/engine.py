@@ -254,7 +254,8 @@ class Engine:
     def _save_first(self, plan: StepPlan) -> StepPlan:
         """Saves evicted blocks to host memory before the step; returns the rest of the plan.
 
-        All ranks have saved their parts when it returns. An import may write as soon as it is reported, maybe to a block that has to be saved first.
+        All ranks have saved their parts when it returns. An import may write as soon as it is
+        reported, maybe to a block that has to be saved first.
         """
         if self._in_flight is not None:
             in_flight, collect = self._in_flight

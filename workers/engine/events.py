@@ -30,7 +30,7 @@ class Admitted:
 class Progress:
     """Reports that a PREFILL sequence has the KV cache of its first num_computed tokens.
 
-    While a step runs, the first num_layers layers also have that of the first num_ahead tokens.
+    While a step runs, its first num_layers layers also have the cache of num_ahead tokens.
     """
 
     id: int

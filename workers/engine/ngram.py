@@ -1,4 +1,4 @@
-"""Drafts the next tokens of a sequence by prompt lookup: it copies what followed the last n-gram.
+"""Drafts the tokens that followed an earlier occurrence of the last n-gram (prompt lookup).
 
 Follows LLMA (arXiv 2304.04487). Knows nothing of steps or of other sequences.
 """
@@ -29,9 +29,9 @@ class NgramIndex:
     def find(self, tokens: Sequence[int]) -> int | None:
         """Returns the index of the token after the previous occurrence of the last n-gram.
 
-        Takes the longest n-gram at the end of `tokens` that has occurred before; returns None if
-        there is none. `tokens` must extend the tokens of the last call. If it adds many tokens, a
-        call indexes only some of them, and calls return None until all are indexed.
+        Takes the longest n-gram at the end of `tokens` that has occurred before, or returns None.
+        `tokens` must extend the tokens of the last call. If it adds many tokens, a call indexes
+        only some of them, and calls return None until all are indexed.
         """
         end = min(len(tokens), self._num_indexed + _INDEXED_AT_ONCE)
         for length, following in self._following.items():

@@ -17,7 +17,7 @@ from .plan import FirstTokens, SampledLogprobs, SamplingParams
 
 
 class Task(enum.Enum):
-    """Names what a worker does with a sequence."""
+    """Names the work that a worker does for a sequence."""
 
     COLOCATED = "colocated"  # prefill and decode here
     PREFILL = "prefill"  # prefill, sample the first token, hold the KV cache for a decode worker
@@ -259,8 +259,8 @@ class Sequence:
         """Returns whether a step could verify a draft of the sequence's next tokens.
 
         The sequence must have its first token, and its sampling must not depend on other state that
-        changes with each token. A grammar together with bad words rules drafts out. If they leave
-        no token, an end token is sampled that the grammar does not allow, and nothing can follow it.
+        changes with each token. A grammar together with bad words excludes drafts. If they leave no
+        token, an end token is sampled that the grammar does not allow, and no token can follow it.
         """
         sampling = self.spec.sampling
         is_late = len(self.tokens) >= sampling.min_length or not sampling.stop_ids
