@@ -54,7 +54,7 @@ def _set_time_slice(thread: int, nanoseconds: int) -> None:
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Returns the number of cores that this process may compute with, at least 1.
+    """Returns the number of cores that this process may use, at least 1.
 
     This is the size of its CPU set, bounded by the CPU quotas of its cgroup (v2 `cpu.max`, v1
     `cpu.cfs_quota_us`) and of the groups above it. Quotas are rounded down, because threads beyond
@@ -65,7 +65,7 @@ def available_cores(root: Path = Path("/")) -> int:
 
 
 def cgroups(controller: str, root: Path = Path("/")) -> list[Path]:
-    """Returns the folders of this process's cgroups of a controller (v1 and v2) and their parents."""
+    """Returns the cgroup folders (v1 and v2) of this process for a controller, with parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -65,10 +65,10 @@ class BlockFiles:
         max_bytes: int,
         number: int = 0,
     ) -> Self:
-        """Opens the first folder of ROLE-NUMBER, ROLE-0, ROLE-1, ... in `parent` that is not in use.
+        """Opens the first folder of ROLE-NUMBER, ROLE-0, ROLE-1, ... that nobody else uses.
 
-        Makes the folder if needed. `kind` is 16 bytes; blocks that must not be mixed up have
-        different kinds.
+        The folders are in `parent`. Makes the folder if needed. `kind` is 16 bytes; blocks that
+        must not be mixed up have different kinds.
 
         Raises ValueError, with one line for the user, if max_bytes holds no block or the folder
         cannot be used.

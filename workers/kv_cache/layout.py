@@ -1,4 +1,4 @@
-"""Describes the layout of a model's KV cache by layer, for any split over ranks, and spans of it."""
+"""Describes the layout of a model's KV cache, by layer and for any split over ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -113,7 +113,7 @@ class KvLayout:
 class KvSpan:
     """Describes a part of a rank's KV cache: layers of one group, positions, and KV slots.
 
-    The positions are those of one sequence. For KV slots see `sharding`.
+    The positions belong to one sequence. For KV slots see `sharding`.
     """
 
     first_layer: int

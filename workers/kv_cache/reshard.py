@@ -13,7 +13,10 @@ from .sharding import check_split, kv_heads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Describes adjacent KV slots of a source rank and the equal number of target slots they fill."""
+    """Describes adjacent KV slots of a source rank and the slots of a target rank they fill.
+
+    Both ranges have the same length and order.
+    """
 
     source_rank: int
     source_slots: range
