@@ -29,7 +29,7 @@ PROMPTS = [
 
 
 class TierMachine(RuleBasedStateMachine):
-    """The model: what lies in each block and slot. Plans are carried out whenever hypothesis likes."""
+    """Models the content of each block and host block; hypothesis decides when plans run."""
 
     @initialize(num_slots=st.integers(0, 9))
     def start(self, num_slots: int) -> None:
