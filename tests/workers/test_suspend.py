@@ -288,7 +288,7 @@ async def test_nothing_is_computed_twice_and_a_request_moves_again_and_again() -
 
 
 async def test_a_choice_that_was_fetched_ends_and_the_others_go_on() -> None:
-    """One is fetched, one cancelled, one waits; acknowledged and cancelled ones are freed at once."""
+    """One is fetched, one cancelled, one waits; the first two are freed at once."""
     fields: dict[str, Any] = {"token_ids": PROMPT, "max_tokens": 300}
     async with two_workers() as running:
         source, target = running.sessions

@@ -294,18 +294,20 @@ class RequestTable:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless the block tables and the pool's counts agree."""
         self.pool.check_integrity()
-        holders = [[0, 0] for _ in range(self.config.num_blocks)]
+        num_owners = [0] * self.config.num_blocks
+        num_leases = [0] * self.config.num_blocks
         reserved: list[int] = []
         for sequence in self.sequences.values():
             reserved += sequence.reserved
+            counts = num_leases if sequence.state is State.LEASED else num_owners
             for block in sequence.held_blocks:
-                holders[block][sequence.state is State.LEASED] += 1
-        for block, num_leases in self.copied.items():
-            holders[block][1] += num_leases
-        for block, (owners, leases) in enumerate(holders):
-            if (owners, leases) != self.pool.holders(block):
+                counts[block] += 1
+        for block, num_copied in self.copied.items():
+            num_leases[block] += num_copied
+        for block, holders in enumerate(zip(num_owners, num_leases, strict=True)):
+            if holders != self.pool.holders(block):
                 raise RuntimeError(
-                    f"block {block}: {owners} owners, {leases} leases; the pool has "
+                    f"block {block}: sequences count {holders} owners and leases, the pool counts "
                     f"{self.pool.holders(block)}"
                 )
         if not len(reserved) == len(set(reserved)) == self.pool.count(BlockState.RESERVED):

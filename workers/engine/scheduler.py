@@ -101,7 +101,10 @@ class Scheduler:
             if num_unscheduled := sequence.num_unscheduled:
                 if may_await and self._awaits_token(sequence):
                     continue
-                (decodes if num_unscheduled == 1 else prompts).append(sequence)
+                if num_unscheduled == 1:
+                    decodes.append(sequence)
+                else:
+                    prompts.append(sequence)
             elif sequence.is_suspended:
                 suspended.append(sequence)
         events += map(self._lease, suspended)

@@ -376,7 +376,9 @@ class RequestManager:
         Refuses the request if no sequence has begun.
         """
         first = request.spec.id
-        if not sum(map(engine.suspend, range(first, first + request.spec.num_choices))):
+        ids = range(first, first + request.spec.num_choices)
+        num_begun = sum(engine.suspend(sequence_id) for sequence_id in ids)
+        if not num_begun:
             self.thread.call_in_loop(
                 partial(self._refuse, request, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
             )
