@@ -304,10 +304,10 @@ class RequestTable:
                 counts[block] += 1
         for block, num_copied in self.copied.items():
             num_leases[block] += num_copied
-        for block, holders in enumerate(zip(num_owners, num_leases, strict=True)):
-            if holders != self.pool.holders(block):
+        for block, (owners, leases) in enumerate(zip(num_owners, num_leases, strict=True)):
+            if (owners, leases) != self.pool.holders(block):
                 raise RuntimeError(
-                    f"block {block}: sequences count {holders} owners and leases, the pool counts "
+                    f"block {block}: {owners} owners, {leases} leases; the pool has "
                     f"{self.pool.holders(block)}"
                 )
         if not len(reserved) == len(set(reserved)) == self.pool.count(BlockState.RESERVED):
