@@ -234,7 +234,7 @@ class Worker:
                 self._copies += self.engine.lease_cached(change.stored[:3])
         self.check()
         pool = self.engine.requests.pool
-        assert self.cached == {*pool._block_of, *pool.host._slot_of}, (
+        assert self.cached == {*pool._block_of, *pool.host._host_block_of}, (
             "the events differ from the cache"
         )
         return [event for event in events if not isinstance(event, CacheChanged)]

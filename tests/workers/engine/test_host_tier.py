@@ -76,7 +76,7 @@ class TierMachine(RuleBasedStateMachine):
         self.unwritten.clear()
         for digest, block in self.pool._block_of.items():
             assert self.in_block[block] == digest
-        for digest, slot in self.pool.host._slot_of.items():
+        for digest, slot in self.pool.host._host_block_of.items():
             assert self.in_slot[slot] == digest
 
     @precondition(lambda self: self.held)
@@ -92,7 +92,7 @@ class TierMachine(RuleBasedStateMachine):
         assert not set(stored) & self.reported
         assert set(evicted) <= self.reported
         self.reported = (self.reported | set(stored)) - set(evicted)
-        assert self.reported == {*self.pool._block_of, *self.pool.host._slot_of}
+        assert self.reported == {*self.pool._block_of, *self.pool.host._host_block_of}
 
     @invariant()
     def integrity_holds(self) -> None:
