@@ -1,1 +1,1 @@
-"""The data plane: engines, models and KV transfer. Usable without Ray."""
+"""Holds the data plane: engines, models and KV transfer. Works without Ray."""

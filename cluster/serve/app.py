@@ -38,7 +38,7 @@ from .members import Continuity, Members, RouterInfo
 from .ranks import node_host, ray_dashboard_url, start_ranks
 from .status import WorkerStatuses, describe_routers, drain_workers
 from .telemetry.logs import write_json_logs
-from .telemetry.ray_metrics import RayMetrics, report_figures
+from .telemetry.ray_metrics import RayMetrics, report_metrics
 
 if TYPE_CHECKING:
     from ...workers.serve.worker import Worker
@@ -156,7 +156,7 @@ class WorkerPool(Replica):
             worker.stop,
             self._exit_on_failure(worker),
             self._heartbeat(worker),
-            report_figures(worker),
+            report_metrics(worker),
         )
 
     def check_health(self) -> None:

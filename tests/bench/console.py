@@ -1,10 +1,9 @@
-"""Measures what pages of the console that poll cost a router: `python -m
-tandem.tests.bench.console`.
+"""Measures a router's CPU time for polling console pages: `python -m tandem.tests.bench.console`.
 
-The router and its worker, which computes nothing, are processes of their own, as in `bench.router`.
-Streams run meanwhile, so that there is something to tell, with so few tokens that the router has
-hardly anything else to do. It has
-one event loop, so it can take one core: what polling takes of that is its share of the router.
+The router and a worker that computes nothing run in their own processes, as in `bench.router`.
+Streams run meanwhile, so that the pages have data to show. The streams have few tokens, so the
+router has little other work. It has one event loop and can use one core; the share of that core
+that polling uses is its cost.
 """
 
 import asyncio
@@ -38,19 +37,19 @@ def main(
     pages: Annotated[
         list[int],
         typer.Option(help="Pages that poll at the same time; may be given several times."),
-    ] = [  # noqa: B006
-        1,
-        10,
-    ],
+    ] = [1, 10],  # noqa: B006
     streams: Annotated[int, typer.Option(help="Streams that run meanwhile.")] = 32,
-    seconds: Annotated[float, typer.Option(help="Of each number of pages in a round.")] = 4.0,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds for each number of pages in a round.")
+    ] = 4.0,
     rounds: Annotated[
-        int, typer.Option(help="With and without pages by turns; the medians count.")
+        int, typer.Option(help="Rounds, each with and without pages; the medians count.")
     ] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure the router's CPU time with pages that poll once a second, and without: about a
-    minute.
+    """Measure the router's CPU time with and without pages that poll once a second.
+
+    Takes about a minute.
     """
     identity = PeerIdentity.generate()
     with (
@@ -73,8 +72,9 @@ def main(
 async def _measure(
     router: ChildProcess, pages: list[int], streams: int, seconds: float, rounds: int
 ) -> list[dict[str, Any]]:
-    """Returns the router's CPU time in percent of a core for each number of pages, the first of
-    which is 0.
+    """Returns the router's CPU time in percent of a core for each number of pages.
+
+    The first number of pages must be 0.
     """
     grpc_url, http_url = router[1].split()
     load = [asyncio.create_task(_stream(grpc_url)) for _ in range(streams)]
@@ -89,11 +89,13 @@ async def _measure(
                         asyncio.create_task(_poll(session, http_url, answers))
                         for _ in range(number)
                     ]
-                    await asyncio.sleep(_POLL_SECONDS)  # the first answers, which have everything
+                    await asyncio.sleep(_POLL_SECONDS)  # the first answers have all data
                     answers.clear()
-                    before, begin = cpu_seconds(router[0]), time.monotonic()
+                    before = cpu_seconds(router[0])
+                    begin = time.monotonic()
                     await asyncio.sleep(seconds)
-                    used, lasted = cpu_seconds(router[0]) - before, time.monotonic() - begin
+                    used = cpu_seconds(router[0]) - before
+                    lasted = time.monotonic() - begin
                     found[number].append(100 * used / lasted)
                     num_polls[number] += len(answers)
                     await _cancel(polls)
@@ -102,7 +104,7 @@ async def _measure(
     costs = []
     for number, values in found.items():
         polling = median(value - without for value, without in zip(values, found[0], strict=True))
-        # A machine that does other things, too, answers less often than once a second.
+        # A busy machine answers less often than once a second.
         per_second = num_polls[number] / (rounds * seconds)
         costs.append(
             {
@@ -116,7 +118,7 @@ async def _measure(
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    """Raises what a task has failed with."""
+    """Cancels tasks and raises the error of a task that has failed."""
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -133,7 +135,7 @@ async def _stream(url: str) -> None:
 
 
 async def _poll(session: aiohttp.ClientSession, url: str, answers: list[float]) -> None:
-    """Polls as the page does; notes when it was answered."""
+    """Polls in the same way as the page and appends the times of the answers."""
     cursor = ""
     while True:
         async with session.get(f"{url}/console/data", params={"cursor": cursor}) as answer:

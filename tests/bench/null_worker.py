@@ -1,8 +1,7 @@
-"""Serves a worker with the real engine and no model, for `bench.router`: `python -m
-tandem.tests.bench.null_worker`.
+"""Serves a worker with the real engine and no model: `python -m tandem.tests.bench.null_worker`.
 
-A module of its own, since it imports torch: the router of a measurement, and who measures, need
-not.
+`bench.router` starts it. It is a separate module because it imports torch, which the measured
+router and the measuring process do not need.
 """
 
 import sys
@@ -15,13 +14,13 @@ from tandem.workers.engine.null import NullExecutor
 from tandem.workers.serve.worker import Worker, WorkerConfig
 from tandem.workers.tp.rank import Rank, RankConfig
 
-_VOCAB_SIZE: Final = 128  # of the byte tokenizer's: whole characters
+_VOCAB_SIZE: Final = 128  # the part of the byte tokenizer's tokens that are whole characters
 _BLOCKS: Final = 65_536
 _MAX_STREAMS: Final = 4096
 
 
 async def serve(step_seconds: float) -> None:
-    """Reads the identity from stdin, prints the address, ends with stdin."""
+    """Reads the identity from stdin, prints the address, and serves until stdin ends."""
     identity = PeerIdentity.from_text(sys.stdin.readline())
     executor = NullExecutor(vocab_size=_VOCAB_SIZE, step_seconds=step_seconds)
     rank = Rank(

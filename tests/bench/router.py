@@ -1,8 +1,7 @@
-"""Measures the router's CPU time a token, with a worker that computes nothing: `python -m
-tandem.tests.bench.router`.
+"""Measures the router's CPU time per token: `python -m tandem.tests.bench.router`.
 
-Three processes on this machine: a worker with the real engine and no model, a router with both API
-servers, and this one, which reads streams and the CPU times of the others.
+Runs three processes on this machine: a worker with the real engine and no model, a router with both
+API servers, and this process, which reads the streams and the CPU times of the others.
 """
 
 import asyncio
@@ -55,7 +54,7 @@ _MODEL: Final = "null"
 _PROMPT: Final = "The quick brown fox jumps over the lazy dog."
 _START_SECONDS: Final = 60.0
 _MODULE: Final = "tandem.tests.bench.router"
-_WORKER_MODULE: Final = "tandem.tests.bench.null_worker"  # imports torch, which the others need not
+_WORKER_MODULE: Final = "tandem.tests.bench.null_worker"  # imports torch; the others do not
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -64,24 +63,20 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 def main(
     streams: Annotated[
         list[int], typer.Option(help="Streams at the same time; may be given several times.")
-    ] = [  # noqa: B006
-        1,
-        64,
-        512,
-    ],
+    ] = [1, 64, 512],  # noqa: B006
     tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 512,
-    rounds: Annotated[int, typer.Option(help="Of each case; the best one counts.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds of each case; the best one counts.")] = 3,
     step_ms: Annotated[
-        float, typer.Option(help="How long the worker takes for a token of all streams.")
+        float, typer.Option(help="Duration of a step of the worker: one token of each stream.")
     ] = 0.0,
-    metrics: Annotated[bool, typer.Option(help="Whether the router counts.")] = True,
+    metrics: Annotated[bool, typer.Option(help="Whether the router counts metrics.")] = True,
     with_keys: Annotated[
-        bool, typer.Option("--keys", help="Let in callers with an API key alone.")
+        bool, typer.Option("--keys", help="Accept only callers with an API key.")
     ] = False,
     with_tls: Annotated[bool, typer.Option("--tls", help="TLS at the API servers.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure the router: tokens/s and CPU time of a token, over gRPC and HTTP."""
+    """Measure the router's tokens/s and CPU time per token, over gRPC and HTTP."""
     identity = PeerIdentity.generate()
     with tempfile.TemporaryDirectory() as scratch:
         access = _Access.make(Path(scratch), keys=with_keys, tls=with_tls)
@@ -121,7 +116,7 @@ def main(
 
 
 class Feature(StrEnum):
-    """Names what a router can be measured with and without."""
+    """Names the features that a router can be measured with and without."""
 
     METRICS = "metrics"
     KEYS = "keys"
@@ -130,21 +125,22 @@ class Feature(StrEnum):
 
 @app.command()
 def compare(
-    feature: Annotated[Feature, typer.Argument(help="Of which the cost is asked.")],
+    feature: Annotated[Feature, typer.Argument(help="The feature whose cost is measured.")],
     streams: Annotated[int, typer.Option(help="Streams at the same time.")] = 32,
     tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 512,
-    rounds: Annotated[int, typer.Option(help="With and without by turns; the medians count.")] = 9,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds, each with and without; the medians count.")
+    ] = 9,
     step_ms: Annotated[
-        float, typer.Option(help="How long the worker takes for a token of all streams.")
+        float, typer.Option(help="Duration of a step of the worker: one token of each stream.")
     ] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure what metrics, keys or TLS cost a router: CPU time of a token in two of them, with and
-    without, which one worker serves by turns.
+    """Measure the cost of metrics, keys or TLS: a router's CPU time per token with and without.
 
-    Tokens that wait for the client are merged into one message, so the cost is that of the feature
-    only where both have
-    as many in a message: give a step more time (--step-ms) until that is 1.
+    One worker serves two routers in turns. A router merges tokens that wait for the client into one
+    message. So the difference is the cost of the feature only if both routers send equally many
+    tokens per message. Make steps longer (--step-ms) until that number is 1.
     """
     identity = PeerIdentity.generate()
     with (
@@ -181,8 +177,9 @@ def _compare(
     tokens: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Returns the CPU time of a token in both routers, and how much more the first takes than the
-    other: the median of the rounds, each of which has both, one after the other.
+    """Returns the CPU time per token in both routers, and the extra cost of the first in percent.
+
+    These are medians of the rounds; each round measures both routers, one after the other.
     """
     times: tuple[list[float], list[float]] = ([], [])
     merged: tuple[list[float], list[float]] = ([], [])
@@ -205,16 +202,18 @@ def _compare(
 
 @app.command(hidden=True)
 def serve_router(worker: str, scratch: Path, metrics: bool = True) -> None:
-    """Runs the router: reads its identity from stdin, prints its gRPC and HTTP addresses, ends with
-    its stdin.
+    """Runs the router until stdin ends.
+
+    Reads its identity from stdin and prints its gRPC and HTTP addresses.
     """
     counts = PrometheusMetrics(_MODEL) if metrics else NULL_METRICS
     run_as_replica(_serve_router(worker, _Access(scratch), counts))
 
 
 def run_as_replica(work: Coroutine[Any, Any, None]) -> None:
-    """Runs what a replica of Ray Serve runs, on the event loop that Ray takes: its TLS is not
-    written in Python.
+    """Runs `work` on uvloop, as a replica of Ray Serve does.
+
+    The TLS of uvloop is not written in Python.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(work)
@@ -222,7 +221,7 @@ def run_as_replica(work: Coroutine[Any, Any, None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """Holds the files of keys and of certificates, as far as they are there."""
+    """Holds a folder that may have files of API keys and certificates."""
 
     folder: Path
     api_key: str = field(default="", repr=False)
@@ -252,7 +251,7 @@ class _Access:
         return Authenticator(load_keys(file) if file.exists() else None)
 
     def address(self, url: str) -> ServerAddress:
-        """Returns how the client reaches a server of the router."""
+        """Returns the address and credentials of a router's server for the client."""
         if not self.has_tls:
             return ServerAddress(url=url, model=_MODEL, api_key=self.api_key)
         scheme, _, place = url.partition("://")
@@ -267,8 +266,9 @@ def _flag(metrics: bool) -> str:
 
 
 ChildProcess = tuple[int, str]
-"""The id of a process of the benchmark, and what it has printed: one address, or those of both API
-servers.
+"""The id of a process of the benchmark, and the addresses that it has printed.
+
+A worker prints one address, a router the addresses of both API servers.
 """
 
 
@@ -280,8 +280,9 @@ def worker_process(identity: PeerIdentity, step_ms: float) -> AbstractContextMan
 def router_process(
     identity: PeerIdentity, worker: ChildProcess, folder: str, *flags: str
 ) -> AbstractContextManager[ChildProcess]:
-    """Runs a router of the worker while the context lasts; `folder` has the files of its keys and
-    certificates.
+    """Runs a router of the worker while the context lasts.
+
+    `folder` has the files of its keys and certificates.
     """
     return _child_process(identity, _MODULE, "serve-router", worker[1], folder, *flags)
 
@@ -334,7 +335,7 @@ async def _describe(statuses: WorkerStatuses) -> dict[str, Any]:
 
 
 async def until_stdin_ends(addresses: str) -> None:
-    """Prints the addresses, and returns when the parent has closed stdin."""
+    """Prints the addresses and returns when the parent has closed stdin."""
     print(addresses, flush=True)
     await asyncio.to_thread(sys.stdin.read)
 
@@ -347,8 +348,9 @@ async def _measure(
     num_streams: int,
     num_tokens: int,
 ) -> dict[str, Any]:
-    """Returns the figures of one round over an API, grpc or http; the times are CPU microseconds a
-    token. Tokens that wait for the client are merged into one message.
+    """Returns the rates and CPU microseconds per token of one round over an API, grpc or http.
+
+    A router merges tokens that wait for the client into one message.
     """
     address = access.address(router[1].split()[_APIS.index(api)])
     processes = (router[0], worker[0], os.getpid())
@@ -364,9 +366,8 @@ async def _measure(
         return len(chunk_times)
 
     async with open_target(address, ignore_eos=True) as stream_completion:
-        await read_all(
-            stream_completion, 2
-        )  # so that the connections are there: a handshake is not of a token
+        # Opens the connections first, because handshakes must not count as cost of tokens.
+        await read_all(stream_completion, 2)
         before = list(map(cpu_seconds, processes))
         begin = time.perf_counter()
         num_messages = await read_all(stream_completion, num_tokens)
@@ -380,10 +381,9 @@ async def _measure(
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the CPU time that a process has taken until now."""
-    return time.clock_gettime(
-        ~pid << 3 | 2
-    )  # as clock_getcpuclockid(3) has it: /proc counts in ticks of 10 ms
+    """Returns the CPU time that a process has used."""
+    # The clock of clock_getcpuclockid(3), because /proc counts in ticks of 10 ms.
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from tandem.tests.bench import console, router
 
 
 def measured(app: typer.Typer, *arguments: str) -> list[dict[str, Any]]:
-    """What a command prints as JSON; the router and its worker are processes of their own."""
+    """Returns the JSON that a command prints; it starts a router and a worker as processes."""
     done = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
     costs: list[dict[str, Any]] = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""The benchmark of guessed tokens runs, and finds the same tokens."""
+"""The benchmark of speculative decoding runs, and both engines generate the same tokens."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,10 @@ def test_both_texts_are_generated_by_turns(
     )
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "one sequence, 30 tokens, 2 rounds in turns, medians"
-    figures = r" +[0-9.]+ +[0-9.]+ tokens/s, ratio [0-9.]+, [0-9]+% of [0-9]+ guesses right, the same tokens"
+    figures = (
+        r" +[0-9.]+ +[0-9.]+ tokens/s, ratio [0-9.]+, "
+        r"[0-9]+% of [0-9]+ drafted tokens accepted, same tokens"
+    )
     assert all(
         re.fullmatch(name + figures, line)
         for name, line in zip(speculative.TEXTS, said[1:], strict=True)

@@ -1,4 +1,4 @@
-"""The commands that measure transfers run and tell what they were asked for."""
+"""The commands that measure transfers run and report the requested transports."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tandem.tests.tiny import make_tiny_model
 
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
-    """The commands run in the process of the tests; the other ends are processes of their own."""
+    """Restores the number of threads, because the commands run in the process of the tests."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -39,7 +39,7 @@ def test_the_overlap_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert overlap.main(["--model", folder, "--prompt-tokens", "300", "--repeat", "1"]) == 0
     out = capsys.readouterr().out
     assert "300 prompt tokens, 0.1 MB of KV cache over grpc" in out
-    assert "share that is left" in out
+    assert "remaining share" in out
 
 
 def test_a_folder_without_a_model_is_refused(

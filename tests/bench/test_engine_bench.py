@@ -48,7 +48,7 @@ def threads_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def known_floors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring them takes a second."""
+    """Replaces the measurement of floors, which takes a second."""
     floors = Floors(read_bytes_per_s=2e10, copy_bytes_per_s=1e10, matmul_flops_per_s=1e11)
     monkeypatch.setattr(__main__, "measure_floors", lambda *_: floors)
 
@@ -67,7 +67,7 @@ def make_runner(*, shape: str = "tiny", num_blocks: int = 128, chunk: int = 32) 
 
 
 def outcome(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit status and what stderr says."""
+    """Returns the exit status and the text on stderr."""
     try:
         status = __main__.main(arguments)
     except SystemExit as stop:
@@ -197,9 +197,8 @@ def test_a_decode_takes_the_same_tokens_from_the_same_cache_only() -> None:
 def test_each_part_of_a_step_is_between_its_own_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner()
     ticks = itertools.count()
-    squares = SimpleNamespace(
-        perf_counter=lambda: float(next(ticks) ** 2)
-    )  # the differences are odd numbers
+    # the differences are odd numbers
+    squares = SimpleNamespace(perf_counter=lambda: float(next(ticks) ** 2))
     monkeypatch.setattr(steps, "time", squares)
     first = runner.decode(1, 16, 20).steps[0]
     parts = [first[part] for part in PARTS]
@@ -216,9 +215,8 @@ def test_blocks_for_is_what_a_decode_takes() -> None:
 
 def test_costs_are_those_of_the_known_model() -> None:
     config = SHAPES["llama-3-8b"]
-    params = (
-        8_030_261_248 - 128_256 * 4096 - 65 * 4096
-    )  # without the embedding's rows and the norms
+    # without the embedding's rows and the norms
+    params = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
     cost = decode_cost(config, "bfloat16", 2, 1000)
     assert cost[0] == 2 * params + 2 * 1000 * 131_072
     assert cost[1] == 2 * (2 * params + 32 * 4 * 4096 * 1000)
@@ -316,11 +314,11 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*RANDOM, "tiny", "--compare", "adapter"], "--compare adapter needs --lora-rank"),
     (
         [*RANDOM, "tiny", "--compare", "model-impl", "--model-impl", "transformers"],
-        "--compare model-impl compares it with --model-impl tandem",
+        "--compare model-impl needs --model-impl auto or tandem",
     ),
     (
         [*RANDOM, "tiny", "--compare", "int8-kv-cache", "--kv-cache-dtype", "int8"],
-        "--compare int8-kv-cache compares it with --kv-cache-dtype auto",
+        "--compare int8-kv-cache needs --kv-cache-dtype auto",
     ),
     ([*RANDOM, "tiny", "--device", "tpu"], "--device: must be cpu, cuda or cuda:N, is 'tpu'"),
     (
@@ -331,7 +329,10 @@ REFUSED: list[tuple[list[str], str]] = [
         [*RANDOM, "tiny", "--prompts", "8193"],
         "--prompts: 8193 tokens need 8193 positions, tiny has 8192",
     ),
-    ([*RANDOM, "tiny", "--json", "/no/such/folder/x.json"], "--json: /no/such/folder is no folder"),
+    (
+        [*RANDOM, "tiny", "--json", "/no/such/folder/x.json"],
+        "--json: /no/such/folder is not a folder",
+    ),
     ([*RANDOM, "tiny", "--plot", "x.jpg"], "--plot: x.jpg must end in .png"),
 ]
 

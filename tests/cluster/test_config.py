@@ -106,11 +106,11 @@ def test_flags_alone_are_enough() -> None:
         ),
         (
             "model: m\nspeculative: {method: draft_model}",
-            "speculative.model: goes with method draft_model, and that with it, got draft_model",
+            "speculative.model: must be set if and only if method is draft_model, got method draft_model",
         ),
         (
             "model: m\nspeculative: {method: ngram, model: m}",
-            "speculative.model: goes with method draft_model, and that with it, got ngram",
+            "speculative.model: must be set if and only if method is draft_model, got method ngram",
         ),
         (
             "model: m\nspeculative: {model: ''}",

@@ -239,7 +239,9 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"kv_disk_gb: 0 bytes hold no block, which takes 8192"):
+    with pytest.raises(
+        ValueError, match="kv_disk_gb: 0 bytes hold no block; it must be at least 8192"
+    ):
         opened(tmp_path, 0)
     (tmp_path / "decode-0").symlink_to(tmp_path)
     with pytest.raises(ValueError, match=r"kv_disk: .*decode-0: Not a directory|Too many levels"):
@@ -248,7 +250,7 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "decode-0").mkdir()
     os.chmod(tmp_path / "decode-0", 0o777)
     with pytest.raises(
-        ValueError, match=r"kv_disk: .*decode-0: is another user's, or others may write to it"
+        ValueError, match=r"kv_disk: .*decode-0: belongs to another user, or other users may write"
     ):
         opened(tmp_path)
     (tmp_path / "file").write_text("")

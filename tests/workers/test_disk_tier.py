@@ -100,7 +100,7 @@ class Served:
             assert [rank.num_transfers for rank in ranks] == [0] * len(ranks)
 
     async def answer(self, session: RawSession, prompt: range, name: str = "") -> int:
-        """Has a prompt answered, which must be right; returns how many of its tokens were cached."""
+        """Sends a prompt, checks its answer, and returns the number of its cached tokens."""
         name = name or str(prompt.start)
         await session.send(submit(name, token_ids=prompt, max_tokens=MAX_TOKENS, ignore_eos=True))
         await session.until(lambda output: output.request_id == name and ended(output))
@@ -341,7 +341,7 @@ def part_of(tp: int, rank: int) -> FakeKv:
 async def test_a_rank_takes_the_folder_of_the_number_that_its_rank_0_has(
     tmp_path: Path, model: Path
 ) -> None:
-    """Of two workers that share a disk one comes back, whose rank 0 cannot have the first folder."""
+    """One of two workers that share a disk restarts; its rank 0 cannot have the first folder."""
     split = Served(2, model)
     async with (
         split.worker(tmp_path) as (worker, session),

@@ -72,9 +72,7 @@ async def test_what_one_owner_has_compiled_is_compiled_again_for_another() -> No
     assert sorted(loads.begun) == [("g", ADA, ADA), ("g", BOB, BOB)]
 
 
-async def test_a_grammar_that_nobody_waits_for_is_not_compiled_and_one_under_way_keeps_its_place() -> (
-    None
-):
+async def test_a_grammar_without_waiting_requests_is_not_compiled_unless_it_has_begun() -> None:
     loads = Loads()
     compiler = GrammarCompiler(loads)
     first, second, third = (start(compiler, name, ADA) for name in ("a0", "a1", "a2"))

@@ -69,7 +69,7 @@ async def test_a_worker_reports_what_it_has_and_has_done() -> None:
             lambda output: output.HasField("tokens") and output.tokens.finish_reason != 0
         )
         await wait_until(lambda: not worker.load().num_running)
-        await worker.report_figures(with_integrity=True)
+        await worker.report_metrics(with_integrity=True)
         assert figures.values[UNBALANCED, ()] == 0
         assert sum(figures.values[BLOCKS, (state,)] for state in BLOCKS.labels["state"]) == 256
         assert figures.values[BLOCKS, ("cached",)] == 1  # of 20 + 4 tokens
@@ -79,7 +79,7 @@ async def test_a_worker_reports_what_it_has_and_has_done() -> None:
         assert len(figures.observed[STEP_SECONDS]) >= 5
         assert min(figures.observed[STEP_SECONDS]) > 0
         figures.observed.clear()
-        await worker.report_figures(with_integrity=False)
+        await worker.report_metrics(with_integrity=False)
         assert not figures.observed[STEP_TOKENS]  # nothing is reported twice
     await worker.stop()
 
@@ -90,7 +90,7 @@ async def test_books_that_do_not_balance_are_reported() -> None:
         fake_rank(), worker_config(), worker_id="w", role="decode", metrics=figures
     )
     worker._thread.post(lambda engine: engine.requests.pool.reserve(1))
-    await worker.report_figures(with_integrity=True)
+    await worker.report_metrics(with_integrity=True)
     assert figures.values[UNBALANCED, ()] == 1
     await worker.stop()
 
@@ -149,7 +149,7 @@ async def test_an_idle_worker_makes_a_step_when_asked_after_its_health() -> None
             worker.check_health()
             async with asyncio.timeout(WAIT):
                 while len(figures.observed[STEP_TOKENS]) < 2:
-                    await worker.report_figures(with_integrity=False)
+                    await worker.report_metrics(with_integrity=False)
                     await asyncio.sleep(0.005)
             assert figures.observed[STEP_TOKENS] == [1, 1]  # a prefill and a decode
             await idle(worker)
@@ -196,8 +196,8 @@ async def test_a_busy_worker_makes_no_step_of_its_own() -> None:
     figures = Figures()
     worker.check_health()
     worker._metrics = figures
-    await worker.report_figures(with_integrity=True)  # after what the check may have posted
-    await worker.report_figures(with_integrity=False)
+    await worker.report_metrics(with_integrity=True)  # after what the check may have posted
+    await worker.report_metrics(with_integrity=False)
     assert not figures.observed[STEP_TOKENS]
     await worker.stop()
 

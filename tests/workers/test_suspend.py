@@ -288,7 +288,7 @@ async def test_nothing_is_computed_twice_and_a_request_moves_again_and_again() -
 
 
 async def test_a_choice_that_was_fetched_ends_and_the_others_go_on() -> None:
-    """One is fetched, one cancelled, one waits; what is acknowledged or cancelled is freed at once."""
+    """One is fetched, one cancelled, one waits; the first two are freed at once."""
     fields: dict[str, Any] = {"token_ids": PROMPT, "max_tokens": 300}
     async with two_workers() as running:
         source, target = running.sessions
@@ -407,9 +407,7 @@ async def test_what_has_not_begun_is_refused() -> None:
         await session.send(worker_pb2.Cancel(request_id="runs", attempt=1))
 
 
-async def test_a_request_that_waits_for_its_kv_cache_is_refused_and_the_cache_is_left_to_another() -> (
-    None
-):
+async def test_a_request_that_waits_for_its_kv_cache_is_refused_and_another_may_fetch_it() -> None:
     async with two_workers(step_seconds=0.02) as running:
         handle = await running.prefill()
         await running.fetch(1, handle)

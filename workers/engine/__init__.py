@@ -1,1 +1,1 @@
-"""Scheduling and block accounting in pure Python: no torch, no ray, no grpc."""
+"""Schedules sequences and accounts for blocks in pure Python: no torch, no ray, no grpc."""

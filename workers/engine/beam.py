@@ -1,8 +1,7 @@
-"""Runs a beam search without a model: which hypotheses continue with which tokens, and which are
-the best at the end.
+"""Chooses the hypotheses of a beam search from the log probabilities of candidate tokens.
 
-Follows transformers' `GenerationMixin._beam_search` for one prompt without sampling, rounding
-included, so that equal log probabilities give equal hypotheses and scores. Knows nothing of
+Follows transformers' `GenerationMixin._beam_search` for one prompt without sampling. It also rounds
+in the same way, so equal log probabilities give equal hypotheses and scores. Knows nothing of
 sequences, blocks or steps.
 """
 
@@ -12,14 +11,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 Candidate = tuple[int, float]
-"""A token that may come next, and its log probability, float32."""
+"""A possible next token and its log probability, float32."""
 
 Move = tuple[int, int]
-"""The index of the beam that continues, among the previous beams, and its next token."""
+"""The index of a previous beam that continues, and its next token."""
 
 Hypothesis = tuple[tuple[int, ...], float]
-"""The tokens of a continuation and its score, float32: the sum of its log probabilities; once
-finished, with the length penalty.
+"""The tokens of a continuation and its score, float32.
+
+The score of a running hypothesis is the sum of its log probabilities. The score of a finished one
+includes the length penalty.
 """
 
 _LEAST_FLOAT: Final = 2.0**-149
@@ -27,12 +28,11 @@ _LEAST_FLOAT: Final = 2.0**-149
 
 @dataclass(eq=False, kw_only=True)
 class Beams:
-    """Holds the `width` likeliest running hypotheses, the likeliest first, and the best finished
-    ones.
+    """Holds the `width` likeliest running hypotheses, in order, and the best finished ones.
 
-    A hypothesis finishes with a stop token, which it keeps, or with max_tokens tokens. With early
-    stopping the search ends as soon as `width` have finished; else once the likeliest running one
-    scores no more than the worst of them.
+    A hypothesis finishes with a stop token, which it keeps, or after max_tokens tokens. With early
+    stopping, the search ends as soon as `width` hypotheses have finished. Otherwise it ends when
+    the likeliest running hypothesis scores no more than the worst finished one.
     """
 
     width: int
@@ -52,21 +52,24 @@ class Beams:
 
     @property
     def num_candidates(self) -> int:
-        """How many of a beam's likeliest tokens `advance` needs: `width` remain even if all stop
-        tokens are likelier, so every next or finished hypothesis is among those of all beams.
+        """Returns the number of likeliest tokens of each beam that `advance` needs.
+
+        With this number, `width` candidates remain even if all stop tokens are likelier. So every
+        next or finished hypothesis is among the candidates of all beams.
         """
         return self.width + max(1, len(self.stop_ids | self.late_ids))
 
     def advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[Move]:
-        """Takes the next tokens of each beam, the likeliest first, in the order of the previous
-        moves; at the start there is one beam. Returns the moves that give the next beams: `width`
-        of them, or permanently fewer if there are fewer tokens than `num_candidates`; none when the
-        search is over.
+        """Advances the search by one token and returns the moves that give the next beams.
+
+        `candidates` holds the likeliest next tokens of each beam, in descending order. The beams
+        have the order of the previous moves; at the start there is one beam. Returns `width` moves,
+        or permanently fewer if there are fewer tokens than `num_candidates`. Returns no moves when
+        the search is over.
         """
         self._length += 1
-        ranked = sorted(
-            self._extend(candidates), key=lambda extended: -extended[0]
-        )  # stable: earlier beams win ties
+        # The sort is stable: earlier beams win ties.
+        ranked = sorted(self._extend(candidates), key=lambda extended: -extended[0])
         is_last = self._length >= self.max_tokens
         ended = [c for c in ranked[: self.width] if is_last or c[2] in self.stop_ids]
         running = (
@@ -83,15 +86,13 @@ class Beams:
         )
 
     def best(self, count: int) -> list[Hypothesis]:
-        """Returns the best finished hypotheses, the best first; `count` of them once the search is
-        over.
-        """
+        """Returns the `count` best finished hypotheses, the best first; fewer before the end."""
         return self._finished[:count]
 
     def _extend(
         self, candidates: Sequence[Sequence[Candidate]]
     ) -> Iterator[tuple[float, int, int]]:
-        """Yields the score of every extension by one token, the index of its beam, and the token."""
+        """Yields the score, beam index and token of every extension by one token."""
         excluded = self.late_ids if self._length <= self.min_tokens else frozenset()
         for beam, ((_, score), row) in enumerate(zip(self._running, candidates, strict=True)):
             for token, logprob in row:
@@ -102,13 +103,13 @@ class Beams:
         return (*self._running[extended[1]][0], extended[2])
 
     def _is_done(self) -> bool:
-        """Whether enough hypotheses have finished and no running one can replace them."""
+        """Returns whether enough hypotheses have finished and no running one can replace them."""
         if len(self._finished) < self.width:
             return False
         return self.early_stopping or self._penalized(self._running[0][1]) <= self._finished[-1][1]
 
     def _penalized(self, score: float) -> float:
-        """Returns a score with the length penalty of the current length."""
+        """Returns a score with the length penalty for the current length applied."""
         return c_float(
             score / max(c_float(self._length**self.length_penalty).value, _LEAST_FLOAT)
         ).value

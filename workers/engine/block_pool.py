@@ -1,6 +1,6 @@
-"""Accounts for the KV blocks of one worker: their owners and leases, and the prefix cache.
+"""Accounts for the KV blocks of one worker: their owners, their leases and the prefix cache.
 
-Knows block numbers and hashes; nothing of tensors, tokens or sequences.
+Knows block numbers and hashes. Knows nothing of tensors, tokens or sequences.
 """
 
 import enum
@@ -11,8 +11,9 @@ from .host_tier import HostTier
 
 
 class BlockState(enum.Enum):
-    """Names the state of a block. Each block is in exactly one; the five counts add up to the
-    pool's size.
+    """Names the state of a block.
+
+    Each block is in exactly one state; the five counts add up to the pool's size.
 
         FREE ──reserve──> RESERVED ──claim──> OWNED ──lease──> LEASED
          ^ ^                 │                 │ ^ ^              │
@@ -23,7 +24,7 @@ class BlockState(enum.Enum):
          │ └──────────────share──────────────────┘
          └──reserve (evicts the least recently used)──> RESERVED
 
-    A block that sequences and leases hold at once is OWNED.
+    A block that both sequences and leases hold is OWNED.
     """
 
     FREE = "free"
@@ -37,10 +38,9 @@ class BlockPool:
     """Keeps ref-counted blocks with a hash-chained prefix cache and least-recently-used eviction.
 
     Verbs come in pairs: reserve/unreserve, claim or share/release, lease/unlease. The caller of the
-    first of a pair
-    has to call the second. Not thread-safe: only the engine's thread calls it.
+    first verb must call the second. Not thread-safe: only the engine's thread calls it.
 
-    What is evicted goes to `host`, as long as there is room: its hashes are in the cache, too.
+    Evicted blocks move to `host` while it has room. The hashes in `host` belong to the cache.
     """
 
     def __init__(self, num_blocks: int, num_host_blocks: int = 0) -> None:
@@ -51,28 +51,30 @@ class BlockPool:
         self._owners = [0] * num_blocks
         self._leases = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._lru: OrderedDict[int, None] = OrderedDict()  # the cached blocks, next to evict first
+        self._lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, next to evict first
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self._stored: dict[bytes, None] = {}  # since `take_changes`; sets in order
+        # Hashes stored and evicted since the last `take_changes`: ordered sets.
+        self._stored: dict[bytes, None] = {}
         self._evicted: dict[bytes, None] = {}
 
     def count(self, state: BlockState) -> int:
-        """Returns how many blocks are in `state`."""
+        """Returns the number of blocks in `state`."""
         return self._count[state]
 
     def holders(self, block: int) -> tuple[int, int]:
-        """Returns how many sequences and how many leases hold `block`."""
+        """Returns the numbers of sequences and leases that hold `block`."""
         return self._owners[block], self._leases[block]
 
     @property
     def num_available(self) -> int:
-        """How many blocks `reserve` could take now: free ones and cached ones."""
+        """Returns the number of blocks that `reserve` could take now: free and cached blocks."""
         return self._count[BlockState.FREE] + self._count[BlockState.CACHED]
 
     def match(self, chain: Iterable[bytes]) -> list[int]:
-        """Returns the blocks of the longest cached prefix of `chain`. `share` them before any other
-        call.
+        """Returns the blocks of the longest cached prefix of `chain`.
+
+        The caller must `share` them before any other call.
         """
         blocks = []
         for digest in chain:
@@ -83,25 +85,26 @@ class BlockPool:
         return blocks
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
-        """Returns how many of `blocks` are available now and would not be once shared."""
+        """Returns the number of `blocks` that are available now but not after `share`."""
         return sum(self._state[block] is BlockState.CACHED for block in blocks)
 
     def reserve(self, count: int) -> list[int]:
-        """Takes `count` blocks, evicting cached ones at need. Raises RuntimeError and takes none if
-        there are fewer.
+        """Takes `count` blocks and evicts cached blocks if needed.
+
+        Raises RuntimeError and takes no block if fewer are available.
         """
         if count > self.num_available:
             raise RuntimeError(f"{count} blocks requested, {self.num_available} available")
         return [self._take() for _ in range(count)]
 
     def unreserve(self, blocks: Iterable[int]) -> None:
-        """Returns reserved blocks to the pool; their content was never visible."""
+        """Returns reserved blocks to the pool; no sequence ever saw their content."""
         for block in blocks:
             self._expect(block, BlockState.RESERVED)
             self._move(block, BlockState.FREE)
 
     def claim(self, blocks: Iterable[int]) -> None:
-        """Makes reserved blocks one sequence's own."""
+        """Gives reserved blocks to one sequence as their owner."""
         for block in blocks:
             self._expect(block, BlockState.RESERVED)
             self._owners[block] = 1
@@ -115,8 +118,9 @@ class BlockPool:
             self._move(block, BlockState.OWNED)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Removes one owner. The last block is evicted first, so that a prefix outlives its
-        continuation.
+        """Removes one owner from each block.
+
+        The last block will be evicted first, so that a prefix outlives its continuation.
         """
         for block in reversed(blocks):
             self._expect(block, BlockState.OWNED)
@@ -124,7 +128,7 @@ class BlockPool:
             self._settle(block)
 
     def lease(self, blocks: Sequence[int]) -> None:
-        """Turns one ownership into a lease for a remote reader."""
+        """Turns one ownership of each block into a lease for a remote reader."""
         for block in blocks:
             self._expect(block, BlockState.OWNED)
             self._leases[block] += 1
@@ -132,7 +136,7 @@ class BlockPool:
             self._settle(block)
 
     def unlease(self, blocks: Sequence[int]) -> None:
-        """Ends one lease."""
+        """Ends one lease of each block."""
         for block in reversed(blocks):
             self._expect(block, BlockState.OWNED, BlockState.LEASED)
             if not self._leases[block]:
@@ -141,7 +145,7 @@ class BlockPool:
             self._settle(block)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Makes an owned, fully computed block findable by `match`. The first block of a hash wins."""
+        """Lets `match` find an owned, fully computed block; the first block of a hash wins."""
         self._expect(block, BlockState.OWNED)
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
@@ -149,29 +153,30 @@ class BlockPool:
             if digest not in self.host:
                 _record(digest, self._stored, self._evicted)
 
-    def restore(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
-        """Has owned blocks filled from `host`, where `match` found the hashes and `pin` kept them,
-        and publishes them.
+    def load(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
+        """Schedules copies of pinned hashes from `host` to owned blocks and publishes the blocks.
+
+        The caller has found the hashes with `host.match` and has pinned them with `host.pin`.
         """
         for block, digest in zip(blocks, digests, strict=True):
-            self.host.restore(digest, block)
+            self.host.load(digest, block)
             self.publish(block, digest)
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Returns the hashes that entered and left the cache since the last call, without those
-        that did both.
+        """Returns the hashes that entered and those that left the cache since the last call.
+
+        A hash that did both is in neither result.
         """
-        stored, evicted = tuple(self._stored), tuple(self._evicted)
+        stored = tuple(self._stored)
+        evicted = tuple(self._evicted)
         self._stored.clear()
         self._evicted.clear()
         return stored, evicted
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless free + cached + owned + leased + reserved == total and every
-        index agrees.
-        """
+        """Raises RuntimeError unless the five counts add up to the total and every index agrees."""
         for block, state in enumerate(self._state):
-            held = self._owners[block] > 0, self._leases[block] > 0
+            held = (self._owners[block] > 0, self._leases[block] > 0)
             expected = {
                 BlockState.OWNED: held[0],
                 BlockState.LEASED: held == (False, True),
@@ -206,7 +211,7 @@ class BlockPool:
         return block
 
     def _settle(self, block: int) -> None:
-        """Moves a block to the state that follows from its counts and hash."""
+        """Moves a block to the state that follows from its owners, leases and hash."""
         if self._owners[block]:
             state = BlockState.OWNED
         elif self._leases[block]:
@@ -220,7 +225,7 @@ class BlockPool:
         if old is state:
             return
         if old is BlockState.FREE:
-            self._free.pop()  # only `_take` takes free blocks, and from this end
+            self._free.pop()  # only `_take` takes free blocks, and it takes the last one
         elif old is BlockState.CACHED:
             del self._lru[block]
         if state is BlockState.FREE:
@@ -237,7 +242,7 @@ class BlockPool:
 
 
 def _record(digest: bytes, changes: dict[bytes, None], opposites: dict[bytes, None]) -> None:
-    """Adds a hash to the changes, or removes the opposite change of it."""
+    """Adds a hash to `changes`, or removes it from `opposites` if it is there."""
     if digest in opposites:
         del opposites[digest]
     else:

@@ -9,9 +9,11 @@ from ...proto.limits import mixed_chunk
 
 
 def default_chunk_tokens(device: str, num_threads: int = 0) -> int:
-    """Returns the prefill chunk size, in tokens, for a kind of device as torch names them, and the
-    threads of a CPU, 0 for several. One thread computes chunks of 128 as fast as longer ones, for
-    whose end what is urgent waits longer; two take a sixth longer for them than for 512.
+    """Returns the default prefill chunk size, in tokens, for a device type of torch.
+
+    `num_threads` is the number of CPU threads; 0 means several. One thread computes chunks of 128
+    as fast as longer chunks, and urgent requests wait less for the end of a short chunk. Two
+    threads need a sixth more time with chunks of 128 than with chunks of 512.
     """
     if device != "cpu":
         return 2048
@@ -19,24 +21,24 @@ def default_chunk_tokens(device: str, num_threads: int = 0) -> int:
 
 
 class SpeculativeConfig(BaseModel):
-    """Configures speculative decoding, with the names of vLLM: what follows the last n-gram
-    elsewhere in a sequence, or what a small draft model proposes, is guessed to follow now, and
-    verified in one step. Changes no token. With a `model` and no `method` it is draft_model.
+    """Configures speculative decoding with vLLM's names.
+
+    `ngram` drafts the tokens that followed the last n-gram earlier in the sequence. `draft_model`
+    drafts with a small model. One step verifies a draft, so no output token changes. A `model`
+    without a `method` means draft_model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     method: Literal["ngram", "draft_model"] = "ngram"
-    model: str | None = Field(
-        default=None, min_length=1, max_length=4096
-    )  # that drafts, named as the service's own
-    num_speculative_tokens: int = Field(
-        default=5, ge=1, le=64
-    )  # of a sequence in one step, at most
+    # The draft model, named in the same way as the service's model.
+    model: str | None = Field(default=None, min_length=1, max_length=4096)
+    # The maximum for one sequence in one step.
+    num_speculative_tokens: int = Field(default=5, ge=1, le=64)
     prompt_lookup_min: int = Field(default=3, ge=1, le=64)  # tokens of an n-gram
     prompt_lookup_max: int = Field(default=5, ge=1, le=64)
-    # Decodes and guesses of one step; more would be bound by computing, and a guess cost what a
-    # token costs.
+    # Decodes and draft tokens of one step. A larger step would be bound by compute, and a draft
+    # token would then cost as much as a decoded token.
     max_step_tokens: int = Field(default=32, ge=2, le=65_536)
 
     @model_validator(mode="before")
@@ -52,7 +54,7 @@ class SpeculativeConfig(BaseModel):
     def _has_a_model(self) -> Self:
         if (self.method == "draft_model") != bool(self.model):
             raise ValueError(
-                "speculative.model: goes with method draft_model, and that with it, got "
+                "speculative.model: must be set if and only if method is draft_model, got method "
                 f"{self.method}"
             )
         return self
@@ -60,9 +62,9 @@ class SpeculativeConfig(BaseModel):
     @model_validator(mode="after")
     def _has_lengths(self) -> Self:
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            most = f"at most prompt_lookup_max, {self.prompt_lookup_max}"
             raise ValueError(
-                f"speculative.prompt_lookup_min: must be {most}, got {self.prompt_lookup_min}"
+                "speculative.prompt_lookup_min: must be at most prompt_lookup_max, "
+                f"{self.prompt_lookup_max}, got {self.prompt_lookup_min}"
             )
         return self
 
@@ -72,20 +74,19 @@ class Budgets:
     """Holds the limits of an engine's batch and queue, in tokens and sequences."""
 
     chunk_tokens: int = 512  # prompt tokens computed in one step
-    mixed_chunk_tokens: int = (
-        512  # the same at most beside decodes, which all wait for it, see chunk_beside
-    )
+    # The maximum in a step with decodes, which all wait for the chunk; see chunk_beside.
+    mixed_chunk_tokens: int = 512
     max_sequences: int = 64  # sequences that hold blocks at once
     max_waiting: int = 1024  # sequences in the queue
-    growth_tokens: int = (
-        256  # generated tokens whose blocks admission reserves; later blocks come one by one
-    )
+    # Admission reserves blocks for this number of generated tokens; later blocks come one by one.
+    growth_tokens: int = 256
     prefix_caching: bool = True
     speculative: SpeculativeConfig | None = None
 
     def chunk_beside(self, num_decodes: int, num_prompts: int) -> int:
-        """Returns the prompt tokens that a step may compute if so many prompts are under way or
-        wait.
+        """Returns the number of prompt tokens that a step with these decodes may compute.
+
+        `num_prompts` is the number of prompts that are running or waiting.
         """
         return (
             mixed_chunk(self.mixed_chunk_tokens, num_decodes + num_prompts)
@@ -96,19 +97,16 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Holds an engine's budgets, its number of KV blocks, and whether it overlaps scheduling with
-    execution.
-    """
+    """Holds an engine's budgets, numbers of KV blocks, and the switch for overlapped scheduling."""
 
     num_blocks: int
-    num_host_blocks: int = 0  # in host memory, of what leaves the others
+    num_host_blocks: int = 0  # in host memory, for evicted blocks
     block_size: int = 16  # tokens
-    overlap: bool = (
-        False  # schedule a step while the last one runs; for executors whose launch does not wait
-    )
+    # Schedule a step while the last one runs; for executors whose launch does not wait.
+    overlap: bool = False
     budgets: Budgets = Budgets()
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest sequence that fits into all blocks."""
+        """Returns the length of the longest sequence that fits into all blocks."""
         return self.num_blocks * self.block_size

@@ -1,6 +1,6 @@
 """Runs sequences on an executor: schedule, execute, update.
 
-Knows nothing of tokenization, text, networks or where its plans are carried out.
+Knows nothing of tokenization, text, networks or the place where its plans are executed.
 """
 
 import time
@@ -20,19 +20,18 @@ from .scheduler import Scheduler
 from .sequence import SequenceSpec, State, Task
 from .update import update
 
-_WEIGHT: Final = 0.1  # of the newest step in `step_seconds`
+_WEIGHT: Final = 0.1  # of the newest step in the moving means
 _LEAST_MASK_SECONDS: Final = 0.002
 _NUM_RECENT: Final = 32  # steps
-_LEAST_AHEAD: Final = (
-    128  # tokens of a step; a message about fewer takes longer than their transfer
-)
+# Tokens of a step. A message about fewer tokens takes longer than their transfer.
+_LEAST_AHEAD: Final = 128
 
 
 class Engine:
-    """Runs sequences on an executor, step after step. All calls but `expedite` come from one thread.
+    """Runs sequences on an executor, step after step.
 
-    With `config.overlap`, one step is in flight between two calls of `step`, so that the executor
-    has the next step before it has finished the last.
+    All calls except `expedite` come from one thread. With `config.overlap`, one step is in flight
+    between two calls of `step`, so the executor has the next step before it finishes the last.
     """
 
     def __init__(
@@ -42,7 +41,11 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         source: PrefixSource | None = None,
     ) -> None:
-        """`clock` returns seconds. Prefixes that `source` knows are imported, see `commit_prefix`."""
+        """Makes an engine that holds no sequence.
+
+        `clock` returns seconds. The engine imports prefixes that `source` knows; see
+        `commit_prefix`.
+        """
         self.config = config
         self.requests = RequestTable(config, clock)
         self.scheduler = Scheduler(
@@ -50,22 +53,22 @@ class Engine:
         )
         self._source = source
         self.step_seconds = 0.0  # moving mean of the steps with decodes; read from any thread
-        self._prompt_tokens = self._prompt_seconds = 0.0  # moving means of the steps with prompts
-        # Of the last steps with nothing but decodes, without the time for masks.
+        # Moving means of the steps with prompts.
+        self._prompt_tokens = 0.0
+        self._prompt_seconds = 0.0
+        # Durations of the last steps with only decodes, without the time for masks.
         self._model_seconds: deque[float] = deque(maxlen=_NUM_RECENT)
-        self._mask_seconds = 0.0  # of the step under way
+        self._mask_seconds = 0.0  # of the running step
         self._clock = clock
         self._executor = executor
-        self._in_flight: tuple[StepPlan, Callable[[], Samples]] | None = (
-            None  # launched, not yet collected
-        )
+        # The step that is launched and not yet collected.
+        self._in_flight: tuple[StepPlan, Callable[[], Samples]] | None = None
 
     def submit(self, spec: SequenceSpec, submitted: float | None = None) -> None:
-        """Queues a sequence, whose queue time counts from `submitted` by the engine's clock, else
-        from now.
+        """Queues a sequence; its queue time counts from `submitted` by the engine's clock, or now.
 
-        Raises queue.Full if max_waiting sequences wait, and ValueError if the sequence does not fit
-        even alone; then the engine holds nothing of it.
+        Raises queue.Full if max_waiting sequences wait already, and ValueError if the sequence does
+        not fit on an empty worker. After an error the engine holds nothing of the sequence.
         """
         budgets = self.config.budgets
         if not self.scheduler.fits(spec):
@@ -80,50 +83,53 @@ class Engine:
         self.requests.add(spec, submitted)
 
     def cancel(self, sequence_id: int) -> None:
-        """Frees whatever the sequence holds, in any state. Idempotent. No event of the sequence
-        follows.
+        """Ends a sequence in any state and frees its blocks; idempotent.
 
-        A submit for n choices takes the ids id to id + n - 1. Until the choices have their first
-        tokens, and always in a PREFILL, the first id stands for all; then each choice is a sequence
-        of its own. So a caller that ends all of them cancels every id, in any order. The beams of a
-        search end together, with any of their ids.
+        No event of the sequence follows. A submit for n choices takes the ids id to id + n - 1.
+        Until the choices have their first tokens, and always in a PREFILL, the first id stands for
+        all choices. Afterwards each choice is a sequence of its own. So a caller that ends all
+        choices cancels every id, in any order. The id of any beam ends the whole beam search.
 
-        The blocks may belong to another sequence at once: an import must have stopped writing
-        before, and data that a transfer reads from them afterwards is invalid.
+        Another sequence may own the blocks at once. So an import must have stopped writing before
+        this call, and data that a transfer reads from the blocks afterwards is invalid.
         """
         self.requests.finish(sequence_id)
 
     def cancel_choice(self, sequence_id: int, choice: int) -> None:
-        """Ends one choice, or hypothesis, of those submitted as sequence_id, in any state: no event
-        of it follows, and it never becomes a sequence if it is none yet. Idempotent. Ending the
-        last choice cancels the request.
+        """Ends one choice, or one hypothesis, of the submit `sequence_id` in any state; idempotent.
+
+        No event of the choice follows. If it is not a sequence yet, it never becomes one. Ending
+        the last choice cancels the request.
         """
         self.requests.cancel_choice(sequence_id, choice)
 
     def suspend(self, sequence_id: int) -> bool:
-        """Has a running sequence leased for another worker to continue: a `Suspended` event follows
-        once the step in flight has ended, after the first token at the earliest, unless the
-        sequence ends before. `cancel` then frees the lease. Until the choices of a submit have
-        their first tokens, the first id stands for all. Idempotent.
+        """Suspends a running sequence: leases its blocks so that another worker can continue it.
 
-        A PREFILL and a beam search go on. Returns False, having done nothing, if the sequence has
-        not begun, waits for its KV cache or is unknown.
+        A `Suspended` event follows after the step in flight, but not before the first token and not
+        if the sequence ends first. `cancel` then frees the lease. Until the choices of a submit
+        have their first tokens, the first id stands for all choices. Idempotent.
+
+        A PREFILL and a beam search continue to run. Returns False, and does nothing, if the
+        sequence has not started, waits for its KV cache or is unknown.
         """
         return self.requests.suspend(sequence_id)
 
     def unload_adapter(self, number: int) -> None:
-        """Has the executor let go of an adapter, with a later step, once no sequence uses it. The
-        caller submits none with it any more.
+        """Unloads an adapter with a later step, as soon as no sequence uses it.
+
+        The caller must submit no further sequence with the adapter.
         """
         self.requests.unloading.add(number)
 
     def commit_import(self, sequence_id: int, first_tokens: FirstTokens) -> None:
-        """Starts a DECODE sequence whose KV cache has arrived whole and verified: it runs from the
-        next step on. A choice whose first token does not finish it yields the tokens after it; one
-        that it finishes yields that token again.
+        """Starts a DECODE sequence whose KV cache is complete and verified.
 
-        Ignores unknown ids, since a cancel may come first. Raises RuntimeError unless the sequence
-        is importing, and ValueError if first_tokens does not match the request, see
+        The sequence runs from the next step on. The events of a choice begin after its first token,
+        except if the first token finishes the choice: then an event reports that token again.
+
+        Ignores unknown ids, because a cancel may come first. Raises RuntimeError unless the
+        sequence is importing, and ValueError if first_tokens does not match the request; see
         `SequenceSpec.check_first_tokens`.
         """
         sequence = self.requests.sequences.get(sequence_id)
@@ -138,11 +144,14 @@ class Engine:
         self.requests.committed.append((sequence, first_tokens))
 
     def commit_prefix(self, sequence_id: int, num_tokens: int) -> None:
-        """Starts a sequence that was admitted with `importing`: so many more tokens, in the first
-        of these blocks, are there and verified; the rest of the prompt is computed.
+        """Starts a sequence that was admitted with `importing` blocks.
 
-        Ignores unknown ids, since a cancel may come first. Raises RuntimeError unless the sequence
-        is importing, and ValueError unless so many tokens are some of these blocks.
+        The first `num_tokens` tokens of these blocks are imported and verified; the engine computes
+        the rest of the prompt.
+
+        Ignores unknown ids, because a cancel may come first. Raises RuntimeError unless the
+        sequence is importing, and ValueError unless `num_tokens` fills some of these blocks
+        exactly.
         """
         sequence = self.requests.sequences.get(sequence_id)
         if sequence is None:
@@ -154,48 +163,53 @@ class Engine:
         num_blocks, rest = divmod(num_tokens, self.config.block_size)
         if rest or not 0 <= num_blocks <= len(sequence.importing):
             raise ValueError(
-                f"num_tokens: {num_tokens} are not some of {len(sequence.importing)} blocks"
+                f"num_tokens: {num_tokens} must fill 0 to {len(sequence.importing)} blocks of "
+                f"{self.config.block_size} tokens exactly"
             )
         self.requests.commit_prefix(sequence, num_tokens)
 
     def lease_cached(self, digests: Iterable[bytes]) -> list[tuple[int, bytes]]:
-        """Leases the blocks of those hashes that are in the KV cache, to be copied elsewhere;
-        returns the blocks, each with its hash. The caller has to call `unlease_cached` with them.
+        """Leases the cached blocks among `digests` for a copy and returns (block, hash) pairs.
+
+        Ignores hashes that are not in the KV cache. The caller must call `unlease_cached` with the
+        blocks.
         """
         return self.requests.lease_cached(digests)
 
     def lease_prefix(self, chain: Sequence[bytes]) -> list[int]:
-        """Leases the blocks of the longest prefix of a hash chain that is in the KV cache, to be
-        copied elsewhere. What the step in flight restores from host memory is there when that has
-        ended. Leases none if less than half of what sequences may take would be left to them. The
-        caller has to call `unlease_cached` with the blocks.
+        """Leases the blocks of the longest cached prefix of a hash chain for a copy.
+
+        Blocks that the step in flight loads from host memory are valid after that step. Leases no
+        block if less than half of the blocks that sequences may use would be left to them. The
+        caller must call `unlease_cached` with the blocks.
         """
         return self.requests.lease_prefix(chain)
 
     def unlease_cached(self, blocks: list[int]) -> None:
-        """Ends leases of `lease_cached` or `lease_prefix`."""
+        """Ends leases that `lease_cached` or `lease_prefix` began."""
         self.requests.unlease_cached(blocks)
 
     def expedite(self) -> None:
-        """Has the step under way end soon, see `Executor.expedite`."""
+        """Raises the priority of the running step; see `Executor.expedite`."""
         self._executor.expedite()
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` could do something now."""
+        """Returns whether `step` has something to do now."""
         return self._in_flight is not None or self.scheduler.has_work
 
     def step(self, emit: Callable[[list[Event]], object] | None = None) -> list[Event]:
-        """Launches a step of the batch, if there is anything to compute, and waits for its end;
-        with overlap for the end of the step that the previous call launched.
+        """Launches a step, if there is work, and waits for its end.
 
-        Gives the events to `emit` as soon as they are known: admissions, preemptions and layers of
-        a prefill before the end, so that a decode worker can fetch KV cache while the prefill runs.
-        Without `emit` returns them all.
+        With overlap, waits for the step that the previous call launched instead. Passes events to
+        `emit` as soon as they are known. Admissions, preemptions and computed layers of a prefill
+        come before the end of the step, so a decode worker can fetch KV cache while the prefill
+        runs. Without `emit`, returns all events.
         """
         events: list[Event] = []
         emit = emit or events.extend
-        started, self._mask_seconds = self._clock(), 0.0
+        started = self._clock()
+        self._mask_seconds = 0.0
         plan, found = self.scheduler.schedule()
         if plan.saved and any(
             isinstance(event, Admitted) and self._is_import(event) for event in found
@@ -204,7 +218,7 @@ class Engine:
         if found:
             emit(found)
         launched = None
-        if plan.sequences or plan.dropped or plan.unloaded or plan.saved or plan.restored:
+        if plan.sequences or plan.dropped or plan.unloaded or plan.saved or plan.loaded:
             launched = plan, self._executor.launch(plan, partial(self._report_layers, plan, emit))
         if self.config.overlap:
             launched, self._in_flight = self._in_flight, launched
@@ -222,8 +236,9 @@ class Engine:
 
     @property
     def prompt_token_seconds(self) -> float:
-        """Seconds of a step for each prompt token that it computes, a moving mean; 0 before the
-        first. Read from any thread.
+        """Returns the seconds per prompt token of steps with prompts, by moving means.
+
+        Returns 0 before the first such step. Any thread may read it.
         """
         num_tokens = self._prompt_tokens
         return self._prompt_seconds / num_tokens if num_tokens else 0.0
@@ -237,8 +252,10 @@ class Engine:
         return self.requests.sequences[event.id].state is State.IMPORTING
 
     def _save_first(self, plan: StepPlan) -> StepPlan:
-        """Carries out what a plan saves, on all ranks, and returns the rest of it. An import is
-        written as soon as it is reported, maybe to a block that is to be saved.
+        """Saves evicted blocks to host memory before the step; returns the rest of the plan.
+
+        All ranks have saved their parts when it returns. An import may write as soon as it is
+        reported, maybe to a block that has to be saved first.
         """
         if self._in_flight is not None:
             in_flight, collect = self._in_flight
@@ -260,10 +277,11 @@ class Engine:
                 )
 
     def _prepare_masks(self, sequences: Sequence[Constrained]) -> Collection[int]:
-        """See `Executor.prepare_masks`. Masks take about as long as the model, so that the
-        sequences without a grammar wait for at most twice as long as without those that have one.
-        The shortest of the last steps counts: where other processes make steps longer, masks get no
-        more time, or they would make them longer still.
+        """Prepares grammar masks for about as long as the model computes.
+
+        So sequences without a grammar wait at most twice as long as they would without grammars in
+        the batch. The shortest recent step counts. If other processes slow steps down, masks must
+        not get more time, because they would slow them down further.
         """
         started = self._clock()
         seconds = max(min(self._model_seconds, default=0.0), _LEAST_MASK_SECONDS)
@@ -274,9 +292,7 @@ class Engine:
     def _report_layers(
         self, plan: StepPlan, emit: Callable[[list[Event]], object], num_layers: int
     ) -> None:
-        """Reports the progress of prefills while a step runs whose first num_layers layers are
-        computed.
-        """
+        """Reports the progress of prefills while a step runs, after its first num_layers layers."""
         events: list[Event] = [
             Progress(
                 id=step.sequence_id,
@@ -292,13 +308,11 @@ class Engine:
             emit(events)
 
     def blocks(self) -> dict[BlockState, int]:
-        """Returns how many blocks are in each state; the counts add up to the pool's size."""
+        """Returns the number of blocks in each state; the counts add up to the pool's size."""
         return {state: self.requests.pool.count(state) for state in BlockState}
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless every block is held by exactly the sequences whose tables name
-        it.
-        """
+        """Raises RuntimeError unless the block tables and the pool's counts agree."""
         self.requests.check_integrity()
 
 

@@ -1,6 +1,7 @@
-"""Defines what an engine reports after a step. Times are seconds."""
+"""Defines the events that an engine reports. Times are in seconds."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from .plan import NOT_FINITE, FirstTokens, SampledLogprobs
 from .sequence import FinishReason
@@ -8,25 +9,28 @@ from .sequence import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """Reports that a sequence has its blocks. A DECODE sequence now waits for its KV cache, one
-    with `importing` for what is kept of it elsewhere, see `Engine.commit_prefix`.
+    """Reports that a sequence has its blocks.
+
+    A DECODE sequence now waits for its KV cache. A sequence with `importing` waits for cached
+    blocks from elsewhere; see `Engine.commit_prefix`.
     """
 
     id: int
     queue_seconds: float
     num_cached: int  # prompt tokens found in the prefix cache
-    num_restored: int = 0  # those of them that come from host memory, with the next step
+    num_loaded: int = 0  # cached tokens that the next step loads from host memory
     blocks: tuple[int, ...]  # the block table of the whole prompt
-    importing: tuple[
-        bytes, ...
-    ] = ()  # hashes of the blocks after the cached ones that are to be filled from elsewhere
-    from_remote: bool = False  # from the worker of `SequenceSpec.num_remote`
+    # Hashes of the blocks after the cached ones that have to be filled from elsewhere.
+    importing: tuple[bytes, ...] = ()
+    # The source of the `importing` blocks. A remote is the worker of `SequenceSpec.num_remote`.
+    prefix_source: Literal["disk", "remote"] = "disk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Reports that a PREFILL sequence has the KV cache of its first num_computed tokens and, while
-    a step runs, of its first num_ahead tokens in the first num_layers layers.
+    """Reports that a PREFILL sequence has the KV cache of its first num_computed tokens.
+
+    While a step runs, its first num_layers layers also have the cache of num_ahead tokens.
     """
 
     id: int
@@ -37,30 +41,32 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTokens:
-    """Reports generated tokens of one sequence: one, one and the tokens of a draft before it, or
-    all tokens of a beam search's hypothesis. With a finish reason the sequence has ended and holds
-    nothing.
+    """Reports generated tokens of one sequence.
+
+    These are one token, the accepted tokens of a draft and one more, or all tokens of a hypothesis
+    of a beam search. With a finish reason, the sequence has ended and holds no blocks.
     """
 
     id: int
     first_index: int  # index of token_ids[0] among the generated tokens of the request
     token_ids: tuple[int, ...]
     finish: FinishReason | None
-    # from admission, or the end of an import, to its first token here; 0 with later tokens
+    # From admission, or the end of an import, to the first token here; 0 with later tokens.
     prefill_seconds: float
     logprobs: tuple[SampledLogprobs, ...] = ()  # one for each token, if requested
-    prompt_logprobs: tuple[
-        SampledLogprobs, ...
-    ] = ()  # of prompt tokens 1, 2, ...; with the first choice's first token
+    # Of prompt tokens 1, 2, ...; only with the first token of the first choice.
+    prompt_logprobs: tuple[SampledLogprobs, ...] = ()
     score: float = 0.0  # of a hypothesis
-    num_draft_tokens: int = 0  # guessed for this step; all tokens but the last are of them
+    num_draft_tokens: int = 0  # drafted for this step; all tokens but the last come from the draft
     embedding: tuple[float, ...] = ()  # of the prompt, if requested; with the first token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillFinished:
-    """Reports that a PREFILL sequence is computed and leased. Follows the first tokens of its
-    choices, unless these tokens finished all choices; for a beam search it is the only event.
+    """Reports that a PREFILL sequence is computed and leased.
+
+    Follows the first tokens of its choices. Does not occur if these tokens finish all choices. For
+    a beam search it is the only event of generated tokens.
     """
 
     id: int
@@ -70,21 +76,21 @@ class PrefillFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspended:
-    """Reports that a sequence is suspended: leased, for another worker to continue. No token of it
-    follows.
+    """Reports that a sequence is leased so that another worker can continue it.
+
+    No further token of the sequence follows.
     """
 
     id: int
     blocks: tuple[int, ...]
-    tokens: tuple[
-        int, ...
-    ]  # all that have KV cache: the prompt and the generated tokens but the last
-    first_token: int  # the last token, the first of the worker that continues
+    # All tokens with KV cache: the prompt and the generated tokens except the last.
+    tokens: tuple[int, ...]
+    first_token: int  # the last generated token; the next worker computes its KV cache first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChanged:
-    """Reports the hashes of blocks that entered and left the prefix cache; belongs to no sequence."""
+    """Reports the hashes that entered and left the prefix cache; belongs to no sequence."""
 
     stored: tuple[bytes, ...]
     evicted: tuple[bytes, ...]
@@ -92,8 +98,9 @@ class CacheChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempted:
-    """Reports that a sequence has ended because older ones needed its blocks; it may be submitted
-    again.
+    """Reports that a sequence has ended because older sequences needed its blocks.
+
+    It may be submitted again.
     """
 
     id: int
@@ -108,8 +115,10 @@ class Failed:
 
     @property
     def is_not_finite(self) -> bool:
-        """Whether the model computed NaN or infinity, by the worker's fault or the request's. In
-        all other cases the request has reached a limit, as it would on any worker.
+        """Returns whether the model computed NaN or infinity.
+
+        The cause is the worker or the request. In all other cases the request has reached a limit
+        that it would reach on any worker.
         """
         return self.reason == NOT_FINITE
 

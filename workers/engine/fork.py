@@ -1,8 +1,7 @@
-"""Forks sequences that share blocks: several continuations of one, and beams that replace one
-another.
+"""Forks sequences that share blocks: several choices of one prompt, and beams.
 
-Full blocks are shared, a partial one is copied by the next step. Until that step is planned, the
-sequence that gets the copy also owns the source block, so that it cannot be reused.
+Full blocks are shared. The next step copies a partial block. Until that step is planned, the
+sequence that gets the copy also owns the source block, so that nobody else can reuse it.
 """
 
 from collections.abc import Callable
@@ -14,9 +13,10 @@ from .sequence import Sequence, SequenceSpec, Task
 
 
 def least_blocks(spec: SequenceSpec, block_size: int) -> int:
-    """Returns the blocks that a sequence needs to finish on an empty worker: one choice to its last
-    token, all choices up to the fork, after which they may be preempted one by one, or a whole beam
-    search.
+    """Returns the number of blocks that a sequence needs to finish on an empty worker.
+
+    One choice must reach its last token. Several choices must reach the fork; afterwards they may
+    be preempted one by one. All beams of a beam search must reach their last tokens.
     """
     longest = -(-spec.max_length // block_size)
     if spec.num_choices == 1 or spec.task is Task.PREFILL:
@@ -27,16 +27,18 @@ def least_blocks(spec: SequenceSpec, block_size: int) -> int:
 
 
 def growth_each(sequence: Sequence) -> int:
-    """Returns how many of its reserved blocks each sequence that `sequence` forks into gets for
-    growth.
-    """
+    """Returns the number of reserved blocks that each branch of `sequence` gets for growth."""
     num_copies = sequence.num_prompt_blocks - len(sequence.spec.tokens) // sequence.block_size
-    return (len(sequence.reserved) - (sequence.num_slots - 1) * num_copies) // sequence.num_slots
+    return (
+        len(sequence.reserved) - (sequence.num_branches - 1) * num_copies
+    ) // sequence.num_branches
 
 
 def branch(pool: BlockPool, parent: Sequence, spec: SequenceSpec, num_growth: int) -> Sequence:
-    """Returns a sequence that continues from all computed tokens of `parent` and takes over some of
-    its reserved blocks.
+    """Returns a branch that continues after all computed tokens of `parent`.
+
+    The branch gets `num_growth` of the reserved blocks of `parent`, and one more for the copy of a
+    partial block.
     """
     child = parent.branch(spec)
     num_full = parent.num_computed // parent.block_size
@@ -58,11 +60,11 @@ def rearrange(
     moves: Items[Move],
     new_beam: Callable[[Sequence], Sequence],
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Returns the sequences of the next beams, in the moves' order and each with its token, and the
-    unused sequences.
+    """Returns the sequences of the next beams, in the order of `moves`, and the unused sequences.
 
-    The first move from a beam keeps its sequence. Each further one reuses a sequence that no move
-    is from, with its own partial block, or takes `new_beam(parent)`.
+    Appends to each next beam the token of its move. The first move from a beam keeps that beam's
+    sequence. Each further move reuses a sequence that no move continues, together with its partial
+    block, or takes `new_beam(parent)`.
     """
     origins = {index for index, _ in moves}
     idle = [beam for index, beam in enumerate(beams) if index not in origins]
@@ -82,7 +84,7 @@ def rearrange(
 
 
 def _replace(pool: BlockPool, sequence: Sequence, source: Sequence) -> None:
-    """Replaces a sequence by a copy of `source`, which has computed equally many tokens."""
+    """Turns a sequence into a copy of `source`, which has the same number of computed tokens."""
     num_full = source.num_computed // source.block_size
     pairs = zip(sequence.blocks[:num_full], source.blocks[:num_full], strict=True)
     common = next((index for index, (old, new) in enumerate(pairs) if old != new), num_full)
@@ -95,6 +97,6 @@ def _replace(pool: BlockPool, sequence: Sequence, source: Sequence) -> None:
 
 
 def _copy_last(pool: BlockPool, sequence: Sequence, source: Sequence) -> None:
-    """Has the next step copy the source's partial block, which the sequence owns until then."""
+    """Schedules a copy of the source's partial block; the sequence owns the source until then."""
     sequence.copy_source = source.blocks[-1]
     pool.share([sequence.copy_source])

@@ -1,98 +1,100 @@
-"""Accounts for the blocks of KV cache that a worker keeps in host memory after they have left its
-block pool.
+"""Accounts for the KV blocks that a worker keeps in host memory after their eviction.
 
-Knows the numbers of blocks and slots and hashes; nothing of tensors, tokens or sequences.
+Knows hashes and the numbers of blocks. Knows nothing of tensors, tokens or sequences.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 Copies = tuple[tuple[int, int], ...]
-"""(block, slot) of what is saved, or (slot, block) of what is restored."""
+"""Pairs (block, host block) to save, or pairs (host block, block) to load."""
 
 
 class HostTier:
-    """Keeps the hashes of evicted blocks, each in a slot of host memory; the least recently used
-    goes first. A block that is restored also stays here, so that it need not be saved again.
+    """Keeps evicted blocks in host blocks by their hashes; evicts the least recently used first.
 
-    What is decided here is done by the next plan of a step: first it saves, then it restores. So a
-    slot that it restores is taken for no other block until that plan is made. Not thread-safe.
+    A loaded block also stays here, so that it need not be saved again. The next step plan carries
+    out the decisions of this class: first it saves, then it loads. So a host block that the plan
+    loads takes no other block until that plan is made. Not thread-safe.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        """Without slots nothing is kept."""
-        self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # next to evict first
-        self._saved: dict[int, int] = {}  # by slot the block, for the next plan
-        self._restored: list[tuple[int, int]] = []  # slot and block, for the next plan
-        self._pinned: set[int] = set()  # slots that the next plan restores
+    def __init__(self, num_blocks: int) -> None:
+        """Makes a tier of `num_blocks` host blocks; with 0 it keeps nothing."""
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._host_block_of: OrderedDict[bytes, int] = OrderedDict()  # next to evict first
+        self._saved: dict[int, int] = {}  # block by host block, for the next plan
+        self._loaded: list[tuple[int, int]] = []  # (host block, block), for the next plan
+        self._pinned: set[int] = set()  # host blocks that the next plan loads
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self._slot_of
+        return digest in self._host_block_of
 
     def __len__(self) -> int:
-        return len(self._slot_of)
+        return len(self._host_block_of)
 
     def match(self, chain: Iterable[bytes]) -> list[bytes]:
-        """Returns the longest prefix of `chain` that is here. `pin` it before any other call."""
+        """Returns the longest prefix of `chain` that is here; `pin` it before any other call."""
         found = []
         for digest in chain:
-            if digest not in self._slot_of:
+            if digest not in self._host_block_of:
                 break
             found.append(digest)
         return found
 
     def pin(self, digests: Sequence[bytes]) -> None:
-        """Keeps hashes that `match` found until the next plan, and makes them the last to go, their
-        first one last.
+        """Keeps hashes that `match` found until the next plan.
+
+        Makes them the most recently used hashes, the first of them last to evict.
         """
         for digest in reversed(digests):
-            self._slot_of.move_to_end(digest)
-            self._pinned.add(self._slot_of[digest])
+            self._host_block_of.move_to_end(digest)
+            self._pinned.add(self._host_block_of[digest])
 
     def save(self, block: int, digest: bytes) -> bytes | None:
-        """Takes in a block that the pool evicts now. Returns the hash that leaves for it, if one
-        does, which is its own if no slot can be had.
+        """Schedules the save of a block that the pool evicts now; returns the hash that is evicted.
+
+        Returns None if no hash is evicted, and `digest` itself if no host block is available.
         """
-        if digest in self._slot_of:
-            self._slot_of.move_to_end(digest)
+        if digest in self._host_block_of:
+            self._host_block_of.move_to_end(digest)
             return None
         victim = None
         if self._free:
-            slot = self._free.pop()
+            host_block = self._free.pop()
         else:
-            victim = next(
-                (each for each, slot in self._slot_of.items() if slot not in self._pinned), None
+            unpinned = (
+                each for each, held in self._host_block_of.items() if held not in self._pinned
             )
+            victim = next(unpinned, None)
             if victim is None:
                 return digest
-            slot = self._slot_of.pop(victim)
-        self._slot_of[digest] = slot
-        self._saved[slot] = block
+            host_block = self._host_block_of.pop(victim)
+        self._host_block_of[digest] = host_block
+        self._saved[host_block] = block
         return victim
 
-    def restore(self, digest: bytes, block: int) -> None:
-        """Has a pinned hash restored to a block."""
-        self._restored.append((self._slot_of[digest], block))
+    def load(self, digest: bytes, block: int) -> None:
+        """Schedules the load of a pinned hash into a block."""
+        self._loaded.append((self._host_block_of[digest], block))
 
     def take_copies(self) -> tuple[Copies, Copies]:
-        """Returns what a plan is to save, and then to restore, since the last call."""
-        saved, restored = (
-            tuple((block, slot) for slot, block in self._saved.items()),
-            tuple(self._restored),
-        )
+        """Returns the copies that a plan must save and those it must load since the last call."""
+        saved = tuple((block, host_block) for host_block, block in self._saved.items())
+        loaded = tuple(self._loaded)
         self._saved.clear()
-        self._restored.clear()
+        self._loaded.clear()
         self._pinned.clear()
-        return saved, restored
+        return saved, loaded
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless every slot is free or has one hash."""
-        slots = self._free + list(self._slot_of.values())
-        if sorted(slots) != list(range(self.num_slots)):
+        """Raises RuntimeError unless every host block is free or has exactly one hash."""
+        host_blocks = sorted(self._free + list(self._host_block_of.values()))
+        if host_blocks != list(range(self.num_blocks)):
             raise RuntimeError(
-                f"slots {sorted(slots)} are free or have a hash, of {self.num_slots}"
+                f"host blocks {host_blocks} are free or have a hash; expected 0 to "
+                f"{self.num_blocks - 1}"
             )
-        if strangers := (self._pinned | self._saved.keys()).difference(self._slot_of.values()):
-            raise RuntimeError(f"slots {strangers} are pinned or saved to without a hash")
+        held = self._host_block_of.values()
+        if strangers := (self._pinned | self._saved.keys()).difference(held):
+            raise RuntimeError(f"host blocks {strangers} are pinned or saved to without a hash")

@@ -1,7 +1,7 @@
-"""An executor that computes nothing, for measuring what is above it. Its tokens mean nothing and
-come at once.
+"""Provides an executor that computes nothing, to measure the overhead of the layers above it.
 
-Knows nothing of models; its KV cache holds zeros, whatever is written.
+Its tokens are meaningless and come at once. Its KV cache always holds zeros. Knows nothing of
+models.
 """
 
 import itertools
@@ -15,24 +15,24 @@ from .plan import Executor, OnLayers, Samples, StepPlan
 
 
 class NullKv:
-    """Implements `KvStore` for the whole model without memory for it: every read is of one buffer
-    of zeros.
-    """
+    """Implements `KvStore` for the whole model without a cache: every read returns zeros."""
 
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
-        self.tp, self.rank, self.shared_fd = 1, 0, None
-        self.num_blocks = self.block_size = 0
+        self.tp = 1
+        self.rank = 0
+        self.shared_fd = None
+        self.num_blocks = 0
+        self.block_size = 0
         self._zeros = memoryview(b"")
 
     def num_slots(self, layer: int) -> int:
-        """See `KvStore.num_slots`."""
         return self.layout.layers[layer].num_kv_heads
 
     def attach(
         self, memory: mmap, *, num_blocks: int, block_size: int, tp: int, rank: int
     ) -> KvRead:
-        """Raises ValueError: this memory cannot be mapped."""
+        """Raises ValueError, because this store has no memory to map."""
         raise ValueError("not shared")
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
@@ -43,10 +43,10 @@ class NullKv:
         return self._zeros[:size]
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
-        """Drops the data, after the checks of `KvStore.write`."""
+        """Drops the data after the checks of `KvStore.write`."""
         size = self._check(span)
         if data.nbytes != size:
-            raise ValueError(f"data: {data.nbytes} bytes, {size} are expected")
+            raise ValueError(f"data: {data.nbytes} bytes, expected {size}")
 
     def _check(self, span: KvSpan) -> int:
         span.check(
@@ -56,14 +56,15 @@ class NullKv:
 
 
 class NullExecutor(Executor):
-    """Samples 0, 1, 2, ..., vocab_size - 1, 0, ... for any sequence, without log probabilities or
-    beam search.
+    """Samples 0, 1, ..., vocab_size - 1, 0, ... for any sequence.
+
+    Does not support log probabilities or beam search.
     """
 
     def __init__(
         self, *, vocab_size: int = 512, step_seconds: float = 0.0, model: str = "null"
     ) -> None:
-        """Collecting a step takes `step_seconds`."""
+        """Makes an executor whose steps take `step_seconds` to collect."""
         layout = KvLayout.uniform(
             num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", model=model
         )

@@ -8,21 +8,23 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Protocol
 
 Pooling = Literal["last", "mean"]
-"""Of the hidden states after the last norm, that of a prompt's last token, or their mean."""
+"""The embedding of a prompt: its last token's hidden state after the last norm, or their mean."""
 
 NOT_FINITE: Final = "the model's output is not finite"
-"""Why a sequence fails for which the model computed NaN or infinity: `Samples.failed`."""
+"""The reason in `Samples.failed` if the model computed NaN or infinity for a sequence."""
 
 PENDING_TOKEN: Final = -1
-"""Stands in a plan for the token that the sequence's previous step samples, whose id is not known
-yet. Between the two there are only steps without sequences.
+"""Stands in a plan for the token that the sequence's previous step samples.
+
+Its id is not known yet. Between these two steps there are only steps without sequences.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Holds how the next token is sampled. The noise is keyed by (seed, position), independent of
-    the batch.
+    """Holds the sampling parameters of a sequence.
+
+    The noise is keyed by (seed, position), so it does not depend on the batch.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -36,21 +38,19 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # for tokens of the completion
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids and the bias added to their logits
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    stop_ids: tuple[
-        int, ...
-    ] = ()  # excluded before the sequence has min_length tokens; empty without min_length
+    # Excluded until the sequence has min_length tokens; empty without min_length.
+    stop_ids: tuple[int, ...] = ()
     min_length: int = 0
     grammar: str = ""  # of the completion, in llguidance's format
-    grammar_owner: bytes = b""  # sequences of one owner share what is compiled of a grammar
-    logprobs: int | None = (
-        None  # number of top alternatives to report for each sampled token; None reports nothing
-    )
+    grammar_owner: bytes = b""  # sequences of one owner share compiled grammars
+    # The number of top alternatives to report for each sampled token; None reports nothing.
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for each prompt token
     pooling: Pooling | None = None  # which embedding of the prompt to report with the first sample
 
     @property
     def needs_history(self) -> bool:
-        """Whether sampling depends on the previous tokens other than through the logits."""
+        """Returns whether sampling needs the previous tokens in addition to the logits."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (
             1.0,
             0.0,
@@ -61,46 +61,39 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStep:
-    """Holds one sequence's part of a step. Ranks keep the block tables; a step has only the
-    difference.
+    """Holds one sequence's part of a step.
 
-    A step with `sampling` registers the sequence, or replaces it: then its block table is
-    `new_blocks` alone.
+    The ranks keep the block tables, so a step has only the new blocks. A step with `sampling`
+    registers the sequence, or replaces it; then its block table consists of `new_blocks` alone.
     """
 
     sequence_id: int
-    token_ids: tuple[
-        int, ...
-    ]  # the tokens whose KV is computed in this step, at least one; or PENDING_TOKEN alone
+    # The tokens whose KV this step computes, at least one; or PENDING_TOKEN alone.
+    token_ids: tuple[int, ...]
     start: int  # the position of token_ids[0]; every earlier position has its KV in the block table
     new_blocks: tuple[int, ...]  # appended to the sequence's block table before the step
     sampling: SamplingParams | None  # set in the sequence's first step on this worker, then None
     num_samples: int  # tokens sampled to follow token_ids[-1]; the i-th with `sampling.seed` + i
-    # The last tokens of token_ids that are a draft, guessed to follow. Then one token is sampled to
-    # follow the token before them and one to follow each of them: num_draft + 1 samples, all with
+    # The number of draft tokens at the end of token_ids. One token is sampled after the token
+    # before the draft and one after each draft token: num_draft + 1 samples, all with
     # `sampling.seed`.
     num_draft: int = 0
-    history: tuple[
-        int, ...
-    ] = ()  # with a `sampling` that needs it: all known tokens of the sequence
+    # All known tokens of the sequence, with a `sampling` that needs them.
+    history: tuple[int, ...] = ()
     num_prompt: int = 0  # prompt tokens in the history
-    adapter: int = (
-        0  # with `sampling`: the number under which the sequence's adapter is loaded; 0 is none
-    )
-    next_prompt_token: int | None = (
-        None  # follows token_ids[-1] in the prompt, if `prompt_logprobs` are requested
-    )
+    # With `sampling`: the number of the sequence's loaded adapter; 0 means no adapter.
+    adapter: int = 0
+    # The prompt token after token_ids[-1], if `prompt_logprobs` are requested.
+    next_prompt_token: int | None = None
 
     def each_sample(self) -> "Iterable[SequenceStep]":
-        """Returns the step as steps up to each token after which it samples, each with one token of
-        the draft more.
-        """
+        """Returns one step for each sample; each has one draft token more than the one before."""
         if not self.num_draft:
             return (self,)
-        known, counts = len(self.token_ids) - self.num_draft, range(self.num_draft + 1)
+        known = len(self.token_ids) - self.num_draft
         return [
             replace(self, token_ids=self.token_ids[: known + n], num_samples=1, num_draft=n)
-            for n in counts
+            for n in range(self.num_draft + 1)
         ]
 
     @property
@@ -108,8 +101,9 @@ class SequenceStep:
         return self.token_ids[len(self.token_ids) - self.num_draft :]
 
     def num_accepted(self, samples: Sequence[int]) -> int:
-        """Returns how many tokens of the draft are right by the step's samples; the sample after
-        these holds, too.
+        """Returns the number of draft tokens that the step's samples confirm.
+
+        The sample after these tokens is valid as well.
         """
         pairs = zip(self.draft, samples, strict=False)
         return next(
@@ -119,30 +113,28 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Holds one step of a worker."""
+    """Describes one step of a worker."""
 
     sequences: tuple[SequenceStep, ...]
     dropped: tuple[int, ...]  # sequence ids to forget before this step
-    copies: tuple[
-        tuple[int, int], ...
-    ] = ()  # (source, target) blocks, copied before this step; no target is a source
+    # (source, target) blocks that are copied before this step; no target is a source.
+    copies: tuple[tuple[int, int], ...] = ()
     unloaded: tuple[int, ...] = ()  # adapters that no further step names
-    # Before this step and its copies, (block, slot) of what is first copied to slots of host
-    # memory, no slot twice, and then (slot, block) of what is copied back.
+    # Copies to and from host memory before this step and its `copies`: first the (block, host
+    # block) pairs of `saved`, no host block twice, then the (host block, block) pairs of `loaded`.
     saved: tuple[tuple[int, int], ...] = ()
-    restored: tuple[tuple[int, int], ...] = ()
-    is_expedited: bool = (
-        False  # a stream that was interrupted elsewhere stands still until it is done
-    )
+    loaded: tuple[tuple[int, int], ...] = ()
+    # A stream that was interrupted elsewhere is stalled until this step is done.
+    is_expedited: bool = False
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV the step computes."""
+        """Returns the number of tokens whose KV the step computes."""
         return sum(len(step.token_ids) for step in self.sequences)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of chunks of more than one."""
+        """Returns the number of tokens in chunks of more than one token, without drafts."""
         return sum(
             len(step.token_ids)
             for step in self.sequences
@@ -151,9 +143,7 @@ class StepPlan:
 
     @property
     def has_decodes(self) -> bool:
-        """Whether a sequence continues with one token and samples the next; decodes are the first
-        in `sequences`.
-        """
+        """Returns whether the step decodes a sequence; decodes come first in `sequences`."""
         first = self.sequences[0] if self.sequences else None
         if first is None:
             return False
@@ -166,116 +156,108 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledLogprobs:
-    """Holds natural logarithms of the model's own distribution, before temperature, penalties,
-    filters and masks; float32.
+    """Holds float32 log probabilities of a token's position, as natural logarithms.
+
+    They describe the model's own distribution, before temperature, penalties, filters and masks.
     """
 
     logprob: float  # of the token itself
-    rank: int = 0  # one more than there are likelier tokens; 0: it was not counted
-    top: tuple[
-        tuple[int, float], ...
-    ]  # the likeliest token ids with their log probabilities, the likeliest first
+    rank: int = 0  # 1 plus the number of likelier tokens; 0: not counted
+    # The likeliest token ids with their log probabilities, the likeliest first.
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
     """Holds the sampled tokens of a step."""
 
-    tokens: list[
-        int
-    ]  # all samples, in the plan's order; those after a wrong token of a draft mean nothing
-    # By sequence id, one for each of its samples.
+    # All samples in the plan's order; samples after a wrong draft token are meaningless.
+    tokens: list[int]
+    # By sequence id: one entry for each of its samples.
     logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
-    # By sequence id: of the tokens that follow each of the step's positions in the prompt, in
-    # order.
+    # By sequence id: one entry for the prompt token after each position of the step, in order.
     prompt_logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
-    embeddings: dict[int, list[float]] = field(
-        default_factory=dict
-    )  # by sequence id, of prompts that end in the step
-    failed: dict[int, str] = field(
-        default_factory=dict
-    )  # reasons, by ids of sequences whose samples are invalid
+    # By sequence id: the embeddings of prompts that end in the step.
+    embeddings: dict[int, list[float]] = field(default_factory=dict)
+    # By sequence id: the reason why the samples of the sequence are invalid.
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokens:
-    """Holds what a prefill samples for the decode worker, which continues with it and the prompt's
-    KV cache.
-    """
+    """Holds the tokens that a prefill samples; a decode worker continues after them."""
 
-    tokens: tuple[
-        int, ...
-    ]  # the first token of each choice, or the first candidates of a beam search
+    # The first token of each choice, or the first candidates of a beam search.
+    tokens: tuple[int, ...]
     logprobs: tuple[float, ...] = ()  # the candidates' log probabilities, float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constrained:
-    """Holds what decides which tokens may follow in a sequence under a grammar."""
+    """Holds the grammar and the tokens of a sequence, which decide the tokens that may follow."""
 
     sequence_id: int
     grammar: str
-    tokens: Sequence[int]  # all known ones; not to be kept, since they grow
-    num_prompt: int  # of these
+    tokens: Sequence[int]  # all known tokens; a list that grows, so do not keep it
+    num_prompt: int  # prompt tokens among `tokens`
     owner: bytes = b""  # see `SamplingParams.grammar_owner`
 
 
 class PrefixSource(Protocol):
-    """Knows blocks of the prefix cache that are neither in the KV cache nor in host memory, such as
-    on disk.
-    """
+    """Knows cached blocks that are neither in the KV cache nor in host memory but, say, on disk."""
 
     def count(self, chain: Sequence[bytes], compute_seconds: float) -> int:
-        """Returns how many blocks, from the first on, are to be imported: they are known, and
-        predicted to be here before they would be computed, in so many seconds each; 0 if that is
-        unknown. Called in the engine's thread.
+        """Returns the number of leading blocks of `chain` to import; runs in the engine's thread.
+
+        Counts blocks that are known and predicted to arrive sooner than the engine would compute
+        them. `compute_seconds` is the time to compute one block; 0 means unknown.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
-    """Holds a sequence whose next tokens a draft model is to propose."""
+    """Describes a sequence for which a draft model should propose tokens."""
 
     sequence_id: int
-    tokens: Sequence[int]  # all known ones; not to be kept, since they grow
+    tokens: Sequence[int]  # all known tokens; a list that grows, so do not keep it
     blocks: Sequence[int]  # its block table, with room for the known tokens and `count` more
     sampling: SamplingParams
-    count: int  # tokens to propose, at most; at least 1
+    count: int  # the maximum number of tokens to propose, at least 1
 
 
 OnLayers = Callable[[int], None]
-"""Called while a step runs with the number of layers that have the KV cache of all the step's
-tokens.
-"""
+"""Called while a step runs, with the number of layers that have all KV cache of the step."""
 
 
 class Executor(Protocol):
-    """Executes plans in the order of its calls. Used from one thread, but for `expedite`."""
+    """Executes plans in the order of its calls; used from one thread, except `expedite`."""
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
-        """Starts a step; where the device allows it, without waiting for the previous steps and
-        without calls of `on_layers`.
+        """Starts a step and returns a function that waits for its end and returns its samples.
 
-        The result, called once, waits for the step to end and returns its samples. At most one step
-        may be launched before the last one's samples are collected.
+        The caller calls this function once. At most one further step may be launched before it does
+        so. On devices that allow it, `launch` does not wait for the previous steps; then it does
+        not call `on_layers`.
         """
         ...
 
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
-        """Works for about so long on the masks of what may follow in these sequences; returns the
-        ids of those whose mask is ready, which may take part in the next step. Called again for the
-        others, it gets to each.
+        """Prepares grammar masks for about `seconds`; returns the ids of sequences that are ready.
+
+        A sequence may take part in the next step if its mask is ready. Repeated calls for the other
+        sequences make progress with each of them.
         """
         return [each.sequence_id for each in sequences]
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
-        """Returns by a draft model what may follow in these sequences, by id; nothing without one."""
+        """Returns the drafts of a draft model by sequence id; empty without a draft model."""
         return {}
 
     def expedite(self) -> None:
-        """Has the step under way, if it waits for other processes, wait no longer: a stream stands
-        still until it has ended. Called from any thread.
+        """Raises the priority of the running step, because a stream is stalled on it.
+
+        The step no longer yields to other processes. Any thread may call it.
         """
         return
 

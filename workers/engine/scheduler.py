@@ -1,8 +1,7 @@
-"""Decides which tokens of which sequences the next step computes, and which sequences get the
-blocks for them.
+"""Decides which tokens of which sequences the next step computes, and gives them blocks.
 
-One scheduler for prefill, decode and mixed work: a sequence has tokens to compute or it has none.
-Touches no tensor and no network.
+One scheduler serves prefill, decode and mixed steps: it only asks whether a sequence has tokens to
+compute. Touches no tensor and no network.
 """
 
 from collections.abc import Callable, Collection
@@ -19,29 +18,29 @@ from .update import advance_search, append_tokens
 
 
 class Scheduler:
-    """Schedules by continuous batching (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, arXiv
-    2403.02310).
+    """Schedules by continuous batching (Orca, OSDI 2022) with chunked prefill.
 
-    A step takes first every running sequence that only needs its next token; then, in chunks,
-    prompts by `SequenceSpec.order`: of equal ones those under way in order of admission, then
-    sequences admitted from the queue in order of arrival. The queue's head waits until its blocks
-    are free; no sequence behind it overtakes it. A prompt that continues a stream shares its steps
-    with no new one, whose tokens that stream would wait for. Not thread-safe.
+    Chunked prefill follows Sarathi-Serve (arXiv 2403.02310). A step first takes every running
+    sequence that needs only its next token. Then it takes chunks of prompts by
+    `SequenceSpec.order`. Among equal prompts, running ones come first, in order of admission; then
+    come prompts from the queue, in order of arrival. The head of the queue waits until its blocks
+    are free, and no sequence behind it overtakes it. A prompt that resumes an interrupted stream
+    shares its steps with no new prompt, because the stream would wait for the new prompt's tokens.
+    Not thread-safe.
 
     A step may be scheduled before the last one is updated (see `Sequence` for the counters). A
     sequence that ends meanwhile returns its blocks at once, although the step in flight still
-    writes to them: steps run in order, so the next owner's writes come later; and the token that
-    this step samples is dropped.
+    writes to them. This is safe because steps run in order, so the next owner's writes come later.
+    The token that this step samples is dropped.
 
-    Several choices are one sequence until their first tokens are known, and so are the beams of a
-    search; the blocks that they will need are reserved from the start (see `fork`).
+    The choices of a request are one sequence until their first tokens are known, and so are the
+    beams of a search. The blocks that they will need are reserved from the start (see `fork`).
 
-    Whoever is under a grammar that does not say yet what may follow sits steps out, so that it
-    keeps nobody waiting.
+    A sequence whose grammar mask is not ready skips the step, so that no other sequence waits.
 
-    With `speculative`, a sequence that repeats itself, or any with a draft model, has the step
-    verify a draft of its next tokens, unless there are many sequences; so the next step of it is
-    planned when that one is updated.
+    With `speculative`, a step may verify a draft of a sequence's next tokens. With n-grams the
+    sequence must repeat itself; a draft model drafts for any sequence. No drafts are made while
+    there are many sequences. The next step of a drafted sequence is planned after its update.
     """
 
     def __init__(
@@ -51,9 +50,11 @@ class Scheduler:
         count_importable: Callable[[Items[bytes]], int],
         propose: Callable[[Items[DraftRequest]], dict[int, tuple[int, ...]]],
     ) -> None:
-        """`prepare_masks` returns which of some sequences under grammars may take part in a step,
-        `count_importable` how many blocks of a chain, from the first on, are to be imported,
-        `propose` what a draft model makes of some sequences.
+        """Makes a scheduler for the sequences of `requests`.
+
+        `prepare_masks` returns the ids of the sequences whose grammar masks are ready.
+        `count_importable` returns the number of leading blocks of a hash chain to import. `propose`
+        returns the drafts of a draft model by sequence id.
         """
         self._prepare_masks = prepare_masks
         self._count_importable = count_importable
@@ -66,28 +67,30 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to schedule or to update. Imports that wait for their KV cache
-        are no work.
+        """Returns whether there is something to schedule or to update.
+
+        Imports that wait for their KV cache do not count as work.
         """
         requests = self._requests
         return bool(requests.running or requests.committed or requests.dropped or self._can_admit())
 
     def fits(self, spec: SequenceSpec) -> bool:
-        """Whether the sequence could run on an otherwise empty worker."""
-        num_slots = 1 if spec.task is Task.PREFILL else spec.num_choices
+        """Returns whether the sequence could run on an otherwise empty worker."""
+        num_branches = 1 if spec.task is Task.PREFILL else spec.num_choices
         least = fork.least_blocks(spec, self._config.block_size)
-        return num_slots <= self._budgets.max_sequences and least <= self._config.num_blocks
+        return num_branches <= self._budgets.max_sequences and least <= self._config.num_blocks
 
     def schedule(self) -> tuple[StepPlan, list[Event]]:
-        """Plans the next step, where at most one is in flight. Preempts the newest running
-        sequences when an older one cannot grow.
+        """Plans the next step while at most one step is in flight.
+
+        Preempts the newest running sequences when an older one needs a block and none is free.
         """
         events = self._start_committed()
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         suspended: list[Sequence] = []
         late = self._find_late()
-        # With more sequences there is no room for a draft, whatever follows.
+        # With more sequences there is no room for a draft.
         may_await = (
             self._speculative is not None
             and len(self._requests.running) < self._speculative.max_step_tokens
@@ -98,13 +101,15 @@ class Scheduler:
             if num_unscheduled := sequence.num_unscheduled:
                 if may_await and self._awaits_token(sequence):
                     continue
-                (decodes if num_unscheduled == 1 else prompts).append(sequence)
+                if num_unscheduled == 1:
+                    decodes.append(sequence)
+                else:
+                    prompts.append(sequence)
             elif sequence.is_suspended:
                 suspended.append(sequence)
         events += map(self._lease, suspended)
-        for (
-            sequence
-        ) in decodes:  # before any has its step, so that the beams of a search grow all or none
+        # Before any sequence has its step, so that either all beams of a search grow or none.
+        for sequence in decodes:
             if sequence.num_scheduled == len(sequence.blocks) * self._config.block_size:
                 events += self._grow(sequence)
         copies: list[tuple[int, int]] = []
@@ -122,34 +127,35 @@ class Scheduler:
         while budget > 0 and (prompt := self._next_prompt(prompts, events)) is not None:
             steps.append(self._step(prompt, min(prompt.num_unscheduled, budget), copies))
             budget -= len(steps[-1].token_ids)
-            is_expedited |= prompt.spec.continues
-            if prompt.spec.continues and not self._is_next_continuing(prompts):
+            is_expedited |= prompt.spec.is_resumed
+            if prompt.spec.is_resumed and not self._is_next_resumed(prompts):
                 break
         return self._plan(steps, copies, is_expedited), events
 
     def _plan(
         self, steps: list[SequenceStep], copies: list[tuple[int, int]], is_expedited: bool
     ) -> StepPlan:
-        """Returns the plan of these steps, with all that is to happen before them."""
-        saved, restored = self.pool.host.take_copies()
+        """Returns the plan of these steps, with the copies and drops that come before them."""
+        saved, loaded = self.pool.host.take_copies()
         plan = StepPlan(
             sequences=tuple(steps),
             dropped=tuple(self._requests.dropped),
             copies=tuple(copies),
             saved=saved,
-            restored=restored,
+            loaded=loaded,
             unloaded=self._requests.take_unloaded(),
             is_expedited=is_expedited,
         )
         self._requests.dropped.clear()
-        self.pool.release(
-            [source for source, _ in copies]
-        )  # not before admission: an import is written at once
+        # Not before admission: an import writes to its blocks at once.
+        self.pool.release([source for source, _ in copies])
         return plan
 
     def _start_committed(self) -> list[Event]:
-        """Applies the first tokens of committed imports; reports only those that finish their
-        choice, since the worker that sampled the tokens has reported them.
+        """Applies the first tokens of committed imports.
+
+        Reports only tokens that finish their choice, because the worker that sampled the tokens has
+        reported them already.
         """
         events: list[Event] = []
         for sequence, first_tokens in self._requests.committed:
@@ -169,9 +175,7 @@ class Scheduler:
         return events
 
     def _find_late(self) -> set[int]:
-        """Returns the ids of the running sequences whose masks are not ready: they sit the next
-        step out.
-        """
+        """Returns the ids of the running sequences whose masks are not ready."""
         constrained = [
             Constrained(
                 sequence_id=sequence.spec.id,
@@ -190,8 +194,9 @@ class Scheduler:
         )
 
     def _next_prompt(self, prompts: list[Sequence], events: list[Event]) -> Sequence | None:
-        """Takes the first of `prompts`, which are under way, or admits one from the queue if there
-        is none or if that sorts before it.
+        """Removes and returns the first running prompt, or admits one from the queue.
+
+        Admits from the queue if there is no running prompt or if the queue's head sorts before it.
         """
         waiting = self._requests.waiting
         while prompts and prompts[0].state is not State.RUNNING:  # preempted meanwhile
@@ -207,9 +212,9 @@ class Scheduler:
                 return sequence
         return prompts.pop(0) if prompts else None
 
-    def _is_next_continuing(self, prompts: list[Sequence]) -> bool:
-        """Whether the next prompt, of those under way or in the queue, continues a stream."""
-        return any(each.spec.continues for each in (*prompts[:1], *self._requests.waiting[:1]))
+    def _is_next_resumed(self, prompts: list[Sequence]) -> bool:
+        """Returns whether the next running or waiting prompt resumes an interrupted stream."""
+        return any(each.spec.is_resumed for each in (*prompts[:1], *self._requests.waiting[:1]))
 
     def _lease(self, sequence: Sequence) -> Suspended:
         """Leases a suspended sequence."""
@@ -226,54 +231,57 @@ class Scheduler:
         if not self._requests.waiting:
             return False
         sequence = self._requests.waiting[0]
-        if self._requests.num_holding + sequence.num_slots > self._budgets.max_sequences:
+        if self._requests.num_holding + sequence.num_branches > self._budgets.max_sequences:
             return False
         shared, _ = self._match(sequence)
         needed = self._requests.num_admission_blocks(sequence) - len(shared)
         return needed <= self.pool.num_available - self.pool.num_evictable(shared)
 
     def _admit(self, sequence: Sequence) -> Admitted:
-        shared, restored = self._match(sequence)
-        from_remote = False
+        shared, in_host = self._match(sequence)
+        is_remote = False
         if sequence.spec.task is not Task.DECODE:
-            num_found = len(shared) + len(restored)
+            num_found = len(shared) + len(in_host)
             chain = self._cacheable(sequence)[num_found:]
             count = self._count_importable(chain)
             num_remote = min(
                 sequence.spec.num_remote // self._config.block_size - num_found, len(chain)
             )
-            from_remote = num_remote > count
+            is_remote = num_remote > count
             sequence.importing = tuple(chain[: max(num_remote, count)])
-        self._requests.admit(sequence, shared, restored)
+        self._requests.admit(sequence, shared, in_host)
         return Admitted(
             id=sequence.spec.id,
             queue_seconds=sequence.started - sequence.submitted,
             num_cached=sequence.num_cached,
-            num_restored=sequence.num_restored,
+            num_loaded=sequence.num_loaded,
             importing=sequence.importing,
-            from_remote=from_remote,
+            prefix_source="remote" if is_remote else "disk",
             blocks=tuple((sequence.blocks + sequence.reserved)[: sequence.num_prompt_blocks]),
         )
 
     def _match(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
-        """Returns the blocks of the prompt's longest cached prefix, and the hashes of those after
-        them that are in host memory.
+        """Returns the cached blocks of the prompt's prefix and the next hashes in host memory.
+
+        The blocks are the longest prefix in the pool. The hashes are the longest run after it that
+        host memory has.
         """
         chain = self._cacheable(sequence)
         shared = self.pool.match(chain)
         return shared, self.pool.host.match(chain[len(shared) :])
 
     def _cacheable(self, sequence: Sequence) -> list[bytes]:
-        """Returns the hashes of the blocks of a prompt that need not be computed if they are found."""
+        """Returns the hashes of the prompt's blocks for which a cache hit saves the computation."""
         if not self._budgets.prefix_caching or sequence.needs_every_position:
             return []
-        # A prompt that is computed here needs at least its last token computed, for the logits.
+        # A prompt that is computed here must compute at least its last token, for the logits.
         last = sequence.num_tokens - (sequence.spec.task is not Task.DECODE)
         return sequence.chain[: last // self._config.block_size]
 
     def _grow(self, sequence: Sequence) -> list[Event]:
-        """Gives a sequence one more block; reports the sequences preempted for it, maybe the
-        sequence itself.
+        """Gives a sequence one more block and reports the sequences that are preempted for it.
+
+        The sequence itself may be preempted.
         """
         events: list[Event] = []
         while sequence.state is State.RUNNING and not sequence.reserved:
@@ -289,8 +297,9 @@ class Scheduler:
         return events
 
     def _awaits_token(self, sequence: Sequence) -> bool:
-        """Whether a sequence whose next token is pending sits the step out: a draft is likely to
-        follow that token, and needs to know it.
+        """Returns whether a sequence skips the step to wait for its pending token.
+
+        It waits if a draft is likely to follow, because a draft needs the id of that token.
         """
         is_pending = sequence.num_scheduled == sequence.num_tokens
         return is_pending and bool(
@@ -298,8 +307,9 @@ class Scheduler:
         )
 
     def _draft(self, decodes: Items[Sequence]) -> dict[int, tuple[int, ...]]:
-        """Drafts what follows the last tokens of sequences, whose steps are next, as far as there
-        is room, and gives the sequences blocks for it; preempts nobody. Returns drafts by id.
+        """Returns drafts for `decodes` by sequence id, and gives the sequences blocks for them.
+
+        The room is `max_step_tokens` tokens and the available blocks. Preempts no sequence.
         """
         if self._speculative is None:
             return {}
@@ -326,9 +336,7 @@ class Scheduler:
         return drafts | self._propose(requests) if requests else drafts
 
     def _make_room(self, sequence: Sequence, count: int) -> int:
-        """Gives a sequence blocks for `count` tokens after those known; returns for how many there
-        are.
-        """
+        """Gives a sequence blocks for up to `count` draft tokens; returns the number that fit."""
         num_free = len(sequence.blocks) * self._config.block_size - sequence.num_tokens
         while num_free < count and (sequence.reserved or self.pool.num_available):
             if not sequence.reserved:
@@ -338,8 +346,9 @@ class Scheduler:
         return min(count, num_free)
 
     def _guess(self, sequence: Sequence, room: int) -> tuple[int, ...]:
-        """Returns what may follow, at most `room` tokens; where a draft model is to say it, tokens
-        of unknown ids.
+        """Returns an n-gram draft of at most `room` tokens.
+
+        With a draft model, returns placeholders (PENDING_TOKEN) for the tokens that it will draft.
         """
         if self._speculative is None or not sequence.may_draft:
             return ()
@@ -355,10 +364,12 @@ class Scheduler:
         copies: list[tuple[int, int]],
         draft: tuple[int, ...] = (),
     ) -> SequenceStep:
-        """Schedules a sequence's next `count` tokens and `draft` after them; adds the block copy
-        that it needs first to `copies`.
+        """Schedules a sequence's next `count` tokens and the `draft` after them.
+
+        Adds to `copies` the block copy that the sequence needs before the step, if any.
         """
-        start, end = sequence.num_scheduled, sequence.num_scheduled + count
+        start = sequence.num_scheduled
+        end = start + count
         num_samples = sequence.num_samples if end >= len(sequence.tokens) else 0
         step = SequenceStep(
             sequence_id=sequence.spec.id,
@@ -379,7 +390,8 @@ class Scheduler:
         if sequence.copy_source is not None:
             copies.append((sequence.copy_source, sequence.blocks[start // self._config.block_size]))
             sequence.copy_source = None
-        sequence.num_scheduled, sequence.num_draft = end + len(draft), len(draft)
+        sequence.num_scheduled = end + len(draft)
+        sequence.num_draft = len(draft)
         sequence.num_sent_blocks = len(sequence.blocks)
         sequence.sampling_sent = True
         return step

@@ -1,7 +1,6 @@
-"""Applies what a step computed to its sequences: they continue, finish, fork, or wait for a remote
-reader.
+"""Applies the samples of a step to its sequences: they continue, finish, fork, or become leases.
 
-Knows nothing of what is computed when.
+Knows nothing of scheduling.
 """
 
 from collections.abc import Sequence as Items
@@ -15,29 +14,29 @@ from .sequence import Search, Sequence, Task
 
 
 def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]:
-    """Applies what a step computed, in the order in which steps were scheduled. Drops what it
-    computed for sequences that have ended since.
+    """Applies the samples of a step and returns the events.
+
+    Steps must be updated in the order in which they were scheduled. Drops the samples of sequences
+    that have ended since.
     """
     num_samples = sum([step.num_samples for step in plan.sequences])
     if len(samples.tokens) != num_samples:
         raise RuntimeError(f"{len(samples.tokens)} samples; {num_samples} were planned")
     events: list[Event] = []
     searches: list[Search] = []
-    block_size, end = table.config.block_size, 0
+    block_size = table.config.block_size
+    end = 0
     for step in plan.sequences:
-        start, end = end, end + step.num_samples
+        start = end
+        end += step.num_samples
         sequence = table.sequences.get(step.sequence_id)
         if sequence is None:
             continue
         if step.sequence_id in samples.failed:
-            if step.num_draft:
-                sequence.forgo_drafts()
-            else:
-                reason = samples.failed[step.sequence_id]
-                events += [Failed(id=number, reason=reason) for number in table.abort(sequence)]
+            events += _fail_step(table, sequence, step, samples.failed[step.sequence_id])
             continue
+        logprobs = samples.logprobs.get(step.sequence_id)
         if step.num_draft:
-            logprobs = samples.logprobs.get(step.sequence_id)
             events.append(_accept_draft(table, sequence, step, samples.tokens[start:end], logprobs))
             continue
         sequence.num_computed += len(step.token_ids)
@@ -50,7 +49,6 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
         if start == end:
             continue
         if sequence.search is None:
-            logprobs = samples.logprobs.get(step.sequence_id)
             embedding = samples.embeddings.get(step.sequence_id, ())
             events += append_tokens(table, sequence, samples.tokens[start:end], logprobs, embedding)
         elif sequence.search not in searches:
@@ -61,6 +59,16 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
     return events
 
 
+def _fail_step(
+    table: RequestTable, sequence: Sequence, step: SequenceStep, reason: str
+) -> list[Event]:
+    """Ends a sequence whose samples are invalid; only drops the draft if the step verified one."""
+    if step.num_draft:
+        sequence.forgo_drafts()
+        return []
+    return [Failed(id=number, reason=reason) for number in table.abort(sequence)]
+
+
 def append_tokens(
     table: RequestTable,
     sequence: Sequence,
@@ -68,11 +76,14 @@ def append_tokens(
     logprobs: Items[SampledLogprobs] | None,
     embedding: Items[float] = (),
 ) -> list[Event]:
-    """Continues a sequence with its next token; one of several choices, which then have their first
-    tokens, forks into those that this does not finish. `logprobs`: one for each of `tokens`, if
-    they are known; `embedding`: of the prompt, if it is requested.
+    """Appends the sampled token to a sequence, or forks it by the first tokens of its choices.
+
+    `tokens` has one token for each choice. Choices that their token finishes do not become
+    sequences. `logprobs` has one entry for each of `tokens`, if requested. `embedding` belongs to
+    the prompt and is empty unless requested.
     """
-    spec, num_generated = sequence.spec, sequence.num_generated + 1
+    spec = sequence.spec
+    num_generated = sequence.num_generated + 1
     seconds = table.clock() - sequence.started if num_generated == 1 else 0.0
     events: list[Event] = []
     for choice in sequence.choices.copy():
@@ -108,10 +119,9 @@ def _accept_draft(
     samples: Items[int],
     logprobs: Items[SampledLogprobs] | None,
 ) -> NewTokens:
-    """Continues a sequence with the tokens of its draft that are right and the one after them, or
-    up to the one that finishes it.
-    """
-    spec, index = sequence.spec, sequence.num_generated
+    """Appends the accepted draft tokens and the token after them, up to a finishing token."""
+    spec = sequence.spec
+    index = sequence.num_generated
     tokens = samples[: step.num_accepted(samples) + 1]
     reasons = [
         spec.finish_reason(token, index + number) for number, token in enumerate(tokens, start=1)
@@ -139,8 +149,9 @@ def _accept_draft(
 def advance_search(
     table: RequestTable, search: Search, candidates: Items[Items[Candidate]]
 ) -> list[Event]:
-    """Advances a beam search by the candidates of each beam: to its next beams, or to its end and
-    hypotheses.
+    """Advances a beam search by the candidates of each beam, to its next beams or to its end.
+
+    A PREFILL is leased with the candidates instead.
     """
     first = search.members[0]
     if first.spec.task is Task.PREFILL:
@@ -152,7 +163,8 @@ def advance_search(
     moves = search.beams.advance(candidates)
     if not moves:
         return _finish_search(table, search)
-    family, growth = [first], fork.growth_each(first)
+    family = [first]
+    growth = fork.growth_each(first)
 
     def new_beam(parent: Sequence) -> Sequence:
         spec = search.member_spec().choice(len(family))
@@ -168,18 +180,17 @@ def advance_search(
 
 
 def _fork_choices(table: RequestTable, sequence: Sequence, tokens: Items[int]) -> None:
-    """Lets the first remaining choice continue with the sequence's own blocks, and branches the
-    others off.
-    """
-    spec, growth, choices = sequence.spec, fork.growth_each(sequence), sequence.choices
+    """Forks a sequence into its choices; the first remaining choice keeps the sequence's blocks."""
+    spec = sequence.spec
+    growth = fork.growth_each(sequence)
+    choices = sequence.choices
     others = [
         fork.branch(table.pool, sequence, spec.choice(choice), growth) for choice in choices[1:]
     ]
     if choices[0]:
         table.dropped.append(spec.id)
-    if (
-        choices[0] or spec.sampling.needs_history
-    ):  # of several samples the ranks do not know which is whose
+    # The ranks do not know which of several samples belongs to which choice.
+    if choices[0] or spec.sampling.needs_history:
         sequence.forget_sent()
     table.fork([sequence, *others], spec.choice(choices[0]), growth)
     for member, choice in zip([sequence, *others], choices, strict=True):
@@ -193,8 +204,9 @@ def _lease(table: RequestTable, sequence: Sequence, first_tokens: FirstTokens) -
 
 
 def _finish_search(table: RequestTable, search: Search) -> list[Event]:
-    """Reports the best hypotheses; there are too few where a model has hardly more tokens than
-    beams.
+    """Ends a beam search and reports its best hypotheses.
+
+    There are too few hypotheses if a model has hardly more tokens than the search has beams.
     """
     spec = search.spec
     events: list[Event] = []

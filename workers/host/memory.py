@@ -1,4 +1,4 @@
-"""Measures the memory that this process may still take."""
+"""Measures the memory that this process may still allocate."""
 
 import sys
 from contextlib import suppress
@@ -8,9 +8,10 @@ from .threads import cgroups
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Returns in bytes what the host has available, but no more than the limits of this process's
-    cgroup and of the groups above it leave (v2 `memory.max`, v1 `memory.limit_in_bytes`). `root`
-    holds proc and sys.
+    """Returns the bytes of memory that this process may still allocate.
+
+    This is the host's available memory, bounded by the limits of the process's cgroup and of the
+    groups above it (v2 `memory.max`, v1 `memory.limit_in_bytes`). `root` holds proc and sys.
     """
     left = [rest for group in cgroups("memory", root) if (rest := _left(group)) is not None]
     with suppress(OSError):  # not on Linux
@@ -20,14 +21,15 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _left(group: Path) -> int | None:
-    """Returns what the limit of one cgroup leaves; None if it has none. File pages that are not in
-    use do not count.
+    """Returns the bytes that the limit of one cgroup leaves, or None without a limit.
+
+    File pages that are not in use count as free.
     """
     for limit, usage, unused in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        with suppress(OSError, ValueError):  # of the other version, or without a limit
+        with suppress(OSError, ValueError):  # a cgroup of the other version, or without a limit
             most, used = (int((group / name).read_text()) for name in (limit, usage))
             counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             return most - used + int(counts.get(unused, 0))

@@ -1,6 +1,4 @@
-"""Counts the cores that this process may use, tells the kernel which threads go first, and runs
-blocking work beside an event loop.
-"""
+"""Counts usable cores, sets the time slices of threads, and runs blocking work in threads."""
 
 import asyncio
 import ctypes
@@ -21,12 +19,11 @@ _DEFAULT_SLICE: Final = 0
 
 
 def go_first() -> None:
-    """Asks the kernel for its shortest time slices for this process's threads, and so for those
-    that they start.
+    """Asks the kernel for the shortest time slices for this process's threads.
 
-    A thread that a message wakes then interrupts one with a longer slice that computes on its core.
-    It would else wait for the end of that slice, of about three milliseconds (EEVDF scheduler,
-    Linux 6.12; older kernels ignore it).
+    Threads that they start inherit the slices. A thread that a message wakes then interrupts a
+    computing thread with a longer slice on its core. Otherwise it would wait for the end of that
+    slice, about three milliseconds (EEVDF scheduler, Linux 6.12; older kernels ignore it).
     """
     with suppress(FileNotFoundError):
         for thread in os.listdir("/proc/self/task"):
@@ -34,19 +31,21 @@ def go_first() -> None:
 
 
 def let_others_first() -> None:
-    """Gives the calling thread, and those that it starts, the kernel's default time slice again: it
-    computes.
+    """Gives the calling thread, which computes, the kernel's default time slice again.
+
+    Threads that it starts inherit the slice.
     """
     _set_time_slice(threading.get_native_id(), _DEFAULT_SLICE)
 
 
 def _set_time_slice(thread: int, nanoseconds: int) -> None:
-    """Sets the time slice of a thread; has no effect where that is unknown or refused."""
+    """Sets the time slice of a thread; does nothing if the system does not support or allow it."""
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None or platform.system() != "Linux":
         return
     with suppress(ProcessLookupError):  # the thread has ended
-        policy, niceness = os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)
+        policy = os.sched_getscheduler(thread)
+        niceness = os.getpriority(os.PRIO_PROCESS, thread)
         if policy == os.SCHED_OTHER:
             # struct sched_attr: size, policy, flags, niceness, priority, runtime (here the slice),
             # deadline, period
@@ -55,19 +54,18 @@ def _set_time_slice(thread: int, nanoseconds: int) -> None:
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Returns how many cores this process may compute with, at least 1: its CPU set, but no more
-    than the CPU quotas of its cgroup (v2 `cpu.max`, v1 `cpu.cfs_quota_us`) and of the groups above
-    it, rounded down: a thread beyond a quota makes all threads stop when it is used up. `root`
-    holds proc and sys.
+    """Returns the number of cores that this process may use, at least 1.
+
+    This is the size of its CPU set, bounded by the CPU quotas of its cgroup (v2 `cpu.max`, v1
+    `cpu.cfs_quota_us`) and of the groups above it. Quotas are rounded down, because threads beyond
+    a quota make all threads stop when it is used up. `root` holds proc and sys.
     """
     quotas = [quota for group in cgroups("cpu", root) if (quota := _quota(group)) is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in quotas)]))
 
 
 def cgroups(controller: str, root: Path = Path("/")) -> list[Path]:
-    """Returns the folders of this process's cgroup of a controller, v1 and v2, and of the groups
-    above it.
-    """
+    """Returns the cgroup folders (v1 and v2) of this process for a controller, with parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -79,14 +77,14 @@ def cgroups(controller: str, root: Path = Path("/")) -> list[Path]:
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / path.strip("/")
-        # In a container the path may be the host's, of which the mount shows only the container's
-        # own part.
+        # In a container the path may be the host's path, but the mount shows only the container's
+        # own part of it.
         found += [folder for folder in (group, *group.parents) if folder.is_relative_to(mount)]
     return found
 
 
 def _quota(group: Path) -> float | None:
-    """Returns the CPU quota of one cgroup in cores; None if it has none."""
+    """Returns the CPU quota of one cgroup in cores, or None without a quota."""
     with suppress(OSError, ValueError):
         quota, period = (group / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -97,7 +95,7 @@ def _quota(group: Path) -> float | None:
 
 
 def settle(done: "asyncio.Future[Any]", result: object, error: BaseException | None = None) -> None:
-    """Sets the result of a future or its exception, unless it is done, as by a cancel."""
+    """Sets the result or the exception of a future, unless it is done, for example cancelled."""
     if done.done():
         return
     if error is not None:
@@ -107,11 +105,12 @@ def settle(done: "asyncio.Future[Any]", result: object, error: BaseException | N
 
 
 def in_thread(work: Callable[[], T], name: str, *, nice: int = 0) -> "asyncio.Future[T]":
-    """Runs `work` in a daemon thread of its own, which ends with it, by so much nicer than others;
-    a cancelled future is not waited for.
+    """Runs `work` in its own daemon thread with `nice` added to its niceness.
 
-    A pool's thread would stay: while a thread that has computed lives, libgomp counts its OpenMP
-    team beside the engine's, assumes that the machine is overcommitted and lets no thread spin.
+    Nobody waits for the thread if the future is cancelled. The thread ends with `work`, unlike the
+    thread of a pool. As long as a thread that has computed lives, libgomp counts its OpenMP team in
+    addition to the engine's. Then it assumes that the machine is overcommitted and lets no thread
+    spin.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -120,11 +119,11 @@ def in_thread(work: Callable[[], T], name: str, *, nice: int = 0) -> "asyncio.Fu
         result: T | None = None
         error: BaseException | None = None
         try:
-            os.nice(nice)  # of this thread alone, on Linux, and of those that it starts
+            os.nice(nice)  # on Linux only for this thread and those that it starts
             result = work()
         except BaseException as raised:  # handed to the future
             error = raised
-        with suppress(RuntimeError):  # the loop has closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop has closed, so nobody waits any more
             loop.call_soon_threadsafe(settle, done, result, error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -1,1 +1,1 @@
-"""Describes KV cache without tensors: layout, sharding, resharding, the store's protocol."""
+"""Describes the KV cache without tensors: layout, sharding, resharding and the store interface."""

@@ -1,6 +1,6 @@
-"""Keeps blocks of KV cache as files of one folder, of bounded size, for a later process to find.
+"""Keeps blocks of KV cache as files in a folder of bounded size, where a later process finds them.
 
-Knows hashes and bytes; nothing of engines, sequences or tensors.
+Knows hashes and bytes. Knows nothing of engines, sequences or tensors.
 """
 
 import fcntl
@@ -18,24 +18,23 @@ from typing import Final, Self
 
 from crc32c import crc32c
 
-# Magic with the version, crc32c of all that follows, what kind of blocks it is, hash; then the
-# block's bytes.
+# Magic with the version, crc32c of the following bytes, kind of the blocks, hash. The block's bytes
+# follow.
 _HEADER: Final = struct.Struct(">4sI16s16s")
 _MAGIC: Final = b"TKV1"
 _NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})\.kv")
 _TEMPORARY: Final = "writing.tmp"
-_PAGE: Final = 4096  # of the disk; a file takes whole ones
+_PAGE: Final = 4096  # bytes of a disk page; a file takes whole pages
 _MAX_FOLDERS: Final = 1_024
 
 
 class BlockFiles:
-    """Keeps each block in a file that is named after its kind and its hash; the least recently used
-    leaves first.
+    """Keeps each block in a file named after its kind and hash; evicts the least recently used.
 
-    The files and the one that is being written never exceed the bound, whenever the process is
-    killed: room is made before it is written. A file appears whole, by its last name; one that is
-    damaged nevertheless is noticed by its length or checksum, and removed. What other kinds of
-    blocks have left counts, too, and leaves as the oldest.
+    All files, including the one that is being written, never exceed the bound, even if the process
+    is killed: a write first makes room. A file gets its final name only when it is complete. A file
+    that is damaged nevertheless is detected by its length or checksum, and is removed. Files of
+    other kinds of blocks also count, and are evicted first.
 
     Thread-safe, with one thread that writes.
     """
@@ -43,16 +42,16 @@ class BlockFiles:
     def __init__(
         self, folder: int, number: int, *, kind: bytes, block_bytes: int, max_bytes: int
     ) -> None:
-        """`folder` is the descriptor of a locked folder; its files are adopted. See `open`."""
+        """Adopts the files of a folder; `folder` is its locked descriptor, see `open`."""
         self.max_bytes = max_bytes
-        self.number = number  # of the folder
+        self.number = number  # the folder's number
         self._folder = folder
         self._kind = kind
         self._size = _HEADER.size + block_bytes
         self._lock = threading.Lock()
-        self._files: OrderedDict[str, int] = OrderedDict()  # sizes; next to leave first
+        self._files: OrderedDict[str, int] = OrderedDict()  # sizes by name; next to evict first
         self._num_bytes = 0
-        self._changed: dict[bytes, None] = {}  # since `take_changes`; a set in order
+        self._changed: dict[bytes, None] = {}  # ordered set of hashes since `take_changes`
         self._adopt()
 
     @classmethod
@@ -66,15 +65,19 @@ class BlockFiles:
         max_bytes: int,
         number: int = 0,
     ) -> Self:
-        """Opens the first of the folders ROLE-NUMBER, ROLE-0, ROLE-1, ... in `parent` that nobody
-        else has open; makes it at need. `kind` are 16 bytes, different for blocks that are not to
-        be mixed up.
+        """Opens the first folder of ROLE-NUMBER, ROLE-0, ROLE-1, ... that nobody else uses.
+
+        The folders are in `parent`. Makes the folder if needed. `kind` is 16 bytes; blocks that
+        must not be mixed up have different kinds.
 
         Raises ValueError, with one line for the user, if max_bytes holds no block or the folder
         cannot be used.
         """
-        if max_bytes < (least := _on_disk(_HEADER.size + block_bytes)):
-            raise ValueError(f"kv_disk_gb: {max_bytes} bytes hold no block, which takes {least}")
+        least = _on_disk(_HEADER.size + block_bytes)
+        if max_bytes < least:
+            raise ValueError(
+                f"kv_disk_gb: {max_bytes} bytes hold no block; it must be at least {least} bytes"
+            )
         try:
             folder, number = _open_folder(parent, role, number)
             try:
@@ -93,26 +96,29 @@ class BlockFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of disk that the files take, and the one that is being written."""
+        """Returns the bytes of disk that the files take, including the file being written."""
         return self._num_bytes
 
     def close(self) -> None:
-        """Lets another process have the folder."""
+        """Closes the folder, so that another process may use it."""
         os.close(self._folder)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Returns the hashes that have come and gone since the last call; of all that were adopted
-        in the first.
+        """Returns the hashes that were stored and those that were evicted since the last call.
+
+        The first call includes the adopted files.
         """
         with self._lock:
-            changed, self._changed = self._changed, {}
-        return [digest for digest in changed if digest in self], [
-            digest for digest in changed if digest not in self
-        ]
+            changed = self._changed
+            self._changed = {}
+        stored = [digest for digest in changed if digest in self]
+        evicted = [digest for digest in changed if digest not in self]
+        return stored, evicted
 
     def write(self, digest: bytes, parts: Sequence[memoryview]) -> None:
-        """Writes a block, which `parts` are together, unless it is here. Raises OSError if the disk
-        refuses it.
+        """Writes a block, the concatenation of `parts`, unless it is here already.
+
+        Raises OSError if the disk refuses it.
         """
         name = self._name(digest)
         size = _on_disk(self._size)
@@ -146,15 +152,14 @@ class BlockFiles:
             self._changed[digest] = None
 
     def read(self, digest: bytes) -> memoryview | None:
-        """Returns the bytes of a block and makes it the last to leave; None if it is not here, or
-        damaged, or cannot be
-        read: then it leaves.
+        """Returns the bytes of a block and makes it the most recently used.
+
+        Returns None if the block is missing, damaged or unreadable; removes such a file.
         """
         name = self._name(digest)
         try:
-            flags = (
-                os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            )  # not blocking: it might be a pipe
+            # Not blocking, because the file might be a pipe.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with os.fdopen(os.open(name, flags, dir_fd=self._folder), "rb") as file:
                 data = memoryview(file.read(self._size + 1))
                 _touch(file.fileno())
@@ -181,8 +186,10 @@ class BlockFiles:
         return f"{self._kind.hex()}-{digest.hex()}.kv"
 
     def _adopt(self) -> None:
-        """Takes in the files of an earlier process, removes what it was writing and what exceeds
-        the bound, and leaves alone what it has not made.
+        """Adopts the files of an earlier process.
+
+        Removes the file that it was writing, and the oldest files beyond the bound. Does not touch
+        files of other names.
         """
         found: list[tuple[int, str, int]] = []
         with os.scandir(self._folder) as entries:
@@ -208,9 +215,10 @@ class BlockFiles:
             self._changed[digest] = None
 
     def _digest(self, name: str) -> bytes | None:
-        """Returns the hash of a file of this kind, None of another."""
-        kind, digest = bytes.fromhex(name[:32]), bytes.fromhex(name[33:65])
-        return digest if kind == self._kind else None
+        """Returns the hash of a file of this kind, or None for another kind."""
+        if bytes.fromhex(name[:32]) != self._kind:
+            return None
+        return bytes.fromhex(name[33:65])
 
 
 def _on_disk(num_bytes: int) -> int:
@@ -218,15 +226,17 @@ def _on_disk(num_bytes: int) -> int:
 
 
 def _touch(file: int) -> None:
-    """Makes a file the last to leave, also for a later process; the kernel's own clock has steps of
-    milliseconds.
+    """Makes a file the most recently used one, also for a later process.
+
+    Sets the time itself, because the kernel's clock for files has steps of milliseconds.
     """
     now = time.time_ns()
     os.utime(file, ns=(now, now))
 
 
 def _open_folder(parent: Path, role: str, first: int) -> tuple[int, int]:
-    """Returns the descriptor of a folder that is locked as long as it is open, and its number.
+    """Returns the descriptor and the number of a folder; the lock lasts until it is closed.
+
     Raises OSError.
     """
     os.makedirs(parent, mode=0o700, exist_ok=True)
@@ -238,7 +248,7 @@ def _open_folder(parent: Path, role: str, first: int) -> tuple[int, int]:
         try:
             status = os.fstat(folder)
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise OSError(0, "is another user's, or others may write to it", path)
+                raise OSError(0, "belongs to another user, or other users may write to it", path)
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return folder, number
         except BlockingIOError:
@@ -246,4 +256,4 @@ def _open_folder(parent: Path, role: str, first: int) -> tuple[int, int]:
         except BaseException:
             os.close(folder)
             raise
-    raise OSError(0, f"has {_MAX_FOLDERS} folders that are in use", str(parent))
+    raise OSError(0, f"all {_MAX_FOLDERS} folders are in use", str(parent))

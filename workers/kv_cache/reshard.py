@@ -1,9 +1,8 @@
-"""Plans which piece of KV cache goes from which prefill rank to which decode rank, for any two
-degrees of tensor parallelism.
+"""Plans KV transfers between prefill and decode ranks for any two degrees of tensor parallelism.
 
-Pure arithmetic on KV slots (see `sharding`). A piece stands for all tokens of all layers of one
-group; the canonical form of the cache, [layer, key or value, token, KV head, head_dim], makes it
-one slice of the KV head axis on either side, whatever the block sizes and storage layouts are.
+Pure arithmetic on KV slots (see `sharding`). A piece covers all tokens of all layers of one group.
+In the canonical form of the cache, [layer, key or value, token, KV head, head_dim], it is one slice
+of the KV head axis on both sides. Block sizes and storage layouts do not matter.
 """
 
 from dataclasses import dataclass, replace
@@ -14,21 +13,23 @@ from .sharding import check_split, kv_heads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Names neighbouring KV slots of one source rank that fill as many slots of a target rank, in
-    order.
+    """Describes adjacent KV slots of a source rank and the slots of a target rank they fill.
+
+    Both ranges have the same length and order.
     """
 
     source_rank: int
     source_slots: range
     target_slots: range
-    group: int = 0  # of KvLayout.groups
+    group: int = 0  # index into KvLayout.groups
 
 
 def plan_layout(
     layout: KvLayout, source_tp: int, target_tp: int, target_rank: int
 ) -> tuple[Piece, ...]:
-    """Returns the pieces that fill a target rank, group by group of equal layers. Raises ValueError
-    as `check_split` does.
+    """Returns the pieces that fill a target rank, for each group of equal layers.
+
+    Raises ValueError as `check_split` does.
     """
     pieces: list[Piece] = []
     for group, layers in enumerate(layout.groups):
@@ -41,17 +42,16 @@ def plan_layout(
 def plan(
     num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int, target_rank: int
 ) -> tuple[Piece, ...]:
-    """Returns the pieces that fill every KV slot of a target (decode) rank exactly once, in the
-    order of its slots.
+    """Returns the pieces that fill every KV slot of a target (decode) rank once, in slot order.
 
     8 query heads over 2 KV heads, from tp 4 to tp 1: source ranks hold the KV heads (0) (0) (1)
     (1), the target holds (0, 1). It reads its slot 0 from rank 0 and its slot 1 from rank 2. Back,
     from tp 1 to tp 4, each target rank reads its one slot from slot 0 or 1 of source rank 0.
 
-    There are as few pieces as can be. Of source ranks that would do equally well a target takes one
-    that it reads from anyway, or else the one nearest to that which computes the same query heads:
-    so target ranks spread over replicas, and between equal degrees each rank reads from its like.
-    Raises ValueError as `check_split` does.
+    Returns the fewest possible pieces. Among source ranks with equally long runs, a target prefers
+    one that it reads from already. Otherwise it prefers the one nearest to the source rank that
+    computes the same query heads. So target ranks spread over replicas, and between equal degrees
+    each rank reads from its counterpart. Raises ValueError as `check_split` does.
     """
     check_split(num_heads, num_kv_heads, source_tp)
     sources = [kv_heads(num_heads, num_kv_heads, source_tp, rank) for rank in range(source_tp)]
@@ -76,8 +76,9 @@ def plan(
 
 
 def _longest_run(slots: tuple[int, ...], wanted: tuple[int, ...]) -> range:
-    """Returns the longest run of `slots` whose heads `wanted` begins with; the first of equals,
-    empty if there is none.
+    """Returns the range of `slots` with the longest prefix of `wanted`; empty without a match.
+
+    Among equally long ranges, returns the first.
     """
     best = range(0)
     for first in range(len(slots)):

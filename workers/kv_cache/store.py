@@ -1,4 +1,4 @@
-"""Declares how KV transfers read and write one rank's KV cache memory."""
+"""Declares the interface by which KV transfers read and write one rank's KV cache memory."""
 
 from collections.abc import Callable, Sequence
 from mmap import mmap
@@ -8,7 +8,7 @@ from .layout import KvLayout, KvSpan
 from .sharding import kv_heads
 
 KvRead = Callable[[Sequence[int], KvSpan], memoryview]
-"""Reads a span as `KvStore.read` does."""
+"""A function that reads a span as `KvStore.read` does."""
 
 
 class KvStore(Protocol):
@@ -23,47 +23,48 @@ class KvStore(Protocol):
 
     @property
     def layout(self) -> KvLayout:
-        """Of the whole model; equal on all ranks and on both sides of a transfer."""
+        """Returns the whole model's layout; equal on all ranks and both sides of a transfer."""
         ...
 
     @property
     def tp(self) -> int:
-        """How many ranks share the model."""
+        """Returns the number of ranks that share the model."""
         ...
 
     @property
     def rank(self) -> int: ...
 
     def num_slots(self, layer: int) -> int:
-        """KV slots of this rank in a layer: the length of `sharding.kv_heads`."""
+        """Returns the number of KV slots of this rank in a layer: the length of `kv_heads`."""
         ...
 
     @property
     def shared_fd(self) -> int | None:
-        """The file that is this memory, for other processes of the host to map; None if there is
-        none.
-        """
+        """Returns the file of this memory, which other processes of the host can map, or None."""
         ...
 
     def attach(
         self, memory: mmap, *, num_blocks: int, block_size: int, tp: int, rank: int
     ) -> KvRead:
-        """Returns the read of another process's memory of the same layout, which is that of rank
-        `rank` of `tp`. Raises ValueError if `memory` is too small or the model cannot be split so.
+        """Returns a function that reads the mapped memory of another process.
+
+        It is the memory of rank `rank` of `tp` and has the same layout. Raises ValueError if
+        `memory` is too small or the model cannot be split into `tp` ranks.
         """
         ...
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        """Copies out a span of the sequence whose block table is `blocks`.
+        """Returns a copy of a span of the sequence whose block table is `blocks`.
 
-        Returns contiguous bytes of shape [num_layers, 2, num_tokens, num_slots, head_bytes]. Raises
-        ValueError if something is out of range.
+        The copy has contiguous bytes of shape [num_layers, 2, num_tokens, num_slots, head_bytes].
+        Raises ValueError if the span or a block is out of range.
         """
         ...
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
-        """Writes what `read` of such a span returns. Raises ValueError if `data` has not exactly
-        the expected length.
+        """Writes a span from bytes in the form that `read` returns.
+
+        Raises ValueError if the length of `data` is not exactly the expected length.
         """
         ...
 
@@ -71,9 +72,10 @@ class KvStore(Protocol):
 def paged_shapes(
     layout: KvLayout, *, num_blocks: int, block_size: int, tp: int, rank: int
 ) -> list[tuple[int, ...]]:
-    """Returns the shape of each group's blocks in one rank's memory, [num_layers, 2, num_blocks,
-    num_slots, block_size, head_bytes]; where other processes read it, the groups follow one
-    another. Raises ValueError as `check_split` does.
+    """Returns the shape of each group's blocks in one rank's memory.
+
+    A shape is [num_layers, 2, num_blocks, num_slots, block_size, head_bytes]. In memory that other
+    processes read, the groups follow one another. Raises ValueError as `check_split` does.
     """
     shapes: list[tuple[int, ...]] = []
     for group in layout.groups:

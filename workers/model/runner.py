@@ -181,8 +181,8 @@ class ModelRunner(Executor):
             self.adapters.unload(adapter)
         if self._host is not None:
             self._host.save(plan.saved)
-            self._host.restore(plan.restored)
-        is_copying = plan.saved or plan.restored
+            self._host.restore(plan.loaded)
+        is_copying = plan.saved or plan.loaded
         if (
             is_copying and not plan.sequences and self._group
         ):  # a step that computes waits for all ranks in any case

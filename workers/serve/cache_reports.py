@@ -1,4 +1,4 @@
-"""Reports to routers which prefixes a worker has, wherever it keeps them."""
+"""Reports to routers the prefixes that a worker has in any tier."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -9,8 +9,10 @@ Tier = Literal["memory", "disk"]
 
 
 class CacheReports:
-    """Follows which hashes are in each tier, and reports to sessions those that come into the first
-    or leave the last. Lives in one event loop.
+    """Tracks the hashes in each tier and reports changes to sessions.
+
+    Reports a hash when it enters its first tier and when it leaves its last tier. Lives in one
+    event loop.
     """
 
     def __init__(
@@ -18,24 +20,20 @@ class CacheReports:
         on_stored: Callable[[Sequence[bytes]], object] = lambda stored: None,
         on_evicted: Callable[[Sequence[bytes]], object] = lambda evicted: None,
     ) -> None:
-        """`on_stored` and `on_evicted` are called with the hashes that have come into memory and
-        left it, in order.
-        """
-        self.sessions: set[RouterSession] = set()  # `start` the reports of each
+        """Calls `on_stored` and `on_evicted` with hashes that enter and leave memory, in order."""
+        self.sessions: set[RouterSession] = set()  # call `start` for each
         self._on_stored = on_stored
         self._on_evicted = on_evicted
         self._hashes: dict[Tier, set[bytes]] = {"memory": set(), "disk": set()}
 
     def start(self, session: RouterSession) -> None:
-        """Reports all hashes, and from now on every change."""
+        """Reports all hashes to a session; every later change is reported as well."""
         session.start_cache_reports(set[bytes]().union(*self._hashes.values()))
 
     def change(self, tier: Tier, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
-        """Takes in the changes of one tier."""
-        known, elsewhere = (
-            self._hashes[tier],
-            self._hashes["disk" if tier == "memory" else "memory"],
-        )
+        """Applies the changes of one tier and reports them."""
+        known = self._hashes[tier]
+        elsewhere = self._hashes["disk" if tier == "memory" else "memory"]
         added = [digest for digest in dict.fromkeys(stored) if digest not in known]
         removed = [digest for digest in dict.fromkeys(evicted) if digest in known]
         known.update(added)

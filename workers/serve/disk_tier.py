@@ -1,6 +1,4 @@
-"""Keeps a worker's KV cache on disk: writes what it computes, behind its steps, and brings back
-what a prompt needs.
-"""
+"""Keeps a worker's KV cache on disk: writes computed blocks and loads them for later prompts."""
 
 import asyncio
 import itertools
@@ -24,68 +22,64 @@ from .engine_thread import EngineThread
 
 logger = logging.getLogger(__name__)
 
-_OPEN_SECONDS: Final = (
-    20.0  # of a group, whose other ranks wait for rank 0 for `collective_seconds`
-)
-_LOAD_SECONDS: Final = 5.0  # for the blocks of a prompt; the rest of them is computed
-_RETRY_SECONDS: Final = 60.0  # after which a disk that was slow or has failed is tried again
-_COMMAND_SECONDS: Final = (
-    30.0  # timeout of a command to the engine, which runs it between two steps
-)
-_NUM_LEASED: Final = 4  # blocks that are being written at once: few, since others may wait for them
-_MAX_TRIED: Final = 256  # blocks that one command looks for in the KV cache, at 1 us each
-_MAX_UNWRITTEN: Final = 4_096  # blocks that wait: a busy worker writes as many within a minute
-_READ_BYTES: Final = 8 << 20  # at once: the event loop copies them, while others wait for it
+# For a group of ranks; the other ranks wait `collective_seconds` for rank 0.
+_OPEN_SECONDS: Final = 20.0
+_LOAD_SECONDS: Final = 5.0  # for the blocks of a prompt; the engine computes the rest
+_RETRY_SECONDS: Final = 60.0  # pause before a slow or failed disk is tried again
+# Timeout of a command to the engine, which runs it between two steps.
+_COMMAND_SECONDS: Final = 30.0
+_NUM_LEASED: Final = 4  # blocks written at once; few, because sequences may wait for them
+_MAX_TRIED: Final = 256  # blocks that one command looks up in the KV cache, at 1 us each
+_MAX_UNWRITTEN: Final = 4_096  # waiting blocks; a busy worker writes this number within a minute
+_READ_BYTES: Final = 8 << 20  # bytes of a read; the event loop copies them and serves nobody else
 _WEIGHT: Final = 0.3  # of the newest batch in the measured speed
 
 
 class DiskTier:
-    """Keeps every block of the prefix cache in a file of each rank, as long as there is room, see
-    `RankDisk`.
+    """Keeps blocks of the prefix cache on disk, one file per block and rank; see `RankDisk`.
 
-    A block is here if every rank has its part. Each rank decides alone what leaves its folder,
-    whose bound is an equal share of the worker's, and reports to rank 0 what has come and gone.
+    A block is here if every rank has its part. Each rank evicts files from its own folder and
+    reports its changes to rank 0. The bound of a folder is an equal share of the worker's bound.
 
-    Blocks are written as soon as they are computed, a few at a time, leased meanwhile. If the disk
-    is slower than the engine, the blocks of the newest step come first, since they stay in the KV
-    cache for longest. Blocks that leave the KV cache before their turn are not written, nor the
-    oldest of those that wait, if these are too many. A prompt's blocks are read back if that is
-    predicted to be faster than computing them. No failure of a disk fails a request.
+    Blocks are written as soon as they are computed, a few at a time, and are leased meanwhile. If
+    the disk is slower than the engine, the blocks of the newest step come first, because they stay
+    in the KV cache for longest. Blocks that leave the KV cache before their turn are not written.
+    If too many blocks wait, the oldest are not written either. A prompt's blocks are read back if
+    that is predicted to be faster than computing them. No failure of a disk fails a request.
 
-    Lives in one event loop, but for `count`.
+    Lives in one event loop, except `count`.
     """
 
     def __init__(self, disk: RankDisk, block_size: int, clients: Sequence[RankClient] = ()) -> None:
-        """`disk` is that of rank 0, `clients` are the other ranks. See `open`."""
+        """Makes a tier of the disk of rank 0 and the `clients` of the other ranks; see `open`."""
         self.on_change: Callable[[Iterable[bytes], Iterable[bytes]], object] = (
             lambda stored, evicted: None
         )
         self._disk = disk
         self._clients = clients
-        self._elsewhere: list[set[bytes]] = [
-            set() for _ in clients
-        ]  # the hashes that each other rank has
+        # The hashes that each other rank has.
+        self._elsewhere: list[set[bytes]] = [set() for _ in clients]
         for client, known in zip(clients, self._elsewhere, strict=True):
             client.disk_changed = partial(self._changed, known)
         self._block_size = block_size
         self._num_read = max(1, _READ_BYTES // disk.block_bytes)  # blocks
-        self._unwritten: OrderedDict[bytes, None] = (
-            OrderedDict()
-        )  # the newest step first, each in its own order
+        # The blocks of the newest step first; within a step in their order.
+        self._unwritten: OrderedDict[bytes, None] = OrderedDict()
         self._writing: asyncio.Task[None] | None = None
         self._closing = False
-        self._no_writes_before = self._no_reads_before = 0.0  # time.monotonic()
-        self._bytes_per_second = (
-            0.0  # of reading a rank's part, with checks and copies; 0 if unknown
-        )
-        self._measured = 0.0  # time.monotonic()
+        self._no_writes_before = 0.0  # time.monotonic()
+        self._no_reads_before = 0.0  # time.monotonic()
+        # Speed of reading a rank's part, with checks and copies; 0 if unknown.
+        self._bytes_per_second = 0.0
+        self._measured = 0.0  # time.monotonic() of the last measurement
 
     @classmethod
     async def open(
         cls, folder: str, role: str, kv: KvStore, max_bytes: int, clients: Sequence[RankClient] = ()
     ) -> Self:
-        """Opens the folders of all ranks, which share max_bytes. Raises ValueError as
-        `BlockFiles.open` does, also for a group of which a rank takes too long.
+        """Opens the folders of all ranks, which share max_bytes.
+
+        Raises ValueError as `BlockFiles.open` does, and if a rank of a group takes too long.
         """
         share = max_bytes // (len(clients) + 1)
         try:
@@ -110,14 +104,16 @@ class DiskTier:
         return digest in self._disk.files and all(digest in known for known in self._elsewhere)
 
     def report(self) -> None:
-        """Calls `on_change` with the hashes that came and went since the last call; those that are
-        there at first.
+        """Calls `on_change` with the hashes stored and evicted since the last call.
+
+        The first call includes the hashes that were on disk at the start.
         """
         self._report(*self._disk.files.take_changes())
 
     def count(self, chain: Sequence[bytes], compute_seconds: float) -> int:
-        """See `PrefixSource.count`."""
-        now, speed = time.monotonic(), self._bytes_per_second
+        """Returns the number of leading blocks worth loading; see `PrefixSource.count`."""
+        now = time.monotonic()
+        speed = self._bytes_per_second
         if now < self._no_reads_before:
             return 0
         is_known = speed > 0 and compute_seconds > 0 and now < self._measured + _RETRY_SECONDS
@@ -126,12 +122,13 @@ class DiskTier:
         return sum(1 for _ in itertools.takewhile(self.__contains__, chain))
 
     async def load(self, event: Admitted, group: KvGroup) -> int:
-        """Fills the blocks that a sequence is importing, on every rank. Returns how many tokens
-        these are, from the
-        first on: fewer if a file is missing or damaged, or time is up; until `KvGroup.stop` other
-        ranks may then still write to the blocks.
+        """Fills the blocks that a sequence imports, on every rank; returns the number of tokens.
+
+        These are the first tokens of the blocks. They are fewer if a file is missing or damaged, or
+        if time is up. Then other ranks may still write to the blocks until `KvGroup.stop`.
         """
-        num_filled, started = 0, time.monotonic()
+        num_filled = 0
+        started = time.monotonic()
         blocks = event.blocks[event.num_cached // self._block_size :]
         try:
             async with asyncio.timeout(_LOAD_SECONDS):
@@ -147,7 +144,7 @@ class DiskTier:
                         break
         except TimeoutError:
             logger.warning(
-                "KV cache on disk: reading takes too long; none is read for %g seconds",
+                "KV cache on disk: reading takes too long; no block is read for %g seconds",
                 _RETRY_SECONDS,
             )
             self._no_reads_before = time.monotonic() + _RETRY_SECONDS
@@ -160,8 +157,9 @@ class DiskTier:
         return num_filled * self._block_size
 
     def keep(self, digests: Iterable[bytes], thread: EngineThread) -> None:
-        """Has blocks written that have just entered the KV cache of the engine in `thread`, in this
-        order.
+        """Schedules writes of blocks that have just entered the KV cache, in this order.
+
+        The engine in `thread` owns the KV cache.
         """
         if self._closing or time.monotonic() < self._no_writes_before:
             return
@@ -175,14 +173,12 @@ class DiskTier:
             self._writing = asyncio.create_task(self._write_all(thread))
 
     def forget(self, digests: Iterable[bytes]) -> None:
-        """Skips blocks that have left the KV cache."""
+        """Cancels the writes of blocks that have left the KV cache."""
         for digest in digests:
             self._unwritten.pop(digest, None)
 
     async def close(self) -> None:
-        """Ends writing, after the block that is being written, while the engine's thread still
-        runs.
-        """
+        """Stops after the block that is being written; the engine's thread must still run."""
         self._closing = True
         self._unwritten.clear()
         if self._writing is not None:
@@ -193,13 +189,10 @@ class DiskTier:
         try:
             while self._unwritten:
                 await self._write_some(thread)
-        except (
-            OSError,
-            TimeoutError,
-            RuntimeError,
-        ) as error:  # of the disk; of an engine that does not answer
+        # The disk has failed, or the engine does not answer.
+        except (OSError, TimeoutError, RuntimeError) as error:
             logger.warning(
-                "KV cache on disk: writing failed; none is written for %g seconds: %s",
+                "KV cache on disk: writing failed; no block is written for %g seconds: %s",
                 _RETRY_SECONDS,
                 error,
             )
@@ -228,15 +221,16 @@ class DiskTier:
                 if self._closing:
                     break
                 await self._write(digest, block)
-        # in the engine's thread behind the other command, even if this one waited too long for it
         finally:
+            # The engine runs this after `lease`, even if the call of `lease` has timed out.
             thread.post(lambda engine: engine.unlease_cached([block for block, _ in leased]))
             self.report()
 
     async def _write(self, digest: bytes, block: int) -> None:
-        """Writes a block on every rank. Returns, or raises, only when none of them reads it any
-        more: what another sequence writes to it must not come into a file. Raises OSError if a disk
-            refuses it.
+        """Writes a block on every rank; raises OSError if a disk refuses it.
+
+        Returns or raises only after all ranks have read the block, so that another sequence's data
+        cannot get into a file.
         """
         command = worker_pb2.DiskBlocks(hashes=[digest], blocks=[block])
         parts = [client.ask(0, write_disk=command) for client in self._clients]
@@ -247,9 +241,7 @@ class DiskTier:
                 raise result
 
     def _changed(self, known: set[bytes], changes: worker_pb2.DiskChanges) -> None:
-        """Takes in what has come to and gone from the disk of another rank, which has the hashes
-        `known`.
-        """
+        """Applies the changes on the disk of another rank to its hashes, `known`."""
         known |= set(changes.stored)
         known -= set(changes.evicted)
         self._report(changes.stored, changes.evicted)
@@ -266,9 +258,7 @@ class DiskTier:
 
 
 def reports_of(disk: DiskTier | None, thread: EngineThread) -> CacheReports:
-    """Returns the reports of a worker's prefix cache; has what comes into it kept on the disk, if
-    there is one.
-    """
+    """Returns the reports of a worker's prefix cache; with a disk, also keeps its blocks there."""
     if disk is None:
         return CacheReports()
     reports = CacheReports(

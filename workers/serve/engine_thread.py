@@ -1,4 +1,4 @@
-"""Runs an engine in a thread of its own: commands go in, events come out."""
+"""Runs an engine in its own thread, which takes commands and delivers events."""
 
 import asyncio
 import threading
@@ -13,10 +13,10 @@ from .watchdog import Watchdog
 
 
 class EngineThread:
-    """Steps the engine whenever it has work, and waits on a condition when it has none.
+    """Steps the engine whenever it has work, and otherwise waits on a condition.
 
-    `post(command)` runs the command in the thread between two steps, in order. If a step raises,
-    the thread ends, `failed(error)` runs in the event loop and `failure` is the exception.
+    `post(command)` runs commands in the thread between two steps, in order. If a step raises, the
+    thread ends, `failed(error)` runs in the event loop and `failure` holds the exception.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class EngineThread:
         failed: Callable[[BaseException], None],
         progress: Watchdog | None = None,
     ) -> None:
-        """`progress` is marked at each command and step."""
+        """Makes a thread that does not run yet; it marks `progress` at each command and step."""
         self._engine = engine
         self._progress = progress or Watchdog()
         self._failed = failed
@@ -37,8 +37,9 @@ class EngineThread:
         self.failure: BaseException | None = None
 
     def start(self, deliver: Callable[[list[Event]], None]) -> None:
-        """Starts the thread. `deliver(events)` runs in the event loop, in order, as soon as a step
-        knows the events.
+        """Starts the thread.
+
+        `deliver(events)` runs in the event loop, in order, as soon as a step knows the events.
         """
         call_in_loop: Callable[..., object] = self._loop.call_soon_threadsafe
         emit = partial(call_in_loop, deliver)
@@ -54,7 +55,7 @@ class EngineThread:
             self._wake.notify()
 
     def expedite(self) -> None:
-        """Has the step under way end soon, see `Executor.expedite`."""
+        """Raises the priority of the running step; see `Executor.expedite`."""
         self._engine.expedite()
 
     def call_in_loop(self, callback: Callable[[], None]) -> None:
@@ -62,8 +63,10 @@ class EngineThread:
         self._loop.call_soon_threadsafe(callback)
 
     async def call(self, command: Callable[[Engine], None], timeout: float) -> None:
-        """Runs `command` like `post` and waits for it, up to `timeout` seconds. Raises what it
-        raised, TimeoutError if it did not run in time, RuntimeError if the thread has ended.
+        """Runs `command` like `post` and waits for its end, up to `timeout` seconds.
+
+        Raises the command's own exception, TimeoutError if it did not run in time, and RuntimeError
+        if the thread has ended.
         """
         result: Future[None] = Future()
         done = asyncio.wrap_future(result)
@@ -73,7 +76,7 @@ class EngineThread:
                 try:
                     command(engine)
                     result.set_result(None)
-                except Exception as error:  # handed to the caller
+                except Exception as error:  # passed on to the caller
                     result.set_exception(error)
 
         self.post(run)
@@ -87,23 +90,20 @@ class EngineThread:
             done.cancel()
 
     async def settle(self, timeout: float) -> None:
-        """Waits until the step has ended that was in flight when the last command ran, and may
-        still be filling blocks
-        which that command has found: those that it restores from host memory. Raises what `call`
-        raises.
+        """Waits for the end of the step that was in flight when the last command ran.
+
+        That step may still load blocks from host memory which the command has found. Raises the
+        same errors as `call`.
         """
         await self.call(lambda engine: None, timeout)
 
     async def stop(self, timeout: float) -> None:
-        """Ends the thread after its current step. Raises TimeoutError if the step does not end in
-        time.
-        """
+        """Ends the thread after its current step; raises TimeoutError if that takes too long."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        await asyncio.wait(
-            (self._ended,), timeout=timeout
-        )  # by no other thread: at its end a process starts none
+        # Not in another thread, because a process that is ending cannot start threads.
+        await asyncio.wait((self._ended,), timeout=timeout)
         if not self._ended.done():
             raise TimeoutError("the engine's step does not end")
         self._thread.join()
@@ -119,9 +119,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._ended.set_result, None)
 
     def _take_commands(self) -> bool:
-        """Runs posted commands and waits until there is work; returns False when the thread is to
-        end.
-        """
+        """Runs posted commands and waits until there is work; returns False to end the thread."""
         while True:
             with self._wake:
                 while not (self._commands or self._stopping or self._engine.has_work):

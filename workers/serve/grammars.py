@@ -1,4 +1,4 @@
-"""Compiles grammars beside the event loop, in turns of the tenants."""
+"""Compiles grammars in threads, with fair turns between tenants."""
 
 import asyncio
 import logging
@@ -24,29 +24,30 @@ class _Compilation:
 
 
 class GrammarCompiler:
-    """Compiles each grammar once for all requests of an owner that want it at the time. Lives in
-    one event loop.
+    """Compiles each grammar once for all concurrent requests of an owner that need it.
 
-    Two are compiled at a time, and one of each tenant. The others of a tenant wait behind that one,
-    so another tenant waits for one grammar of each tenant at most.
+    At most two grammars are compiled at a time, and one per tenant. So a tenant waits for at most
+    one grammar of each other tenant. Lives in one event loop.
     """
 
     def __init__(self, load_grammar: Callable[[str, bytes, bytes], object]) -> None:
-        """See `Rank.load_grammar`."""
+        """Makes a compiler that calls `load_grammar` in threads; see `Rank.load_grammar`."""
         self._load_grammar = load_grammar
         self._compiling: dict[tuple[bytes, str], _Compilation] = {}
-        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)  # first come, first served
-        self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # of tenants
+        self._permits = asyncio.Semaphore(_MAX_AT_ONCE)  # first come, first served
+        # By tenant.
+        self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def compile(self, text: str, owner: bytes = b"", tenant: bytes = b"") -> object:
-        """Returns what keeps a grammar compiled. A compilation that has not begun is given up when
-        nobody waits for it any more.
+        """Compiles a grammar and returns a reference that keeps it compiled.
 
-        Raises InvalidArgument if the grammar is wrong, queue.Full if the memory for grammars is in
-        use, Unavailable if this worker cannot compile it for another reason.
+        A compilation that has not begun is cancelled when no request waits for it any more. Raises
+        InvalidArgument if the grammar is invalid, queue.Full if the memory for grammars is in use,
+        and Unavailable if this worker cannot compile it for another reason.
         """
-        key = owner, text
-        if (compilation := self._compiling.get(key)) is None:
+        key = (owner, text)
+        compilation = self._compiling.get(key)
+        if compilation is None:
             task = asyncio.create_task(self._compile(key, tenant))
             compilation = self._compiling[key] = _Compilation(task)
             task.add_done_callback(partial(self._ended, key))
@@ -55,11 +56,8 @@ class GrammarCompiler:
             return await asyncio.shield(compilation.task)
         except ValueError as error:
             raise InvalidArgument(str(error), "grammar") from error
-        except (
-            OSError,
-            MemoryError,
-            RuntimeError,
-        ) as error:  # of the file, of the process's memory or threads
+        # The file, the process's memory or its threads have failed.
+        except (OSError, MemoryError, RuntimeError) as error:
             logger.exception("a grammar cannot be compiled")
             raise Unavailable("grammar: cannot be compiled by this worker") from error
         finally:
@@ -70,7 +68,7 @@ class GrammarCompiler:
 
     async def _compile(self, key: tuple[bytes, str], tenant: bytes) -> object:
         turn = self._turns.setdefault(tenant, asyncio.Lock())
-        async with turn, self._slots:
+        async with turn, self._permits:
             self._compiling[key].has_begun = True
             owner, text = key
             return await in_thread(
@@ -80,7 +78,7 @@ class GrammarCompiler:
     def _ended(self, key: tuple[bytes, str], task: asyncio.Task[object]) -> None:
         self._forget(key, task)
         if not task.cancelled():
-            task.exception()  # nobody may be left who reads it
+            task.exception()  # marks it as retrieved, because no request may be left to read it
 
     def _forget(self, key: tuple[bytes, str], task: asyncio.Task[object]) -> None:
         if (known := self._compiling.get(key)) is not None and known.task is task:

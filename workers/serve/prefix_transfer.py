@@ -1,10 +1,9 @@
-"""Moves cached prefixes from the worker that has them to the one that is to compute the rest of a
-prompt.
+"""Moves cached prefixes to the worker that computes the rest of a prompt.
 
-When a conversation returns, the KV cache of its last answer is at the decode worker that has
-generated it. The prefill worker asks that one for a lease of the prefix, fetches the blocks as a
-decode worker fetches those of a prefill, and
-computes what it does not get: no failure here fails a request.
+When a conversation continues, the KV cache of its last answer is at the decode worker that has
+generated it. The prefill worker asks that worker for a lease of the prefix and fetches the blocks,
+in the same way as a decode worker fetches blocks of a prefill. It computes the blocks that it does
+not get, so no failure here fails a request.
 """
 
 import asyncio
@@ -29,18 +28,16 @@ from .engine_thread import EngineThread
 
 logger = logging.getLogger(__name__)
 
-_FETCH_SECONDS: Final = (
-    5.0  # for a prefix, from the question for it on; what has not come by then is computed
-)
-_LEASE_SECONDS: Final = 2 * _FETCH_SECONDS  # after which a lease ends by itself
+# For a prefix, from the request for its lease; the engine computes the tokens that are missing.
+_FETCH_SECONDS: Final = 5.0
+_LEASE_SECONDS: Final = 2 * _FETCH_SECONDS  # then a lease ends by itself
 _FIRST_ID: Final = 1 << 62  # of leases; far from the ids of sequences
-_NO_FIRST_TOKENS: Final = FirstTokens(
-    tokens=(0,)
-)  # a transfer ends with some; nobody continues with these
+# The protocol ends a transfer with first tokens; nobody uses these.
+_NO_FIRST_TOKENS: Final = FirstTokens(tokens=(0,))
 
 
 class PrefixLender:
-    """Leases cached prefixes to other workers. Lives in one event loop."""
+    """Leases cached prefixes to other workers; lives in one event loop."""
 
     def __init__(
         self,
@@ -49,7 +46,7 @@ class PrefixLender:
         kv_handle: Callable[[], worker_pb2.KvHandle],
         block_size: int,
     ) -> None:
-        """`kv_handle` returns a handle with this worker's epoch, layout and endpoints."""
+        """Makes a lender; `kv_handle` returns a handle with the epoch, layout and endpoints."""
         self._thread = thread
         self._kv = kv
         self._kv_handle = kv_handle
@@ -61,8 +58,9 @@ class PrefixLender:
         requests: AsyncIterator[worker_pb2.LeasePrefixRequest],
         send: Callable[[worker_pb2.LeasePrefixResponse], Awaitable[None]],
     ) -> None:
-        """Answers one LeasePrefix stream. However it ends, the lease ends with it."""
-        number, blocks = next(self._ids), list[int]()
+        """Answers one LeasePrefix stream; the lease ends with the stream in all cases."""
+        number = next(self._ids)
+        blocks: list[int] = []
         try:
             async with asyncio.timeout(_LEASE_SECONDS):
                 chain = list((await anext(requests)).hashes)
@@ -71,13 +69,10 @@ class PrefixLender:
                 )
                 await self._thread.settle(_FETCH_SECONDS)
                 await send(worker_pb2.LeasePrefixResponse(kv=self._offer(number, blocks, chain)))
-                async for _ in requests:  # until the other side has the blocks, or gives up
+                async for _ in requests:  # until the other side has the blocks or gives up
                     pass
-        except (
-            TimeoutError,
-            StopAsyncIteration,
-            RuntimeError,
-        ) as error:  # of an engine that has ended
+        # A RuntimeError comes from an engine that has ended.
+        except (TimeoutError, StopAsyncIteration, RuntimeError) as error:
             logger.warning("the lease of a prefix has ended early: %s", type(error).__name__)
         finally:
             self._kv.stop(
@@ -85,7 +80,7 @@ class PrefixLender:
             )
 
     def _offer(self, number: int, blocks: list[int], chain: list[bytes]) -> worker_pb2.KvHandle:
-        """Offers leased blocks, all of which are computed; returns their handle."""
+        """Offers leased blocks, which are all computed, and returns their handle."""
         handle = self._kv_handle()
         handle.num_tokens = len(blocks) * self._block_size
         handle.transfer_id = secrets.token_bytes(16)
@@ -99,7 +94,7 @@ class PrefixLender:
 
 
 class PrefixImporter:
-    """Brings in prefixes that are cached elsewhere. Lives in one event loop."""
+    """Imports prefixes from other workers or from disk; lives in one event loop."""
 
     def __init__(self, kv: KvGroup, block_size: int, disk: DiskTier | None) -> None:
         self._kv = kv
@@ -109,11 +104,13 @@ class PrefixImporter:
     async def load(
         self, event: Admitted, spec: SequenceSpec, holder: worker_pb2.PrefixHolder
     ) -> int:
-        """Fills the blocks that a sequence is importing, from the holder or from the disk. Returns
-        how many tokens these are, from the first on, 0 after a failure; until `KvGroup.stop` other
-        ranks may then still write to the blocks.
+        """Fills the blocks that a sequence imports, from the holder or from disk.
+
+        Returns the number of tokens that are there, counted from the first block. Returns 0 if the
+        holder fails. After a failure, other ranks may still write to the blocks until
+        `KvGroup.stop`.
         """
-        if not event.from_remote:
+        if event.prefix_source != "remote":
             return await self._disk.load(event, self._kv) if self._disk is not None else 0
         try:
             async with asyncio.timeout(_FETCH_SECONDS):
@@ -143,13 +140,13 @@ class PrefixImporter:
             await call.write(worker_pb2.LeasePrefixRequest(hashes=chain))
             response = await call.read()
             if not isinstance(response, worker_pb2.LeasePrefixResponse):
-                raise TransferError("no lease")
+                raise TransferError("the holder granted no lease")
             handle = response.kv
             if handle.num_tokens <= event.num_cached:
-                return 0  # they have left its KV cache meanwhile
+                return 0  # the blocks have left its KV cache meanwhile
             num_blocks, rest = divmod(handle.num_tokens, holder.block_size)
             if rest or num_blocks > len(chain) or not handle.endpoints:
-                raise TransferError("an impossible lease")
+                raise TransferError("the lease does not match the requested prefix")
             await self._kv.fetch_now(
                 event.id, handle, chain[num_blocks - 1], (event.blocks, event.num_cached)
             )

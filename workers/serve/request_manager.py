@@ -1,10 +1,9 @@
-"""Manages the requests that routers submit to one worker: from the submit over the engine's events
-to the outputs.
+"""Manages the requests of routers at one worker, from the submit to the last output.
 
 Lives in the worker's event loop. Knows nothing of servers.
 
-One file because however a request ends, in whichever thread and at whichever peer, all that it
-holds is freed here.
+One file because everything that a request holds is freed here, in whichever thread or at whichever
+peer the request ends.
 """
 
 import asyncio
@@ -51,20 +50,18 @@ from .watchdog import CANARY_ID, Canary
 logger = logging.getLogger(__name__)
 
 _LEAVING: Final = "worker is going away"
-_PREPARE_SECONDS: Final = (
-    60.0  # that a request waits for its adapter and its grammar, also behind those of others
-)
+# Timeout of loading a request's adapter and compiling its grammar, including the wait for others.
+_PREPARE_SECONDS: Final = 60.0
 _LOAD_SECONDS: Final = 0.01
-"""How often a session reports the load while no request comes or ends: to read it of 64 sequences
-takes 9 us, as long as to queue seven tokens.
+"""Minimum interval of load reports in a session while no request begins or ends.
+
+Reading the load of 64 sequences takes 9 us, as long as queueing seven tokens.
 """
 
 
 @dataclass(eq=False, kw_only=True)
 class RequestManager:
-    """Holds the sessions of routers, and the requests that the worker has accepted and not yet
-    ended.
-    """
+    """Holds the sessions of routers and the requests that have not ended."""
 
     thread: EngineThread
     kv: KvGroup
@@ -73,19 +70,17 @@ class RequestManager:
     adapters: AdapterCache
     kv_handle: Callable[[], worker_pb2.KvHandle]  # with this worker's epoch, layout and endpoints
     load: Callable[[], worker_pb2.WorkerLoad]
-    failed: Callable[
-        [BaseException], None
-    ]  # called for a defect, after which the worker cannot be used
+    # Called on a defect, after which the worker cannot be used.
+    failed: Callable[[BaseException], None]
     canary: Canary
     reports: CacheReports
     importer: PrefixImporter
     metrics: Metrics = NULL_METRICS
     is_leaving: bool = field(init=False, default=False)  # new requests are refused
-    num_recomputed_tokens: int = field(
-        init=False, default=0
-    )  # of requests with tokens from elsewhere
+    # Tokens of resumed requests that this worker has computed again.
+    num_recomputed_tokens: int = field(init=False, default=0)
     _requests: set[WorkerRequest] = field(init=False, default_factory=set)
-    # Request and choice, by sequence id.
+    # Request and choice by sequence id.
     _sequences: dict[int, tuple[WorkerRequest, int]] = field(init=False, default_factory=dict)
     _next_id: int = field(init=False, default=0)
     _idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -94,13 +89,13 @@ class RequestManager:
         return len(self._requests)
 
     def leave(self) -> None:
-        """Refuses new requests from now on, and has every session report so at once."""
+        """Refuses new requests from now on, and makes every session report it at once."""
         self.is_leaving = True
         for session in self.reports.sessions:
             session.wake()
 
     async def wait_idle(self, seconds: float) -> None:
-        """Returns when all requests have ended, or after so long."""
+        """Waits until all requests have ended, for at most `seconds`."""
         if self._requests:
             self._idle.clear()
             with suppress(TimeoutError):
@@ -112,23 +107,26 @@ class RequestManager:
         commands: AsyncIterator[worker_pb2.SessionRequest],
         send: Callable[[worker_pb2.SessionResponse], Awaitable[None]],
     ) -> None:
-        """Serves one router: executes its commands and sends the outputs of its requests, the load,
-        and the prefix cache, the whole of it first. However the stream ends, its requests end with
-        it.
+        """Serves one router until its stream ends, which also ends the requests of the stream.
+
+        Executes the router's commands. Sends the outputs of its requests, the load, and the hashes
+        of the prefix cache: first all hashes, then changes.
         """
-        # Before any command is read: the router then knows of a worker that dies in its first step
-        # that it had lived.
+        # Before any command is read. If the worker dies in its first step, the router knows that it
+        # was alive.
         await send(worker_pb2.SessionResponse(load=self.load()))
         session = RouterSession()
         self.reports.sessions.add(session)
         self.reports.start(session)
         reader = asyncio.create_task(self._read(session, commands))
-        reported, next_load = (-1, False), 0.0
+        reported = (-1, False)
+        next_load = 0.0
         try:
             while (message := await session.take()) is not None:
                 now = time.monotonic()
                 if (len(self), self.is_leaving) != reported or now >= next_load:
-                    reported, next_load = (len(self), self.is_leaving), now + _LOAD_SECONDS
+                    reported = (len(self), self.is_leaving)
+                    next_load = now + _LOAD_SECONDS
                     message.load.CopyFrom(self.load())
                 await send(message)
         finally:
@@ -156,7 +154,7 @@ class RequestManager:
             session.close()
 
     def submit(self, session: RouterSession, submit: worker_pb2.Submit) -> None:
-        """Accepts a submit, or reports its failure to the session."""
+        """Accepts a submit or reports its failure to the session."""
         key = (submit.request_id, submit.attempt)
         if self.is_leaving:
             session.put_failure(key, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
@@ -170,10 +168,8 @@ class RequestManager:
             kind = worker_pb2.FAILURE_KIND_INVALID if is_invalid else worker_pb2.FAILURE_KIND_UNABLE
             session.put_failure(key, kind, str(error))
             return
-        first, num_choices = (
-            submit.first_choice,
-            spec.beam.num_best if spec.beam else spec.num_choices,
-        )
+        first = submit.first_choice
+        num_choices = spec.beam.num_best if spec.beam else spec.num_choices
         request = WorkerRequest(spec, session, key, set(range(first, first + num_choices)))
         request.adapter = submit.adapter if submit.HasField("adapter") else None
         request.holder = submit.prefix_holder
@@ -193,11 +189,11 @@ class RequestManager:
             request.preparing.add_done_callback(self._check_task)
         else:
             self.thread.post(partial(self._enqueue, request, submitted))
-        if spec.continues:
+        if spec.is_resumed:
             self.thread.expedite()
 
     def cancel(self, session: RouterSession, cancel: worker_pb2.Cancel) -> None:
-        """Ends a request, or one of its choices. Ignores one that has ended."""
+        """Ends a request or one of its choices; ignores requests that have ended."""
         request = session.requests.get((cancel.request_id, cancel.attempt))
         if request is None:
             return
@@ -210,23 +206,22 @@ class RequestManager:
                 self.thread.post(lambda engine: engine.cancel_choice(request.spec.id, number))
 
     def suspend(self, session: RouterSession, suspend: worker_pb2.Suspend) -> None:
-        """Suspends all choices of a request, or refuses one that has not begun. Ignores one that
-        has ended.
+        """Suspends all choices of a request, or refuses the request if it has not begun.
+
+        Ignores requests that have ended.
         """
         request = session.requests.get((suspend.request_id, suspend.attempt))
         if request is None:
             return
         if request.fetch is not None and not request.fetch.done():
             self._refuse(request, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
-        # a fetch that has just ended is acknowledged, so nobody else has the cache: `_fetched`
-        # first commits it
         else:
+            # A fetch that has just ended is acknowledged, so only this worker has the KV cache.
+            # `_fetched` must commit it first.
             asyncio.get_running_loop().call_soon(self.thread.post, partial(self._suspend, request))
 
     def end(self, request: WorkerRequest) -> None:
-        """Removes a request and frees what it holds, in any state: first its transfers stop using
-        its blocks.
-        """
+        """Removes a request in any state; frees its blocks once no transfer uses them."""
         if request not in self._requests:
             return
         self._requests.discard(request)
@@ -240,8 +235,9 @@ class RequestManager:
             self._idle.set()
 
     def release(self, sequence_id: int) -> None:
-        """Ends a finished prefill or a suspended choice whose lease was acknowledged or has
-        expired.
+        """Ends a finished prefill or a suspended choice after its lease.
+
+        The lease was acknowledged or has expired.
         """
         request, choice = self._sequences.get(sequence_id, (None, 0))
         if request is not None and choice in request.suspended:
@@ -250,8 +246,9 @@ class RequestManager:
             self.end(request)
 
     def fail_all(self, failed: bool = False) -> None:
-        """Ends every request at once, so that routers may submit it elsewhere, and closes the
-        sessions. `failed`: the engine has, maybe by one of the requests.
+        """Ends every request, so that routers may submit it elsewhere, and closes the sessions.
+
+        `failed` means that the engine has failed, maybe because of one of the requests.
         """
         self.leave()
         kind = worker_pb2.FAILURE_KIND_WORKER if failed else worker_pb2.FAILURE_KIND_GONE
@@ -261,9 +258,7 @@ class RequestManager:
             session.close()
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Turns events of a step into outputs of their sessions; each session's share leaves as one
-        message.
-        """
+        """Turns the events of a step into outputs; each session sends its share as one message."""
         try:
             for event in events:
                 if isinstance(event, CacheChanged):
@@ -313,25 +308,25 @@ class RequestManager:
                             request.key, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted", choice
                         )
                         self._end_choice(request, choice)
-        except (
-            Exception
-        ) as error:  # a defect: the events after it are lost, so no request may wait for them
+        # A defect. The events after it are lost, so no request may wait for them.
+        except Exception as error:
             self.failed(error)
 
     def _not_finite(self, request: WorkerRequest, reason: str) -> None:
-        """Ends a request for which the model computed no numbers. The canary tells whether this
-        worker is broken.
+        """Ends a request for which the model computed NaN, and runs the canary.
+
+        The canary tells whether this worker is broken.
         """
         self._refuse(request, worker_pb2.FAILURE_KIND_NOT_FINITE, reason)
         self.canary.run()
 
     def _admitted(self, request: WorkerRequest, event: Admitted) -> worker_pb2.Admitted:
-        """Starts the transfers of an admitted sequence."""
+        """Starts the transfers of an admitted sequence and returns its message."""
         message = worker_pb2.Admitted(
             queue_seconds=event.queue_seconds, cached_tokens=event.num_cached
         )
         spec = request.spec
-        self.metrics.add(RESTORED, event.num_restored, tier="host")
+        self.metrics.add(RESTORED, event.num_loaded, tier="host")
         if spec.task is not Task.DECODE and spec.first_index > 0:
             self.num_recomputed_tokens += len(spec.tokens) - event.num_cached
             self.metrics.add(RECOMPUTED, len(spec.tokens) - event.num_cached)
@@ -342,7 +337,7 @@ class RequestManager:
         return message
 
     def _suspended(self, request: WorkerRequest, choice: int, event: Suspended) -> None:
-        """Offers the KV cache of a choice, all of which is computed."""
+        """Offers the KV cache of a suspended choice, which is completely computed."""
         request.suspended[choice] = event.id
         self.metrics.add(SUSPENDS)
         handle = self._offer(event.id, event.blocks, event.tokens, request.spec.salt)
@@ -353,7 +348,7 @@ class RequestManager:
     def _offer(
         self, sequence_id: int, blocks: tuple[int, ...], tokens: tuple[int, ...], salt: bytes
     ) -> worker_pb2.KvHandle:
-        """Offers the KV cache of `tokens` to other workers; returns its handle."""
+        """Offers the KV cache of `tokens` to other workers and returns its handle."""
         handle = self.kv_handle()
         handle.num_tokens = len(tokens)
         handle.transfer_id = secrets.token_bytes(16)
@@ -370,31 +365,36 @@ class RequestManager:
             self._free(request.suspended[choice])
 
     def _free(self, sequence_id: int) -> None:
-        """Frees what a sequence holds as soon as no transfer uses its blocks."""
+        """Cancels a sequence in the engine as soon as no transfer uses its blocks."""
         self.kv.stop(
             sequence_id, lambda: self.thread.post(lambda engine: engine.cancel(sequence_id))
         )
 
     def _suspend(self, request: WorkerRequest, engine: Engine) -> None:
-        """Suspends the sequences of a request, in the engine's thread; refuses the request if none
-        has begun.
+        """Suspends the sequences of a request, in the engine's thread.
+
+        Refuses the request if no sequence has begun.
         """
         first = request.spec.id
-        if not sum(map(engine.suspend, range(first, first + request.spec.num_choices))):
+        ids = range(first, first + request.spec.num_choices)
+        num_begun = sum(engine.suspend(sequence_id) for sequence_id in ids)
+        if not num_begun:
             self.thread.call_in_loop(
                 partial(self._refuse, request, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
             )
 
     def _enqueue(self, request: WorkerRequest, submitted: float, engine: Engine) -> None:
-        """Submits to the engine, in its thread between two steps; the wait for it counts as
-        queueing.
+        """Submits a request to the engine, in its thread between two steps.
+
+        The wait for the thread counts as queueing.
         """
         try:
             engine.submit(request.spec, submitted)
         except Full:
             kind, message = worker_pb2.FAILURE_KIND_FULL, "queue full"
         except ValueError as error:
-            is_begun = request.spec.continues or request.spec.task is Task.DECODE  # elsewhere
+            # Another worker has begun the request.
+            is_begun = request.spec.is_resumed or request.spec.task is Task.DECODE
             kind = worker_pb2.FAILURE_KIND_UNABLE if is_begun else worker_pb2.FAILURE_KIND_INVALID
             message = str(error)
         else:
@@ -402,13 +402,13 @@ class RequestManager:
         self.thread.call_in_loop(partial(self._refuse, request, kind, message))
 
     async def _prepare(self, request: WorkerRequest, submitted: float) -> None:
-        """Loads a request's adapter and compiles its grammar, and then submits to the engine. May
-        take seconds.
+        """Loads a request's adapter, compiles its grammar, and submits it to the engine.
 
-        Only a grammar that is wrong is the request's fault. The adapter is one that the service
-        offers, and the time that all this takes is the worker's.
+        This may take seconds. Only an invalid grammar is the request's fault: the service offers
+        the adapter, and a timeout is the worker's fault.
         """
-        missing, sampling = "adapter: is not loaded", request.spec.sampling
+        missing = "adapter: is not loaded"
+        sampling = request.spec.sampling
         try:
             async with asyncio.timeout(_PREPARE_SECONDS):
                 if request.adapter:
@@ -432,8 +432,9 @@ class RequestManager:
             self.thread.post(partial(self._enqueue, request, submitted))
 
     async def load_adapter(self, adapter: worker_pb2.Adapter) -> int:
-        """Returns the number of an adapter, loaded and, while a request has it, kept. Raises
-        Unavailable or queue.Full.
+        """Loads an adapter, unless it is loaded, and returns its number.
+
+        The adapter stays loaded while a request uses it. Raises Unavailable or queue.Full.
         """
         in_use = {request.adapter.fingerprint for request in self._requests if request.adapter}
         return await self.adapters.load(adapter, in_use)
@@ -443,7 +444,7 @@ class RequestManager:
             self.failed(error)
 
     def _fetched(self, request: WorkerRequest, task: "asyncio.Task[FetchResult]") -> None:
-        """Commits a request's KV cache, or refuses the request at once."""
+        """Commits the fetched KV cache of a request, or refuses the request at once."""
         if task.cancelled():
             return
         try:
@@ -462,12 +463,11 @@ class RequestManager:
     def _loaded(
         self, request: WorkerRequest, event: Admitted, began: float, task: "asyncio.Task[int]"
     ) -> None:
-        """Starts a sequence with what has come, as soon as nothing writes to its blocks any more."""
+        """Starts a sequence with its imported blocks as soon as no transfer writes to them."""
         if task.cancelled() or request not in self._requests:
             return
-        if (
-            error := task.exception()
-        ):  # a defect: what the disk or another worker does is no failure
+        # An error is a defect here, because failures of the disk or of another worker raise none.
+        if error := task.exception():
             self.failed(error)
         else:
             self.kv.stop(event.id, partial(self._start, request, event, began, task.result()))
@@ -477,7 +477,7 @@ class RequestManager:
     ) -> None:
         if request not in self._requests:
             return
-        self.metrics.add(RESTORED, num_tokens, tier="remote" if event.from_remote else "disk")
+        self.metrics.add(RESTORED, num_tokens, tier=event.prefix_source)
         message = self._admitted(request, replace(event, num_cached=event.num_cached + num_tokens))
         message.restore_seconds = time.monotonic() - began
         request.session.put(request.key, admitted=message)

@@ -1,4 +1,4 @@
-"""Reports the figures of one worker as metrics."""
+"""Reports the state of one worker as metrics."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,17 +28,17 @@ _PERCENT: Final = 100.0
 
 @dataclass(eq=False, kw_only=True)
 class WorkerStats:
-    """Reads what a worker has to report. Lives in its event loop."""
+    """Reads a worker's state and reports it as metrics; lives in the worker's event loop."""
 
     load: Callable[[], worker_pb2.WorkerLoad]
     kv: KvGroup
     steps: StepLog
     num_graph_replays: Callable[[], int]
     on_gpu: bool
-    _num_reported: int = 0  # replays
+    _num_reported: int = 0  # graph replays
 
     def report(self, metrics: Metrics) -> None:
-        """Reports the state of now, and the steps since the last call."""
+        """Reports the current state and the steps since the last call."""
         load = self.load()
         for state in BLOCKS.labels["state"]:
             metrics.set(BLOCKS, getattr(load, f"{state}_blocks"), state=state)
@@ -55,16 +55,14 @@ class WorkerStats:
             self._report_gpu(metrics)
 
     def _report_gpu(self, metrics: Metrics) -> None:
-        replays, self._num_reported = (
-            self.num_graph_replays() - self._num_reported,
-            self.num_graph_replays(),
-        )
+        num_replays = self.num_graph_replays()
+        replays = num_replays - self._num_reported
+        self._num_reported = num_replays
         if replays:
             metrics.add(GRAPH_REPLAYS, replays)
         free, total = torch.cuda.mem_get_info()
         metrics.set(GPU_MEMORY, free, state="free")
         metrics.set(GPU_MEMORY, total - free, state="used")
-        with suppress(
-            ModuleNotFoundError, RuntimeError
-        ):  # without NVIDIA's package for it, or on a part of a GPU
+        # Unknown without NVIDIA's package for it, or on a part of a GPU.
+        with suppress(ModuleNotFoundError, RuntimeError):
             metrics.set(GPU_UTILIZATION, torch.cuda.utilization() / _PERCENT)

@@ -1,5 +1,6 @@
-"""Checks what a router submits and turns it into the engine's form. The worker trusts no router to
-have checked it.
+"""Checks a router's submit and converts it to the engine's form.
+
+The worker does not rely on the router's checks.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ from ..engine.sequence import BeamSearch, SequenceSpec, Task, Turn
 from ..transfer.frames import MAX_FIRST_TOKENS, TransferError
 
 MAX_SUBMITTED_GRAMMAR_CHARACTERS: Final = 8 * MAX_GRAMMAR_CHARACTERS
-"""The router wraps and escapes, with up to six characters for one, what the client sent."""
+"""The router wraps and escapes the client's grammar, with up to six characters for one."""
 
 _TASKS: Final = {
     worker_pb2.TASK_COLOCATED: Task.COLOCATED,
@@ -59,12 +60,12 @@ _TOP_LEVEL: Final = tuple(
         "prompt_logprobs",
     )
 )
-"""Parameters that a submit has under the same last name as a request."""
+"""Parameters whose last name is the same in a submit and in a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """Holds what one worker can compute at most."""
+    """Holds the limits of one worker that a submit is checked against."""
 
     vocab_size: int
     context_tokens: int
@@ -73,9 +74,10 @@ class WorkerLimits:
 
 
 def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimits) -> SequenceSpec:
-    """Returns a submit as the engine takes it. Raises InvalidArgument, which names the field and
-    the bound, and Unavailable for one that another worker has begun and for which this one has not
-    enough KV cache.
+    """Checks a submit and returns it in the engine's form.
+
+    Raises InvalidArgument, which names the field and the bound. Raises Unavailable if another
+    worker has begun the request and this worker has not enough KV cache for it.
     """
     task = _TASKS.get(submit.task)
     if task is None:
@@ -83,14 +85,12 @@ def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimi
     check_message(submit, _TOP_LEVEL)
     _check_prompt(submit, task, limits)
     _check_choices(submit, limits)
-    stop_ids = frozenset(submit.stop_token_ids) | (
-        frozenset() if submit.ignore_eos else limits.eos_ids
-    )
-    beam = (
-        _parse_beam_search(submit, len(stop_ids), limits.vocab_size)
-        if submit.HasField("beam_search")
-        else None
-    )
+    stop_ids = frozenset(submit.stop_token_ids)
+    if not submit.ignore_eos:
+        stop_ids |= limits.eos_ids
+    beam = None
+    if submit.HasField("beam_search"):
+        beam = _parse_beam_search(submit, len(stop_ids), limits.vocab_size)
     return SequenceSpec(
         id=sequence_id,
         task=task,
@@ -109,8 +109,9 @@ def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimi
 
 
 def check_first_tokens(spec: SequenceSpec, first: FirstTokens, vocab_size: int) -> None:
-    """Raises TransferError unless the engine can continue with `first`, which another worker has
-    sampled.
+    """Raises TransferError unless the engine can continue after `first`.
+
+    Another worker has sampled these tokens.
     """
     try:
         spec.check_first_tokens(first)
@@ -126,16 +127,17 @@ def _check(is_valid: bool, field: str, bound: str) -> None:
 
 
 def _check_prompt(submit: worker_pb2.Submit, task: Task, limits: WorkerLimits) -> None:
-    num_tokens, context = len(submit.token_ids), limits.context_tokens
+    num_tokens = len(submit.token_ids)
+    context = limits.context_tokens
     _check(num_tokens > 0, "token_ids", "must have at least one token")
     check_token_ids(submit.token_ids, limits.vocab_size, "token_ids")
     fits = submit.max_tokens >= 1 and num_tokens + submit.max_tokens <= context
-    bound = f"must be at least 1, and with the prompt at most {context}"
+    bound = f"must be at least 1, and at most {context} together with the prompt"
     if not fits and submit.max_tokens >= 1 and (task is Task.DECODE or submit.first_index > 0):
         raise Unavailable(f"max_tokens: {bound}")
     _check(fits, "max_tokens", bound)
     has_kv = bool(submit.kv.endpoints) and submit.kv.num_tokens == num_tokens
-    _check(task is not Task.DECODE or has_kv, "kv", "does not name the KV cache of this prompt")
+    _check(task is not Task.DECODE or has_kv, "kv", "must name the KV cache of this prompt")
     _check(submit.first_index < num_tokens, "first_index", "must be below the number of token_ids")
     most = submit.first_index + submit.max_tokens
     _check(
@@ -158,7 +160,7 @@ def _check_choices(submit: worker_pb2.Submit, limits: WorkerLimits) -> None:
     num_choices = max(submit.num_choices, 1)
     _check(num_choices <= MAX_CHOICES, "num_choices", f"must be at most {MAX_CHOICES}")
     is_known = submit.first_choice + num_choices <= MAX_CHOICES
-    _check(is_known, "first_choice", f"must with num_choices be at most {MAX_CHOICES}")
+    _check(is_known, "first_choice", f"must be at most {MAX_CHOICES} together with num_choices")
     is_single = num_choices == 1 and not submit.HasField("beam_search")
     _check(is_single or not submit.first_index, "first_index", "must be 0 with several choices")
     fits = max(num_choices, submit.beam_search.width) <= limits.max_sequences
@@ -166,11 +168,9 @@ def _check_choices(submit: worker_pb2.Submit, limits: WorkerLimits) -> None:
 
 
 def _parse_beam_search(submit: worker_pb2.Submit, num_stop_ids: int, vocab_size: int) -> BeamSearch:
-    beam, num_best, most = (
-        submit.beam_search,
-        max(submit.num_choices, 1),
-        min(MAX_BEAM_WIDTH, vocab_size),
-    )
+    beam = submit.beam_search
+    num_best = max(submit.num_choices, 1)
+    most = min(MAX_BEAM_WIDTH, vocab_size)
     check_message(beam, _BEAM_SEARCH, "beam_search.")
     _check(beam.width <= most, "beam_search.width", f"must be at most {most}")
     _check(num_best <= beam.width, "num_choices", "must be at most beam_search.width")
@@ -179,10 +179,10 @@ def _parse_beam_search(submit: worker_pb2.Submit, num_stop_ids: int, vocab_size:
     _check(
         not has_logprobs and not submit.grammar,
         "beam_search",
-        "goes without logprobs, prompt_logprobs and grammar",
+        "cannot be combined with logprobs, prompt_logprobs or grammar",
     )
     fits = beam.width + num_stop_ids <= MAX_FIRST_TOKENS
-    _check(fits, "stop_token_ids", f"must with beam_search.width be at most {MAX_FIRST_TOKENS}")
+    _check(fits, "stop_token_ids", f"must be at most {MAX_FIRST_TOKENS} with beam_search.width")
     penalty = value_of(beam, ROWS["beam_search.length_penalty"])
     return BeamSearch(num_best=num_best, length_penalty=penalty, early_stopping=beam.early_stopping)
 
@@ -190,22 +190,25 @@ def _parse_beam_search(submit: worker_pb2.Submit, num_stop_ids: int, vocab_size:
 def _parse_sampling(
     submit: worker_pb2.Submit, stop_ids: frozenset[int], vocab_size: int
 ) -> SamplingParams:
-    """Returns how tokens are sampled. A beam search samples none and ignores `submit.sampling`."""
+    """Returns the sampling parameters; a beam search ignores `submit.sampling`."""
     check_count(len(submit.grammar), MAX_SUBMITTED_GRAMMAR_CHARACTERS, "characters", "grammar")
     logprobs = submit.logprobs if submit.HasField("logprobs") else None
     prompt_logprobs = submit.prompt_logprobs if submit.HasField("prompt_logprobs") else None
-    if submit.task == worker_pb2.TASK_DECODE:  # which computes nothing of the prompt
+    if submit.task == worker_pb2.TASK_DECODE:  # a decode worker does not compute the prompt
         prompt_logprobs = None
-    num_prompt = len(submit.token_ids) - submit.first_index
-    has_min_tokens = submit.min_tokens > submit.first_index
+    if submit.HasField("beam_search"):
+        parameters = SamplingParams(temperature=0)
+    else:
+        parameters = _parse_parameters(submit, vocab_size)
+    late_ids: list[int] = []
+    min_length = 0
+    if submit.min_tokens > submit.first_index:
+        late_ids = sorted(token for token in stop_ids if token < vocab_size)
+        min_length = len(submit.token_ids) - submit.first_index + submit.min_tokens
     return replace(
-        SamplingParams(temperature=0)
-        if submit.HasField("beam_search")
-        else _parse_parameters(submit, vocab_size),
-        stop_ids=tuple(sorted(token for token in stop_ids if token < vocab_size))
-        if has_min_tokens
-        else (),
-        min_length=num_prompt + submit.min_tokens if has_min_tokens else 0,
+        parameters,
+        stop_ids=tuple(late_ids),
+        min_length=min_length,
         grammar=submit.grammar,
         grammar_owner=submit.cache_salt if submit.grammar else b"",
         logprobs=None if logprobs is None else min(logprobs, vocab_size),
@@ -217,14 +220,14 @@ def _parse_sampling(
 def _parse_pooling(submit: worker_pb2.Submit) -> Pooling | None:
     if not submit.pooling:
         return None
-    _check(submit.pooling in _POOLINGS, "pooling", "is not known")
+    _check(submit.pooling in _POOLINGS, "pooling", "unknown")
     is_plain = (
         submit.max_tokens == 1 and submit.num_choices <= 1 and not submit.HasField("beam_search")
     )
     _check(
         is_plain and submit.task != worker_pb2.TASK_DECODE,
         "pooling",
-        "goes with one choice and max_tokens 1 only",
+        "needs one choice and max_tokens 1",
     )
     return _POOLINGS[submit.pooling]
 
@@ -246,11 +249,14 @@ def _parse_parameters(submit: worker_pb2.Submit, vocab_size: int) -> SamplingPar
 def _parse_bad_words(
     given: Any, sampling: inference_pb2.SamplingParams, vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """`given`: the submit's repeated TokenIds."""
-    _check(not sampling.bad_words, "sampling.bad_words", "must be empty; token ids go in bad_words")
-    check_count(
-        len(given), 2 * MAX_BAD_WORDS, "token sequences", "bad_words"
-    )  # each with and without a space before
+    """Returns the token sequences of `given`, which are the submit's repeated TokenIds."""
+    _check(
+        not sampling.bad_words,
+        "sampling.bad_words",
+        "must be empty; put token ids into bad_words",
+    )
+    # Each word comes with and without a leading space.
+    check_count(len(given), 2 * MAX_BAD_WORDS, "token sequences", "bad_words")
     words = tuple(tuple(word.ids) for word in given)
     for i, word in enumerate(words):
         _check(

@@ -1,4 +1,4 @@
-"""Watches whether the engine of a worker makes progress, and whether it computes numbers."""
+"""Detects an engine that makes no progress or computes NaN."""
 
 import time
 from collections import deque
@@ -19,7 +19,7 @@ from ..engine.plan import (
 )
 from ..engine.sequence import SequenceSpec, Task
 
-CANARY_ID: Final = -1  # of the canary's sequence; requests have ids from 0 on
+CANARY_ID: Final = -1  # the canary's sequence id; requests have ids from 0 on
 
 _CANARY: Final = SequenceSpec(  # a prefill and a decode
     id=CANARY_ID,
@@ -29,15 +29,13 @@ _CANARY: Final = SequenceSpec(  # a prefill and a decode
     sampling=SamplingParams(temperature=0.0),
 )
 
-_COUNTED_SECONDS: Final = (
-    4.0  # at most, between two looks; twice the period of Serve's health checks
-)
-_MAX_STEPS: Final = 4_096  # that are remembered until somebody takes them
+# Maximum of the stalled time that counts between two reads: twice the period of Serve's health
+# checks.
+_COUNTED_SECONDS: Final = 4.0
+_MAX_STEPS: Final = 4_096  # steps that a log keeps until they are read
 
 StepLog = deque[tuple[float, int]]
-"""The last steps: the seconds and the tokens of each. The engine's thread appends, the event loop
-takes.
-"""
+"""The seconds and tokens of the last steps; the engine's thread appends, the event loop removes."""
 
 
 def new_step_log() -> StepLog:
@@ -45,41 +43,44 @@ def new_step_log() -> StepLog:
 
 
 class Watchdog:
-    """Holds when the engine's thread last began a command or a step, or finished layers of one; 0
-    while it is idle.
+    """Holds the time of the engine thread's last progress, 0 while the thread is idle.
 
-    The thread writes it, the event loop reads it.
+    Progress is the start of a command or a step, or the end of some layers of a step. The thread
+    writes the time, the event loop reads it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stamp = 0.0
         self._rested = clock()  # when it last became idle
-        self._seen = 0.0  # the stamp at the last look, and when that was
-        self._looked = 0.0
+        self._seen = 0.0  # the stamp at the last call of `stalled_seconds`
+        self._looked = 0.0  # the time of that call
         self._stalled = 0.0
 
     def mark(self) -> None:
-        """Stamps progress."""
+        """Records progress."""
         self._stamp = self._clock()
 
     def rest(self) -> None:
-        """Ends the work: the thread is idle."""
-        self._stamp, self._rested = 0.0, self._clock()
+        """Records that the thread is idle."""
+        self._rested = self._clock()
+        self._stamp = 0.0
 
     def idle_seconds(self) -> float:
-        """Returns for how long there has been no work."""
+        """Returns the seconds since the thread became idle; 0 while it works."""
         return 0.0 if self._stamp else self._clock() - self._rested
 
     def stalled_seconds(self) -> float:
-        """Returns for how long there has been work without progress.
+        """Returns the seconds of work without progress.
 
-        A time in which nobody looked counts only in part: then the whole process, or its machine,
-        was held up.
+        At most 4 seconds between two calls count. A longer time between calls means that the whole
+        process, or its machine, was stopped.
         """
-        now, stamp = self._clock(), self._stamp
+        now = self._clock()
+        stamp = self._stamp
         if stamp != self._seen:
-            self._seen, self._stalled = stamp, 0.0
+            self._seen = stamp
+            self._stalled = 0.0
         if stamp:
             self._stalled += min(now - max(stamp, self._looked), _COUNTED_SECONDS)
         self._looked = now
@@ -87,8 +88,9 @@ class Watchdog:
 
 
 class WatchedExecutor(Executor):
-    """Marks the progress of another executor's steps: where it reports layers, a long chunk is no
-    hang. Logs each.
+    """Records the progress and the durations of another executor's steps.
+
+    Reported layers count as progress, so a long chunk does not count as a hang.
     """
 
     def __init__(
@@ -99,8 +101,6 @@ class WatchedExecutor(Executor):
         self._steps = new_step_log() if steps is None else steps
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
-        """See `Executor.launch`."""
-
         def report(num_layers: int) -> None:
             self._progress.mark()
             if on_layers is not None:
@@ -117,25 +117,21 @@ class WatchedExecutor(Executor):
         return finish
 
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
-        """See `Executor.prepare_masks`."""
         return self._executor.prepare_masks(sequences, seconds)
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
-        """See `Executor.propose`."""
         return self._executor.propose(requests)
 
     def expedite(self) -> None:
-        """See `Executor.expedite`."""
         self._executor.expedite()
 
 
 class Canary:
-    """Has the engine compute a sequence of the worker's own, which tells a worker's fault from a
-    request's.
+    """Runs a fixed sequence on the engine to tell a worker's fault from a request's fault.
 
-    A request for which the model computes NaN may be the only one. The canary's prompt is always
-    the same: where the model computes NaN for it, the worker is broken. So no request can make a
-    sound worker fail by its own NaN. Lives in the event loop.
+    A request for which the model computes NaN may be the only such request. The canary's prompt is
+    always the same. If the model computes NaN for it, the worker is broken. So no request can make
+    a healthy worker fail by its own NaN. Lives in the event loop.
     """
 
     def __init__(
@@ -144,26 +140,30 @@ class Canary:
         call_in_loop: Callable[[Callable[[], None]], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """`post` and `call_in_loop`: see EngineThread. `failed` is called if the model computes NaN
-        for the canary.
+        """Makes a canary that calls `failed` if the model computes NaN for it.
+
+        For `post` and `call_in_loop` see EngineThread.
         """
         self._post = post
         self._call_in_loop = call_in_loop
         self._failed = failed
         self._is_running = False
-        self.is_due = False  # it did not find a place, or was preempted, since it was last wanted
+        # The last run found a full queue or was preempted, so the canary must run again.
+        self.is_due = False
 
     def run(self) -> None:
-        """Starts the canary unless it is under way. In an engine whose queue is full it does not
-        find a place: that engine is busy, and `Watchdog` tells whether it is stuck. The canary then
-        stays due.
+        """Starts the canary unless it is running.
+
+        If the engine's queue is full, the canary does not run and stays due. Such an engine is
+        busy, and `Watchdog` detects whether it hangs.
         """
         if not self._is_running:
-            self._is_running, self.is_due = True, False
+            self._is_running = True
+            self.is_due = False
             self._post(self._submit)
 
     def observe(self, event: Event) -> None:
-        """Takes an event of the canary's sequence."""
+        """Handles an event of the canary's sequence."""
         if isinstance(event, Failed):
             self._end(is_due=False)
             self._failed(RuntimeError(f"the canary has failed: {event.reason}"))
@@ -173,13 +173,12 @@ class Canary:
             self._end(is_due=False)
 
     def _submit(self, engine: Engine) -> None:
-        """Submits the canary, in the engine's thread, where no error may escape that is not the
-        engine's own.
-        """
+        """Submits the canary in the engine's thread; only the engine's own errors may escape."""
         try:
             engine.submit(_CANARY)
         except Full:
             self._call_in_loop(lambda: self._end(is_due=True))
 
     def _end(self, is_due: bool) -> None:
-        self._is_running, self.is_due = False, is_due
+        self._is_running = False
+        self.is_due = is_due

@@ -1,7 +1,8 @@
 """Runs one worker: an engine, its KV cache, and the gRPC service for routers and other workers.
 
-Runs in any process that has an event loop; needs no Ray. Knows nothing of text, of pools or of
-other workers' load.
+Runs in any process with an event loop; needs no Ray. Knows nothing of text, of pools or of other
+workers' load. One file because the class makes, checks and releases all parts of a worker, and its
+gRPC methods only delegate to them.
 """
 
 import asyncio
@@ -43,12 +44,11 @@ from .watchdog import Canary, Watchdog, WatchedExecutor, new_step_log
 
 logger = logging.getLogger(__name__)
 
-_GOODBYE_SECONDS = 0.5  # for routers to read what happens to their requests
+_GOODBYE_SECONDS = 0.5  # time for routers to read the last outputs of their requests
 _COMMAND_SECONDS = 30.0  # timeout of a command to the engine, which runs it between two steps
 _MAX_DRAIN_SECONDS = 86_400.0
-_CHECK_SHARE = (
-    0.02  # of the time may go into checks of the engine, however often its status is asked for
-)
+# Maximum share of the time for integrity checks, even with frequent status requests.
+_CHECK_SHARE = 0.02
 
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
@@ -59,18 +59,18 @@ class WorkerConfig:
 
     rank: RankConfig
     budgets: Budgets = field(default_factory=Budgets)
-    kv_disk: str | None = None  # the folder of KV cache on disk
+    kv_disk: str | None = None  # the folder of the KV cache on disk
     kv_disk_bytes: int = 0
-    lease_seconds: float = 30.0  # how long a finished prefill's KV cache is kept without a reader
-    hang_seconds: float = 10.0  # without progress of the engine, after which it is taken to hang
-    canary_seconds: float = (
-        30.0  # without work, after which a health check has the engine make a step
-    )
+    lease_seconds: float = 30.0  # lifetime of a finished prefill's KV cache without a reader
+    hang_seconds: float = 10.0  # an engine that makes no progress for this time counts as hung
+    # After this idle time, a health check runs the canary on the engine.
+    canary_seconds: float = 30.0
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
-    """Serves `tandem.v1.Worker` and the KV endpoint on one port. Make one with `start`, end it with
-    `stop`.
+    """Serves `tandem.v1.Worker` and the KV endpoint on one port.
+
+    Make a worker with `start` and end it with `stop`.
     """
 
     def __init__(
@@ -85,16 +85,18 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         frame_hook: FrameHook | None,
         metrics: Metrics,
     ) -> None:
-        """See `serve`."""
-        self.worker_id, self.role = worker_id, role
-        self.epoch = coordinator.epoch  # fences messages of earlier processes of this worker
+        """Makes a worker that does not serve yet; use `start` or `serve` instead."""
+        self.worker_id = worker_id
+        self.role = role
+        self.epoch = coordinator.epoch  # fences off messages of earlier processes of this worker
         self.address = ""
-        self.failed = asyncio.Event()  # then only `stop` may be called
+        self.failed = asyncio.Event()  # once it is set, only `stop` may be called
         self._coordinator = coordinator
         self._rank = rank
         self._config = config
         self._metrics = metrics
-        self._progress, steps = Watchdog(), new_step_log()
+        self._progress = Watchdog()
+        steps = new_step_log()
         self._disk = disk
         watched = WatchedExecutor(rank.executor, self._progress, steps)
         self._engine = Engine(watched, rank.engine_config(config.budgets), source=self._disk)
@@ -113,7 +115,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._kv = KvGroup(self._endpoint, coordinator.clients)
         self._requests = self._request_manager(rank, config)
         self._lender = PrefixLender(self._thread, self._kv, self._kv_handle, rank.block_size)
-        self._figures = WorkerStats(
+        self._stats = WorkerStats(
             load=self.load,
             kv=self._kv,
             steps=steps,
@@ -164,13 +166,14 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         metrics: Metrics = NULL_METRICS,
         listens: bool = True,
     ) -> Self:
-        """Loads the model, binds the port and serves, as the only worker of this process. `ranks`
-        are the addresses of the `RankServer`s of ranks 1, 2, ... of the group, which have the same
-        RankConfig. Without `listens` there is no
-        port: all requests come by `serve_session`.
+        """Loads the model, binds the port and serves, as the only worker of this process.
 
-        Raises what `TpCoordinator.load` raises, such as CheckpointError for a bad model folder, and
-        OSError for a port that is taken.
+        `ranks` are the addresses of the `RankServer`s of ranks 1, 2, ... of the group, which have
+        the same RankConfig. Without `listens` there is no port, and all requests come through
+        `serve_session`.
+
+        Raises the errors of `TpCoordinator.load`, such as CheckpointError for a bad model folder,
+        and OSError if the port is in use.
         """
         keep_freed_memory()
         enter_device(config.rank.device)  # this thread reads and writes KV cache
@@ -204,8 +207,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         metrics: Metrics = NULL_METRICS,
         listens: bool = True,
     ) -> Self:
-        """Serves a loaded rank. `frame_hook` wraps the frames that the KV sender yields, for fault
-        tests.
+        """Serves a loaded rank and returns the worker.
+
+        `frame_hook` wraps the frames that the KV sender yields, for tests of faults.
         """
         coordinator = coordinator or TpCoordinator()
         disk = None
@@ -234,8 +238,10 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         return worker
 
     async def drain(self, seconds: float) -> int:
-        """Refuses new requests from now on and reports so to routers at once; running ones go on.
-        Returns how many requests are left when none is or after so many seconds.
+        """Refuses new requests from now on and waits for running requests to end.
+
+        Reports the refusal to routers at once. Returns the number of remaining requests, at the
+        latest after `seconds`.
         """
         self._requests.leave()
         if seconds > 0:
@@ -244,11 +250,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
     async def stop(self, grace: float = 0.0) -> None:
         """Refuses new requests, gives running ones up to `grace` seconds, then ends everything.
+
         Raises TimeoutError if the engine's step does not end.
         """
         deadline = time.monotonic() + grace
-        await self.drain(grace)  # the server still runs meanwhile: decode workers fetch KV cache
-        self._requests.fail_all()  # a session that merely breaks would count as a crash
+        await self.drain(grace)  # the server keeps running, so decode workers can fetch KV cache
+        self._requests.fail_all()  # a session that only breaks would count as a crash
         self._endpoint.disconnect()
         await self._server.stop(max(deadline - time.monotonic(), _GOODBYE_SECONDS))
         try:
@@ -261,40 +268,40 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             await self._kv.close()
 
     def check_health(self) -> None:
-        """Raises RuntimeError if the engine has failed or hangs, or has computed NaN for its
-        canary. Called now and then in the event loop. An engine that has been idle for long gets
-        the canary, whose steps fail or hang if no others would succeed.
+        """Raises RuntimeError if the engine has failed, hangs or has computed NaN for its canary.
+
+        Call it periodically in the event loop. It runs the canary on an engine that has been idle
+        for `canary_seconds`. The canary fails or hangs if the engine cannot compute steps any more.
         """
         hang_seconds = self._config.hang_seconds
         if self._failure is None and self._progress.stalled_seconds() > hang_seconds:
-            self._fail(
-                TimeoutError(
-                    f"no progress of the engine for {hang_seconds:g} seconds (hang_seconds)"
-                )
-            )
+            message = f"the engine has made no progress for {hang_seconds:g} seconds (hang_seconds)"
+            self._fail(TimeoutError(message))
         if self._failure is not None:
             raise RuntimeError(f"the engine of {self.worker_id} has failed") from self._failure
         if self._canary.is_due or self._progress.idle_seconds() >= self._config.canary_seconds:
             self._canary.run()
 
-    async def report_figures(self, with_integrity: bool) -> None:
-        """Reports what the worker's metrics are now; call it every few seconds. Whether the engine
-        is intact takes a moment between two of its steps.
+    async def report_metrics(self, with_integrity: bool) -> None:
+        """Reports the worker's current metrics; call it every few seconds.
+
+        `with_integrity` also checks the engine's integrity, which takes a moment between two of its
+        steps.
         """
-        self._figures.report(self._metrics)
+        self._stats.report(self._metrics)
         if with_integrity:
-            with suppress(TimeoutError):  # the watchdog sees to an engine that does not answer
+            with suppress(TimeoutError):  # the watchdog handles an engine that does not answer
                 self._metrics.set(UNBALANCED, not await self._integrity.get())
 
     def load(self) -> worker_pb2.WorkerLoad:
-        """Returns a snapshot for placement. Reads each counter of the engine's thread once; since
-        the engine may move blocks between two reads, the free ones are the rest.
+        """Returns a snapshot of the load for placement.
+
+        Reads each counter of the engine's thread once. The engine may move blocks between two
+        reads, so the number of free blocks is computed from the other counts.
         """
-        requests, blocks, total = (
-            self._engine.requests,
-            self._engine.blocks(),
-            self._rank.num_blocks,
-        )
+        requests = self._engine.requests
+        blocks = self._engine.blocks()
+        total = self._rank.num_blocks
         blocks[BlockState.FREE] = max(total - sum(blocks.values()) + blocks[BlockState.FREE], 0)
         load = worker_pb2.WorkerLoad(
             version=self._last_load.version,
@@ -335,7 +342,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         request_iterator: AsyncIterator[worker_pb2.SessionRequest],
         context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse],
     ) -> None:
-        """Serves one router, see the proto."""
+        """Serves one router; see the proto."""
         await self.serve_session(request_iterator, context.write)
 
     async def serve_session(
@@ -353,13 +360,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             worker_pb2.GetStatusRequest, worker_pb2.GetStatusResponse
         ],
     ) -> worker_pb2.GetStatusResponse:
-        """Answers `status`, see the proto."""
+        """Returns `status`; see the proto."""
         return await self.status()
 
     async def status(self) -> worker_pb2.GetStatusResponse:
-        """Counts everything that could leak, and says whether the engine was intact when that was
-        last checked.
-        """
+        """Returns counts of everything that could leak, and the last integrity check's result."""
         integrity_ok = await self._integrity.get()
         return worker_pb2.GetStatusResponse(
             info=self.info(),
@@ -373,7 +378,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             num_tasks=len(asyncio.all_tasks()),
             num_draft_tokens=self._engine.requests.num_draft_tokens,
             num_accepted_tokens=self._engine.requests.num_accepted_tokens,
-            num_restored_tokens=self._engine.requests.num_restored_tokens,
+            num_restored_tokens=self._engine.requests.num_loaded_tokens,
         )
 
     async def _check_integrity(self) -> bool:
@@ -391,13 +396,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             worker_pb2.LoadAdapterRequest, worker_pb2.LoadAdapterResponse
         ],
     ) -> worker_pb2.LoadAdapterResponse:
-        """Loads an adapter ahead of the requests that use it, see the proto."""
+        """Loads an adapter before the requests that use it; see the proto."""
         return worker_pb2.LoadAdapterResponse(error=await self.load_adapter(request.adapter))
 
     async def load_adapter(self, adapter: worker_pb2.Adapter) -> str:
-        """Loads an adapter unless others are in use on all places; returns why it cannot be used,
-        or nothing.
-        """
+        """Loads an adapter, unless other adapters in use fill the cache; returns an error or ""."""
         try:
             with suppress(Full):
                 await self._requests.load_adapter(adapter)
@@ -412,7 +415,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             worker_pb2.LeasePrefixRequest, worker_pb2.LeasePrefixResponse
         ],
     ) -> None:
-        """Leases a cached prefix to another worker, see the proto."""
+        """Leases a cached prefix to another worker; see the proto."""
         await self._lender.serve(request_iterator, context.write)
 
     async def Drain(
@@ -420,8 +423,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.DrainRequest,
         context: grpc.aio.ServicerContext[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
     ) -> worker_pb2.DrainResponse:
-        """Drains this worker, see the proto. It goes on to refuse, and to answer, until it is
-        stopped.
+        """Drains this worker; see the proto.
+
+        Afterwards the worker keeps refusing requests, and keeps answering, until it is stopped.
         """
         seconds = min(max(0.0, request.timeout_seconds), _MAX_DRAIN_SECONDS)  # 0 for NaN
         return worker_pb2.DrainResponse(num_requests=await self.drain(seconds))
@@ -434,7 +438,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         )
 
     def _fail(self, error: BaseException) -> None:
-        """Ends all work here, since the engine has failed."""
+        """Ends all work of this worker after a failure of the engine."""
         self._failure = self._failure or error
         self.failed.set()
         logger.error("the engine of %s has failed", self.worker_id, exc_info=error)

@@ -18,13 +18,13 @@ _INTEGRITY_BEATS: Final = 3  # reports for one of the integrity, which costs a w
 class Reporter(Protocol):
     """Is a worker that has figures to report."""
 
-    async def report_figures(self, with_integrity: bool) -> None: ...
+    async def report_metrics(self, with_integrity: bool) -> None: ...
 
 
-async def report_figures(worker: Reporter) -> None:
+async def report_metrics(worker: Reporter) -> None:
     """Has a worker report its figures every few seconds, for ever."""
     for beat in count():
-        await worker.report_figures(with_integrity=beat % _INTEGRITY_BEATS == 0)
+        await worker.report_metrics(with_integrity=beat % _INTEGRITY_BEATS == 0)
         await asyncio.sleep(_SECONDS)
 
 

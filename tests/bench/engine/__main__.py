@@ -1,7 +1,6 @@
-"""`python -m tandem.tests.bench.engine`: measures how fast the engine runs on this device, beside what
-the device could do.
+"""Measures the engine's speed and the device's limits: `python -m tandem.tests.bench.engine`.
 
-Needs no service and no Ray, and with --random-weights no checkpoint.
+Needs no service and no Ray. With --random-weights it needs no checkpoint.
 """
 
 import gc
@@ -58,11 +57,11 @@ _OTHERS: Final[dict[str, dict[str, Any]]] = {
     **{name: {"quantization": quantization} for name, quantization in COMPARED_WEIGHTS.items()},
     "model-impl": {"model_impl": "transformers"},
 }
-"""What `--compare` has in turns with the options as they are."""
+"""By the value of `--compare`: the options of the variant that takes turns with the plain run."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints. Returns 0, or 2 after one line on stderr if it cannot run as asked."""
+    """Measures and prints; returns 0, or 2 after one line on stderr if it cannot run as asked."""
     options = parse(arguments)
     try:
         report = measure(options)
@@ -79,8 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: EngineBenchOptions) -> Report:
-    """Runs everything that was asked for. Raises InvalidArgument or CheckpointError, before
-    anything is loaded, if it cannot.
+    """Runs all requested measurements.
+
+    Raises InvalidArgument or CheckpointError, before it loads anything, if it cannot run them.
     """
     config = _config(options)
     num_blocks = _check(options, config)
@@ -95,7 +95,7 @@ def measure(options: EngineBenchOptions) -> Report:
 
 
 def _config(options: EngineBenchOptions) -> ModelConfig:
-    """Raises CheckpointError if the model is not fit."""
+    """Returns the model's config; raises CheckpointError if the model cannot be used."""
     if options.model is None:
         shape = options.shape or ""
         config = parse_model_config(Fields(shape, dict(HF_CONFIGS[shape])), options.model_impl)
@@ -106,7 +106,7 @@ def _config(options: EngineBenchOptions) -> ModelConfig:
 
 
 def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks: int) -> Report:
-    """Holds the model for no longer than the call: transformers needs the memory."""
+    """Measures the engine and frees the model, because transformers needs the memory."""
     floors = measure_floors(config, DTYPES[options.dtype], options.device)
     runner = _runner(options, config, num_blocks)
 
@@ -173,8 +173,9 @@ def _dtype(options: EngineBenchOptions) -> str:
 
 
 def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
-    """Returns the KV blocks to take. Raises InvalidArgument if the model or the machine is too
-    small.
+    """Returns the number of KV blocks to allocate.
+
+    Raises InvalidArgument if the model or the machine is too small.
     """
     longest = config.max_position_embeddings
     for option, context in [("--context", c) for _, c in options.decodes] + [
@@ -198,21 +199,19 @@ def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
         * kv_bytes_per_token(config, 1, options.dtype, options.kv_cache_dtype)
     )
     if options.compare in _OTHERS:
-        weights, kv = 2 * weights, 2 * kv
+        weights *= 2
+        kv *= 2
     rows = max(options.chunk, *(batch for batch, _ in options.decodes))
-    beside = (
-        8 * rows * (config.vocab_size + 4 * config.intermediate_size)
-    )  # logits and activations, in float32 twice
-    beside = max(
-        beside, 2 * BUFFER_BYTES[options.device.type] - weights
-    )  # the floors come before the weights
+    # Logits and activations, in float32 twice.
+    beside = 8 * rows * (config.vocab_size + 4 * config.intermediate_size)
+    # The floors are measured before the weights are loaded.
+    beside = max(beside, 2 * BUFFER_BYTES[options.device.type] - weights)
     free = _free_bytes(options.device)
     if weights + kv + beside > free:
         raise InvalidArgument(
             f"{options.name} in {options.dtype} needs {(weights + kv + beside) / 1e9:.1f} GB "
-            "(weights "
-            f"{weights / 1e9:.1f}, KV cache {kv / 1e9:.1f}); {options.device} has {free / 1e9:.1f} "
-            "GB free"
+            f"(weights {weights / 1e9:.1f}, KV cache {kv / 1e9:.1f}); "
+            f"{options.device} has {free / 1e9:.1f} GB free"
         )
     return num_blocks
 
@@ -276,7 +275,7 @@ def _prefill(
 
 
 def _with_transformers(options: EngineBenchOptions, report: Report) -> Report:
-    from transformers import AutoConfig  # seconds of import that nothing else needs
+    from transformers import AutoConfig  # the import takes seconds, and nothing else needs it
 
     from tandem.tests.bench.engine.transformers_peer import TransformersPeer
 
@@ -292,7 +291,8 @@ def _with_transformers(options: EngineBenchOptions, report: Report) -> Report:
     peer = TransformersPeer(
         config, _weights(options), dtype=DTYPES[options.dtype], device=options.device
     )
-    decode, prefill = [], []
+    decode = []
+    prefill = []
     for decoded in report.decode:
         seconds = peer.decode_seconds(decoded.batch, decoded.context, options.steps)
         name = f"transformers' decode, batch {decoded.batch}, context {decoded.context}"

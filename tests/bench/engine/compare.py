@@ -1,6 +1,4 @@
-"""Compares the time of steps and prompts with what else could compute them, in turns within one
-run.
-"""
+"""Compares the times of steps and prompts between variants that take turns within one run."""
 
 import itertools
 import statistics
@@ -17,14 +15,13 @@ from tandem.workers.model.config import ModelConfig
 _ROUNDS: Final = 5
 
 Variants = Mapping[str, Callable[[], BenchRunner]]
-"""By name, what returns the runner for a turn."""
+"""By name: a function that returns the runner for a turn."""
 
 
 def adapter_variants(config: ModelConfig, runner: BenchRunner, rank: int) -> Variants:
-    """Returns the same runner without an adapter, with one that no sequence uses, and with one that
-    all use.
-    """
-    adapters, folder = runner.runner.adapters, random_adapter(config, rank)
+    """Returns variants of a runner: without, with an unused and with a used adapter."""
+    adapters = runner.runner.adapters
+    folder = random_adapter(config, rank)
     numbers = itertools.count(1)
     loaded = 0
 
@@ -45,7 +42,7 @@ def adapter_variants(config: ModelConfig, runner: BenchRunner, rank: int) -> Var
 
 
 def compare(report: Report, variants: Variants, num_steps: int) -> Report:
-    """Adds to a report's figures the time of each variant by that of the first."""
+    """Adds to a report the time of each variant, divided by the time of the first variant."""
     for name, prepare in variants.items():
         code = prepare().code
         print_progress(f"{name}: {code.__module__}.{code.__qualname__}")
@@ -74,7 +71,7 @@ def _prefill_seconds(runner: BenchRunner, figure: PrefillFigure) -> float:
 
 
 def _ratios(variants: Variants, seconds: Callable[[BenchRunner], float]) -> dict[str, float]:
-    """Returns the median over rounds, in each of which all take turns."""
+    """Returns median ratios to the first variant over rounds; all variants run in each round."""
     first, *others = variants
     rounds = [
         {name: seconds(prepare()) for name, prepare in variants.items()} for _ in range(_ROUNDS)

@@ -1,6 +1,4 @@
-"""Measures the floors under a step on the device at hand: memory bandwidth and the rate of matrix
-products.
-"""
+"""Measures the floors of a step on this device: memory bandwidth and rate of matrix products."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +14,12 @@ from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
 
 BUFFER_BYTES: Final = {"cpu": 1 << 28, "cuda": 1 << 31}  # several times the largest cache
 GEMM_ROWS: Final = 512  # tokens of a prefill chunk
-_TIMED_SECONDS: Final = 0.2  # of each function
+_TIMED_SECONDS: Final = 0.2  # for each function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floors:
-    """Holds the best of several timings."""
+    """Holds the best results of several timings."""
 
     read_bytes_per_s: float  # sum of a large tensor
     copy_bytes_per_s: float  # read and written bytes of a large copy
@@ -32,20 +30,20 @@ class Floors:
         return max(self.read_bytes_per_s, self.copy_bytes_per_s)
 
     def seconds(self, cost: StepCost) -> float:
-        """Returns the roofline: the longer of moving the bytes and computing the products."""
+        """Returns the roofline: the longer time of moving the bytes and computing the products."""
         num_bytes, flops = cost
         return max(num_bytes / self.bytes_per_s, flops / self.matmul_flops_per_s)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what was queued."""
+    """Waits until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @torch.inference_mode()
 def measure_floors(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Floors:
-    """Takes about a second and, for that long, twice BUFFER_BYTES of memory."""
+    """Measures the floors; takes about a second and twice BUFFER_BYTES of memory."""
     source = torch.ones(BUFFER_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     num_bytes = source.numel() * source.element_size()
@@ -57,16 +55,20 @@ def measure_floors(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def _matmul_rate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> float:
-    hidden, inner, layer = config.hidden_size, config.intermediate_size, config.layers[0]
-    query, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    hidden = config.hidden_size
+    inner = config.intermediate_size
+    layer = config.layers[0]
+    query = layer.num_heads * layer.head_dim
+    kv = layer.num_kv_heads * layer.head_dim
     shapes = ((query + 2 * kv, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner))
     seconds = sum(_gemm_seconds(rows, columns, dtype, device) for rows, columns in shapes)
     return sum(2 * GEMM_ROWS * rows * columns for rows, columns in shapes) / seconds
 
 
 def _gemm_seconds(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Times the faster of torch's linear map and the model's own, which may keep another form of
-    the weight.
+    """Returns the time of the faster of torch's linear layer and the model's own.
+
+    The model's own may store the weight in another form.
     """
     weight = torch.randn(rows, columns, device=device).to(dtype)
     x = torch.randn(GEMM_ROWS, columns, device=device).to(dtype)
@@ -77,8 +79,9 @@ def _gemm_seconds(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
 
 
 def _best_seconds(function: Callable[[], object]) -> float:
-    """Returns the least seconds of a call, of many timings: on a shared machine the best time is
-    rare.
+    """Returns the shortest time of a call, in seconds, from many timings.
+
+    There are many because undisturbed timings are rare on a shared machine.
     """
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     return float(min(timer.blocked_autorange(min_run_time=_TIMED_SECONDS).times))

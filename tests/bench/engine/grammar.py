@@ -1,8 +1,7 @@
-"""`python -m tandem.tests.bench.engine.grammar`: measures a decode step in which every sequence is under
-a JSON schema.
+"""Measures decode steps under a JSON schema: `python -m tandem.tests.bench.engine.grammar`.
 
-Two batches of one model take steps in turns, one under the schema and one free, so that whatever
-else the machine does affects both.
+Two batches of one model take steps in turns, one under the schema and one without. So other load on
+the machine affects both.
 """
 
 import argparse
@@ -38,16 +37,16 @@ _PERSON: Final[dict[str, Any]] = {
     "additionalProperties": False,
 }
 SCHEMA: Final[dict[str, Any]] = {"type": "array", "items": _PERSON, "minItems": 100}
-"""Of a document that does not end within a run."""
+"""The schema of a document that does not end within a run."""
 
 
 class Batch:
-    """Holds sequences that decode together, on a runner that other batches use, too."""
+    """Holds sequences that decode together, on a runner that it shares with other batches."""
 
     def __init__(
         self, runner: ModelRunner, *, size: int, first_block: int, num_blocks: int, grammar: str
     ) -> None:
-        """Each sequence has `num_blocks` of its own."""
+        """Makes `size` sequences with `num_blocks` blocks each."""
         self._runner = runner
         self._ids = [first_block + row for row in range(size)]
         rng = random.Random(0)
@@ -67,10 +66,11 @@ class Batch:
             )
             steps.append(step)
         self._length = BLOCK_SIZE
-        self.tokens = [runner.execute(StepPlan(sequences=tuple(steps), dropped=()))]  # of each step
+        # The sampled tokens of each step.
+        self.tokens = [runner.execute(StepPlan(sequences=tuple(steps), dropped=()))]
 
     def step(self) -> float:
-        """Decodes a token of each sequence; returns seconds."""
+        """Decodes one token of each sequence and returns the seconds that it took."""
         fields: dict[str, Any] = {
             "start": self._length,
             "new_blocks": (),
@@ -88,7 +88,10 @@ class Batch:
 
 
 def measure(options: argparse.Namespace) -> str:
-    """Returns the lines to print. Raises CheckpointError or ValueError if the model cannot be used."""
+    """Measures and returns the lines to print.
+
+    Raises CheckpointError or ValueError if the model cannot be used.
+    """
     if options.threads:
         torch.set_num_threads(options.threads)
     keep_freed_memory()
@@ -133,7 +136,7 @@ def measure(options: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints. Returns 0, or 2 after one line on stderr if the model cannot be used."""
+    """Measures and prints; returns 0, or 2 after one line on stderr if the model is unusable."""
     parser = argparse.ArgumentParser(
         prog="python -m tandem.tests.bench.engine.grammar", description=__doc__
     )
@@ -143,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--threads", type=int, default=0, help="of torch on a CPU; 0 is torch's default"
+        "--threads", type=int, default=0, help="threads of torch on a CPU; 0: torch's default"
     )
     try:
         print(measure(parser.parse_args(arguments)))

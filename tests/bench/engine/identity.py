@@ -1,5 +1,6 @@
-"""`python -m tandem.tests.bench.engine.identity`: states what proofs of peers cost a call; a message of
-a stream is free.
+"""Measures the cost of peer proofs per call: `python -m tandem.tests.bench.engine.identity`.
+
+Messages within a stream cost nothing more.
 """
 
 import argparse
@@ -10,11 +11,12 @@ from functools import partial
 
 from tandem.proto.identity import PeerIdentity
 
-_METHOD, _TARGET = "/tandem.v1.Worker/Session", "10.0.0.1:50051"
+_METHOD = "/tandem.v1.Worker/Session"
+_TARGET = "10.0.0.1:50051"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints. Returns 0."""
+    """Measures and prints; returns 0."""
     parser = argparse.ArgumentParser(
         prog="python -m tandem.tests.bench.engine.identity", description=__doc__
     )

@@ -18,28 +18,31 @@ from tandem.workers.model.registry import ROUNDED
 
 SWEEP_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
 SWEEP_CONTEXTS: Final = (128, 256, 512, 1024, 2048, 4096)
-SWEEP_CONTEXT_BATCH: Final = 8  # of the sequences whose context grows
+SWEEP_CONTEXT_BATCH: Final = 8  # batch size of the sweep over contexts
 PROFILE_BATCH: Final = 32
 COMPARED_CACHES: Final = {f"{dtype}-kv-cache": dtype for dtype in QUANTIZED}
 COMPARED_WEIGHTS: Final = {f"{name}-weights": name for name in ROUNDED}
 COMPARED: Final = (*COMPARED_CACHES, *COMPARED_WEIGHTS, "model-impl", "adapter")
 
-_DESCRIPTION: Final = "How fast the engine runs on this device, beside what the device could do."
+_DESCRIPTION: Final = "Measures the engine's speed on this device and the limits of the device."
 _EPILOG: Final = """
-Decode: sequences that hold --context tokens and noise for a KV cache step together through a whole engine (schedule,
-prepare, model, sample, emit). Prefill: one prompt at a time, in chunks, from its submission to its first token. The
-floors are measured in the same run: the sum and the copy of a large tensor, and products of the shapes of one decoder
-layer over 512 tokens. A decode step's floor is the longer of reading the weights and the KV cache once and of
-computing its products; its roofline share is that floor over its time. On a GPU --profile waits for the device
-between the parts, which makes the steps slower: take the step times from a run without it. --compare measures, in
-turns and on the same machine, a KV cache of 8 bits, weights rounded when they are loaded, transformers' code in place
-of ours, or an adapter of --lora-rank, used by all rows and loaded but unused, and states their time over that without.
+Decode: sequences with --context tokens and noise as KV cache step together through a whole engine
+(schedule, prepare, model, sample, emit). Prefill: one prompt at a time, in chunks, from its
+submission to its first token. The same run measures the floors: the sum and the copy of a large
+tensor, and matrix products of the shapes of one decoder layer over 512 tokens. The floor of a
+decode step is the longer of two times: reading the weights and the KV cache once, and computing the
+matrix products. The roofline share is that floor divided by the step's time. On a GPU, --profile
+waits for the device between the parts, which makes steps slower; take step times from a run without
+it. --compare measures a variant in turns with the plain run on the same machine: a KV cache of 8
+bits, weights rounded when they are loaded, transformers' code in place of ours, or an adapter of
+--lora-rank, both used by all rows and loaded but unused. It prints each variant's time divided by
+the plain time.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBenchOptions:
-    """Holds the arguments, checked one by one but not yet against the model or the machine."""
+    """Holds the arguments, which are not yet checked against the model or the machine."""
 
     shape: str | None
     model: Path | None
@@ -64,7 +67,7 @@ class EngineBenchOptions:
 
     @property
     def chunk(self) -> int:
-        """Tokens of a prefill step."""
+        """Returns the maximum number of tokens of a prefill step."""
         return default_chunk_tokens(self.device.type)
 
     @property
@@ -73,7 +76,7 @@ class EngineBenchOptions:
 
     @property
     def decodes(self) -> list[tuple[int, int]]:
-        """Every (batch, context) that is decoded."""
+        """Returns every (batch, context) to decode."""
         wanted = [(batch, self.context) for batch in self.batches]
         if self.plot:
             wanted += [(batch, self.context) for batch in SWEEP_BATCHES]
@@ -82,7 +85,7 @@ class EngineBenchOptions:
 
 
 def parse(arguments: list[str] | None) -> EngineBenchOptions:
-    """Returns the options; exits with 2 after one line on stderr if an argument is not valid."""
+    """Returns the options; exits with 2 after one line on stderr if an argument is invalid."""
     parser = _parser()
     options = EngineBenchOptions(**vars(parser.parse_args(arguments)))
     if options.model is None and not options.random_weights:
@@ -95,9 +98,9 @@ def parse(arguments: list[str] | None) -> EngineBenchOptions:
     if cache_dtypes and options.device.type != "cpu":
         parser.error(f"a KV cache of {min(cache_dtypes)} has kernels on cpu only")
     if options.kv_cache_dtype != "auto" and options.compare in COMPARED_CACHES:
-        parser.error(f"--compare {options.compare} compares it with --kv-cache-dtype auto")
+        parser.error(f"--compare {options.compare} needs --kv-cache-dtype auto")
     if options.model_impl == "transformers" and options.compare == "model-impl":
-        parser.error("--compare model-impl compares it with --model-impl tandem")
+        parser.error("--compare model-impl needs --model-impl auto or tandem")
     if options.lora_rank is None and options.compare == "adapter":
         parser.error("--compare adapter needs --lora-rank")
     if options.profile and PROFILE_BATCH not in options.batches:
@@ -109,60 +112,62 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tandem.tests.bench.engine", description=_DESCRIPTION, epilog=_EPILOG
     )
-    # One line, without the usage.
+    # Errors are one line, without the usage.
     parser.error = lambda message: parser.exit(2, f"bench: {message}\n")  # type: ignore[method-assign]
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--shape", choices=SHAPES)
     which.add_argument("--model", type=Path, metavar="FOLDER")
     add = parser.add_argument
-    add("--random-weights", action="store_true", help="of --model only config.json is read")
+    add("--random-weights", action="store_true", help="read only config.json of --model")
     add("--device", type=_device, default="cpu", help="cpu, cuda or cuda:N")
     add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--quantization", choices=ROUNDED, help="of plain weights, when they are loaded")
+    add("--quantization", choices=ROUNDED, help="format to round plain weights to on load")
     add("--kv-cache-dtype", choices=("auto", *QUANTIZED), default="auto")
-    add("--compare", choices=COMPARED, help="in turns: its time, over that without")
+    add("--compare", choices=COMPARED, help="variant to measure in turns with the plain run")
     add("--batches", type=_numbers(1, 1024), default=(1, 16, 64, 256), metavar="N,N")
     add(
         "--context",
         type=_number(1, 1 << 20),
         default=256,
         metavar="TOKENS",
-        help="before the first decoded token",
+        help="tokens before the first decoded token",
     )
     add(
         "--prompts",
         type=_numbers(1, 1 << 20),
         default=(512, 8192),
         metavar="N,N",
-        help="tokens of each",
+        help="tokens of each prompt",
     )
     add(
         "--steps",
         type=_number(20, 10_000),
         default=24,
-        help="measured for each batch, after the warm-up",
+        help="measured steps of each batch, after the warm-up",
     )
-    add("--threads", type=_number(1, 1024), help="of torch on the CPU; its own choice if not given")
-    add("--batch-invariant", action="store_true", help="on a GPU the kernels of `numerics: exact`")
+    add("--threads", type=_number(1, 1024), help="threads of torch on a CPU; default: its choice")
+    add("--batch-invariant", action="store_true", help="use the GPU kernels of `numerics: exact`")
     add(
         "--lora-rank",
         type=_number(1, 1024),
         metavar="R",
-        help="all rows use a LoRA adapter of all linear layers",
+        help="use a LoRA adapter of this rank on all linear layers for all rows",
     )
     add(
         "--model-impl",
         choices=("auto", "tandem", "transformers"),
         default="auto",
-        help="whose code computes the model",
+        help="the implementation of the model",
     )
-    add("--profile", action="store_true", help=f"split the step, at batch {PROFILE_BATCH} too")
+    add(
+        "--profile", action="store_true", help=f"split steps into parts; adds batch {PROFILE_BATCH}"
+    )
     add("--transformers", action="store_true", help="also measure transformers' generate_batch")
     add(
         "--plot",
         type=_plot_file,
         metavar="FILE.png",
-        help="draw step time against batch and context",
+        help="plot the step time over batch and context",
     )
     add("--json", type=_output_file, metavar="FILE")
     return parser
@@ -197,7 +202,7 @@ def _device(text: str) -> torch.device:
 
 def _output_file(text: str) -> Path:
     if not Path(text).absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{Path(text).parent} is no folder")
+        raise argparse.ArgumentTypeError(f"{Path(text).parent} is not a folder")
     return Path(text)
 
 

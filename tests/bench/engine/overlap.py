@@ -1,10 +1,9 @@
-"""`python -m tandem.tests.bench.engine.overlap`: measures how much of a KV transfer hides behind the
-prefill.
+"""Measures the overlap of KV transfer and prefill: `python -m tandem.tests.bench.engine.overlap`.
 
-A prefill and a decode worker in processes of their own, and this one in the place of a router.
-Measured is the wait between the first token and the moment when the sequence joins the decode
-worker's batch: once with the decode worker pulling while the prompt is computed, and once with a
-decode worker that gets the request when the prefill is done.
+A prefill and a decode worker run in their own processes, and this process acts as the router. It
+measures the wait between the first token and the moment when the sequence joins the decode worker's
+batch. In one case the decode worker pulls KV cache while the prompt is computed. In the other case
+it gets the request after the prefill.
 """
 
 import argparse
@@ -34,7 +33,7 @@ SessionCall = PeerStream[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
 
 class WorkerSession:
-    """A session with one worker, as a router has it."""
+    """Holds a session with one worker, like a router's session."""
 
     def __init__(self, channel: PeerChannel) -> None:
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
@@ -46,7 +45,7 @@ class WorkerSession:
         await self._call.write(worker_pb2.SessionRequest(**command))  # type: ignore[arg-type]
 
     async def next(self, request_id: str, event: str) -> worker_pb2.Output:
-        """Returns the request's next output of this kind. Raises RuntimeError if it fails."""
+        """Returns the request's next output of a kind; raises RuntimeError if the request fails."""
         while True:
             while self._outputs:
                 output = self._outputs.popleft()
@@ -64,8 +63,9 @@ class WorkerSession:
 async def measure(
     prefill: WorkerSession, decode: WorkerSession, prompt: Sequence[int], name: str, *, early: bool
 ) -> tuple[float, worker_pb2.KvReceived]:
-    """Runs one request; `early` sends it to the decode worker when the prefill begins. Returns the
-    seconds between prefill and decode, and what was moved.
+    """Runs one request; returns the seconds between prefill and decode, and the transfer's stats.
+
+    `early` sends the request to the decode worker when the prefill begins.
     """
     submit = worker_pb2.Submit(
         request_id=name,
@@ -97,7 +97,7 @@ async def measure(
 
 
 async def compare(options: argparse.Namespace) -> str:
-    """Runs both kinds in turn; returns the lines to print."""
+    """Runs both cases in turns and returns the lines to print."""
     vocab_size = check_checkpoint(options.model).vocab_size
     waits: dict[bool, list[float]] = {True: [], False: []}
     identity = PeerIdentity.generate()
@@ -115,11 +115,10 @@ async def compare(options: argparse.Namespace) -> str:
     overlapped, alone = (statistics.median(waits[early]) for early in (True, False))
     return (
         f"{options.prompt_tokens} prompt tokens, {received.transfer_bytes / 1e6:.1f} MB of KV "
-        "cache over "
-        f"{received.transport}, medians of {options.repeat}\n"
-        f"wait of a transfer that begins when the prefill is done  {1000 * alone:6.1f} ms\n"
-        f"wait of one that runs beside it                          {1000 * overlapped:6.1f} ms\n"
-        f"share that is left                                       {overlapped / alone:6.0%}"
+        f"cache over {received.transport}, medians of {options.repeat}\n"
+        f"wait if the transfer begins after the prefill  {1000 * alone:6.1f} ms\n"
+        f"wait if it overlaps the prefill                {1000 * overlapped:6.1f} ms\n"
+        f"remaining share                                {overlapped / alone:6.0%}"
     )
 
 
@@ -162,7 +161,7 @@ async def _serve(role: str, options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints. Returns 0, or 2 after one line on stderr if the model is not good."""
+    """Measures and prints; returns 0, or 2 after one line on stderr if the model is unusable."""
     parser = argparse.ArgumentParser(
         prog="python -m tandem.tests.bench.engine.overlap", description=__doc__
     )
@@ -171,7 +170,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument(
-        "--transports", nargs="*", default=[], help="preferred to grpc: shared, gloo, nixl"
+        "--transports",
+        nargs="*",
+        default=[],
+        help="transports preferred to grpc: shared, gloo, nixl",
     )
     parser.add_argument("--serve", choices=("prefill", "decode"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Presents the benchmark's figures as tables and as a picture."""
+"""Presents the benchmark's results as tables and as a plot."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -12,8 +12,9 @@ from tandem.tests.bench.engine.steps import PARTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFigure:
-    """Holds one batch's decode. Shares are of what the device was measured to do at best, 1 being
-    the floor itself.
+    """Holds the results of one batch's decode.
+
+    Shares are relative to the measured limits of the device; 1 is the floor itself.
     """
 
     batch: int
@@ -23,36 +24,33 @@ class DecodeFigure:
     tokens_per_s: float
     floor_ms: float
     roofline_share: float  # floor over step
-    bandwidth_share: (
-        float  # weights and KV cache read once, over the larger of read and copy bandwidth
-    )
+    # Weights and KV cache read once, divided by the larger of read and copy bandwidth.
+    bandwidth_share: float
     matmul_share: float
-    split_ms: (
-        dict[str, float] | None
-    )  # median of each of PARTS; None where only the host's time is known
-    overhead_share: float | None  # of the step outside `model`, median
-    compared: dict[str, float] = field(
-        default_factory=dict
-    )  # a step's time by each variant, over this one's, in turns
+    # The median of each of PARTS; None if only the host's time is known.
+    split_ms: dict[str, float] | None
+    overhead_share: float | None  # the step's share outside `model`, median
+    # By variant: its step time divided by the first variant's, measured in turns.
+    compared: dict[str, float] = field(default_factory=dict)
     transformers_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillFigure:
-    """Holds a lone prompt's prefill, from its submission to its first token."""
+    """Holds the results of a single prompt's prefill, from its submission to its first token."""
 
     prompt: int  # tokens
     seconds: float  # median
     tokens_per_s: float
     matmul_share: float
     first_token: int
-    compared: dict[str, float] = field(default_factory=dict)  # as of a decode
+    compared: dict[str, float] = field(default_factory=dict)  # like DecodeFigure.compared
     transformers_tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Holds one run's figures."""
+    """Holds the results of one run."""
 
     shape: str
     dtype: str
@@ -67,7 +65,7 @@ class Report:
     sweep_context: tuple[DecodeFigure, ...] = ()
 
     def as_text(self) -> str:
-        """Returns the tables below a line that says how they were made."""
+        """Returns the tables below a line that describes the run."""
         floors = self.floors
         parts = [
             f"{self.shape}, {self.dtype}, {self.device}, {self.threads} threads, torch "
@@ -88,14 +86,14 @@ class Report:
 
 
 def print_progress(text: str) -> None:
-    """Prints at once: a large model or a slow peer takes minutes, and may be interrupted."""
+    """Prints at once, because a large model takes minutes and the run may be interrupted."""
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
 def plot(
     path: Path, title: str, by_batch: Sequence[DecodeFigure], by_context: Sequence[DecodeFigure]
 ) -> None:
-    """Writes a PNG of two panels. Both sequences are in ascending order and not empty."""
+    """Writes a PNG of two panels; both sequences must be ascending and not empty."""
     from matplotlib.figure import Figure  # only --plot needs it, and it is an extra
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
@@ -138,7 +136,7 @@ _Column = tuple[str, Callable[[Any], str | None]]
 
 
 def _formatted(name: str, form: str) -> Callable[[Any], str | None]:
-    """Returns what formats a field of a figure; None for one that is None."""
+    """Returns a function that formats a field of a figure, or returns None if the field is None."""
     return lambda figure: None if (value := getattr(figure, name)) is None else format(value, form)
 
 

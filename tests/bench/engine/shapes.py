@@ -1,6 +1,4 @@
-"""Describes what the benchmark runs: shapes without a checkpoint, random weights, and the cost of a
-step.
-"""
+"""Defines the benchmark's shapes without a checkpoint, random weights, and the cost of a step."""
 
 import zlib
 from collections.abc import Mapping
@@ -17,16 +15,19 @@ from tandem.workers.model.module import WeightSlice
 from tandem.workers.model.registry import parse_model_config
 
 StepCost = tuple[int, int]
-"""The least that a step moves and computes: bytes of weights and KV cache, and FLOPs of matrix
-products, attention's included.
+"""The minimum bytes and FLOPs of a step.
+
+Bytes of weights and KV cache, and FLOPs of matrix products including attention.
 """
 
 
 def _hf_config(
     family: str, sizes: tuple[int, int, int, int, int, int, int], **fields: Any
 ) -> dict[str, Any]:
-    """Returns config.json of a family of this many layers, hidden and intermediate size, heads, KV
-    heads, head_dim, vocabulary.
+    """Returns config.json of a model of a family.
+
+    `sizes` are the layers, hidden size, intermediate size, heads, KV heads, head_dim and
+    vocabulary.
     """
     names = (
         "num_hidden_layers",
@@ -83,7 +84,7 @@ HF_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
         rope_theta=1e6,
     ),
 }
-"""As config.json has them. llama-3-8b has the positions of 3.1, without its rotary scaling."""
+"""The fields of config.json by shape; llama-3-8b has the positions of 3.1 without its scaling."""
 
 SHAPES: Final[dict[str, ModelConfig]] = {
     name: parse_model_config(Fields(name, dict(fields))) for name, fields in HF_CONFIGS.items()
@@ -91,8 +92,9 @@ SHAPES: Final[dict[str, ModelConfig]] = {
 
 
 def random_weight(part: WeightSlice, target: torch.Tensor) -> None:
-    """Implements `ReadWeight` without a file: a weight depends on its name alone, and activations
-    stay near 1.
+    """Implements `ReadWeight` without a file.
+
+    A weight depends only on its name. Activations stay near 1.
     """
     whole = torch.empty(part.shape, dtype=target.dtype, device=target.device)
     if "norm" in part.name:
@@ -108,9 +110,7 @@ def random_weight(part: WeightSlice, target: torch.Tensor) -> None:
 def decode_cost(
     config: ModelConfig, dtype: str, batch: int, context: float, cache_dtype: str = "auto"
 ) -> StepCost:
-    """Returns the cost of one decode step of `batch` sequences whose tokens see `context` positions
-    each.
-    """
+    """Returns the cost of a decode step of `batch` sequences that attend to `context` positions."""
     visible = [(layer, min(context, layer.window or context)) for layer in config.layers]
     sizes = (
         layer.num_kv_heads * head_bytes(layer.head_dim, dtype, cache_dtype) for layer, _ in visible
@@ -129,14 +129,14 @@ def decode_cost(
 
 
 def prefill_flops(config: ModelConfig, prompt: int) -> int:
-    """Returns the FLOPs of the matrix products of a prompt's whole prefill; the head runs once."""
+    """Returns the FLOPs of the matrix products of a whole prefill; the head runs once."""
     pairs = [(layer, _causal_pairs(prompt, layer.window)) for layer in config.layers]
     attention = sum(4 * layer.num_heads * layer.head_dim * count for layer, count in pairs)
     return 2 * prompt * _linear_params(config) + 2 * _head_params(config) + attention
 
 
 def loaded_bytes(config: ModelConfig, dtype: str, device: torch.device) -> int:
-    """Returns the bytes of the loaded model, with the largest copy that loading makes."""
+    """Returns the bytes of the loaded model and of the largest copy that loading makes."""
     params = sum(prod(shape) for shape in weight_shapes(config).values())
     if config.tie_word_embeddings and device.type == "cpu":
         params += _head_params(config)  # the embedding's rows and the head's packed form
@@ -158,6 +158,6 @@ def _head_params(config: ModelConfig) -> int:
 
 
 def _causal_pairs(num_tokens: int, window: int | None) -> int:
-    """Returns how many (query, key) pairs a causal layer computes."""
+    """Returns the number of (query, key) pairs that a causal layer computes."""
     seen = min(num_tokens, window or num_tokens)
     return seen * (seen + 1) // 2 + (num_tokens - seen) * seen

@@ -1,9 +1,9 @@
-"""`python -m tandem.tests.bench.engine.speculative`: measures decoding with guessed tokens beside plain
-decoding.
+"""Measures speculative decoding: `python -m tandem.tests.bench.engine.speculative`.
 
-Two engines on one model, one of which guesses by n-grams or by a draft model, generate the same
-texts in turns, one sequence at a time, so that whatever else the machine does affects both: an edit
-of code, most of which is in the prompt, and free text, of which nothing is.
+Two engines on one model generate the same texts in turns, one sequence at a time. One decodes
+plainly, the other drafts with n-grams or a draft model. Other load on the machine affects both. One
+text is an edit of code that is mostly in the prompt. The other is free text that is not in the
+prompt.
 """
 
 import argparse
@@ -53,8 +53,14 @@ _CODE: Final = '''class Account:
         self.history.append(("withdraw", value))
         return self.amount
 '''
-_EDIT: Final = f"A file:\n\n```python\n{_CODE}```\n\nThe same file with comments:\n\n```python\nclass Account:\n"
-_FREE: Final = "A letter from a small town by the sea, about the people that the writer met there and what they did."
+_EDIT: Final = (
+    f"A file:\n\n```python\n{_CODE}```\n\n"
+    "The same file with comments:\n\n```python\nclass Account:\n"
+)
+_FREE: Final = (
+    "A letter from a small town by the sea, about the people that the writer met there and what "
+    "they did."
+)
 
 TEXTS: Final = {
     "an edit of code": (_EDIT, SamplingParams(temperature=0.0)),
@@ -63,7 +69,7 @@ TEXTS: Final = {
 
 
 class TimedEngine:
-    """Generates on a runner that another engine uses, too, when this one is idle."""
+    """Generates texts on a runner that it shares with another engine, and measures the rates."""
 
     def __init__(
         self,
@@ -90,7 +96,8 @@ class TimedEngine:
             sampling=sampling,
         )
         self._engine.submit(spec)
-        self.tokens, began = [], 0.0
+        self.tokens = []
+        began = 0.0
         while self._engine.has_work:
             events = self._engine.step()
             began = began if self.tokens else time.perf_counter()
@@ -103,17 +110,19 @@ class TimedEngine:
         self.rates.append((num_tokens - 1) / (time.perf_counter() - began))
 
     def take_counts(self) -> tuple[int, int]:
-        """Returns how many tokens were guessed since the last call, and how many of them were
-        right.
-        """
+        """Returns the numbers of draft tokens and accepted tokens since the last call."""
         requests = self._engine.requests
-        counts = requests.num_draft_tokens, requests.num_accepted_tokens
-        requests.num_draft_tokens = requests.num_accepted_tokens = 0
+        counts = (requests.num_draft_tokens, requests.num_accepted_tokens)
+        requests.num_draft_tokens = 0
+        requests.num_accepted_tokens = 0
         return counts
 
 
 def measure(options: argparse.Namespace) -> str:
-    """Returns the lines to print. Raises CheckpointError or ValueError if the model cannot be used."""
+    """Measures and returns the lines to print.
+
+    Raises CheckpointError or ValueError if the model cannot be used.
+    """
     if options.threads:
         torch.set_num_threads(options.threads)
     keep_freed_memory()
@@ -143,9 +152,10 @@ def measure(options: argparse.Namespace) -> str:
         drafted, accepted = guessing.take_counts()
         rates = [statistics.median(engine.rates[1:]) for engine in (plain, guessing)]
         share = (
-            f"{accepted / max(drafted, 1):.0%} of {drafted // (1 + options.rounds)} guesses right"
+            f"{accepted / max(drafted, 1):.0%} of {drafted // (1 + options.rounds)} drafted "
+            "tokens accepted"
         )
-        same = "the same tokens" if plain.tokens == guessing.tokens else "OTHER TOKENS"
+        same = "same tokens" if plain.tokens == guessing.tokens else "DIFFERENT TOKENS"
         ratio = rates[1] / rates[0]
         lines.append(
             f"{name:<16} {rates[0]:7.1f} {rates[1]:7.1f} tokens/s, ratio {ratio:.2f}, {share}, "
@@ -167,7 +177,7 @@ def _load(checkpoint: Checkpoint, options: argparse.Namespace, num_blocks: int) 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints. Returns 0, or 2 after one line on stderr if the model cannot be used."""
+    """Measures and prints; returns 0, or 2 after one line on stderr if the model is unusable."""
     parser = argparse.ArgumentParser(
         prog="python -m tandem.tests.bench.engine.speculative", description=__doc__
     )
@@ -176,16 +186,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--quantization", help="of plain weights, when they are loaded")
+    parser.add_argument("--quantization", help="format to round plain weights to on load")
     parser.add_argument(
-        "--draft", type=Path, metavar="FOLDER", help="a model that guesses, in place of n-grams"
+        "--draft", type=Path, metavar="FOLDER", help="draft model to use in place of n-grams"
     )
     parser.add_argument(
-        "--draft-quantization", help="of that model's weights, when they are loaded"
+        "--draft-quantization", help="format to round the draft model's weights to on load"
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--threads", type=int, default=0, help="of torch on a CPU; 0 is torch's default"
+        "--threads", type=int, default=0, help="threads of torch on a CPU; 0: torch's default"
     )
     try:
         print(measure(parser.parse_args(arguments)))

@@ -35,29 +35,30 @@ from tandem.workers.model.runner import ModelRunner
 BLOCK_SIZE: Final = 16
 WARMUP_STEPS: Final = 4
 PARTS: Final = ("schedule", "prepare", "model", "sample", "emit")
-"""Of one engine step: `schedule` makes the plan, `prepare` builds the flat batch from it, `model`
-ends with the logits, `sample` with the tokens on the host, `emit` updates sequences and makes the
-events. Where steps overlap, those that are collected are the step before's, and only the sum is
-meaningful.
+"""The parts of an engine step.
+
+`schedule` makes the plan. `prepare` builds the flat batch from it. `model` ends with the logits.
+`sample` ends with the tokens on the host. `emit` updates sequences and makes the events. If steps
+overlap, a call collects the tokens of the step before, and only the sum of the parts is meaningful.
 """
-_PREFILL_SECONDS: Final = 2.0  # prompts are repeated for about so long,
-_PREFILL_RUNS: Final = (2, 5)  # at least and at most so often
+_PREFILL_SECONDS: Final = 2.0  # prompts are repeated for about this time
+_PREFILL_RUNS: Final = (2, 5)  # minimum and maximum number of runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRun:
-    """Holds a batch's decode, warm-up left out."""
+    """Holds the times of a batch's decode steps after the warm-up."""
 
-    context: float  # positions that a token sees, in the mean over the steps
+    context: float  # mean number of positions that a token attends to
     steps: list[dict[str, float]]  # seconds of each of PARTS
-    sampled: list[list[int]]  # in each step, from the warm-up on
+    sampled: list[list[int]]  # tokens of each step, including the warm-up
 
 
 class BenchRunner(Executor):
     """Holds a model with KV memory, on which engines run one after the other.
 
-    The KV memory holds noise, so that a decode can begin at any context without a prefill, as after
-    a KV transfer.
+    The KV memory holds noise. So a decode can begin at any context without a prefill, as it does
+    after a KV transfer.
     """
 
     def __init__(
@@ -74,11 +75,15 @@ class BenchRunner(Executor):
         batch_invariant: bool = False,
         lora_rank: int | None = None,
     ) -> None:
-        """`chunk` bounds the tokens of a prefill step. `exact` waits for a GPU at every mark: the
-        parts are true then, but the steps slower, and they do not overlap. `lora_rank`: of an
-        adapter that all sequences use.
+        """Loads the model and fills its KV memory with noise.
+
+        `chunk` is the maximum number of tokens of a prefill step. `exact` waits for a GPU at every
+        mark. Then the times of the parts are exact, but the steps are slower and do not overlap.
+        `lora_rank` is the rank of an adapter that all sequences use.
         """
-        self._chunk, self._exact, self._device = chunk, exact, device
+        self._chunk = chunk
+        self._exact = exact
+        self._device = device
         self._marks: dict[str, float] = {}
         model = build_model(config, DTYPES[dtype], batch_invariant=batch_invariant)
         load_weights(model, read, device)
@@ -99,7 +104,7 @@ class BenchRunner(Executor):
         adapters = AdapterTable(
             model.lora, dtype=DTYPES[dtype], device=device, batch_invariant=batch_invariant
         )
-        self.adapter = 0 if lora_rank is None else 1  # the number of the one that sequences use
+        self.adapter = 0 if lora_rank is None else 1  # the number of the adapter in use
         if lora_rank is not None:
             adapters.load(self.adapter, random_adapter(config, lora_rank))
         self.runner = ModelRunner(
@@ -117,7 +122,6 @@ class BenchRunner(Executor):
         self._sampled: list[list[int]] = []
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
-        """See `Executor.launch`."""
         self._marks = {}
         self._mark("prepare")
         wait = self.runner.launch(plan, on_layers)
@@ -160,8 +164,9 @@ class BenchRunner(Executor):
         return DecodeRun(context=seen, steps=times[WARMUP_STEPS:], sampled=self._sampled)
 
     def prefill(self, num_tokens: int) -> tuple[float, int]:
-        """Returns the seconds from a lone prompt's submission to its first token, median of several
-        prompts, and that token (of the first prompt).
+        """Returns the seconds from a single prompt's submission to its first token, and the token.
+
+        The seconds are the median of several prompts; the token is the first prompt's.
         """
         self._prefill(min(num_tokens, 2 * self._chunk), seed=-1)  # warm-up
         seconds: list[float] = []
@@ -194,7 +199,7 @@ class BenchRunner(Executor):
         begin = time.perf_counter()
         engine.step()
         end = time.perf_counter()
-        marks = {"emit": end} | self._marks  # the first of steps that overlap collects nothing
+        marks = {"emit": end} | self._marks  # with overlap, the first step collects nothing
         times = [begin, *(marks[name] for name in PARTS[1:]), end]
         return {
             name: after - before
@@ -221,5 +226,5 @@ class BenchRunner(Executor):
 
 
 def blocks_for(batch: int, context: int, steps: int) -> int:
-    """Returns the KV blocks that `BenchRunner.decode` takes."""
+    """Returns the number of KV blocks that `BenchRunner.decode` needs."""
     return batch * -(-(context + WARMUP_STEPS + steps + 2) // BLOCK_SIZE)

@@ -1,8 +1,7 @@
-"""`python -m tandem.tests.bench.engine.transfer`: measures how fast KV cache moves between two
-processes, by transport.
+"""Measures the speed of KV transfers by transport: `python -m tandem.tests.bench.engine.transfer`.
 
-Everything is as in a service, but for the models: a sender with its KV cache in one process, a
-receiver with another in this one. Beside them, in the same run, a bare gRPC stream of bytes.
+The setup is a service without models: a sender with its KV cache in one process, and a receiver
+with its KV cache in this process. The same run also measures a bare gRPC stream of bytes.
 """
 
 import argparse
@@ -52,7 +51,7 @@ Rates = dict[int, float]
 
 
 def make_endpoint(transport: str, num_tokens: int, identity: PeerIdentity) -> KvEndpoint:
-    """Returns an endpoint with random KV cache of one long sequence, in blocks 0, 1, 2, ..."""
+    """Returns an endpoint with the random KV cache of one long sequence, in blocks 0, 1, 2, ..."""
     kv = PagedKv(
         LAYOUT,
         num_blocks=-(-num_tokens // _BLOCK_SIZE),
@@ -74,11 +73,14 @@ def make_endpoint(transport: str, num_tokens: int, identity: PeerIdentity) -> Kv
 
 
 async def serve(transport: str, num_tokens: int) -> None:
-    """Runs the sender's process: after the identity, for every number of tokens on stdin it makes
-    an offer, whose id goes to stdout.
+    """Runs the sender's process.
+
+    Reads the identity from stdin. Then makes an offer for every number of tokens on stdin and
+    prints the offer's id.
     """
     identity = PeerIdentity.from_text(sys.stdin.readline())
-    endpoint, server = make_endpoint(transport, num_tokens, identity), PeerServer(identity)
+    endpoint = make_endpoint(transport, num_tokens, identity)
+    server = PeerServer(identity)
     endpoint.serve_on(server)
     add_bytes_method(server, _BYTES_METHOD, _send_bytes)
     print(server.bind("127.0.0.1", 0), flush=True)
@@ -115,7 +117,7 @@ async def _send_bytes(
 
 
 class TransferBench:
-    """Measures one transport from the receiver's side of two processes."""
+    """Measures one transport on the receiver's side."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class TransferBench:
         self._bare: PeerStream[bytes, bytes] = self._channel.stream_stream(_BYTES_METHOD)()
 
     async def warm_up(self, num_tokens: int) -> None:
-        """Connects, and touches all memory. Raises RuntimeError if the transport cannot be used."""
+        """Connects and touches all memory; raises RuntimeError if the transport does not work."""
         for left in reversed(range(_MAX_TRIES)):
             try:
                 await self.move(num_tokens)
@@ -143,8 +145,9 @@ class TransferBench:
                     raise
 
     async def move(self, num_tokens: int) -> float:
-        """Returns the seconds that so many tokens take. Raises RuntimeError if another transport
-        was taken.
+        """Moves the KV cache of `num_tokens` tokens and returns the seconds.
+
+        Raises RuntimeError if the receiver used another transport.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -163,12 +166,13 @@ class TransferBench:
         async with self._endpoint.receiver.fetch(handle, b"", target) as (_, received):
             seconds = time.perf_counter() - began
         if received.transport != self._name:
-            raise RuntimeError(f"{self._name} was asked for, but {received.transport} was taken")
+            raise RuntimeError(f"expected {self._name}, but {received.transport} was used")
         return seconds
 
     async def bare(self, num_bytes: int) -> float:
-        """Returns the seconds that so many bytes take by plain gRPC."""
-        began, left = time.perf_counter(), num_bytes
+        """Moves `num_bytes` bytes by plain gRPC and returns the seconds."""
+        began = time.perf_counter()
+        left = num_bytes
         await self._bare.write(str(num_bytes).encode())
         while left > 0:
             message = await self._bare.read()
@@ -177,7 +181,7 @@ class TransferBench:
         return time.perf_counter() - began
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         self._bare.cancel()
         await self._endpoint.close()
         await self._channel.close()
@@ -215,9 +219,10 @@ async def _started(name: str, num_tokens: int, tls: bool) -> AsyncIterator[Trans
 async def measure(
     names: list[str], sizes: list[int], repeat: int, *, tls: bool = False
 ) -> dict[str, Rates]:
-    """Returns medians, of each transport and of the bare stream; all take turns. `sizes` are in MB;
-    with `tls` all gRPC is encrypted, that of the bare stream, too. Raises RuntimeError if a
-    transport cannot be used.
+    """Returns the median rates of each transport and of the bare stream, which take turns.
+
+    `sizes` are in MB. With `tls` all gRPC is encrypted, including the bare stream. Raises
+    RuntimeError if a transport does not work.
     """
     tokens = {size: max(1, size * 1_000_000 // LAYOUT.bytes_per_token) for size in sizes}
     found: dict[str, dict[int, list[float]]] = {
@@ -241,7 +246,7 @@ async def measure(
 
 
 def report(rates: dict[str, Rates], sizes: list[int]) -> Table:
-    """Returns one line for each transport."""
+    """Returns a table with one line for each transport."""
     table = Table(title="KV cache between two processes", title_justify="left", header_style="bold")
     table.add_column("transport")
     for size in sizes:
@@ -256,7 +261,7 @@ def report(rates: dict[str, Rates], sizes: list[int]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints. Returns 0."""
+    """Measures and prints; returns 0."""
     parser = argparse.ArgumentParser(
         prog="python -m tandem.tests.bench.engine.transfer", description=__doc__
     )
@@ -264,13 +269,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 16, 128], metavar="MB")
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument(
-        "--peer-tls", action="store_true", help="encrypt gRPC, as peer_tls.mode cluster does"
+        "--peer-tls", action="store_true", help="encrypt gRPC as with `peer_tls.mode: cluster`"
     )
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options: Any = parser.parse_args(arguments)
     torch.set_num_threads(1)
     keep_freed_memory()
-    gc.freeze()  # as a service does
+    gc.freeze()  # a service does the same
     if options.serve:
         name, num_tokens = options.serve
         asyncio.run(serve(name, int(num_tokens)))

@@ -1,6 +1,4 @@
-"""Measures the same figures of transformers, whose continuous batching is the peer where no other
-server runs.
-"""
+"""Measures transformers' continuous batching, the peer on devices where no other server runs."""
 
 import random
 import statistics
@@ -21,7 +19,7 @@ _PREFILL_RUNS: Final = 2  # the first warms up
 
 
 class TransformersPeer:
-    """Runs transformers' continuous batching on the very weights that the engine ran on."""
+    """Runs transformers' continuous batching on the same weights as the engine."""
 
     def __init__(
         self,
@@ -40,8 +38,9 @@ class TransformersPeer:
                 read(WeightSlice(name, tuple(parameter.shape)), parameter)
 
     def decode_seconds(self, batch: int, context: int, steps: int) -> float:
-        """Returns the median seconds of a step that decodes `batch` sequences of `context` tokens
-        and more.
+        """Returns the median seconds of a decode step of `batch` sequences.
+
+        The sequences begin with `context` tokens.
         """
         prompts = self._prompts(batch, context)
         prefill_steps = -(-batch * context // _CHUNK)
@@ -53,7 +52,7 @@ class TransformersPeer:
         return float(statistics.median(after - before for before, after in pairwise(times)))
 
     def prefill_seconds(self, num_tokens: int) -> float:
-        """Returns the seconds from a lone prompt's start to its first token."""
+        """Returns the seconds from a single prompt's start to its first token."""
         prompts = self._prompts(1, num_tokens)
         return min(self._prefill(prompts) for _ in range(_PREFILL_RUNS))
 
@@ -63,7 +62,7 @@ class TransformersPeer:
 
     def _generate_batch(self, prompts: list[list[int]], num_tokens: int) -> list[Any]:
         settings: dict[str, Any] = {"allow_block_sharing": False}
-        if self._device.type == "cpu":  # it would take nearly all of the machine's memory
+        if self._device.type == "cpu":  # its default takes nearly all of the machine's memory
             pages = len(prompts) * -(-(len(prompts[0]) + num_tokens) // _PAGE)
             settings |= {"num_blocks": pages + 1, "max_batch_tokens": max(_CHUNK, len(prompts))}
         greedy = GenerationConfig(  # type: ignore[no-untyped-call]  # no token ends it
@@ -79,9 +78,8 @@ class TransformersPeer:
             continuous_batching_config=transformers.ContinuousBatchingConfig(**settings),
             record_timestamps=True,
         )
-        if len(results) < len(prompts) or any(
-            each.error for each in results.values()
-        ):  # which it only logs
+        # transformers only logs errors.
+        if len(results) < len(prompts) or any(each.error for each in results.values()):
             raise RuntimeError("transformers' generate_batch failed")
         return list(results.values())
 

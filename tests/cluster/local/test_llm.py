@@ -317,11 +317,11 @@ def test_a_wrong_prompt_is_named_before_anything_runs(
         ),
         (
             {"speculative_config": {"method": "draft_model"}},
-            "speculative_config.model: goes with method draft_model",
+            "speculative_config.model: must be set if and only if method is draft_model",
         ),
         (
             {"speculative_config": {"model": "x", "method": "ngram"}},
-            "speculative_config.model: goes with method",
+            "speculative_config.model: must be set if and only if method is",
         ),
         (
             {"speculative_config": {"model": "no model"}},

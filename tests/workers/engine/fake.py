@@ -244,7 +244,7 @@ class FakeExecutor(Executor):
             raise RuntimeError(f"of {len(plan.saved)} blocks only {len(slots)} have a slot")
         for block, slot in plan.saved:
             self.kv.save(block, slot)
-        for slot, block in plan.restored:
+        for slot, block in plan.loaded:
             self.kv.restore(slot, block)
         sources = {source for source, _ in plan.copies}
         for source, target in plan.copies:

@@ -90,7 +90,7 @@ class LateExecutor(RecordingExecutor):
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         done: list[Callable[[], Samples]] = []
         self.plans.append(plan)
-        blocks = {block for _, block in plan.restored}
+        blocks = {block for _, block in plan.loaded}
         self.restoring |= blocks
 
         def compute() -> None:
@@ -234,7 +234,7 @@ class Worker:
                 self._copies += self.engine.lease_cached(change.stored[:3])
         self.check()
         pool = self.engine.requests.pool
-        assert self.cached == {*pool._block_of, *pool.host._slot_of}, (
+        assert self.cached == {*pool._block_of, *pool.host._host_block_of}, (
             "the events differ from the cache"
         )
         return [event for event in events if not isinstance(event, CacheChanged)]
@@ -281,12 +281,12 @@ class Worker:
         event = self.importing.pop(number)
         if number not in self.sequences:
             return False
-        other = self._other_worker(event) if event.from_remote else {}
+        other = self._other_worker(event) if event.prefix_source == "remote" else {}
         for digest, place in zip(event.importing[:num_blocks], range(num_blocks), strict=True):
-            assert event.from_remote or self.disk is not None
+            assert event.prefix_source == "remote" or self.disk is not None
             data = (
                 other[digest]
-                if self.disk is None or event.from_remote
+                if self.disk is None or event.prefix_source == "remote"
                 else self.disk.blocks[digest]
             )
             block = event.blocks[event.num_cached // self.config.block_size + place]
@@ -322,7 +322,7 @@ class Worker:
             assert self.config.overlap or sequence.num_computed == sequence.num_scheduled
             assert sequence.num_published * self.config.block_size <= sequence.num_computed
             assert (
-                sequence.num_slots > 1
+                sequence.num_branches > 1
                 or len(sequence.blocks) + len(sequence.reserved) <= sequence.max_blocks
             )
             for block in sequence.held_blocks + sequence.reserved:
@@ -355,7 +355,7 @@ class Worker:
         )
         assert (
             event.num_cached % self.config.block_size
-            == event.num_restored % self.config.block_size
+            == event.num_loaded % self.config.block_size
             == 0
         )
         assert len(event.blocks) == -(-len(spec.tokens) // self.config.block_size)

@@ -270,7 +270,7 @@ def test_a_decode_worker_drafts_from_the_prompt_that_it_has_received(worker: Mak
 def test_a_sequence_with_pending_tokens_waits_for_one_where_a_draft_is_likely(
     worker: MakeWorker,
 ) -> None:
-    """With overlap it would never have a draft otherwise; while none is likely it takes every step."""
+    """With overlap it would never have a draft otherwise. It skips no step if none is likely."""
     for length, num_steps in ((3, 5 if worker().config.overlap else 4), (0, 12)):
         target, _ = start(worker, spec(1, max_tokens=12), right(length))
         run(target)

@@ -301,13 +301,12 @@ def test_layers_of_a_long_prefill_are_reported_while_it_runs() -> None:
     engine.submit(spec(3, tuple(range(400, 700))))
     for _ in range(4):
         engine.step(reported.extend)
-    assert (
-        [event for event in reported if isinstance(event, Progress) and event.num_layers]
-        == [
-            Progress(id=1, num_computed=0, num_ahead=200, num_layers=1),
-            Progress(id=1, num_computed=0, num_ahead=200, num_layers=2),
-        ]
-    )  # not of the 100 tokens of its second step, nor of the short one, nor of one whose cache nobody waits for
+    assert [event for event in reported if isinstance(event, Progress) and event.num_layers] == [
+        Progress(id=1, num_computed=0, num_ahead=200, num_layers=1),
+        Progress(id=1, num_computed=0, num_ahead=200, num_layers=2),
+    ]
+    # Not for the 100 tokens of its second step, nor for the short prompt, nor for a sequence whose
+    # cache nobody waits for.
 
 
 def test_times_are_the_clock_s() -> None:

@@ -250,16 +250,16 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool, disk: FakeDisk |
                     seen["draft accepted"] += len(event.token_ids) > 1
                     seen["draft refused"] += len(event.token_ids) <= event.num_draft_tokens
             seen["from another worker"] += sum(
-                isinstance(event, Admitted) and event.from_remote for event in events
+                isinstance(event, Admitted) and event.prefix_source == "remote" for event in events
             )
             seen["cached"] += sum(
                 isinstance(event, Admitted) and event.num_cached > 0 for event in events
             )
             seen["restored"] += sum(
-                isinstance(event, Admitted) and event.num_restored > 0 for event in events
+                isinstance(event, Admitted) and event.num_loaded > 0 for event in events
             )
             admitted = [
-                event for event in events if isinstance(event, Admitted) and event.num_restored
+                event for event in events if isinstance(event, Admitted) and event.num_loaded
             ]
             seen["restored by an import"] += sum(
                 target.specs[each.id].task is Task.DECODE for each in admitted

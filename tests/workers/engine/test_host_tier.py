@@ -29,7 +29,7 @@ PROMPTS = [
 
 
 class TierMachine(RuleBasedStateMachine):
-    """The model: what lies in each block and slot. Plans are carried out whenever hypothesis likes."""
+    """Models the content of each block and host block; hypothesis decides when plans run."""
 
     @initialize(num_slots=st.integers(0, 9))
     def start(self, num_slots: int) -> None:
@@ -56,7 +56,7 @@ class TierMachine(RuleBasedStateMachine):
         self.pool.host.pin(found)
         blocks = self.pool.reserve(rest)
         self.pool.claim(blocks)
-        self.pool.restore(blocks[: len(found)], found)
+        self.pool.load(blocks[: len(found)], found)
         self.unwritten |= dict(
             zip(blocks[len(found) :], chain[len(shared) + len(found) : length], strict=True)
         )
@@ -76,7 +76,7 @@ class TierMachine(RuleBasedStateMachine):
         self.unwritten.clear()
         for digest, block in self.pool._block_of.items():
             assert self.in_block[block] == digest
-        for digest, slot in self.pool.host._slot_of.items():
+        for digest, slot in self.pool.host._host_block_of.items():
             assert self.in_slot[slot] == digest
 
     @precondition(lambda self: self.held)
@@ -92,13 +92,13 @@ class TierMachine(RuleBasedStateMachine):
         assert not set(stored) & self.reported
         assert set(evicted) <= self.reported
         self.reported = (self.reported | set(stored)) - set(evicted)
-        assert self.reported == {*self.pool._block_of, *self.pool.host._slot_of}
+        assert self.reported == {*self.pool._block_of, *self.pool.host._host_block_of}
 
     @invariant()
     def integrity_holds(self) -> None:
         if hasattr(self, "pool"):
             self.pool.check_integrity()
-            assert len(self.pool.host) <= self.pool.host.num_slots
+            assert len(self.pool.host) <= self.pool.host.num_blocks
 
 
 TestTier = TierMachine.TestCase
@@ -117,7 +117,7 @@ def conversations(worker: MakeWorker, num_host_blocks: int) -> tuple[list[int], 
         assert tokens_of(events, number) == expected(tokens, 3)
         cached += [event.num_cached for event in events if isinstance(event, Admitted)]
     target.check_idle()
-    assert target.engine.requests.num_restored_tokens == sum(cached)
+    assert target.engine.requests.num_loaded_tokens == sum(cached)
     return cached, target.executor.num_tokens
 
 
@@ -153,7 +153,7 @@ def test_an_import_finds_a_prefix_in_host_memory_and_may_begin_at_once(worker: M
     longer = (*PROMPTS[0], 7, 7)
     target.submit(spec(5, longer, task=Task.DECODE, max_tokens=3))
     (admitted,) = [event for event in run(target) if isinstance(event, Admitted)]
-    assert (admitted.num_cached, admitted.num_restored) == (12, 8)
+    assert (admitted.num_cached, admitted.num_loaded) == (12, 8)
     first = fill(target, admitted, longer)
     target.engine.commit_import(5, first_tokens(first))
     assert [first, *tokens_of(run(target), 5)] == expected(longer, 3)

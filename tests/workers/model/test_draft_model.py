@@ -78,7 +78,7 @@ def generate(
                 made[row][1].extend(event.logprobs)
                 made[row][2].extend(event.prompt_logprobs)
             elif isinstance(event, Admitted):
-                seen += Counter(cached=event.num_cached, restored=event.num_restored)
+                seen += Counter(cached=event.num_cached, restored=event.num_loaded)
             elif isinstance(event, Preempted):
                 seen["preempted"] += 1
                 submit(event.id % len(kinds), event.id + len(kinds))

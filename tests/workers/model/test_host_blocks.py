@@ -109,7 +109,7 @@ def converse(
             for number, tokens_made in answers.items():
                 histories[number] += tokens_made + prompt(9, 100 * turn + number)
             made += answers.values()
-    return made, num_cached, engine.requests.num_restored_tokens
+    return made, num_cached, engine.requests.num_loaded_tokens
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -156,7 +156,7 @@ PLAN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "dropped": st.lists(st.integers(0, 2**63 - 1)).map(tuple),
     "copies": st.lists(st.tuples(IDS, IDS)).map(tuple),
     "saved": st.lists(st.tuples(IDS, IDS)).map(tuple),
-    "restored": st.lists(st.tuples(IDS, IDS)).map(tuple),
+    "loaded": st.lists(st.tuples(IDS, IDS)).map(tuple),
     "unloaded": st.lists(IDS).map(tuple),
     "is_expedited": st.booleans(),
 }
