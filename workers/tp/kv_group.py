@@ -12,7 +12,8 @@ from ...proto import worker_pb2
 from ...proto.channel import PeerChannel
 from ..engine.plan import FirstTokens
 from ..transfer.endpoint import KvEndpoint
-from ..transfer.receiver import FetchResult, FetchTarget, merge
+from ..transfer.receiver import merge
+from ..transfer.shard_stream import FetchResult, FetchTarget
 from .rank_client import RankClient, RankLost
 
 

@@ -23,8 +23,8 @@ from ..kv_cache.store import KvStore
 from ..model.device import enter_device
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.frames import TransferError
-from ..transfer.receiver import FetchResult
 from ..transfer.sender import KvSender
+from ..transfer.shard_stream import FetchResult
 from .adapters import LoadOnRank
 from .kv_group import KvGroup
 from .process_group import TpGroup, rank_loop

@@ -310,7 +310,7 @@ async def test_a_pair_that_breaks_in_a_transfer_costs_nothing_but_time(side: str
         if side == "stream":
             pair.sending.disconnect()
         else:
-            pair.connectors[side == "receiver"].pair.close()
+            pair.connectors[side == "receiver"].group.close()
         pair.finish(1)
         fetched = await fetching
         assert (fetched.transport, fetched.transfer_bytes) == ("grpc", len(pair.whole(1)))
