@@ -133,7 +133,8 @@ class CollectiveConnector(KvConnector):
         """Receives the announced message and passes it to its stream."""
         if not 0 < announcement.num_bytes <= self._max_bytes:
             raise TransferError(
-                f"KV message: {announcement.num_bytes} bytes are not within 1 to {self._max_bytes}"
+                f"KV message has {announcement.num_bytes} bytes; must be from 1 to "
+                f"{self._max_bytes}"
             )
         data = await self.group.receive(announcement.num_bytes)
         if checksum_of(data) != announcement.checksum:
