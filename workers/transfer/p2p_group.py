@@ -62,7 +62,7 @@ class P2pGroup:
     _pending: set[_Future] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._work, name="kv-pair", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="kv-p2p", daemon=True)
         self._thread.start()
         # A thread that returns from torch after the interpreter's end kills the process by a
         # signal.
@@ -181,7 +181,7 @@ class P2pGroup:
                 future.set_exception(TransferError(reason))
         if self._group and self.backend == "nccl":
             # `abort` takes long, and it frees the waiting thread only if another thread calls it.
-            threading.Thread(target=self._group.abort, name="kv-pair-abort", daemon=True).start()
+            threading.Thread(target=self._group.abort, name="kv-p2p-abort", daemon=True).start()
 
     def _leave(self) -> None:
         self._calls.put(None)

@@ -36,7 +36,7 @@ from .frames import (
 _MIN_PAUSE: Final = 0.001
 _MAX_PAUSE: Final = 0.05
 
-_OFFER_SECONDS: Final = 2.0  # a receiver may come before the offer by this time
+_OFFER_SECONDS: Final = 2.0  # a receiver may connect this long before the offer arrives
 _SPAN_FIELDS: Final = tuple(each.name for each in fields(KvSpan))
 
 FrameHook = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]

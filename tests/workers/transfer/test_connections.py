@@ -658,7 +658,7 @@ async def test_connections_that_end_leave_nothing(transport: str, who: str) -> N
 
 async def settle() -> None:
     """Returns when the pairs' threads have ended."""
-    await until(lambda: not any(thread.name == "kv-pair" for thread in threading.enumerate()))
+    await until(lambda: not any(thread.name == "kv-p2p" for thread in threading.enumerate()))
 
 
 async def test_a_worker_does_not_wait_for_its_connections_to_end() -> None:
