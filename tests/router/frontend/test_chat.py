@@ -121,7 +121,7 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
         "one of the tools",
     ),
     (chat(tools=[tool()], tool_choice=MODES(name="weather")), "tool_choice.name", "MODE_NAMED"),
-    (chat(template_kwargs="x" * 4_097), "template_kwargs", "at most 4096"),
+    (chat(template_kwargs="x" * 4_097), "template_kwargs", "maximum is 4096"),
     (chat(template_kwargs="[1]"), "template_kwargs", "JSON object"),
     (chat(template_kwargs='{"a": "\\ud800"}'), "template_kwargs", "JSON object"),
     (chat(template_kwargs='{"a": 1e999}'), "template_kwargs", "JSON object"),
