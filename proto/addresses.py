@@ -1,5 +1,6 @@
-"""Writes and reads hosts: in HOST:PORT an IPv6 address is in brackets, sockets take it without
-them.
+"""Formats and parses hosts, and opens sockets on them.
+
+In HOST:PORT an IPv6 address is in brackets; sockets need it without them.
 """
 
 import errno
@@ -10,21 +11,19 @@ from typing import Final
 _REASONS: Final = {
     errno.EADDRINUSE: "; is it taken?",
     errno.EADDRNOTAVAIL: ": this machine has no such interface",
-    errno.EACCES: ": this user may not; take a port from 1024 on",
+    errno.EACCES: ": this user has no permission; use a port from 1024 up",
     errno.EAFNOSUPPORT: ": this machine has no IPv6",
     socket.EAI_NONAME: ": the name does not resolve",
 }
 
 
 def in_brackets(host: str) -> str:
-    """Returns a host as HOST:PORT and URLs have it: an IPv6 address in brackets, anything else
-    unchanged.
-    """
+    """Returns the host's form in HOST:PORT and URLs: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def without_brackets(host: str) -> str:
-    """Returns a host as sockets take it."""
+    """Returns the host's form for sockets."""
     return host.removeprefix("[").removesuffix("]")
 
 
@@ -34,25 +33,26 @@ def host_of(address: str) -> str:
 
 
 def open_socket(host: str) -> socket.socket:
-    """Returns a TCP socket of the family of a host, which is IPv4 for names."""
+    """Returns a TCP socket of the host's address family, which is IPv4 for names."""
     return socket.socket(_family(host))
 
 
 def listen(
     host: str, port: int, *, backlog: int | None = None, reuse_port: bool = False
 ) -> socket.socket:
-    """Returns a socket that listens on one interface; port 0 takes a free one. Raises OSError."""
+    """Returns a socket that listens on one interface; port 0 is any free port. Raises OSError."""
     place = without_brackets(host), port
     return socket.create_server(place, family=_family(host), backlog=backlog, reuse_port=reuse_port)
 
 
 def why_not_bound(host: str, port: int) -> str:
-    """Returns why a port of this machine cannot be bound, as the end of a sentence; empty if it
-    can.
+    """Returns the reason why a port cannot be bound, as the end of a sentence.
+
+    The reason is empty if the port can be bound.
     """
     try:
         with open_socket(host) as probe:
-            # As servers do: closed connections do not count.
+            # Set as servers set it, so that closed connections do not block the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((without_brackets(host), port))
     except OSError as error:
@@ -61,13 +61,13 @@ def why_not_bound(host: str, port: int) -> str:
 
 
 def free_port(host: str) -> int:
-    """Returns a port that nobody has bound at this moment. Raises OSError."""
+    """Returns a port that is not bound at this moment. Raises OSError."""
     with listen(host, 0) as probe:
         return int(probe.getsockname()[1])
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches the host."""
+    """Returns whether only this machine can reach the host."""
     try:
         return ipaddress.ip_address(without_brackets(host)).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Makes the certificate that the processes of one service show each other."""
+"""Creates the certificate that the processes of one service show each other."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Final
@@ -10,12 +10,13 @@ from cryptography.x509.oid import NameOID
 
 from .identity import PeerTls
 
-_DAYS: Final = 3650  # a service that runs for longer is deployed again before
+_DAYS: Final = 3650  # a service is deployed again before it has run for ten years
 
 
 def make_peer_tls(name: str) -> PeerTls:
-    """Makes a key and a certificate that all processes of one service share, and that no one else
-    has.
+    """Creates a key and a certificate that all processes of one service share.
+
+    No other process may have them.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])

@@ -1,7 +1,7 @@
-"""How Tandem's processes hold gRPC connections to each other, and refuse those of anybody else.
+"""Implements the gRPC connections between Tandem's processes; refuses all other clients.
 
-A call costs each side two hashes of some bytes (`python -m tandem.tests.bench.engine.identity`), a
-message of a stream nothing.
+A call costs each side two hashes of some bytes (`python -m tandem.tests.bench.engine.identity`); a
+message of a stream costs nothing.
 """
 
 import asyncio
@@ -17,67 +17,66 @@ from .limits import MAX_CONNECTIONS, MAX_INTERNAL_MESSAGE_BYTES
 from .strangers import StrangerSweep
 
 SILENCE_SECONDS: Final = 2.5
-"""After so long without a word a worker is taken for frozen or cut off: its streams then go on
-within three seconds.
+"""A worker without traffic for this time counts as frozen or disconnected, so that its streams
+continue elsewhere within three seconds.
 """
 
-_PATIENT_SECONDS: Final = 10.0  # where a lost peer is noticed in another way
+_PATIENT_SECONDS: Final = 10.0  # for peers whose loss is also noticed in another way
 
 PEER_OPTIONS: Final = (
-    # Frames have 1 MiB, a step's message at most a little more than 16.
+    # Frames have 1 MiB, the message of a step has little more than 16 MiB at most.
     ("grpc.max_receive_message_length", MAX_INTERNAL_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_INTERNAL_MESSAGE_BYTES),
-    # Pings may come as often as a channel wants, see `_keepalive`.
+    # Channels may send pings at any rate, see `_keepalive`.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 300),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 300),
-    # A worker that comes back is found again soon.
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one try to connect may take
+    # A worker that comes back is soon found again. The first option is the timeout of one try.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A channel to a worker that has come back does not wait out the backoff of the channel before
-    # it.
+    # A new channel to a worker that has come back does not wait for an older channel's backoff.
     ("grpc.use_local_subchannel_pool", 1),
-    # A port that is taken is an error, and no proxy of the environment stands between two workers.
+    # A port that is taken is an error, and workers use no proxy of the environment.
     ("grpc.so_reuseport", 0),
     ("grpc.enable_http_proxy", 0),
 )
 
 HANDSHAKE_SECONDS: Final = 10.0
-"""How long whoever connects to a server may take for the begin of HTTP/2, or of TLS."""
+"""Timeout of a client's handshake of HTTP/2 or TLS."""
 
-_IDLE_SECONDS: Final = 300.0  # of a connection to a server without a call; a peer connects anew
+_IDLE_SECONDS: Final = 300.0  # a server closes a connection without calls; peers reconnect
 
 PROOF_SECONDS: Final = 10.0
-"""How long a peer may take to prove itself; one whose process stands still is noticed earlier, by
-its silence.
-"""
+"""Timeout of a peer's proof. A frozen peer is noticed earlier, by its silence."""
 
 _PROOF: Final = "tandem-proof-bin"  # metadata of a call, and of its answer
 _NOT_OURS: Final = "not a peer of this service"
 _NO_MESSAGE: Final = "not a message of this method"
 
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # grpc knows no types when it runs
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # grpc's classes are not generic at runtime
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 
 class PeerChannel:
-    """A channel to the process of this service at HOST:PORT, for stubs; who has made it closes it.
+    """Holds a channel to the process of this service at HOST:PORT, for stubs.
 
-    Proves with every call that this process is of the service. What another one answers is never
-    seen: the call raises an AioRpcError UNAUTHENTICATED.
+    The creator closes it. Every call proves that this process belongs to the service. Answers of
+    another process are never seen: the call raises AioRpcError UNAUTHENTICATED.
     """
 
     def __init__(
         self, address: str, identity: PeerIdentity, silence_seconds: float = SILENCE_SECONDS
     ) -> None:
-        """A peer that is frozen or cut off is noticed after at most so long; a dead one at once, by
-        its socket.
+        """Connects on the first call.
+
+        A frozen or disconnected peer is noticed within `silence_seconds`, a dead one at once by its
+        socket.
         """
-        self.num_calls = 0  # that have not ended
-        self.on_unused: Callable[[], object] = lambda: None  # called when the last of them has
+        self.num_calls = 0  # calls that have not ended
+        self.on_unused: Callable[[], object] = lambda: None  # called when the last call has ended
         self._address = address
         self._identity = identity
         options = PEER_OPTIONS + _keepalive(silence_seconds)
@@ -86,7 +85,8 @@ class PeerChannel:
         else:
             tls = identity.tls
             credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
-            named = ("grpc.ssl_target_name_override", tls.name)  # addresses come and go
+            # The certificate is for a fixed name, because the addresses of peers change.
+            named = ("grpc.ssl_target_name_override", tls.name)
             self._channel = grpc.aio.secure_channel(address, credentials, (*options, named))
 
     async def close(self) -> None:
@@ -106,7 +106,7 @@ class PeerChannel:
         response_deserializer: Callable[[bytes], Response] | None = None,
         **_: object,
     ) -> "Callable[..., PeerStream[Request, Response]]":
-        """Returns what opens streams of a method, as stubs expect it."""
+        """Returns a function that opens streams of a method, for stubs."""
         opens = self._channel.stream_stream(method, request_serializer, response_deserializer)
 
         def call(requests: AsyncIterable[Request] | None = None) -> PeerStream[Request, Response]:
@@ -125,7 +125,7 @@ class PeerChannel:
         response_deserializer: Callable[[bytes], Response] | None = None,
         **_: object,
     ) -> Callable[..., Awaitable[Response]]:
-        """Returns what calls a method, as stubs expect it."""
+        """Returns a function that calls a method, for stubs."""
         calls = self._channel.unary_unary(method, request_serializer, response_deserializer)
 
         async def call(request: Request, timeout: float | None = None) -> Response:
@@ -149,8 +149,10 @@ class PeerChannel:
 
 
 class PeerStream(Generic[Request, Response]):
-    """One call with streams both ways, as grpc.aio has it, but that it sends nothing and returns
-    nothing before the peer has proved itself. From then on it adds nothing to a message.
+    """Holds one bidirectional stream, like a call of grpc.aio.
+
+    It sends and returns nothing before the peer has proved itself. After that it adds no cost to a
+    message.
     """
 
     def __init__(
@@ -160,25 +162,25 @@ class PeerStream(Generic[Request, Response]):
         proof: bytes,
         identity: PeerIdentity,
     ) -> None:
-        """See `PeerChannel.stream_stream`."""
         self.read: Callable[[], Awaitable[Response | object]] = self._read_first
         self.write: Callable[[Request], Awaitable[None]] = self._write_first
         sent = None if requests is None else self._send_later(requests)
         self._call = opens(sent, metadata=grpc.aio.Metadata((_PROOF, proof)))
-        self._proof, self._identity = proof, identity
+        self._proof = proof
+        self._identity = identity
         self._proved = asyncio.ensure_future(self._prove())
         self._proved.add_done_callback(lambda proved: proved.cancelled() or proved.exception())
 
     async def done_writing(self) -> None:
-        """Tells the peer that nothing more will be written. Idempotent."""
+        """Tells the peer that no more messages will be written. Idempotent."""
         await self._call.done_writing()
 
     async def code(self) -> grpc.StatusCode:
-        """Returns how the call has ended, as soon as it has."""
+        """Returns the call's status code once the call has ended."""
         return await self._call.code()
 
     async def details(self) -> str:
-        """Returns the text with which the call has ended, as soon as it has."""
+        """Returns the text of the call's status once the call has ended."""
         return await self._call.details()
 
     def cancel(self) -> None:
@@ -186,24 +188,25 @@ class PeerStream(Generic[Request, Response]):
         self._call.cancel()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called when the call has ended, however it does."""
+        """Calls `callback` when the call has ended, for any reason."""
         self._call.add_done_callback(lambda _call: callback())
 
     async def _prove(self) -> None:
-        """Raises AioRpcError unless the peer proves to be of this service."""
+        """Raises AioRpcError unless the peer proves that it belongs to this service."""
         try:
             async with asyncio.timeout(PROOF_SECONDS):
                 if not _is_answered(
                     await self._call.initial_metadata(), self._proof, self._identity
                 ):
-                    await self._call.read()  # raises what has ended the call, if it has failed
+                    await self._call.read()  # raises the call's own error if it has failed
                     raise _not_ours()
         except TimeoutError as error:
             raise _not_ours() from error
         except BaseException:
             self._call.cancel()
             raise
-        self.read, self.write = self._call.read, self._call.write
+        self.read = self._call.read
+        self.write = self._call.write
 
     async def _read_first(self) -> Response | object:
         await asyncio.shield(self._proved)
@@ -215,28 +218,30 @@ class PeerStream(Generic[Request, Response]):
 
     async def _send_later(self, requests: AsyncIterable[Request]) -> AsyncIterator[Request]:
         await asyncio.wait([self._proved])
-        if (
-            not self._proved.cancelled() and not self._proved.exception()
-        ):  # else whoever reads is told
+        # If the proof failed, the read raises the error.
+        if not self._proved.cancelled() and not self._proved.exception():
             async for request in requests:
                 yield request
 
 
 def patient_channel(address: str, identity: PeerIdentity) -> PeerChannel:
-    """Returns a channel to a peer whose silence is noticed by the streams themselves."""
+    """Returns a channel to a peer whose silence the streams detect themselves."""
     return PeerChannel(address, identity, _PATIENT_SECONDS)
 
 
 def is_silence(error: grpc.aio.AioRpcError) -> bool:
-    """Returns whether a call ended because the peer was silent: it, or the network, may be frozen."""
+    """Returns whether a call ended because the peer was silent.
+
+    The peer, or the network, may be frozen.
+    """
     return "ping timeout" in (error.details() or "")
 
 
 class PeerServer:
-    """A server for other processes of the service, and for no one else: whoever does not prove that
-    it is one of them gets UNAUTHENTICATED before a byte of a message is read, and connections of
-    strangers end before they take the places of peers. The owner adds services and a port, starts
-    and stops it.
+    """Serves other processes of the service only; the owner adds services and a port.
+
+    Other clients get UNAUTHENTICATED before a byte of a message is read. Their connections are
+    closed before they use up the connections of peers. The owner starts and stops the server.
     """
 
     def __init__(self, identity: PeerIdentity, max_connections: int = MAX_CONNECTIONS) -> None:
@@ -262,8 +267,9 @@ class PeerServer:
         self._server.add_registered_method_handlers(service, handlers)
 
     def bind(self, host: str, port: int) -> str:
-        """Gives the server its one interface and port, 0 for a free one; returns HOST:PORT, where
-        callers must call it. Raises OSError if it is taken.
+        """Binds one interface and port, 0 for any free port; returns HOST:PORT for callers.
+
+        Callers must use exactly this address. Raises OSError if the port is taken.
         """
         try:
             address = f"{host}:{self._add_port(f'{host}:{port}')}"
@@ -283,22 +289,22 @@ class PeerServer:
         return port
 
     def answer_to(self, address: str) -> None:
-        """Takes calls that were meant for this HOST:PORT, too: of a proxy that forwards them here."""
+        """Also accepts calls to this HOST:PORT, the address of a proxy that forwards them here."""
         self._guard.targets.append(address)
 
     async def start(self) -> None:
-        """Begins to serve."""
+        """Starts to serve."""
         await self._server.start()
         self._sweep.start()
 
     async def stop(self, grace: float) -> None:
-        """Ends all calls, after `grace` seconds at most."""
+        """Ends all calls, after at most `grace` seconds."""
         await self._server.stop(grace)
         self._sweep.stop()
 
 
 class _Guard(grpc.aio.ServerInterceptor):
-    """Lets in who proves to be of the service, and answers with a proof."""
+    """Accepts calls that prove to be of the service, and answers with a proof."""
 
     def __init__(self, identity: PeerIdentity, sweep: StrangerSweep) -> None:
         self.targets: list[str] = []
@@ -324,16 +330,17 @@ async def _refuse(requests: object, context: _Context) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, _NOT_OURS)
 
 
-# Of a stream nothing is read before it is asked for.
+# Registered as a stream for every method, because a stream's messages are only read on demand.
 _REFUSE: "Final[_Handler]" = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 def _answering(
     handler: _Handler, answer: tuple[tuple[str, bytes]], admit: Callable[[str], None]
 ) -> _Handler:
-    """Returns a handler, a coroutine function, that sends the metadata first, and tells `admit` the
-    peer. It parses
-    messages itself: grpc answers UNKNOWN to bytes that are none, and tells the exception.
+    """Returns a handler that first sends the metadata and reports the peer to `admit`.
+
+    It is a coroutine function. It parses messages itself, because grpc answers UNKNOWN to
+    unreadable bytes, and reveals the exception.
     """
     behave: Any = handler.stream_stream or handler.unary_unary
     make = (
@@ -355,10 +362,12 @@ def _answering(
 
 
 class _Messages:
-    """Parses the messages of a stream; ends the call at bytes that are none."""
+    """Parses the messages of a stream; ends the call if one is unreadable."""
 
     def __init__(self, incoming: Any, parse: Callable[[bytes], Any], context: _Context) -> None:
-        self._incoming, self._parse, self._context = incoming, parse, context
+        self._incoming = incoming
+        self._parse = parse
+        self._context = context
 
     def __aiter__(self) -> Self:
         return self
@@ -386,15 +395,14 @@ def _not_ours() -> grpc.aio.AioRpcError:
 
 
 def _keepalive(seconds: float) -> tuple[tuple[str, int], ...]:
-    """Has a connection break after at most so long without a word: a ping, when it was silent for
-    0.4 of it.
+    """Returns options that close a connection after `seconds` without traffic.
+
+    A ping is sent after 0.4 of that time.
     """
-    interval, timeout = round(400 * seconds), round(600 * seconds)
+    timeout = round(600 * seconds)
     return (
-        ("grpc.keepalive_time_ms", interval),
+        ("grpc.keepalive_time_ms", round(400 * seconds)),
         ("grpc.keepalive_timeout_ms", timeout),
-        (
-            "grpc.http2.ping_timeout_ms",
-            timeout,
-        ),  # in place of the other, which has no effect while this is a minute
+        # By default a minute, and then the option above has no effect.
+        ("grpc.http2.ping_timeout_ms", timeout),
     )

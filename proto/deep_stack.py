@@ -1,7 +1,7 @@
 """Runs recursive work in threads with large stacks.
 
-llguidance recurses over chains of rules. The longest that the bounds allow take less than 64 MiB,
-and would overflow the usual 8 MiB of a thread.
+llguidance recurses over chains of rules. The longest chains that the bounds allow take less than 64
+MiB of stack, and would overflow a thread's usual 8 MiB.
 """
 
 import os
@@ -12,21 +12,22 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-_STACK_BYTES: Final = 256 * 2**20  # only what is used takes memory, until the thread ends
+_STACK_BYTES: Final = 256 * 2**20  # only used pages take memory, until the thread ends
 _MAX_THREADS: Final = 2
 
-_slots = threading.BoundedSemaphore(_MAX_THREADS)
-_stack_size = threading.Lock()  # threading.stack_size is a setting of the process
+_permits = threading.BoundedSemaphore(_MAX_THREADS)
+_stack_size = threading.Lock()  # threading.stack_size is a setting of the whole process
 
 
 def on_deep_stack(work: Callable[[], T], nice: int = 0) -> T:
-    """Runs `work` in a thread of its own, at most two at a time, by so much nicer than others;
-    returns or raises what it does.
+    """Runs `work` in a thread with a large stack; returns its result or raises its exception.
 
-    Switches off Rust's backtraces in this process unless RUST_LIB_BACKTRACE is set: where they are
-    on, llguidance takes one for each rule on the way to an error, minutes for a long chain.
+    At most two such threads run at a time. `nice` is added to the thread's niceness.
+
+    Disables Rust's backtraces in this process unless RUST_LIB_BACKTRACE is set. With backtraces,
+    llguidance takes one for each rule on the way to an error, which lasts minutes for a long chain.
     """
-    os.environ.setdefault("RUST_LIB_BACKTRACE", "0")  # Rust reads it at its first error
+    os.environ.setdefault("RUST_LIB_BACKTRACE", "0")  # Rust reads it at the first error
     done: Future[T] = Future()
 
     def run() -> None:
@@ -35,10 +36,10 @@ def on_deep_stack(work: Callable[[], T], nice: int = 0) -> T:
                 own = threading.get_native_id()
                 os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + nice)
             done.set_result(work())
-        except BaseException as error:  # passed on to the caller
+        except BaseException as error:  # raised again in the caller
             done.set_exception(error)
 
-    with _slots:
+    with _permits:
         with _stack_size:
             before = threading.stack_size(_STACK_BYTES)
             try:

@@ -2,30 +2,30 @@
 
     TandemError
     ├── InvalidArgument      INVALID_ARGUMENT     400   a field is wrong; `field` names it
-    │   └── UnknownEncoding  INVALID_ARGUMENT     415   the body is compressed in a way that is not
-    decoded ├── TooLarge             RESOURCE_EXHAUSTED   413   the message itself is too large
+    │   └── UnknownEncoding  INVALID_ARGUMENT     415   the body's compression is not supported
+    ├── TooLarge             RESOURCE_EXHAUSTED   413   the message itself is too large
     ├── NotFound             NOT_FOUND            404   unknown model
-    ├── Overloaded           RESOURCE_EXHAUSTED   429   queue, KV budget or a key's limits;
-    `retry_after` ├── Unavailable          UNAVAILABLE          503   no healthy worker, draining;
-    `retry_after` seconds ├── DeadlineExceeded     DEADLINE_EXCEEDED    504
+    ├── Overloaded           RESOURCE_EXHAUSTED   429   queue, KV budget or limits of a key
+    ├── Unavailable          UNAVAILABLE          503   no healthy worker, or draining
+    ├── DeadlineExceeded     DEADLINE_EXCEEDED    504
     ├── Cancelled            CANCELLED            499
     ├── Unauthenticated      UNAUTHENTICATED      401
     ├── PermissionDenied     PERMISSION_DENIED    403
     └── InternalError        INTERNAL             500   the service is at fault
 
-The text of an error never has a traceback, a path or an address of the service. Those with a
-`retry_after` are worth
-another try: the clients of router/client retry by it, servers send it along.
+The text of an error never has a traceback, a path or an address of the service. Overloaded and
+Unavailable have `retry_after` in seconds: servers send it, and the clients of router/client retry
+after that time.
 """
 
 from typing import ClassVar
 
 
 class TandemError(Exception):
-    """Defines what all errors have.
+    """Defines the common attributes of all errors.
 
-    `code` is the name of a gRPC status code; `retry_after`, in seconds, is None unless a later try
-    may succeed.
+    `code` is the name of a gRPC status code. `retry_after`, in seconds, is None unless a retry may
+    succeed.
     """
 
     code: ClassVar[str]
@@ -35,7 +35,9 @@ class TandemError(Exception):
     def __init_subclass__(
         cls, code: str = "INTERNAL", http_status: int = 500, retry_after: float | None = None
     ) -> None:
-        cls.code, cls.http_status, cls.default_retry_after = code, http_status, retry_after
+        cls.code = code
+        cls.http_status = http_status
+        cls.default_retry_after = retry_after
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -56,21 +58,21 @@ class UnknownEncoding(InvalidArgument, code="INVALID_ARGUMENT", http_status=415)
 
 
 class TooLarge(TandemError, code="RESOURCE_EXHAUSTED", http_status=413):
-    """Reports a message that is larger than the service reads."""
+    """Reports a message that is larger than the service accepts."""
 
 
 class NotFound(TandemError, code="NOT_FOUND", http_status=404):
-    """Reports that no model of that name is served."""
+    """Reports that the service has no model of that name."""
 
 
 class Overloaded(TandemError, code="RESOURCE_EXHAUSTED", http_status=429, retry_after=1.0):
-    """Reports that the queue or the KV budget is full, or the limits of a key are reached."""
+    """Reports that the queue or the KV budget is full, or that the limits of a key are reached."""
 
     retry_after: float  # seconds
 
 
 class Unavailable(TandemError, code="UNAVAILABLE", http_status=503, retry_after=1.0):
-    """Reports that no worker can take the request now."""
+    """Reports that no worker can accept the request now."""
 
     retry_after: float  # seconds
 
@@ -88,7 +90,7 @@ class Unauthenticated(TandemError, code="UNAUTHENTICATED", http_status=401):
 
 
 class PermissionDenied(TandemError, code="PERMISSION_DENIED", http_status=403):
-    """Reports what the caller may not do."""
+    """Reports that the caller may not make this call."""
 
 
 class InternalError(TandemError):

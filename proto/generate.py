@@ -1,7 +1,7 @@
 """Generates the Python modules of this folder: `python proto/generate.py [--check]`.
 
---check generates elsewhere and exits 1 if the committed modules differ, so that nobody edits them
-by hand.
+With --check it generates into another folder and exits with 1 if the committed modules differ, so
+that nobody edits them by hand.
 """
 
 import filecmp
@@ -14,10 +14,8 @@ HERE = Path(__file__).resolve().parent
 
 
 def generate(out: Path) -> list[Path]:
-    """Writes *_pb2.py, *_pb2.pyi and *_pb2_grpc.py for every .proto file into `out`; returns their
-    paths.
-    """
-    from grpc_tools import protoc  # only `make` needs the compiler; importing this module does not
+    """Writes *_pb2.py, *_pb2.pyi and *_pb2_grpc.py for every .proto file; returns their paths."""
+    from grpc_tools import protoc  # lazy: only `make` has the compiler
 
     names = sorted(path.name for path in HERE.glob("*.proto"))
     flags = [f"-I{HERE}", f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
@@ -25,8 +23,8 @@ def generate(out: Path) -> list[Path]:
         raise SystemExit("protoc failed")
     made = sorted([*out.glob("*_pb2*.py"), *out.glob("*_pb2.pyi")])
     for path in made:
-        # protoc writes `import x_pb2` as if the folder were on sys.path; in the package the import
-        # is relative.
+        # protoc writes `import x_pb2` as if the folder were on sys.path; the package needs a
+        # relative import.
         path.write_text(
             re.sub(r"^import (\w+_pb2)", r"from . import \1", path.read_text(), flags=re.MULTILINE)
         )

@@ -1,6 +1,4 @@
-"""The names of prefixes: what routers, workers and caches mean when they say that two prompts begin
-alike.
-"""
+"""Computes the hashes by which routers, workers and caches identify prefixes of prompts."""
 
 import hashlib
 from array import array
@@ -8,23 +6,25 @@ from collections.abc import Sequence
 
 
 def hash_root(salt: bytes) -> bytes:
-    """The parent of a chain's first block: a domain of its own, so that no salt continues another
-    tenant's chain.
+    """Returns the parent hash of a chain's first block.
+
+    It has a hash domain of its own, so no salt can continue another tenant's chain.
     """
     return hashlib.blake2b(salt, digest_size=16, person=b"salt").digest()
 
 
 def adapter_salt(salt: bytes, fingerprint: bytes) -> bytes:
-    """The salt of prefixes that an adapter has computed, by its fingerprint; without one the salt
-    itself.
-    """
+    """Returns the salt of an adapter's prefixes; the salt itself without a fingerprint."""
     return (
         hashlib.blake2b(salt, key=fingerprint, person=b"adapter").digest() if fingerprint else salt
     )
 
 
 def hash_tenant(tenant: str) -> bytes:
-    """What stands for a tenant at workers, which need no names: 16 bytes, or nothing without one."""
+    """Returns 16 bytes that identify a tenant to workers, or nothing without a tenant.
+
+    Workers need no tenant names.
+    """
     return (
         hashlib.blake2b(tenant.encode(), digest_size=16, person=b"tenant").digest()
         if tenant
@@ -33,14 +33,15 @@ def hash_tenant(tenant: str) -> bytes:
 
 
 def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a block in its chain: 16 bytes that stand for every token from the sequence's
-    start.
+    """Returns the hash of a block in its chain.
+
+    Its 16 bytes identify every token from the sequence's start.
     """
     return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
 
 
 def hash_chain(tokens: Sequence[int], block_size: int, salt: bytes = b"") -> list[bytes]:
-    """The hashes of all full blocks of `tokens`."""
+    """Returns the hashes of all full blocks of `tokens`."""
     chain: list[bytes] = []
     parent = hash_root(salt)
     for end in range(block_size, len(tokens) + 1, block_size):
@@ -50,5 +51,5 @@ def hash_chain(tokens: Sequence[int], block_size: int, salt: bytes = b"") -> lis
 
 
 def hash_prompt(tokens: Sequence[int], salt: bytes = b"") -> bytes:
-    """The hash of a whole prompt, whatever block sizes its readers use."""
+    """Returns the hash of a whole prompt, which does not depend on a block size."""
     return hash_block(hash_root(salt), tokens)

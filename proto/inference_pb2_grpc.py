@@ -70,45 +70,47 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the continuations of one prompt. Every accepted request ends in exactly one terminal event: a last message
-        that carries the usage, or an error status. The trailing metadata holds a serialized Timeline under the key
-        `tandem-timeline-bin`. An INVALID_ARGUMENT has a google.rpc.BadRequest with the field's path, an error that is
-        worth another try a google.rpc.RetryInfo.
+        """Streams the completions of one prompt. Every accepted request ends in exactly one terminal
+        event: a last message with the usage, or an error status. The trailing metadata holds a
+        serialized Timeline under the key `tandem-timeline-bin`. An INVALID_ARGUMENT has a
+        google.rpc.BadRequest with the field's path. An error that is worth a retry has a
+        google.rpc.RetryInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns a prompt into token ids exactly as Generate would.
+        """Turns a prompt into token ids exactly as Generate does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids into text, with the names of special tokens.
+        """Turns token ids into text, which includes the names of special tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists the names under which this service answers.
+        """Lists the model names that this service serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadLoraAdapter(self, request, context):
-        """Answers with a LoRA adapter, too, under a name of its own. For operators, where the service allows it.
+        """Loads a LoRA adapter and serves it under a name of its own. For operators, if the service
+        allows it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadLoraAdapter(self, request, context):
-        """Accepts no more requests for an adapter; those that run go on. For operators, where the service allows it.
+        """Stops serving a LoRA adapter; running requests finish. For operators, if the service allows it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

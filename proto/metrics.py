@@ -1,10 +1,12 @@
-"""The table of metrics: what a service counts and measures, and how whoever counts reports it.
+"""Holds the table of metrics of a service, and the interface through which code reports them.
 
-A new metric is a line here and a call of `Metrics`. Routers serve theirs under /metrics; those
+A new metric is one entry here and a call of `Metrics`. Routers serve theirs under /metrics. Metrics
 named `vllm:` have the names, labels and buckets of vLLM V1, so that its dashboards work. Workers
-hand theirs to Ray, which serves them on the metrics port of each node with `ray_` before the name.
-No series is counted in two places, so sums over routers and over
-workers are right. Labels have few values: never an id, a tenant or a text.
+pass theirs to Ray, which serves them on the metrics port of each node with `ray_` before the name.
+No series is counted in two places, so sums over routers and over workers are correct. Labels have
+few values: never an id, a tenant or a text.
+
+One file because the table is one list, of which every entry is a few lines.
 """
 
 from bisect import bisect_left
@@ -14,7 +16,7 @@ from types import MappingProxyType
 from typing import Final, Literal, Protocol
 
 Values = tuple[str, ...]
-"""All values that a label has; empty: as many as the installed transports or the status codes."""
+"""All values of a label; empty if they are not fixed: installed transports or status codes."""
 
 _SECONDS: Final = (
     0.001,
@@ -34,75 +36,72 @@ _SECONDS: Final = (
     60.0,
 )
 _TTFT: Final = (
-    *(
-        0.001,
-        0.005,
-        0.01,
-        0.02,
-        0.04,
-        0.06,
-        0.08,
-        0.1,
-        0.25,
-        0.5,
-        0.75,
-        1.0,
-        2.5,
-        5.0,
-        7.5,
-        10.0,
-        20.0,
-        40.0,
-        80.0,
-    ),
-    *(160.0, 640.0, 2560.0),
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
 )
 _TPOT: Final = (
-    *(
-        0.01,
-        0.025,
-        0.05,
-        0.075,
-        0.1,
-        0.15,
-        0.2,
-        0.3,
-        0.4,
-        0.5,
-        0.75,
-        1.0,
-        2.5,
-        5.0,
-        7.5,
-        10.0,
-        20.0,
-        40.0,
-        80.0,
-    ),
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
 )
 _LATENCY: Final = (
-    *(
-        0.3,
-        0.5,
-        0.8,
-        1.0,
-        1.5,
-        2.0,
-        2.5,
-        5.0,
-        10.0,
-        15.0,
-        20.0,
-        30.0,
-        40.0,
-        50.0,
-        60.0,
-        120.0,
-        240.0,
-        480.0,
-        960.0,
-    ),
-    *(1920.0, 7680.0),
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
 )
 _STEP_TOKENS: Final = (
     1.0,
@@ -119,9 +118,11 @@ _STEP_TOKENS: Final = (
     8192.0,
     16384.0,
 )
-_TOKENS: Final = tuple(float(digit * 10**exponent) for exponent in range(7) for digit in (1, 2, 5))[
-    :19
-]  # to a million
+# 1, 2, 5, 10, ... up to a million.
+_TOKENS: Final = (
+    *(float(digit * 10**exponent) for exponent in range(6) for digit in (1, 2, 5)),
+    1_000_000.0,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -179,70 +180,76 @@ def _histogram(
 
 
 # --- routers: requests
-# ------------------------------------------------------------------------------------------------
 
-RUNNING = _gauge("vllm:num_requests_running", "Requests of this router that workers have.")
+RUNNING = _gauge("vllm:num_requests_running", "Requests of this router that are at workers.")
 WAITING = _gauge("vllm:num_requests_waiting", "Requests that wait in this router.")
 WAITING_BY_REASON = _gauge(
     "vllm:num_requests_waiting_by_reason",
-    "The same: for free capacity, or, interrupted, for a worker that can continue them.",
+    "Requests that wait in this router; capacity: for free capacity; deferred: interrupted ones, "
+    "for a worker that can continue them.",
     reason=("capacity", "deferred"),
 )
 KV_CACHE_USAGE = _gauge(
     "vllm:kv_cache_usage_perc",
-    "The part of the decode workers' blocks that is in use; 1 is all. The same in each router.",
+    "Share of the decode workers' blocks that is in use, 0 to 1. The same in each router.",
 )
 PROMPT_TOKENS = _counter(
     "vllm:prompt_tokens_total", "Prompt tokens of requests with a first token."
 )
 CACHED_TOKENS = _counter(
-    "vllm:prompt_tokens_cached_total", "Those of them that came from a prefix cache."
+    "vllm:prompt_tokens_cached_total", "Prompt tokens that came from a prefix cache."
 )
 GENERATION_TOKENS = _counter(
     "vllm:generation_tokens_total", "Generated tokens that are part of an answer."
 )
 FINISHED = _counter(
     "vllm:request_success_total",
-    "Completions that have ended: n for a request with n; abort: the client has left; error: none "
-    "can go on.",
+    "Completions that have ended, n for a request with n; abort: the client has cancelled; "
+    "error: the request has failed.",
     finished_reason=("stop", "length", "abort", "error"),
 )
 PREEMPTIONS = _counter(
-    "vllm:num_preemptions_total", "Requests whose blocks a worker needed for older ones."
+    "vllm:num_preemptions_total", "Requests that a worker preempted for older ones."
 )
 PREFIX_QUERIES = _counter(
     "vllm:prefix_cache_queries_total", "Prompt tokens looked up in a prefix cache."
 )
-PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "Those of them that were found.")
+PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "Prompt tokens found in a prefix cache.")
 TTFT = _histogram(
-    "vllm:time_to_first_token_seconds", _TTFT, "From the arrival of a request to its first token."
+    "vllm:time_to_first_token_seconds",
+    _TTFT,
+    "Time from the arrival of a request to its first token.",
 )
 ITL = _histogram(
     "vllm:inter_token_latency_seconds",
     _TPOT,
-    "Between two tokens of a choice, counted when its request ends.",
+    "Time between two tokens of a choice, counted when its request ends.",
 )
 TPOT = _histogram(
     "vllm:request_time_per_output_token_seconds",
     _TPOT,
-    "The mean time of a token after the first, by request.",
+    "Mean time of a request's tokens after the first.",
 )
 E2E = _histogram(
-    "vllm:e2e_request_latency_seconds", _LATENCY, "From the arrival of a request to its last token."
+    "vllm:e2e_request_latency_seconds",
+    _LATENCY,
+    "Time from the arrival of a request to its last token.",
 )
 QUEUE_TIME = _histogram(
-    "vllm:request_queue_time_seconds", _LATENCY, "In the queues of the router and its workers."
+    "vllm:request_queue_time_seconds", _LATENCY, "Time in the queues of the router and its workers."
 )
 PREFILL_TIME = _histogram(
     "vllm:request_prefill_time_seconds",
     _LATENCY,
-    "From admission, or the end of a restore, to the first token.",
+    "Time from admission, or the end of a KV load, to the first token.",
 )
 DECODE_TIME = _histogram(
-    "vllm:request_decode_time_seconds", _LATENCY, "From the decode worker's batch to the end."
+    "vllm:request_decode_time_seconds",
+    _LATENCY,
+    "Time from joining the decode worker's batch to the end.",
 )
 INFERENCE_TIME = _histogram(
-    "vllm:request_inference_time_seconds", _LATENCY, "At workers, without their queues."
+    "vllm:request_inference_time_seconds", _LATENCY, "Time at workers, without their queues."
 )
 REQUEST_PROMPT = _histogram("vllm:request_prompt_tokens", _TOKENS, "Prompt tokens of a request.")
 REQUEST_GENERATION = _histogram(
@@ -251,7 +258,7 @@ REQUEST_GENERATION = _histogram(
 REQUEST_COMPUTED = _histogram(
     "vllm:request_prefill_kv_computed_tokens",
     _TOKENS,
-    "Prompt tokens of a request that no prefix cache had.",
+    "Prompt tokens of a request that were computed, not found in a prefix cache.",
 )
 REQUEST_MAX_TOKENS = _histogram(
     "vllm:request_params_max_tokens", _TOKENS, "max_tokens of a request."
@@ -259,28 +266,28 @@ REQUEST_MAX_TOKENS = _histogram(
 REQUEST_MAX_GENERATION = _histogram(
     "vllm:request_max_num_generation_tokens",
     _TOKENS,
-    "Generated tokens of the longest choice a request may have.",
+    "Maximum number of tokens that a choice of the request may have.",
 )
 REQUEST_N = _histogram("vllm:request_params_n", (1.0, 2.0, 5.0, 10.0, 20.0), "n of a request.")
 ITERATION_TOKENS = _histogram(
     "vllm:iteration_tokens_total",
     _STEP_TOKENS,
-    "Outputs for this router of one engine step, tokens and others.",
+    "Outputs of one engine step for this router: tokens and other events.",
 )
 SPEC_DRAFTS = _counter(
-    "vllm:spec_decode_num_drafts_total", "Steps of a completion that verified guessed tokens."
+    "vllm:spec_decode_num_drafts_total", "Steps of a completion that verified draft tokens."
 )
 SPEC_DRAFT_TOKENS = _counter(
-    "vllm:spec_decode_num_draft_tokens_total", "Tokens that were guessed for them."
+    "vllm:spec_decode_num_draft_tokens_total", "Draft tokens that were verified."
 )
 SPEC_ACCEPTED_TOKENS = _counter(
     "vllm:spec_decode_num_accepted_tokens_total",
-    "Those of them that were right and are part of an answer.",
+    "Draft tokens that were accepted and are part of an answer.",
 )
 REFUSALS = _counter(
     "tandem_refusals_total",
-    "Requests that were not let in: full: the queue; predicted: they would have waited too long; "
-    "waited: they have.",
+    "Requests that were refused; full: the queue is full; predicted: the predicted wait is too "
+    "long; waited: the request has waited too long.",
     reason=("full", "predicted", "waited"),
 )
 ERRORS = _counter(
@@ -291,31 +298,36 @@ ERRORS = _counter(
 )
 
 # --- routers: faults, transfers
-# ---------------------------------------------------------------------------------------
 
 INTERRUPTIONS = _counter(
     "tandem_interruptions_total",
-    "Attempts that ended before their time.",
+    "Attempts that ended early.",
     cause=(
-        *("invalid", "full", "gone", "crash", "transfer", "preempted", "suspended"),
-        *("not_finite", "unable"),
+        "invalid",
+        "full",
+        "gone",
+        "crash",
+        "transfer",
+        "preempted",
+        "suspended",
+        "not_finite",
+        "unable",
     ),
 )
 RECOVERIES = _counter(
     "tandem_recoveries_total",
-    "Attempts after an interruption: with the KV cache of the prefill worker, with that of a "
-    "suspended choice, or by "
-    "computing prompt and tokens again.",
+    "Attempts after an interruption; handoff: with the KV cache of the prefill worker; suspended: "
+    "with the KV cache of a suspended choice; replay: prompt and tokens are computed again.",
     kind=("handoff", "suspended", "replay"),
 )
 LOST_WORKERS = _counter(
     "tandem_lost_workers_total",
-    "Sessions with workers that have broken: these have died, or cannot be reached.",
+    "Sessions that broke because a worker died or cannot be reached.",
 )
 KV_SECONDS = _histogram(
     "tandem_kv_transfer_seconds",
     _SECONDS,
-    "How long the KV cache of a request was on its way.",
+    "Transfer time of a request's KV cache.",
     transport=(),
 )
 KV_BYTES = _counter(
@@ -323,18 +335,17 @@ KV_BYTES = _counter(
 )
 WORKERS = _gauge(
     "tandem_workers",
-    "Workers that this router knows; lost: the session with it has broken. About the same in each "
-    "router.",
+    "Workers that this router knows; lost: the session with the worker has broken. About the same "
+    "in each router.",
     pool=("prefill", "decode"),
     state=("ready", "draining", "lost"),
 )
 READY = _gauge("tandem_ready", "1 while /ready answers 200.")
 TASKS = _gauge(
-    "tandem_tasks", "Asyncio tasks of this process; those of a worker are on the status page."
+    "tandem_tasks", "Asyncio tasks of this router; the status page has the tasks of workers."
 )
 
 # --- workers, through Ray
-# ---------------------------------------------------------------------------------------------
 
 BLOCKS = _gauge(
     "tandem_blocks",
@@ -346,13 +357,15 @@ SEQUENCES = _gauge(
     "tandem_sequences", "Sequences of a worker.", worker=True, state=("running", "waiting")
 )
 LEASES = _gauge("tandem_leases", "KV caches that wait for a decode worker.", worker=True)
-TRANSFERS = _gauge("tandem_kv_transfers", "KV transfers under way, in or out.", worker=True)
+TRANSFERS = _gauge("tandem_kv_transfers", "KV transfers in progress, in or out.", worker=True)
 UNBALANCED = _gauge(
     "tandem_unbalanced",
-    "1 if blocks are held that no sequence names, or the other way round.",
+    "1 if the blocks that are held are not exactly the blocks of all sequences.",
     worker=True,
 )
-STEP_SECONDS = _histogram("tandem_step_seconds", _SECONDS, "One step of the engine.", worker=True)
+STEP_SECONDS = _histogram(
+    "tandem_step_seconds", _SECONDS, "Duration of one step of the engine.", worker=True
+)
 STEP_TOKENS = _histogram(
     "tandem_step_tokens", _STEP_TOKENS, "Tokens computed in one step.", worker=True
 )
@@ -362,14 +375,13 @@ RECOMPUTED = _counter(
 )
 RESTORED = _counter(
     "tandem_kv_restored_tokens_total",
-    "Prompt tokens whose KV cache was not on the device, and came from a lower tier or from "
-    "another worker.",
+    "Prompt tokens whose KV cache was loaded from a lower tier or another worker.",
     worker=True,
     tier=("host", "disk", "remote"),
 )
 KV_FAILURES = _counter(
     "tandem_kv_transfer_failures_total",
-    "Streams of KV cache that broke; those of a transport beside gRPC are tried again over gRPC.",
+    "Streams of KV cache that broke; if the transport is not gRPC, gRPC is tried next.",
     worker=True,
     transport=(),
 )
@@ -381,7 +393,7 @@ GPU_MEMORY = _gauge(
 )
 GPU_UTILIZATION = _gauge(
     "tandem_gpu_utilization",
-    "The part of the time in which the GPU computes; 1 is all.",
+    "Share of the time in which the GPU computes, 0 to 1.",
     worker=True,
 )
 
@@ -389,8 +401,10 @@ METRICS: Final = tuple(_table)
 
 
 class Metrics(Protocol):
-    """Takes what is counted. Calls cost about a microsecond: one for a message or a request, none
-    for a token.
+    """Receives measurements.
+
+    A call costs about a microsecond. Code makes one for a message or a request, but none for a
+    token.
     """
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
@@ -402,7 +416,7 @@ class Metrics(Protocol):
         ...
 
     def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
-        """Counts so many observations of a value in a histogram."""
+        """Counts `count` observations of a value in a histogram."""
         ...
 
 
@@ -419,7 +433,7 @@ NULL_METRICS: Final[Metrics] = _NullMetrics()
 
 
 class BucketCounts:
-    """Counts observations by bucket, at 0.2 us each: cheap enough for every token. Not thread-safe."""
+    """Counts observations by bucket, at 0.2 us each, for use with every token. Not thread-safe."""
 
     __slots__ = ("bounds", "counts", "sums")
 
@@ -429,13 +443,13 @@ class BucketCounts:
         self.sums = [0.0] * (len(bounds) + 1)
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Counts so many observations of a value."""
+        """Counts `count` observations of a value."""
         bucket = bisect_left(self.bounds, value)
         self.counts[bucket] += count
         self.sums[bucket] += value * count
 
     def report(self, metrics: Metrics, metric: Metric) -> None:
-        """Reports all observations, those of a bucket by their mean, which is in the same bucket."""
+        """Reports all observations; a bucket's by their mean, which lies in the same bucket."""
         for bound, count, total in zip(
             (*self.bounds, float("inf")), self.counts, self.sums, strict=True
         ):

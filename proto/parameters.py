@@ -1,9 +1,11 @@
 """Holds the table of request parameters: one row describes a parameter for all APIs.
 
-From the rows derive the checks of router and worker, the defaults, the fields of the HTTP bodies
-and of the OpenAPI document, the translation of bodies and client options to messages, the options
-of the command line, and docs/parameters.md, which `python -m tandem.proto.parameters` prints. The
-prompt is no row: texts, token ids and chats are checked where they are tokenized.
+The rows define the checks of router and worker, the defaults, the fields of HTTP bodies and of the
+OpenAPI document, the translation of bodies and client options to messages, the options of the
+command line, and docs/parameters.md, which `python -m tandem.proto.parameters` prints. The prompt
+has no row: texts, token ids and chats are checked where they are tokenized.
+
+One file because the checks and the page interpret the columns of this one table.
 """
 
 import math
@@ -28,7 +30,8 @@ Kind = Literal[
     "strings",
     "token_ids",
     "logit_bias",
-]  # "json": a string that holds JSON; "logit_bias": map<uint32, float>
+]
+"""The type of a field. "json" is a string that holds JSON, "logit_bias" is map<uint32, float>."""
 _LISTS: Final = {"strings": "strings", "token_ids": "ids", "logit_bias": "tokens"}
 _PIECE_TOKENS: Final = 8_192
 _NUMBERS: Final = ("int32", "uint32", "uint64", "float")
@@ -39,11 +42,11 @@ _PARENTS: Final = ("", "sampling", "stopping", "beam_search")
 class RequestParameter:
     """Describes one request parameter.
 
-    `bounds` are those of a number, or each value of a map; `max_items` the entries of a list or
-    map; `max_characters` a string or each string of a list, which then has at least one. `default`
-    is the value of an unset field, None where unset has a meaning of its own; a default other than
-    0 needs presence (`optional`) in the message, and so does one whose place the model's
-    generation_config.json takes.
+    `bounds` apply to a number, or to each value of a map. `max_items` bounds the entries of a list
+    or map. `max_characters` bounds a string or each string of a list; then each has at least one
+    character. `default` is the value of an unset field; None means that unset has a meaning of its
+    own. Presence (`optional`) in the message is needed for a default other than 0, and for a
+    default that the model's generation_config.json can replace.
     """
 
     field: str  # its path in tandem.v1.GenerateRequest
@@ -54,49 +57,49 @@ class RequestParameter:
     max_items: int = 0
     max_characters: int = 0
     default: float | None = 0
-    zero_is_unset: bool = (
-        False  # 0 stands for unset in the message; HTTP bodies leave the field out instead
-    )
-    name: str = ""  # in all APIs but gRPC, if it is not the last part of `field`
-    completions: tuple[str, ...] | None = (
-        None  # names in /v1/completions, the first that is given counts; (): none
-    )
-    chat: tuple[str, ...] | None = None  # the same in /v1/chat/completions; None: as `completions`
-    flag: str = ""  # of the command line, if it is not made of the name
-    generation_config: str = (
-        ""  # its name in a model's generation_config.json, whose value takes the default's place
-    )
+    # 0 means unset in the message; HTTP bodies leave the field out instead.
+    zero_is_unset: bool = False
+    # Name in all APIs except gRPC, if it is not the last part of `field`.
+    name: str = ""
+    # Names in /v1/completions, of which the first one that is given counts; (): not supported.
+    completions: tuple[str, ...] | None = None
+    # Names in /v1/chat/completions; None: as in `completions`.
+    chat: tuple[str, ...] | None = None
+    # Option of the command line, if it is not made of the name.
+    flag: str = ""
+    # Name in a model's generation_config.json, whose value replaces the default.
+    generation_config: str = ""
 
     @cached_property
     def leaf(self) -> str:
-        """The field's name in the message that holds it."""
+        """Returns the field's name in the message that holds it."""
         return self.field.rpartition(".")[2]
 
     @cached_property
     def client_name(self) -> str:
-        """The name of the Python clients' option."""
+        """Returns the name of the Python clients' option."""
         return self.name or self.leaf
 
     @cached_property
     def limits(self) -> tuple[float, float]:
-        """The bounds as the message holds them."""
+        """Returns the bounds as the message holds them."""
         if self.kind in ("float", "logit_bias"):
             return float32(self.bounds[0]), float32(self.bounds[1])
         return self.bounds
 
     @property
     def option(self) -> str:
-        """The name of the command line's option."""
+        """Returns the name of the command line's option."""
         return self.flag or f"--{self.client_name.replace('_', '-')}"
 
     def body_names(self, *, chat: bool) -> tuple[str, ...]:
-        """The names in the body of a completion or a chat; the first that is given counts."""
+        """Returns the names in the body of a completion or a chat; the first given one counts."""
         own = self.chat if chat and self.chat is not None else self.completions
         return (self.client_name,) if own is None else own
 
     @cached_property
     def has_presence(self) -> bool:
-        """Whether the message distinguishes an unset field from one of value 0."""
+        """Returns whether the message distinguishes an unset field from one of value 0."""
         return bool(self.default) or self.default is None or bool(self.generation_config)
 
 
@@ -105,8 +108,9 @@ _LOGPROBS: Final = (0, limits.MAX_LOGPROBS)
 
 
 def _constraint(leaf: str, kind: Kind, meaning: str, *names: str) -> RequestParameter:
-    """Makes the row of a constraint, of which a request has at most one; `names` are those in HTTP
-    bodies.
+    """Returns the row of a constraint; `names` are its names in HTTP bodies.
+
+    A request has at most one constraint.
     """
     return RequestParameter(
         f"constraint.{leaf}",
@@ -136,24 +140,23 @@ PARAMETERS: Final = (
     RequestParameter(
         "priority",
         "int32",
-        "The greatest goes first; over HTTP, as in vLLM, the least.",
+        "The greatest value goes first; over HTTP, as in vLLM, the smallest.",
         bounds=(-100, 100),
     ),
     RequestParameter(
-        "truncate_prompt", "bool", "Keeps the end of a prompt that does not fit the context."
+        "truncate_prompt", "bool", "Keeps only the end of a prompt that exceeds the context."
     ),
     RequestParameter(
         "truncate_prompt_tokens",
         "int32",
-        "Keeps so many tokens of the prompt's end; -1 keeps what fits the context, 0 all.",
+        "Keeps this many tokens of the prompt's end; -1 keeps as many as fit the context, 0 all.",
         bounds=(-1, limits.MAX_TOKENS),
     ),
     RequestParameter(
         "stopping.max_tokens",
         "int32",
-        "Tokens to generate at most; 0 only with echo or prompt_logprobs. Unset: of a chat to the "
-        "end of the context, "
-        "of another prompt 16.",
+        "Maximum of generated tokens; 0 only with echo or prompt_logprobs. Unset: up to the end of "
+        "the context for chats, 16 for other prompts.",
         bounds=(0, limits.MAX_TOKENS),
         default=None,
         chat=("max_completion_tokens", "max_tokens"),
@@ -162,13 +165,13 @@ PARAMETERS: Final = (
     RequestParameter(
         "stopping.min_tokens",
         "int32",
-        "No end before so many tokens.",
+        "Minimum of generated tokens before the completion may end.",
         bounds=(0, limits.MAX_TOKENS),
     ),
     RequestParameter(
         "stopping.stop",
         "strings",
-        "Ends the text before the first of these; one that is a special token ends it, too.",
+        "Ends the text before the first of these texts. They may be special tokens.",
         max_items=16,
         max_characters=1_024,
     ),
@@ -179,7 +182,7 @@ PARAMETERS: Final = (
         max_items=limits.MAX_STOP_TOKEN_IDS,
         flag="--stop-token-id",
     ),
-    RequestParameter("stopping.ignore_eos", "bool", "Goes on after an end-of-sequence token."),
+    RequestParameter("stopping.ignore_eos", "bool", "Continues after an end-of-sequence token."),
     RequestParameter(
         "sampling.temperature",
         "float",
@@ -207,7 +210,7 @@ PARAMETERS: Final = (
     RequestParameter(
         "sampling.min_p",
         "float",
-        "Keeps tokens so many times as likely as the likeliest.",
+        "Keeps tokens with at least this share of the most likely token's probability.",
         bounds=(0, 1),
         generation_config="min_p",
     ),
@@ -222,7 +225,8 @@ PARAMETERS: Final = (
     RequestParameter(
         "sampling.repetition_penalty",
         "float",
-        "Divides the positive logits of tokens of prompt and completion (Keskar et al., 2019).",
+        "Divides the positive logits of tokens in prompt or completion, multiplies negative ones "
+        "(Keskar et al., 2019).",
         bounds=(0.01, 10),
         default=1,
         generation_config="repetition_penalty",
@@ -230,13 +234,13 @@ PARAMETERS: Final = (
     RequestParameter(
         "sampling.presence_penalty",
         "float",
-        "Taken from the logits of generated tokens.",
+        "Subtracted from the logits of generated tokens.",
         bounds=(-2, 2),
     ),
     RequestParameter(
         "sampling.frequency_penalty",
         "float",
-        "Taken from the logit for each generated occurrence.",
+        "Subtracted from a token's logit for each generated occurrence.",
         bounds=(-2, 2),
     ),
     RequestParameter(
@@ -249,32 +253,32 @@ PARAMETERS: Final = (
     RequestParameter(
         "sampling.bad_words",
         "strings",
-        f"Texts that are not generated; at most {limits.MAX_BAD_WORD_TOKENS} tokens each.",
+        f"Texts that are never generated; at most {limits.MAX_BAD_WORD_TOKENS} tokens each.",
         max_items=limits.MAX_BAD_WORDS,
         max_characters=256,
         flag="--bad-word",
     ),
     RequestParameter(
-        "sampling.seed", "uint64", "Same seed, same tokens. Unset: a random one.", default=None
+        "sampling.seed", "uint64", "Same seed, same tokens. Unset: a random seed.", default=None
     ),
     RequestParameter(
         "n",
         "uint32",
-        "Completions of the prompt; 0 means 1. Choice i samples with seed + i.",
+        "Number of completions of the prompt; 0 means 1. Choice i samples with seed + i.",
         bounds=_CHOICES,
         zero_is_unset=True,
     ),
     RequestParameter(
         "best_of",
         "uint32",
-        "Completions to generate, of which the n likeliest are returned; 0 means n.",
+        "Number of completions to generate; the n most likely are returned. 0 means n.",
         bounds=_CHOICES,
         zero_is_unset=True,
     ),
     RequestParameter(
         "beam_search.width",
         "uint32",
-        "Searches with so many hypotheses instead of sampling.",
+        "Runs a beam search with this many hypotheses instead of sampling.",
         bounds=(1, limits.MAX_BEAM_WIDTH),
         name="beam_width",
     ),
@@ -293,7 +297,7 @@ PARAMETERS: Final = (
     RequestParameter(
         "logprobs",
         "uint32",
-        "Reports the log probability of each generated token and of so many alternatives.",
+        "Reports the log probability of each generated token and of this many alternatives.",
         bounds=_LOGPROBS,
         default=None,
         chat=("top_logprobs",),
@@ -301,14 +305,14 @@ PARAMETERS: Final = (
     RequestParameter(
         "prompt_logprobs",
         "uint32",
-        "The same for the prompt's tokens.",
+        "Reports the log probability of each prompt token and of this many alternatives.",
         bounds=_LOGPROBS,
         default=None,
     ),
     RequestParameter(
         "echo", "bool", "Repeats the prompt before each completion; not in chats.", chat=()
     ),
-    _constraint("json_schema", "json", "The completion is JSON of this schema.", "guided_json"),
+    _constraint("json_schema", "json", "The completion is JSON with this schema.", "guided_json"),
     _constraint("json_object", "bool", "The completion is a JSON object."),
     _constraint(
         "regex", "string", "The whole completion matches this regular expression.", "guided_regex"
@@ -326,13 +330,14 @@ ROWS: Final[Mapping[str, RequestParameter]] = {row.field: row for row in PARAMET
 
 
 def float32(number: float) -> float:
-    """Rounds a number to what a message's float field holds."""
+    """Rounds a number to the precision of a message's float field."""
     return float(struct.unpack("<f", struct.pack("<f", number))[0])
 
 
 def parameters_of(parent: str) -> tuple[RequestParameter, ...]:
-    """Returns the rows whose fields lie in one message: "sampling", or "" for GenerateRequest
-    itself.
+    """Returns the rows whose fields lie in one message.
+
+    `parent` is the message, such as "sampling", or "" for GenerateRequest itself.
     """
     return tuple(row for row in PARAMETERS if row.field.rpartition(".")[0] == parent)
 
@@ -343,9 +348,7 @@ _CHECKED: Final = {
 
 
 def value_of(message: Any, row: RequestParameter) -> Any:
-    """Returns the value of the row's field in the message that holds it; the default if it is
-    unset.
-    """
+    """Returns the value of the row's field in its message; the default if the field is unset."""
     return (
         row.default
         if row.has_presence and not message.HasField(row.leaf)
@@ -354,18 +357,17 @@ def value_of(message: Any, row: RequestParameter) -> Any:
 
 
 def set_value(request: Any, row: RequestParameter, value: Any) -> None:
-    """Sets the row's field of a GenerateRequest. Raises TypeError or ValueError for a value that
-    does not fit it.
-    """
+    """Sets the row's field of a GenerateRequest. Raises TypeError or ValueError for a bad value."""
     parent, _, leaf = row.field.rpartition(".")
     message = getattr(request, parent) if parent else request
     message.MergeFrom(type(message)(**{leaf: value}))
 
 
 def check_request(request: Any) -> None:
-    """Checks each field of a GenerateRequest against its row, but for prompt and constraint.
+    """Checks each field of a GenerateRequest against its row, except prompt and constraint.
 
-    Raises InvalidArgument, which names the field and the bound."""
+    Raises InvalidArgument, which names the field and the bound.
+    """
     for parent, rows in _CHECKED.items():
         if not parent or request.HasField(parent):
             check_message(
@@ -376,8 +378,9 @@ def check_request(request: Any) -> None:
 
 
 def check_message(message: Any, rows: Iterable[RequestParameter], prefix: str = "") -> None:
-    """Checks the fields of a message that has them under the rows' last names; `prefix` is put
-    before their names in errors. Raises InvalidArgument.
+    """Checks the fields of a message that has the rows' last names. Raises InvalidArgument.
+
+    Errors have `prefix` before the names.
     """
     for row in rows:
         value = value_of(message, row)
@@ -388,9 +391,10 @@ def check_message(message: Any, rows: Iterable[RequestParameter], prefix: str = 
 def check_value(
     row: RequestParameter, value: Any, field: str, *, minimum: float | None = None
 ) -> None:
-    """Checks a value against its row; `minimum` takes the place of the row's own.
+    """Checks a value against its row; `minimum` replaces the row's own minimum.
 
-    Raises InvalidArgument, which names `field` and the bound."""
+    Raises InvalidArgument, which names `field` and the bound.
+    """
     if row.kind in _LISTS:
         check_count(len(value), row.max_items, _LISTS[row.kind], field)
     if row.kind == "logit_bias":
@@ -405,10 +409,10 @@ def check_value(
         check_length(value, row.max_characters, field)
 
 
-def check_count(count: int, most: int, what: str, field: str) -> None:
-    """Raises InvalidArgument if there are more than `most`."""
+def check_count(count: int, most: int, noun: str, field: str) -> None:
+    """Raises InvalidArgument if there are more than `most` items; `noun` names them."""
     if count > most:
-        raise InvalidArgument(f"has {count} {what}; at most {most} are taken", field)
+        raise InvalidArgument(f"has {count} {noun}; the maximum is {most}", field)
 
 
 def check_length(text: str, most: int, field: str) -> None:
@@ -418,8 +422,9 @@ def check_length(text: str, most: int, field: str) -> None:
 
 
 def check_token_ids(ids: Collection[int], vocab_size: int, field: str) -> None:
-    """Raises InvalidArgument unless all are token ids. Looks at piece by piece, and other threads
-    run between them.
+    """Raises InvalidArgument unless all are token ids.
+
+    Checks _PIECE_TOKENS ids at a time, so that other threads can run in between.
     """
     left = iter(ids)
     while piece := list(islice(left, _PIECE_TOKENS)):
@@ -430,7 +435,10 @@ def check_token_ids(ids: Collection[int], vocab_size: int, field: str) -> None:
 
 
 def _check_number(row: RequestParameter, value: float, field: str, minimum: float | None) -> None:
-    """Compares so that NaN, for which every comparison is false, is refused."""
+    """Raises InvalidArgument unless the value is in its bounds.
+
+    The comparisons also refuse NaN, for which every comparison is false.
+    """
     least, most = row.limits
     least = least if minimum is None else minimum
     if row.excludes_minimum and not least < value <= most:
@@ -443,14 +451,15 @@ _HEAD: Final = """# Request parameters
 
 Printed by `python -m tandem.proto.parameters`; do not edit.
 
-What a request leaves out has the default. Where that is marked ◆, the model's generation_config.json may say another
-one by the same name, unless the service runs with `generation_config: none`; a beam search takes none of them.
-`max_tokens` is `max_new_tokens` there: of a text 16 still, if that is less.
+A parameter that a request leaves out has its default. The model's generation_config.json may
+replace a default that is marked ◆, under the same name, unless the service runs with
+`generation_config: none` or the request is a beam search. `max_tokens` is named `max_new_tokens`
+there; for prompts other than chats the default is never above 16.
 """
 
 
 def markdown() -> str:
-    """Returns the table as docs/parameters.md has it."""
+    """Returns the text of docs/parameters.md."""
     head = (
         "gRPC field",
         "type",

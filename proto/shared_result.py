@@ -1,4 +1,4 @@
-"""Computes a result once for all who ask at about the same time."""
+"""Computes a result once for all callers that ask at about the same time."""
 
 import asyncio
 import time
@@ -11,15 +11,18 @@ _LONGEST_SECONDS: Final = 1.0
 
 
 class SharedResult(Generic[_T]):
-    """Holds the last result of `compute`. Who asks while it is computed, or is fresh, gets the
-    same.
+    """Holds the last result of `compute`.
+
+    Callers share the result that is being computed or is still fresh.
     """
 
     def __init__(
         self, compute: Callable[[], Awaitable[_T]], seconds: float = 0.0, share: float = 1.0
     ) -> None:
-        """A result is fresh for `seconds`, or, up to a second, so long that to compute results
-        takes no more than `share` of the time.
+        """Keeps a result fresh for `seconds`, or longer if `share` requires it.
+
+        Computations take at most `share` of the time: for this, a result stays fresh for up to one
+        second after its computation.
         """
         self._compute = compute
         self._seconds = seconds
@@ -28,7 +31,7 @@ class SharedResult(Generic[_T]):
         self._fresh_until = 0.0
 
     async def get(self) -> _T:
-        """Returns a result that is fresh. Raises what `compute` raised."""
+        """Returns a fresh result. Raises the exceptions of `compute`."""
         if self._task is None or (self._task.done() and time.monotonic() >= self._fresh_until):
             self._task = asyncio.create_task(self._run())
         return await asyncio.shield(self._task)

@@ -1,8 +1,9 @@
-"""Ends connections of strangers to a server of peers before they take the places of peers.
+"""Closes connections of strangers to a server for peers before they use up its connections.
 
-gRPC tells Python of calls, never of connections, and refuses new ones when there are too many. So a
-stranger could keep all peers out with connections that never prove anything. The kernel knows each
-connection, and the first accepted call of a peer says which one is the peer's.
+A stranger is a client that is no process of the service. gRPC reports calls to Python but not
+connections, and it refuses new connections above a limit. So a stranger could lock out all peers
+with connections that never prove anything. The kernel lists every connection, and the first
+accepted call of a peer tells which connection is the peer's.
 """
 
 import asyncio
@@ -16,30 +17,27 @@ from urllib.parse import unquote
 import psutil
 
 _SWEEP_SECONDS: Final = 1.0
-"""No event tells of a connection without a call, so the connections are counted this often. A peer
-makes its first call as soon as it has connected.
+"""Interval of the checks, because no event reports a connection without a call. A peer makes its
+first call as soon as it has connected.
 """
 
 _Peer: TypeAlias = tuple[str, int]  # address and port
 
 
 class StrangerSweep:
-    """Ends connections to one server that have had no accepted call for a while, when there are
-    many connections.
-    """
+    """Closes connections that had no accepted call for a while, if there are many connections."""
 
     def __init__(self, max_connections: int) -> None:
-        """It begins when a quarter of the connections that the server takes are in use."""
-        self.ports: set[int] = set()  # of the server
+        """Starts to close connections when a quarter of `max_connections` is in use."""
+        self.ports: set[int] = set()  # the server's ports
         self._most = max_connections // 4
         self._known: set[_Peer] = set()
-        self._suspects: Mapping[
-            _Peer, int
-        ] = {}  # connections that had no accepted call at the last sweep
+        # Connections that had no accepted call at the last sweep.
+        self._unproven: Mapping[_Peer, int] = {}
         self._task: asyncio.Task[None] | None = None
 
     def admit(self, peer: str) -> None:
-        """Notes that a call from `peer`, as gRPC names it, was accepted."""
+        """Records that a call from `peer`, in gRPC's format, was accepted."""
         self._known.add(_parse_peer(peer))
 
     def start(self) -> None:
@@ -61,18 +59,16 @@ class StrangerSweep:
     async def _sweep(self) -> None:
         known_before = set(self._known)
         found = await asyncio.to_thread(_connections_to, self.ports)
-        self._known -= known_before - found.keys()  # they have ended
+        self._known -= known_before - found.keys()  # connections that have ended
         strangers = {peer: fd for peer, fd in found.items() if peer not in self._known}
         if len(found) > self._most:
-            for peer in strangers.keys() & self._suspects.keys():
+            for peer in strangers.keys() & self._unproven.keys():
                 _end(strangers[peer], peer)
-        self._suspects = strangers
+        self._unproven = strangers
 
 
 def _connections_to(ports: set[int]) -> dict[_Peer, int]:
-    """Returns the file descriptor of each connection that this process has accepted at one of the
-    ports.
-    """
+    """Returns the file descriptor of each connection that was accepted at one of the ports."""
     return {
         (_plain(each.raddr.ip), each.raddr.port): each.fd
         for each in psutil.Process().net_connections("tcp")
@@ -81,7 +77,7 @@ def _connections_to(ports: set[int]) -> dict[_Peer, int]:
 
 
 def _end(fd: int, peer: _Peer) -> None:
-    """Ends the connection of `peer`, unless the descriptor is another's by now."""
+    """Closes the connection of `peer`, unless the descriptor has another connection by now."""
     with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
         address, port, *_ = connection.getpeername()
         if (_plain(address), port) == peer:
@@ -95,5 +91,5 @@ def _parse_peer(name: str) -> _Peer:
 
 
 def _plain(address: str) -> str:
-    """Returns an address without its zone; an IPv4 address that is mapped to IPv6 as IPv4."""
+    """Returns an address without its zone; an IPv4-mapped IPv6 address as IPv4."""
     return address.partition("%")[0].removeprefix("::ffff:")

@@ -1,7 +1,7 @@
-"""Finds the tokenizer.json of a model's folder: in the folder, or in this user's cache if it had to
-be made.
+"""Finds the tokenizer.json of a model's folder.
 
-Routers and workers read it; `cluster/store` makes it. Nothing is written into a model's folder.
+It lies in the folder, or in this user's cache if it had to be converted from older files. Routers
+and workers read it; `cluster/store` converts it. Nothing is written into a model's folder.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ _OTHERS: Final = (
     "added_tokens.json",
     "config.json",
 )
-_FORMAT: Final = 1  # of what is made; another one makes new files
+_FORMAT: Final = 1  # version of the conversion; a change makes new files
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """Returns the path of a model's tokenizer.json, whether the file is there or not."""
+    """Returns the path of a model's tokenizer.json, even if the file does not exist."""
     own = folder / TOKENIZER_FILE
     if tokenizer_sources(folder) is None or own.exists():
         return own
@@ -33,16 +33,17 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def tokenizer_sources(folder: Path) -> tuple[str, ...] | None:
-    """Returns the older files of a folder of which tokenizer.json can be made; None if it has none."""
+    """Returns the older files from which tokenizer.json can be converted; None without them."""
     return next(
         (names for names in _SOURCES if all((folder / name).is_file() for name in names)), None
     )
 
 
 def made_tokenizer_file(folder: Path) -> Path:
-    """Returns where the tokenizer.json of a folder that lacks one is kept: below
-    `$TANDEM_HOME/models`, else below `models` in the user's cache folder. Another content of the
-    folder has another path.
+    """Returns the path of the converted tokenizer.json of a folder that has none of its own.
+
+    The path is below `$TANDEM_HOME/models`, or by default below `models` in the user's cache
+    folder. It changes with the content of the folder.
     """
     key = hashlib.sha256(f"{_FORMAT} {folder.resolve()}".encode())
     for name in (*(tokenizer_sources(folder) or ()), *_OTHERS):

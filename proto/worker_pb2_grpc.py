@@ -65,8 +65,8 @@ class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """Takes commands and answers with one message per engine step. When the stream ends, the worker cancels all its
-        requests.
+        """Accepts commands and answers with one message per engine step. When the stream ends, the worker
+        cancels all its requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,24 +79,25 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Has the worker refuse new requests until it ends, and report so at once. Running requests go on; routers suspend
-        those that another worker can continue. Returns when no request is left, or after the timeout. Idempotent.
+        """Makes the worker refuse new requests for the rest of its life, and report this at once. Running
+        requests go on; routers suspend those that another worker can continue. Returns when no request
+        is left, or after the timeout. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads a LoRA adapter, or says why it cannot be used; nothing happens while others are in use on all places for
-        adapters. A worker loads by itself what a submit names.
+        """Loads a LoRA adapter, or reports why it cannot be used. Does nothing if requests use max_loras
+        other adapters. A worker also loads an adapter when a Submit names it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeasePrefix(self, request_iterator, context):
-        """Leases the longest prefix of the first message's blocks that is in the KV cache, for another worker to fetch, and
-        answers with its handle. The lease lasts as long as the stream, but no longer than some seconds.
+        """Leases the longest cached prefix of the first message's blocks, for another worker to fetch,
+        and returns its handle. The lease lasts as long as the stream, but no longer than some seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,7 +279,8 @@ class Worker:
 
 
 class RankStub:
-    """A rank of a tensor-parallel group other than 0. Step plans do not take this way, but the group's own collectives.
+    """A rank of a tensor-parallel group other than 0. Step plans are not sent over this service but
+    over the group's own collectives.
     """
 
     def __init__(self, channel):
@@ -295,13 +297,14 @@ class RankStub:
 
 
 class RankServicer:
-    """A rank of a tensor-parallel group other than 0. Step plans do not take this way, but the group's own collectives.
+    """A rank of a tensor-parallel group other than 0. Step plans are not sent over this service but
+    over the group's own collectives.
     """
 
     def Control(self, request_iterator, context):
-        """Connects rank 0 for the rank's life: however the stream ends, the rank ends with it. Both sides send a message, if
-        only an empty one, every fraction of a second; a side that falls silent is taken for lost. A second stream is refused,
-        and changes nothing.
+        """Connects rank 0 for the life of the rank: when the stream ends, for any reason, the rank ends.
+        Both sides send a message, possibly an empty one, every fraction of a second; a side that is
+        silent counts as lost. A second stream is refused and changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -324,7 +327,8 @@ def add_RankServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Rank:
-    """A rank of a tensor-parallel group other than 0. Step plans do not take this way, but the group's own collectives.
+    """A rank of a tensor-parallel group other than 0. Step plans are not sent over this service but
+    over the group's own collectives.
     """
 
     @staticmethod

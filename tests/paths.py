@@ -80,19 +80,19 @@ workers.tp.kv_group:KvGroup._fetch
 workers.transfer.receiver:KvReceiver.fetch
 workers.transfer.receiver:KvReceiver._plan
 workers.kv_cache.reshard:plan_layout
-workers.transfer.receiver:PieceStream.__init__ < KvReceiver.fetch
+workers.transfer.shard_stream:ShardStream.__init__ < KvReceiver.fetch
 workers.transfer.connections:ReceiverConnections.connect
 workers.transfer.receiver:KvReceiver._pull < KvReceiver.fetch
-workers.transfer.receiver:PieceStream.pull
+workers.transfer.shard_stream:ShardStream.pull
 workers.transfer.connections:ReceiverConnections.get
-workers.transfer.receiver:PieceStream._transfer < PieceStream.pull
-workers.transfer.receiver:PieceStream._collect
-workers.transfer.receiver:PieceStream._receive
+workers.transfer.shard_stream:ShardStream._transfer < ShardStream.pull
+workers.transfer.shard_stream:ShardStream._collect
+workers.transfer.shard_stream:ShardStream._receive
 workers.transfer.frames:decode
-workers.transfer.shared_memory:SharedMemoryConnector.fetch < PieceStream._collect
-workers.transfer.receiver:PieceWriter.write < PieceStream._collect
+workers.transfer.shared_memory:SharedMemoryConnector.fetch < ShardStream._collect
+workers.transfer.shard_stream:ShardWriter.write < ShardStream._collect
 workers.model.kv_store:PagedKv.write
-workers.transfer.receiver:PieceWriter.finish < PieceStream._transfer
+workers.transfer.shard_stream:ShardWriter.finish < ShardStream._transfer
 workers.transfer.receiver:_merge < KvReceiver._pull
 workers.request_manager:RequestManager._fetched < RequestManager.submit
 workers.engine.engine:Engine.commit_import

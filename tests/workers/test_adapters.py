@@ -303,7 +303,7 @@ def test_a_rank_loads_only_what_was_meant_and_from_configured_folders(
     assert (
         reason(folders["many"]) == "adapter_config.json: r: is 40, above max_lora_rank, which is 8"
     )
-    outside = "folder: is not below a configured one"
+    outside = "folder: is outside of the configured adapter folders"
     assert reason(model) == outside
     assert reason(root / "adapters" / ".." / "model") == outside
     assert reason(Path("a\0b")) == "folder: cannot be read"

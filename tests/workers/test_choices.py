@@ -379,7 +379,7 @@ async def test_a_grammar_is_compiled_for_the_tenant_of_its_request_and_used_for_
             ("g", b"bob", hash_tenant("bob")),
         ]
         await session.send(submit("long", tenant=bytes(17)))
-        assert (await session.failure()).message == "tenant: has 17 bytes; at most 16 are taken"
+        assert (await session.failure()).message == "tenant: has 17 bytes; the maximum is 16"
 
 
 async def test_a_grammar_is_held_as_long_as_its_request() -> None:

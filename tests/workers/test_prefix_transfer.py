@@ -32,8 +32,8 @@ from tandem.workers.serve import prefix_transfer
 from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer.frames import Commit, TransferError
-from tandem.workers.transfer.receiver import ShardWriter
 from tandem.workers.transfer.sender import FrameHook
+from tandem.workers.transfer.shard_stream import ShardWriter
 
 PROMPT = list(range(100))
 MAX_TOKENS = 60

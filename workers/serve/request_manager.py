@@ -38,7 +38,7 @@ from ..engine.sequence import Task
 from ..tp.adapters import AdapterCache
 from ..tp.kv_group import KvGroup
 from ..transfer.frames import TransferError
-from ..transfer.receiver import FetchResult
+from ..transfer.shard_stream import FetchResult
 from .cache_reports import CacheReports
 from .engine_thread import EngineThread
 from .grammars import GrammarCompiler

@@ -1,5 +1,6 @@
-"""Loads LoRA adapters on all ranks of a worker when requests need them, and keeps those that were
-used last.
+"""Loads LoRA adapters on all ranks of a worker when requests need them.
+
+Keeps the adapters that were used last.
 """
 
 import asyncio
@@ -24,31 +25,31 @@ from .rank_client import RankClient
 logger = logging.getLogger(__name__)
 
 LoadOnRank = Callable[[int, worker_pb2.Adapter], str]
-"""Loads an adapter on one rank, under a number; returns why it cannot be used, naming file and
-field, or nothing. From any thread.
+"""Loads an adapter on one rank, under a number. Returns the reason why it cannot be used, with file
+and field, or an empty text. Thread-safe.
 """
 
 
 def adapter_loader(runner: ModelRunner, folders: Collection[str], max_rank: int) -> LoadOnRank:
-    """Returns what loads adapters from the `folders` and from those below them."""
+    """Returns a function that loads adapters from the `folders` and from folders below them."""
     roots = [Path(folder).resolve() for folder in folders]
 
     def load(number: int, adapter: worker_pb2.Adapter) -> str:
         try:
             folder = Path(adapter.folder).resolve()
             if not any(folder.is_relative_to(root) for root in roots):
-                return "folder: is not below a configured one"
+                return "folder: is outside of the configured adapter folders"
             read = read_adapter(folder, max_rank)
             if read.fingerprint != adapter.fingerprint:
                 return "folder: its files have changed since the adapter was loaded"
             runner.adapters.load(number, read)
         except CheckpointError as error:
             return str(error)
-        except (OSError, ValueError):  # a zero byte, a loop of links
+        except (OSError, ValueError):  # such as a zero byte or a loop of links
             return "folder: cannot be read"
         except (MemoryError, torch.OutOfMemoryError):
             return "folder: the adapter does not fit into memory"
-        except RuntimeError:  # torch's, such as for host memory; the worker itself is sound
+        except RuntimeError:  # torch's, for example if host memory is full; the worker still works
             logger.exception("an adapter cannot be loaded")
             return "folder: the adapter cannot be loaded"
         return ""
@@ -73,29 +74,29 @@ class AdapterCache:
         max_loras: int,
         unload: Callable[[int], None],
     ) -> None:
-        """`clients` are the other ranks. `unload` has all ranks let go of an adapter once no
-        sequence uses it.
+        """Uses `load` for this rank and `clients` for the others.
+
+        `unload` makes all ranks free an adapter once no sequence uses it.
         """
         self._load_here = load
         self._clients = clients
         self._max_loras = max_loras
         self._unload = unload
-        self._entries: OrderedDict[bytes, _Entry] = (
-            OrderedDict()
-        )  # by fingerprint, next to evict first
+        # By fingerprint, in the order of eviction.
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._last_number = 0
 
     @property
     def loaded(self) -> list[bytes]:
-        """The fingerprints of the adapters that are loaded, the one used last at the end."""
+        """Returns the fingerprints of the loaded adapters, the most recently used last."""
         return [key for key, entry in self._entries.items() if entry.loading.done()]
 
     async def load(self, adapter: worker_pb2.Adapter, in_use: Collection[bytes]) -> int:
-        """Returns the number of an adapter, which is then loaded on all ranks. For a place it
-        unloads none of those `in_use`, which has the fingerprints of the adapters that requests use
-        or wait for.
+        """Returns the number of an adapter after it is loaded on all ranks.
 
-        Raises Unavailable if it cannot be used here, queue.Full if others are in use on all places.
+        To make room it evicts the least recently used adapter that is not `in_use`, which has the
+        fingerprints of the adapters that requests use or wait for. Raises Unavailable if the
+        adapter cannot be used here, and queue.Full if all `max_loras` adapters are in use.
         """
         key = adapter.fingerprint
         if key not in self._entries:
@@ -108,7 +109,7 @@ class AdapterCache:
         if reason := await asyncio.shield(entry.loading):
             if self._entries.get(key) is entry:
                 del self._entries[key]
-                self._unload(entry.number)  # some ranks may have it
+                self._unload(entry.number)  # other ranks may have loaded it
             raise Unavailable(f"adapter: {reason}")
         return entry.number
 
@@ -123,7 +124,7 @@ class AdapterCache:
         raise Full(f"{self._max_loras} adapters are in use (max_loras)")
 
     async def _load(self, number: int, adapter: worker_pb2.Adapter) -> str:
-        """Loads on all ranks; returns the first reason why one of them cannot."""
+        """Loads on all ranks; returns the first rank's reason against it, or an empty text."""
         others = [client.ask(number, load_adapter=adapter) for client in self._clients]
         here = in_thread(partial(self._load_here, number, adapter), "tandem-adapter")
         reasons: list[str] = await asyncio.gather(here, *others)

@@ -1,7 +1,7 @@
-"""Coordinates a tensor-parallel group from rank 0: loads the other ranks, keeps them alive, and
-detects a lost one.
+"""Coordinates a tensor-parallel group from rank 0: loads the ranks and detects a lost one.
 
-A worker of one rank has a coordinator without clients.
+It also keeps the other ranks alive by heartbeats. A worker with one rank has a coordinator without
+clients.
 """
 
 import asyncio
@@ -20,8 +20,10 @@ from .rank import Rank, RankConfig, load_rank
 from .rank_client import RankClient, RankLost
 
 _LOAD_NICE: Final = 10
-"""Niceness of loading on CPUs, as of prefill: a worker mostly starts in the place of one that has
-died, while others on the same cores compute what its streams need to go on.
+"""Niceness of loading on CPUs, equal to the niceness of prefill.
+
+A worker mostly starts to replace one that has died, while other workers on the same cores continue
+the streams of the dead one.
 """
 
 _HEARTBEAT_SHARE: Final = 0.25
@@ -30,13 +32,12 @@ _HEARTBEAT_SHARE: Final = 0.25
 
 @dataclass(slots=True, eq=False)
 class TpCoordinator:
-    """Holds the clients of ranks 1, 2, ... `lost` has a result once one of them is lost."""
+    """Holds the clients of ranks 1, 2, ...; `lost` has a result once one of them is lost."""
 
     epoch: int = field(default_factory=time.time_ns)  # grows with every start of a worker
     clients: list[RankClient] = field(default_factory=list)
-    endpoints: list[str] = field(
-        default_factory=list
-    )  # HOST:PORT of the KV cache of ranks 1, 2, ...
+    # HOST:PORT of the KV endpoints of ranks 1, 2, ...
+    endpoints: list[str] = field(default_factory=list)
     lost: "asyncio.Future[RankLost]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -46,10 +47,10 @@ class TpCoordinator:
 
     @classmethod
     async def load(cls, config: RankConfig, addresses: Sequence[str]) -> tuple[Self, Rank]:
-        """Loads this rank, and at the same time the ranks of the `RankServer`s at these addresses.
+        """Loads this rank and, at the same time, the ranks of the `RankServer`s at these addresses.
 
-        Raises what `load_rank` raises, RankLost if another rank cannot load its part, OSError if
-        config.host cannot be bound.
+        Raises the exceptions of `load_rank`, RankLost if another rank cannot load its part, and
+        OSError if config.host cannot be bound.
         """
         coordinator = cls()
         silence = config.silence_seconds
@@ -83,9 +84,10 @@ class TpCoordinator:
                 timeout_seconds=config.collective_seconds,
             )
             client.send(worker_pb2.RankControlRequest(join_group=join))
-        # Not nicer than others: the threads of the collectives, which it starts, would remain so.
+        # No niceness: it starts the threads of the collectives, which would inherit it for good.
         loading = in_thread(partial(load_rank, config, group), "tandem-load")
-        # If another rank fails, gather raises at once: this rank would wait for it in vain.
+        # If another rank fails, gather raises at once. Otherwise this rank would wait for it in
+        # vain.
         loaded, self.endpoints = await asyncio.gather(
             loading, asyncio.gather(*(client.ready for client in self.clients))
         )
@@ -94,6 +96,7 @@ class TpCoordinator:
 
     def start_heartbeats(self, post: Callable[[Callable[[Engine], object]], None]) -> None:
         """Starts to send empty plans to the other ranks, whose waits for a plan have a deadline.
+
         `post` runs a command in the engine's thread.
         """
         if self._group is not None and self._executor is not None:
@@ -102,15 +105,15 @@ class TpCoordinator:
             )
 
     async def stop_ranks(self) -> None:
-        """Lets the other ranks leave their loops; the engine's thread has ended."""
+        """Ends the plan loops of the other ranks. Call it after the engine's thread has ended."""
         if self._heartbeats:
             self._heartbeats.cancel()
         if self._executor and not self.lost.done():
-            with suppress(RuntimeError):  # they have ended already
+            with suppress(RuntimeError):  # the other ranks have ended already
                 await in_thread(self._executor.close, "tandem-stop-ranks")
 
     async def close(self) -> None:
-        """Ends the streams, and with them the other ranks."""
+        """Ends the streams, which also ends the other ranks."""
         await asyncio.gather(*(client.close() for client in self.clients))
 
     def _lose(self, error: RankLost) -> None:

@@ -1,9 +1,7 @@
-"""Proposes the next tokens of sequences by a second, small model, whose proposals a step of the
-first one verifies.
+"""Proposes the next tokens of sequences by a second, small model; a step verifies them.
 
-After speculative decoding (arXiv 2211.17192). What it proposes changes no token, so its KV cache
-may be as wrong as it
-likes: nothing here tells other modules what it holds.
+This is speculative decoding (arXiv 2211.17192). A proposal never changes the tokens of a sequence,
+so the draft model's KV cache may be wrong. Other modules know nothing of that cache.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,25 +21,26 @@ from ..engine.plan import (
 )
 from ..model.runner import ModelRunner
 
-_CATCH_UP_TOKENS: Final = (
-    256  # of one call, so that a long prompt delays the streams beside it little
-)
+# Known tokens that one call computes at most, so that a long prompt delays other streams little.
+_CATCH_UP_TOKENS: Final = 256
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """Holds what the draft model has computed of a sequence: known tokens, and after them proposed
-    ones.
+    """Holds the tokens of a sequence that the draft model has computed.
+
+    First come `num_known` known tokens, then proposed ones.
     """
 
     num_known: int = 0
     proposed: list[int] = field(default_factory=list)
-    num_blocks: int = 0  # of the sequence's block table that it knows
+    num_blocks: int = 0  # blocks of the sequence's table that the draft model knows
 
     def confirm(self, tokens: Sequence[int]) -> int:
-        """Takes the proposed tokens that `tokens`, all known ones, have, too, and forgets the
-        others. Returns how many are computed, but for the last one, which has to be computed for
-        what follows it.
+        """Keeps the longest proposed prefix that matches `tokens`; returns the number computed.
+
+        `tokens` are all known tokens of the sequence. The last one never counts as computed: it is
+        computed again, because its logits are needed. The other proposed tokens are dropped.
         """
         most = len(tokens) - 1
         pairs = zip(self.proposed, tokens[self.num_known : most], strict=False)
@@ -52,40 +51,41 @@ class _Held:
 
 
 class DraftingExecutor(Executor):
-    """Executes plans on another executor, and proposes tokens by a draft model. Used as that is.
+    """Executes plans on another executor, and proposes tokens by a draft model.
 
-    The draft model's KV cache has the block numbers of the other one, so it has no blocks of its
-    own to account for. It computes each sequence from its first token on, whatever of it was
-    cached, imported or restored for the other.
+    It is used by the same thread and in the same way as that executor. The draft model's KV cache
+    uses the block numbers of the other model, so it has no blocks of its own to account for. The
+    draft model computes each sequence from its first token, even if the other model's KV cache was
+    cached, imported or loaded from a tier.
     """
 
     def __init__(self, executor: Executor, model: ModelRunner) -> None:
-        """`model` has the vocabulary, the blocks and the block size of the executor's."""
+        """Requires a `model` with the executor's vocabulary, number of blocks and block size."""
         self._executor = executor
         self._model = model
         self._held: dict[int, _Held] = {}
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
-        """See `Executor.launch`."""
         dropped = tuple(number for number in plan.dropped if self._held.pop(number, None))
         if dropped:
             self._model.execute(StepPlan(sequences=(), dropped=dropped))
         return self._executor.launch(plan, on_layers)
 
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
-        """See `Executor.prepare_masks`."""
         return self._executor.prepare_masks(sequences, seconds)
 
     def expedite(self) -> None:
-        """See `Executor.expedite`."""
         self._executor.expedite()
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
-        """See `Executor.propose`. A sequence whose tokens are not computed yet, since there are
-        many, has none.
+        """Proposes tokens for each request; see `Executor.propose`.
+
+        Computes at most _CATCH_UP_TOKENS known tokens in one call. A sequence whose known tokens
+        are not all computed by then gets no proposal.
         """
         budget = _CATCH_UP_TOKENS
-        steps, proposed = [], dict[int, list[int]]()
+        steps: list[SequenceStep] = []
+        proposed: dict[int, list[int]] = {}
         longest = self._model.config.max_position_embeddings
         for request in requests:
             held = self._held.setdefault(request.sequence_id, _Held())
@@ -123,7 +123,8 @@ class DraftingExecutor(Executor):
         self, request: DraftRequest, start: int, tokens: Sequence[int], samples: bool
     ) -> SequenceStep:
         """Returns the step that computes `tokens`, which begin at the position `start`."""
-        held, blocks = self._held[request.sequence_id], request.blocks
+        held = self._held[request.sequence_id]
+        blocks = request.blocks
         step = SequenceStep(
             sequence_id=request.sequence_id,
             token_ids=tuple(tokens),
@@ -137,9 +138,10 @@ class DraftingExecutor(Executor):
 
 
 def _own_sampling(sampling: SamplingParams) -> SamplingParams:
-    """Returns the parameters that a proposal is sampled with: with the noise that the token will be
-    sampled with, it is right more often than the likeliest token. What depends on earlier tokens is
-    left out.
+    """Returns the parameters for sampling a proposal.
+
+    A proposal uses the same noise as the later token, so it is right more often than the most
+    likely token. Parameters that depend on earlier tokens are left out.
     """
     return SamplingParams(
         temperature=sampling.temperature,

@@ -1,7 +1,7 @@
-"""Moves KV cache in and out of one rank and, on rank 0, of its whole tensor-parallel group.
+"""Transfers the KV cache of one rank and, on rank 0, of its whole tensor-parallel group.
 
-Rank 0 decides what concerns the group: the lease, the ack, whether a transfer is complete. The
-other ranks use the same class without clients and obey rank 0's commands.
+Rank 0 decides for the group: the lease, the Ack, and whether a transfer is complete. The other
+ranks use the same class without clients and obey rank 0's commands.
 """
 
 import asyncio
@@ -12,33 +12,37 @@ from ...proto import worker_pb2
 from ...proto.channel import PeerChannel
 from ..engine.plan import FirstTokens
 from ..transfer.endpoint import KvEndpoint
-from ..transfer.receiver import FetchResult, FetchTarget, merge
+from ..transfer.receiver import merge
+from ..transfer.shard_stream import FetchResult, FetchTarget
 from .rank_client import RankClient, RankLost
 
 
 class KvGroup:
-    """Starts and stops the KV transfers of sequences. Lives in one event loop. When a client is
-    lost, the worker is; nothing here recovers from it.
+    """Starts and stops the KV transfers of sequences. Lives in one event loop.
+
+    If a client is lost, the worker is lost; nothing here recovers from it.
     """
 
     def __init__(self, endpoint: KvEndpoint, clients: Sequence[RankClient] = ()) -> None:
-        """`endpoint` transfers this rank's part; `clients` are the ranks that rank 0 commands."""
+        """Uses `endpoint` for this rank's part; `clients` are the ranks that rank 0 commands."""
         self._endpoint = endpoint
         self._clients = clients
-        self._commanded: set[int] = set()  # sequences that the clients offer or fetch
+        self._commanded: set[int] = set()  # sequences with a transfer on the clients
         self._targets: dict[int, asyncio.Future[FetchTarget]] = {}
         self._fetches: dict[int, asyncio.Task[FetchResult] | asyncio.Task[int]] = {}
         self._stopping: dict[int, asyncio.Task[bool]] = {}
 
     @property
     def num_leases(self) -> int:
-        """Offers that have not been withdrawn, acknowledged or expired."""
+        """Returns the number of offers that were not yet withdrawn, acknowledged or expired."""
         return self._endpoint.sender.num_offers
 
     @property
     def num_transfers(self) -> int:
-        """Streams out, fetches, streams in that are being closed, and transfers that are being
-        stopped.
+        """Returns the number of transfers in progress.
+
+        These are streams to receivers, fetches, streams from senders that are being closed, and
+        transfers that are being stopped.
         """
         num_fetches = sum(not task.done() for task in self._fetches.values())
         num_streams = self._endpoint.sender.num_streams + self._endpoint.receiver.num_closing
@@ -61,8 +65,10 @@ class KvGroup:
         self._command(sequence_id, offer_kv=offer)
 
     def progress(self, sequence_id: int, num_ready: int, num_ahead: int, num_layers: int) -> None:
-        """Reports that an offer's first num_ready tokens are computed, and the first num_ahead in
-        the first num_layers layers. This holds on every rank, since each layer ends with a
+        """Reports which tokens of an offer are computed, on every rank.
+
+        These are the first num_ready tokens in all layers, and the first num_ahead in the first
+        num_layers layers. Rank 0's counts hold for every rank, because each layer ends with a
         collective.
         """
         self._endpoint.sender.progress(sequence_id, num_ready, num_ahead, num_layers)
@@ -80,11 +86,10 @@ class KvGroup:
     def fetch(
         self, sequence_id: int, handle: worker_pb2.KvHandle, prefix_hash: bytes
     ) -> "asyncio.Task[FetchResult]":
-        """Fetches every rank's part of a KV cache once `set_target` is called; only then rank 0
-        acknowledges it.
+        """Fetches every rank's part of a KV cache after `set_target`; rank 0 then acknowledges it.
 
         The task raises TransferError if a part could not be fetched. After a failure or a cancel,
-        `stop` tells when no rank writes any more.
+        call `stop` to learn when no rank writes any more.
         """
         task = self._fetches[sequence_id] = asyncio.create_task(
             self._begin_fetch(sequence_id, handle, prefix_hash)
@@ -92,8 +97,9 @@ class KvGroup:
         return task
 
     def load(self, sequence_id: int, loading: Coroutine[Any, Any, int]) -> "asyncio.Task[int]":
-        """Runs what fills blocks of a sequence, from the disk or by `fetch_now`; `stop` tells when
-        nothing writes any more.
+        """Runs a load into a sequence's blocks, from disk or by `fetch_now`.
+
+        Call `stop` to learn when nothing writes any more.
         """
         task = self._fetches[sequence_id] = asyncio.create_task(loading)
         return task
@@ -101,9 +107,10 @@ class KvGroup:
     async def fetch_now(
         self, sequence_id: int, handle: worker_pb2.KvHandle, prefix_hash: bytes, target: FetchTarget
     ) -> None:
-        """Fetches every rank's part of a KV cache to a target that is known, in what `load` runs.
-        Raises TransferError if a part could not be fetched; until `stop` the other ranks may then
-        go on.
+        """Fetches every rank's part of a KV cache to a known target; must run inside `load`.
+
+        Raises TransferError if a part could not be fetched. The other ranks may then continue until
+        `stop`.
         """
         fetching = self._begin_fetch(sequence_id, handle, prefix_hash)
         self.set_target(sequence_id, *target)
@@ -112,20 +119,21 @@ class KvGroup:
     def read_disk(
         self, sequence_id: int, blocks: worker_pb2.DiskBlocks
     ) -> "list[asyncio.Future[int]]":
-        """Has the other ranks fill blocks of a sequence from their disks, in what `load` runs; each
-        returns how many it has filled, from the first on. Until `stop` they may go on, if they are
-        not waited for.
+        """Fills a sequence's blocks from the other ranks' disks; must run inside `load`.
+
+        Each future returns the number of blocks that its rank has filled, counted from the first
+        block. If the futures are not awaited, the ranks may continue until `stop`.
         """
         if self._clients:
             self._commanded.add(sequence_id)
         return [client.ask(sequence_id, read_disk=blocks) for client in self._clients]
 
     def channel(self, address: str) -> PeerChannel:
-        """Returns the channel to another worker, see `PeerChannels.get`."""
+        """Returns the channel to another worker, as `PeerChannels.get` does."""
         return self._endpoint.receiver.connections.channel(address)
 
     def set_target(self, sequence_id: int, blocks: tuple[int, ...], num_cached: int) -> None:
-        """Sets the blocks for a fetch and the number of tokens that the prefix cache holds already."""
+        """Sets a fetch's target blocks, and the number of tokens that the prefix cache holds."""
         if sequence_id in self._targets:
             self._targets.pop(sequence_id).set_result((blocks, num_cached))
             self._command(
@@ -133,8 +141,10 @@ class KvGroup:
             )
 
     def stop(self, sequence_id: int, then: Callable[[], None]) -> None:
-        """Ends all transfers of a sequence. Calls `then` as soon as no rank reads or writes its
-        blocks any more, which a cancel alone does not ensure. Never calls it if a rank is lost.
+        """Ends all transfers of a sequence; then calls `then`.
+
+        It calls `then` as soon as no rank reads or writes the sequence's blocks any more; a cancel
+        alone does not ensure that. It never calls `then` if a rank is lost.
         """
         self._endpoint.sender.withdraw(sequence_id)
         self._targets.pop(sequence_id, None)
@@ -159,7 +169,7 @@ class KvGroup:
             del self._stopping[sequence_id]
 
     async def close(self) -> None:
-        """Ends all transfers and connections to other workers; the clients have been closed."""
+        """Ends all transfers and connections to other workers. Close the clients first."""
         for task in self._fetches.values():
             task.cancel()
         await asyncio.gather(
@@ -168,7 +178,7 @@ class KvGroup:
         await self._endpoint.close()
 
     def _command(self, sequence_id: int, **command: Any) -> None:
-        """Sends one command to the clients, unless they have no transfer of the sequence."""
+        """Sends one command to the clients if they have a transfer of the sequence."""
         if sequence_id in self._commanded:
             for client in self._clients:
                 client.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, **command))
@@ -176,7 +186,7 @@ class KvGroup:
     def _begin_fetch(
         self, sequence_id: int, handle: worker_pb2.KvHandle, prefix_hash: bytes
     ) -> Coroutine[Any, Any, FetchResult]:
-        """Has the other ranks fetch their parts; returns what fetches this one's and waits for all."""
+        """Starts the other ranks' fetches; returns the coroutine that fetches all parts."""
         fetch = worker_pb2.KvTransfer(kv=handle, prefix_hash=prefix_hash)
         parts = [client.ask(sequence_id, fetch_kv=fetch) for client in self._clients]
         if self._clients:
@@ -200,7 +210,7 @@ class KvGroup:
 
 
 async def _call_after(pending: Sequence[asyncio.Future[Any]], then: Callable[[], None]) -> bool:
-    """Returns whether `then` was called."""
+    """Calls `then` after all of `pending`, unless a rank is lost; returns whether it was called."""
     results = await asyncio.gather(*pending, return_exceptions=True)
     if any(isinstance(result, RankLost) or result is False for result in results):
         return False

@@ -1,6 +1,4 @@
-"""Has steps on a CPU wait for other processes on its cores, but not those for which a stream stands
-still.
-"""
+"""Lowers the CPU priority of steps, except of steps that an interrupted stream waits for."""
 
 import os
 import threading
@@ -11,32 +9,30 @@ from ..engine.plan import Constrained, Executor, OnLayers, Samples, StepPlan
 
 
 class NiceExecutor(Executor):
-    """Runs another executor's steps nicer than the process, the urgent ones as nice as that.
+    """Runs another executor's steps at a higher niceness; expedited steps at the process's own.
 
-    A stream that was interrupted would else wait for all that decodes on the same cores, and first
-    for the step under way. To become less nice again takes CAP_SYS_NICE, or RLIMIT_NICE: without
-    them all steps are nice.
+    Without it an interrupted stream would wait for all decodes on the same cores, and first for the
+    current step. Lowering the niceness again takes CAP_SYS_NICE or RLIMIT_NICE. Without them all
+    steps run at the higher niceness.
     """
 
     def __init__(self, executor: Executor, nice: int) -> None:
-        """`nice`: by how much nicer the thread that calls `launch` is at first."""
+        """Adds `nice` to the niceness of the thread that calls `launch`, as its initial value."""
         self._executor = executor
         self._usual = usual_niceness()
         self._nice = self._current = self._usual + nice
-        self._thread: int | None = None  # the one that calls `launch`, as the kernel numbers it
+        self._thread: int | None = None  # kernel's id of the thread that calls `launch`
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
-        """See `Executor.launch`."""
         self._thread = threading.get_native_id()
         self._become(self._usual if plan.is_expedited else self._nice)
         return self._executor.launch(plan, on_layers)
 
     def expedite(self) -> None:
-        """See `Executor.expedite`. The next step is as nice as its plan says."""
+        """Lowers the niceness of the current step; the next step's plan sets it again."""
         self._become(self._usual)
 
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
-        """See `Executor.prepare_masks`."""
         return self._executor.prepare_masks(sequences, seconds)
 
     def _become(self, niceness: int) -> None:

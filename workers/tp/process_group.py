@@ -1,5 +1,4 @@
-"""Implements a tensor-parallel group: its collectives, each with a deadline, and the broadcast of
-step plans.
+"""Implements a tensor-parallel group: collectives with deadlines, and the broadcast of plans.
 
 Uses no global process group, so that two engines fit in one process.
 """
@@ -42,19 +41,19 @@ _VALUES: Final = {
 }
 _LENGTH: Final = struct.Struct("<I")
 _SECRET_BYTES: Final = 32
-_PLAN_BYTES: Final = 4096  # sent at once; a decode step of a hundred sequences fits
+_PLAN_BYTES: Final = 4096  # sent by the first collective; enough to decode 100 sequences
 
 
 @dataclass(eq=False, repr=False)
 class TpGroup:
     """Implements `Group` of `model.parallel`, and broadcasts messages of rank 0.
 
-    Tensors go over gloo in host memory and over NCCL between GPUs, messages over gloo. A call whose
-    other ranks are lost or silent raises RuntimeError within the timeout; after that the group
+    Tensors go over gloo in host memory and over NCCL between GPUs, messages over gloo. A call
+    raises RuntimeError within the timeout if another rank is lost or silent; after that the group
     cannot be used any more. All calls but `abort` come from one thread.
 
-    Whoever reaches the store can join: so all ranks show each other that they know the address,
-    which has a secret, before any of them sends anything else.
+    Any process that reaches the store can join. So all ranks show each other that they know the
+    address, which has a secret, before any of them sends anything else.
     """
 
     store: Any  # rank 0's TCPStore or a connection to it
@@ -65,9 +64,8 @@ class TpGroup:
     size: int
     device: str
     timeout: float  # seconds, of every collective
-    _messages: Any = field(
-        init=False, default=None
-    )  # backends of torch.distributed, opened by `connect`
+    # Backends of torch.distributed, opened by `connect`.
+    _messages: Any = field(init=False, default=None)
     _tensors: Any = field(init=False, default=None)
     _buffer: torch.Tensor = field(
         init=False, default_factory=lambda: torch.zeros(_PLAN_BYTES, dtype=torch.uint8)
@@ -77,8 +75,9 @@ class TpGroup:
     def listen(
         cls, *, host: str, size: int, device: str, timeout: float, start_timeout: float
     ) -> Self:
-        """Makes rank 0's group, whose `address` the others join."""
-        store, secret = listen_store(host, size, start_timeout), secrets.token_hex(_SECRET_BYTES)
+        """Creates rank 0's group, whose `address` the others join."""
+        store = listen_store(host, size, start_timeout)
+        secret = secrets.token_hex(_SECRET_BYTES)
         return cls(store, secret, host=host, rank=0, size=size, device=device, timeout=timeout)
 
     @classmethod
@@ -93,7 +92,7 @@ class TpGroup:
         timeout: float,
         start_timeout: float,
     ) -> Self:
-        """Makes another rank's group. Raises RuntimeError if rank 0 cannot be reached in time."""
+        """Creates another rank's group. Raises RuntimeError if rank 0 cannot be reached in time."""
         place, _, secret = address.partition("/")
         store_host, _, port = place.rpartition(":")
         store = join_store(store_host, int(port), start_timeout)
@@ -101,14 +100,13 @@ class TpGroup:
 
     @property
     def address(self) -> str:
-        """HOST:PORT/SECRET of rank 0's store; for the group's ranks alone."""
+        """Returns HOST:PORT/SECRET of rank 0's store; only the group's ranks may know it."""
         return f"{self.host}:{self.store.port}/{self.secret}"
 
     def connect(self) -> None:
-        """Connects all ranks, waiting as long as a start may take; call it before the first
-        collective.
+        """Connects all ranks; waits up to the start timeout. Call it before the first collective.
 
-        Raises RuntimeError if a rank does not come, or if somebody else comes in its place.
+        Raises RuntimeError if a rank does not come, or if another process comes in its place.
         """
         self.store.set(f"here/{self.rank}", "")
         self.store.wait([f"here/{rank}" for rank in range(self.size)])
@@ -142,12 +140,13 @@ class TpGroup:
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of the ranks' x, any shape; may overwrite x. On CPUs terms are added in
-        float32, in the order of the ranks.
+        """Returns the sum of the ranks' x, of any shape; may overwrite x.
+
+        On CPUs terms are added in float32, in the order of the ranks.
         """
         if self.device == "cpu" and self.size > 2:
-            # Gloo's own sum begins at another rank in each part of a tensor: a row would depend on
-            # the rows beside it.
+            # Gloo's own sum begins at another rank in each part of a tensor, so a row's result
+            # would depend on the rows beside it.
             total, *others = (part.float() for part in self.all_gather(x))
             for part in others:
                 total += part
@@ -157,27 +156,29 @@ class TpGroup:
         return x
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Returns every rank's x, which all have one shape."""
+        """Returns every rank's x; all must have the same shape."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._tensors.allgather([parts], [x.contiguous()]).wait()
         return parts
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Overwrites x, any shape, contiguous, with rank 0's x and returns it."""
+        """Overwrites x, contiguous and of any shape, with rank 0's x and returns it."""
         self._tensors.broadcast(x, 0).wait()
         return x
 
     def abort(self) -> None:
-        """Aborts the collectives between GPUs, in a daemon thread: NCCL's abort may block for as
-        long as CUDA graphs refer to its communicator (pytorch#115388). Gloo's waits end by their
-        deadlines.
+        """Aborts the collectives between GPUs; gloo's waits end by their deadlines.
+
+        Uses a daemon thread, because NCCL's abort may block for as long as CUDA graphs refer to its
+        communicator (pytorch#115388).
         """
         if self._tensors is not self._messages:
             threading.Thread(target=self._tensors.abort, name="tandem-abort", daemon=True).start()
 
     def broadcast_message(self, message: bytes) -> None:
-        """Sends a message from rank 0 to the `receive_message` of all others: one collective if
-        short, else two.
+        """Sends a message from rank 0 to the `receive_message` of all other ranks.
+
+        A short message takes one collective, a long one two.
         """
         head = _LENGTH.pack(len(message)) + message[: _PLAN_BYTES - _LENGTH.size]
         self._buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -199,10 +200,11 @@ class TpGroup:
 
 
 class TpExecutor(Executor):
-    """Executes plans on rank 0 after broadcasting each to the other ranks, which execute it, too.
+    """Broadcasts each plan to the other ranks, then executes it on rank 0.
 
-    Only the plan travels, so a decode step costs some bytes per sequence. The other ranks follow no
-    grammars; their samples of such sequences are not used, since the next plan has rank 0's token.
+    Only the plan is sent, so a decode step costs some bytes per sequence. The other ranks follow no
+    grammars. Their samples of sequences with a grammar are not used, because the next plan has rank
+    0's token.
     """
 
     def __init__(self, group: TpGroup, executor: Executor) -> None:
@@ -210,22 +212,24 @@ class TpExecutor(Executor):
         self._executor = executor
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
-        """See `Executor.launch`. Raises RuntimeError if a rank is lost.
+        """Launches a plan on all ranks, see `Executor.launch`.
 
-        A layer that is computed here is computed everywhere: it ends with a collective."""
+        Raises RuntimeError if a rank is lost. A layer that is computed here is computed on every
+        rank, because it ends with a collective.
+        """
         self._group.broadcast_message(encode_plan(plan))
         return self._executor.launch(plan, on_layers)
 
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
-        """See `Executor.prepare_masks`. The other ranks follow no grammars."""
+        """Prepares masks on rank 0 only; the other ranks follow no grammars."""
         return self._executor.prepare_masks(sequences, seconds)
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
-        """See `Executor.propose`. The draft model is whole on rank 0."""
+        """Proposes tokens on rank 0, which holds the whole draft model."""
         return self._executor.propose(requests)
 
     def expedite(self) -> None:
-        """See `Executor.expedite`. The other ranks compute as nicely as before."""
+        """Expedites the step on rank 0; the niceness of the other ranks stays as it is."""
         self._executor.expedite()
 
     def close(self) -> None:
@@ -234,7 +238,10 @@ class TpExecutor(Executor):
 
 
 def rank_loop(group: TpGroup, executor: Executor) -> None:
-    """Executes rank 0's plans until its executor is closed. Raises RuntimeError if a rank is lost."""
+    """Executes rank 0's plans until rank 0 closes its executor.
+
+    Raises RuntimeError if a rank is lost.
+    """
     collect: Callable[[], Samples] | None = None
     while message := group.receive_message():
         launched = executor.launch(decode_plan(message))
@@ -244,7 +251,7 @@ def rank_loop(group: TpGroup, executor: Executor) -> None:
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """Encodes a plan as msgpack: its parts as tuples of their fields' values."""
+    """Encodes a plan as msgpack; its parts become tuples of their fields' values."""
     data: bytes = msgpack.packb(
         _PLAN(plan),
         default=lambda part: _VALUES[type(part)](part),
@@ -258,7 +265,7 @@ def decode_plan(data: bytes) -> StepPlan:
         plan = dict(zip(_PLAN_FIELDS, msgpack.unpackb(data, use_list=False), strict=True))
         return StepPlan(**plan | {"sequences": tuple(map(_decode_step, plan["sequences"]))})
     except (ValueError, TypeError) as error:
-        raise RuntimeError("rank 0 has sent what is no plan") from error
+        raise RuntimeError("rank 0 has sent an unreadable plan") from error
 
 
 def _decode_step(values: tuple[Any, ...]) -> SequenceStep:

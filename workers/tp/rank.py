@@ -30,7 +30,7 @@ from .process_group import TpGroup
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig:
-    """Holds what one rank loads, where it computes and how it is reached."""
+    """Describes the model that one rank loads, where it computes and how it is reached."""
 
     model: str  # folder
     identity: PeerIdentity  # of the service
@@ -43,26 +43,23 @@ class RankConfig:
     model_impl: str = "auto"  # see `registry.find_model`
     block_size: int = 16
     kv_cache_bytes: int = 1 << 30  # of this rank
-    kv_host_bytes: int = 0  # of this rank's host memory, for what leaves the KV cache
+    kv_host_bytes: int = 0  # of this rank's host memory, for blocks that leave the KV cache
     context_tokens: int | None = None  # None takes the model's
     num_threads: int = 1  # of torch, on CPU; 0 takes every core that this process may use
     transports: tuple[str, ...] = ("shared",)  # of KV cache, preferred to gRPC in this order
-    # by how much nicer than its process the thread is that computes on a CPU, see `NiceExecutor`
-    nice: int = 0
+    nice: int = 0  # added to the niceness of the thread that computes on a CPU, see `NiceExecutor`
     host: str = "127.0.0.1"  # the one interface to bind
-    port: int = 0  # 0 takes a free one
+    port: int = 0  # 0: any free port
     stall_seconds: float = 30.0  # timeout of a KV transfer without progress
     collective_seconds: float = 30.0  # timeout of a group's collectives
     silence_seconds: float = 5.0  # timeout of the heartbeats between a group's ranks
-    start_seconds: float = 300.0  # timeout of a group's ranks for each other to load
-    adapter_folders: tuple[
-        str, ...
-    ] = ()  # adapters are loaded from these and from folders below them
-    max_loras: int = 8  # adapters that are loaded at once
+    start_seconds: float = 300.0  # timeout of the ranks' waits for each other while they load
+    adapter_folders: tuple[str, ...] = ()  # adapters come from these folders and those below them
+    max_loras: int = 8  # maximum of adapters in memory
     max_lora_rank: int = 64
 
     def transfer_context(self, kv: KvStore, metrics: Metrics = NULL_METRICS) -> TransferContext:
-        """Returns what transfers of this rank's KV cache use."""
+        """Returns the context for transfers of this rank's KV cache."""
         return TransferContext(
             kv=kv, transports=self.transports, host=self.host, device=self.device, metrics=metrics
         )
@@ -80,12 +77,12 @@ class Rank:
     context_tokens: int
     eos_ids: frozenset[int]
     launches_ahead: bool = False  # the executor starts a step before the last one has ended
-    # Compiles a grammar for an owner and a tenant, see `GrammarCache.load`. From any thread. Raises
-    # ValueError, whose text may be shown to a user, if the grammar is wrong; queue.Full and OSError
-    # are no fault of the grammar.
+    # Compiles a grammar for an owner and a tenant, see `GrammarCache.load`. Thread-safe. Raises
+    # ValueError if the grammar is wrong, with a text that may be shown to users. queue.Full and
+    # OSError have other causes than the grammar.
     load_grammar: Callable[[str, bytes, bytes], object] | None = None
     num_graph_replays: Callable[[], int] = lambda: 0  # steps that ran as a CUDA graph
-    num_host_blocks: int = 0  # in host memory, of what leaves the KV cache
+    num_host_blocks: int = 0  # in host memory, for blocks that leave the KV cache
     load_adapter: LoadOnRank = lambda number, adapter: "this worker takes no adapters"
 
     def engine_config(self, budgets: Budgets) -> EngineConfig:
@@ -100,12 +97,14 @@ class Rank:
 
 
 def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
-    """Checks the model folder, loads this rank's part of its weights and allocates the KV memory;
-    then connects the group and warms up together with it. Blocks for seconds.
+    """Loads this rank: weights, KV memory and the group's connections. Blocks for seconds.
 
-    Raises CheckpointError for a bad folder, ValueError if kv_cache_bytes or kv_host_bytes holds no
-    block, does not fit into memory or the model cannot be split into group.size parts, RuntimeError
-    if the group's ranks do not come.
+    Checks the model folder, loads this rank's part of the weights, allocates the KV memory,
+    connects the group, and warms up together with it.
+
+    Raises CheckpointError for a bad folder. Raises ValueError if kv_cache_bytes or kv_host_bytes is
+    smaller than a block or does not fit into memory, or if the model cannot be split into
+    group.size parts. Raises RuntimeError if the group's other ranks do not come.
     """
     torch.set_num_threads(config.num_threads or available_cores())
     checkpoint = open_checkpoint(
@@ -156,9 +155,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
 
 
 def _make_executor(runner: ModelRunner, draft: Checkpoint | None, config: RankConfig) -> Executor:
-    """Returns what executes plans on a loaded model; loads the model that is to draft for it, if
-    there is one.
-    """
+    """Returns the executor of a loaded model; loads the draft model, if there is one."""
     executor: Executor = (
         NiceExecutor(runner, config.nice) if config.device == "cpu" and config.nice else runner
     )
@@ -176,9 +173,10 @@ def _make_executor(runner: ModelRunner, draft: Checkpoint | None, config: RankCo
 
 
 def _open_draft(config: RankConfig, model: ModelConfig) -> tuple[Checkpoint | None, int]:
-    """Opens the checkpoint of the model that drafts for `model`, if there is one; returns it, and
-    the bytes of its KV cache for each token. Raises ValueError for a bad folder and for a model of
-    other tokens.
+    """Opens the checkpoint of the draft model, if there is one.
+
+    Returns it and its KV bytes per token. Raises ValueError for a bad folder and for a model with
+    another vocabulary.
     """
     if config.draft_model is None:
         return None, 0
@@ -191,16 +189,20 @@ def _open_draft(config: RankConfig, model: ModelConfig) -> tuple[Checkpoint | No
 
 
 def _count_blocks(config: RankConfig, setting: str, token_bytes: int) -> int:
-    """Returns how many blocks fit into a setting's bytes. Raises ValueError if none does."""
+    """Returns the number of blocks that a setting's bytes hold. Raises ValueError if it is 0."""
     size: int = getattr(config, setting)
     if size < config.block_size * token_bytes:
-        raise ValueError(f"{setting}: {size} holds no block of {config.block_size} tokens")
+        raise ValueError(
+            f"{setting}: {size} is below {config.block_size * token_bytes}, the size of a block of "
+            f"{config.block_size} tokens; raise it"
+        )
     return size // (config.block_size * token_bytes)
 
 
 def enter_engine_thread(config: RankConfig) -> None:
-    """Prepares the calling thread to run the executor of this process's only rank: device, time
-    slice, niceness and CPU binding.
+    """Prepares the calling thread to run the executor of this process's only rank.
+
+    Sets device, time slice, niceness and CPU binding.
     """
     enter_device(config.device)
     if config.device == "cpu":

@@ -1,5 +1,6 @@
-"""Connects rank 0 to the other ranks of its group: one Control stream to each, with heartbeats both
-ways.
+"""Connects rank 0 to the other ranks of its group, by one Control stream to each.
+
+Both sides send heartbeats.
 """
 
 import asyncio
@@ -20,13 +21,14 @@ T = TypeVar("T")
 
 
 class RankLost(RuntimeError):
-    """Reports that a rank of the group has died, failed or fallen silent; the group cannot be used
-    any more.
+    """Reports that a rank of the group has died, failed or gone silent.
+
+    The group cannot be used any more.
     """
 
 
 async def next_or_heartbeat(queue: asyncio.Queue[T], heartbeat: T) -> T:
-    """Returns the queue's next message, or `heartbeat` if there is none within HEARTBEAT_SECONDS."""
+    """Returns the queue's next message, or `heartbeat` after HEARTBEAT_SECONDS without one."""
     with suppress(TimeoutError):
         async with asyncio.timeout(HEARTBEAT_SECONDS):
             return await queue.get()
@@ -34,11 +36,10 @@ async def next_or_heartbeat(queue: asyncio.Queue[T], heartbeat: T) -> T:
 
 
 async def unless_silent(message: Awaitable[T], silence_seconds: float) -> T:
-    """Returns the peer's next message. Raises TimeoutError if there is none within
-    `silence_seconds`.
+    """Returns the peer's next message. Raises TimeoutError after `silence_seconds` without one.
 
-    A time in which this process itself was held up counts only in part: what the peer has sent is
-    then still unread.
+    A time in which this process itself was stopped counts only in part, because messages that the
+    peer has sent are then still unread.
     """
     task = asyncio.ensure_future(message)
     loop = asyncio.get_running_loop()
@@ -55,8 +56,9 @@ async def unless_silent(message: Awaitable[T], silence_seconds: float) -> T:
 
 
 class RankClient:
-    """Holds the stream to one other rank. Once lost it stays lost, and every pending answer raises
-    RankLost.
+    """Holds the stream to one other rank.
+
+    A lost rank stays lost, and every pending answer raises RankLost.
     """
 
     def __init__(
@@ -67,12 +69,11 @@ class RankClient:
         *,
         silence_seconds: float,
     ) -> None:
-        """`on_lost` is called once, unless `close` comes first."""
+        """Connects to the rank. `on_lost` is called once, unless `close` comes first."""
         self._silence_seconds = silence_seconds
         self.disk_changed: Callable[[worker_pb2.DiskChanges], object] = lambda changes: None
-        self.ready: asyncio.Future[str] = (
-            asyncio.get_running_loop().create_future()
-        )  # the rank's KV endpoint
+        # Its result is the rank's KV endpoint.
+        self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._on_lost = on_lost
         self._commands: asyncio.Queue[worker_pb2.RankControlRequest] = asyncio.Queue()
         self._answers: dict[tuple[str, int], asyncio.Future[Any]] = {}  # by kind and sequence id
@@ -86,12 +87,16 @@ class RankClient:
         self._commands.put_nowait(command)
 
     def ask(self, sequence_id: int, **command: Any) -> "asyncio.Future[Any]":
-        """Queues `fetch_kv=`, whose answer is a KvReceived or raises TransferError if the rank's
-        part could not be fetched, or `stop_kv=`, whose answer comes when the rank neither reads nor
-        writes the sequence's blocks, or `load_adapter=` with the adapter's number instead of the
-        sequence's, whose answer is that of `LoadOnRank`, or `open_disk=`, which raises ValueError
-        for the user, or `read_disk=`, whose answer is how many blocks are filled, or `write_disk=`,
-        which raises OSError if the disk refuses the block.
+        """Queues a command that has an answer; returns the future of the answer.
+
+        The commands and their answers are:
+
+        - `fetch_kv=`: a KvReceived, or TransferError if the rank's part could not be fetched
+        - `stop_kv=`: None, once the rank neither reads nor writes the sequence's blocks
+        - `load_adapter=`, with the adapter's number as `sequence_id`: the text of `LoadOnRank`
+        - `open_disk=`: None, or ValueError with a text for the user
+        - `read_disk=`: the number of blocks that are filled
+        - `write_disk=`: None, or OSError if the disk refuses the block
         """
         self.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, **command))
         (kind,) = command
@@ -101,7 +106,7 @@ class RankClient:
         return answer
 
     async def close(self) -> None:
-        """Ends the stream, and with it the rank."""
+        """Ends the stream, which also ends the rank."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._fail_all(RankLost("closed"))
@@ -113,8 +118,8 @@ class RankClient:
         call = stub.Control(self._outgoing())
         try:
             while True:
-                # A rank that loads a model may not answer for a while; if it dies, the stream
-                # breaks all the same.
+                # No timeout until `ready`: a rank may not answer while it loads a model. If it
+                # dies, the stream breaks anyway.
                 read = call.read()
                 event = await (
                     unless_silent(read, self._silence_seconds) if self.ready.done() else read
@@ -183,4 +188,5 @@ class RankClient:
 def _settle(answer: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:
     settle(answer, result, error)
     if not answer.cancelled():
-        answer.exception()  # marked as retrieved: nobody need wait for it
+        # Marks the exception as retrieved, because the answer may never be awaited.
+        answer.exception()

@@ -1,6 +1,6 @@
-"""Keeps one rank's part of blocks of KV cache on disk.
+"""Keeps one rank's part of KV cache blocks on disk.
 
-Knows nothing of other ranks, nor which blocks are worth it.
+It knows neither the other ranks nor which blocks are worth keeping.
 """
 
 import itertools
@@ -16,15 +16,14 @@ from ..kv_cache.block_files import BlockFiles
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import KvStore
 
-_PART: Final = struct.Struct(">II")  # ranks, rank
+_PART: Final = struct.Struct(">II")  # number of ranks, rank
 
 
 class RankDisk:
-    """Moves whole blocks between a rank's KV cache and its files, see `BlockFiles`. Lives in one
-    event loop.
+    """Moves whole blocks between a rank's KV cache and its files. Lives in one event loop.
 
-    The files are of this layout, block size, degree of tensor parallelism and rank alone: those of
-    others have other names, and another checksum.
+    See `BlockFiles` for the files. They serve only this layout, block size, degree of tensor
+    parallelism and rank: files of others have other names and another checksum.
     """
 
     def __init__(self, files: BlockFiles, kv: KvStore) -> None:
@@ -34,8 +33,9 @@ class RankDisk:
 
     @classmethod
     def open(cls, folder: str, role: str, kv: KvStore, *, max_bytes: int, number: int = 0) -> Self:
-        """Opens a folder of this rank in `folder`, of this number if it can be had. May take long:
-        call it in a thread. Raises ValueError as `BlockFiles.open` does.
+        """Opens this rank's folder below `folder`; the one of this number, if possible.
+
+        May take long: call it in a thread. Raises ValueError as `BlockFiles.open` does.
         """
         described = kv.layout.digest + kv.block_size.to_bytes(4)
         if kv.tp > 1:
@@ -51,15 +51,18 @@ class RankDisk:
         return cls(files, kv)
 
     async def write(self, digest: bytes, block: int) -> None:
-        """Writes a block to a file, unless there is one; one call at a time. The block is read
-        before the first await. Raises OSError if the disk refuses it.
+        """Writes a block to a file, unless the file exists; one call at a time.
+
+        The block is read before the first await. Raises OSError if the disk refuses it.
         """
         parts = [self._kv.read([block], span) for span in _spans(self._kv)]
         await in_thread(partial(self.files.write, digest, parts), "tandem-disk-write")
 
     async def read(self, digests: Sequence[bytes], blocks: Sequence[int]) -> int:
-        """Fills blocks of the KV cache. Returns how many, from the first on: fewer if a file is
-        missing or damaged. A call that is cancelled fills none any more.
+        """Fills blocks of the KV cache; returns the number filled, counted from the first block.
+
+        The number is smaller than requested if a file is missing or damaged. After a cancel nothing
+        is written.
         """
         payloads = await in_thread(partial(self._read, digests), "tandem-disk-read")
         for block, payload in zip(blocks, payloads, strict=False):
@@ -67,7 +70,7 @@ class RankDisk:
         return len(payloads)
 
     def _read(self, digests: Sequence[bytes]) -> list[memoryview]:
-        """Returns the blocks of hashes up to the first that cannot be had."""
+        """Returns the blocks of the hashes, up to the first block that is missing or damaged."""
         found: list[memoryview] = []
         for digest in digests:
             if (payload := self.files.read(digest)) is None:
@@ -76,7 +79,7 @@ class RankDisk:
         return found
 
     def _fill(self, block: int, payload: memoryview) -> None:
-        """Writes a block to the KV cache; `payload` is all of it, span after span."""
+        """Writes a block to the KV cache; `payload` has all of its spans, one after the other."""
         start = 0
         for span in _spans(self._kv):
             end = start + span.size(self._kv.layout)
@@ -89,8 +92,9 @@ def _block_bytes(kv: KvStore) -> int:
 
 
 def _spans(kv: KvStore) -> list[KvSpan]:
-    """Returns the spans of a block with all KV slots of a rank in all layers: one for each run of
-    equal layers.
+    """Returns the spans of a block, with all KV slots of the rank.
+
+    Each run of equal layers has one span.
     """
     spans = []
     for _, run in itertools.groupby(

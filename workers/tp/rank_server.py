@@ -1,8 +1,8 @@
-"""Serves one rank other than 0, in a process of its own: executes rank 0's plans, transfers its
-part of the KV cache.
+"""Serves one rank other than 0, in a process of its own.
 
-Rank 0 controls it over one stream and for as long as that stream lives; `ended` is then set, and
-the owner of the process ends it.
+The rank executes rank 0's plans and transfers its part of the KV cache. Rank 0 controls it over one
+stream, for as long as that stream lives. After that `ended` is set, and the owner of the process
+ends it.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from ..kv_cache.store import KvStore
 from ..model.device import enter_device
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.frames import TransferError
-from ..transfer.receiver import FetchResult
 from ..transfer.sender import KvSender
+from ..transfer.shard_stream import FetchResult
 from .adapters import LoadOnRank
 from .kv_group import KvGroup
 from .process_group import TpGroup, rank_loop
@@ -35,12 +35,13 @@ from .rank_disk import RankDisk
 logger = logging.getLogger(__name__)
 
 _FIRST_SECONDS = 30.0  # timeout of rank 0's first command
-_NUM_HASHES = 65_536  # of a message, in which each takes 18 bytes
+_NUM_HASHES = 65_536  # maximum in one message, in which each takes 18 bytes
 
 
 class RankServer(worker_pb2_grpc.RankServicer):
-    """Serves `tandem.v1.Rank`, and the KV endpoint of the rank once it is loaded. Make one with
-    `start`.
+    """Serves `tandem.v1.Rank`, and the KV endpoint of the rank once it is loaded.
+
+    Use `start` to create one.
     """
 
     def __init__(self, config: RankConfig) -> None:
@@ -60,20 +61,19 @@ class RankServer(worker_pb2_grpc.RankServicer):
 
     @classmethod
     async def start(cls, config: RankConfig) -> Self:
-        """Binds config.host and config.port and waits for rank 0. Raises OSError for a port that is
-        taken.
-        """
+        """Binds config.host and config.port. Raises OSError if the port is taken."""
         keep_freed_memory()
         enter_device(config.device)  # this thread reads and writes KV cache
         server = cls(config)
-        worker_pb2_grpc.add_RankServicer_to_server(server, server._server)  # type: ignore[no-untyped-call]
+        add_servicer = worker_pb2_grpc.add_RankServicer_to_server
+        add_servicer(server, server._server)  # type: ignore[no-untyped-call]
         server.address = server._server.bind(config.host, config.port)
         await server._server.start()
         return server
 
     @property
     def num_transfers(self) -> int:
-        """Transfers in and offers that rank 0 has not stopped yet."""
+        """Returns the number of transfers and offers that rank 0 has not stopped yet."""
         return self._kv.num_transfers + self._kv.num_leases if self._kv else 0
 
     async def stop(self) -> None:
@@ -94,13 +94,13 @@ class RankServer(worker_pb2_grpc.RankServicer):
             worker_pb2.RankControlRequest, worker_pb2.RankControlResponse
         ],
     ) -> None:
-        """Serves rank 0, see the proto; there is one such stream in the life of a rank."""
+        """Serves rank 0, as the proto defines; a rank has one such stream in its life."""
         if self._is_led:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "the rank has a leader")
         self._is_led = True
         requests = aiter(request_iterator)
         joined: asyncio.Future[worker_pb2.JoinGroup] = asyncio.get_running_loop().create_future()
-        # Each ends only when the rank has to end, so the first one to end ends all.
+        # Each task ends only when the rank must end, so the first end of one ends all.
         tasks = [
             asyncio.create_task(self._read(requests, joined)),
             asyncio.create_task(self._run(joined)),
@@ -122,13 +122,12 @@ class RankServer(worker_pb2_grpc.RankServicer):
         requests: AsyncIterator[worker_pb2.RankControlRequest],
         joined: "asyncio.Future[worker_pb2.JoinGroup]",
     ) -> None:
-        """Executes commands until rank 0 ends the stream. Raises TimeoutError if rank 0 falls
-        silent.
-        """
+        """Executes commands until rank 0 ends the stream. Raises TimeoutError if it is silent."""
         while True:
             try:
-                # While either side loads a model, it may not answer for a while.
-                message, silence = anext(requests), self._config.silence_seconds
+                # No timeout before `_kv` exists: a side may not answer while it loads a model.
+                message = anext(requests)
+                silence = self._config.silence_seconds
                 command = await (unless_silent(message, silence) if self._kv else message)
             except StopAsyncIteration:
                 return
@@ -149,7 +148,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
             )
 
     async def _run(self, joined: "asyncio.Future[worker_pb2.JoinGroup]") -> None:
-        """Loads the model and executes rank 0's plans to the end. Raises what stopped it before."""
+        """Loads the model and executes rank 0's plans. Raises the exception that ends it early."""
         async with asyncio.timeout(_FIRST_SECONDS):
             join = await joined
         group, rank = await in_thread(partial(self._load, join), "tandem-load")
@@ -166,7 +165,8 @@ class RankServer(worker_pb2_grpc.RankServicer):
         kv_endpoint.serve_on(self._kv_server)
         address = self._kv_server.bind(self._config.host, 0)
         await self._kv_server.start()
-        self._load_adapter, self._rank_kv = rank.load_adapter, rank.kv
+        self._load_adapter = rank.load_adapter
+        self._rank_kv = rank.kv
         self._kv = KvGroup(kv_endpoint)
         self._events.put_nowait(worker_pb2.RankControlResponse(ready=address))
         await in_thread(partial(self._execute_plans, group, rank), "tandem-engine")
@@ -230,7 +230,8 @@ class RankServer(worker_pb2_grpc.RankServicer):
                 reading = kv.load(sequence_id, self._disk.read(wanted.hashes, wanted.blocks))
                 reading.add_done_callback(partial(self._disk_read, sequence_id, self._disk))
             case "write_disk" if self._disk:
-                (digest,), (block,) = command.write_disk.hashes, command.write_disk.blocks
+                (digest,) = command.write_disk.hashes
+                (block,) = command.write_disk.blocks
                 self._writing = asyncio.create_task(self._disk.write(digest, block))
                 self._writing.add_done_callback(partial(self._disk_written, self._disk))
             case "stop_kv":
@@ -260,7 +261,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
                 settle(self._failure, None, error)
 
     def _disk_read(self, sequence_id: int, disk: RankDisk, reading: "asyncio.Task[int]") -> None:
-        """Reports how many blocks are filled, unless rank 0 has stopped it."""
+        """Reports the number of filled blocks, unless rank 0 has stopped the read."""
         self._report_changes(disk)
         if reading.cancelled():
             return
@@ -286,7 +287,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
                 settle(self._failure, None, error)
 
     def _report_changes(self, disk: RankDisk) -> None:
-        """Reports to rank 0 what has come to the disk and gone from it since the last call."""
+        """Reports to rank 0 the blocks that the disk has stored and evicted since the last call."""
         stored, evicted = disk.files.take_changes()
         for first in range(0, max(len(stored), len(evicted)), _NUM_HASHES):
             part = slice(first, first + _NUM_HASHES)

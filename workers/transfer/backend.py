@@ -1,10 +1,8 @@
-"""Opens process groups of torch.distributed that bind one named interface, without any global
-state.
+"""Opens torch.distributed process groups that bind one named interface and use no global state.
 
-Groups of one process know nothing of each other, and `torch.distributed.init_process_group` is
-never called. Calls here
-block, without the interpreter lock: they belong into a thread. What goes wrong is RuntimeError, as
-torch raises it.
+The groups of a process are independent of each other; `torch.distributed.init_process_group` is
+never called. Calls of this module block without the interpreter lock, so run them in a thread.
+Failures raise RuntimeError, as torch does.
 """
 
 import os
@@ -25,22 +23,24 @@ if TYPE_CHECKING:
 
 _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENVIRONMENT: Final = threading.Lock()
-_MAX_BYTES: Final = (
-    65_536  # of all that one side of a rendezvous sends; with gloo it is a fifth of a kilobyte
-)
+# Bound on all bytes that one side of a rendezvous sends; gloo sends about 200.
+_MAX_BYTES: Final = 65_536
 
 
 def listen_store(host: str, size: int, timeout: float) -> "TCPStore":
-    """Returns the store at which `size` ranks of one group find each other. It waits for none of
-    them, and listens at `host` and its `port` until it is dropped. `timeout` is in seconds, of
-    waits for its keys. Raises OSError if this machine has no such interface.
+    """Returns the store at which `size` ranks of one group find each other.
+
+    It does not wait for any of them. It listens at `host` and its `port` until it is dropped.
+    `timeout` is in seconds, for waits for its keys. Raises OSError if this machine has no such
+    interface.
     """
     return _serve_store(listen(host, 0), size, timeout)
 
 
 def _serve_store(server: socket.socket, size: int, timeout: float) -> "TCPStore":
-    limit, (host, port, *_) = timedelta(seconds=timeout), server.getsockname()
-    # From here on the store closes the socket. One that listened itself would do so on all
+    limit = timedelta(seconds=timeout)
+    host, port, *_ = server.getsockname()
+    # From here on the store owns the socket. A store that opened its own would listen on all
     # interfaces.
     return distributed.TCPStore(  # type: ignore[attr-defined]
         host, port, size, True, limit, wait_for_workers=False, master_listen_fd=server.detach()
@@ -48,16 +48,17 @@ def _serve_store(server: socket.socket, size: int, timeout: float) -> "TCPStore"
 
 
 def join_store(host: str, port: int, timeout: float) -> "TCPStore":
-    """Returns the store at which another process listens. Raises RuntimeError if none listens
-    there. Torch has no
-    deadline for a listener that is frozen: then this returns, or raises, when it wakes or dies.
+    """Connects to the store of another process. Raises RuntimeError if nothing listens there.
+
+    Torch has no deadline for a listener that is frozen: then this returns, or raises, when that
+    process continues or dies.
     """
     try:
-        # The store's own connect tries again for three times the timeout, and logs a stack trace
-        # each time.
+        # Checked first, because the store's own connect retries for three times the timeout and
+        # logs a stack trace each time.
         socket.create_connection((without_brackets(host), port), timeout).close()
     except OSError as error:
-        raise RuntimeError("no process group at this address") from error
+        raise RuntimeError(f"no process group listens at {host}:{port}") from error
     return distributed.TCPStore(  # type: ignore[attr-defined]
         without_brackets(host),
         port,
@@ -78,14 +79,13 @@ def open_group(
     timeout: float,
     outlives_peers: bool = False,
 ) -> "Backend":
-    """Returns a group over this store, once all `size` ranks have joined; a second one over it
-    needs a PrefixStore.
+    """Opens a process group over the store; returns it once all `size` ranks have joined.
 
-    `host` is this rank's own interface, which gloo binds. NCCL takes its interface from
-    NCCL_SOCKET_IFNAME, and makes its communicator with the first call, on the device of that call's
-    tensor. `timeout` is in seconds, of the wait for the others and of every call. By default a
-    group of NCCL ends the process when a peer is lost, unless it `outlives_peers`. Raises
-    ValueError for a backend that this torch lacks.
+    A second group over the same store needs a PrefixStore. `host` is this rank's own interface,
+    which gloo binds. NCCL takes its interface from NCCL_SOCKET_IFNAME. It creates its communicator
+    at the first call, on the device of that call's tensor. `timeout` is in seconds, for the wait
+    for the others and for every call. By default a group of NCCL ends the process when a peer is
+    lost, unless it `outlives_peers`. Raises ValueError for a backend that this torch lacks.
     """
     limit = timedelta(seconds=timeout)
     if backend == "gloo":
@@ -95,41 +95,42 @@ def open_group(
         options._timeout = limit
         return gloo(store, rank, size, options)
     if backend != "nccl" or not distributed.is_nccl_available():
-        raise ValueError(f"collective backend {backend!r} is not in this build of torch")
+        raise ValueError(f"collective backend: {backend!r} is not in this build of torch")
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = limit
     store.set(f"rank {rank}", "joined")
     store.wait([f"rank {other}" for other in range(size)], limit)
     if not outlives_peers:
         return distributed.ProcessGroupNCCL(store, rank, size, options)
-    with _ENVIRONMENT:  # which the constructor reads
+    with _ENVIRONMENT:  # the constructor reads the variable
         before = os.environ.get(_ERROR_HANDLING)
         os.environ[_ERROR_HANDLING] = "0"
         try:
             return distributed.ProcessGroupNCCL(store, rank, size, options)
         finally:
             del os.environ[_ERROR_HANDLING]
-            os.environ.update({_ERROR_HANDLING: before} if before is not None else {})
+            if before is not None:
+                os.environ[_ERROR_HANDLING] = before
 
 
 class Rendezvous(Store):
-    """Shares a store between two ranks over one socket: what one sets, the other gets. Used by one
-    thread.
+    """Shares a store between two ranks over one socket; one thread uses it.
 
-    In the place of torch's own, which asks the name service for the names of all addresses that it
-    sees, and waits for the answer up to seconds. NCCL needs torch's: it looks into its store at any
-    time, from threads of its own.
+    A key that one rank sets is sent to the other. It replaces torch's TCPStore, which looks up the
+    name of every address that it sees and waits for the answer, up to seconds. NCCL needs torch's
+    store: it reads the store at any time, from threads of its own.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """The connection's timeout is that of every wait."""
+        """Uses the connection's timeout for every wait."""
         super().__init__()
         self._connection = connection
         self._values: dict[str, bytes] = {}
         self._unpacker = msgpack.Unpacker()
         self._num_left = _MAX_BYTES
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch's own types have str
+    # torch's own types have str as the type of values.
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self._values[key] = bytes(value)
         self._connection.sendall(msgpack.packb([key, bytes(value)]))
 
@@ -138,31 +139,32 @@ class Rendezvous(Store):
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Raises RuntimeError or OSError if the other side does not set them."""
+        """Waits for keys of the other side. Raises RuntimeError or OSError if they do not come."""
         while not all(key in self._values for key in keys):
             if not (data := self._connection.recv(4096)):
-                raise RuntimeError("the other rank has gone")
+                raise RuntimeError("the other rank has closed the connection")
             self._num_left -= len(data)
             if self._num_left < 0:
-                raise RuntimeError(f"the other rank sends more than {_MAX_BYTES} bytes")
+                raise RuntimeError(f"the other rank has sent more than {_MAX_BYTES} bytes")
             self._unpacker.feed(data)
             for item in self._unpacker:
                 match item:
                     case [str(key), bytes(value)]:
                         self._values[key] = value
                     case _:
-                        raise RuntimeError("the other rank sends no key with its value")
+                        raise RuntimeError("the other rank has sent no pair of key and value")
 
     def close(self) -> None:
-        """Call it when the group is made, or will not be. Idempotent."""
+        """Closes the connection. Call this when the group exists, or has failed. Idempotent."""
         self._connection.close()
 
 
 def meet_peer(
     place: tuple[str, int], server: socket.socket | None, backend: str, timeout: float
 ) -> Store:
-    """Returns the store of two ranks that meet at `place`, where the first one listens by `server`
-    and gets it once the other has connected. Raises RuntimeError or OSError.
+    """Returns the store of two ranks that meet at `place`; the first one listens there by `server`.
+
+    Returns on the first rank once the other one has connected. Raises RuntimeError or OSError.
     """
     if backend != "gloo":
         return _serve_store(server, 2, timeout) if server else join_store(*place, timeout)

@@ -1,8 +1,8 @@
-"""Moves KV cache through a process group of the two ranks: gloo between host memories, NCCL between
-GPUs.
+"""Sends KV cache through a process group of two ranks: gloo for host memory, NCCL for GPU memory.
 
-Two-sided: the sender sends each span as one message; all transfers of a connection share its pair
-of ranks, in the order in which the messages are announced over the connection's stream.
+The transport is two-sided: the sender sends each span as one message. All transfers of a connection
+share its process group. Their messages go in the order in which the connection's stream announces
+them.
 """
 
 import asyncio
@@ -26,22 +26,22 @@ from .frames import (
 )
 from .p2p_group import P2pGroup
 
-_MAX_WAITING: Final = 8  # spans of all transfers that wait for the pair
+_MAX_WAITING: Final = 8  # spans of all transfers that wait to be sent
 
 
 class CollectiveConnector(KvConnector):
-    """Connects two ranks by a pair; the transport's name is the backend's."""
+    """Connects two ranks by a process group; the transport has the name of the torch backend."""
 
-    def __init__(self, context: TransferContext, name: str, pair: P2pGroup) -> None:
+    def __init__(self, context: TransferContext, name: str, group: P2pGroup) -> None:
         super().__init__(context, name)
-        self.pair = pair
+        self.group = group
         self._announce: Callable[[Announce], None] = lambda announcement: None
         self._waiting: deque[memoryview] = deque()  # to be sent
         self._changed = asyncio.Event()
-        self._arrived: dict[
-            int, asyncio.Queue[memoryview | None]
-        ] = {}  # by stream; None: no more will
-        layout = context.kv.layout  # a span has one token of one layer at least
+        # Messages by stream; None marks the end.
+        self._arrived: dict[int, asyncio.Queue[memoryview | None]] = {}
+        # A span has at least one token of one layer, even if that is larger than FRAME_BYTES.
+        layout = context.kv.layout
         tokens = (
             geometry.num_heads * layout.bytes_per_slot(i)
             for i, geometry in enumerate(layout.layers)
@@ -50,7 +50,7 @@ class CollectiveConnector(KvConnector):
 
     @classmethod
     def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
-        """Returns nothing but that this torch has the backend, and the rank a GPU for NCCL."""
+        """Returns {} if the backend can be used, else None. NCCL also needs a rank on a GPU."""
         able = name == "gloo" or (
             distributed.is_nccl_available() and context.device.startswith("cuda")
         )
@@ -60,7 +60,7 @@ class CollectiveConnector(KvConnector):
     async def listen(
         cls, context: TransferContext, name: str, announce: Callable[[Announce], None]
     ) -> "CollectiveConnector":
-        """Binds the rank's interface. Raises OSError if there is none."""
+        """Binds the rank's interface. Raises OSError if this machine has no such interface."""
         device = context.device if name == "nccl" else "cpu"
         connector = cls(
             context,
@@ -71,33 +71,33 @@ class CollectiveConnector(KvConnector):
         return connector
 
     def description(self) -> dict[str, Any]:
-        """Returns the address, which holds a secret."""
-        return {"address": self.pair.address}
+        """Returns the group's address, which contains a secret."""
+        return {"address": self.group.address}
 
     @classmethod
     async def connect(
         cls, context: TransferContext, name: str, description: dict[str, Any]
     ) -> "CollectiveConnector":
-        """Joins the pair. Raises TransferError."""
+        """Joins the sender's process group. Raises TransferError."""
         address = checked(description, {"address": str})["address"]
         device = context.device if name == "nccl" else "cpu"
-        pair = await P2pGroup.join(
+        group = await P2pGroup.join(
             address, host=context.host, backend=name, device=device, timeout=CONNECT_SECONDS
         )
-        return cls(context, name, pair)
+        return cls(context, name, group)
 
     async def run(self) -> None:
-        """Sends what was offered."""
-        await self.pair.accept()
+        """Sends the spans that were offered, one at a time."""
+        await self.group.accept()
         while True:
             await self._until(lambda: bool(self._waiting))
-            await self.pair.send(self._waiting[0])
+            await self.group.send(self._waiting[0])
             self._waiting.popleft()
             self._changed.set()
 
     def close(self) -> None:
-        """Ends the pair. Idempotent."""
-        self.pair.close()
+        """Closes the process group. Idempotent."""
+        self.group.close()
         self._waiting.clear()
         self._changed.set()
         for arrived in self._arrived.values():
@@ -108,11 +108,11 @@ class CollectiveConnector(KvConnector):
         await self._until(lambda: len(self._waiting) < _MAX_WAITING)
 
     def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
-        """Queues the span for the pair. Raises TransportError."""
+        """Queues the span for sending. Raises TransportError."""
         self._check()
         data = self.context.kv.read(blocks, span)
-        # Announced ahead, so that the receiver asks for one message while the next announcement is
-        # on its way.
+        # Announced before it is sent: the next announcement travels while the receiver still
+        # receives this message.
         self._announce(Announce(stream=stream, num_bytes=data.nbytes, checksum=checksum_of(data)))
         self._waiting.append(data)
         self._changed.set()
@@ -120,9 +120,9 @@ class CollectiveConnector(KvConnector):
 
     @contextmanager
     def open_stream(self, stream: int) -> Iterator[None]:
-        """Keeps what arrives for the stream; what arrives for any other is dropped."""
+        """Keeps the messages that arrive for this stream; messages of other streams are dropped."""
         self._arrived[stream] = asyncio.Queue()
-        if self.pair.broken:
+        if self.group.broken:
             self._arrived[stream].put_nowait(None)
         try:
             yield
@@ -130,16 +130,16 @@ class CollectiveConnector(KvConnector):
             del self._arrived[stream]
 
     async def deliver(self, announcement: Announce) -> None:
-        """Receives the message, and gives it to its stream."""
+        """Receives the announced message and passes it to its stream."""
         if not 0 < announcement.num_bytes <= self._max_bytes:
             raise TransferError(
-                f"KV message of {announcement.num_bytes} bytes, at most {self._max_bytes} are "
-                "expected"
+                f"KV message has {announcement.num_bytes} bytes; must be from 1 to "
+                f"{self._max_bytes}"
             )
-        data = await self.pair.receive(announcement.num_bytes)
+        data = await self.group.receive(announcement.num_bytes)
         if checksum_of(data) != announcement.checksum:
-            raise TransferError("KV message with a wrong checksum")
-        if announcement.stream in self._arrived:  # else the transfer was cancelled
+            raise TransferError("KV message has a wrong checksum")
+        if announcement.stream in self._arrived:  # otherwise the transfer was cancelled
             self._arrived[announcement.stream].put_nowait(data)
 
     async def fetch(
@@ -148,7 +148,7 @@ class CollectiveConnector(KvConnector):
         """Returns the stream's next message."""
         found = await self._arrived[stream].get()
         if found is None:
-            raise TransportError("KV pair broke")
+            raise TransportError("KV process group broke")
         return found
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -159,6 +159,6 @@ class CollectiveConnector(KvConnector):
             self._check()
 
     def _check(self) -> None:
-        if self.pair.broken:
-            self._changed.set()  # wakes the streams that wait for the pair
+        if self.group.broken:
+            self._changed.set()  # wakes all other waiters, which then raise this error as well
             raise TransportError(CONNECTION_LOST)

@@ -1,9 +1,9 @@
-"""Keeps the connections of ranks that transfer KV cache: each two choose one transport when they
-first meet.
+"""Keeps the connections of ranks that transfer KV cache.
 
-A connection is a stream that lives as long as both ranks do. The choice is static, from the
-capabilities of both. Where the transport cannot be connected or breaks, transfers go over gRPC for
-RETRY_SECONDS; then it is tried anew. Neither is an error of any transfer.
+Two ranks choose their transport when they first meet, from the capabilities of both; the choice is
+static. A connection is a stream that lives as long as both ranks do. If the transport cannot
+connect or breaks, transfers go over gRPC for RETRY_SECONDS; then the transport is tried again.
+Neither case is an error of a transfer.
 """
 
 import asyncio
@@ -35,11 +35,13 @@ from .registry import capabilities, choose, find_connector
 
 logger = logging.getLogger(__name__)
 
-CONNECT_WAIT_SECONDS: Final = (
-    0.5  # how long transfers wait for a first connection, before they go over gRPC
-)
-RETRY_SECONDS: Final = 10.0  # how long gRPC is taken after a transport has failed
-_FORGET_SECONDS: Final = 600.0  # how long a failure is remembered
+CONNECT_WAIT_SECONDS: Final = 0.5
+"""The time that transfers wait for a first connection before they go over gRPC."""
+
+RETRY_SECONDS: Final = 10.0
+"""The time that transfers use gRPC after a transport has failed."""
+
+_FORGET_SECONDS: Final = 600.0  # a failure is remembered for this time
 
 KvCall = PeerStream[bytes, bytes]
 
@@ -51,17 +53,18 @@ class Connection:
         self, endpoint: str, call: KvCall, context: TransferContext, *, awaited: bool
     ) -> None:
         self.endpoint = endpoint
-        self.awaited = awaited  # transfers wait for it, for a while
+        self.awaited = awaited  # transfers wait for this connection up to CONNECT_WAIT_SECONDS
         self.began = time.monotonic()
-        self.transport = ""  # known once the connection is settled, until its end
+        self.transport = ""  # set from when the connection is settled until its end
         self.connector: KvConnector | None = None  # None: gRPC
         self.settled = asyncio.Event()  # the transport is known, or the connection has ended
         self.key = TransferKey(transfer_id=secrets.token_bytes(16), epoch=0)
-        self.streams = itertools.count(1)  # numbers for transfers that are about to begin
+        self.streams = itertools.count(1)  # numbers of the transfers
         self._call = call
         self._context = context
         self.task = asyncio.create_task(self._run())
-        self.task.add_done_callback(self._end)  # also of one that was dropped before it began
+        # As a callback, because a task that is cancelled before it began never runs its code.
+        self.task.add_done_callback(self._end)
 
     async def _run(self) -> None:
         try:
@@ -73,13 +76,13 @@ class Connection:
                 await self.connector.deliver(announcement)
         except (TransferError, TimeoutError, OSError, ValueError) as error:
             level = logging.INFO if self.transport else logging.WARNING  # a peer may leave
-            # As text: a record that is kept would keep the exception, and with it the mapped
-            # memory.
+            # Logged as text: a kept log record would keep the exception alive, and with it the
+            # mapped memory.
             logger.log(
                 level,
                 "the KV connection to %s has ended: %s",
                 self.endpoint,
-                str(error) or "timeout",
+                str(error) or "timed out",
             )
 
     async def _connect(self) -> None:
@@ -101,12 +104,15 @@ class Connection:
         self.settled.set()
 
     async def _receive(self, timeout: float | None) -> Message:
-        """Returns the sender's next message; the first determines the epoch. Raises TransferError."""
+        """Returns the sender's next message; the first one determines the epoch.
+
+        Raises TransferError.
+        """
         with _grpc_errors():
-            async with asyncio.timeout(timeout):  # a read that is cancelled ends the call
+            async with asyncio.timeout(timeout):  # a timeout cancels the read, which ends the call
                 frame = await self._call.read()
         if not isinstance(frame, bytes):
-            raise TransferError("KV stream broke")
+            raise TransferError("KV stream broke")  # the sender has ended it
         key, message, _ = decode(frame)
         if self.key.epoch == 0:
             self.key = TransferKey(transfer_id=self.key.transfer_id, epoch=key.epoch)
@@ -123,25 +129,24 @@ class Connection:
 
 
 class ReceiverConnections:
-    """Holds the connections of this rank to those from which it pulls, by endpoint."""
+    """Holds this rank's connections to the ranks that it pulls from, by endpoint."""
 
     def __init__(self, context: TransferContext, channel: Callable[[str], PeerChannel]) -> None:
         self.channel = channel  # to an endpoint
         self._context = context
         self._open: dict[str, Connection] = {}
-        self._failed: dict[str, float] = {}  # when the last connection to an endpoint ended
+        # By endpoint, the time when the last connection to it ended.
+        self._failed: dict[str, float] = {}
 
     @property
     def transports(self) -> dict[str, str]:
-        """The transport to each endpoint that is connected, in the order of the endpoints."""
+        """Returns the transport of each connected endpoint, in the order of the endpoints."""
         return {
             endpoint: one.transport for endpoint, one in sorted(self._open.items()) if one.transport
         }
 
     def connect(self, endpoint: str) -> None:
-        """Begins to connect, unless there is a connection or it has failed in the last
-        RETRY_SECONDS.
-        """
+        """Begins to connect, unless connected already or failed in the last RETRY_SECONDS."""
         now = time.monotonic()
         self._failed = {
             other: failed
@@ -159,8 +164,9 @@ class ReceiverConnections:
         connection.task.add_done_callback(lambda task: self.drop(connection))
 
     async def get(self, endpoint: str) -> Connection | None:
-        """Returns the connection as soon as its transport is known; None if that is gRPC or not
-        known in time.
+        """Returns the connection once its transport is known; None to use gRPC.
+
+        Returns None if gRPC was chosen or the transport is not known within CONNECT_WAIT_SECONDS.
         """
         connection = self._open.get(endpoint)
         if connection is None:
@@ -188,7 +194,7 @@ class ReceiverConnections:
 
 
 class SenderConnections:
-    """Holds the connections of this rank to those that pull from it, by their ids."""
+    """Holds the connections of other ranks that pull from this one, by connection id."""
 
     def __init__(self, context: TransferContext, *, epoch: int) -> None:
         self._context = context
@@ -197,20 +203,21 @@ class SenderConnections:
         self._outboxes: dict[bytes, asyncio.Queue[Announce | None]] = {}  # None: the end
 
     def connector(self, connection_id: bytes) -> KvConnector:
-        """Returns the transport of a connection. Raises TransportError if it has ended."""
+        """Returns a connection's transport. Raises TransportError if the connection has ended."""
         connector = self._connectors.get(connection_id)
         if connector is None:
             raise TransportError(CONNECTION_LOST)
         return connector
 
     def disconnect(self) -> None:
-        """Ends all connections; the receivers connect anew when they pull again."""
+        """Ends all connections; the receivers reconnect when they pull again."""
         for outbox in self._outboxes.values():
             outbox.put_nowait(None)
 
     async def serve(self, incoming: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-        """Answers one Connect stream for as long as it lives. Raises TransferError, or what the
-        transport raises, for whatever ends it but the receiver.
+        """Answers one Connect stream until the receiver ends it.
+
+        Raises TransferError, or the transport's own exceptions, for any other end.
         """
         frames = aiter(incoming)
         key, hello = await receive(frames, CONNECT_SECONDS)
@@ -219,7 +226,7 @@ class SenderConnections:
         if hello.layout != self._context.kv.layout.digest:
             raise TransferError("KV layouts differ")
         key = TransferKey(transfer_id=key.transfer_id, epoch=self._epoch)
-        # Bounded by what the transport takes.
+        # The transport bounds its length: it limits the spans that wait.
         outbox = self._outboxes[key.transfer_id] = asyncio.Queue()
         self._connectors[key.transfer_id] = None
         tasks: list[asyncio.Task[None]] = []
@@ -237,7 +244,7 @@ class SenderConnections:
                 yield encode(key, announcement)
             for task in tasks:
                 if task.done() and not task.cancelled():
-                    task.result()  # raises what has ended it
+                    task.result()  # raises the exception that has ended the task
         finally:
             for task in tasks:
                 task.cancel()
@@ -256,20 +263,21 @@ class SenderConnections:
             async with asyncio.timeout(CONNECT_SECONDS):
                 return await connector.listen(self._context, name, announce)
         except (OSError, ValueError, TransferError, TimeoutError) as error:
-            logger.warning("no KV transport %s: %s", name, str(error) or "timeout")
+            logger.warning("no KV transport %s: %s", name, str(error) or "timed out")
             return None
 
 
 async def receive(
     incoming: AsyncIterator[bytes], timeout: float | None, key: TransferKey | None = None
 ) -> tuple[TransferKey, Message | None]:
-    """Returns the receiver's next message and its key, which must be `key` if given; after that,
-    None when the receiver has ended the stream. Raises TransferError for what cannot be read, and
-    if nothing comes.
+    """Returns the receiver's next message and its key, which must be `key` if given.
+
+    With `key` given, returns None as message if the receiver has ended the stream. Raises
+    TransferError for an unreadable message and after `timeout` seconds without one.
     """
     try:
         async with asyncio.timeout(timeout):
-            # With a default for the end, a cancel of `anext` would come out as RuntimeError.
+            # `anext` gets no default for the end: with one, its cancellation raises RuntimeError.
             found, message, _ = decode(await anext(incoming))
     except (StopAsyncIteration, TimeoutError) as error:
         if key is not None and isinstance(error, StopAsyncIteration):
@@ -281,14 +289,14 @@ async def receive(
 
 
 async def _wait_for_end(incoming: AsyncIterator[bytes], key: TransferKey) -> None:
-    """Returns when the receiver ends the stream. Raises TransferError if it sends anything more."""
+    """Returns when the receiver ends the stream. Raises TransferError for any further message."""
     if (await receive(incoming, None, key))[1] is not None:
         raise TransferError("KV connection out of order")
 
 
 @contextmanager
 def _grpc_errors() -> Iterator[None]:
-    """Raises TransferError for the errors of a gRPC call."""
+    """Translates the errors of a gRPC call to TransferError."""
     try:
         yield
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:

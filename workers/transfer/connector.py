@@ -1,8 +1,8 @@
-"""Declares what a transport of KV cache implements, and what the transports of one rank share.
+"""Declares the interface of KV cache transports, and the context that one rank's transports share.
 
-A transport is one class in one file, registered in `registry`. Two ranks that first meet choose one
-from the capabilities of both, in the order that the config gives; gRPC needs no connector of its
-own (`grpc_connector`).
+A transport is one class in one file, registered in `registry`. When two ranks first meet, they
+choose one from the capabilities of both, in the order that the config gives. gRPC needs no
+connection of its own.
 """
 
 import asyncio
@@ -18,24 +18,25 @@ from .frames import FRAME_BYTES, Announce, BlockTable, Data, TransferError, Tran
 from .leases import LeaseTable
 
 CONNECT_SECONDS: Final = 5.0
-"""How long any one step of connecting may take, and any message of a two-sided transport."""
+"""The timeout of each step of connecting, and of each message of a two-sided transport."""
 
-MEMORY_SIZES: Final[dict[str, type]] = dict.fromkeys(
-    ("num_blocks", "block_size", "tp", "rank"), int
-)
-"""The fields of `KvStore` that say how its memory is laid out, for the description of a one-sided
-transport.
-"""
+MEMORY_SIZES: Final[dict[str, type]] = {
+    "num_blocks": int,
+    "block_size": int,
+    "tp": int,
+    "rank": int,
+}
+"""The fields of `KvStore` that define its memory layout; one-sided transports describe them."""
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False, kw_only=True)
 class TransferContext:
-    """Holds what the transports of one rank use. Lives in one event loop."""
+    """Holds the resources that the transports of one rank share. Lives in one event loop."""
 
     kv: KvStore
-    transports: tuple[str, ...] = ()  # that may be used beside gRPC, in order of preference
+    transports: tuple[str, ...] = ()  # allowed besides gRPC, in order of preference
     host: str = "127.0.0.1"  # the interface to bind
     device: str = "cpu"  # of the rank
     metrics: Metrics = NULL_METRICS
@@ -46,8 +47,10 @@ class TransferContext:
         self.leases = LeaseTable(shared=self.kv.shared_fd is not None)
 
     async def resource(self, name: str, make: Callable[[], T]) -> T:
-        """Returns what a transport needs once for all connections of the rank, made in a thread
-        when first asked for. Raises what `make` raises.
+        """Returns a transport's resource that exists once per rank, shared by all connections.
+
+        The first call makes it in a thread. Raises the exceptions of `make`; the next call then
+        tries again.
         """
         making = self._resources.get(name)
         if making is None or (making.done() and making.exception()):
@@ -65,12 +68,13 @@ class TransferContext:
 
 
 class KvConnector:
-    """Holds one side of a connection between two ranks over one transport: the sender's, made by
-    `listen`, or the receiver's, made by `connect`. A subclass implements both sides: the sender
-    offers spans of its KV cache, the receiver fetches them.
+    """Holds one side of a connection between two ranks over one transport.
 
-    One-sided transports read the sender's memory while it does nothing: they set `one_sided`, offer
-    nothing, and `verify` that no block was reused meanwhile.
+    `listen` makes the sender's side, `connect` the receiver's side. A subclass implements both: the
+    sender offers spans of its KV cache, the receiver fetches them.
+
+    One-sided transports read the sender's memory without its help. They set `one_sided`, transfer
+    nothing in `offer`, and check in `verify` that no block was reused meanwhile.
     """
 
     one_sided: ClassVar[bool] = False
@@ -80,104 +84,124 @@ class KvConnector:
         self.context = context
         self.name = name  # of the transport
 
-    # --- to choose
-    # ----------------------------------------------------------------------------------------------
+    # --- choosing a transport
 
     @classmethod
     def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
-        """Returns what the other side must know of this one, for msgpack; None if this rank cannot
-        use the transport.
+        """Returns a msgpack value that the other side needs to choose a transport.
+
+        Returns None if this rank cannot use the transport.
         """
         return {}
 
     @classmethod
     def reaches(cls, sender: Mapping[str, Any], receiver: Mapping[str, Any]) -> bool:
-        """Whether two ranks with these capabilities can use the transport. The receiver's come from
-        outside.
+        """Returns whether two ranks with these capabilities can use the transport.
+
+        The receiver's capabilities come from outside and are not trusted.
         """
         return True
 
-    # --- to connect
-    # ----------------------------------------------------------------------------------------------
+    # --- connecting
 
     @classmethod
     async def listen(
         cls, context: TransferContext, name: str, announce: Callable[[Announce], None]
     ) -> Self:
-        """Opens the sender's side. A two-sided transport calls `announce` for each message that it
-        sends, before it. Raises OSError, ValueError or TransferError if there is no such transport
-        from here.
+        """Opens the sender's side.
+
+        A two-sided transport calls `announce` before each message that it sends. Raises OSError,
+        ValueError or TransferError if the transport does not work here.
         """
         return cls(context, name)
 
     def description(self) -> dict[str, Any]:
-        """Returns what the receiver's `connect` needs, for msgpack."""
+        """Returns the argument of the receiver's `connect`, for msgpack."""
         return {}
 
     @classmethod
     async def connect(
         cls, context: TransferContext, name: str, description: dict[str, Any]
     ) -> Self:
-        """Opens the receiver's side. The description comes from outside. Raises OSError, ValueError
-        or TransferError.
+        """Opens the receiver's side. Raises OSError, ValueError or TransferError.
+
+        The description comes from outside and is not trusted.
         """
         return cls(context, name)
 
     async def run(self) -> None:
-        """Does the sender's work until it is cancelled. Raises TransferError when the transport
-        breaks.
-        """
+        """Does the sender's work until cancelled. Raises TransferError if the transport breaks."""
         await asyncio.Event().wait()
 
     def close(self) -> None:
-        """Ends this side: calls under way and later ones raise TransportError. Idempotent."""
+        """Closes this side; current and later calls raise TransportError. Idempotent."""
 
-    # --- to transfer
-    # ----------------------------------------------------------------------------------------------
+    # --- transferring
 
     async def ready(self) -> None:
-        """Returns when `offer` may be called, before anything else is awaited. Raises
-        TransportError.
-        """
+        """Returns when `offer` may be called, before any other await. Raises TransportError."""
 
     def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes | memoryview:
-        """Makes a span ready to be fetched, or nothing if one-sided; returns the payload of its
-        Data frame. Reads KV memory before it returns or never. Raises TransportError.
+        """Makes a span ready to be fetched; returns the payload of its Data frame.
+
+        A one-sided transport does nothing here. KV memory is read before this returns, or not at
+        all. Raises TransportError.
         """
         return b""
 
     def open_stream(self, stream: int) -> AbstractContextManager[None]:
-        """Prepares the receiver's side for a transfer, for as long as the context lasts."""
+        """Prepares the receiver's side for a transfer, until the context ends."""
         return nullcontext()
 
     async def deliver(self, announcement: Announce) -> None:
-        """Receives a message that the sender announces. Raises TransferError; then the transport is
-        broken.
+        """Receives a message that the sender has announced.
+
+        Raises TransferError; the transport is then broken.
         """
         raise TransferError("KV announcement out of order")
 
     async def fetch(
         self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
     ) -> memoryview:
-        """Returns the bytes of a data frame's span; `blocks` is the sender's block table if
-        one-sided. The caller checks the length. Raises TransferError, ValueError for a span out of
-        range, TransportError if it was the transport's fault.
+        """Returns the bytes of a data frame's span; the caller checks their length.
+
+        `blocks` is the sender's block table if the transport is one-sided. Raises TransferError,
+        ValueError for a span out of range, and TransportError if the transport failed.
         """
         raise NotImplementedError
 
     async def verify(self, table: BlockTable) -> None:
-        """Raises TransferError unless the sender's blocks were the transfer's own until now. For
-        one-sided transports, after the last fetch.
+        """Raises TransferError if the sender's blocks have left the transfer's ownership until now.
+
+        Only one-sided transports implement it. It is called after the last fetch.
         """
 
 
+class GrpcConnector(KvConnector):
+    """Carries KV cache over gRPC, as payload of the transfer's own frames.
+
+    It needs no connection, is always available, and is the fallback of all other transports.
+    """
+
+    def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> memoryview:
+        """Returns the span's bytes, which become the payload of its frame."""
+        return self.context.kv.read(blocks, span)
+
+    async def fetch(
+        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+    ) -> memoryview:
+        """Returns the payload."""
+        return payload
+
+
 def checked(description: Mapping[str, Any], types: Mapping[str, type]) -> dict[str, Any]:
-    """Returns a description from outside whose fields have exactly these names and types, integers
-    not negative. Raises TransportError.
+    """Returns a description from outside after a check of its fields' names and types.
+
+    Integers must not be negative. Raises TransportError if the check fails.
     """
     good = description.keys() == types.keys() and all(
         type(description[name]) is types[name] for name in types
     )
     if not good or any(type(value) is int and value < 0 for value in description.values()):
-        raise TransportError("KV transport with an impossible description")
+        raise TransportError("KV transport: fields or types of the description are wrong")
     return dict(description)

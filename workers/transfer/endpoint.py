@@ -1,6 +1,4 @@
-"""Joins what one rank needs to move KV cache: its sender, its receiver and the channels to other
-workers.
-"""
+"""Combines the parts of one rank's KV transfers: sender, receiver and channels to other workers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -18,7 +16,7 @@ from .receiver import KvReceiver
 from .sender import KvSender
 
 UNUSED_SECONDS: Final = 60.0
-"""How long a channel without a call stays open."""
+"""The time that a channel without a call stays open."""
 
 _Handle = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext[bytes, bytes]], Any]
 _Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
@@ -28,7 +26,7 @@ class KvEndpoint:
     """Serves and fetches KV cache for one rank. Lives in one event loop."""
 
     def __init__(self, sender: KvSender, identity: PeerIdentity) -> None:
-        """The receiver has the sender's context and its `stall_seconds`."""
+        """Gives the receiver the sender's context and `stall_seconds`."""
         self.sender = sender
         self._channels = PeerChannels(identity)
         self.receiver = KvReceiver(
@@ -36,27 +34,25 @@ class KvEndpoint:
         )
 
     def serve_on(self, server: PeerServer) -> None:
-        """Adds the KV endpoint to a server that has not started yet."""
+        """Adds the KV methods to a server that has not started yet."""
         add_bytes_method(server, PULL_METHOD, _answering(self.sender.serve))
         add_bytes_method(server, CONNECT_METHOD, _answering(self.sender.connections.serve))
 
     def disconnect(self) -> None:
-        """Ends the connections that others have to this rank, so that the server can stop; they
-        connect anew.
-        """
+        """Ends the connections from other ranks, so that the server can stop; they reconnect."""
         self.sender.connections.disconnect()
 
     async def close(self) -> None:
-        """Ends all connections to others."""
+        """Ends all connections to other ranks."""
         await self.receiver.connections.close()
         await self._channels.close()
         await self.sender.context.close()
 
 
 class PeerChannels:
-    """Keeps a channel to each peer that is called, and closes those that had no call for a while.
+    """Keeps a channel to each peer, and closes channels that had no call for `unused_seconds`.
 
-    A connection to a peer is a call, so what is closed leads to a peer that has left, or is rarely
+    A connection to a peer is a call, so a closed channel leads to a peer that has left or is rarely
     called. Lives in one event loop.
     """
 
@@ -64,9 +60,8 @@ class PeerChannels:
         self._identity = identity
         self._unused_seconds = unused_seconds
         self._channels: dict[str, PeerChannel] = {}  # by endpoint
-        self._unused_since: dict[
-            str, float
-        ] = {}  # the loop's time when the last call ended, or none had begun
+        # The loop's time when the last call ended, or when the channel was made.
+        self._unused_since: dict[str, float] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -74,8 +69,9 @@ class PeerChannels:
         return len(self._channels)
 
     def get(self, endpoint: str) -> PeerChannel:
-        """Returns the channel to a peer, to be called before the next await: a channel without a
-        call may be closed.
+        """Returns the channel to a peer.
+
+        Call it before the next await: a channel without a call may be closed.
         """
         channel = self._channels.get(endpoint)
         if channel is None:
@@ -95,14 +91,13 @@ class PeerChannels:
         await asyncio.gather(*(channel.close() for channel in channels), *self._closing)
 
     def _await_use(self, endpoint: str) -> None:
-        """Has the channel closed after a while, unless it has a call then or has had one meanwhile."""
-        if endpoint not in self._channels:  # closed, which has ended its last call
+        """Closes the channel after a while, unless it has a call then or had one meanwhile."""
+        if endpoint not in self._channels:  # `close` has ended the last call
             return
         loop = asyncio.get_running_loop()
         self._unused_since[endpoint] = loop.time()
-        if (
-            endpoint not in self._timers
-        ):  # one for many calls: asyncio keeps the timers that are cancelled for long
+        # One timer serves many calls: asyncio keeps cancelled timers for a long time.
+        if endpoint not in self._timers:
             self._timers[endpoint] = loop.call_later(
                 self._unused_seconds, self._close_unused, endpoint
             )
@@ -123,7 +118,7 @@ class PeerChannels:
 
 
 def add_bytes_method(server: PeerServer, name: str, handle: _Handle) -> None:
-    """Adds a method of streams both ways, without serializers; `name` is /SERVICE/METHOD."""
+    """Adds a bidirectional streaming method without serializers; `name` is /SERVICE/METHOD."""
     service, method = name.strip("/").split("/")
     handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(handle)
     server.add_generic_rpc_handlers(
@@ -141,10 +136,11 @@ def _answering(serve: _Serve) -> _Handle:
         writing.set_result(None)
         try:
             async with aclosing(serve(incoming)) as frames:
-                async for frame in frames:  # made ready while the one before leaves
+                # The next frame is prepared while the previous one is written.
+                async for frame in frames:
                     await writing
                     writing = asyncio.ensure_future(context.write(frame))
-                    await asyncio.sleep(0)  # so that it begins
+                    await asyncio.sleep(0)  # lets the write begin
             await writing
         except TransferError as error:
             await asyncio.gather(writing, return_exceptions=True)

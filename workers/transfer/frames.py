@@ -1,16 +1,19 @@
-"""Encodes and decodes KV frames: crc32c, length of the header, msgpack header, raw bytes.
+"""Encodes and decodes KV frames: crc32c, header length, msgpack header, raw bytes.
 
     | crc32c of all that follows: u32 | header length: u32 | header | payload |
 
-A transfer is one stream for each piece: the receiver sends Open, Pull and in the end, on one stream
-of the whole fetch, Ack; the sender sends Data, ..., Data, Commit, and before them BlockTable if the
-receiver is to read the blocks itself. A connection, which two ranks have for as long as both live,
-chooses their transport: the receiver sends Open with its transports, the sender Open with at most
-one of them, then Announce for each message of a two-sided transport. There the transfer id is the
-connection's.
+A transfer has one stream for each shard. The receiver sends Open and Pull; at the end it sends Ack,
+on only one stream of the fetch. The sender sends Data, ..., Data, Commit, and before them
+BlockTable if the receiver reads the blocks itself.
 
-Every frame names the transfer id and the epoch of the worker that holds the cache, so that a reused
-number or a restarted worker is never mistaken. Knows the form of frames only.
+Two ranks also have one connection, for as long as both live, on which they choose their transport.
+The receiver sends Open with its transports, the sender answers Open with at most one of them. The
+sender then sends Announce for each message of a two-sided transport. On this stream the transfer id
+identifies the connection.
+
+Every frame names the transfer id and the epoch of the worker that holds the cache, so a reused
+number or a restarted worker is never mistaken for another. This module only knows the form of
+frames.
 """
 
 import math
@@ -29,30 +32,28 @@ from ..kv_cache.layout import KvSpan
 PULL_METHOD: Final = "/tandem.v1.KvTransfer/Pull"
 CONNECT_METHOD: Final = "/tandem.v1.KvTransfer/Connect"
 CONNECTION_LOST: Final = "KV connection lost"
-"""The text in which a sender ends a transfer whose connection it does not know, or not any more."""
+"""The error text of a sender that ends a transfer because it does not know its connection."""
 FRAME_BYTES: Final = 1024 * 1024
-"""KV of one data frame to aim at: the fastest for gRPC streams of Python bytes on loopback
-(measured 64 KiB to 4 MiB), and short enough to be copied at once in an event loop (a fifth of a
-millisecond).
+"""Target size of the KV in one data frame. It is the fastest for gRPC streams of Python bytes on
+loopback (measured from 64 KiB to 4 MiB), and an event loop copies it in a fifth of a millisecond.
 """
 
 MAX_FIRST_TOKENS: Final = limits.MAX_BEAM_WIDTH + 2 * limits.MAX_STOP_TOKEN_IDS
-"""A beam search begins with a candidate for each beam and for each token that could end one; some
-the model adds.
+"""A beam search begins with a candidate for each beam and for each stop token, of which the model
+itself has some.
 """
 
 _PREFIX = struct.Struct(">II")
-_MAX_HEADER_BYTES: Final = (
-    4096 + 14 * MAX_FIRST_TOKENS
-)  # 5 bytes for a token, 9 for its log probability
+# A first token takes 5 bytes, its log probability 9.
+_MAX_HEADER_BYTES: Final = 4096 + 14 * MAX_FIRST_TOKENS
 
 
 class TransferError(Exception):
-    """Reports a transfer that failed. Nothing of it may be used. The text is safe to show."""
+    """Reports a failed transfer: none of its data may be used. The text may be shown to users."""
 
 
 class TransportError(TransferError):
-    """Reports a transport that failed, not the cache: another transport may still bring it."""
+    """Reports that the transport failed, not the cache: another transport may still succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,50 +66,56 @@ class TransferKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Begins a stream of the receiver, and answers that of a connection. The stream of a transfer
-    pins the cache: the sender keeps it as long as the stream lives.
+    """Begins a receiver's stream; also the sender's answer on a connection's stream.
+
+    The stream of a transfer pins the cache: the sender keeps the blocks for as long as the stream
+    lives.
     """
 
     layout: bytes  # KvLayout.digest
-    # Of a connection, by name in order of preference: its capabilities at the receiver, or how the
-    # chosen one is reached.
+    # Only on a connection's stream, by transport name in order of preference. The receiver sends
+    # its capabilities, the sender answers with the description of the chosen transport.
     transports: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
-    """Asks for the layers of a group, of the tokens from `first_token` on (the receiver has those
-    before), in the sender's KV slots [first_slot, +num_slots). No slots at all is a stream that
-    only pins the cache.
+    """Asks for the KV of tokens from `first_token` on, in all layers of a group.
+
+    The receiver has the tokens before. Asks for the sender's KV slots [first_slot, +num_slots). A
+    stream with num_slots 0 only pins the cache.
     """
 
     first_token: int
     group: int
     first_slot: int
     num_slots: int
-    connection: bytes = b""  # by whose transport it is to go; empty: as payload of Data
+    connection: bytes = b""  # the connection whose transport is to be used; empty: Data's payload
     stream: int = 0  # distinguishes the transfers of a connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """Answers a Pull over a one-sided transport. Its payload is the block table, int32, little
-    endian.
+    """Answers a Pull over a one-sided transport.
+
+    Its payload is the block table: int32, little endian.
     """
 
-    entry: int  # of the sender's lease table,
-    # which it holds as long as the blocks are the transfer's; 0: the table is full, so Data have
-    # payload
+    # Index of the offer's entry in the sender's lease table.
+    entry: int
+    # Content of the entry while the transfer owns the blocks. 0: the table is full, so the Data
+    # frames carry the KV as payload.
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data(KvSpan):
-    """Brings a span of the sender's KV cache, in canonical form as payload or wherever the
-    transport has it.
+    """Carries a span of the sender's KV cache, in canonical form.
+
+    The bytes are the payload, or the connection's transport carries them.
     """
 
-    index: int  # counts the data frames of a stream from 0
+    index: int  # position among the data frames of the stream, from 0
     num_bytes: int  # of KV
     burst: int  # frames that were ready at the same time share a number
     age: float  # seconds since the sender began to read the burst
@@ -121,19 +128,20 @@ class Commit:
     num_frames: int
     num_tokens: int
     prefix_hash: bytes
-    tokens: list[int]  # of FirstTokens, at least one;
-    logprobs: list[float]  # none, or one for each
+    tokens: list[int]  # of FirstTokens, at least one
+    logprobs: list[float]  # empty, or one for each token
 
     @property
     def first_tokens(self) -> FirstTokens:
-        """What the decode continues with."""
+        """Returns the tokens that decoding continues with."""
         return FirstTokens(tokens=tuple(self.tokens), logprobs=tuple(self.logprobs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
-    """Confirms that every rank of the receiver's group has its part of the cache, verified; the
-    sender's group may free it. Sent by rank 0 to rank 0; other streams just end.
+    """Confirms that every rank of the receiver's group has verified its part of the cache.
+
+    The sender's group may then free the blocks. Rank 0 sends it to rank 0; other streams just end.
     """
 
 
@@ -164,11 +172,12 @@ def encode(key: TransferKey, message: Message, payload: bytes | memoryview = b""
 
 
 def decode(frame: bytes) -> tuple[TransferKey, Message, memoryview]:
-    """Returns what `encode` was given; the payload is a view of `frame`. Raises TransferError for
-    anything else.
+    """Decodes a frame of `encode`; the payload is a view of `frame`.
+
+    Raises TransferError for anything else.
     """
     if len(frame) < _PREFIX.size:
-        raise TransferError("KV frame cut short")
+        raise TransferError("KV frame is truncated")
     checksum, header_length = _PREFIX.unpack_from(frame)
     view = memoryview(frame)
     if checksum_of(view[4:]) != checksum:
@@ -212,7 +221,7 @@ _FIELDS: Final = {
 
 
 def _check_types(part: TransferKey | Message) -> None:
-    """Raises TransferError unless every field is of the type that its class declares."""
+    """Raises TransferError unless every field has the type that its class declares."""
     for name, fits in _FIELDS[type(part)].items():
         if not fits(getattr(part, name)):
             raise TransferError(f"KV frame with a bad {name}")

@@ -1,8 +1,8 @@
 """Shows other processes which offers of KV cache still own their blocks.
 
-A one-sided reader copies blocks while their owner does nothing. Whether a block was reused
-meanwhile shows here: an offer has an entry that holds its number for as long as it owns its blocks.
-The reader checks it after its last copy.
+A one-sided reader copies blocks without any help of their owner. This table tells the reader
+whether a block was reused meanwhile. An offer has an entry that holds the offer's number for as
+long as the offer owns its blocks. The reader checks the entry after its last copy.
 """
 
 import mmap
@@ -14,7 +14,7 @@ from typing import Final
 
 from .frames import BlockTable, TransferError
 
-TOKEN_BYTES: Final = 16  # random, at the beginning: identifies the table
+TOKEN_BYTES: Final = 16  # random bytes at the start of the table, which identify it
 TABLE_BYTES: Final = 64 * 1024
 ENTRY_BYTES: Final = 8
 _ENTRY: Final = struct.Struct("<Q")
@@ -22,12 +22,16 @@ _NUM_ENTRIES: Final = (TABLE_BYTES - TOKEN_BYTES) // ENTRY_BYTES
 
 
 class LeaseTable:
-    """Holds the leases of one sender, in a file without a name that other processes of the host can
-    map.
+    """Holds the leases of one sender in an unnamed file that other processes of the host can map.
+
+    If an offer has no entry, its data frames carry the KV even over a one-sided transport.
     """
 
     def __init__(self, *, shared: bool) -> None:
-        """Without `shared` memory no other process can read the table, and it has no entries."""
+        """Creates the table.
+
+        Without `shared` no other process can read the table, and it has no entries.
+        """
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.fd = -1
         self._free: list[int] = []
@@ -41,8 +45,9 @@ class LeaseTable:
             self._free = list(range(_NUM_ENTRIES))
 
     def open(self) -> tuple[int, int]:
-        """Takes an entry; returns it and the number that it holds from now on, which is 0 if there
-        is none left.
+        """Takes a free entry; returns it and the number that it now holds.
+
+        Returns (0, 0) if no entry is free.
         """
         if not self._free:
             return 0, 0
@@ -52,18 +57,21 @@ class LeaseTable:
         return entry, self._count
 
     def close(self, entry: int, number: int) -> None:
-        """Gives the entry back. Call it before the blocks may be reused."""
+        """Frees the entry. Call this before the blocks may be reused."""
         if number:
             _ENTRY.pack_into(self.memory, TOKEN_BYTES + entry * ENTRY_BYTES, 0)
             self._free.append(entry)
 
 
 def entry_offset(table: BlockTable) -> int:
-    """Returns where in the lease table an offer's ENTRY_BYTES are. Raises TransferError if there is
-    no such entry.
+    """Returns the offset of an offer's ENTRY_BYTES in the lease table.
+
+    Raises TransferError if the table has no such entry.
     """
     if table.entry >= _NUM_ENTRIES:
-        raise TransferError(f"KV block table with lease entry {table.entry} of {_NUM_ENTRIES}")
+        raise TransferError(
+            f"KV block table: lease entry {table.entry} is not below {_NUM_ENTRIES}"
+        )
     return TOKEN_BYTES + table.entry * ENTRY_BYTES
 
 

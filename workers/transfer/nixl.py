@@ -1,7 +1,7 @@
-"""Reads KV cache of another worker by NIXL, from wherever it reaches: as `shared_memory`, but for
-the mapping.
+"""Reads another worker's KV cache by NIXL; works like `shared_memory`, but without mapping memory.
 
-The sender's KV cache and its lease table are two regions, read as one memory laid end to end.
+The sender registers two regions, its KV cache and its lease table. The receiver addresses them as
+one memory in which the table follows the cache.
 """
 
 import asyncio
@@ -23,28 +23,28 @@ from .frames import Announce, BlockTable, Data
 from .leases import ENTRY_BYTES, TABLE_BYTES, check_entry, entry_offset
 from .nixl_agent import NixlMemory, NixlPeer, NixlReader, available
 
-_STAGING_BYTES: Final = 4 * 1024 * 1024  # holds FRAME_BYTES of KV where they lie in blocks
+_STAGING_BYTES: Final = 4 * 1024 * 1024  # enough for all blocks that hold FRAME_BYTES of KV
 
 
 class NixlConnector(KvConnector):
-    """Connects two ranks by NIXL. The receiver reads one span at a time; other transfers wait for
-    it.
-    """
+    """Connects two ranks by NIXL. The receiver reads one span at a time; other transfers wait."""
 
     one_sided = True
     _memory: NixlMemory
     _peer: NixlPeer
     _reading: asyncio.Lock
-    _sizes: dict[str, int]  # of the sender's memory
-    _shapes: list[
-        tuple[int, ...]
-    ]  # of each group: [num_layers, 2, num_blocks, num_slots, block_size, head_bytes]
-    _starts: list[int]  # of each group, in bytes, and the end
+    # MEMORY_SIZES of the sender's memory.
+    _sizes: dict[str, int]
+    # Of each group: [num_layers, 2, num_blocks, num_slots, block_size, head_bytes].
+    _shapes: list[tuple[int, ...]]
+    # Byte offset of each group, and at last the end of the KV cache.
+    _starts: list[int]
 
     @classmethod
     def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
-        """Returns whether this rank's memory can be read: a sender's must be; None without the
-        library or on GPUs.
+        """Returns whether this rank's memory can be read, which a sender needs.
+
+        Returns None if the library is not installed or the rank is on a GPU.
         """
         if not available() or context.device != "cpu":
             return None
@@ -52,31 +52,31 @@ class NixlConnector(KvConnector):
 
     @classmethod
     def reaches(cls, sender: Mapping[str, Any], receiver: Mapping[str, Any]) -> bool:
-        """Whether the sender's memory can be read."""
+        """Returns whether the sender's memory can be read."""
         return bool(sender["shares"])
 
     @classmethod
     async def listen(
         cls, context: TransferContext, name: str, announce: Callable[[Announce], None]
     ) -> "NixlConnector":
-        """Registers the rank's memory, the first time. Raises OSError if NIXL does not work here."""
+        """Registers the rank's memory, the first time. Raises OSError if NIXL does not work."""
         connector = cls(context, name)
         connector._memory = await context.resource("nixl memory", partial(_register, context))
         return connector
 
     def description(self) -> dict[str, Any]:
-        """Returns how the memory is reached and how it is laid out."""
-        return {
-            "memory": self._memory.describe(),
-            **{name: getattr(self.context.kv, name) for name in MEMORY_SIZES},
-        }
+        """Returns the memory's NIXL description and its layout."""
+        sizes = {name: getattr(self.context.kv, name) for name in MEMORY_SIZES}
+        return {"memory": self._memory.describe(), **sizes}
 
     @classmethod
     async def connect(
         cls, context: TransferContext, name: str, description: dict[str, Any]
     ) -> "NixlConnector":
-        """Connects to the sender's memory. Raises TransferError if NIXL does not reach it, OSError
-        if it does not work here, ValueError if the memory is of another size.
+        """Connects to the sender's memory.
+
+        Raises TransferError if NIXL cannot reach it, OSError if NIXL does not work here, and
+        ValueError if the memory has another size than described.
         """
         found = checked(description, {"memory": bytes, **MEMORY_SIZES})
         connector = cls(context, name)
@@ -90,7 +90,9 @@ class NixlConnector(KvConnector):
         kv_bytes = connector._peer.num_bytes - TABLE_BYTES
         if min(found["num_blocks"], found["block_size"]) < 1 or kv_bytes != connector._starts[-1]:
             connector.close()
-            raise ValueError(f"{kv_bytes} bytes are not {found['num_blocks']} blocks of KV cache")
+            raise ValueError(
+                f"NIXL memory: {kv_bytes} bytes are not the size of {found['num_blocks']} blocks"
+            )
         return connector
 
     async def fetch(
@@ -98,11 +100,11 @@ class NixlConnector(KvConnector):
     ) -> memoryview:
         """Reads the span, in parts if it is larger than the staging memory."""
         layout = self.context.kv.layout
-        block_size, num_blocks = self._sizes["block_size"], self._sizes["num_blocks"]
-        num_slots = lambda layer: self._shapes[layout.places[layer][0]][3]  # noqa: E731
-        data.check(layout, num_tokens=len(blocks) * block_size, num_slots=num_slots)
+        block_size = self._sizes["block_size"]
+        num_blocks = self._sizes["num_blocks"]
+        data.check(layout, num_tokens=len(blocks) * block_size, num_slots=self._num_slots)
         if min(blocks) < 0 or max(blocks) >= num_blocks:
-            raise ValueError(f"a block is not within {num_blocks}")
+            raise ValueError(f"KV block table: a block is not below {num_blocks}")
         head_bytes = layout.bytes_per_slot(data.first_layer) // 2
         first_block, offset = divmod(data.first_token, block_size)
         rows = self._rows(
@@ -121,18 +123,19 @@ class NixlConnector(KvConnector):
                 heads = np.frombuffer(await self._peer.read(pieces), np.uint8).reshape(
                     -1, head_bytes
                 )
-                # Of numpy's ways to pick them the one that is fast for few bytes: 30 us for 1 MB,
-                # an index 800.
+                # numpy's fastest gather for short rows: 30 us for 1 MB; an index takes 800 us.
                 np.take(
                     heads, order[: len(places)], 0, dense[start : start + num_rows], mode="clip"
                 )
         return dense.reshape(-1).data
 
-    def _rows(
-        self, blocks: Sequence[int], span: KvSpan
-    ) -> npt.NDArray[np.int64]:  # [2 * num_layers, num_blocks]
-        """Returns where the span's slots begin in each block, for each layer's keys and values, in
-        bytes.
+    def _num_slots(self, layer: int) -> int:
+        return self._shapes[self.context.kv.layout.places[layer][0]][3]
+
+    def _rows(self, blocks: Sequence[int], span: KvSpan) -> npt.NDArray[np.int64]:
+        """Returns the byte offset of the span's slots in each block: [2 * num_layers, num_blocks].
+
+        The rows are the keys and values of each layer.
         """
         layout = self.context.kv.layout
         group, first = layout.places[span.first_layer]
@@ -145,7 +148,6 @@ class NixlConnector(KvConnector):
         return places
 
     async def verify(self, table: BlockTable) -> None:
-        """See `KvConnector.verify`."""
         async with self._reading:
             check_entry(
                 await self._peer.read([(self._starts[-1] + entry_offset(table), ENTRY_BYTES)]),
@@ -159,7 +161,7 @@ class NixlConnector(KvConnector):
 
 
 def _register(context: TransferContext) -> NixlMemory:
-    """Raises OSError if NIXL does not work here."""
+    """Registers KV cache and lease table with NIXL. Raises OSError if NIXL does not work here."""
     assert context.kv.shared_fd is not None
     memory = mmap.mmap(context.kv.shared_fd, 0)
     regions = [
@@ -169,5 +171,5 @@ def _register(context: TransferContext) -> NixlMemory:
 
 
 def _devices(host: str) -> str:
-    """Returns UCX's network devices: all, unless only this host is to reach the rank."""
+    """Returns UCX's network devices: all by default, loopback if `host` is a loopback address."""
     return "lo" if is_loopback(host) else ""

@@ -1,7 +1,7 @@
-"""Reads memory of other workers by NIXL (UCX underneath), while they do nothing for it.
+"""Reads memory of other workers by NIXL (over UCX); those workers do nothing for a read.
 
-Optional: the extra `nixl` brings it. A read is done, or fails; whether its content was still valid,
-    `leases` shows.
+NIXL is optional; the extra `nixl` installs it. A read completes or fails. `leases` tells whether
+its content was still valid.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ import torch
 
 from .frames import TransportError
 
-_MODULES: Final = ("nixl_cu12", "nixl_cu13")  # one API, built for different CUDA releases
+_MODULES: Final = ("nixl_cu12", "nixl_cu13")  # the same API, built for two CUDA releases
 _MAX_REGIONS: Final = 1024
-# NIXL has no call that waits. A read within a host has ended when it has begun; one over a network
-# takes longer.
+# NIXL has no call that waits for a read. A read within a host is done when it has begun; a read
+# over a network takes longer.
 _POLL_SECONDS: Final = 0.0002
-# How long UCX's thread sleeps when nothing happens. With 0, as NIXL's own Python class sets it, it
-# takes a whole core.
+# The sleep of UCX's thread when idle. With 0, which NIXL's Python class sets, the thread takes a
+# whole core.
 _IDLE_MICROSECONDS: Final = 100_000
 
 _Regions = npt.NDArray[np.uint64]  # [num_regions, 3]: address, number of bytes, device
@@ -46,40 +46,48 @@ def _bindings() -> Any:
 
 
 class NixlMemory:
-    """Holds host memory of a sender that others may read for as long as this is open.
+    """Holds host memory of a sender; others may read it until `close`.
 
-    It runs two threads of NIXL, which sleep between reads."""
+    It runs two threads of NIXL, which sleep between reads.
+    """
 
     def __init__(self, regions: Sequence[torch.Tensor], *, devices: str = "") -> None:
-        """`regions` are contiguous tensors in host memory, kept until `close`. `devices` are UCX's
-        network devices, as "lo" or "mlx5_0:1,mlx5_1:1"; all of the machine by default. Takes half a
-        second. Raises OSError if NIXL does not work here.
+        """Registers the memory. Takes half a second. Raises OSError if NIXL does not work here.
+
+        `regions` are contiguous tensors in host memory, kept until `close`. `devices` are UCX's
+        network devices, such as "lo" or "mlx5_0:1,mlx5_1:1"; the default is all devices of the
+        machine.
         """
         self._regions = _table(regions)
         self._agent: Any = _Agent(serves=True, devices=devices)
-        self._tensors = list(regions)  # after the agent: the memory goes last
+        self._tensors = list(regions)  # freed after the agent
         self._agent.register(self._regions)
 
     def describe(self) -> bytes:
-        """Returns what a reader needs, about half a kilobyte; it gives access to the memory. Its
-        addresses are those of the regions laid end to end.
+        """Returns the description that a reader needs, about half a kilobyte.
+
+        It gives access to the memory. A reader addresses the regions as one memory, one after the
+        other.
         """
         return bytes(msgpack.packb([bytes(self._agent.call("getLocalMD")), self._regions.tolist()]))
 
     def close(self) -> None:
-        """Ends the agent. Idempotent. It takes nothing back: within a host, a process that has the
-        description may read what comes to lie there as long as this process lives.
+        """Ends the agent. Idempotent.
+
+        This does not revoke access: within a host, a process that has the description may read
+        whatever later lies at these addresses, for as long as this process lives.
         """
         self._agent = None
         self._tensors.clear()
 
 
 class NixlReader:
-    """Reads from any number of peers. All calls into NIXL run in one thread, one after the other."""
+    """Reads from any number of peers. All calls into NIXL run in one thread, one at a time."""
 
     def __init__(self, *, timeout: float, devices: str = "") -> None:
-        """`timeout` is in seconds, of each read; `devices` are as in NixlMemory. Takes half a
-        second. Raises OSError if NIXL does not work here.
+        """Starts the agent. Takes half a second. Raises OSError if NIXL does not work here.
+
+        `timeout` is in seconds, for each read; `devices` is as in NixlMemory.
         """
         self._timeout = timeout
         self._agent: Any = _Agent(serves=False, devices=devices)
@@ -87,28 +95,30 @@ class NixlReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-nixl")
 
     async def connect(self, description: bytes, *, staging_bytes: int) -> "NixlPeer":
-        """Returns a peer by its description; its reads are of at most staging_bytes. Raises
-        TransportError.
+        """Returns the peer of a description; one read has at most staging_bytes.
+
+        Raises TransportError.
         """
         metadata, regions = _parse(description)
         peer = NixlPeer(self, regions, torch.empty(staging_bytes, dtype=torch.uint8))
         try:
             await self._run(self._connect, peer, metadata)
         except BaseException:
-            peer.close()  # if it is cancelled here it continues there
+            peer.close()  # if this was cancelled, `_connect` still runs in the thread
             raise
         return peer
 
     def close(self) -> None:
-        """Ends the agent: later reads raise TransportError; one under way ends first. Idempotent."""
+        """Ends the agent after the current read; later reads raise TransportError. Idempotent."""
         if self._agent is not None:
-            agent, self._agent = self._agent, None
-            self._thread.submit(agent.close)
+            self._thread.submit(self._agent.close)
+            self._agent = None
             self._thread.shutdown(wait=False)
 
     async def _run(self, call: Any, *values: Any) -> Any:
-        """Runs it in the thread. A read that is cancelled here continues there until its own
-        deadline.
+        """Runs the call in the thread.
+
+        If the caller is cancelled, a read continues in the thread until its own deadline.
         """
         if self._agent is None:
             raise TransportError("NIXL reader closed")
@@ -130,15 +140,16 @@ class NixlReader:
                 raise OSError("NIXL: peer lost")
             agent.read(peer.name, local, remote, self._timeout)
         except OSError:
-            # To cancel a read does not prove that nothing is written any more; to unregister the
-            # memory does.
+            # Only unregistering the memory ensures that nothing is written to it any more;
+            # cancelling the read does not.
             self._forget(agent, peer)
             raise
 
     def _forget(self, agent: "_Agent", peer: "NixlPeer") -> None:
         if not peer.name:
             return
-        name, peer.name = peer.name, ""
+        name = peer.name
+        peer.name = ""
         self._users[name] -= 1
         try:
             if not self._users[name]:
@@ -148,17 +159,16 @@ class NixlReader:
             agent.register(_table([peer.staging]), undo=True)
 
     def _release(self, peer: "NixlPeer") -> None:
-        """Forgets the peer as soon as its read under way has ended."""
+        """Forgets the peer as soon as its current read has ended."""
         if self._agent is not None:
             self._thread.submit(self._forget, self._agent, peer)
 
 
 class NixlPeer:
-    """Reads the memory of one sender in pieces."""
+    """Reads ranges of one sender's memory."""
 
     def __init__(self, reader: NixlReader, regions: _Regions, staging: torch.Tensor) -> None:
-        # of its agent, from when it is connected until it is lost; used by the reader's thread
-        # alone
+        # Name of the peer's agent while it is connected. Only the reader's thread uses it.
         self.name = ""
         self.staging = staging  # [staging_bytes] uint8
         self._reader = reader
@@ -170,14 +180,15 @@ class NixlPeer:
 
     @property
     def num_bytes(self) -> int:
-        """Of all regions."""
+        """Returns the size of all regions."""
         return int(self._starts[-1])
 
     async def read(self, pieces: npt.ArrayLike) -> memoryview:
-        """Returns pieces, [n, 2] (offset, number of bytes), of the peer's memory, one after the
-        other; they stay until the next read of this peer, so there must be one at a time. Raises
-        ValueError for pieces that lie outside of a region or take more than the staging,
-        TransportError if the peer is gone or silent, or was before.
+        """Returns the ranges `pieces`, [n, 2] (offset, number of bytes), of the peer's memory.
+
+        They lie one after the other and are valid until the next read of this peer, so read one at
+        a time. Raises ValueError for ranges that lie outside of a region or are larger than the
+        staging memory, and TransportError if the peer is lost or does not answer.
         """
         if self._closed:
             raise TransportError("KV peer lost")
@@ -192,13 +203,14 @@ class NixlPeer:
         return array.data[: int(table[:, 1].sum())]
 
     def close(self) -> None:
-        """Ends the peer: later reads raise TransportError. Idempotent."""
+        """Closes the peer; later reads raise TransportError. Idempotent."""
         self._closed = True
         self._reader._release(self)
 
     def _place(self, pieces: npt.NDArray[np.uint64]) -> tuple[_Regions, _Regions]:
-        """Returns where pieces, [n, 2], lie in the peer's memory, and where they go."""
-        offsets, sizes = pieces[:, 0], pieces[:, 1]
+        """Returns the ranges, [n, 2], as regions of the peer's memory and of the staging memory."""
+        offsets = pieces[:, 0]
+        sizes = pieces[:, 1]
         index = np.searchsorted(self._starts, offsets, "right") - 1
         ends = offsets + sizes
         if (
@@ -206,9 +218,9 @@ class NixlPeer:
             or (ends > self._starts[index + 1]).any()
             or (ends <= offsets).any()
         ):
-            raise ValueError("KV pieces outside of the memory")
+            raise ValueError("KV read: a range lies outside of the sender's memory")
         if int(sizes.sum()) > len(self.staging):
-            raise ValueError("KV pieces larger than the staging memory")
+            raise ValueError("KV read: the ranges are larger than the staging memory")
         base = self._regions[index]
         remote = np.stack([base[:, 0] + offsets - self._starts[index], sizes, base[:, 2]], 1)
         places = np.uint64(self.staging.data_ptr()) + np.cumsum(sizes, dtype=np.uint64) - sizes
@@ -216,14 +228,15 @@ class NixlPeer:
 
 
 class _Agent:
-    """Calls NIXL's agent by its bindings: its Python class cannot be told to let the thread of UCX
-    sleep. Every failure is OSError.
+    """Calls NIXL's agent by its bindings; every failure is OSError.
+
+    NIXL's Python class is not used, because it cannot let UCX's thread sleep.
     """
 
     def __init__(self, *, serves: bool, devices: str) -> None:
         self._nixl = _bindings()
         config = self._nixl.nixlAgentConfig()
-        config.useProgThread = serves  # a reader's own calls make its progress
+        config.useProgThread = serves  # a reader makes progress in its own calls
         config.pthrDelay = _IDLE_MICROSECONDS
         self._agent = self._nixl.nixlAgent(secrets.token_hex(16), config)
         self.call(
@@ -234,7 +247,7 @@ class _Agent:
         try:
             return getattr(self._agent, name)(*values)
         except Exception as error:
-            # NIXL's own exceptions have nothing in common but their module.
+            # NIXL's own exceptions have no common base class.
             raise OSError(f"NIXL: {error}") from error
 
     def register(self, regions: _Regions, *, undo: bool = False) -> None:
@@ -242,8 +255,9 @@ class _Agent:
         self.call(name, self._nixl.nixlRegDList(self._nixl.DRAM_SEG, regions))
 
     def read(self, name: str, local: _Regions, remote: _Regions, timeout: float) -> None:
-        """Returns when everything is read. Raises TimeoutError after that many seconds: it may
-        still arrive.
+        """Returns when everything is read.
+
+        Raises TimeoutError after `timeout` seconds; the data may still arrive later.
         """
         deadline = time.monotonic() + timeout
         lists = [self._nixl.nixlXferDList(self._nixl.DRAM_SEG, table) for table in (local, remote)]
@@ -269,12 +283,12 @@ def _table(regions: Sequence[torch.Tensor]) -> _Regions:
 
 
 def _parse(description: bytes) -> tuple[bytes, _Regions]:
-    """Returns what `NixlMemory.describe` packed. Raises TransportError for anything else."""
+    """Unpacks a description of `NixlMemory.describe`. Raises TransportError for anything else."""
     try:
         metadata, rows = msgpack.unpackb(description, max_array_len=_MAX_REGIONS)
         regions = np.array(rows, np.uint64)
     except (ValueError, TypeError, OverflowError) as error:
-        raise TransportError("NIXL memory with an unreadable description") from error
+        raise TransportError("NIXL memory: the description is unreadable") from error
     if type(metadata) is not bytes or regions.ndim != 2 or regions.shape[1] != 3:
-        raise TransportError("NIXL memory with an impossible description")
+        raise TransportError("NIXL memory: the description has a wrong type or shape")
     return metadata, regions

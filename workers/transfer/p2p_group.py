@@ -1,10 +1,8 @@
-"""Sends bytes between two ranks over a process group of their own: gloo for host memory, NCCL for
-GPU memory.
+"""Sends bytes between two ranks over a process group of their own: gloo on hosts, NCCL on GPUs.
 
 Messages arrive in order, and the receiver must know their lengths. All calls into torch run in a
-thread of the pair. A
-pair is either whole or broken for good: a call that fails, is cancelled or is not done within the
-timeout breaks it, because then it is not known which message comes next.
+thread of the group. A group that breaks stays broken. A call that fails, is cancelled or exceeds
+the timeout breaks it, because the two ranks then disagree about which message comes next.
 """
 
 import asyncio
@@ -38,20 +36,22 @@ _Future = asyncio.Future[Any]
 
 @dataclass(eq=False, repr=False)
 class P2pGroup:
-    """Connects two ranks privately. Made by `listen` and `accept` on one side, `join` on the other;
-    used and closed in the event loop that made it. Closing it, or breaking it, frees its thread and
-    sockets: at once if it is idle, else when the call in progress has ended, after the timeout at
-        the latest (gloo cannot be interrupted).
+    """Connects two ranks privately.
+
+    One side calls `listen` and `accept`, the other side `join`. The group must be used and closed
+    in the event loop that created it. Closing or breaking the group frees its thread and sockets:
+    at once if no call is in progress, otherwise when that call has ended, at the latest after the
+    timeout (gloo cannot be interrupted).
     """
 
-    place: tuple[str, int]  # where the first side listens
+    place: tuple[str, int]  # host and port at which the first side listens
     secret: str
     _: KW_ONLY
     host: str
     backend: str
     device: str  # of the tensors
     timeout: float  # seconds, of every call
-    server: socket.socket | None = None  # of the first side
+    server: socket.socket | None = None  # the first side's listening socket
     _store: "Store | None" = field(init=False, default=None)  # outlives the group
     _group: Any = field(init=False, default=None)  # torch's own types know neither send nor recv
     _reason: str = field(init=False, default="")  # why it is broken
@@ -62,9 +62,9 @@ class P2pGroup:
     _pending: set[_Future] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._work, name="kv-pair", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="kv-p2p", daemon=True)
         self._thread.start()
-        # A thread that comes out of torch when the interpreter has gone ends the process with a
+        # A thread that returns from torch after the interpreter's end kills the process by a
         # signal.
         atexit.register(self._leave)
 
@@ -72,25 +72,26 @@ class P2pGroup:
     def listen(
         cls, host: str, *, backend: str = "gloo", device: str = "cpu", timeout: float
     ) -> "P2pGroup":
-        """Opens the first side. `timeout` is in seconds, of the wait for the other side and of
-        every call.
+        """Opens the first side. Raises OSError if this machine has no such interface.
 
-        Raises OSError if there is no such interface.
+        `timeout` is in seconds, for the wait for the other side and for every call.
         """
         server = listen(host, 0)
-        place, secret = (host, server.getsockname()[1]), secrets.token_hex(_SECRET_BYTES)
+        place = (host, server.getsockname()[1])
+        secret = secrets.token_hex(_SECRET_BYTES)
         return cls(
             place, secret, host=host, backend=backend, device=device, timeout=timeout, server=server
         )
 
     @property
     def address(self) -> str:
-        """What the other side's `join` needs; it holds a secret."""
+        """Returns the argument for the other side's `join`; it contains a secret."""
         return f"{self.place[0]}:{self.place[1]}/{self.secret}"
 
     async def accept(self) -> None:
-        """Returns when the other side has joined and has shown that it knows the address. Raises
-        TransferError, also if torch lacks the backend.
+        """Returns when the other side has joined and has shown that it knows the address.
+
+        Raises TransferError, for example if torch lacks the backend.
         """
         await self._call(self._open)
 
@@ -98,8 +99,9 @@ class P2pGroup:
     async def join(
         cls, address: str, *, host: str, backend: str = "gloo", device: str = "cpu", timeout: float
     ) -> "P2pGroup":
-        """Opens the other side, which binds `host`; the rest is as in `listen`. Raises
-        TransferError.
+        """Opens the other side, which binds `host`. Raises TransferError.
+
+        The other arguments are as in `listen`.
         """
         place, _, secret = address.partition("/")
         peer, _, port = place.rpartition(":")
@@ -109,12 +111,12 @@ class P2pGroup:
             or int(port) > 65535
             or len(secret) != 2 * _SECRET_BYTES
         ):
-            raise TransferError("KV pair with an impossible address")
-        pair = cls(
+            raise TransferError("KV process group with an impossible address")
+        group = cls(
             (peer, int(port)), secret, host=host, backend=backend, device=device, timeout=timeout
         )
-        await pair._call(pair._open)
-        return pair
+        await group._call(group._open)
+        return group
 
     @property
     def rank(self) -> int:
@@ -125,25 +127,24 @@ class P2pGroup:
         return bool(self._reason)
 
     async def send(self, data: bytearray | memoryview) -> None:
-        """Returns when the bytes, at least one, have left, not when they have arrived; until then,
-        or until the call in progress has ended if this one fails, they must not change. Raises
-        TransferError.
+        """Sends the bytes, at least one; returns when they have left, not when they have arrived.
+
+        The bytes must not change before this returns. If this fails, they must not change before
+        the call in progress in the group's thread has ended. Raises TransferError.
         """
         await self._call(lambda: self._send(data))
 
     async def receive(self, num_bytes: int) -> memoryview:
-        """Returns the other side's next message, which has this length, not 0. Raises
-        TransferError.
-        """
+        """Returns the other side's next message, of `num_bytes` > 0. Raises TransferError."""
         received: memoryview = await self._call(lambda: self._receive(num_bytes))
         return received
 
     def close(self) -> None:
-        """Ends the pair: calls under way and later ones raise TransferError. Idempotent."""
-        self._break("KV pair closed")
+        """Closes the group; current and later calls raise TransferError. Idempotent."""
+        self._break("KV process group closed")
 
     async def _call(self, operation: Callable[[], Any]) -> Any:
-        """Runs it in the thread, after those before it."""
+        """Runs the operation in the group's thread, after all earlier ones."""
         self._check()
         future: _Future = self._loop.create_future()
         self._pending.add(future)
@@ -152,13 +153,13 @@ class P2pGroup:
             async with asyncio.timeout(self.timeout):
                 return await future
         except TimeoutError as error:
-            self._break("KV pair fell silent")
+            self._break("KV process group timed out")
             raise TransferError(self._reason) from error
         except (RuntimeError, OSError, ValueError) as error:
-            self._break("KV pair broke")
+            self._break("KV process group broke")
             raise TransferError(self._reason) from error
         except BaseException:
-            self._break("KV pair given up")
+            self._break("KV process group abandoned by a cancelled call")
             raise
         finally:
             self._pending.discard(future)
@@ -179,8 +180,8 @@ class P2pGroup:
             if not future.done():
                 future.set_exception(TransferError(reason))
         if self._group and self.backend == "nccl":
-            # Takes long, and only from another thread does it free the one that waits.
-            threading.Thread(target=self._group.abort, name="kv-pair-abort", daemon=True).start()
+            # `abort` takes long, and it frees the waiting thread only if another thread calls it.
+            threading.Thread(target=self._group.abort, name="kv-p2p-abort", daemon=True).start()
 
     def _leave(self) -> None:
         self._calls.put(None)
@@ -195,12 +196,12 @@ class P2pGroup:
             failure: Exception | None = None
             try:
                 result = operation()
-            except Exception as error:  # raised again where the call is awaited
+            except Exception as error:  # `_call` raises it again
                 failure = error
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(settle, future, result, failure)
             del call, future, operation, result, failure
-        # Frees what they hold here, where it may take time.
+        # Freed in this thread, because that may take time.
         self._group = self._store = None
         if self.server:
             self.server.close()
@@ -208,7 +209,7 @@ class P2pGroup:
 
     def _open(self) -> None:
         if self.backend == "nccl":
-            # The thread's device, by its index: torch.cuda.set_device("cuda") raises.
+            # The device is set by its index: torch.cuda.set_device("cuda") raises.
             index = torch.device(self.device).index
             torch.cuda.set_device(torch.cuda.current_device() if index is None else index)
         self._store = meet_peer(self.place, self.server, self.backend, self.timeout)
@@ -225,8 +226,8 @@ class P2pGroup:
         finally:
             if isinstance(self._store, Rendezvous):
                 self._store.close()
-        # Any process may connect to the interface: each side shows one half of the secret, the
-        # joining one first.
+        # Any process may connect to the interface. So each side shows one half of the secret,
+        # the joining side first.
         halves = self.secret[:_SECRET_BYTES].encode(), self.secret[_SECRET_BYTES:].encode()
         if self.rank == 0:
             self._expect(halves[0])
@@ -250,5 +251,6 @@ class P2pGroup:
     def _run(self, name: str, tensor: torch.Tensor) -> None:
         if self._group is None:
             raise RuntimeError("not open")
-        # Without a limit of its own a call of NCCL would only make the stream wait.
+        # Without a timeout argument, `wait` of an NCCL call would not block this thread but only
+        # the CUDA stream.
         getattr(self._group, name)([tensor], 1 - self.rank, 0).wait(timedelta(seconds=self.timeout))

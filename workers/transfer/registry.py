@@ -1,8 +1,8 @@
 """Finds transports by name.
 
-What is not built in comes from installed packages: entry points of the group
-`tandem.kv_connectors`, named as in `kv_transports` of the configuration, each a `KvConnector`. So
-every process finds them.
+Transports that are not built in come from installed packages: entry points of the group
+`tandem.kv_connectors`, each a `KvConnector`, with the names that `kv_transports` of the
+configuration uses. This way every process finds them.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ def find_connector(name: str) -> type[KvConnector] | None:
 
 
 def capabilities(context: TransferContext) -> dict[str, Any]:
-    """Returns what a rank can use, by transport, in its order of preference."""
+    """Returns the capabilities of this rank, by transport name in its order of preference."""
     known = {name: connector for name in context.transports if (connector := find_connector(name))}
     found = {name: connector.capabilities(context, name) for name, connector in known.items()}
     return {name: able for name, able in found.items() if able is not None}
@@ -40,8 +40,9 @@ def capabilities(context: TransferContext) -> dict[str, Any]:
 def choose(
     context: TransferContext, receiver: Mapping[str, Any]
 ) -> tuple[str, type[KvConnector]] | None:
-    """Returns the transport to a receiver with these capabilities, and its name: the first in its
-    order that both can use; None for gRPC.
+    """Returns name and class of the transport to a receiver with these capabilities; None for gRPC.
+
+    Takes the first one in the receiver's order that both ranks can use.
     """
     own = capabilities(context)
     for name, able in receiver.items():

@@ -1,7 +1,7 @@
-"""Sends KV cache to other workers while the prefill still runs.
+"""Sends KV cache to other workers, also while the prefill still runs.
 
-Everything here runs in one event loop, and reads of KV memory are synchronous: once `withdraw` has
-returned, no byte of the blocks is read any more and they may be reused.
+All code of this module runs in one event loop, and reads of KV memory are synchronous. So once
+`withdraw` has returned, no byte of the blocks is read any more and they may be reused.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import numpy as np
 from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvLayout, KvSpan
 from .connections import SenderConnections, receive
-from .connector import KvConnector, TransferContext
+from .connector import GrpcConnector, KvConnector, TransferContext
 from .frames import (
     Ack,
     BlockTable,
@@ -30,14 +30,13 @@ from .frames import (
     TransferKey,
     encode,
 )
-from .grpc_connector import GrpcConnector
 
-# Seconds between two frames that no decode waits for yet: shorter pauses would cost more than they
-# spread.
+# Bounds in seconds of the pause between two frames that no decode waits for yet. A shorter pause
+# costs more than it helps.
 _MIN_PAUSE: Final = 0.001
 _MAX_PAUSE: Final = 0.05
 
-_OFFER_SECONDS: Final = 2.0  # how long a receiver may be ahead of the offer
+_OFFER_SECONDS: Final = 2.0  # a receiver may connect this long before the offer arrives
 _SPAN_FIELDS: Final = tuple(each.name for each in fields(KvSpan))
 
 FrameHook = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
@@ -45,8 +44,10 @@ FrameHook = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
 
 @dataclass(slots=True, eq=False)
 class KvOffer:
-    """Holds KV cache on offer: the blocks of a prefill, whose tokens become readable as they are
-    computed, or of a suspended sequence, which is computed.
+    """Holds the offer of a sequence's KV cache.
+
+    The blocks belong to a prefill, whose tokens become readable as they are computed, or to a
+    suspended sequence, whose tokens are all computed.
     """
 
     key: TransferKey
@@ -54,20 +55,20 @@ class KvOffer:
     blocks: tuple[int, ...]
     num_tokens: int
     prefix_hash: bytes
-    entry: tuple[int, int]  # of the lease table, and its number
-    num_ready: int = 0
-    num_ahead: int = 0  # ready in the first num_layers layers
+    entry: tuple[int, int]  # index and number of the lease table's entry
+    num_ready: int = 0  # tokens that are computed in all layers
+    num_ahead: int = 0  # tokens that are computed in the first num_layers layers
     num_layers: int = 0
-    progressed: float = field(default_factory=time.monotonic)  # when more was last ready
-    interval: float = 0.0  # seconds that the last growth took
-    first_tokens: FirstTokens | None = None  # known when the prefill is done
+    progressed: float = field(default_factory=time.monotonic)  # time of the last progress
+    interval: float = 0.0  # seconds between the last two reports of progress
+    first_tokens: FirstTokens | None = None  # set when the prefill is done
     withdrawn: bool = False
     num_streams: int = 0  # open pulls; each pins the cache
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     expiry: asyncio.TimerHandle | None = None
 
     def ready(self, layer: int) -> int:
-        """Returns how many tokens have their KV cache in this layer."""
+        """Returns the number of tokens whose KV cache is computed in this layer."""
         return self.num_ahead if layer < self.num_layers else self.num_ready
 
     async def wait(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -85,13 +86,15 @@ class KvOffer:
 
 @dataclass(eq=False)
 class KvSender:
-    """Offers the KV cache of this rank, by transfer id. An offer stays, for any receiver, until one
-    acknowledges it, its lease runs out or it is withdrawn.
+    """Offers this rank's KV cache, by transfer id.
+
+    An offer is open to any receiver until one acknowledges it, its lease expires or it is
+    withdrawn.
 
     `on_release(sequence_id)` is called exactly once for each offer that was acknowledged or whose
-    lease ran out; the engine may then free the blocks. After `withdraw` it is not called. With
-    `lease_seconds` None it is never called,
-    and offers end by `withdraw` alone: rank 0 decides for its group.
+    lease expired; the engine may then free the blocks. After `withdraw` it is not called. With
+    `lease_seconds` None it is never called, and offers end by `withdraw` alone: rank 0 decides for
+    its group.
     """
 
     context: TransferContext
@@ -127,7 +130,10 @@ class KvSender:
         num_tokens: int,
         prefix_hash: bytes,
     ) -> None:
-        """Opens an offer. The transfer id is 128 random bits, the same on every rank of the group."""
+        """Opens an offer.
+
+        The transfer id is 128 random bits, the same on every rank of the group.
+        """
         key = TransferKey(transfer_id=transfer_id, epoch=self.epoch)
         offer = KvOffer(
             key, sequence_id, blocks, num_tokens, prefix_hash, self.context.leases.open()
@@ -138,18 +144,23 @@ class KvSender:
     def progress(
         self, sequence_id: int, num_ready: int, num_ahead: int = 0, num_layers: int = 0
     ) -> None:
-        """Reports that the first num_ready tokens are computed; the first num_ahead in the first
+        """Reports the tokens that are computed.
+
+        These are the first num_ready tokens in all layers, and the first num_ahead in the first
         num_layers layers.
         """
         offer = self._by_sequence.get(sequence_id)
         if offer is not None:
-            offer.num_ready, offer.num_ahead, offer.num_layers = num_ready, num_ahead, num_layers
+            offer.num_ready = num_ready
+            offer.num_ahead = num_ahead
+            offer.num_layers = num_layers
             now = time.monotonic()
-            offer.interval, offer.progressed = now - offer.progressed, now
+            offer.interval = now - offer.progressed
+            offer.progressed = now
             offer.changed.set()
 
     def complete(self, sequence_id: int, first_tokens: FirstTokens) -> None:
-        """Reports the end of the prefill. Without an open stream the lease begins to run."""
+        """Reports the end of the prefill. If no stream is open, the lease begins."""
         offer = self._by_sequence.get(sequence_id)
         if offer is not None:
             offer.first_tokens = first_tokens
@@ -163,7 +174,7 @@ class KvSender:
             self._forget(offer)
 
     async def serve(self, incoming: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-        """Answers one Pull stream. Raises TransferError for every way it can fail."""
+        """Answers one Pull stream. Raises TransferError for every failure."""
         async with aclosing(self._answer(aiter(incoming))) as frames:
             async for frame in self.frame_hook(frames) if self.frame_hook else frames:
                 yield frame
@@ -177,8 +188,8 @@ class KvSender:
         if offer.expiry:
             offer.expiry.cancel()
         try:
-            # The receiver may wait for blocks without a limit here: its stream is the pin, and a
-            # dead peer ends it.
+            # No timeout: the receiver may wait for blocks of its own. Its stream pins the cache,
+            # and ends if the peer dies.
             _, request = await receive(incoming, None, key)
             if not isinstance(request, Pull) or not self._has(offer, request):
                 raise TransferError("KV pull out of order")
@@ -210,8 +221,8 @@ class KvSender:
         if first.layout != self.context.kv.layout.digest:
             raise TransferError("KV layouts differ")
         if self.lease_seconds is None:
-            # Rank 0 sends the offer to this rank and to the router at the same time: a receiver may
-            # be here first.
+            # Rank 0 sends the offer to this rank and to the router at the same time, so a receiver
+            # may connect before the offer arrives.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_OFFER_SECONDS):
                     while key.transfer_id not in self._offers:
@@ -233,28 +244,30 @@ class KvSender:
     async def _send_data(
         self, offer: KvOffer, request: Pull, connector: KvConnector
     ) -> AsyncGenerator[bytes, None]:
-        """Yields the frames of all tokens that were asked for, as soon as each is computed; returns
-        when the first tokens are known.
+        """Yields the frames of all requested tokens as they are computed.
+
+        Returns when the first tokens are known.
         """
-        index, burst, layout = 0, 0, self.context.kv.layout
+        layout = self.context.kv.layout
+        index = 0
+        burst = 0
         sent = dict.fromkeys(layout.groups[request.group], request.first_token)
         slots = range(request.first_slot, request.first_slot + request.num_slots)
         while min(sent.values()) < offer.num_tokens or offer.first_tokens is None:
             await self._wait_for_more(offer, sent)
-            began, ready = (
-                time.monotonic(),
-                {layer: max(sent[layer], offer.ready(layer)) for layer in sent},
-            )
+            began = time.monotonic()
+            ready = {layer: max(sent[layer], offer.ready(layer)) for layer in sent}
             spans = plan_frames(layout, slots, sent, ready, connector.frame_bytes)
             for span in spans:
-                # Until the prefill is done no decode waits for them. Spread over half of the time
-                # that its next chunk will take, they delay neither frames that are waited for nor
-                # the steps of the decode worker.
+                # No decode waits for these frames until the prefill is done. Spread over half of
+                # the time that the next chunk will take, they delay neither frames that a decode
+                # waits for nor the steps of the decode worker.
                 pause = min(offer.interval / 2 / len(spans), _MAX_PAUSE)
                 if pause > _MIN_PAUSE and offer.first_tokens is None:
                     with suppress(TimeoutError):
                         await offer.wait(lambda: offer.first_tokens is not None, pause)
-                    began, burst = time.monotonic(), burst + 1
+                    began = time.monotonic()
+                    burst += 1
                 await connector.ready()
                 offer.check()
                 payload = connector.offer(request.stream, offer.blocks, span)
@@ -263,7 +276,8 @@ class KvSender:
                 frame = Data(index=index, num_bytes=span.size(layout), burst=burst, age=age, **box)
                 index += 1
                 yield encode(offer.key, frame, payload)
-            sent, burst = ready, burst + 1
+            sent = ready
+            burst += 1
 
     async def _wait_for_more(self, offer: KvOffer, sent: Mapping[int, int]) -> None:
         def more() -> bool:
@@ -318,16 +332,17 @@ def plan_frames(
     ready: Mapping[int, int],
     frame_bytes: int,
 ) -> list[KvSpan]:
-    """Cuts these KV slots of the tokens from sent[layer] up to ready[layer], for every layer of a
-    group, into frames of about frame_bytes, long in tokens before wide in layers. Without slots
-    there are none.
+    """Divides the tokens from sent[layer] to ready[layer], in each layer of a group, into spans.
+
+    A span has about frame_bytes of these KV slots. It grows in tokens first, then in layers.
+    Without slots the list is empty.
     """
     if not slots:
         return []
     spans = []
-    token_bytes = len(slots) * layout.bytes_per_slot(next(iter(sent)))  # in one layer
+    token_bytes = len(slots) * layout.bytes_per_slot(next(iter(sent)))  # of one token in one layer
     chunk = max(1, frame_bytes // token_bytes)
-    # Neighbours in the model have equal distances to their places in the group.
+    # Layers that are neighbours in the model have the same difference to their index in the group.
     places = [(layer - place, layer) for place, layer in enumerate(sent)]
     for (_, start, end), run in itertools.groupby(
         places, lambda item: (item[0], sent[item[1]], ready[item[1]])

@@ -64,7 +64,7 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
     (
         chat(messages=[inference_pb2.ChatMessage(role="user", name=NAME + "n")]),
         "messages[0].name",
-        "at most 64",
+        "maximum is 64",
     ),
     (
         chat(messages=[inference_pb2.ChatMessage(role="tool", tool_call_id=NAME + "n")]),
@@ -72,7 +72,11 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
         "64",
     ),
     (chat(messages=[call(name="")]), "messages[0].tool_calls[0].name", "1 to 64"),
-    (chat(messages=[call(name="f", id=NAME + "n")]), "messages[0].tool_calls[0].id", "at most 64"),
+    (
+        chat(messages=[call(name="f", id=NAME + "n")]),
+        "messages[0].tool_calls[0].id",
+        "maximum is 64",
+    ),
     (
         chat(
             messages=[
@@ -93,9 +97,9 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
             ]
         ),
         "messages[0].tool_calls",
-        "at most 128",
+        "maximum is 128",
     ),
-    (chat(tools=[tool(f"t{i}") for i in range(129)]), "tools", "at most 128"),
+    (chat(tools=[tool(f"t{i}") for i in range(129)]), "tools", "maximum is 128"),
     (chat(tools=[tool(), tool("")]), "tools[1].name", "1 to 64"),
     (chat(tools=[tool(NAME + "n")]), "tools[0].name", "1 to 64"),
     (chat(tools=[tool('f"')]), "tools[0].name", "letters"),
@@ -117,7 +121,7 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
         "one of the tools",
     ),
     (chat(tools=[tool()], tool_choice=MODES(name="weather")), "tool_choice.name", "MODE_NAMED"),
-    (chat(template_kwargs="x" * 4_097), "template_kwargs", "at most 4096"),
+    (chat(template_kwargs="x" * 4_097), "template_kwargs", "maximum is 4096"),
     (chat(template_kwargs="[1]"), "template_kwargs", "JSON object"),
     (chat(template_kwargs='{"a": "\\ud800"}'), "template_kwargs", "JSON object"),
     (chat(template_kwargs='{"a": 1e999}'), "template_kwargs", "JSON object"),

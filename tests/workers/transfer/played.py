@@ -20,8 +20,8 @@ from tandem.workers.transfer.frames import (
     TransferKey,
     decode,
 )
-from tandem.workers.transfer.receiver import FetchTarget
 from tandem.workers.transfer.sender import FrameHook, KvSender
+from tandem.workers.transfer.shard_stream import FetchTarget
 
 LAYOUT = KvLayout.uniform(
     num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake"

@@ -28,7 +28,8 @@ from tandem.workers.transfer.frames import (
     decode,
     encode,
 )
-from tandem.workers.transfer.receiver import FetchResult, FetchTarget, KvReceiver
+from tandem.workers.transfer.receiver import KvReceiver
+from tandem.workers.transfer.shard_stream import FetchResult, FetchTarget
 
 KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=1)
 PAYLOAD = bytes(range(128)) * 3

@@ -14,8 +14,8 @@ from tandem.tests.workers.spans import span
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.reshard import Piece
 from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, TransferError
-from tandem.workers.transfer.receiver import ShardWriter
 from tandem.workers.transfer.sender import plan_frames
+from tandem.workers.transfer.shard_stream import ShardWriter
 
 LAYOUT = KvLayout.uniform(
     num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, dtype="float32", model="fake"

@@ -36,8 +36,9 @@ from tandem.workers.transfer.frames import (
     encode,
 )
 from tandem.workers.transfer.leases import LeaseTable
-from tandem.workers.transfer.receiver import FetchTarget, KvReceiver
+from tandem.workers.transfer.receiver import KvReceiver
 from tandem.workers.transfer.sender import FrameHook
+from tandem.workers.transfer.shard_stream import FetchTarget
 from tandem.workers.transfer.shared_memory import SharedMemoryConnector
 
 LAYOUT = KvLayout.uniform(

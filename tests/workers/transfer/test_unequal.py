@@ -24,8 +24,9 @@ from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import connections, nixl_agent
 from tandem.workers.transfer.connector import KvConnector, TransferContext
 from tandem.workers.transfer.frames import Ack, Open, Pull, TransferError, TransferKey
-from tandem.workers.transfer.receiver import FetchTarget, KvReceiver
+from tandem.workers.transfer.receiver import KvReceiver
 from tandem.workers.transfer.sender import KvSender
+from tandem.workers.transfer.shard_stream import FetchTarget
 
 Bytes = npt.NDArray[np.uint8]
 
