@@ -12,6 +12,7 @@ from ..config import Fields, ModelConfig
 from ..layers.linear import BuildOptions
 from ..layers.norm import LayerNorm
 from ..layers.rotary import CosSin
+from ..layers.scaling import scaled
 from .family import DecoderLayer
 from .llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from .parsing import parse_alternating_windows, parse_decoder_config, parse_rope
@@ -37,13 +38,16 @@ class Cohere2DecoderLayer(DecoderLayer):
 
 
 class Cohere2ForCausalLM(LlamaForCausalLM):
-    """Is Llama's tree but for the layers and the norm."""
+    """Computes Llama's tree with other layers, a layer norm at the end and a factor of logits."""
 
     layer_type = Cohere2DecoderLayer
 
     def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
         super().__init__(config, build)
         self.norm = LayerNorm("model.norm", config.hidden_size, config.norm_eps, build.dtype)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(scaled(self.norm(hidden), self._config.logits_scale))
 
 
 def parse_cohere2_config(fields: Fields) -> ModelConfig:

@@ -10,27 +10,42 @@ from typing import ClassVar
 
 import torch
 
-from ..attention.backend import StepAttention
+from ..attention.backend import AttentionOptions, StepAttention
 from ..config import Fields, ModelConfig, RopeConfig
 from ..layers.linear import BuildOptions
 from ..layers.norm import RMSNorm
 from ..layers.rotary import CosSin
+from ..layers.scaling import scaled, soft_capped
 from .family import DecoderLayer
 from .llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from .parsing import RopeOf, WindowOf, parse_alternating_windows, parse_decoder_config, parse_rope
 from .qwen import Qwen3Attention
 
 
+class Gemma2Attention(LlamaAttention):
+    """Computes Llama's attention with a scale of its own and soft-capped scores."""
+
+    def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
+        super().__init__(config, index, prefix, build)
+        self._options = AttentionOptions(
+            scale=config.attention_scale, soft_cap=config.attention_soft_cap
+        )
+
+
 class Gemma3Attention(Qwen3Attention):
-    """Computes Llama's attention over normed queries and keys."""
+    """Computes Llama's attention over normed queries and keys, with a scale of its own."""
 
     norm_offset = 1.0
+
+    def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
+        super().__init__(config, index, prefix, build)
+        self._options = AttentionOptions(scale=config.attention_scale)
 
 
 class Gemma2DecoderLayer(DecoderLayer):
     """Adds attention, then the MLP, each of the normed hidden states and normed behind."""
 
-    attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention
+    attention_type: ClassVar[type[LlamaAttention]] = Gemma2Attention
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
         prefix = f"model.layers.{index}"
@@ -67,7 +82,7 @@ class Gemma3DecoderLayer(Gemma2DecoderLayer):
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):
-    """Is Llama's tree but for the layers and the norm."""
+    """Scales the embeddings by the square root of their size, and soft-caps the logits."""
 
     layer_type: ClassVar[type[DecoderLayer]] = Gemma2DecoderLayer
 
@@ -76,6 +91,16 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         self.norm = RMSNorm(
             "model.norm", config.hidden_size, config.norm_eps, build.dtype, offset=1.0
         )
+        # transformers rounds this factor to the dtype of the weights.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return scaled(super().embed(token_ids), self._embedding_scale)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super().compute_logits(hidden)
+        cap = self._config.logits_soft_cap
+        return logits if cap is None else soft_capped(logits, cap)
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):

@@ -4,16 +4,26 @@ from dataclasses import replace
 
 import torch
 
-from ..attention.backend import StepAttention
+from ..attention.backend import AttentionOptions, StepAttention
 from ..config import Fields, ModelConfig
 from ..layers.linear import BuildOptions
 from ..layers.rotary import CosSin
 from ..layers.scaling import scaled
-from .llama import LlamaDecoderLayer, LlamaForCausalLM, parse_llama_config
+from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, parse_llama_config
+
+
+class GraniteAttention(LlamaAttention):
+    """Computes Llama's attention with the attention scale of config.json."""
+
+    def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
+        super().__init__(config, index, prefix, build)
+        self._options = AttentionOptions(scale=config.attention_scale)
 
 
 class GraniteDecoderLayer(LlamaDecoderLayer):
-    """Is Llama's layer with a factor of what attention and MLP add."""
+    """Multiplies the outputs of attention and MLP by a factor before it adds them."""
+
+    attention_type = GraniteAttention
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
         super().__init__(config, index, build)
@@ -28,9 +38,19 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
-    """Is Llama's tree but for the layers."""
+    """Multiplies the embeddings and the logits by a factor each."""
 
     layer_type = GraniteDecoderLayer
+
+    def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
+        super().__init__(config, build)
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return scaled(super().embed(token_ids), self._embedding_scale)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(scaled(self.norm(hidden), self._config.logits_scale))
 
 
 def parse_granite_config(fields: Fields) -> ModelConfig:

@@ -6,7 +6,7 @@ from typing import ClassVar, Final
 import torch
 
 from ...engine.plan import OnLayers
-from ..attention.backend import AttentionOptions, StepAttention
+from ..attention.backend import PLAIN, StepAttention
 from ..config import Fields, ModelConfig
 from ..layers.linear import (
     BuildOptions,
@@ -19,7 +19,6 @@ from ..layers.linear import (
 )
 from ..layers.norm import LayerNorm, RMSNorm
 from ..layers.rotary import CosSin, RotaryEmbedding, apply_rotary, rotated_order
-from ..layers.scaling import scaled, soft_capped
 from ..module import Module
 from .family import CausalLM, DecoderLayer
 from .parsing import parse_decoder_config
@@ -49,9 +48,7 @@ class LlamaAttention(Module):
         self._index = index
         self._head_dim = dim
         self._head_counts = [local.num_heads, local.num_kv_heads]
-        self._options = AttentionOptions(
-            scale=config.attention_scale, soft_cap=config.attention_soft_cap
-        )
+        self._options = PLAIN
         order = rotated_order(config.ropes[index], dim)
         outputs = qkv_outputs(prefix, layer, build.tp, order, fused=self.fused)
         self.qkv_proj = ColumnParallelLinear(outputs, hidden, build, bias=config.qkv_bias)
@@ -137,8 +134,6 @@ class LlamaForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
         """Raises ValueError if the heads cannot be split over the ranks."""
         self._config, self._dtype, self.lora = config, build.dtype, build.lora
-        # Rounded as transformers does for Gemma.
-        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
         size = (config.vocab_size, config.hidden_size)
         self.embed_tokens = VocabParallelEmbedding("model.embed_tokens", *size, build)
         self.layers = [self.layer_type(config, index, build) for index in range(len(config.layers))]
@@ -173,9 +168,7 @@ class LlamaForCausalLM(CausalLM):
         on_layers: OnLayers | None = None,
     ) -> torch.Tensor:
         """See `CausalLM.__call__`."""
-        x = self.embed_tokens(token_ids)  # [num_tokens, hidden]
-        if self._embedding_scale != 1.0:
-            x = scaled(x, self._embedding_scale)
+        x = self.embed(token_ids)  # [num_tokens, hidden]
         rotary = [embedding(positions) if embedding else None for embedding in self._rotary]
         for index, layer in enumerate(self.layers):
             if on_layers and index and index % self._layers_a_group == 0:
@@ -183,18 +176,17 @@ class LlamaForCausalLM(CausalLM):
             x = layer(x, rotary[self._rotary_of_layers[index]], attention)
         return x
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Maps token_ids [num_tokens] to the input of the first layer, [num_tokens, hidden]."""
+        return self.embed_tokens(token_ids)
+
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.normalize`."""
         return self.norm(hidden)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.compute_logits`."""
-        hidden = self.norm(hidden)
-        if self._config.logits_scale != 1.0:
-            hidden = scaled(hidden, self._config.logits_scale)
-        logits = self.lm_head(hidden)
-        cap = self._config.logits_soft_cap
-        return logits if cap is None else soft_capped(logits, cap)
+        return self.lm_head(self.norm(hidden))
 
 
 def parse_llama_config(fields: Fields) -> ModelConfig:
