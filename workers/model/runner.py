@@ -181,7 +181,7 @@ class ModelRunner(Executor):
             self.adapters.unload(adapter)
         if self._host is not None:
             self._host.save(plan.saved)
-            self._host.restore(plan.restored)
+            self._host.load(plan.restored)
         is_copying = plan.saved or plan.restored
         if (
             is_copying and not plan.sequences and self._group

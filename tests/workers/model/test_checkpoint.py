@@ -172,11 +172,11 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "weights by another name": (
         lambda folder: (folder / SINGLE).rename(folder / "consolidated.safetensors"),
-        (SINGLE, "not found", "consolidated.safetensors is none of them"),
+        (SINGLE, "not found", "consolidated.safetensors has neither name"),
     ),
     "a GGUF in a folder": (
         lambda folder: (folder / "config.json").rename(folder / "tiny.gguf"),
-        ("config.json", "not found", "tiny.gguf is a model by itself: name that file"),
+        ("config.json", "not found", "tiny.gguf is a complete model: give that file"),
     ),
     "an adapter": (
         lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
@@ -582,7 +582,7 @@ def test_an_empty_rope_scaling_is_none(folder: Path) -> None:
     assert load_model_config(folder).ropes[0] == RopeConfig(kind="linear", theta=300.0, factor=8.0)
     set_config(rope_scaling=None, rope_parameters={"full_attention": linear})(folder)
     with pytest.raises(
-        CheckpointError, match=r"rope_parameters\.full_attention: a rotary embedding of one type"
+        CheckpointError, match=r"rope_parameters\.full_attention: a rotary embedding per layer type"
     ):
         load_model_config(folder)
 

@@ -1,4 +1,4 @@
-"""Granite 3: Llama's tree with factors of embeddings, scores, residuals and logits."""
+"""Granite 3: Llama with factors for embeddings, attention scores, residuals and logits."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, parse_ll
 
 
 class GraniteAttention(LlamaAttention):
-    """Computes Llama's attention with the attention scale of config.json."""
+    """Computes Llama's attention with the scale that config.json defines."""
 
     def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
         super().__init__(config, index, prefix, build)
@@ -32,13 +32,12 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
     def __call__(
         self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
     ) -> torch.Tensor:
-        """See `DecoderLayer.__call__`."""
         x = scaled(self.self_attn(self.input_layernorm(x), None, rotary, attention), self._scale, x)
         return scaled(self.mlp(self.post_attention_layernorm(x), None), self._scale, x)
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
-    """Multiplies the embeddings and the logits by a factor each."""
+    """Multiplies the embeddings by one factor and the logits by another."""
 
     layer_type = GraniteDecoderLayer
 
@@ -54,7 +53,6 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
 
 def parse_granite_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
     return replace(
         parse_llama_config(fields),
         embedding_scale=fields.number("embedding_multiplier", 1.0),
