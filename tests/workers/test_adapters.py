@@ -301,7 +301,8 @@ def test_a_rank_loads_only_what_was_meant_and_from_configured_folders(
             assert reason(folders["eight"]) == told
     assert reason(folders["four"]) == "folder: its files have changed since the adapter was loaded"
     assert (
-        reason(folders["many"]) == "adapter_config.json: r: 40 is above the maximum of 8 (max_lora_rank)"
+        reason(folders["many"])
+        == "adapter_config.json: r: 40 is above the maximum of 8 (max_lora_rank)"
     )
     outside = "folder: is not below a configured one"
     assert reason(model) == outside

@@ -68,7 +68,8 @@ class PagedKv:
         self.is_quantized = layout.cache_dtype in ITEMS
         if self.is_quantized and device.type != "cpu":
             raise ValueError(
-                f"kv_cache_dtype: {layout.cache_dtype} is supported on cpu only; use auto on cuda"
+                f"kv_cache_dtype: {layout.cache_dtype} has kernels on cpu only, on cuda it must be "
+                "auto"
             )
         self.shared_fd: int | None = None
         shapes = paged_shapes(
@@ -204,10 +205,10 @@ class PagedKv:
 
 
 class HostBlocks:
-    """Keeps copies of whole blocks of a `PagedKv` in host memory, pinned if the KV cache is on a GPU.
+    """Keeps copies of whole blocks of a `PagedKv` in host memory.
 
-    A host block is contiguous, [bytes of a block]: of each group in turn [num_layers, 2, num_slots,
-    block_size, head_bytes].
+    The memory is pinned if the KV cache is on a GPU. A host block is contiguous, [bytes of a
+    block]: of each group in turn [num_layers, 2, num_slots, block_size, head_bytes].
     """
 
     def __init__(self, kv: PagedKv, num_blocks: int) -> None:

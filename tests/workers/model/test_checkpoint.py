@@ -23,7 +23,7 @@ from tandem.workers.model import checkpoint, loader
 from tandem.workers.model.config import CheckpointError, RopeConfig, read_context_tokens
 from tandem.workers.model.loader import check_checkpoint, open_checkpoint, weight_shapes
 from tandem.workers.model.registry import load_model_config
-from tandem.workers.model.sampling.grammar import GrammarCache
+from tandem.workers.model.sampling.grammar_cache import GrammarCache
 from tandem.workers.tp.rank import RankConfig, load_rank
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
