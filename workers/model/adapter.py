@@ -95,7 +95,7 @@ def _check(name: str, tensor: torch.Tensor, expected: tuple[int, int]) -> None:
     where = f"{WEIGHTS_FILE}: {name}"
     if tensor.shape != expected:
         raise CheckpointError(
-            f"{where}: shape is {list(tensor.shape)}; the model and r in {CONFIG_FILE} require "
+            f"{where}: shape is {list(tensor.shape)}, the model and r in {CONFIG_FILE} require "
             f"{list(expected)}"
         )
     if tensor.dtype not in _DTYPES:
