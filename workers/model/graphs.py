@@ -20,9 +20,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor]
 
 Launch = Callable[[], torch.Tensor]
 Capture = Callable[[Launch], tuple[Callable[[], object], torch.Tensor]]
-"""Captures what a function launches; returns a function that replays it, and the tensor that each
-replay writes.
-"""
+"""Captures a function's kernel launches; returns a replay function and the tensor it writes."""
 
 
 def cuda_capture() -> Capture:

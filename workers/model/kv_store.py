@@ -358,7 +358,7 @@ def _locate(
     )
     table = np.asarray(blocks, np.int64)
     if table.min() < 0 or table.max() >= num_blocks:
-        raise ValueError(f"a block is not in the range from 0 to {num_blocks - 1}")
+        raise ValueError(f"a block is not within the range from 0 to {num_blocks - 1}")
     positions = np.arange(span.first_token, span.first_token + span.num_tokens)
     group, first = layout.places[span.first_layer]
     layers = slice(first, first + span.num_layers)

@@ -39,7 +39,7 @@ class TensorParallel:
     """Splits a model's dimensions for one rank, and reduces or gathers the ranks' results."""
 
     def __init__(self, group: Group | None = None, *, rank: int = 0, size: int = 1) -> None:
-        """Without a group, a tree can be built for any `rank`, but can run only if `size` is 1."""
+        """Allows building a tree for any `rank`; without a group only `size` 1 can run."""
         self.group = group
         self.rank = group.rank if group else rank
         self.size = group.size if group else size

@@ -168,7 +168,12 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no weights": (lambda folder: (folder / SINGLE).unlink(), (SINGLE, "not found")),
     "pickled weights": (
         lambda folder: (folder / SINGLE).rename(folder / "pytorch_model.bin"),
-        (SINGLE, "not found", "pytorch_model.bin may run code", "save_pretrained"),
+        (
+            SINGLE,
+            "not found",
+            "pytorch_model.bin is not read, because reading it may run code",
+            "save_pretrained",
+        ),
     ),
     "weights by another name": (
         lambda folder: (folder / SINGLE).rename(folder / "consolidated.safetensors"),

@@ -58,7 +58,7 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """With CPU kernels, builds a table; then positions must be below `max_positions`."""
+        """Builds a table if there are CPU kernels; positions must then be below `max_positions`."""
         num_rotated = config.num_rotated(head_dim)
         rest = (0, (head_dim - num_rotated) // 2)  # dimensions of each half that are not rotated
         half = functional.pad(inverse_frequencies(config, num_rotated), rest).to(device)

@@ -28,7 +28,7 @@ class CausalLM(Module, ABC):
 
     @property
     def code(self) -> type:
-        """The class whose code computes the layers."""
+        """Returns the class whose code computes the layers."""
         return type(self)
 
     @abstractmethod

@@ -202,7 +202,8 @@ def _check_rope(fields: Fields, rope: RopeConfig, head_dim: int) -> None:
 def _llama3(
     rope: Fields, theta: float, original: int, max_position: int, rotated: float
 ) -> RopeConfig:
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    low = rope.number("low_freq_factor")
+    high = rope.number("high_freq_factor")
     if low >= high:
         raise rope.error("low_freq_factor", f"{low} must be below high_freq_factor {high}")
     return RopeConfig(

@@ -88,7 +88,7 @@ class GrammarMatchers:
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Without `grammars` no sequence is constrained. `clock` returns seconds."""
+        """Constrains no sequence if `grammars` is None. `clock` returns seconds."""
         self._grammars = grammars
         self._clock = clock
         self._num_words = -(-vocab_size // 32)
