@@ -15,7 +15,7 @@ from tandem.workers.model.kernels.c import build
 _BUILD = """
 import sys
 from pathlib import Path
-from tandem.workers.model.kernels import build
+from tandem.workers.model.kernels.c import build
 build._SOURCES = (Path(sys.argv[1]),)
 print(build.library())
 """
