@@ -301,13 +301,14 @@ def test_a_rank_loads_only_what_was_meant_and_from_configured_folders(
             assert reason(folders["eight"]) == told
     assert reason(folders["four"]) == "folder: its files have changed since the adapter was loaded"
     assert (
-        reason(folders["many"]) == "adapter_config.json: r: is 40, above max_lora_rank, which is 8"
+        reason(folders["many"])
+        == "adapter_config.json: r: 40 is above the maximum of 8 (max_lora_rank)"
     )
     outside = "folder: is outside of the configured adapter folders"
     assert reason(model) == outside
     assert reason(root / "adapters" / ".." / "model") == outside
     assert reason(Path("a\0b")) == "folder: cannot be read"
-    assert reason(root / "adapters" / "gone") == "adapter_config.json: there is no such folder"
+    assert reason(root / "adapters" / "gone") == "adapter_config.json: the folder does not exist"
     link = root / "adapters" / "link"
     link.symlink_to(model)
     assert reason(link) == outside

@@ -1,6 +1,4 @@
-"""Loads LoRA adapters of a model: checks their weights against its layers, and makes the maps of a
-rank.
-"""
+"""Loads LoRA adapters: checks their weights against the model's layers and keeps a rank's part."""
 
 import struct
 from collections.abc import Iterator, Mapping
@@ -25,7 +23,7 @@ _SUFFIXES: Final = (".lora_A.weight", ".lora_B.weight")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 Adapter = Mapping[int, LowRankMap]
-"""What an adapter changes, by the numbers of the layers in `LoraStep.layers`."""
+"""The low-rank maps of an adapter, by the numbers of the layers in `LoraStep.layers`."""
 
 
 def load_adapter(
@@ -36,9 +34,9 @@ def load_adapter(
     device: torch.device,
     batch_invariant: bool,
 ) -> Adapter:
-    """Loads a rank's part of an adapter of the model whose layers have joined `step`. Raises
-    CheckpointError, one line naming file and tensor, if the weights are not those of such an
-    adapter.
+    """Loads a rank's part of an adapter for the model whose layers are registered in `step`.
+
+    Raises CheckpointError, one line naming file and tensor, if the weights do not fit the model.
     """
     factors = _read_factors(folder, _sizes(step))
     make = partial(LowRankMap, dtype=dtype, device=device, batch_invariant=batch_invariant)
@@ -50,12 +48,10 @@ def load_adapter(
 
 
 def _sizes(step: LoraStep | None) -> dict[str, tuple[int, int]]:
-    """Returns the numbers of outputs and inputs of the maps that adapters may change, by their
-    names.
-    """
+    """Returns the numbers of outputs and inputs of each adaptable weight, by its name."""
     if step is None:
         raise CheckpointError(
-            f"{CONFIG_FILE}: peft_type: this model runs by code that takes no adapters"
+            f"{CONFIG_FILE}: peft_type: the implementation of this model does not support adapters"
         )
     return {
         name: (size, part.num_inputs) for part, _ in step.layers for name, size, _ in part.outputs
@@ -65,16 +61,14 @@ def _sizes(step: LoraStep | None) -> dict[str, tuple[int, int]]:
 def _read_factors(
     folder: AdapterFolder, sizes: Mapping[str, tuple[int, int]]
 ) -> dict[str, Factors]:
-    """Returns the factors by the names of the maps, whose numbers of outputs and inputs are
-    `sizes`.
-    """
+    """Returns the factors by the weights' names; `sizes` has the outputs and inputs of each."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in sorted(_parse(folder.weights).items()):
         suffix = next(filter(name.endswith, _SUFFIXES), "")
         layer = name.removeprefix(_PREFIX).removesuffix(suffix)
         if not suffix or layer not in sizes:
             raise CheckpointError(
-                f"{WEIGHTS_FILE}: {name[:160]}: adapts no linear layer of this model's layers"
+                f"{WEIGHTS_FILE}: {name[:160]}: this model has no such linear layer to adapt"
             )
         outputs, inputs = sizes[layer]
         expected = (folder.rank, inputs) if suffix == _SUFFIXES[0] else (outputs, folder.rank)
@@ -85,7 +79,7 @@ def _read_factors(
             if suffix not in pair:
                 raise CheckpointError(f"{WEIGHTS_FILE}: {_PREFIX}{layer}{suffix}: missing")
     if not found:
-        raise CheckpointError(f"{WEIGHTS_FILE}: has no tensor")
+        raise CheckpointError(f"{WEIGHTS_FILE}: has no tensors")
     return {layer: (pair[_SUFFIXES[0]], pair[_SUFFIXES[1]]) for layer, pair in found.items()}
 
 
@@ -100,23 +94,25 @@ def _parse(weights: bytes) -> dict[str, torch.Tensor]:
 def _check(name: str, tensor: torch.Tensor, expected: tuple[int, int]) -> None:
     where = f"{WEIGHTS_FILE}: {name}"
     if tensor.shape != expected:
-        problem = f"shape is {list(tensor.shape)}, the model and r in {CONFIG_FILE} ask for {list(expected)}"
-        raise CheckpointError(f"{where}: {problem}")
+        raise CheckpointError(
+            f"{where}: shape is {list(tensor.shape)}, the model and r in {CONFIG_FILE} require "
+            f"{list(expected)}"
+        )
     if tensor.dtype not in _DTYPES:
         raise CheckpointError(
             f"{where}: dtype {str(tensor.dtype).removeprefix('torch.')} is not supported"
         )
     if not tensor.isfinite().all():
-        raise CheckpointError(f"{where}: has a number that is not finite")
+        raise CheckpointError(f"{where}: contains NaN or infinity")
 
 
 def check_adapter(folder: AdapterFolder, config: ModelConfig) -> None:
-    """Raises CheckpointError as `load_adapter` would for the whole model."""
+    """Raises CheckpointError as `load_adapter` would for the model without tensor parallelism."""
     _read_factors(folder, _sizes(build_model(config, DTYPES[config.dtype]).lora))
 
 
 def random_adapter(config: ModelConfig, rank: int) -> AdapterFolder:
-    """Returns an adapter of all linear layers that changes next to nothing, for benchmarks."""
+    """Returns an adapter of all linear layers with almost no effect, for benchmarks."""
     tensors = {}
     for name, (outputs, inputs) in _sizes(build_model(config, DTYPES[config.dtype]).lora).items():
         tensors[f"{_PREFIX}{name}{_SUFFIXES[0]}"] = (
@@ -131,10 +127,10 @@ def random_adapter(config: ModelConfig, rank: int) -> AdapterFolder:
 
 
 class AdapterTable:
-    """Keeps the adapters that a rank has loaded, and which of its sequences use which.
+    """Holds the adapters that a rank has loaded, and the adapter of each sequence.
 
-    `load` may be called from any thread, the others from the runner's. An adapter that is unloaded
-    goes on for the sequences that use it.
+    `load` may be called from any thread, the other methods only from the runner's thread. An
+    unloaded adapter stays in memory until the sequences that use it have ended.
     """
 
     def __init__(
@@ -158,40 +154,38 @@ class AdapterTable:
         self._of_sequence: dict[int, Adapter] = {}
 
     def load(self, number: int, folder: AdapterFolder) -> None:
-        """Takes an adapter, under a number that none had before. Raises CheckpointError as
-        `load_adapter`.
-        """
+        """Loads an adapter under a number that was never used. Raises CheckpointError."""
         self._loaded[number] = self._load(folder)
 
     def unload(self, number: int) -> None:
-        """Lets go of an adapter. Ignores an unknown one."""
+        """Drops an adapter. Ignores an unknown number."""
         self._loaded.pop(number, None)
 
     def admit(self, sequence_id: int, number: int) -> None:
-        """Has a sequence use the adapter of this number, none if it is 0. Raises KeyError if it is
-        not loaded.
-        """
+        """Assigns an adapter to a sequence; 0 is none. Raises KeyError if it is not loaded."""
         self._of_sequence.pop(sequence_id, None)
         if number:
             self._of_sequence[sequence_id] = self._loaded[number]
 
     def release(self, sequence_id: int) -> None:
-        """Forgets a sequence. Ignores an unknown one."""
+        """Removes a sequence. Ignores an unknown one."""
         self._of_sequence.pop(sequence_id, None)
 
     @contextmanager
     def applied(self, plan: StepPlan) -> Iterator[bool]:
-        """Has the model's layers apply the adapters of a plan's sequences to their tokens, and
-        yields whether there are any.
+        """Applies the adapters of a plan's sequences within the context.
+
+        Yields whether any sequence has an adapter.
         """
         if self._lora is None or not self._of_sequence:
             yield False
             return
-        rows: dict[int, list[int]] = {}  # by identity of the adapter
+        rows: dict[int, list[int]] = {}  # by id() of the adapter
         adapters: dict[int, Adapter] = {}
         end = 0
         for step in plan.sequences:
-            begin, end = end, end + len(step.token_ids)
+            begin = end
+            end += len(step.token_ids)
             if (adapter := self._of_sequence.get(step.sequence_id)) is not None:
                 adapters[id(adapter)] = adapter
                 rows.setdefault(id(adapter), []).extend(range(begin, end))
@@ -207,6 +201,7 @@ class AdapterTable:
 
 
 def _rows(numbers: list[int], device: torch.device) -> slice | torch.Tensor:
-    """Returns ascending numbers as what takes these rows of a tensor, without a copy where it can."""
-    first, last = numbers[0], numbers[-1]
+    """Returns a slice if the ascending numbers are contiguous, else an index tensor."""
+    first = numbers[0]
+    last = numbers[-1]
     return slice(first, last + 1) if last - first + 1 == len(numbers) else indices(numbers, device)

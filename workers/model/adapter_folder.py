@@ -1,5 +1,4 @@
-"""Reads a folder as peft writes it: the settings of a LoRA adapter, its weights as bytes, and its
-fingerprint.
+"""Reads a LoRA adapter's folder in peft's format: settings, weights as bytes, and fingerprint.
 
 Imports no torch and knows nothing of the model's structure.
 """
@@ -17,46 +16,45 @@ WEIGHTS_FILE: Final = "adapter_model.safetensors"
 _MAX_WEIGHT_BYTES: Final = 4 * 1024**3
 
 _UNSUPPORTED: Final = (
-    *(
-        "alora_invocation_tokens",
-        "alpha_pattern",
-        "arrow_config",
-        "fan_in_fan_out",
-        "layer_replication",
-        "lora_bias",
-    ),
-    *(
-        "megatron_config",
-        "modules_to_save",
-        "rank_pattern",
-        "target_parameters",
-        "trainable_token_indices",
-    ),
-    *("use_bdlora", "use_dora", "use_qalora"),
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "arrow_config",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "megatron_config",
+    "modules_to_save",
+    "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
 )
-"""Fields of peft's LoraConfig that change what an adapter computes, unless they are empty or false.
-"""
+"""Fields of peft's LoraConfig that change an adapter's output unless they are empty or false."""
 
 _BASE_CHANGING: Final = ("corda", "loftq", "olora", "pissa")
-"""Beginnings of `init_lora_weights` with which peft changes the weights of the model, too."""
+"""Prefixes of `init_lora_weights` values with which peft also changes the model's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFolder:
-    """Holds what was read of a folder, at one moment."""
+    """Holds the content of an adapter's folder, read once."""
 
     rank: int
-    scale: float  # of B A
+    scale: float  # factor of B A
     weights: bytes  # in safetensors format
     fingerprint: bytes  # 16 bytes; equal settings and weights give equal fingerprints
 
 
 def read_adapter(folder: Path, max_rank: int) -> AdapterFolder:
-    """Reads a folder. Raises CheckpointError, one line naming file and field, if a file is missing,
-    leads out of the folder or is too large, or if peft's settings are not supported.
+    """Reads an adapter's folder.
+
+    Raises CheckpointError, one line naming file and field, if a file is missing, leads out of the
+    folder or is too large, or if peft's settings are not supported.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{CONFIG_FILE}: there is no such folder")
+        raise CheckpointError(f"{CONFIG_FILE}: the folder does not exist")
     try:
         fields = read_fields(folder, CONFIG_FILE)
     except OSError as error:
@@ -77,7 +75,7 @@ def read_adapter(folder: Path, max_rank: int) -> AdapterFolder:
         )
     rank = fields.integer("r", 8)
     if rank > max_rank:
-        raise fields.error("r", f"is {rank}, above max_lora_rank, which is {max_rank}")
+        raise fields.error("r", f"{rank} is above the maximum of {max_rank} (max_lora_rank)")
     weights = _read_weights(folder / WEIGHTS_FILE)
     scale = _scale(fields, rank)
     digest = hashlib.sha256(f"{rank} {scale!r} ".encode())
@@ -86,15 +84,16 @@ def read_adapter(folder: Path, max_rank: int) -> AdapterFolder:
 
 
 def _scale(fields: Fields, rank: int) -> float:
-    """Returns alpha / r, or alpha / sqrt(r) of a rank-stabilised adapter (arXiv 2312.03732)."""
-    return fields.number("lora_alpha", 8.0) / (
-        math.sqrt(rank) if fields.boolean("use_rslora", False) else rank
-    )
+    """Returns alpha / r, or alpha / sqrt(r) for a rank-stabilized adapter (arXiv 2312.03732)."""
+    alpha = fields.number("lora_alpha", 8.0)
+    is_stabilized = fields.boolean("use_rslora", False)
+    return alpha / (math.sqrt(rank) if is_stabilized else rank)
 
 
 def _read_weights(path: Path) -> bytes:
-    """Returns the whole file: a tensor over a mapped one would die with a file that is truncated
-    meanwhile.
+    """Reads the whole file.
+
+    A memory-mapped tensor would crash the process if the file were truncated meanwhile.
     """
     try:
         size = path.stat().st_size

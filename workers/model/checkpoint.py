@@ -1,5 +1,4 @@
-"""Reads what a model folder holds besides its weights: safetensors headers, the tokenizer's ids,
-the fingerprint.
+"""Reads safetensors headers and token ids of a model folder, and computes its fingerprint.
 
 Reads the safetensors format (8 bytes of header length, a JSON header, the tensors back to back),
 single file or sharded. Imports no torch and knows nothing of the model's structure.
@@ -28,15 +27,28 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
 _ITEM_BYTES: Final = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
-}  # fmt: skip
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+}
 _SAMPLE_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Says where one tensor lies, and what it is."""
+    """Describes one tensor: its file, dtype, shape and byte range."""
 
     file: Path
     dtype: str  # as safetensors names it
@@ -47,17 +59,17 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Holds what was read of a checked model folder."""
+    """Describes a checked model folder."""
 
     folder: Path
     config: ModelConfig
-    tensors: Mapping[str, StoredTensor]  # that the model takes
+    tensors: Mapping[str, StoredTensor]  # those that the model uses
 
     def fingerprint(self) -> str:
-        """Hashes the model to 32 hex digits: equal config and weights give equal fingerprints,
-        however sharded.
+        """Returns a hash of config and weights as 32 hex digits.
 
-        Of each tensor it reads only the first and last 4 KiB.
+        It does not depend on how the weights are sharded into files. Reads only the first and last
+        4 KiB of each tensor.
         """
         described = asdict(self.config)
         del described["eos_token_ids"]
@@ -71,7 +83,7 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
     def kv_layout(self, dtype: str, cache_dtype: str = "auto") -> KvLayout:
-        """Returns the layout of the KV cache of the model in this dtype."""
+        """Returns the layout of the model's KV cache in this dtype."""
         model = self.fingerprint()
         return KvLayout(
             layers=self.config.layers, dtype=dtype, model=model, cache_dtype=cache_dtype
@@ -79,8 +91,10 @@ class Checkpoint:
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Reads the headers of all shards. Raises CheckpointError, one line naming file and tensor, if
-    there are no safetensors weights, or a file is truncated or does not hold what the index says.
+    """Reads the headers of all shards.
+
+    Raises CheckpointError, one line naming file and tensor, if there are no safetensors weights, a
+    file is truncated, or a tensor that the index lists is missing.
     """
     single = folder / SINGLE_FILE
     if single.exists():
@@ -99,10 +113,10 @@ def weights_file(folder: Path) -> str:
 
 
 def check_tokenizer(folder: Path, config: ModelConfig) -> None:
-    """Checks that the tokens of the vocabulary are rows of the embedding. Added tokens may lie
-    beyond it, as
-    Gemma 3 and many fine-tunes have them: a prompt that contains one is refused. Raises
-    CheckpointError.
+    """Checks that every token of the vocabulary has a row in the embedding.
+
+    Added tokens may lie beyond the embedding, as in Gemma 3 and many fine-tunes; a prompt that
+    contains one is rejected. Raises CheckpointError.
     """
     path = tokenizer_file(folder)
     if not path.exists():
@@ -123,8 +137,7 @@ def check_tokenizer(folder: Path, config: ModelConfig) -> None:
         ):
             raise CheckpointError(
                 f"{path.name}: token {token[:40]!r} has id {index!r}, beyond the "
-                f"{config.vocab_size} rows of "
-                "model.embed_tokens.weight (vocab_size in config.json)"
+                f"{config.vocab_size} rows of model.embed_tokens.weight (vocab_size in config.json)"
             )
 
 
@@ -152,20 +165,20 @@ def _read_index(folder: Path) -> dict[str, Path]:
 
 
 def _other_weights(folder: Path) -> str:
-    """Says what to do with the weights of another kind that a folder has."""
+    """Returns advice for a folder that has weights in another format."""
     names = sorted(path.name for path in folder.iterdir())
     if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl"))]:
-        text = f"; {pickles[0]:.80} may run code when it is read, so it is not: "
         return (
-            text + "save the model anew by transformers' save_pretrained, which writes safetensors"
+            f"; {pickles[0]:.80} is not read, because reading it may run code: save the model "
+            "again with transformers' save_pretrained, which writes safetensors"
         )
     if others := [name for name in names if name.endswith(".safetensors")]:
-        return f"; {others[0]:.80} is none of them"
+        return f"; {others[0]:.80} has neither name"
     return " (only safetensors weights are read)"
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Parses and checks the header of one safetensors file, down to the last byte of its tensors."""
+    """Parses the header of a safetensors file and checks that its tensors fill the file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -180,13 +193,15 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     header.pop("__metadata__", None)
     start = 8 + header_bytes
     entries = {name: _parse_entry(path, name, value, start) for name, value in header.items()}
-    position, last = start, "header"
+    position = start
+    last = "header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
             raise CheckpointError(
                 f"{path.name}: {name}: data_offsets leave a gap or overlap after {last}"
             )
-        position, last = entry.end, name
+        position = entry.end
+        last = name
         if position > size:
             raise CheckpointError(
                 f"{path.name}: {name}: truncated: ends at byte {position} of a file of {size} bytes"
@@ -200,11 +215,9 @@ def _parse_entry(file: Path, name: str, value: Any, start: int) -> StoredTensor:
     error = CheckpointError(f"{file.name}: {name}: not a valid tensor entry")
     if not isinstance(value, dict):
         raise error
-    dtype, shape, offsets = (
-        value.get("dtype"),
-        _sizes(value.get("shape")),
-        _sizes(value.get("data_offsets")),
-    )
+    dtype = value.get("dtype")
+    shape = _sizes(value.get("shape"))
+    offsets = _sizes(value.get("data_offsets"))
     if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2:
         raise error
     begin, end = offsets

@@ -1,4 +1,4 @@
-"""Describes a model as config.json does, and reads the fields of such files, each checked.
+"""Describes a model as config.json does, and reads and checks the fields of such files.
 
 Imports no torch and knows nothing of the weights.
 """
@@ -16,21 +16,19 @@ from ..kv_cache.layout import LayerGeometry
 MAX_JSON_BYTES: Final = 100 * 1024 * 1024
 _CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 _MAX_SIZE: Final = 2**31 - 1
-_SHARED_BLOBS_MARKER: Final = (
-    ".huggingface-shared-blobs"  # huggingface_hub writes it into its store
-)
+# huggingface_hub writes this file into its store.
+_SHARED_BLOBS_MARKER: Final = ".huggingface-shared-blobs"
 
 
 class CheckpointError(ValueError):
-    """Says in one line why a model folder cannot be served, naming the file and the field or
-    tensor.
-    """
+    """Reports in one line why a model folder cannot be served; names file and field or tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: the base and how its frequencies are scaled. Every optional field is
-    resolved.
+    """Describes a rotary embedding: its base and the scaling of its frequencies.
+
+    Defaults of optional fields in config.json are resolved.
     """
 
     kind: str = "default"  # default, linear, llama3, yarn or longrope
@@ -42,18 +40,16 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
-    factors: tuple[float, ...] = ()  # longrope: what each frequency is divided by
-    short_factors: tuple[
-        float, ...
-    ] = ()  # longrope: the same where no sequence is longer than original_max_position
-    attention_factor: float = 1.0  # cos and sin are multiplied by it
+    factors: tuple[float, ...] = ()  # longrope: the divisor of each frequency
+    # longrope: the divisors if no sequence is longer than original_max_position.
+    short_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0  # factor of cos and sin
     rotated: float = 1.0  # share of a head's dimensions that are rotated, the first ones
-    interleaved: bool = (
-        False  # neighbours are rotated as a pair, not what lies half of the dimensions apart
-    )
+    # Rotates pairs of neighbouring dimensions, not dimensions that are half a head apart.
+    interleaved: bool = False
 
     def num_rotated(self, head_dim: int) -> int:
-        """Returns how many dimensions of a head are rotated."""
+        """Returns the number of dimensions of a head that are rotated."""
         return int(head_dim * self.rotated)
 
 
@@ -62,11 +58,11 @@ class ExpertsConfig:
     """Describes the routed experts of a model."""
 
     num_experts: int
-    num_chosen: int  # for each token
-    intermediate_size: int  # of an expert
-    layers: tuple[int, ...]  # that have experts; the others have an MLP
+    num_chosen: int  # experts per token
+    intermediate_size: int  # of one expert
+    layers: tuple[int, ...]  # layers with experts; the others have an MLP
     normalised: bool = True  # the weights of a token's experts add up to 1
-    is_mxfp4: bool = False  # their weights, in the checkpoint
+    is_mxfp4: bool = False  # whether the checkpoint has the experts' weights in MXFP4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,35 +74,36 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     layers: tuple[LayerGeometry, ...]
-    ropes: tuple[RopeConfig | None, ...]  # of each layer; None: it knows no positions
+    ropes: tuple[RopeConfig | None, ...]  # of each layer; None: no position embedding
     max_position_embeddings: int  # tokens of the longest sequence
     norm_eps: float
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     mlp_bias: bool
-    dtype: str  # that the checkpoint declares: float32, bfloat16 or float16
+    dtype: str  # declared by the checkpoint: float32, bfloat16 or float16
     activation: str = "silu"  # of the MLP: silu or gelu_tanh
-    attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
-    attention_soft_cap: float | None = None  # of the scores
+    attention_scale: float | None = None  # factor of the scores; None: head_dim ** -0.5
+    attention_soft_cap: float | None = None  # soft cap of the scores
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what a layer's parts add
+    residual_scale: float = 1.0  # factor of the outputs of attention and MLP
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     experts: ExpertsConfig | None = None
-    quantization: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # quantization_config; empty is none
-    # The fields of config.json, for a model that runs through transformers' code; None: through a
-    # family of ours.
+    # quantization_config; empty for a model that is not quantized.
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+    # The fields of config.json if the model runs through transformers' code; None if it runs
+    # through one of Tandem's families.
     transformers: Mapping[str, Any] | None = None
-    has_tp_plan: bool = True  # whether it can be split over ranks at all
+    has_tp_plan: bool = True  # whether the model can be split over ranks
     eos_token_ids: tuple[int, ...] = ()
 
 
 def read_fields(folder: Path, name: str = "config.json") -> "Fields":
-    """Reads a file of a folder. Raises CheckpointError if the folder or the file is missing or not
-    a JSON object, or if the folder has files that are none, or leads out of itself.
+    """Reads a JSON file of a model folder.
+
+    Raises CheckpointError if the folder or the file is missing, the file is not a JSON object, the
+    folder has entries that are neither files nor folders, or a link leads out of it.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
@@ -117,25 +114,21 @@ def read_fields(folder: Path, name: str = "config.json") -> "Fields":
 
 
 def read_context_tokens(folder: Path) -> int:
-    """Reads the tokens of the model's longest sequence, whatever the family. Raises
-    CheckpointError.
-    """
+    """Reads the context length of a model of any family. Raises CheckpointError."""
     return context_tokens(read_fields(folder))
 
 
 def context_tokens(fields: "Fields") -> int:
-    """Returns the tokens of the longest sequence, by any name that decoders of transformers have
-    for them.
-    """
+    """Returns the context length under any of the names that transformers' decoders use."""
     return fields.integer(next(filter(fields.has, _CONTEXT_NAMES), _CONTEXT_NAMES[0]))
 
 
 def read_eos_token_ids(folder: Path, fields: "Fields", vocab_size: int) -> tuple[int, ...]:
-    """Returns the end-of-sequence tokens: those of generation_config.json, else of `fields`, and
-    the tokenizer's eos_token, as vLLM takes them. Ids beyond the vocabulary end nothing and are
-    left out.
+    """Returns the end-of-sequence tokens, as vLLM does.
 
-    Raises CheckpointError for what is no token id.
+    These are eos_token_id of generation_config.json, or else of `fields`, and the tokenizer's
+    eos_token. Ids beyond the vocabulary are left out. Raises CheckpointError for a value that is
+    not a token id.
     """
     path = folder / "generation_config.json"
     generation = Fields(path.name, read_json(path) if path.exists() else {})
@@ -145,11 +138,10 @@ def read_eos_token_ids(folder: Path, fields: "Fields", vocab_size: int) -> tuple
 
 
 def _tokenizer_end(folder: Path) -> tuple[int, ...]:
-    """Returns the id of the token that the tokenizer's files call eos_token; empty if there is
-    none.
+    """Returns the id of the tokenizer's eos_token; empty without one.
 
-    As in transformers, special_tokens_map.json counts unless tokenizer_config.json has an
-    added_tokens_decoder, and then before tokenizer_config.json.
+    As in transformers, special_tokens_map.json takes precedence over tokenizer_config.json, unless
+    the latter has an added_tokens_decoder.
     """
     config, old = (
         Fields(name, read_json(folder / name) if (folder / name).exists() else {})
@@ -166,10 +158,12 @@ def _tokenizer_end(folder: Path) -> tuple[int, ...]:
 
 
 def token_ids_of(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the ids, not checked, of the texts of all tokens of a tokenizer.json: the
-    vocabulary's and the added ones. Empty if it has no vocabulary.
+    """Returns the unchecked ids of all tokens of a tokenizer.json by their text.
+
+    Includes the vocabulary and the added tokens. Empty without a vocabulary.
     """
-    model, added = tokenizer.get("model"), tokenizer.get("added_tokens", [])
+    model = tokenizer.get("model")
+    added = tokenizer.get("added_tokens", [])
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocab, dict | list) or not isinstance(added, list):
         return {}
@@ -184,21 +178,19 @@ def token_ids_of(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _instead_of_config(folder: Path) -> str:
-    """Says what to do with what a folder has instead of a model's config."""
+    """Returns advice for a folder that has something else instead of config.json."""
     names = sorted(path.name for path in folder.iterdir())
     if files := [name for name in names if name.endswith(".gguf")]:
-        return f"; {files[0]:.80} is a model by itself: name that file instead of its folder"
+        return f"; {files[0]:.80} is a complete model: give that file instead of its folder"
     if {"snapshots", "refs"} <= set(names):
-        return "; this is a repository in the hub's cache: name one of the folders in its snapshots"
+        return "; this is a repository in the hub's cache: give one of the folders in its snapshots"
     if "adapter_config.json" in names:
-        return "; this is an adapter (adapter_config.json): name the folder of its base model"
+        return "; this is an adapter (adapter_config.json): give the folder of its base model"
     return ""
 
 
 def _check_files(folder: Path) -> None:
-    """Raises CheckpointError for a link that leads out of the folder, and for pipes, devices and
-    dangling links.
-    """
+    """Raises CheckpointError for pipes, devices, dangling links and links out of the folder."""
     allowed = _link_targets(folder.resolve())
     for path in (*folder.iterdir(), *folder.glob("*/*")):
         if path.is_symlink() and not any(map(path.resolve().is_relative_to, allowed)):
@@ -208,10 +200,11 @@ def _check_files(folder: Path) -> None:
 
 
 def _link_targets(root: Path) -> list[Path]:
-    """Returns the folders into which the links of a model's folder may lead.
+    """Returns the folders into which links of a model's folder may lead.
 
-    In the hub's cache the files of REPOSITORY/snapshots/COMMIT are links to REPOSITORY/blobs. Since
-    huggingface_hub 2 these may be links to the blobs that all repositories of the cache share."""
+    In the hub's cache, files of REPOSITORY/snapshots/COMMIT are links to REPOSITORY/blobs. Since
+    huggingface_hub 2, these may be links to blobs that all repositories of the cache share.
+    """
     repository = root.parent.parent
     if root.parent.name != "snapshots" or not (repository / "blobs").is_dir():
         return [root]
@@ -221,7 +214,7 @@ def _link_targets(root: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parses a JSON object of at most MAX_JSON_BYTES; raises CheckpointError."""
+    """Parses a JSON file of at most MAX_JSON_BYTES. Raises CheckpointError."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path.name}: larger than {MAX_JSON_BYTES} bytes")
@@ -231,7 +224,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(file: str, data: bytes) -> dict[str, Any]:
-    """Parses a JSON object; raises CheckpointError naming `file`."""
+    """Parses a JSON object. Raises CheckpointError, which names `file`."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -242,8 +235,9 @@ def parse_json(file: str, data: bytes) -> dict[str, Any]:
 
 
 class Fields:
-    """Reads typed fields of a JSON object; null counts as missing. Every method raises
-    CheckpointError.
+    """Reads typed fields of a JSON object; null counts as missing.
+
+    Methods raise CheckpointError.
     """
 
     def __init__(self, file: str, values: dict[str, Any], prefix: str = "") -> None:
@@ -255,16 +249,14 @@ class Fields:
         return CheckpointError(f"{self._file}: {self._prefix}{name}: {problem}")
 
     def items(self) -> ItemsView[str, Any]:
-        """Returns the names and values as they are."""
+        """Returns the names and unchecked values."""
         return self._values.items()
 
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Returns whether the field is there and null, where that means something else than
-        missing.
-        """
+        """Returns whether the field is present and null."""
         return name in self._values and self._values[name] is None
 
     def integer(
@@ -314,17 +306,19 @@ class Fields:
         return list(self._value(name, None, is_valid, "a list of strings"))
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """Returns an object as it is; empty if missing."""
+        """Returns an unchecked object; empty if missing."""
         return dict(self._value(name, {}, lambda value: isinstance(value, dict), "an object"))
 
     def nested(self, name: str) -> "Fields":
-        """Returns the fields of an object; none if it is missing."""
+        """Returns the fields of an object; no fields if it is missing."""
         return Fields(self._file, self.mapping(name), f"{self._prefix}{name}.")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """Returns one id or a list of ids as a tuple; empty if missing."""
         value = self._values.get(name)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
         if not all(type(token) is int for token in ids):
             raise self.error(name, f"must be a token id or a list of token ids, is {value!r:.60}")
         return tuple(ids)

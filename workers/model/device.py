@@ -1,6 +1,4 @@
-"""Copies host memory to device memory and back, in the order of the device's work and without
-waiting for it.
-"""
+"""Copies between host and device memory, in order with the device's work and without waiting."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -10,15 +8,16 @@ import numpy as np
 import torch
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Of weights, activations and KV cache, by the names that configs use."""
+"""The dtypes of weights, activations and KV cache, by the names that configs use."""
 
 Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]  # one-dimensional
 
 
 def enter_device(device: torch.device | str) -> None:
-    """Makes a GPU the calling thread's current device, without which what the thread allocates or
-    launches goes to GPU 0. Call it in each thread that uses the device; without an index or on CPUs
-    it does nothing.
+    """Makes a GPU the calling thread's current device.
+
+    Otherwise the thread allocates and launches on GPU 0. Call it in each thread that uses the
+    device. Does nothing on CPUs, or for a device without an index.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is not None:
@@ -26,22 +25,21 @@ def enter_device(device: torch.device | str) -> None:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns the tensor on the device. A copy to a GPU is queued behind what runs there: a plain
-    one would wait.
+    """Returns the tensor on the device.
+
+    A copy to a GPU is queued behind the running work; a plain copy would wait for it.
     """
-    return (
-        host.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else host.to(device)
-    )
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
 
 
 def copy_to_device(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
     """Copies integer arrays to int32 tensors on the device, in one transfer."""
     if device.type == "cpu":
         return [torch.from_numpy(array.astype(np.int32, copy=False)) for array in arrays]
-    # Each begins at a multiple of 16 bytes: for pointers that do not, Triton would compile its
-    # kernels anew.
+    # Each array begins at a multiple of 16 bytes. For other pointers Triton would compile its
+    # kernels again.
     begins = [0, *itertools.accumulate(-(-len(array) // 4) * 4 for array in arrays)]
     host = np.zeros(begins[-1], np.int32)
     for array, begin in zip(arrays, begins, strict=False):
@@ -61,15 +59,18 @@ def indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def take_rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Returns these rows of x; x itself if they are as many, which must then be all of them in
-    order.
+    """Returns these rows of x.
+
+    If there are as many as x has, they must be all of its rows in order, and x itself is returned.
     """
     return x if len(rows) == len(x) else x[indices(rows, x.device)]
 
 
 def to_host(*tensors: torch.Tensor) -> Callable[[], list[Any]]:
-    """Queues the copy of tensors to the host. The result, when called, waits for it and for all
-    work queued before it, and returns them as lists of numbers.
+    """Queues a copy of tensors to the host.
+
+    The result, when called, waits for the copy and all work queued before it. It returns the
+    tensors as lists of numbers.
     """
     if not tensors[0].is_cuda:
         return lambda: [tensor.tolist() for tensor in tensors]

@@ -1,5 +1,6 @@
-"""Computes what one rank of a split model keeps in memory for KV cache, and whether models go with
-ranks and with each other. Pure arithmetic; imports no torch.
+"""Computes KV cache bytes per rank, and checks that models fit the ranks and each other.
+
+Pure arithmetic; imports no torch.
 """
 
 from ..kv_cache.layout import head_bytes
@@ -8,37 +9,38 @@ from .config import ModelConfig
 
 
 def check_config_split(config: ModelConfig, tp: int) -> None:
-    """Raises ValueError, with one line for the user, if some layer's heads cannot be split over
-    `tp` ranks.
-    """
+    """Raises ValueError, a one-line message, if a layer's heads cannot be split over `tp` ranks."""
     for layer in config.layers:
         check_split(layer.num_heads, layer.num_kv_heads, tp)
         if config.transformers is not None and layer.num_kv_heads % tp:
             raise ValueError(
-                f"tp: {tp} does not divide the model's {layer.num_kv_heads} KV heads, as "
-                "transformers needs"
+                f"tp: {tp} does not divide the model's {layer.num_kv_heads} KV heads, which "
+                "transformers requires"
             )
     if tp > 1 and not config.has_tp_plan:
         raise ValueError(
-            f"tp: {tp}: transformers has no plan to split {config.architecture}, only 1 is possible"
+            f"tp: {tp}: transformers has no plan to split {config.architecture}; use 1"
         )
 
 
 def check_draft(draft: ModelConfig, model: ModelConfig) -> None:
-    """Raises ValueError, with one line for the user, if `draft` cannot propose tokens for `model`."""
+    """Raises ValueError, a one-line message, if `draft` cannot propose tokens for `model`."""
     if draft.vocab_size != model.vocab_size:
-        sizes = f"{draft.vocab_size} tokens in its vocabulary and the model {model.vocab_size}"
-        raise ValueError(f"the draft model has {sizes}; they must be the same")
+        raise ValueError(
+            f"the draft model has {draft.vocab_size} tokens in its vocabulary and the model "
+            f"{model.vocab_size}; they must be the same"
+        )
 
 
 def kv_bytes_per_token(config: ModelConfig, tp: int, dtype: str, cache_dtype: str = "auto") -> int:
-    """Returns the bytes of one token's keys and values, over all layers, on each rank.
+    """Returns the bytes of one token's keys and values in all layers, on each rank.
 
-    Raises ValueError as `check_split` does."""
+    Raises ValueError as `check_split`.
+    """
     heads = (
         (len(kv_heads(layer.num_heads, layer.num_kv_heads, tp, 0)), layer.head_dim)
         for layer in config.layers
     )
     return 2 * sum(
-        num_slots * head_bytes(head_dim, dtype, cache_dtype) for num_slots, head_dim in heads
+        num_heads * head_bytes(head_dim, dtype, cache_dtype) for num_heads, head_dim in heads
     )

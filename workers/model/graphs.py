@@ -1,5 +1,6 @@
-"""Replays whole decode steps as CUDA graphs: one launch instead of hundreds, whose cost is most of
-a small step.
+"""Replays whole decode steps as CUDA graphs.
+
+One launch replaces hundreds, whose cost dominates a small step.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,28 +12,28 @@ from .attention.backend import SequenceSpan, StepAttention
 from .attention.triton_backend import StaticDecodes, TritonAttentionBackend
 
 BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""A step is padded to the next of these. Beyond the last it runs without a graph."""
+"""A step is padded to the next of these sizes; a larger step runs without a graph."""
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor]
-"""Maps token ids and positions [num_tokens] to the logits of every token, [num_tokens, vocab_size].
-"""
+"""Maps token ids and positions [num_tokens] to logits [num_tokens, vocab_size]."""
 
 Launch = Callable[[], torch.Tensor]
 Capture = Callable[[Launch], tuple[Callable[[], object], torch.Tensor]]
-"""Captures what a function launches; returns a function that replays it, and the tensor that each
-replay writes.
-"""
+"""Captures a function's kernel launches; returns a replay function and the tensor it writes."""
 
 
 def cuda_capture() -> Capture:
-    """Returns what captures CUDA graphs. They share one memory pool: only one may run at a time,
-    and its result is read before the next runs.
+    """Returns a function that captures CUDA graphs.
+
+    The graphs share one memory pool: only one may run at a time, and its result must be read before
+    the next one runs.
     """
     pool = torch.cuda.graph_pool_handle()
 
     def capture(launch: Launch) -> tuple[Callable[[], object], torch.Tensor]:
-        launch()  # Triton compiles and cuBLAS takes its workspace now, which a capture may not
+        # Triton compiles and cuBLAS allocates its workspace now; neither is allowed in a capture.
+        launch()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             result = launch()
@@ -51,8 +52,9 @@ class DecodeGraphs:
         capture: Capture,
         batches: Sequence[int],
     ) -> None:
-        """Captures a step of each of `batches`, the largest first, so that the others find memory
-        in its pool.
+        """Captures a step for each size in `batches`.
+
+        The largest is captured first, so that the others find memory in its pool.
         """
         self.num_replays = 0
         self._batches = sorted(batches)
@@ -63,10 +65,10 @@ class DecodeGraphs:
         }
 
     def run(self, token_ids: torch.Tensor, spans: Sequence[SequenceSpan]) -> torch.Tensor | None:
-        """Maps token_ids [batch] to logits [batch, vocab_size], valid until the next run; None if
-        no graph fits.
+        """Maps token_ids [batch] to logits [batch, vocab_size]; None if no graph is large enough.
 
-        Safe to call while earlier runs are still queued on the device.
+        The logits are valid until the next run. Safe to call while earlier runs are still queued on
+        the device.
         """
         if not self._static.fill(spans):
             return None

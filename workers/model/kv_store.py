@@ -1,4 +1,4 @@
-"""Holds the KV cache memory of one rank: paged tensors, and their canonical form for transfers."""
+"""Holds one rank's KV cache: paged tensors, and their canonical form for transfers."""
 
 import ctypes
 import math
@@ -20,24 +20,26 @@ from .device import indices, to_device
 from .kernels.c.build import library, loaded_library
 
 ITEMS: Final = {"int8": torch.int8, "fp8": torch.uint8}
-"""What the tensors of a quantised cache have; uint8 are the bits of E4M3, as their rows have a
-scale's, too.
+"""The dtypes of a quantized cache's tensors.
+
+FP8 uses uint8 for the bits of E4M3, because the rows also have the bytes of a scale.
 """
 
 Bytes = npt.NDArray[np.uint8]
-# Where a span lies in a group's tensor as [layer, key or value, token, slot]: layers, both, block
-# and offset of each token, slots.
+# Index of a span in a group's tensor, seen as [layer, key or value, token, KV head]: layers, both,
+# block and offset of each token, KV heads.
 _Index = tuple[slice, slice, npt.NDArray[np.int64], npt.NDArray[np.int64], slice]
 
 
 class PagedKv:
-    """Implements `KvStore`. The blocks of each group of equal layers lie in one tensor,
-    [num_layers, 2, num_blocks, num_slots, block_size, head_dim]; the groups' tensors lie one after
-    the other in one memory. Of a quantised cache the last dimension has the scale's bytes, too:
-    [.., head_dim + SCALE_BYTES].
+    """Implements `KvStore` with one tensor per group of equal layers.
 
-    KV slot before token, so that one gather of (block, slot) rows gives attention the [head, token,
-    head_dim] it multiplies with.
+    Its shape is [num_layers, 2, num_blocks, num_slots, block_size, head_dim], where a slot holds
+    one KV head. The tensors of the groups are adjacent in one allocation. In a quantized cache the
+    last dimension also has the bytes of the scale: [.., head_dim + SCALE_BYTES].
+
+    The slot comes before the token, so that one gather of (block, slot) rows returns the [head,
+    token, head_dim] that attention multiplies.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class PagedKv:
         tp: int = 1,
         rank: int = 0,
     ) -> None:
-        """`shared` lets other processes of the host map the memory; ignored on GPUs. Raises
-        ValueError if the layout's heads cannot be split over `tp` ranks, there is no such rank,
-        host memory is short, or a quantised cache is on a GPU.
+        """Allocates the memory; `shared` lets other processes of the host map it (CPUs only).
+
+        Raises ValueError if the layout's heads cannot be split over `tp` ranks, there is no such
+        rank, host memory is insufficient, or a quantized cache is on a GPU.
         """
         self.layout = layout
         self.tp = tp
@@ -61,7 +64,7 @@ class PagedKv:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.dtype: torch.dtype = getattr(torch, layout.dtype)  # that the model computes in
+        self.dtype: torch.dtype = getattr(torch, layout.dtype)  # of the model's activations
         self.is_quantized = layout.cache_dtype in ITEMS
         if self.is_quantized and device.type != "cpu":
             raise ValueError(
@@ -76,13 +79,12 @@ class PagedKv:
         memory = self._allocate(sum(sizes), shared=shared)  # [bytes of all groups]
         item = ITEMS.get(layout.cache_dtype, self.dtype)
         parts = zip(torch.split(memory, sizes), shapes, strict=True)
-        self.tensors = tuple(
-            part.view(item).view(*shape[:-1], -1) for part, shape in parts
-        )  # one for each group
-        # Views of each layer's keys and values, made once, since making them is what a small step
-        # spends its time on: in place, each [num_blocks, num_slots, block_size, head_dim]; as rows
-        # of (block, slot), each [rows, block_size * head_dim]; and as rows of (block, slot, token),
-        # each [rows, head_dim].
+        # One tensor for each group.
+        self.tensors = tuple(part.view(item).view(*shape[:-1], -1) for part, shape in parts)
+        # Views of each layer's keys and values. They are created once, because a small step would
+        # spend most of its time on creating them: in place, each [num_blocks, num_slots,
+        # block_size, head_dim]; as rows of (block, slot), each [rows, block_size * head_dim]; and
+        # as rows of (block, slot, token), each [rows, head_dim].
         self.layers = [
             tuple(self.tensors[group][index].unbind(0)) for group, index in layout.places
         ]
@@ -108,16 +110,15 @@ class PagedKv:
                 rank=rank,
             )
 
-    def _allocate(
-        self, num_bytes: int, *, shared: bool
-    ) -> torch.Tensor:  # uint8 [num_bytes], zeros
+    def _allocate(self, num_bytes: int, *, shared: bool) -> torch.Tensor:
+        """Returns zeros, uint8 [num_bytes]."""
         if self.device.type != "cpu":
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         if not shared:
             return host_memory(num_bytes, "kv_cache_gb")
         if num_bytes > (available := available_memory()):
             raise ValueError(_misfit("kv_cache_gb", num_bytes, available))
-        # A file without a name goes away with the last process that maps it.
+        # The kernel frees an unnamed file with the last process that maps it.
         self.shared_fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.shared_fd)
         try:
@@ -131,43 +132,41 @@ class PagedKv:
 
     @property
     def data(self) -> torch.Tensor:
-        """The one tensor of a model whose layers are equal."""
+        """Returns the only tensor of a model whose layers are equal."""
         (tensor,) = self.tensors
         return tensor
 
     def num_slots(self, layer: int) -> int:
-        """See `KvStore.num_slots`."""
         return int(self.tensors[self.layout.places[layer][0]].shape[3])
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks, given as (source, target), in order with the steps. No target may be
-        a source.
+        """Copies whole blocks, given as (source, target), in order with the steps.
+
+        No target may be a source.
         """
         sources, targets = (indices(blocks, self.device) for blocks in zip(*pairs, strict=True))
         for tensor in self.tensors:
             tensor.index_copy_(2, targets, tensor.index_select(2, sources))
 
     def clear_after(self, block: int, first_offset: int) -> None:
-        """Zeroes the tokens of a block from `first_offset` on, in all layers and slots."""
+        """Clears the tokens of a block from `first_offset` on, in all layers and KV heads."""
         for tensor in self.tensors:
             tensor[:, :, block, :, first_offset:] = 0
 
     def attach(
         self, memory: mmap.mmap, *, num_blocks: int, block_size: int, tp: int, rank: int
     ) -> KvRead:
-        """See `KvStore.attach`."""
         raw = np.frombuffer(memory, np.uint8)
         return HostKv(
             self.layout, raw, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
         ).read
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        """See `KvStore.read`."""
         if self.device.type != "cuda":
             return self._host.read(blocks, span)
         group, index = self._locate(blocks, span)
-        # On a stream of its own, so that it waits for no step: a reader knows that the tokens are
-        # computed. Only writes, whose end is not reported, come first.
+        # On a separate stream, so that it waits for no step: the reader knows that the tokens are
+        # computed. It waits only for earlier writes, whose end is not reported.
         with torch.cuda.stream(self._reader):
             self._reader.wait_event(self._written)
             picked = self._tokens[group][self._index_on_device(index)]
@@ -178,13 +177,13 @@ class PagedKv:
         return _bytes(host.numpy())
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
-        """See `KvStore.write`. Raises ValueError if the span or the length is out of range."""
+        """Implements `KvStore.write`. Raises ValueError if span or length is out of range."""
         if self.device.type != "cuda":
             self._host.write(blocks, span, data)
             return
         group, index = self._locate(blocks, span)
         _check_length(span, self.layout, data)
-        # In order with the steps: the last owner's may still run, the new owner's come behind.
+        # In order with the steps: the last owner's step may still run, the new owner's come later.
         shape = (span.num_layers, 2, span.num_tokens, span.num_slots, -1)
         source = np.frombuffer(data, np.int32).reshape(shape)
         host = torch.empty(source.shape, dtype=torch.int32, pin_memory=True)
@@ -193,7 +192,7 @@ class PagedKv:
         self.mark_written()
 
     def mark_written(self) -> None:
-        """Has reads that begin now wait for what is written so far; only GPUs need it."""
+        """Makes later reads wait for all writes so far; needed only on GPUs."""
         if self.device.type == "cuda":
             self._written.record()
 
@@ -206,58 +205,56 @@ class PagedKv:
 
 
 class HostBlocks:
-    """Keeps whole blocks of a `PagedKv` in slots of host memory, which is pinned if the KV cache is
-    a GPU's.
+    """Keeps copies of whole blocks of a `PagedKv` in host memory.
 
-    A slot is contiguous, [bytes of a block]: of each group in turn [num_layers, 2, num_slots,
-    block_size, head_bytes].
+    The memory is pinned if the KV cache is on a GPU. A host block is contiguous, [bytes of a
+    block]: of each group in turn [num_layers, 2, num_slots, block_size, head_bytes].
     """
 
-    def __init__(self, kv: PagedKv, num_slots: int) -> None:
-        """Raises ValueError if host memory is short."""
+    def __init__(self, kv: PagedKv, num_blocks: int) -> None:
+        """Raises ValueError if host memory is insufficient."""
         self._kv = kv
         shapes = paged_shapes(
             kv.layout, num_blocks=1, block_size=kv.block_size, tp=kv.tp, rank=kv.rank
         )
         sizes = [math.prod(shape) for shape in shapes]
-        memory = host_memory(num_slots * sum(sizes), "kv_host_gb", pinned=kv.device.type == "cuda")
-        parts = torch.split(
-            memory.view(num_slots, -1), sizes, dim=1
-        )  # of each group, [num_slots, bytes]
-        # Of each group: in the KV cache [num_layers, 2, num_blocks, ...], here [num_slots,
-        # num_layers, 2, ...].
+        memory = host_memory(num_blocks * sum(sizes), "kv_host_gb", pinned=kv.device.type == "cuda")
+        # Of each group, [num_blocks, bytes].
+        parts = torch.split(memory.view(num_blocks, -1), sizes, dim=1)
+        # Of each group: in the KV cache [num_layers, 2, num_blocks, ...], in host memory
+        # [num_blocks, num_layers, 2, ...].
         self._groups = [
-            (tensor.view(torch.uint8), part.view(num_slots, *shape[:2], *shape[3:]))
+            (tensor.view(torch.uint8), part.view(num_blocks, *shape[:2], *shape[3:]))
             for tensor, part, shape in zip(kv.tensors, parts, shapes, strict=True)
         ]
 
     def save(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copies blocks to slots, given as (block, slot), in order with the steps."""
-        for block, slot in pairs:
-            for tensor, slots in self._groups:
-                slots[slot].copy_(tensor[:, :, block], non_blocking=True)
+        """Copies blocks to host memory, given as (block, host block), in order with the steps."""
+        for block, host_block in pairs:
+            for tensor, host in self._groups:
+                host[host_block].copy_(tensor[:, :, block], non_blocking=True)
 
-    def restore(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copies slots to blocks, given as (slot, block), in order with the steps."""
-        for slot, block in pairs:
-            for tensor, slots in self._groups:
-                tensor[:, :, block].copy_(slots[slot], non_blocking=True)
+    def load(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copies blocks from host memory, given as (host block, block), in order with the steps."""
+        for host_block, block in pairs:
+            for tensor, host in self._groups:
+                tensor[:, :, block].copy_(host[host_block], non_blocking=True)
         self._kv.mark_written()
 
 
 class HostKv:
-    """Reads and writes the KV cache of one rank in host memory, this process's own or mapped from
-    another.
+    """Reads and writes one rank's KV cache in host memory, its own or mapped from another process.
 
-    Copies in the calling thread, where torch would wake a second team of OpenMP threads against
-    those of the running step (measured: down to 0.04 GB/s).
+    Copies in the calling thread. torch would wake a second team of OpenMP threads, which competes
+    with the threads of the running step (measured: down to 0.04 GB/s).
     """
 
     def __init__(
         self, layout: KvLayout, raw: Bytes, *, num_blocks: int, block_size: int, tp: int, rank: int
     ) -> None:
-        """`raw` is all of the memory, [bytes]. Raises ValueError if it is too small, or as
-        `check_split` does.
+        """Takes `raw`, the whole memory [bytes].
+
+        Raises ValueError if it is too small, or as `check_split`.
         """
         shapes = paged_shapes(
             layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
@@ -265,7 +262,7 @@ class HostKv:
         sizes = [math.prod(shape) for shape in shapes]
         if min(num_blocks, block_size) < 1 or sum(sizes) > len(raw):
             raise ValueError(
-                f"{len(raw)} bytes do not hold {num_blocks} blocks of {block_size} tokens"
+                f"{len(raw)} bytes are too few for {num_blocks} blocks of {block_size} tokens"
             )
         ends = np.cumsum(sizes).tolist()
         # Of each group, [num_layers, 2, num_blocks, num_slots, block_size, bytes of a head].
@@ -281,7 +278,6 @@ class HostKv:
         self._native = library() is not None
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        """See `KvStore.read`."""
         group, index = self._locate(blocks, span)
         raw = self._groups[group]
         if not self._native:
@@ -293,7 +289,6 @@ class HostKv:
         return _bytes(dense)
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
-        """See `KvStore.write`."""
         group, index = self._locate(blocks, span)
         _check_length(span, self._layout, data)
         raw = self._groups[group]
@@ -306,10 +301,10 @@ class HostKv:
 
 
 def host_memory(num_bytes: int, setting: str, *, pinned: bool = False) -> torch.Tensor:
-    """Returns zeros in host memory, uint8 [num_bytes]. Raises ValueError, which names the setting,
-    if they do not fit.
-    All pages are taken now: what does not fit must fail here, not by the kernel's OOM killer under
-    load.
+    """Returns zeros in host memory, uint8 [num_bytes].
+
+    Raises ValueError, which names the setting, if they do not fit. All pages are allocated now:
+    insufficient memory must fail here, not under load by the kernel's OOM killer.
     """
     if num_bytes > (available := available_memory()):
         raise ValueError(_misfit(setting, num_bytes, available))
@@ -317,13 +312,14 @@ def host_memory(num_bytes: int, setting: str, *, pinned: bool = False) -> torch.
 
 
 def _misfit(setting: str, num_bytes: int, available: int) -> str:
-    return f"{setting}: {num_bytes / 2**30:.3g} GiB do not fit into the {available / 2**30:.3g} GiB that are available"
+    return (
+        f"{setting}: {num_bytes / 2**30:.3g} GiB do not fit into the {available / 2**30:.3g} GiB "
+        "that are available"
+    )
 
 
 def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:
-    """Copies between a group's memory and `dense`, [layers, 2, tokens, slots, bytes of a head],
-    contiguous.
-    """
+    """Copies between a group's memory and `dense`: [layers, 2, tokens, slots, bytes of a head]."""
     layers, _, block, offset, slots = index
     layer_bytes, half_bytes, block_bytes, slot_bytes, head_bytes = raw.strides[:5]
     places = block * block_bytes + offset * head_bytes
@@ -350,8 +346,10 @@ def _locate(
     block_size: int,
     slots: Sequence[int],
 ) -> tuple[int, _Index]:
-    """Returns a span's group and its index in that group's tensor, seen as [layer, 2, block, token,
-    slot]; `slots` are of each group. Raises ValueError if the span or a block is out of range.
+    """Returns a span's group and its index in the tensor [layer, 2, block, token, slot].
+
+    `slots` has the number of slots of each group. Raises ValueError if the span or a block is out
+    of range.
     """
     span.check(
         layout,
@@ -360,17 +358,18 @@ def _locate(
     )
     table = np.asarray(blocks, np.int64)
     if table.min() < 0 or table.max() >= num_blocks:
-        raise ValueError(f"a block is not within {num_blocks}")
+        raise ValueError(f"a block is not within the range from 0 to {num_blocks - 1}")
     positions = np.arange(span.first_token, span.first_token + span.num_tokens)
     group, first = layout.places[span.first_layer]
-    layers, both = slice(first, first + span.num_layers), slice(None)
+    layers = slice(first, first + span.num_layers)
+    both = slice(None)
     slot_range = slice(span.first_slot, span.first_slot + span.num_slots)
     return group, (layers, both, table[positions // block_size], positions % block_size, slot_range)
 
 
 def _check_length(span: KvSpan, layout: KvLayout, data: memoryview) -> None:
     if data.nbytes != span.size(layout):
-        raise ValueError(f"KV data has {data.nbytes} bytes, {span.size(layout)} are expected")
+        raise ValueError(f"KV data has {data.nbytes} bytes; must have {span.size(layout)}")
 
 
 def _bytes(array: npt.NDArray[Any]) -> memoryview:

@@ -1,6 +1,4 @@
-"""Builds a model's tree, and reads off it what a checkpoint must hold, what a rank keeps, and what
-to load.
-"""
+"""Builds a model's tree, checks a checkpoint against it, and loads a rank's weights."""
 
 import math
 import mmap
@@ -30,21 +28,26 @@ from .registry import (
 )
 
 ReadWeight = Callable[[WeightSlice, torch.Tensor], None]
-"""Copies a slice of a weight into a tensor of the slice's shape, whose dtype may differ from the
-weight's.
-"""
+"""Copies a slice of a weight into a tensor of the slice's shape; dtypes may differ."""
 
 _TORCH_DTYPES: Final = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
     "I64": torch.int64,
-}  # fmt: skip
-_FLOATS: Final = ("F32", "BF16", "F16")  # converted into one another
+}
+_FLOATS: Final = ("F32", "BF16", "F16")  # converted to each other
 _QUANTISED: Final = ("weight_packed", "qweight")
 _OTHER_QUANTISATION: Final = (
     "the weights are quantised in another way than quantization_config in config.json says"
 )
-_COMPARED_BYTES: Final = 2**24  # of two tensors, at once
+_COMPARED_BYTES: Final = 2**24  # bytes of two tensors that are compared at once
 
 
 def build_model(
@@ -54,11 +57,11 @@ def build_model(
     *,
     batch_invariant: bool = False,
 ) -> CausalLM:
-    """Builds a rank's tree, its parameters on `meta`; without `tp` the whole model's.
-    `batch_invariant` as in `ModelRunner.load`.
+    """Builds a rank's tree with parameters on `meta`.
 
-    Raises ValueError if the heads cannot be split over the ranks, CheckpointError if no family has
-    the architecture.
+    Without `tp`, the tree has the whole model. `batch_invariant` as in `ModelRunner.load`. Raises
+    ValueError if the heads cannot be split over the ranks, CheckpointError if no family has the
+    architecture.
     """
     options = BuildOptions(
         dtype=dtype,
@@ -76,13 +79,12 @@ def open_checkpoint(
     quantization: str | None = None,
     context_tokens: int | None = None,
 ) -> Checkpoint:
-    """Checks that the folder holds a model that can be served, and reads the headers of its
-    weights, but no weights. `model_impl` as in `find_model`; `quantization` is the linear method by
-    which plain weights are kept, `context_tokens` the longest sequence that is served, by default
-    the model's.
+    """Checks that a folder holds a model that can be served; reads only headers of weights.
 
-    Raises CheckpointError, one line naming file and tensor or field, if something is missing,
-    truncated or does not fit config.json.
+    `model_impl` as in `find_model`. `quantization` is the linear method to which unquantized
+    weights are converted. `context_tokens` is the longest sequence that is served, by default the
+    model's. Raises CheckpointError, one line naming file and tensor or field, if something is
+    missing, truncated or does not fit config.json.
     """
     config = load_model_config(folder, model_impl)
     stored = read_tensors(folder)
@@ -106,7 +108,7 @@ def open_checkpoint(
 
 
 def _weight_slices(config: ModelConfig) -> list[tuple[WeightSlice, torch.dtype]]:
-    """Returns what the model takes from a checkpoint, and the dtypes in which it keeps it."""
+    """Returns the slices that the model loads, and the dtypes in which it keeps them."""
     parameters = all_parameters(build_model(config, DTYPES[config.dtype]))
     return [(part, parameter.data.dtype) for parameter in parameters for part in parameter.slices]
 
@@ -114,11 +116,11 @@ def _weight_slices(config: ModelConfig) -> list[tuple[WeightSlice, torch.dtype]]
 def _with_stored_head(
     config: ModelConfig, stored: dict[str, StoredTensor]
 ) -> tuple[ModelConfig, dict[str, StoredTensor]]:
-    """Returns config and tensors of a model as its checkpoint has the head, whatever
-    tie_word_embeddings says.
+    """Adapts config and tensors to the head that the checkpoint really has.
 
-    As in transformers 5, a stored head that is not a copy of the embedding is the head: a training
-    tool has untied them. Where only the head is stored, it is the embedding, too.
+    As in transformers 5, a stored head that is not a copy of the embedding is used in spite of
+    tie_word_embeddings: a training tool has untied them. If only the head is stored, it also
+    serves as the embedding.
     """
     if not config.tie_word_embeddings:
         return config, stored
@@ -145,7 +147,7 @@ def _with_stored_head(
 
 
 def _is_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Returns whether two tensors are the same, to the last bit."""
+    """Returns whether two tensors are equal, bit by bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.file.open("rb") as first, other.file.open("rb") as second:
@@ -161,28 +163,28 @@ def _is_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _missing(folder: Path, name: str, stored: Mapping[str, StoredTensor]) -> CheckpointError:
-    """Returns the error for a weight that no file has; it tells where the weights are quantised."""
+    """Returns the error for a missing weight; it mentions a quantized one of that name."""
     prefix = f"{name.rpartition('.')[0]}."
     signs = [f"{prefix}{suffix}" for suffix in _QUANTISED if f"{prefix}{suffix}" in stored]
     text = f"{weights_file(folder)}: {name}: missing"
     if not signs or not name.endswith(".weight"):
         return CheckpointError(text)
-    return CheckpointError(f"{text}, but {signs[0]} is there: {_OTHER_QUANTISATION}")
+    return CheckpointError(f"{text}, but {signs[0]} exists: {_OTHER_QUANTISATION}")
 
 
 def check_checkpoint(folder: Path, model_impl: str = "auto") -> ModelConfig:
-    """Checks a folder as `open_checkpoint` does and returns its config."""
+    """Checks a folder as `open_checkpoint` and returns its config."""
     return open_checkpoint(folder, model_impl).config
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the name and shape of every tensor that the model takes from a checkpoint."""
+    """Returns the name and shape of every tensor that the model loads."""
     parameters = all_parameters(build_model(config, DTYPES[config.dtype]))
     return {part.name: part.shape for parameter in parameters for part in parameter.slices}
 
 
 def linear_weights(config: ModelConfig) -> list[str]:
-    """Returns the names of the plain linear maps of the layers: without the head."""
+    """Returns the names of the layers' unquantized linear weights, without the head."""
     modules = build_model(config, DTYPES[config.dtype]).modules()
     methods = [each for each in modules if isinstance(each, PlainLinearMethod)]
     found = dict.fromkeys(part.name for each in methods for part in each.weight.slices)
@@ -190,18 +192,15 @@ def linear_weights(config: ModelConfig) -> list[str]:
 
 
 def weight_schemes(config: ModelConfig, dtype: str) -> list[str]:
-    """Says in what formats of checkpoints linear weights are kept, and how they are multiplied;
-    nothing of plain ones.
-    """
+    """Describes the formats of quantized linear weights and how they are multiplied."""
     modules = build_model(config, DTYPES[dtype]).modules()
     return sorted({each.scheme() for each in modules if isinstance(each, LinearMethod)} - {""})
 
 
 def rank_weight_bytes(config: ModelConfig, dtype: str, tp: int, rank: int) -> int:
-    """Returns the bytes of the weights that a rank keeps. Raises ValueError as `check_split` does.
+    """Returns the bytes of the weights that a rank keeps. Raises ValueError as `check_split`.
 
-    Not in it: that in bfloat16 on CPUs a head tied to the embedding is packed for its kernel beside
-    it.
+    Does not count the packed copy of a head that is tied to the embedding, in bfloat16 on CPUs.
     """
     tree = build_model(config, DTYPES[dtype], TensorParallel(rank=rank, size=tp))
     saved = sum(module.saved_bytes() for module in tree.modules())
@@ -209,16 +208,15 @@ def rank_weight_bytes(config: ModelConfig, dtype: str, tp: int, rank: int) -> in
 
 
 def weight_bytes(config: ModelConfig, tp: int, dtype: str) -> int:
-    """Returns the bytes of the weights on the rank that has the most: where a size does not divide,
-    parts differ by one. Raises ValueError as `check_split` does.
+    """Returns the bytes of weights on the largest rank. Raises ValueError as `check_split`.
+
+    Parts of a size that is not divisible by `tp` differ by one.
     """
     return max(rank_weight_bytes(config, dtype, tp, rank) for rank in range(tp))
 
 
 def load_weights(model: CausalLM, read: ReadWeight, device: torch.device) -> None:
-    """Fills the tree's parameters on `device`, one after the other, and lets each module process
-    its own.
-    """
+    """Loads the tree's parameters to `device`, module by module, and processes them."""
     for module in model.modules():
         _fill(module, read, device)
         module.process_after_load()
@@ -227,24 +225,23 @@ def load_weights(model: CausalLM, read: ReadWeight, device: torch.device) -> Non
 
 
 def checkpoint_reader(checkpoint: Checkpoint) -> ReadWeight:
-    """Returns what reads the weights of a checkpoint, each of whose files it maps once, until it is
-    dropped.
+    """Returns a function that reads weights of a checkpoint; it maps each file once.
 
-    Does not use `safetensors.safe_open`, which has no call to release the pages that were read:
-    they would count as memory of the process as long as the file is mapped. Reading raises KeyError
-    if the checkpoint has no such tensor, OSError if its file is gone, CheckpointError if not all of
-    its numbers are finite.
+    Does not use `safetensors.safe_open`, which cannot release the pages that were read: they would
+    count as memory of the process until the file is unmapped. Reading raises KeyError if the
+    checkpoint has no such tensor, OSError if its file is gone, and CheckpointError if its numbers
+    are not finite or out of range.
     """
     maps: dict[Path, mmap.mmap] = {}
 
     def read(part: WeightSlice, target: torch.Tensor) -> None:
         stored = checkpoint.tensors[part.name]
         if stored.file not in maps:
-            with stored.file.open(
-                "rb"
-            ) as file:  # copy-on-write, since torch wants buffers that it could write to
+            # Copy-on-write, since torch requires writable buffers.
+            with stored.file.open("rb") as file:
                 maps[stored.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        dtype, size = _TORCH_DTYPES[stored.dtype], math.prod(stored.shape)
+        dtype = _TORCH_DTYPES[stored.dtype]
+        size = math.prod(stored.shape)
         whole = torch.frombuffer(maps[stored.file], dtype=dtype, count=size, offset=stored.begin)
         target.copy_(whole.view(part.shape)[part.slices])
         if not _is_finite(target):
@@ -261,10 +258,8 @@ def checkpoint_reader(checkpoint: Checkpoint) -> ReadWeight:
 
 
 def _is_finite(data: torch.Tensor) -> bool:
-    """Returns whether no number is NaN or infinite, without memory for each, as torch.isfinite
-    takes it.
-    """
-    if data.dtype is torch.float8_e4m3fn:  # which has no infinite ones
+    """Returns whether all numbers are finite; needs less memory than torch.isfinite."""
+    if data.dtype is torch.float8_e4m3fn:  # has NaN but no infinity
         return not bool(((data.view(torch.uint8) & 0x7F) == 0x7F).any())
     if data.dtype not in DTYPES.values() or not data.numel():
         return True
@@ -278,12 +273,11 @@ def _is_below(data: torch.Tensor, bound: int) -> bool:
 
 def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -> None:
     where = f"{stored.file.name}: {part.name}"
-    is_number = (
-        math.prod(stored.shape) == math.prod(part.shape) == 1
-    )  # such as a scale, with or without dimensions
+    # A single number, such as a scale, with or without dimensions.
+    is_number = math.prod(stored.shape) == math.prod(part.shape) == 1
     if stored.shape != part.shape and not is_number:
         raise CheckpointError(
-            f"{where}: shape is {list(stored.shape)}, config.json asks for {list(part.shape)}"
+            f"{where}: shape is {list(stored.shape)}, config.json requires {list(part.shape)}"
         )
     allowed = tuple(name for name, same in _TORCH_DTYPES.items() if same == dtype)
     allowed = _FLOATS if set(allowed) <= set(_FLOATS) else allowed
@@ -295,15 +289,15 @@ def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -
 
 
 def _fill(module: Module, read: ReadWeight, device: torch.device) -> None:
-    """Fills a module's parameters, and holds none of them when it returns."""
+    """Loads a module's parameters, and holds no reference to them afterwards."""
     for parameter in module.parameters():
         if parameter.data.is_meta:
             parameter.data = _read(parameter, read, device)
 
 
 def _read(parameter: Parameter, read: ReadWeight, device: torch.device) -> torch.Tensor:
-    # A copy, even where nothing changes: a tensor over the mapped file would die with a truncated
-    # file.
+    # A copy, even if nothing changes: a tensor over the mapped file would crash the process if the
+    # file were truncated.
     data = _empty(tuple(parameter.data.shape), parameter.data.dtype, device)
     for part, target in zip(parameter.slices, parameter.parts(data), strict=True):
         read(part, target)
@@ -311,9 +305,10 @@ def _read(parameter: Parameter, read: ReadWeight, device: torch.device) -> torch
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocates a tensor; on CPUs in memory that goes back to the system with the tensor: much of
-    what is read is packed and then dropped, and the holes that it would leave in the heap were up
-    to a third of a rank's memory.
+    """Allocates a tensor, on CPUs in memory that returns to the system with the tensor.
+
+    Many weights are packed and then dropped. In the heap they left holes of up to a third of a
+    rank's memory.
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
-"""Defines trees of modules whose parameters know where they lie in a checkpoint.
+"""Defines trees of modules whose parameters know their place in a checkpoint.
 
 A tree is built on torch's `meta` device, where tensors have shapes but no memory. The checkpoint
-check, the memory plan and the loader all read names, shapes and slices off it. `torch.nn.Module` is
-not used: its attribute look-up and call hooks cost about 0.25 ms in a decode step of 30 layers.
+check, the memory plan and the loader all read names, shapes and slices from it. `torch.nn.Module`
+is not used: its attribute lookup and call hooks cost about 0.25 ms in a decode step of 30 layers.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Names the part of one checkpoint tensor that a rank keeps."""
+    """Describes the part of one checkpoint tensor that a rank keeps."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     slices: tuple[slice, ...] = ()  # of its first dimensions; the others are kept whole
-    below: int | None = None  # its numbers are at least 0 and below this
-    other_names: tuple[str, ...] = ()  # that checkpoints have for it
+    below: int | None = None  # its numbers must be at least 0 and below this
+    other_names: tuple[str, ...] = ()  # alternative names in checkpoints
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -34,28 +34,30 @@ class WeightSlice:
 class Parameter:
     """Holds one tensor of a rank: slices of checkpoint tensors, concatenated along a dimension.
 
-    `data` is on `meta` until the loader has read it."""
+    `data` is on `meta` until the loader has read it.
+    """
 
     def __init__(self, *slices: WeightSlice, dtype: torch.dtype, dim: int = 0) -> None:
-        self.slices, self._dim = slices, dim
+        self.slices = slices
+        self._dim = dim
         shape = list(slices[0].local_shape)
         if shape:
             shape[dim] = sum(part.local_shape[dim] for part in slices)
         self.data = torch.empty(shape, dtype=dtype, device="meta")
-        self.num_bytes = self.data.nbytes  # that are held of it once it is loaded and processed
+        self.num_bytes = self.data.nbytes  # bytes that stay in memory after loading
 
     def parts(self, data: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Returns what each of the slices has of `data`, or of a tensor of its shape."""
+        """Splits `data`, or a tensor of its shape, into the slices."""
         data = self.data if data is None else data
         sizes = [part.local_shape[self._dim] for part in self.slices if part.shape]
         return torch.split(data, sizes, self._dim) if sizes else (data,)
 
 
 class Module:
-    """Holds parameters and other modules as attributes, or in lists of them."""
+    """Holds parameters and other modules as attributes or in lists."""
 
     def modules(self) -> Iterator["Module"]:
-        """Yields all modules below this one in the order of their attributes, then this one."""
+        """Yields all modules below this one in the order of attributes, then this one."""
         for value in list(vars(self).values()):
             for part in value if isinstance(value, list) else (value,):
                 if isinstance(part, Module):
@@ -63,13 +65,11 @@ class Module:
         yield self
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yields the parameters of this module alone."""
+        """Yields the parameters of this module, without those of the modules below."""
         return (value for value in list(vars(self).values()) if isinstance(value, Parameter))
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors that this module alone holds, of parameters or of what was made of
-        them.
-        """
+        """Yields the tensors of this module, without those of the modules below."""
         for value in vars(self).values():
             for part in value if isinstance(value, tuple) else (value,):
                 data = part.data if isinstance(part, Parameter) else part
@@ -77,19 +77,18 @@ class Module:
                     yield data
 
     def process_after_load(self) -> None:
-        """Called once when the parameters of this module and of those below are loaded; may replace
-        its own by another form of them.
+        """Runs once after the parameters of this module and of those below are loaded.
+
+        It may convert this module's parameters to another form.
         """
 
     def saved_bytes(self) -> int:
-        """Returns how many bytes fewer this module keeps than its own parameters have when they are
-        loaded.
-        """
+        """Returns the bytes that `process_after_load` saves of the module's loaded parameters."""
         return 0
 
 
 def all_parameters(tree: Module) -> list[Parameter]:
-    """Returns the parameters of a whole tree, each once however many modules share it."""
+    """Returns the parameters of a whole tree; a shared one occurs once."""
     return list(
         {id(each): each for module in tree.modules() for each in module.parameters()}.values()
     )

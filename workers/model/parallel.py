@@ -1,6 +1,6 @@
 """Splits a model over tensor parallel ranks (Megatron-LM, arXiv 1909.08053).
 
-Query heads, the MLP's intermediate size and the vocabulary are split; a rank computes a summand of
+Query heads, the MLP's intermediate size and the vocabulary are split. A rank computes a summand of
 a layer's output, or some columns of the logits. Norms are replicated.
 """
 
@@ -14,8 +14,9 @@ from ..kv_cache.sharding import kv_heads, part, query_heads
 
 
 class Group(Protocol):
-    """Performs the collectives of the ranks of one model. Every rank makes the same calls in the
-    same order.
+    """Performs the collective operations of a model's ranks.
+
+    Every rank makes the same calls in the same order.
     """
 
     rank: int
@@ -35,16 +36,13 @@ class Group(Protocol):
 
 
 class TensorParallel:
-    """Splits a model's dimensions for one of its ranks, and reduces or gathers what the ranks
-    compute.
-    """
+    """Splits a model's dimensions for one rank, and reduces or gathers the ranks' results."""
 
     def __init__(self, group: Group | None = None, *, rank: int = 0, size: int = 1) -> None:
-        """Without a group the tree can be built for any `rank` of `size`, but only a single rank
-        can run.
-        """
+        """Allows building a tree for any `rank`; without a group only `size` 1 can run."""
         self.group = group
-        self.rank, self.size = (group.rank, group.size) if group else (rank, size)
+        self.rank = group.rank if group else rank
+        self.size = group.size if group else size
 
     def part(self, size: int) -> slice:
         """Returns the rank's part of a dimension."""
@@ -57,11 +55,12 @@ class TensorParallel:
         return slice(heads.start, heads.stop)
 
     def kv_heads(self, layer: LayerGeometry) -> tuple[int, ...]:
-        """Returns the KV head of each of the rank's KV slots. Raises ValueError as `check_split`."""
+        """Returns the rank's KV heads. Raises ValueError as `check_split`."""
         return kv_heads(layer.num_heads, layer.num_kv_heads, self.size, self.rank)
 
     def kv_copies(self, layer: LayerGeometry) -> tuple[int, ...]:
-        """Returns of each of the rank's KV slots in how many slots of all ranks its head lies.
+        """Returns for each of the rank's KV heads its number of copies on all ranks.
+
         Raises ValueError as `check_split`.
         """
         ranks = range(self.size)
@@ -73,7 +72,7 @@ class TensorParallel:
         return tuple(held.count(head) for head in self.kv_heads(layer))
 
     def local_geometry(self, layer: LayerGeometry) -> LayerGeometry:
-        """Returns the layer with the head counts of this rank. Raises ValueError as `check_split`."""
+        """Returns the layer with this rank's head counts. Raises ValueError as `check_split`."""
         return replace(
             layer, num_heads=layer.num_heads // self.size, num_kv_heads=len(self.kv_heads(layer))
         )

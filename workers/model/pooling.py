@@ -1,4 +1,4 @@
-"""Pools the hidden states of prompts to embeddings, chunk by chunk."""
+"""Pools the hidden states of prompts into embeddings, chunk by chunk."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -10,38 +10,40 @@ from .sampling.logprobs import LogprobsTensors
 
 
 class Pooler:
-    """Follows the sequences whose embedding is wanted."""
+    """Computes the embeddings of the sequences that request one."""
 
     def __init__(self, normalize: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """`normalize` maps hidden states [num_rows, hidden] to those after the last norm."""
+        """Takes `normalize`, the model's last norm over hidden states [num_rows, hidden]."""
         self._normalize = normalize
         self._kinds: dict[int, Pooling] = {}
-        self._sums: dict[int, torch.Tensor] = {}  # of a mean, float32 [hidden]
+        self._sums: dict[int, torch.Tensor] = {}  # for mean pooling, float32 [hidden]
 
     def admit(self, sequence_id: int, kind: Pooling | None) -> None:
-        """Takes a sequence that begins; None: no embedding is wanted."""
+        """Adds a sequence, or replaces it; does nothing else if `kind` is None."""
         self.release(sequence_id)
         if kind is not None:
             self._kinds[sequence_id] = kind
 
     def release(self, sequence_id: int) -> None:
-        """Forgets a sequence. Idempotent."""
+        """Removes a sequence. Idempotent."""
         self._kinds.pop(sequence_id, None)
         self._sums.pop(sequence_id, None)
 
     def takes_part(self, steps: Iterable[SequenceStep]) -> bool:
-        """Whether an embedding of one of these sequences is wanted."""
+        """Returns whether one of these sequences requests an embedding."""
         return bool(self._kinds) and any(step.sequence_id in self._kinds for step in steps)
 
     def __call__(self, hidden: torch.Tensor, steps: Sequence[SequenceStep]) -> "Embeddings | None":
-        """Takes the hidden states of a step, [num_tokens, hidden]; returns the embeddings of
-        prompts that end in it.
+        """Pools a step's hidden states [num_tokens, hidden].
+
+        Returns the embeddings of the prompts that end in this step.
         """
         ids: list[int] = []
         rows: list[torch.Tensor] = []
         end = 0
         for step in steps:
-            start, end = end, end + len(step.token_ids)
+            start = end
+            end += len(step.token_ids)
             kind = self._kinds.get(step.sequence_id)
             if kind is None:
                 continue
@@ -58,9 +60,7 @@ class Pooler:
 
 
 class Embeddings:
-    """Holds the embeddings of a step on the device, [num_sequences, hidden], float32, and whose
-    they are.
-    """
+    """Holds embeddings on the device, float32 [num_sequences, hidden], and their sequence ids."""
 
     def __init__(self, ids: Sequence[int], rows: torch.Tensor) -> None:
         self.ids = ids
@@ -68,9 +68,9 @@ class Embeddings:
 
 
 class StepOutput(NamedTuple):
-    """Holds what the model computes in a step."""
+    """Holds the model's output of a step."""
 
     logits: torch.Tensor | None = None  # [num_sampled, vocab_size]
-    prompts: LogprobsTensors | None = None  # those that are wanted
-    chunks: torch.Tensor | None = None  # of `sum_chunks`
+    prompts: LogprobsTensors | None = None  # log probabilities of prompt tokens
+    chunks: torch.Tensor | None = None  # result of `sum_chunks`
     embeddings: Embeddings | None = None

@@ -1,7 +1,7 @@
-"""Runs whole steps on CPUs as a native call, as CUDA graphs do on GPUs.
+"""Runs whole steps on CPUs as one native call, as CUDA graphs do on GPUs.
 
-Between the kernels of a step there is no Python then: nothing gives up the interpreter's lock and
-must win it back, and no thread is woken or waited for some hundred times (see kernels/team.c).
+No Python runs between the kernels of a step. So the GIL is not released and taken again, and
+threads are not woken and awaited hundreds of times (see kernels/c/team.c).
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,18 @@ from .attention.torch_backend import TorchAttentionBackend
 from .kernels.c.calls import Recorder
 from .models.family import CausalLM
 
-_MAX_DECODES: Final = 256  # rows of a decode step; memory of rows that no step has is never touched
+_MAX_DECODES: Final = 256  # rows of a decode step; the memory of unused rows is never touched
 _MAX_TOKENS: Final = 1024  # of any other step
 _REUSE_DISTANCE: Final = 24  # calls; about three layers
 
 
 class StepProgram:
-    """Runs a recorded step of a model: of decodes up to the logits, or of any tokens up to the
-    hidden states.
-    """
+    """Runs a recorded step: decodes up to the logits, or any tokens up to the hidden states."""
 
     def __init__(
         self, model: CausalLM, backend: TorchAttentionBackend, *, decodes_only: bool
     ) -> None:
-        """Raises NotImplementedError if some part of the step has no kernel."""
+        """Records the step. Raises NotImplementedError if a part of it has no kernel."""
         self._max_tokens = _MAX_DECODES if decodes_only else _MAX_TOKENS
         static = backend.static(self._max_tokens)
         if static is None:
@@ -39,7 +37,7 @@ class StepProgram:
         self._token_ids, self._positions = torch.zeros(
             2, self._max_tokens, dtype=torch.int32
         ).unbind()
-        self._num_layers: list[int] = []  # that are computed at each mark
+        self._num_layers: list[int] = []  # computed layers at each mark
 
         def on_layers(computed: int) -> None:
             self._num_layers.append(computed)
@@ -48,8 +46,8 @@ class StepProgram:
         with Recorder() as recorder:
             result = model(self._token_ids, self._positions, attention, on_layers)
             result = model.compute_logits(result) if decodes_only else result
-        # Decodes have memory to spare, and nobody waits for a thread within a step; other steps are
-        # large.
+        # Decodes have memory to spare, so no call waits for another thread's memory within a step.
+        # Other steps are large and reuse memory.
         self._program = recorder.program(
             result, self._max_tokens, None if decodes_only else _REUSE_DISTANCE
         )
@@ -61,8 +59,9 @@ class StepProgram:
         spans: Sequence[SequenceSpan],
         on_layers: OnLayers | None = None,
     ) -> torch.Tensor | None:
-        """Returns logits [num_tokens, vocab_size] or hidden states [num_tokens, hidden], valid
-        until the next run; None if the step is too large.
+        """Returns logits [num_tokens, vocab_size] or hidden states [num_tokens, hidden].
+
+        The result is valid until the next run. Returns None if the step is too large.
         """
         num_tokens = len(token_ids)
         if num_tokens > self._max_tokens:
@@ -78,8 +77,9 @@ class StepProgram:
 def record_steps(
     model: CausalLM, backend: TorchAttentionBackend
 ) -> tuple[StepProgram | None, StepProgram | None]:
-    """Returns a program of decodes and one of any tokens; None for what has no kernels."""
-    decodes = tokens = None
+    """Returns a program for decodes and one for any tokens; None if a kernel is missing."""
+    decodes = None
+    tokens = None
     with suppress(NotImplementedError):
         decodes = StepProgram(model, backend, decodes_only=True)
         tokens = StepProgram(model, backend, decodes_only=False)

@@ -1,7 +1,7 @@
 """Finds model families by architecture and linear methods by quantisation format.
 
-What is not built in comes from installed packages: entry points of the groups `tandem.models`
-(named by architecture, a `ModelFamily`) and `tandem.linear_methods` (named by quant_method, a
+Installed packages can add more by entry points of the groups `tandem.models` (named by
+architecture, a `ModelFamily`) and `tandem.linear_methods` (named by quant_method, a
 `LinearMethod`). So every process finds them.
 """
 
@@ -74,33 +74,31 @@ LINEAR_METHODS: Final[dict[str, type[LinearMethod]]] = {
     "fbgemm_fp8": FbgemmFp8LinearMethod,
     "modelopt": ModelOptLinearMethod,
 }
-"""By quant_method of a checkpoint's quantization_config; without one it is
-`UnquantizedLinearMethod`.
-"""
+"""Linear methods by quant_method; the default is `UnquantizedLinearMethod`."""
 ROUNDED: Final = (*BITS, FP8)
-"""What plain weights can be rounded to when they are loaded."""
+"""The formats to which unquantized weights can be rounded when they are loaded."""
 _QUANTIZATION_FILES: Final = (
     ("quantize_config.json", "gptq", ".qweight"),
     ("quant_config.json", "awq", ".qweight"),
     ("hf_quant_config.json", "modelopt", ".weight_scale"),
 )
-"""Files that describe a quantisation beside a config.json that does not, their method, and how its
-tensors end.
-"""
+"""Files that describe a quantisation instead of config.json: method and tensor suffix."""
 _PAGE: Final = """# Models
 
 Written by `python -m tandem.workers.model.registry`; do not edit.
 
-Each of these architectures (`architectures` of config.json) has a file of its own. Rotary embeddings are scaled as
-transformers does: linear, dynamic, yarn, llama3 and longrope. A model with LongRoPE whose context is longer than its
-original one takes the long factors for all sequences, as vLLM does: transformers takes them for long ones only. Where
-`context_tokens` is within the original context it takes the short ones, which are better there.
+Each of these architectures (`architectures` of config.json) has its own file. Rotary embeddings are
+scaled as in transformers: linear, dynamic, yarn, llama3 and longrope. A LongRoPE model whose
+context is longer than its original context uses the long factors for all sequences, as vLLM does;
+transformers uses them only for long sequences. If `context_tokens` is within the original context,
+the short factors are used, which are better there.
 
-Families with experts compute kernel by kernel: their steps are neither recorded on CPUs nor captured on GPUs. The
-weights of gpt-oss in MXFP4 are turned into the model's dtype when they are loaded; `tandem plan memory` counts them so.
+Families with experts launch kernel by kernel: their steps are neither recorded on CPUs nor captured
+on GPUs. gpt-oss weights in MXFP4 are converted to the model's dtype when they are loaded;
+`tandem plan memory` counts them in that dtype.
 
-`tests/workers/model/test_families.py` compares logits and tokens of each with transformers: whole prompts and chunks,
-alone and beside others, through a transfer, split over ranks.
+`tests/workers/model/test_families.py` compares logits and tokens of each with transformers: whole
+prompts and chunks, alone and in a batch, through a transfer, split over ranks.
 
 | architectures | family | file |
 |---|---|---|
@@ -108,13 +106,15 @@ alone and beside others, through a transfer, split over ranks.
 
 
 def find_model(architecture: str, model_impl: str = "auto") -> ModelFamily:
-    """Returns the family of an architecture, or that of all decoders of transformers: with "auto"
-    where there is none of its own. Raises CheckpointError if there is none and `model_impl` is
-    "tandem".
+    """Returns the family of an architecture.
+
+    `model_impl` "transformers" selects the family that runs any decoder through transformers;
+    "auto" does so if the architecture has no family of its own. Raises CheckpointError if it has
+    none and `model_impl` is "tandem".
     """
     family: ModelFamily | None = MODELS.get(architecture) or _plugin("tandem.models", architecture)
     if model_impl == "transformers" or (family is None and model_impl == "auto"):
-        from .generic.family import TRANSFORMERS  # with transformers, which takes a second
+        from .generic.family import TRANSFORMERS  # imports transformers, which takes a second
 
         return TRANSFORMERS
     if family is None:
@@ -126,15 +126,17 @@ def find_model(architecture: str, model_impl: str = "auto") -> ModelFamily:
 
 
 def family_of(config: ModelConfig) -> ModelFamily:
-    """Returns the family that has parsed a model's config."""
+    """Returns the family that parsed a model's config."""
     return find_model(
         config.architecture, "tandem" if config.transformers is None else "transformers"
     )
 
 
 def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) -> LinearMethodOf:
-    """Returns what makes the linear method of each of a model's layers; `batch_invariant` holds for
-    those that have no kernel of their own. Raises CheckpointError for an unknown quant_method.
+    """Returns a function that creates the linear method of a layer by its name.
+
+    `batch_invariant` applies to methods without a kernel of their own. Raises CheckpointError for
+    an unknown quant_method.
     """
     if not config.quantization:
         return lambda name: UnquantizedLinearMethod(batch_invariant=batch_invariant)
@@ -158,9 +160,10 @@ def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) ->
 def with_stored_quantization(
     config: ModelConfig, folder: Path, names: Collection[str]
 ) -> ModelConfig:
-    """Returns the config of a model whose quantisation is described by a file beside config.json,
-    as the first checkpoints of GPTQ, AWQ and ModelOpt have it; `names` are those of the stored
-    tensors: without quantised ones such a file counts for nothing. Raises CheckpointError.
+    """Adds the quantisation that a file beside config.json describes to a model's config.
+
+    The first checkpoints of GPTQ, AWQ and ModelOpt have such a file. It is ignored if `names`, the
+    names of the stored tensors, contain no quantized ones. Raises CheckpointError.
     """
     if config.quantization:
         return config
@@ -172,7 +175,7 @@ def with_stored_quantization(
                 f"{file}: quantised weights run only through the families of Tandem's own"
             )
         values = read_json(folder / file)
-        nested = values.get("quantization")  # of ModelOpt
+        nested = values.get("quantization")  # the format of ModelOpt
         found = {"quant_method": quant_method, **(nested if isinstance(nested, dict) else values)}
         config = replace(config, quantization=found)
         find_linear_method(config)
@@ -181,21 +184,25 @@ def with_stored_quantization(
 
 
 def with_quantization(config: ModelConfig, quant_method: str) -> ModelConfig:
-    """Returns the config of the model with its plain weights rounded when they are loaded. Raises
-    CheckpointError if they are not plain, or if the model runs by transformers' code.
+    """Returns the config with weights that are rounded when they are loaded.
+
+    Raises CheckpointError if the weights are quantized already, or if the model runs through
+    transformers' code.
     """
     if config.quantization or (config.experts and config.experts.is_mxfp4):
         raise CheckpointError(
-            f"config.json: has a quantization_config, so {quant_method} cannot be asked for"
+            f"config.json: has a quantization_config, so {quant_method} cannot be applied"
         )
     if config.transformers is not None:
-        text = f"runs by transformers' code, whose weights stay as they are: {quant_method} cannot be asked for"
-        raise CheckpointError(f"config.json: architectures: {config.architecture!r} {text}")
+        raise CheckpointError(
+            f"config.json: architectures: {config.architecture!r} runs through transformers' code, "
+            f"which does not quantize weights: {quant_method} cannot be applied"
+        )
     return replace(config, quantization={"quant_method": quant_method})
 
 
 def with_untied_head(config: ModelConfig) -> ModelConfig:
-    """Returns the config of the model with a head of its own, apart from the embedding."""
+    """Returns the config of the model with a head that is not tied to the embedding."""
     fields = config.transformers
     if fields is not None:
         fields = {**fields, "tie_word_embeddings": False}
@@ -203,9 +210,7 @@ def with_untied_head(config: ModelConfig) -> ModelConfig:
 
 
 def longest_context(config: ModelConfig) -> int:
-    """Returns the tokens of the longest sequence that may be asked for: max_position_embeddings, or
-    as far as the rotary embeddings of all layers are scaled.
-    """
+    """Returns the longest supported context: max_position_embeddings, or more with scaled RoPE."""
     spans = [_scaled_context(config, rope) for rope in set(config.ropes) if rope is not None]
     return max(config.max_position_embeddings, min(spans, default=0))
 
@@ -221,39 +226,34 @@ def check_context(config: ModelConfig, context_tokens: int) -> None:
     if context_tokens > (longest := longest_context(config)):
         raise InvalidArgument(
             f"{context_tokens} is above the model's context of {longest} tokens "
-            "(max_position_embeddings "
-            "and the scaling of rotary embeddings in config.json)",
+            "(max_position_embeddings and the scaling of rotary embeddings in config.json)",
             "context_tokens",
         )
 
 
 def with_context(config: ModelConfig, context_tokens: int) -> ModelConfig:
-    """Returns the config of the model where no sequence is longer than `context_tokens`: as in
-    vLLM, LongRoPE takes its short factors if they are all within the original context. Models by
-    transformers' code stay as they are.
+    """Returns the config for serving sequences of at most `context_tokens`.
 
-    Raises InvalidArgument as `check_context`.
+    As in vLLM, LongRoPE uses its short factors if `context_tokens` is within the original context.
+    Does not affect models that run through transformers' code. Raises InvalidArgument as
+    `check_context`.
     """
     check_context(config, context_tokens)
 
     def short(rope: RopeConfig | None) -> RopeConfig | None:
-        takes_short = (
-            rope is not None and rope.short_factors and context_tokens <= rope.original_max_position
-        )
-        return (
-            replace(rope, factors=rope.short_factors) if rope is not None and takes_short else rope
-        )
+        if rope is None or not rope.short_factors or context_tokens > rope.original_max_position:
+            return rope
+        return replace(rope, factors=rope.short_factors)
 
     longest = max(config.max_position_embeddings, context_tokens)
     return replace(config, ropes=tuple(map(short, config.ropes)), max_position_embeddings=longest)
 
 
 def load_model_config(folder: Path, model_impl: str = "auto") -> ModelConfig:
-    """Reads config.json and, for the end-of-sequence tokens, generation_config.json. `model_impl`
-    as in `find_model`.
+    """Reads config.json and, for the end-of-sequence tokens, generation_config.json.
 
-    Raises CheckpointError if the folder or a field is missing, ill-typed, out of bounds or not
-    supported.
+    `model_impl` as in `find_model`. Raises CheckpointError if the folder or a field is missing,
+    ill-typed, out of bounds or not supported.
     """
     fields = read_fields(folder)
     config = parse_model_config(fields, model_impl)
@@ -261,8 +261,9 @@ def load_model_config(folder: Path, model_impl: str = "auto") -> ModelConfig:
 
 
 def parse_model_config(fields: Fields, model_impl: str = "auto") -> ModelConfig:
-    """Lets the family of the fields' architecture parse them. Raises CheckpointError as
-    `load_model_config`.
+    """Parses config.json by its architecture's family.
+
+    Raises CheckpointError as `load_model_config`.
     """
     names = fields.texts("architectures")
     if len(names) != 1:
@@ -280,8 +281,9 @@ def markdown() -> str:
     rows = []
     for module, architectures in files.items():
         text = " ".join((sys.modules[module].__doc__ or "").split("\n\n")[0].split())
-        file = f"[{module.rpartition('.')[2]}.py](../workers/model/models/{module.rpartition('.')[2]}.py)"
-        rows.append(f"| {', '.join(f'`{name}`' for name in architectures)} | {text} | {file} |")
+        name = module.rpartition(".")[2]
+        file = f"[{name}.py](../workers/model/models/{name}.py)"
+        rows.append(f"| {', '.join(f'`{each}`' for each in architectures)} | {text} | {file} |")
     return _PAGE + "\n".join(rows) + "\n"
 
 

@@ -1,5 +1,7 @@
-"""Carries out step plans on one device: keeps block tables, builds the flat batch, runs the model,
-samples.
+"""Executes step plans on one device: builds the flat batch, runs the model and samples.
+
+One file because the methods of a step share the runner's state per sequence: block tables,
+adapters, drafts, sampled rows.
 """
 
 import itertools
@@ -37,7 +39,7 @@ from .parallel import Group, TensorParallel
 from .pooling import Pooler, StepOutput
 from .programs import record_steps
 from .sampling.finite import not_finite, sum_chunks
-from .sampling.grammar import GrammarCache
+from .sampling.grammar_cache import GrammarCache
 from .sampling.logprobs import NUM_TENSORS, LogprobsTensors, compute_prompt_logprobs
 from .sampling.sampler import Sampler
 
@@ -46,11 +48,10 @@ if TYPE_CHECKING:
 
 
 class ModelRunner(Executor):
-    """Implements `Executor` for one rank. Used from one thread; `kv` may be read and written from
-    any.
+    """Implements `Executor` for one rank.
 
-    On a GPU `launch` waits for nothing: all it does is queued, and tokens that one step samples are
-    put into the next on the device.
+    Used from one thread; `kv` may be read and written from any thread. On a GPU, `launch` does not
+    wait: all work is queued, and sampled tokens are inserted into the next step on the device.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class ModelRunner(Executor):
         adapters: AdapterTable | None = None,
         host: HostBlocks | None = None,
     ) -> None:
-        """`model` is loaded and this rank's, `config` the whole model's. `on_stage` is called with
-        "model" and "sample" when a step comes to it, for benchmarks. `folder` is the model's,
-        without which there are no grammars.
+        """Takes this rank's loaded `model` and the `config` of the whole model.
+
+        `on_stage` is called with "model" and "sample" when a step reaches that stage, for
+        benchmarks. Without the model's `folder` there are no grammars.
         """
         self.config = config
         self.kv = kv
@@ -76,18 +78,20 @@ class ModelRunner(Executor):
         self._model = model
         self._on_stage = on_stage or (lambda stage: None)
         self._device = kv.device
-        self._host, self._group = host, group
+        self._host = host
+        self._group = group
         tp = TensorParallel(group)
         self._attention = _attention_backend(kv, config, tp, batch_invariant)
         self._graphs: DecodeGraphs | None = None
-        self._decodes = self._tokens = None
+        self._decodes = None
+        self._tokens = None
         if group is None and isinstance(self._attention, TorchAttentionBackend):
             self._decodes, self._tokens = record_steps(model, self._attention)
-        self._tables: dict[int, array[int]] = {}  # the block tables, by sequence
+        self._tables: dict[int, array[int]] = {}  # block tables by sequence
         self._grammars = GrammarCache(folder, config.vocab_size, config.eos_token_ids)
-        # Where a step starts before the tokens of the last are known on the host, ranks take rank
-        # 0's on the device: their own may differ at near ties. Elsewhere the next plan brings rank
-        # 0's.
+        # If a step starts before the last step's tokens are on the host, ranks receive rank 0's
+        # tokens on the device: their own may differ at near ties. Otherwise the next plan has rank
+        # 0's tokens.
         self._sampler = Sampler(
             config.vocab_size,
             config.eos_token_ids,
@@ -96,14 +100,12 @@ class ModelRunner(Executor):
             broadcast=group.broadcast if group and self.launches_ahead else None,
         )
         self._pooler = Pooler(model.normalize)
-        self._num_top: dict[
-            int, int
-        ] = {}  # alternatives of each prompt token, where they are wanted, by sequence
+        # Requested number of alternatives for each prompt token, by sequence.
+        self._num_top: dict[int, int] = {}
         self._drafted: set[int] = set()  # sequences whose last step had a draft
-        self._last_tokens = torch.zeros(
-            0, dtype=torch.int64, device=self._device
-        )  # that the last step sampled,
-        self._last_rows: dict[int, int] = {}  # and in which row, by sequence
+        # Tokens that the last step sampled, and their rows by sequence.
+        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)
+        self._last_rows: dict[int, int] = {}
 
     @classmethod
     def load(
@@ -120,25 +122,31 @@ class ModelRunner(Executor):
         group: Group | None = None,
         batch_invariant: bool = False,
     ) -> "ModelRunner":
-        """Loads a checked model folder; of a group's model only this rank's part is read.
+        """Loads a checked model folder; with a group, only this rank's part.
 
-        `dtype` and `cache_dtype` as in `KvLayout`; `device` is what torch.device takes, and becomes
-        the calling thread's; `shared` as in `PagedKv`. `num_host_blocks`: in host memory, of what
-        leaves the KV cache. `batch_invariant`: on GPUs a token's logits do not depend on batch and
-        chunks, to the bit, at some cost; on CPUs they do not in any case where the kernels of ours
-        are used. Raises ValueError if the model's heads cannot be split over the group, or host
-        memory is short.
+        `dtype` and `cache_dtype` as in `KvLayout`. `device` is an argument of torch.device, and
+        becomes the calling thread's device. `shared` as in `PagedKv`. `num_host_blocks` is the
+        number of blocks in host memory, for blocks that leave the KV cache.
+
+        With `batch_invariant`, on GPUs a token's logits do not depend on batch and chunks, bit by
+        bit, at some cost. On CPUs they never do where Tandem's kernels are used. Raises ValueError
+        if the model's heads cannot be split over the group, or host memory is insufficient.
         """
         enter_device(device)
-        config, target = checkpoint.config, torch.device(device)
+        config = checkpoint.config
+        target = torch.device(device)
         tp = TensorParallel(group)
         model = build_model(config, DTYPES[dtype], tp, batch_invariant=batch_invariant)
         load_weights(model, checkpoint_reader(checkpoint), target)
-        layout, sizes = (
+        kv = PagedKv(
             checkpoint.kv_layout(dtype, cache_dtype),
-            {"num_blocks": num_blocks, "block_size": block_size},
+            num_blocks=num_blocks,
+            block_size=block_size,
+            device=target,
+            shared=shared,
+            tp=tp.size,
+            rank=tp.rank,
         )
-        kv = PagedKv(layout, **sizes, device=target, shared=shared, tp=tp.size, rank=tp.rank)
         host = HostBlocks(kv, num_host_blocks) if num_host_blocks else None
         adapters = AdapterTable(
             model.lora, dtype=DTYPES[dtype], device=target, batch_invariant=batch_invariant
@@ -156,24 +164,25 @@ class ModelRunner(Executor):
 
     @property
     def launches_ahead(self) -> bool:
-        """Returns whether `launch` returns before the step has run."""
+        """Returns whether `launch` returns before the step has finished."""
         return self._device.type == "cuda"
 
     def load_grammar(self, grammar: str, owner: bytes = b"", tenant: bytes = b"") -> object:
-        """Compiles a grammar of `SamplingParams`; sequences of its owner find it compiled as long
-        as the result is held. May be called from any thread; may take seconds. Raises what
-        `GrammarCache.load` raises.
+        """Compiles a grammar of `SamplingParams`.
+
+        Sequences of the same owner reuse it as long as the result is held. May be called from any
+        thread; may take seconds. Raises as `GrammarCache.load`.
         """
         return self._grammars.load(grammar, owner, tenant)
 
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
-        """See `Executor.prepare_masks`."""
         return self._sampler.prepare_masks(sequences, seconds)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
-        """See `Executor.launch`. Raises KeyError if a sequence's first step carries no sampling
-        parameters.
+        """Implements `Executor.launch`.
+
+        Raises KeyError if a sequence's first step has no sampling parameters.
         """
         for sequence_id in plan.dropped:
             self._release(sequence_id)
@@ -181,11 +190,10 @@ class ModelRunner(Executor):
             self.adapters.unload(adapter)
         if self._host is not None:
             self._host.save(plan.saved)
-            self._host.restore(plan.loaded)
+            self._host.load(plan.loaded)
         is_copying = plan.saved or plan.loaded
-        if (
-            is_copying and not plan.sequences and self._group
-        ):  # a step that computes waits for all ranks in any case
+        # A step that computes waits for all ranks in any case.
+        if is_copying and not plan.sequences and self._group:
             self._group.all_reduce(torch.zeros(1, device=self._device))
         if plan.copies:
             self.kv.copy(plan.copies)
@@ -200,20 +208,20 @@ class ModelRunner(Executor):
             with self.adapters.applied(plan) as is_adapted:
                 found = self._logits(plan, on_layers, is_adapted)
         if found.logits is None or not sampled:
-            # No token, but the result waits for the step's end all the same.
+            # Samples no token, but the result must still wait for the end of the step.
             return _collect(plan, self._last_tokens[:0], found, None, {})
         self._on_stage("sample")
         result = self._sampler(found.logits, sampled)
-        self._last_tokens, self._last_rows = result.tokens, result.rows
+        self._last_tokens = result.tokens
+        self._last_rows = result.rows
         return _collect(plan, result.tokens, found, result.logprobs, result.failed)
 
     def warmup(self) -> None:
-        """Runs steps like those to come, so that the first request does not pay for first-use
-        set-up, and captures graphs on a GPU.
+        """Runs typical steps, so that the first request does not pay for one-time initialization.
 
-        On a GPU the largest step is a full chunk: kernels are compiled and libraries and the
-        allocator take memory by the size of the step. Overwrites the KV cache: call it before the
-        first plan.
+        Captures graphs on a GPU. The largest step there is a full chunk, because kernels are
+        compiled, and libraries and the allocator take memory, by the size of the step. Overwrites
+        the KV cache: call it before the first plan.
         """
         capacity = self.kv.num_blocks * self.kv.block_size
         size = default_chunk_tokens("cuda") if self.launches_ahead else min(self.kv.block_size, 16)
@@ -224,7 +232,7 @@ class ModelRunner(Executor):
             SamplingParams(top_k=2, top_p=0.9, min_p=0.01),
         )
         for sampling in kinds if self.launches_ahead else kinds[:2]:
-            # Single tokens take other kernels than chunks.
+            # Single tokens use other kernels than chunks.
             self.execute(_warmup_plan(self.kv.block_size, size, sampling))
             self.execute(_warmup_plan(self.kv.block_size, 1, sampling))
         self.execute(StepPlan(sequences=(), dropped=(-1,)))
@@ -235,10 +243,13 @@ class ModelRunner(Executor):
 
     @torch.inference_mode()
     def capture_graphs(self, capture: "Capture", batches: Sequence[int]) -> None:
-        """Makes decode steps of up to the largest of `batches` sequences replay graphs. Only with
-        `TritonAttentionBackend`; call it before the first plan."""
+        """Captures graphs for decode steps of up to the largest of `batches` sequences.
+
+        Requires `TritonAttentionBackend`; call it before the first plan.
+        """
+        # These import Triton, which is not always installed and takes a second.
         from .attention.triton_backend import TritonAttentionBackend
-        from .graphs import DecodeGraphs  # with Triton, which is not everywhere and takes a second
+        from .graphs import DecodeGraphs
 
         assert isinstance(self._attention, TritonAttentionBackend)
 
@@ -250,7 +261,7 @@ class ModelRunner(Executor):
         self._graphs = DecodeGraphs(forward, self._attention, capture, batches)
 
     def num_graph_replays(self) -> int:
-        """Returns how many steps have run as a CUDA graph."""
+        """Returns the number of steps that ran as a CUDA graph."""
         return self._graphs.num_replays if self._graphs else 0
 
     def _release(self, sequence_id: int) -> None:
@@ -272,9 +283,9 @@ class ModelRunner(Executor):
             self.adapters.admit(step.sequence_id, step.adapter)
         blocks = self._tables[step.sequence_id]
         blocks.extend(step.new_blocks)
-        # A mask hides any number but no NaN or infinity that the block's last sequence left, or a
-        # wrong token of a draft, so where attention masks what it has read, the rest of a block is
-        # cleared when the sequence enters it and after a draft.
+        # A mask hides any finite number, but not NaN or infinity, which the block's last sequence
+        # or a wrong draft token may have left. So if attention reads whole blocks and masks them,
+        # the rest of a block is cleared when the sequence enters it and after a draft.
         last = (step.start + len(step.token_ids) - 1) // self.kv.block_size
         first_in_last = max(step.start - last * self.kv.block_size, 0)
         is_unknown = (
@@ -282,11 +293,15 @@ class ModelRunner(Executor):
         )
         if self._attention.reads_whole_blocks and is_unknown:
             self.kv.clear_after(blocks[last], first_in_last)
-        (self._drafted.add if step.num_draft else self._drafted.discard)(step.sequence_id)
+        if step.num_draft:
+            self._drafted.add(step.sequence_id)
+        else:
+            self._drafted.discard(step.sequence_id)
 
     def _logits(self, plan: StepPlan, on_layers: OnLayers | None, is_adapted: bool) -> StepOutput:
-        """Runs the model; there is a row of logits for each token of a draft, too. A step that
-        `is_adapted` is neither a recorded nor a captured one.
+        """Runs the model; each draft token also has a row of logits.
+
+        A step that `is_adapted` uses neither a step program nor a CUDA graph.
         """
         spans = [
             SequenceSpan(
@@ -346,8 +361,9 @@ class ModelRunner(Executor):
         return self._model(token_ids, positions, attention, on_layers)
 
     def _token_ids(self, plan: StepPlan) -> torch.Tensor:
-        """Returns the step's tokens on the device, [num_tokens]; those that the last step sampled
-        never leave it.
+        """Returns the step's tokens on the device, [num_tokens].
+
+        Tokens that the last step sampled are not copied to the host for this.
         """
         known = np.fromiter(
             itertools.chain.from_iterable(step.token_ids for step in plan.sequences), np.int32
@@ -360,7 +376,7 @@ class ModelRunner(Executor):
         ]
         index[known == PENDING_TOKEN] = [self._last_rows[sequence_id] for sequence_id in pending]
         known_device, index_device = copy_to_device([known, index], self._device)
-        # A sequence whose last logits were not finite is in this step already: any token will do.
+        # A sequence whose last logits were not finite may be in this step: any token will do.
         return torch.cat((self._last_tokens.clamp(min=0), known_device)).index_select(
             0, index_device
         )
@@ -373,10 +389,12 @@ def _collect(
     logprobs: LogprobsTensors | None,
     failed: dict[int, str],
 ) -> Callable[[], Samples]:
-    """Queues the copy of tokens [num_samples], and of what else is reported, to the host; the
-    result waits for it.
+    """Queues the copy of tokens [num_samples] and other results to the host.
+
+    The returned function waits for it.
     """
-    prompts, embeddings = output.prompts, output.embeddings
+    prompts = output.prompts
+    embeddings = output.embeddings
     computed = [each for each in (logprobs, prompts) if each is not None]
     sums = [] if output.chunks is None else [output.chunks]
     pooled = [] if embeddings is None else [embeddings.rows]
@@ -411,8 +429,9 @@ def _collect(
 def _sampled_rows(
     steps: Sequence[SequenceStep], ends: "np.ndarray[Any, Any]"
 ) -> "np.ndarray[Any, Any]":
-    """Returns the rows of the flat batch after whose tokens the steps sample; `ends` are where the
-    steps end in it.
+    """Returns the rows of the flat batch whose logits are sampled.
+
+    `ends` has the end of each step in the batch.
     """
     rows: np.ndarray[Any, Any] = ends[[step.num_samples > 0 for step in steps]] - 1
     drafts = [step.num_draft for step in steps if step.num_samples]
@@ -424,7 +443,7 @@ def _sampled_rows(
 
 
 def _warmup_plan(block_size: int, num_tokens: int, sampling: SamplingParams) -> StepPlan:
-    """Returns a step of one sequence, -1, with a prompt of `num_tokens`, from block 0 on."""
+    """Returns a step of one sequence, -1, with a prompt of `num_tokens` in the first blocks."""
     step = SequenceStep(
         sequence_id=-1,
         token_ids=(0,) * num_tokens,
@@ -441,7 +460,7 @@ def _attention_backend(
 ) -> AttentionBackend:
     layers = [tp.local_geometry(layer) for layer in config.layers]
     if kernels.on_gpu(kv.layers[0][0]):
-        from .attention.triton_backend import TritonAttentionBackend  # with Triton
+        from .attention.triton_backend import TritonAttentionBackend  # imports Triton
 
         return TritonAttentionBackend(kv, layers, batch_invariant=batch_invariant)
     return TorchAttentionBackend(kv, layers)

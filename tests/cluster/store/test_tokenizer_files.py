@@ -22,7 +22,7 @@ from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_tokenizer import make_tokenizer
 from tandem.workers.model.config import CheckpointError
-from tandem.workers.model.sampling.grammar import GrammarCache
+from tandem.workers.model.sampling.grammar_cache import GrammarCache
 
 PLAIN, TOOLS = "{{ messages[0].content }} plain", "{{ messages[0].content }} tools"
 TEXT = "The capital of France,  2024: naïve 日本?"

@@ -23,7 +23,7 @@ from tandem.workers.model import checkpoint, loader
 from tandem.workers.model.config import CheckpointError, RopeConfig, read_context_tokens
 from tandem.workers.model.loader import check_checkpoint, open_checkpoint, weight_shapes
 from tandem.workers.model.registry import load_model_config
-from tandem.workers.model.sampling.grammar import GrammarCache
+from tandem.workers.model.sampling.grammar_cache import GrammarCache
 from tandem.workers.tp.rank import RankConfig, load_rank
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -168,15 +168,20 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no weights": (lambda folder: (folder / SINGLE).unlink(), (SINGLE, "not found")),
     "pickled weights": (
         lambda folder: (folder / SINGLE).rename(folder / "pytorch_model.bin"),
-        (SINGLE, "not found", "pytorch_model.bin may run code", "save_pretrained"),
+        (
+            SINGLE,
+            "not found",
+            "pytorch_model.bin is not read, because reading it may run code",
+            "save_pretrained",
+        ),
     ),
     "weights by another name": (
         lambda folder: (folder / SINGLE).rename(folder / "consolidated.safetensors"),
-        (SINGLE, "not found", "consolidated.safetensors is none of them"),
+        (SINGLE, "not found", "consolidated.safetensors has neither name"),
     ),
     "a GGUF in a folder": (
         lambda folder: (folder / "config.json").rename(folder / "tiny.gguf"),
-        ("config.json", "not found", "tiny.gguf is a model by itself: name that file"),
+        ("config.json", "not found", "tiny.gguf is a complete model: give that file"),
     ),
     "an adapter": (
         lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
@@ -582,7 +587,7 @@ def test_an_empty_rope_scaling_is_none(folder: Path) -> None:
     assert load_model_config(folder).ropes[0] == RopeConfig(kind="linear", theta=300.0, factor=8.0)
     set_config(rope_scaling=None, rope_parameters={"full_attention": linear})(folder)
     with pytest.raises(
-        CheckpointError, match=r"rope_parameters\.full_attention: a rotary embedding of one type"
+        CheckpointError, match=r"rope_parameters\.full_attention: a rotary embedding per layer type"
     ):
         load_model_config(folder)
 

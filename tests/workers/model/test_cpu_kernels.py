@@ -387,14 +387,15 @@ def test_they_compile_without_a_warning() -> None:
 
     Only here: a user's newer compiler that warns of something new is still to build them.
     """
-    flags = [*build._FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+    folder = Path(cpu.__file__).parent
+    flags = [*build._FLAGS, f"-I{folder}", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
     others = (
         ("x86-64-v2", "x86-64-v3", "cooperlake", "sapphirerapids")
         if platform.machine() == "x86_64"
         else ()
     )
     for march in ("native", *others):
-        for source in Path(cpu.__file__).parent.rglob("*.c"):
+        for source in folder.rglob("*.c"):
             command = ["cc", *flags, f"-march={march}", str(source)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             assert done.returncode == 0, done.stderr

@@ -30,8 +30,9 @@ from tandem.tests.tiny_tokenizer import EOS_ID
 from tandem.tests.workers.model.chains import CHAINS
 from tandem.tests.workers.model.helpers import Driver, load, prompt
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep
-from tandem.workers.model.sampling import grammar as grammar_module
-from tandem.workers.model.sampling.grammar import GrammarCache, GrammarMatchers
+from tandem.workers.model.sampling import grammar_cache
+from tandem.workers.model.sampling.grammar import GrammarMatchers
+from tandem.workers.model.sampling.grammar_cache import GrammarCache
 from tandem.workers.model.sampling.sampler import Sampler
 
 
@@ -208,7 +209,7 @@ def test_a_limit_reached_midway_is_a_failure_and_no_end(
     (free,) = complete(Driver(load(folder)), [prompt(8)], [kind], most=30)
     assert free[2:] == [89] * 29
     monkeypatch.setattr(
-        grammar_module, "_LIMITS", LLParserLimits(step_max_items=20, verbose_errors=False)
+        grammar_cache, "_LIMITS", LLParserLimits(step_max_items=20, verbose_errors=False)
     )
     driver = Driver(load(folder))
     grammars = driver.runner._grammars
@@ -230,7 +231,7 @@ from pathlib import Path
 from tandem.proto import limits
 from tandem.tests.tiny_tokenizer import EOS_ID
 from tandem.tests.workers.model.chains import CHAINS, longest
-from tandem.workers.model.sampling.grammar import GrammarCache
+from tandem.workers.model.sampling.grammar_cache import GrammarCache
 
 threading.stack_size(2**19)  # less than any thread has that steps an engine or computes masks
 grammars = GrammarCache(Path(sys.argv[1]), 512, (EOS_ID,))
@@ -273,7 +274,7 @@ import sys, time
 from pathlib import Path
 from tandem.tests.tiny_tokenizer import EOS_ID
 from tandem.tests.workers.model.chains import CHAINS
-from tandem.workers.model.sampling.grammar import GrammarCache
+from tandem.workers.model.sampling.grammar_cache import GrammarCache
 
 grammars = GrammarCache(Path(sys.argv[1]), 512, (EOS_ID,))
 grammars.load('start: "the tokenizer is read now"')
@@ -429,7 +430,7 @@ def test_the_last_used_stay_compiled_and_those_that_somebody_holds(
         grammars.load(text)
         grammars.load(texts[0])
     assert {text for _, text in grammars._compiled} == {*texts[:2], *texts[9:]}
-    monkeypatch.setattr(grammar_module, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(grammar_cache, "_compile", lambda *_: pytest.fail("compiled again"))
     matchers = GrammarMatchers(grammars, 512)
     for number in (39, 0, 1):
         matchers.admit(number, texts[number], (5, 6, 7), 2)

@@ -18,11 +18,11 @@ from tandem.workers.engine.events import Event, Failed, NewTokens
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.model.runner import ModelRunner
-from tandem.workers.model.sampling import grammar as grammar_module
-from tandem.workers.model.sampling.grammar import GrammarCache
+from tandem.workers.model.sampling import grammar_cache
+from tandem.workers.model.sampling.grammar_cache import GrammarCache
 
 SMALL = 'start: "a"'
-SMALL_BYTES = grammar_module._BASE_BYTES + grammar_module._CHARACTER_BYTES * len(SMALL)
+SMALL_BYTES = grammar_cache._BASE_BYTES + grammar_cache._CHARACTER_BYTES * len(SMALL)
 GROWING = [f"start: A+\nA: /[a-z ,.]*[aeiou][a-z ,.]{{{window}}}[0-9]/" for window in range(6, 12)]
 """Their lexers get new states with almost every token."""
 
@@ -40,7 +40,7 @@ def grammars(folder: Path) -> GrammarCache:
 def test_a_tenant_gets_half_of_what_the_others_leave(
     grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_module, "_MAX_COMPILED_BYTES", 16 * SMALL_BYTES)
+    monkeypatch.setattr(grammar_cache, "_MAX_COMPILED_BYTES", 16 * SMALL_BYTES)
     texts = [f'start: "{letter}"' for letter in "abcdefghijklmnop"]
     held = {b"ada": [grammars.load(text, b"ada", b"ada") for text in texts[:8]]}
     with pytest.raises(Full, match="the memory for grammars is in use"):
@@ -57,7 +57,7 @@ def test_a_tenant_gets_half_of_what_the_others_leave(
 
 
 def test_unused_grammars_give_way(grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "_MAX_COMPILED_BYTES", 8 * SMALL_BYTES)
+    monkeypatch.setattr(grammar_cache, "_MAX_COMPILED_BYTES", 8 * SMALL_BYTES)
     for letter in "abcdefghijklmnop":
         grammars.load(f'start: "{letter}"', b"ada", b"ada")
     assert len(grammars._compiled) == 4
@@ -66,9 +66,9 @@ def test_unused_grammars_give_way(grammars: GrammarCache, monkeypatch: pytest.Mo
 def test_a_grammar_over_the_bound_is_refused_before_it_is_compiled(
     grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_module, "_MAX_COMPILED_BYTES", 4 * SMALL_BYTES)
+    monkeypatch.setattr(grammar_cache, "_MAX_COMPILED_BYTES", 4 * SMALL_BYTES)
     held = [grammars.load(SMALL), grammars.load('start: "b"')]
-    monkeypatch.setattr(grammar_module, "_compile", lambda *_: pytest.fail("was compiled"))
+    monkeypatch.setattr(grammar_cache, "_compile", lambda *_: pytest.fail("was compiled"))
     with pytest.raises(Full):
         grammars.load('start: "c"')
     assert set(grammars._held) == set(held)
@@ -137,18 +137,18 @@ def test_states_beyond_the_bound_are_given_up_and_no_token_changes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(load(folder, num_blocks=512))
-    most = 40 * grammar_module._MASK_BYTES
-    monkeypatch.setattr(grammar_module, "_MAX_STATE_BYTES", most)
-    monkeypatch.setattr(grammar_module, "_LEAST_RENEWED_BYTES", grammar_module._MASK_BYTES)
+    most = 40 * grammar_cache._MASK_BYTES
+    monkeypatch.setattr(grammar_cache, "_MAX_STATE_BYTES", most)
+    monkeypatch.setattr(grammar_cache, "_LEAST_RENEWED_BYTES", grammar_cache._MASK_BYTES)
     runner = load(folder, num_blocks=512)
     renewed: list[str] = []
-    compile_it = grammar_module._compile
+    compile_it = grammar_cache._compile
 
-    def noted(tokenizer: object, text: str) -> grammar_module.CompiledGrammar:
+    def noted(tokenizer: object, text: str) -> grammar_cache.CompiledGrammar:
         renewed.append(text)
         return compile_it(tokenizer, text)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(grammar_module, "_compile", noted)
+    monkeypatch.setattr(grammar_cache, "_compile", noted)
     assert run(runner) == expected
     assert len(renewed) > 2 * len(GROWING), "each was compiled, and several were compiled again"
     assert set(renewed) == set(GROWING)
@@ -157,7 +157,7 @@ def test_states_beyond_the_bound_are_given_up_and_no_token_changes(
 def test_cached_grammars_have_few_states(
     grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_module, "_MAX_RECENT_STATE_BYTES", 10_000)
+    monkeypatch.setattr(grammar_cache, "_MAX_RECENT_STATE_BYTES", 10_000)
     for letter in "abcdef":
         grammars.load(f'start: "{letter}"').state_bytes = 4_000.0
     assert len(grammars._recent) == 3

@@ -30,7 +30,9 @@ from tandem.workers.engine.plan import (
 from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling import grammar as grammar_module
-from tandem.workers.model.sampling.grammar import GrammarCache, GrammarMatchers
+from tandem.workers.model.sampling import grammar_cache
+from tandem.workers.model.sampling.grammar import GrammarMatchers
+from tandem.workers.model.sampling.grammar_cache import GrammarCache
 
 A = 67  # the token of "a"
 PLAIN, MANY, LENGTH = range(4), range(4, 68), 8
@@ -204,7 +206,9 @@ def test_a_sequence_whose_masks_take_too_long_in_all_is_ended_and_no_other(
     while engine.has_work:
         events += engine.step()
     (failed,) = (each for each in events if isinstance(each, Failed))
-    reason = "grammar: it has taken more than 18000 seconds to find what may follow its tokens"
+    reason = (
+        "grammar: computing the allowed tokens of the sequence has taken more than 18000 seconds"
+    )
     assert (failed.id, failed.reason) == (4, reason)
     made = [
         token
@@ -225,13 +229,13 @@ def test_a_grammar_that_wears_out_its_lexer_is_not_compiled_in_the_engine(
     held = grammars.load(text)
     grammars.forget(text)
     threads: list[str] = []
-    compile_it = grammar_module._compile
+    compile_it = grammar_cache._compile
 
-    def noted(*arguments: object) -> grammar_module.CompiledGrammar:
+    def noted(*arguments: object) -> grammar_cache.CompiledGrammar:
         threads.append(threading.current_thread().name)
         return compile_it(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(grammar_module, "_compile", noted)
+    monkeypatch.setattr(grammar_cache, "_compile", noted)
     assert grammars.find(text) is held
     grammars.matcher(text)
     assert not threads
@@ -257,5 +261,5 @@ def test_no_ambiguous_grammar_takes_long_to_compile(folder: Path, kind: str) -> 
     tokenizer = grammars._load_tokenizer()
     began = time.thread_time()
     with suppress(ValueError):
-        grammar_module._compile(tokenizer, AMBIGUOUS[kind])
+        grammar_cache._compile(tokenizer, AMBIGUOUS[kind])
     assert time.thread_time() - began < 10

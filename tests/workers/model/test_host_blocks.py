@@ -55,7 +55,7 @@ def check_blocks_come_back(device: str, dtype: str, cache_dtype: str = "auto") -
     host.save([(5, 2), (1, 0)])
     for tensor in kv.tensors:
         tensor.view(torch.uint8)[:, :, [1, 2, 5]] = 0
-    host.restore([(2, 1), (0, 2)])
+    host.load([(2, 1), (0, 2)])
     for tensor, old in zip(kv.tensors, before, strict=True):
         raw = tensor.view(torch.uint8)
         assert torch.equal(raw[:, :, [1, 2]], old[:, :, [5, 1]])

@@ -94,7 +94,7 @@ def test_blobs_may_be_those_that_the_cache_of_the_hub_shares(folder: Path, tmp_p
 def test_a_repository_of_the_cache_is_no_model_folder(tmp_path: Path) -> None:
     for name in ("refs", "blobs", "snapshots"):
         (tmp_path / name).mkdir()
-    text = "this is a repository in the hub's cache: name one of the folders in its snapshots"
+    text = "this is a repository in the hub's cache: give one of the folders in its snapshots"
     with pytest.raises(CheckpointError, match=text):
         read_context_tokens(tmp_path)
 
@@ -116,7 +116,7 @@ def test_a_folder_that_is_called_snapshots_is_no_cache_of_the_hub(
 )
 def test_weights_that_can_run_code_are_not_read(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    with pytest.raises(CheckpointError, match="may run code when it is read"):
+    with pytest.raises(CheckpointError, match="reading it may run code"):
         read_tensors(folder)
     assert not Path("ran").exists()
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from tandem.workers.engine.plan import SamplingParams, SequenceStep
-from tandem.workers.model.sampling.grammar import GrammarCache
+from tandem.workers.model.sampling.grammar_cache import GrammarCache
 from tandem.workers.model.sampling.penalties import LEAST_SCORE
 from tandem.workers.model.sampling.processors import LogitsProcessors
 

@@ -175,7 +175,7 @@ W4, GPTQ = FORMATS["W4A16 64"], FORMATS["GPTQ act-order"]
             lambda tensors: tensors.update(
                 {f"{DOWN}.weight_packed": tensors[f"{DOWN}.weight_packed"][:, 1:].clone()}
             ),
-            f"{DOWN}.weight_packed: shape is [128, 31], config.json asks for [128, 32]",
+            f"{DOWN}.weight_packed: shape is [128, 31], config.json requires [128, 32]",
         ),
         (
             W4,
@@ -189,7 +189,7 @@ W4, GPTQ = FORMATS["W4A16 64"], FORMATS["GPTQ act-order"]
             lambda tensors: tensors.update(
                 {f"{DOWN}.weight_scale": tensors[f"{DOWN}.weight_scale"][:, :1].clone()}
             ),
-            f"{DOWN}.weight_scale: shape is [128, 1], config.json asks for [128, 4]",
+            f"{DOWN}.weight_scale: shape is [128, 1], config.json requires [128, 4]",
         ),
         (
             W4,
@@ -213,7 +213,7 @@ W4, GPTQ = FORMATS["W4A16 64"], FORMATS["GPTQ act-order"]
             lambda tensors: tensors.update(
                 {f"{DOWN}.qzeros": tensors[f"{DOWN}.qzeros"].t().contiguous()}
             ),
-            f"{DOWN}.qzeros: shape is [16, 4], config.json asks for [4, 16]",
+            f"{DOWN}.qzeros: shape is [16, 4], config.json requires [4, 16]",
         ),
         (
             FP8,

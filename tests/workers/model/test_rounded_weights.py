@@ -379,7 +379,7 @@ def test_experts_in_mxfp4_are_not_plain(folder: Path) -> None:
         num_experts=4, num_chosen=2, intermediate_size=32, layers=(0,), is_mxfp4=True
     )
     with pytest.raises(
-        CheckpointError, match="has a quantization_config, so int4 cannot be asked for"
+        CheckpointError, match="has a quantization_config, so int4 cannot be applied"
     ):
         with_quantization(replace(config, experts=experts), "int4")
 
@@ -387,10 +387,10 @@ def test_experts_in_mxfp4_are_not_plain(folder: Path) -> None:
 def test_what_cannot_be_rounded_is_refused(folder: Path) -> None:
     rounded = open_checkpoint(folder, quantization="int8").config
     with pytest.raises(
-        CheckpointError, match="has a quantization_config, so int4 cannot be asked for"
+        CheckpointError, match="has a quantization_config, so int4 cannot be applied"
     ):
         with_quantization(rounded, "int4")
     with pytest.raises(
-        CheckpointError, match="runs by transformers' code, whose weights stay as they are"
+        CheckpointError, match="runs through transformers' code, which does not quantize weights"
     ):
         open_checkpoint(folder, "transformers", quantization="int4")

@@ -12,7 +12,7 @@ import torch
 from tandem.tests.workers.model.test_gumbel import logits_row, warped
 from tandem.tests.workers.model.test_processors import expected_scores
 from tandem.workers.engine.plan import SampledLogprobs, SamplingParams, SequenceStep
-from tandem.workers.model.sampling.grammar import GrammarCache
+from tandem.workers.model.sampling.grammar_cache import GrammarCache
 from tandem.workers.model.sampling.gumbel import sample
 from tandem.workers.model.sampling.logprobs import LogprobsTensors, compute_logprobs
 from tandem.workers.model.sampling.sampler import SampledTokens, Sampler

@@ -158,7 +158,7 @@ async def test_rank_0_alone_reads_and_follows_grammars(
         reads.append(text)
         return LLTokenizer(text, **options)
 
-    monkeypatch.setattr("tandem.workers.model.sampling.grammar.LLTokenizer", counted)
+    monkeypatch.setattr("tandem.workers.model.sampling.grammar_cache.LLTokenizer", counted)
     made = []
     for tp in ({"decode": [1]}, {"decode": [2]}, {"prefill": [2], "decode": [2]}):
         reads.clear()

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpan:
-    """Says which tokens of one sequence a step computes."""
+    """Describes which tokens of one sequence a step computes."""
 
     blocks: Sequence[int]  # the block table, long enough for start + num_tokens tokens
     start: int
@@ -18,14 +18,16 @@ class SequenceSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionOptions:
-    """Says how a layer weighs the keys that a query sees; which these are, its
-    `LayerGeometry.window` says.
+    """Describes how a layer turns scores into attention weights.
+
+    `LayerGeometry.window` defines which keys a query sees.
     """
 
-    scale: float | None = None  # of the scores; None: head_dim ** -0.5
-    soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap), as Gemma 2's
+    scale: float | None = None  # factor of the scores; None: head_dim ** -0.5
+    # Scores become soft_cap * tanh(score / soft_cap), as in Gemma 2.
+    soft_cap: float | None = None
     sinks: torch.Tensor | None = None
-    """float32 [num_heads] of this rank: the score of one key more, without a value, as gpt-oss's.
+    """float32 [num_heads] of this rank: the score of an additional key without a value (gpt-oss).
     """
 
     def scale_of(self, head_dim: int) -> float:
@@ -37,7 +39,7 @@ PLAIN: Final = AttentionOptions()
 
 
 class StepAttention(Protocol):
-    """Computes the attention of one step, with what its layers share: slots, block tables, masks."""
+    """Computes attention for one step; its layers share token slots, block tables and masks."""
 
     def __call__(
         self,
@@ -47,12 +49,12 @@ class StepAttention(Protocol):
         value: torch.Tensor,
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
-        """Stores the step's keys and values, then attends causally to all that the sequences have
-        stored, or as far back as the layer's window reaches.
+        """Stores the step's keys and values, then computes causal attention.
 
-        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim]
-        of this layer, sequences in the order of the plan; returns [num_tokens, num_heads *
-        head_dim].
+        Each token sees all stored keys of its sequence, or those within the layer's window.
+        `query` is [num_tokens, num_heads, head_dim]; `key` and `value` are [num_tokens,
+        num_kv_heads, head_dim]. Sequences are in the order of the plan. Returns [num_tokens,
+        num_heads * head_dim].
         """
         ...
 
@@ -61,8 +63,8 @@ class AttentionBackend(Protocol):
     """Computes attention over a `PagedKv`."""
 
     reads_whole_blocks: bool
-    """Whether what lies past a sequence's end in its last block must be finite numbers."""
+    """Whether the unused rest of a sequence's last block must hold finite numbers."""
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
-        """Prepares a step over the given sequences, whose tokens lie one after the other."""
+        """Prepares a step over the given sequences, whose tokens are concatenated."""
         ...

@@ -1,4 +1,4 @@
-"""Where the keys of a step's sequences are, for the C kernel."""
+"""Builds the tables that tell the C attention kernel where each sequence's keys are."""
 
 from array import array
 from collections.abc import Sequence
@@ -12,18 +12,17 @@ _PART: Final = 5  # numbers of each part, as in paged_attention.c
 
 
 class NativeTables:
-    """Holds the tables that `cpu.paged_attention` reads, at addresses that stay in place."""
+    """Holds the tables that `cpu.paged_attention` reads, at fixed addresses."""
 
     def __init__(self, window: int | None, rows: Sequence[tuple[int, SequenceSpan]] = ()) -> None:
         self._window = window
-        self.addresses = torch.zeros(
-            2, dtype=torch.int64
-        )  # of block tables and parts, see paged_attention.c
+        # Addresses of block tables and parts; see paged_attention.c.
+        self.addresses = torch.zeros(2, dtype=torch.int64)
         self._writable = self.addresses.numpy()
         self.fill(rows)
 
     def fill(self, rows: Sequence[tuple[int, SequenceSpan]]) -> None:
-        """Loads a step's sequences, each after its first row."""
+        """Loads the (first row, sequence) pairs of a step."""
         blocks = array("i")
         chunks: list[int] = []
         singles: list[int] = []

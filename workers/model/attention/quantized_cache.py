@@ -1,6 +1,7 @@
-"""Rounds keys and values to 8 bits with a scale for each token and head, and back, in plain torch.
+"""Quantizes keys and values to 8 bits with one scale per token and head, in plain torch.
 
-The C kernels do the same; see kernels/pieces.c and kernels/tile_attention_scaled.h."""
+The C kernels do the same; see kernels/c/pieces.c and kernels/c/attention/tile_attention_scaled.h.
+"""
 
 from typing import Final
 
@@ -8,16 +9,15 @@ import torch
 
 from ...kv_cache.layout import SCALE_BYTES
 
-_LARGEST: Final = {torch.int8: 127, torch.uint8: 448}  # by what rows have, see `kv_store.ITEMS`
-_TINY: Final = 2.0**-119  # the inverse of less might be infinite
+# The largest number by the dtype of the cache's rows; see `kv_store.ITEMS`.
+_LARGEST: Final = {torch.int8: 127, torch.uint8: 448}
+_TINY: Final = 2.0**-119  # the inverse of a smaller number could be infinite
 
 
 def quantize(heads: torch.Tensor, item: torch.dtype) -> torch.Tensor:
-    """Rounds vectors [.., head_dim] to rows of the cache, [.., head_dim + SCALE_BYTES]; `item` is
-    their dtype.
+    """Quantizes vectors [.., head_dim] to cache rows [.., head_dim + SCALE_BYTES] of dtype `item`.
 
-    The scale of a vector that is not finite is infinite, and so is what attention reads with it, or
-    NaN.
+    A vector that is not finite gets an infinite scale, so attention reads infinity or NaN.
     """
     wide = heads.float()
     peak = wide.abs().amax(-1, keepdim=True).nan_to_num(torch.inf, torch.inf)
@@ -34,7 +34,7 @@ def quantize(heads: torch.Tensor, item: torch.dtype) -> torch.Tensor:
 
 
 def dequantize(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns what rows of the cache stand for, [.., head_dim] in `dtype`."""
+    """Returns the vectors that cache rows represent, [.., head_dim] in `dtype`."""
     numbers = rows[..., :-SCALE_BYTES]
     if rows.dtype is torch.uint8:
         numbers = numbers.view(torch.float8_e4m3fn)

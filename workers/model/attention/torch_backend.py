@@ -1,4 +1,4 @@
-"""Attention in plain torch for any device and, where there are C kernels, by these on CPUs."""
+"""Computes attention in plain torch on any device, or with the C kernels on CPUs."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,31 +15,32 @@ from .native_tables import NativeTables
 from .quantized_cache import dequantize, quantize
 
 _Attend = Callable[[int, torch.Tensor, AttentionOptions], torch.Tensor]
-"""Attends in a layer for query [rows, num_heads, head_dim]; returns [rows, num_heads * head_dim].
-"""
+"""Maps a layer's query [rows, num_heads, head_dim] to [rows, num_heads * head_dim]."""
 
 _Part = tuple[torch.Tensor, _Attend]
-"""Some of the step's sequences, attended to at once: their rows of the flat batch, and how."""
+"""Sequences computed together: their rows of the flat batch, and their attention function."""
 
 _LayerTables = tuple[torch.Tensor, NativeTables | None, list[_Part]]
-"""What layers of one geometry share in a step: where each token's keys and values go, [num_tokens *
-num_kv_heads], as rows of (block, head, token); what the C kernel takes, or where there is none, the
-sequences.
+"""Holds the tables that layers of one geometry share in a step.
+
+First the token slots, [num_tokens * num_kv_heads], as rows of (block, head, token). Then the C
+kernel's tables or, without a kernel, the parts of the step.
 """
 
 StaticStep = tuple[StepAttention, Callable[[Sequence[SequenceSpan]], None]]
-"""A step whose tables stay in place, and what loads the sequences of its next run."""
+"""A step whose tables stay in place, and the function that loads its next sequences."""
 
 
 class TorchAttentionBackend:
-    """Implements `AttentionBackend`: gathers the blocks that a step needs, then multiplies densely;
-    where there are C kernels, these read the blocks in place.
+    """Implements `AttentionBackend`: gathers a step's blocks, then multiplies densely.
+
+    The C kernels, where available, read the blocks in place instead.
     """
 
     def __init__(
         self, kv: PagedKv, layers: Sequence[LayerGeometry], *, native: bool = True
     ) -> None:
-        """`layers` have this rank's head counts; `native=False` keeps to plain torch."""
+        """Takes `layers` with this rank's head counts; `native=False` forces plain torch."""
         self._kv = kv
         self._layers = tuple(layers)
         self._has_kernel: dict[LayerGeometry, bool] = {}
@@ -51,7 +52,6 @@ class TorchAttentionBackend:
         self.reads_whole_blocks = not all(self._has_kernel.values())
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
-        """See `AttentionBackend.plan`. Layers of equal geometry share their tables."""
         rows = _first_rows(spans)
         slots: dict[int, torch.Tensor] = {}
         tables: dict[LayerGeometry, _LayerTables] = {}
@@ -64,8 +64,9 @@ class TorchAttentionBackend:
         return partial(self._step, [tables[layer] for layer in self._layers])
 
     def static(self, max_tokens: int) -> StaticStep | None:
-        """Returns a step whose tables stay in place, of up to `max_tokens` tokens in all; None if
-        there are no kernels for it.
+        """Returns a step of up to `max_tokens` tokens whose tables stay in place.
+
+        Returns None if a layer has no kernel.
         """
         if not all(self._has_kernel.values()):
             return None
@@ -89,12 +90,9 @@ class TorchAttentionBackend:
         ), fill
 
     def _slots(self, num_kv_heads: int, spans: Sequence[SequenceSpan]) -> torch.Tensor:
-        """Returns where each new token's keys and values go: [num_tokens * num_kv_heads], rows of
-        (block, head, token).
-        """
+        """Returns token slots [num_tokens * num_kv_heads], as rows of (block, head, token)."""
         size = self._kv.block_size
-        # of each token's first head; in plain Python, since most steps have a token of each
-        # sequence
+        # Of each token's first head. In plain Python, since most steps have one token per sequence.
         rows = [
             span.blocks[position // size] * num_kv_heads * size + position % size
             for span in spans
@@ -115,7 +113,7 @@ class TorchAttentionBackend:
         value: torch.Tensor,
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
-        """See `StepAttention.__call__`; `tables` are by layer."""
+        """Implements `StepAttention`; `tables` are by layer."""
         slots, native, parts = tables[layer]
         key_rows, value_rows = self._kv.scatter_rows[layer]
         if native:
@@ -146,7 +144,7 @@ class TorchAttentionBackend:
 
 
 def _first_rows(spans: Sequence[SequenceSpan]) -> list[tuple[int, SequenceSpan]]:
-    """Returns the sequences, each after its first row of the flat batch."""
+    """Returns the sequences, each with its first row of the flat batch."""
     counts = itertools.accumulate((span.num_tokens for span in spans), initial=0)
     return list(zip(counts, spans, strict=False))
 
@@ -154,9 +152,7 @@ def _first_rows(spans: Sequence[SequenceSpan]) -> list[tuple[int, SequenceSpan]]
 def _weigh(
     scores: torch.Tensor, mask: torch.Tensor, options: AttentionOptions, head_dim: int
 ) -> torch.Tensor:
-    """Maps products of queries and keys [..., num_heads, n, m] to the weights of the values; `mask`
-    is added.
-    """
+    """Maps dot products [..., num_heads, n, m] to attention weights; adds `mask` to the scores."""
     scores = scores * options.scale_of(head_dim)
     if options.soft_cap is not None:
         scores = torch.tanh(scores / options.soft_cap) * options.soft_cap
@@ -173,7 +169,7 @@ class _Planner:
     def __init__(
         self, kv: PagedKv, layer: LayerGeometry, rows: Sequence[tuple[int, SequenceSpan]]
     ) -> None:
-        """`rows` are the sequences, each after its first row."""
+        """Takes `rows`: the sequences, each with its first row."""
         self._kv = kv
         self._block_size = kv.block_size
         self._num_kv_heads = layer.num_kv_heads
@@ -182,8 +178,9 @@ class _Planner:
         self._heads = torch.arange(self._num_kv_heads)
 
     def parts(self) -> list[_Part]:
-        """Returns one part for each prompt, and one for single tokens whose tables have the same
-        bit length, so that padding at most doubles them.
+        """Returns one part per chunk, and one per group of single tokens.
+
+        Block tables of a group have lengths of equal bit length, so padding at most doubles them.
         """
         groups: dict[int, list[tuple[int, SequenceSpan]]] = {}
         parts: list[_Part] = []
@@ -202,8 +199,10 @@ class _Planner:
         return [(rows.to(self._kv.device), attend) for rows, attend in parts]
 
     def _decodes(self, spans: Sequence[SequenceSpan]) -> _Attend:
-        """Attends for sequences with one new token and block tables of similar length by one
-        batched product, whose rows are the heads that share a KV head.
+        """Returns the attention of sequences with one new token each, as one batched product.
+
+        Their block tables are of similar length. The rows of a product are the query heads that
+        share a KV head.
         """
         firsts = [self._first_block(span) for span in spans]
         tables = [
@@ -211,7 +210,7 @@ class _Planner:
             for span, first in zip(spans, firsts, strict=True)
         ]
         width = max(map(len, tables))
-        # Padding repeats the sequence's own last block: finite numbers, which the mask takes out.
+        # Padding repeats the sequence's own last block: its numbers are finite, and masked.
         table = self._head_rows(
             torch.tensor([blocks + blocks[-1:] * (width - len(blocks)) for blocks in tables])
         )
@@ -234,14 +233,14 @@ class _Planner:
         return attend
 
     def _chunk(self, span: SequenceSpan) -> _Attend:
-        """Attends for several new tokens of one sequence. KV heads are the batch of the product;
-        the heads that share one see it expanded, not copied.
+        """Returns the attention of several new tokens of one sequence.
+
+        KV heads are the batch of the product. Query heads that share one see it expanded, not
+        copied.
         """
-        end, first, kv_heads = (
-            span.start + span.num_tokens,
-            self._first_block(span),
-            self._num_kv_heads,
-        )
+        end = span.start + span.num_tokens
+        first = self._first_block(span)
+        kv_heads = self._num_kv_heads
         table = self._head_rows(torch.tensor([span.blocks[first : self._num_blocks(span)]]))
         positions = torch.arange(first * self._block_size, end)
         queries = torch.arange(span.start, end)
@@ -272,7 +271,7 @@ class _Planner:
         return attend
 
     def _gather(self, layer: int, table: torch.Tensor) -> list[torch.Tensor]:
-        """Returns keys and values of rows of (block, head), [rows * block_size, head_dim]."""
+        """Returns keys and values at rows of (block, head), [rows * block_size, head_dim]."""
         found = [
             rows[table].view(len(table) * self._block_size, -1)
             for rows in self._kv.gather_rows[layer]
@@ -290,9 +289,7 @@ class _Planner:
         )
 
     def _head_rows(self, table: torch.Tensor) -> torch.Tensor:
-        """Maps block tables [batch, width] to flat rows of (block, head), ordered [batch, head,
-        width].
-        """
+        """Maps block tables [batch, width] to flat (block, head) rows: [batch, head, width]."""
         return (
             (table[:, None] * self._num_kv_heads + self._heads[:, None])
             .flatten()
@@ -300,7 +297,7 @@ class _Planner:
         )
 
     def _mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Maps positions [n] and [n or 1, m] to what is added to the scores: [n, m], 0 or -inf."""
+        """Maps positions [n] and [n or 1, m] to the additive mask [n, m] of 0 or -inf."""
         hidden = keys > queries[:, None]
         if self._window is not None:
             hidden |= keys <= queries[:, None] - self._window

@@ -1,5 +1,6 @@
-"""Attention on GPUs: Triton kernels that read the paged cache in place, planned on the host in flat
-arrays.
+"""Computes attention on GPUs with Triton kernels that read the paged cache in place.
+
+Steps are planned on the host in flat arrays.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,13 @@ from ..kv_store import PagedKv
 from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 
 _MAX_GRAPH_ITEMS: Final = 4096  # work items of a captured step, each of decode.SPLIT_TOKENS keys
-_MAX_GRAPH_BLOCKS: Final = 65_536  # entries of its block tables
-_PROGRAMS_PER_PROCESSOR: Final = 3  # as many as its shared memory holds
+_MAX_GRAPH_BLOCKS: Final = 65_536  # entries of the block tables of a captured step
+_PROGRAMS_PER_PROCESSOR: Final = 3  # the number that fits its shared memory
 
 Partials = dict[tuple[int, int], torch.Tensor]
-"""Scratch of decodes, float32 [num_items, num_heads, head_dim + 2], by num_heads and head_dim of
-the layers.
+"""Scratch memory of decodes, float32 [num_items, num_heads, head_dim + 2].
+
+The keys are num_heads and head_dim of the layers.
 """
 
 
@@ -35,8 +37,10 @@ class TritonAttentionBackend:
     def __init__(
         self, kv: PagedKv, layers: Sequence[LayerGeometry], *, batch_invariant: bool = False
     ) -> None:
-        """`layers` have this rank's head counts. `batch_invariant`: single tokens take the kernel
-        of chunks, too, which adds in another order than that of decodes.
+        """Takes `layers` with this rank's head counts.
+
+        With `batch_invariant`, single tokens also use the chunk kernel, because the decode kernel
+        adds in another order.
         """
         self.kv = kv
         self.batch_invariant = batch_invariant
@@ -54,7 +58,6 @@ class TritonAttentionBackend:
         ]
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
-        """See `AttentionBackend.plan`."""
         arrays = _Arrays(spans, self.kv.block_size, least_chunk=1 if self.batch_invariant else 2)
         tile_sizes = sorted(set(self.tile_tokens))
         tiles = [array for size in tile_sizes for array in arrays.tiles(size)]
@@ -83,8 +86,10 @@ class TritonAttentionBackend:
         chunks: dict[int, ChunkWork],
         partials: Partials,
     ) -> StepAttention:
-        """Returns the attention of a step; `slots` int32 [num_tokens] are block * block_size +
-        offset, or -1; `chunks` are by tile_tokens, empty if no sequence has several tokens.
+        """Returns the attention of a step.
+
+        `slots`, int32 [num_tokens], are block * block_size + offset, or -1 for padding. `chunks`
+        are by tile_tokens; empty if no sequence has several tokens.
         """
 
         def attend(
@@ -104,10 +109,8 @@ class TritonAttentionBackend:
             store_kv(key, value, keys, values, slots)
             out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
             if decode:
-                partial, num_programs = (
-                    partials[query.shape[1], query.shape[2]],
-                    self.num_programs[layer],
-                )
+                partial = partials[query.shape[1], query.shape[2]]
+                num_programs = self.num_programs[layer]
                 decode_attention(query, keys, values, decode, scoring, partial, out, num_programs)
             if chunks:
                 chunk_attention(query, keys, values, chunks[self.tile_tokens[layer]], scoring, out)
@@ -124,8 +127,9 @@ class TritonAttentionBackend:
 
 
 class StaticDecodes:
-    """Holds the arrays of pure decode steps at fixed addresses, for CUDA graphs: filled anew before
-    each replay.
+    """Holds the arrays of pure decode steps at fixed addresses, for CUDA graphs.
+
+    They are filled again before each replay.
     """
 
     def __init__(self, backend: TritonAttentionBackend, max_batch: int) -> None:
@@ -137,8 +141,9 @@ class StaticDecodes:
         self._partials = backend.make_partials(_MAX_GRAPH_ITEMS)
 
     def step(self, batch: int) -> tuple[torch.Tensor, StepAttention]:
-        """Returns positions, int32 [batch], and the attention of the first `batch` rows, of which
-        `fill` may leave some empty.
+        """Returns positions, int32 [batch], and the attention of the first `batch` rows.
+
+        `fill` may leave some of these rows empty.
         """
         slots, counts, *of_sequences, num_items, sequences, splits, tables = torch.split(
             self._ints, self._lengths
@@ -178,12 +183,12 @@ class StaticDecodes:
 
 
 class _Arrays:
-    """Computes on the host where the tokens and blocks of one step's sequences are."""
+    """Computes the index arrays of one step on the host."""
 
     def __init__(
         self, spans: Sequence[SequenceSpan], block_size: int, least_chunk: int = 2
     ) -> None:
-        """Sequences with `least_chunk` tokens or more are chunks, the others decodes."""
+        """Treats sequences of at least `least_chunk` tokens as chunks, the others as decodes."""
         self._block_size = block_size
         self._least_chunk = least_chunk
         self.counts = np.array([span.num_tokens for span in spans])
@@ -194,25 +199,26 @@ class _Arrays:
         self._offsets = lengths.cumsum() - lengths
 
     def slots_and_tables(self) -> tuple[Ints, Ints]:
-        """Returns where each token's keys and values go, and all block tables one after the other."""
+        """Returns the slot of each token, and the concatenated block tables."""
         first = np.repeat(self._starts - self._first_rows, self.counts)
         positions = first + np.arange(len(first))
         blocks = self._tables[np.repeat(self._offsets, self.counts) + positions // self._block_size]
         return blocks * self._block_size + positions % self._block_size, self._tables
 
     def decodes(self) -> tuple[Ints, ...]:
-        """Returns the fields of `DecodeWork` but tables, of the decodes."""
+        """Returns the fields of `DecodeWork` except `tables`."""
         which = np.flatnonzero(self.counts < self._least_chunk)
         last_keys = self._starts[which]
         counts = num_splits(last_keys)
         first_items = counts.cumsum() - counts
         sequences = np.repeat(np.arange(len(which)), counts)
         splits = np.arange(len(sequences)) - first_items[sequences]
-        rows, offsets = self._first_rows[which], self._offsets[which]
+        rows = self._first_rows[which]
+        offsets = self._offsets[which]
         return first_items, rows, last_keys, offsets, np.array([len(splits)]), sequences, splits
 
     def tiles(self, size: int) -> tuple[Ints, ...]:
-        """Returns the fields of `ChunkWork` but tables, of the chunks."""
+        """Returns the fields of `ChunkWork` except `tables`."""
         which = np.flatnonzero(self.counts >= self._least_chunk)
         counts = self.counts[which]
         num_tiles = -(-counts // size)

@@ -1,7 +1,6 @@
-"""Holds kernels: C on CPUs (folder `c`), Triton on GPUs (folder `triton`).
+"""Selects kernels: C on CPUs (folder `c`), Triton on GPUs (folder `triton`).
 
-Where there are none the model runs in plain torch, which is also what tests compare the kernels
-with.
+Without kernels the model runs in plain torch, which is also the reference of the kernels' tests.
 """
 
 import importlib
@@ -16,7 +15,7 @@ from .c import cpu
 
 
 class Kernels(Protocol):
-    """Names the kernels of every device that has any; tensors as in `c.cpu` and `triton.elementwise`."""
+    """Defines the common kernels of all devices; see `c.cpu` and `triton.elementwise`."""
 
     def rms_norm(
         self,
@@ -35,7 +34,7 @@ class Kernels(Protocol):
 
 
 def of(tensor: torch.Tensor) -> Kernels | None:
-    """Returns the kernels for tensors of this device and dtype, None if there are none."""
+    """Returns the kernels for tensors of this device and dtype, or None."""
     if tensor.is_cuda:
         return cast(Kernels | None, _gpu())
     return cast(Kernels, cpu) if cpu.usable(tensor) else None
@@ -48,11 +47,11 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 @cache
 def _gpu() -> ModuleType | None:
-    """Returns the Triton kernels if there is Triton, which torch installs where it can use it. Only imported for
-    GPUs: it takes a second, and in a process with it the CPU kernels were a tenth slower.
+    """Returns the Triton kernels, or None if Triton is not installed (torch depends on it).
+
+    Imported only for GPUs: the import takes a second, and CPU kernels were a tenth slower in a
+    process with Triton.
     """
-    return (
-        importlib.import_module(f"{__name__}.triton.elementwise")
-        if importlib.util.find_spec("triton")
-        else None
-    )
+    if not importlib.util.find_spec("triton"):
+        return None
+    return importlib.import_module(f"{__name__}.triton.elementwise")

@@ -1,4 +1,4 @@
-"""Experts of which a router picks some for each token (mixture of experts, arXiv 1701.06538)."""
+"""Computes mixtures of experts: a router selects experts per token (arXiv 1701.06538)."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -14,11 +14,11 @@ from .lora import LoraStep
 
 
 class RoutedExperts(Module, ABC):
-    """Sends each token to the experts that the router scores best, and adds what they compute,
-    weighted.
+    """Routes each token to the experts with the highest scores and adds their weighted outputs.
 
-    Every rank has its part of each expert. What a token gets does not depend, to the last bit, on
-    the tokens beside it: an expert's products do not, and their sum is in the order of the experts.
+    Every rank has its part of each expert. A token's output does not depend on the other tokens of
+    the batch, to the last bit: neither do an expert's products, and the outputs are added in the
+    order of the experts.
     """
 
     def __init__(
@@ -30,8 +30,9 @@ class RoutedExperts(Module, ABC):
         *,
         router_bias: bool = False,
     ) -> None:
-        """`router` is its name in the checkpoint."""
-        self._config, self._tp = config, build.tp
+        """Takes `router`, the router's name in the checkpoint."""
+        self._config = config
+        self._tp = build.tp
         self.router: LinearMethod = UnquantizedLinearMethod(batch_invariant=build.batch_invariant)
         outputs = ((router, config.num_experts, slice(None)),)
         partition = LinearPartition(outputs=outputs, num_inputs=hidden, has_bias=router_bias)
@@ -39,7 +40,7 @@ class RoutedExperts(Module, ABC):
 
     @abstractmethod
     def compute(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Maps x [num_rows, hidden] by the rank's part of an expert to a summand of the same shape."""
+        """Maps x [num_rows, hidden] to the output of this rank's part of expert `number`."""
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Maps x [num_tokens, hidden] to the same shape, added to `residual`."""
@@ -54,14 +55,12 @@ class RoutedExperts(Module, ABC):
         return result if residual is None else residual + result
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the experts of each token and their weights, [num_tokens, num_chosen], the latter
-        in float32.
-        """
+        """Returns each token's experts and float32 weights, both [num_tokens, num_chosen]."""
         scores = self.router.apply(x).float().softmax(dim=-1)
         weights, chosen = scores.topk(self._config.num_chosen, dim=-1)
-        return chosen, weights / weights.sum(
-            -1, keepdim=True
-        ) if self._config.normalised else weights
+        if self._config.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return chosen, weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +68,16 @@ class ExpertNames:
     """Names the parts of a layer of experts in the checkpoint."""
 
     router: str
-    experts: str  # before the number of an expert
+    experts: str  # prefix of an expert's number
     gate: str
     up: str
     down: str
 
 
 class GatedExpert(Module):
-    """Computes a summand of down(activation(gate(x)) * up(x)): over the rank's part of the
-    intermediate size.
+    """Computes this rank's summand of down(activation(gate(x)) * up(x)).
+
+    It covers the rank's part of the intermediate size.
     """
 
     def __init__(
@@ -88,12 +88,13 @@ class GatedExpert(Module):
         number: int,
         build: BuildOptions,
     ) -> None:
-        prefix, size = f"{names.experts}.{number}", config.intermediate_size
-        part, down = build.tp.part(size), f"{prefix}.{names.down}"
+        prefix = f"{names.experts}.{number}"
+        size = config.intermediate_size
+        part = build.tp.part(size)
+        down = f"{prefix}.{names.down}"
         outputs = [(f"{prefix}.{name}", size, part) for name in (names.gate, names.up)]
-        build = replace(
-            build, lora=LoraStep()
-        )  # adapters do not change experts, whose rows are not the step's
+        # Adapters do not change experts: an expert's rows are not the rows of the step.
+        build = replace(build, lora=LoraStep())
         self.gate_up_proj = ColumnParallelLinear(outputs, hidden, build, gated=True)
         self.down_proj = build.linear_method(down)
         partition = LinearPartition(
@@ -103,7 +104,7 @@ class GatedExpert(Module):
 
 
 class GatedExperts(RoutedExperts):
-    """Routes to MLPs like Llama's."""
+    """Routes tokens to MLPs like Llama's."""
 
     def __init__(
         self,
@@ -122,6 +123,5 @@ class GatedExperts(RoutedExperts):
         ]
 
     def compute(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """See `RoutedExperts.compute`."""
         expert = self.experts[number]
         return expert.down_proj.apply(expert.gate_up_proj.method.apply_gated(x, self._activation))

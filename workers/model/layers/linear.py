@@ -1,6 +1,7 @@
-"""Linear layers and the token embedding, each with its rank's part of what the checkpoint has.
+"""Defines linear layers and the token embedding, each with its rank's part of the checkpoint.
 
-Column parallel layers split their outputs over the ranks, row parallel layers their inputs."""
+Column-parallel layers split their outputs over the ranks, row-parallel layers their inputs.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,21 +20,23 @@ from .lora import LoraStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """Says how a model's tree is built."""
+    """Holds the options for building a model's tree."""
 
     dtype: torch.dtype  # that the model computes in
     tp: TensorParallel
     linear_method: LinearMethodOf
     batch_invariant: bool = False  # see `UnquantizedLinearMethod`
-    lora: LoraStep = field(default_factory=LoraStep)  # which the layers join
+    lora: LoraStep = field(
+        default_factory=LoraStep
+    )  # registers the layers that adapters may change
 
 
 Outputs = tuple[str, int, slice]
-"""Names a map in the checkpoint, how many outputs it has, and which of them are kept."""
+"""A weight's name in the checkpoint, its number of outputs, and the slice that is kept."""
 
 
 class ColumnParallelLinear(Module):
-    """Computes the rank's outputs of one or several maps of the same input, side by side."""
+    """Computes the rank's outputs of one or several linear maps of the same input."""
 
     def __init__(
         self,
@@ -54,11 +57,11 @@ class ColumnParallelLinear(Module):
         self._lora = build.lora.add_layer(partition, self.method)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps [num_tokens, num_inputs] to [num_tokens, outputs kept]."""
+        """Maps [num_tokens, num_inputs] to [num_tokens, kept outputs]."""
         return self.method.apply(x, self._lora.add(x))
 
     def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """Maps x likewise to activation(gate) * up, [num_tokens, outputs kept / 2]."""
+        """Maps x [num_tokens, num_inputs] to activation(gate) * up, [num_tokens, kept / 2]."""
         return self.method.apply_gated(x, activation, self._lora.add(x))
 
 
@@ -70,20 +73,24 @@ def qkv_outputs(
     *,
     fused: bool = False,
 ) -> list[Outputs]:
-    """Returns the outputs of a layer's query, key and value maps that a rank keeps: its query
-    heads, and the keys and the values of its KV slots. `order` is that of a head's dimensions, see
-    `rotated_order`. In a checkpoint that is `fused` the three are one map, qkv_proj. Raises
+    """Returns the outputs of a layer's query, key and value projections that a rank keeps.
+
+    These are its query heads, and the keys and values of its KV heads. `order` is the order of a
+    head's dimensions; see `rotated_order`. A `fused` checkpoint has one weight, qkv_proj. Raises
     ValueError as `check_split`.
     """
-    dim, heads, kv_heads = layer.head_dim, tp.query_heads(layer), tp.kv_heads(layer)
-    whole = [slice(0, dim)]
+    dim = layer.head_dim
+    heads = tp.query_heads(layer)
+    kv_heads = tp.kv_heads(layer)
+    unordered = [slice(0, dim)]
     maps: list[tuple[str, int, Sequence[int], Sequence[slice]]] = [
-        ("q_proj", layer.num_heads * dim, range(heads.start, heads.stop), order or whole),
-        ("k_proj", layer.num_kv_heads * dim, kv_heads, order or whole),
-        ("v_proj", layer.num_kv_heads * dim, kv_heads, whole),
+        ("q_proj", layer.num_heads * dim, range(heads.start, heads.stop), order or unordered),
+        ("k_proj", layer.num_kv_heads * dim, kv_heads, order or unordered),
+        ("v_proj", layer.num_kv_heads * dim, kv_heads, unordered),
     ]
     outputs: list[Outputs] = []
-    total, first = sum(size for _, size, *_ in maps), 0
+    total = sum(size for _, size, *_ in maps)
+    first = 0
     for name, size, numbers, parts in maps:
         where, begin = ("qkv_proj", first) if fused else (name, 0)
         for at in (begin + number * dim for number in numbers):
@@ -94,8 +101,9 @@ def qkv_outputs(
 
 
 def gate_up_outputs(prefix: str, size: int, part: slice, *, fused: bool = False) -> list[Outputs]:
-    """Returns the outputs of an MLP's gate and up maps that a rank keeps; `fused` as in
-    `qkv_outputs`, gate_up_proj.
+    """Returns the outputs of an MLP's gate and up projections that a rank keeps.
+
+    A `fused` checkpoint has one weight, gate_up_proj.
     """
     if not fused:
         return [(f"{prefix}.{name}_proj", size, part) for name in ("gate", "up")]
@@ -106,7 +114,7 @@ def gate_up_outputs(prefix: str, size: int, part: slice, *, fused: bool = False)
 
 
 def _joined(outputs: Sequence[Outputs]) -> list[Outputs]:
-    """Joins what lies one after the other: it is read at once."""
+    """Joins adjacent outputs, so that they are read at once."""
     joined: list[Outputs] = []
     for name, size, kept in outputs:
         if joined and joined[-1][:2] == (name, size):
@@ -119,7 +127,7 @@ def _joined(outputs: Sequence[Outputs]) -> list[Outputs]:
 
 
 class RowParallelLinear(Module):
-    """Maps the rank's part of the inputs to a summand of the output, and sums these over the ranks."""
+    """Maps the rank's part of the inputs to partial sums, and reduces them over the ranks."""
 
     def __init__(
         self,
@@ -131,7 +139,7 @@ class RowParallelLinear(Module):
         *,
         bias: bool,
     ) -> None:
-        """`inputs` are those that the rank has; rank 0 adds the bias."""
+        """Takes `inputs`, the slice of inputs that the rank has; rank 0 adds the bias."""
         self._tp = build.tp
         self.method = build.linear_method(name)
         outputs = ((name, num_outputs, slice(None)),)
@@ -143,8 +151,9 @@ class RowParallelLinear(Module):
         self._lora = build.lora.add_layer(partition, self.method)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps [num_tokens, inputs kept] to [num_tokens, num_outputs], added to `residual`, which
-        may be overwritten.
+        """Maps [num_tokens, kept inputs] to [num_tokens, num_outputs] and adds `residual`.
+
+        The residual may be overwritten.
         """
         return self._tp.all_reduce(
             self.method.apply(x, self._lora.add(x, residual if self._tp.rank == 0 else None))
@@ -152,7 +161,7 @@ class RowParallelLinear(Module):
 
 
 class VocabParallelEmbedding(Module):
-    """Looks up token embeddings; each rank has the rows of its part of the vocabulary."""
+    """Looks up token embeddings; each rank has its part of the vocabulary."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, build: BuildOptions) -> None:
         self._tp = build.tp
@@ -171,15 +180,14 @@ class VocabParallelEmbedding(Module):
 
 
 class ParallelLMHead(Module):
-    """Computes logits; each rank those of its part of the vocabulary."""
+    """Computes logits; each rank computes its part of the vocabulary."""
 
     def __init__(
         self, name: str, size: tuple[int, int], build: BuildOptions, tied: Parameter | None = None
     ) -> None:
-        """`size` is vocabulary and hidden size; `tied` is the embedding's weight if that is the
-        head's, too.
-        """
-        self._tp, self._vocab_size = build.tp, size[0]
+        """Takes `size` (vocabulary and hidden size), and the embedding's weight if it is `tied`."""
+        self._tp = build.tp
+        self._vocab_size = size[0]
         self.method = build.linear_method(name)
         if tied:
             if not self.method.tie(tied):

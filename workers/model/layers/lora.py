@@ -1,6 +1,4 @@
-"""Low-rank adapters of linear layers (LoRA, arXiv 2106.09685): what they add to the rows of a step
-that use them.
-"""
+"""Computes LoRA adapters (arXiv 2106.09685) for the rows of a step that use them."""
 
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
@@ -12,15 +10,16 @@ from ..kernels.c import cpu
 from ..quant.base import LinearMethod, LinearPartition
 from ..quant.unquantized import UnquantizedLinearMethod
 
-_RANK_UNIT: Final = 16  # ranks are padded to a multiple, which every kernel takes
+_RANK_UNIT: Final = 16  # ranks are padded to a multiple of this, which every kernel supports
 
 Factors = tuple[torch.Tensor, torch.Tensor]
-"""A [rank, inputs] and B [outputs, rank] of one map of a checkpoint, both whole."""
+"""A [rank, inputs] and B [outputs, rank] of one weight of the checkpoint, not split over ranks."""
 
 
 class LowRankMap:
-    """Adds scale * B (A x) to a rank's part of the outputs of a layer. A row's sum does not depend
-    on the other rows, where the products of the layers do not.
+    """Adds scale * B (A x) to a rank's part of a layer's outputs.
+
+    A row's sum does not depend on the other rows if the products of the layers do not either.
     """
 
     def __init__(
@@ -34,10 +33,12 @@ class LowRankMap:
         device: torch.device,
         batch_invariant: bool,
     ) -> None:
-        """`factors` returns those of a map by its name, None of one that is not adapted; of some it
-        returns them. The
-        maps of a layer are one here: their A lie below each other, and each B has the columns of
-        its own A. `alternates`: its outputs are as `LinearMethod.fuses_gate` says.
+        """Combines the factors of a layer's weights into one pair of matrices.
+
+        `factors` returns the factors of a weight by its name, or None if the adapter does not
+        change it; at least one weight of the layer has factors. Their A are stacked, and each B
+        uses the columns of its own A. With `alternates`, gate and up outputs alternate; see
+        `LinearMethod.fuses_gate`.
         """
         names = list(dict.fromkeys(name for name, *_ in partition.outputs))
         found = {name: each for name in names if (each := factors(name)) is not None}
@@ -61,49 +62,50 @@ class LowRankMap:
                 weight.to(device, dtype), batch_invariant=batch_invariant
             )
 
-        self._down, self._up = method(functional.pad(down, (0, 0, 0, padding))), method(up)
+        self._down = method(functional.pad(down, (0, 0, 0, padding)))
+        self._up = method(up)
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        """Returns y [num_rows, outputs], which may be overwritten, zeros if None, plus what x
-        [num_rows, inputs] is mapped to.
+        """Returns y [num_rows, outputs] plus the adapter's output for x [num_rows, inputs].
+
+        y may be overwritten; None stands for zeros.
         """
         return self._up.apply(self._down.apply(x), y)
 
 
 class AdapterRows(NamedTuple):
-    """Holds which rows of a step use an adapter."""
+    """Describes which rows of a step use an adapter."""
 
-    rows: slice | torch.Tensor  # [num_rows] int64, ascending; a slice where they follow each other
-    maps: Mapping[int, LowRankMap]  # of the adapter, by the numbers of the layers that it changes
+    rows: slice | torch.Tensor  # [num_rows] int64, ascending; a slice if they are adjacent
+    maps: Mapping[int, LowRankMap]  # by the number of the layer
 
 
 class LoraStep:
-    """Knows the linear layers of a model that adapters may change, and the rows of the step under
-    way that use one.
-    """
+    """Holds the linear layers that adapters may change, and the adapters of the running step."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[LinearPartition, LinearMethod]] = []
         self.adapters: tuple[AdapterRows, ...] = ()  # set for a step, and empty after it
 
     def add_layer(self, partition: LinearPartition, method: LinearMethod) -> "LoraLayer":
-        """Makes a layer one that adapters may change."""
+        """Registers a layer that adapters may change."""
         self.layers.append((partition, method))
         return LoraLayer(self, len(self.layers) - 1)
 
 
 class LoraLayer:
-    """Computes what the adapters of the step under way add to one layer's outputs."""
+    """Applies the adapters of the running step to one layer."""
 
     def __init__(self, step: LoraStep, number: int) -> None:
         self._step = step
         self._number = number
 
     def add(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Returns y [num_tokens, outputs], which may be overwritten, with what adapters map x
-        [num_tokens, inputs] to; without y what they add to zeros, None if they change nothing here.
+        """Adds the adapters' outputs for x [num_tokens, inputs] to y [num_tokens, outputs].
 
-        A layer's product takes it as its residual: zeros change no bit of a row.
+        y may be overwritten. Without y they are added to zeros, or None is returned if no adapter
+        of the step changes this layer. A layer's product uses the result as its residual: zeros
+        change no bit of a row.
         """
         for rows, maps in self._step.adapters:
             if own := maps.get(self._number):

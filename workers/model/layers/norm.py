@@ -1,4 +1,4 @@
-"""Norms of the last dimension, computed in float32."""
+"""Normalizes the last dimension, in float32."""
 
 import torch
 from torch.nn import functional
@@ -9,28 +9,28 @@ from ..module import Module, Parameter, WeightSlice
 
 
 class RMSNorm(Module):
-    """Normalises by the root mean square (arXiv 1910.07467).
+    """Normalizes by the root mean square (arXiv 1910.07467).
 
-    Rounds to x's dtype before the weight, as transformers does for Llama; for Gemma, OLMo 2 and
-    gpt-oss transformers multiplies by the weight in float32 and rounds once, which in bfloat16
-    differs by a rounding.
+    Rounds to x's dtype before it multiplies by the weight, as transformers does for Llama. For
+    Gemma, OLMo 2 and gpt-oss, transformers multiplies in float32 and rounds once; in bfloat16 this
+    differs by one rounding.
     """
 
     def __init__(
         self, name: str, size: int, epsilon: float, dtype: torch.dtype, *, offset: float = 0.0
     ) -> None:
-        """`offset` is added to the weight: 1 in Gemma's checkpoints."""
+        """Takes the `offset` that is added to the weight: 1 in Gemma's checkpoints."""
         self.weight = Parameter(WeightSlice(f"{name}.weight", (size,)), dtype=dtype)
         self._epsilon = epsilon
         self._offset = offset
 
     def process_after_load(self) -> None:
-        """Picks the kernel of the weight's device and dtype."""
+        """Selects the kernels for the weight's device and dtype."""
         self._weight = self.weight.data
         self._kernels = kernels.of(self._weight)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps x [..., size] to the same shape, added to `residual`, which is contiguous."""
+        """Maps x [..., size] to the same shape and adds the contiguous `residual`."""
         if self._kernels:
             return self._kernels.rms_norm(x, self._weight, self._epsilon, self._offset, residual)
         wide = x.float()
@@ -45,7 +45,7 @@ class RMSNorm(Module):
 
 
 class LayerNorm(Module):
-    """Subtracts the mean and normalises by the standard deviation (arXiv 1607.06450); has no bias."""
+    """Subtracts the mean and divides by the standard deviation (arXiv 1607.06450); no bias."""
 
     def __init__(self, name: str, size: int, epsilon: float, dtype: torch.dtype) -> None:
         self.weight = Parameter(WeightSlice(f"{name}.weight", (size,)), dtype=dtype)

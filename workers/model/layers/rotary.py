@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864) and its scalings, as transformers computes them."""
+"""Computes rotary embeddings (arXiv 2104.09864) and their scalings, as transformers does."""
 
 import math
 
@@ -14,17 +14,17 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 def rotated_order(config: RopeConfig | None, head_dim: int) -> list[slice]:
-    """Returns the dimensions of a query or key head of a checkpoint in the order in which
-    `apply_rotary` takes them.
+    """Returns the order in which a query or key head's dimensions are loaded for `apply_rotary`.
 
-    It rotates pairs that lie half a head apart, all of them. Products of queries and keys do not
-    depend on the order, so models that pair neighbours, or rotate only some dimensions, are loaded
-    in this one.
+    `apply_rotary` rotates all dimensions, in pairs that are half a head apart. Products of queries
+    and keys do not depend on the order of dimensions. So models that pair neighbours, or rotate
+    only some dimensions, are loaded in this order.
     """
     if config is None or (config.rotated == 1.0 and not config.interleaved):
         return [slice(0, head_dim)]
     num_rotated = config.num_rotated(head_dim)
-    half, middle = num_rotated // 2, (num_rotated + head_dim) // 2
+    half = num_rotated // 2
+    middle = (num_rotated + head_dim) // 2
     pairs = (slice(0, num_rotated, 2), slice(1, num_rotated, 2))
     first, second = pairs if config.interleaved else (slice(0, half), slice(half, num_rotated))
     order = [first, slice(num_rotated, middle), second, slice(middle, head_dim)]
@@ -32,9 +32,7 @@ def rotated_order(config: RopeConfig | None, head_dim: int) -> list[slice]:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Returns the angle per position of each pair of `head_dim` rotated dimensions: float32
-    [head_dim / 2].
-    """
+    """Returns the angle per position of each pair of rotated dimensions: float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (config.theta**exponents)
     if config.kind == "linear":
@@ -49,7 +47,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 class RotaryEmbedding:
-    """Turns positions into the cosines and sines that `apply_rotary` takes."""
+    """Maps positions to the cosines and sines that `apply_rotary` uses."""
 
     def __init__(
         self,
@@ -60,18 +58,16 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Where there are kernels for CPUs, positions are below max_positions, and their sines lie
-        in a table.
-        """
+        """Builds a table if there are CPU kernels; positions must then be below `max_positions`."""
         num_rotated = config.num_rotated(head_dim)
-        rest = (0, (head_dim - num_rotated) // 2)  # of each half; dimensions that stay as they are
+        rest = (0, (head_dim - num_rotated) // 2)  # dimensions of each half that are not rotated
         half = functional.pad(inverse_frequencies(config, num_rotated), rest).to(device)
         self._frequencies = torch.cat((half, half))  # [head_dim]
         scale = functional.pad(
             torch.full((num_rotated // 2,), config.attention_factor), rest, value=1.0
         ).to(device)
         self._scale = torch.cat((scale, scale))
-        # The minus of rotate_half, moved from the activations into the table.
+        # The minus sign of rotate_half is in the table instead of in the activations.
         self._signed_scale = torch.cat((-scale, scale))
         self._dtype = dtype
         has_kernels = cpu.usable(self._frequencies.to(dtype))
@@ -87,13 +83,13 @@ class RotaryEmbedding:
 
     def _compute(self, positions: torch.Tensor) -> CosSin:
         angles = (positions.float()[:, None] * self._frequencies)[:, None]
-        return (angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._signed_scale).to(
-            self._dtype
-        )
+        cos = angles.cos() * self._scale
+        sin = angles.sin() * self._signed_scale
+        return cos.to(self._dtype), sin.to(self._dtype)
 
 
 def apply_rotary(heads: torch.Tensor, rotary: CosSin) -> torch.Tensor:
-    """Rotates heads [num_tokens, num_heads, head_dim]; they may be overwritten."""
+    """Rotates heads [num_tokens, num_heads, head_dim], which may be overwritten."""
     cos, sin = rotary
     if native := kernels.of(heads):
         return native.rotate(heads, cos, sin)
@@ -101,8 +97,9 @@ def apply_rotary(heads: torch.Tensor, rotary: CosSin) -> torch.Tensor:
 
 
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Scales as Llama 3.1: long waves are slowed by the factor, short ones kept, those between
-    blended.
+    """Scales frequencies as Llama 3.1: divides low ones by the factor, keeps high ones.
+
+    Frequencies in between are interpolated.
     """
     context = config.original_max_position
     waves = 2 * math.pi / frequencies
@@ -120,18 +117,23 @@ def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(config: RopeConfig, frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Scales as YaRN (arXiv 2309.00071): a ramp over the dimensions between keeping and slowing by
-    the factor.
+    """Scales frequencies as YaRN (arXiv 2309.00071).
+
+    A ramp over the dimensions leads from unchanged frequencies to frequencies divided by the
+    factor.
     """
 
     def dimension(num_rotations: float) -> float:
         turns = config.original_max_position / (num_rotations * 2 * math.pi)
         return head_dim * math.log(turns) / (2 * math.log(config.theta))
 
-    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    low = dimension(config.beta_fast)
+    high = dimension(config.beta_slow)
     if config.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return frequencies / config.factor * ramp + frequencies * (1 - ramp)

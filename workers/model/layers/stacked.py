@@ -1,4 +1,4 @@
-"""Linear maps of experts that lie in one tensor of the checkpoint, in its dtype or in MXFP4."""
+"""Loads experts' linear maps from one checkpoint tensor, in its dtype or in MXFP4."""
 
 from collections.abc import Iterator
 
@@ -11,32 +11,40 @@ from .linear import BuildOptions
 
 
 def inputs_together(*, is_mxfp4: bool) -> int:
-    """Returns how many inputs of a map are not split over ranks."""
+    """Returns the number of adjacent inputs that must stay on one rank."""
     return BLOCK if is_mxfp4 else 1
 
 
 class StackedMap(Module):
-    """Holds one linear map of every expert, as they lie in one tensor of the checkpoint."""
+    """Holds one linear map of each expert, loaded from one tensor of the checkpoint."""
 
     def __init__(
-        self, name: str, num_experts: int, sizes: tuple[int, int], kept: tuple[slice, slice], build: BuildOptions,
-        *, is_mxfp4: bool, bias: bool,
-    ) -> None:  # fmt: skip
-        """`sizes` are the numbers of outputs and inputs of the whole map, `kept` those of this
-        rank, whole blocks of inputs if it `is_mxfp4`.
+        self,
+        name: str,
+        num_experts: int,
+        sizes: tuple[int, int],
+        kept: tuple[slice, slice],
+        build: BuildOptions,
+        *,
+        is_mxfp4: bool,
+        bias: bool,
+    ) -> None:
+        """Takes `sizes`, the numbers of outputs and inputs, and the slices `kept` by this rank.
+
+        If `is_mxfp4`, the kept inputs are whole blocks.
         """
         outputs, inputs = sizes
         kept_outputs, kept_inputs = kept
         self._build = build
-        self.maps: list[UnquantizedLinearMethod] = []  # of each expert, once it is loaded
+        self.maps: list[UnquantizedLinearMethod] = []  # by expert, after loading
         self.weight: Parameter | None = None  # [num_experts, inputs, outputs]
         self.blocks: Parameter | None = None  # [num_experts, outputs, blocks of inputs, bytes]
         self.scales: Parameter | None = None  # [num_experts, outputs, blocks of inputs]
         if is_mxfp4:
-            shape = num_experts, outputs, inputs // BLOCK
+            shape = (num_experts, outputs, inputs // BLOCK)
             begin, end, _ = kept_inputs.indices(inputs)
             blocks = slice(begin // BLOCK, end // BLOCK)
-            part = slice(None), kept_outputs, blocks
+            part = (slice(None), kept_outputs, blocks)
             self.blocks = Parameter(
                 WeightSlice(f"{name}_blocks", (*shape, BLOCK_BYTES), part), dtype=torch.uint8
             )
@@ -44,7 +52,7 @@ class StackedMap(Module):
             self.scales = Parameter(WeightSlice(f"{name}_scales", shape, part), dtype=torch.uint8)
             self.scales.num_bytes = 0
         else:
-            shape = num_experts, inputs, outputs
+            shape = (num_experts, inputs, outputs)
             self.weight = Parameter(
                 WeightSlice(name, shape, (slice(None), kept_inputs, kept_outputs)),
                 dtype=build.dtype,
@@ -55,14 +63,17 @@ class StackedMap(Module):
             self.bias = Parameter(rows, dtype=build.dtype)
 
     def process_after_load(self) -> None:
-        """Makes a linear method of each expert's map, in the model's dtype."""
+        """Creates the linear method of each expert, in the model's dtype."""
         for number, weight in enumerate(self._weights()):
             bias = self.bias.data[number].clone() if self.bias else None
             invariant = self._build.batch_invariant
             self.maps.append(
                 UnquantizedLinearMethod.from_tensors(weight, bias, batch_invariant=invariant)
             )
-        self.weight = self.blocks = self.scales = self.bias = None
+        self.weight = None
+        self.blocks = None
+        self.scales = None
+        self.bias = None
 
     def _weights(self) -> Iterator[torch.Tensor]:
         """Yields the weights [outputs, inputs] of each expert."""

@@ -1,6 +1,7 @@
-"""Cohere's Command R7B and Command A (arXiv 2504.00698): attention and MLP side by side behind one
-layer norm; most layers slide a window and rotate neighbouring dimensions, every fourth sees all and
-knows no positions.
+"""Cohere's Command R7B and Command A (arXiv 2504.00698): parallel attention and MLP after one norm.
+
+Most layers have a sliding window and rotate neighbouring dimensions. Every fourth layer has full
+attention and no position embedding.
 """
 
 from dataclasses import replace
@@ -12,13 +13,14 @@ from ..config import Fields, ModelConfig
 from ..layers.linear import BuildOptions
 from ..layers.norm import LayerNorm
 from ..layers.rotary import CosSin
+from ..layers.scaling import scaled
 from .family import DecoderLayer
 from .llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from .parsing import parse_alternating_windows, parse_decoder_config, parse_rope
 
 
 class Cohere2DecoderLayer(DecoderLayer):
-    """Adds attention and MLP of the same normed hidden states."""
+    """Adds attention and MLP of the same normalized hidden states."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
         prefix = f"model.layers.{index}"
@@ -31,13 +33,12 @@ class Cohere2DecoderLayer(DecoderLayer):
     def __call__(
         self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
     ) -> torch.Tensor:
-        """See `DecoderLayer.__call__`."""
         normed = self.input_layernorm(x)
         return self.mlp(normed, self.self_attn(normed, x, rotary, attention))
 
 
 class Cohere2ForCausalLM(LlamaForCausalLM):
-    """Is Llama's tree but for the layers and the norm."""
+    """Uses Cohere's layers, a final layer norm, and a factor for the logits."""
 
     layer_type = Cohere2DecoderLayer
 
@@ -45,9 +46,11 @@ class Cohere2ForCausalLM(LlamaForCausalLM):
         super().__init__(config, build)
         self.norm = LayerNorm("model.norm", config.hidden_size, config.norm_eps, build.dtype)
 
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(scaled(self.norm(hidden), self._config.logits_scale))
+
 
 def parse_cohere2_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
     bias = fields.boolean("attention_bias", False)
     window = parse_alternating_windows(
         fields, full_every=fields.integer("sliding_window_pattern", 4)

@@ -1,5 +1,6 @@
-"""Defines the interface of model families: a config parser and a module tree over a flat batch of
-tokens.
+"""Defines the interface of model families: a config parser and a module tree.
+
+The tree computes a flat batch of tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -18,16 +19,16 @@ from ..module import Module
 
 
 class CausalLM(Module, ABC):
-    """Computes a decoder-only model; its parameters are on `meta` until the loader fills them."""
+    """Computes a decoder-only model; parameters are on `meta` until the loader fills them."""
 
     can_capture: ClassVar[bool] = True
-    """Whether what it launches on a GPU depends on nothing but the number of tokens."""
+    """Whether the launched GPU kernels depend only on the number of tokens (CUDA graphs)."""
     lora: LoraStep | None = None
-    """The layers that adapters may change; None if it takes no adapters."""
+    """The layers that adapters may change; None if the model supports no adapters."""
 
     @property
     def code(self) -> type:
-        """The class whose code computes the layers."""
+        """Returns the class whose code computes the layers."""
         return type(self)
 
     @abstractmethod
@@ -38,16 +39,17 @@ class CausalLM(Module, ABC):
         attention: StepAttention,
         on_layers: OnLayers | None = None,
     ) -> torch.Tensor:
-        """Maps token_ids and positions [num_tokens], those of a sequence one after the other, to
-        the hidden states after the last layer, [num_tokens, hidden].
+        """Maps token_ids and positions [num_tokens] to the last layer's output.
 
+        Tokens of a sequence are adjacent. The output is [num_tokens, hidden], before the last norm.
         Calls `on_layers` between some layers with the number of layers whose KV cache is stored.
         """
 
     @abstractmethod
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Maps hidden states [num_rows, hidden] to those after the last norm, which transformers
-        calls last_hidden_state.
+        """Applies the last norm to hidden states [num_rows, hidden].
+
+        transformers calls the result last_hidden_state.
         """
 
     @abstractmethod
@@ -70,9 +72,9 @@ class DecoderLayer(Module, ABC):
 
 
 class ModelFamily(NamedTuple):
-    """Holds what `registry` knows of an architecture."""
+    """Holds the config parser and the tree builder of an architecture."""
 
     parse_config: Callable[[Fields], ModelConfig]
-    """Returns the model's shape, from config.json. Raises CheckpointError that names a field."""
+    """Parses config.json to the model's shape. Raises CheckpointError, which names the field."""
     build: Callable[[ModelConfig, BuildOptions], CausalLM]
-    """Returns a rank's tree. Raises ValueError if the heads cannot be split over the ranks."""
+    """Builds a rank's tree. Raises ValueError if the heads cannot be split over the ranks."""

@@ -1,8 +1,8 @@
 """Gemma 2 (arXiv 2408.00118) and the text models of Gemma 3 (arXiv 2503.19786).
 
-Both scale embeddings, norm before and behind attention and MLP, and alternate layers that slide a
-window with layers that see all. Gemma 2 caps scores and logits; Gemma 3 norms queries and keys, and
-its sliding layers have a rotary base of their own.
+Both scale embeddings, normalize before and after attention and MLP, and alternate sliding-window
+layers with full-attention layers. Gemma 2 caps scores and logits. Gemma 3 normalizes queries and
+keys, and its sliding-window layers have their own rotary base.
 """
 
 from dataclasses import replace
@@ -10,27 +10,42 @@ from typing import ClassVar
 
 import torch
 
-from ..attention.backend import StepAttention
+from ..attention.backend import AttentionOptions, StepAttention
 from ..config import Fields, ModelConfig, RopeConfig
 from ..layers.linear import BuildOptions
 from ..layers.norm import RMSNorm
 from ..layers.rotary import CosSin
+from ..layers.scaling import scaled, soft_capped
 from .family import DecoderLayer
 from .llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from .parsing import RopeOf, WindowOf, parse_alternating_windows, parse_decoder_config, parse_rope
 from .qwen import Qwen3Attention
 
 
+class Gemma2Attention(LlamaAttention):
+    """Computes Llama's attention with its own scale and soft-capped scores."""
+
+    def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
+        super().__init__(config, index, prefix, build)
+        self._options = AttentionOptions(
+            scale=config.attention_scale, soft_cap=config.attention_soft_cap
+        )
+
+
 class Gemma3Attention(Qwen3Attention):
-    """Computes Llama's attention over normed queries and keys."""
+    """Computes Llama's attention over normalized queries and keys, with its own scale."""
 
     norm_offset = 1.0
 
+    def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
+        super().__init__(config, index, prefix, build)
+        self._options = AttentionOptions(scale=config.attention_scale)
+
 
 class Gemma2DecoderLayer(DecoderLayer):
-    """Adds attention, then the MLP, each of the normed hidden states and normed behind."""
+    """Adds attention, then the MLP, each normalized before and after."""
 
-    attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention
+    attention_type: ClassVar[type[LlamaAttention]] = Gemma2Attention
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
         prefix = f"model.layers.{index}"
@@ -54,20 +69,19 @@ class Gemma2DecoderLayer(DecoderLayer):
     def __call__(
         self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
     ) -> torch.Tensor:
-        """See `DecoderLayer.__call__`."""
         attended = self.self_attn(self.input_layernorm(x), None, rotary, attention)
         x = self.post_attention_layernorm(attended, x)
         return self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), None), x)
 
 
 class Gemma3DecoderLayer(Gemma2DecoderLayer):
-    """Is Gemma 2's layer but for the attention."""
+    """Uses Gemma 3's attention in Gemma 2's layer."""
 
     attention_type = Gemma3Attention
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):
-    """Is Llama's tree but for the layers and the norm."""
+    """Scales the embeddings by sqrt(hidden_size) and soft-caps the logits."""
 
     layer_type: ClassVar[type[DecoderLayer]] = Gemma2DecoderLayer
 
@@ -76,16 +90,25 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         self.norm = RMSNorm(
             "model.norm", config.hidden_size, config.norm_eps, build.dtype, offset=1.0
         )
+        # transformers rounds this factor to the dtype of the weights.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return scaled(super().embed(token_ids), self._embedding_scale)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super().compute_logits(hidden)
+        cap = self._config.logits_soft_cap
+        return logits if cap is None else soft_capped(logits, cap)
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """Is Gemma 2's tree but for the layers."""
+    """Uses Gemma 3's layers in Gemma 2's tree."""
 
     layer_type = Gemma3DecoderLayer
 
 
 def parse_gemma2_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
     config = _parse_gemma_config(fields, parse_alternating_windows(fields, full_every=2))
     return replace(
         config,
@@ -95,14 +118,13 @@ def parse_gemma2_config(fields: Fields) -> ModelConfig:
 
 
 def parse_gemma3_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
     window = parse_alternating_windows(
         fields, full_every=fields.integer("sliding_window_pattern", 6)
     )
     rope = parse_rope(fields, layer_type="full_attention", default_theta=1_000_000.0)
     if fields.has("rope_parameters"):
         sliding_rope = parse_rope(fields, layer_type="sliding_attention")
-    else:  # as transformers 4 wrote it
+    else:  # the format of transformers 4
         sliding_rope = RopeConfig(theta=fields.number("rope_local_base_freq", 10_000.0))
     config = _parse_gemma_config(
         fields, window, lambda index: rope if window(index) is None else sliding_rope

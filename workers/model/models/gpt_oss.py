@@ -1,6 +1,6 @@
-"""gpt-oss (arXiv 2508.10925): Llama's tree with biases, sinks, a window in every other layer, and
-routed experts whose weights may be in MXFP4; these are turned into the model's dtype when they are
-loaded.
+"""gpt-oss (arXiv 2508.10925): Llama with biases, attention sinks, alternating windows and experts.
+
+Expert weights may be in MXFP4; they are converted to the model's dtype when they are loaded.
 """
 
 from dataclasses import replace
@@ -18,11 +18,11 @@ from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from .parsing import parse_alternating_windows, parse_decoder_config, parse_rope
 
 _ALPHA: Final = 1.702  # of the sigmoid
-_LIMIT: Final = 7.0  # of gates and of what they gate
+_LIMIT: Final = 7.0  # of the gate and up projections
 
 
 class GptOssAttention(LlamaAttention):
-    """Computes Llama's attention with a sink for each query head."""
+    """Computes Llama's attention with one sink per query head."""
 
     def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
         super().__init__(config, index, prefix, build)
@@ -31,36 +31,38 @@ class GptOssAttention(LlamaAttention):
         self.sinks = Parameter(sinks, dtype=torch.float32)
 
     def process_after_load(self) -> None:
-        """Gives the sinks to the attention."""
+        """Passes the loaded sinks to the attention."""
         self._options = replace(self._options, sinks=self.sinks.data)
 
 
 class GptOssExperts(RoutedExperts):
-    """Routes to experts that clamp gates and what they gate, which lie in turn in the checkpoint."""
+    """Routes to experts with clamped gate and up projections, interleaved in the checkpoint."""
 
     def __init__(
         self, config: ExpertsConfig, hidden: int, prefix: str, build: BuildOptions
     ) -> None:
         super().__init__(config, hidden, f"{prefix}.router", build, router_bias=True)
-        size, tp = config.intermediate_size, build.tp
+        size = config.intermediate_size
+        tp = build.tp
         unit = inputs_together(is_mxfp4=config.is_mxfp4)
         part = tp.part(size // unit)
-        begin, end, whole = part.start * unit, part.stop * unit, slice(None)
+        begin = part.start * unit
+        end = part.stop * unit
+        every = slice(None)
         form = partial(
             StackedMap, num_experts=config.num_experts, build=build, is_mxfp4=config.is_mxfp4
         )
         name = f"{prefix}.experts"
         pairs = slice(2 * begin, 2 * end)
         self.gate_up = form(
-            f"{name}.gate_up_proj", sizes=(2 * size, hidden), kept=(pairs, whole), bias=True
+            f"{name}.gate_up_proj", sizes=(2 * size, hidden), kept=(pairs, every), bias=True
         )
         inputs = slice(begin, end)
         self.down = form(
-            f"{name}.down_proj", sizes=(hidden, size), kept=(whole, inputs), bias=tp.rank == 0
+            f"{name}.down_proj", sizes=(hidden, size), kept=(every, inputs), bias=tp.rank == 0
         )
 
     def compute(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """See `RoutedExperts.compute`."""
         gate_up = self.gate_up.maps[number].apply(x)
         gate = gate_up[:, ::2].clamp(max=_LIMIT)
         up = gate_up[:, 1::2].clamp(-_LIMIT, _LIMIT)
@@ -68,7 +70,7 @@ class GptOssExperts(RoutedExperts):
 
 
 class GptOssDecoderLayer(LlamaDecoderLayer):
-    """Is Llama's layer with sinks and experts."""
+    """Uses sinks and experts in Llama's layer."""
 
     attention_type = GptOssAttention
 
@@ -81,14 +83,13 @@ class GptOssDecoderLayer(LlamaDecoderLayer):
 
 
 class GptOssForCausalLM(LlamaForCausalLM):
-    """Is Llama's tree but for the layers."""
+    """Uses gpt-oss's layers in Llama's tree."""
 
     layer_type = GptOssDecoderLayer
     can_capture = False
 
 
 def parse_gpt_oss_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
     bias = fields.boolean("attention_bias", True)
     rope = parse_rope(fields, default_theta=150_000.0)
     config = parse_decoder_config(
@@ -101,12 +102,12 @@ def parse_gpt_oss_config(fields: Fields) -> ModelConfig:
     )
     for name, value in (("swiglu_alpha", _ALPHA), ("swiglu_limit", _LIMIT)):
         if fields.number(name, value) != value:
-            raise fields.error(name, f"is not supported, only {value}")
+            raise fields.error(name, f"is not supported; must be {value}")
     is_mxfp4 = config.quantization.get("quant_method") == "mxfp4"
     unit = inputs_together(is_mxfp4=is_mxfp4)
     if config.hidden_size % unit or config.intermediate_size % unit:
         raise fields.error(
-            "intermediate_size", f"must be, as hidden_size, a multiple of {unit} in MXFP4"
+            "intermediate_size", f"must be a multiple of {unit} in MXFP4, as must hidden_size"
         )
     num_experts = fields.integer("num_local_experts", 128)
     experts = ExpertsConfig(

@@ -1,19 +1,29 @@
-"""Granite 3: Llama's tree with factors of embeddings, scores, residuals and logits."""
+"""Granite 3: Llama with factors for embeddings, attention scores, residuals and logits."""
 
 from dataclasses import replace
 
 import torch
 
-from ..attention.backend import StepAttention
+from ..attention.backend import AttentionOptions, StepAttention
 from ..config import Fields, ModelConfig
 from ..layers.linear import BuildOptions
 from ..layers.rotary import CosSin
 from ..layers.scaling import scaled
-from .llama import LlamaDecoderLayer, LlamaForCausalLM, parse_llama_config
+from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, parse_llama_config
+
+
+class GraniteAttention(LlamaAttention):
+    """Computes Llama's attention with the scale that config.json defines."""
+
+    def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
+        super().__init__(config, index, prefix, build)
+        self._options = AttentionOptions(scale=config.attention_scale)
 
 
 class GraniteDecoderLayer(LlamaDecoderLayer):
-    """Is Llama's layer with a factor of what attention and MLP add."""
+    """Multiplies the outputs of attention and MLP by a factor before it adds them."""
+
+    attention_type = GraniteAttention
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
         super().__init__(config, index, build)
@@ -22,19 +32,27 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
     def __call__(
         self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
     ) -> torch.Tensor:
-        """See `DecoderLayer.__call__`."""
         x = scaled(self.self_attn(self.input_layernorm(x), None, rotary, attention), self._scale, x)
         return scaled(self.mlp(self.post_attention_layernorm(x), None), self._scale, x)
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
-    """Is Llama's tree but for the layers."""
+    """Multiplies the embeddings by one factor and the logits by another."""
 
     layer_type = GraniteDecoderLayer
 
+    def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
+        super().__init__(config, build)
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return scaled(super().embed(token_ids), self._embedding_scale)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(scaled(self.norm(hidden), self._config.logits_scale))
+
 
 def parse_granite_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
     return replace(
         parse_llama_config(fields),
         embedding_scale=fields.number("embedding_multiplier", 1.0),

@@ -1,4 +1,4 @@
-"""Llama (arXiv 2302.13971), and the module tree that other families change in parts."""
+"""Llama (arXiv 2302.13971): the module tree that most other families modify."""
 
 from collections.abc import Callable
 from typing import ClassVar, Final
@@ -6,7 +6,7 @@ from typing import ClassVar, Final
 import torch
 
 from ...engine.plan import OnLayers
-from ..attention.backend import AttentionOptions, StepAttention
+from ..attention.backend import PLAIN, StepAttention
 from ..config import Fields, ModelConfig
 from ..layers.linear import (
     BuildOptions,
@@ -19,39 +19,33 @@ from ..layers.linear import (
 )
 from ..layers.norm import LayerNorm, RMSNorm
 from ..layers.rotary import CosSin, RotaryEmbedding, apply_rotary, rotated_order
-from ..layers.scaling import scaled, soft_capped
 from ..module import Module
 from .family import CausalLM, DecoderLayer
 from .parsing import parse_decoder_config
 
-_NUM_LAYER_GROUPS: Final = (
-    4  # parts of a step whose KV cache may be sent while the next part is computed
-)
+# Parts of a step: the KV cache of one part may be sent while the next part is computed.
+_NUM_LAYER_GROUPS: Final = 4
 
 
 FeedForward = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""The second part of a layer: maps x [num_tokens, hidden] to the same shape, added to a residual.
-"""
+"""Maps x [num_tokens, hidden] to the same shape and adds the residual."""
 
 
 class LlamaAttention(Module):
     """Computes grouped-query attention (arXiv 2305.13245) with rotary positions."""
 
-    fused: ClassVar[bool] = False  # whether query, key and value are one map in the checkpoint
+    fused: ClassVar[bool] = False  # whether the checkpoint has one qkv_proj
 
     def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
-        layer, hidden = config.layers[index], config.hidden_size
-        local, heads, dim = (
-            build.tp.local_geometry(layer),
-            build.tp.query_heads(layer),
-            layer.head_dim,
-        )
+        layer = config.layers[index]
+        hidden = config.hidden_size
+        local = build.tp.local_geometry(layer)
+        heads = build.tp.query_heads(layer)
+        dim = layer.head_dim
         self._index = index
         self._head_dim = dim
         self._head_counts = [local.num_heads, local.num_kv_heads]
-        self._options = AttentionOptions(
-            scale=config.attention_scale, soft_cap=config.attention_soft_cap
-        )
+        self._options = PLAIN
         order = rotated_order(config.ropes[index], dim)
         outputs = qkv_outputs(prefix, layer, build.tp, order, fused=self.fused)
         self.qkv_proj = ColumnParallelLinear(outputs, hidden, build, bias=config.qkv_bias)
@@ -77,9 +71,7 @@ class LlamaAttention(Module):
     def rotate(
         self, query_key: torch.Tensor, rotary: CosSin | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotates query_key [num_tokens, num_heads + num_kv_heads, head_dim]; returns queries and
-        keys apart.
-        """
+        """Rotates query_key [num_tokens, num_heads + num_kv_heads, head_dim] and splits it."""
         rotated = apply_rotary(query_key, rotary) if rotary else query_key
         query, key = torch.split(rotated, self._head_counts, dim=1)
         return query, key
@@ -88,10 +80,12 @@ class LlamaAttention(Module):
 class LlamaMLP(Module):
     """Computes down(activation(gate(x)) * up(x)), SwiGLU or GeGLU (arXiv 2002.05202)."""
 
-    fused: ClassVar[bool] = False  # whether gate and up are one map in the checkpoint
+    fused: ClassVar[bool] = False  # whether the checkpoint has one gate_up_proj
 
     def __init__(self, config: ModelConfig, prefix: str, build: BuildOptions) -> None:
-        hidden, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden = config.hidden_size
+        size = config.intermediate_size
+        bias = config.mlp_bias
         part = build.tp.part(size)
         outputs = gate_up_outputs(prefix, size, part, fused=self.fused)
         self._activation = config.activation
@@ -106,14 +100,15 @@ class LlamaMLP(Module):
 
 
 class LlamaDecoderLayer(DecoderLayer):
-    """Adds attention, then the MLP, each of the normed hidden states."""
+    """Adds attention, then the MLP, each applied to normalized hidden states."""
 
     attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention
     mlp_type: ClassVar[type[LlamaMLP]] = LlamaMLP
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
         prefix = f"model.layers.{index}"
-        size, epsilon = config.hidden_size, config.norm_eps
+        size = config.hidden_size
+        epsilon = config.norm_eps
         self.input_layernorm = RMSNorm(f"{prefix}.input_layernorm", size, epsilon, build.dtype)
         self.self_attn = self.attention_type(config, index, f"{prefix}.self_attn", build)
         self.post_attention_layernorm = RMSNorm(
@@ -124,7 +119,6 @@ class LlamaDecoderLayer(DecoderLayer):
     def __call__(
         self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
     ) -> torch.Tensor:
-        """See `DecoderLayer.__call__`."""
         x = self.self_attn(self.input_layernorm(x), x, rotary, attention)
         return self.mlp(self.post_attention_layernorm(x), x)
 
@@ -136,9 +130,9 @@ class LlamaForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
         """Raises ValueError if the heads cannot be split over the ranks."""
-        self._config, self._dtype, self.lora = config, build.dtype, build.lora
-        # Rounded as transformers does for Gemma.
-        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
+        self._config = config
+        self._dtype = build.dtype
+        self.lora = build.lora
         size = (config.vocab_size, config.hidden_size)
         self.embed_tokens = VocabParallelEmbedding("model.embed_tokens", *size, build)
         self.layers = [self.layer_type(config, index, build) for index in range(len(config.layers))]
@@ -150,8 +144,9 @@ class LlamaForCausalLM(CausalLM):
         self._layers_a_group = -(-len(self.layers) // _NUM_LAYER_GROUPS)
 
     def process_after_load(self) -> None:
-        """Makes a rotary embedding for each head size and each scaling of the layers."""
-        config, device = self._config, self.embed_tokens.weight.data.device
+        """Creates one rotary embedding per distinct head size and scaling."""
+        config = self._config
+        device = self.embed_tokens.weight.data.device
         positions = config.max_position_embeddings
         kinds = [
             (rope, layer.head_dim) for rope, layer in zip(config.ropes, config.layers, strict=True)
@@ -172,10 +167,7 @@ class LlamaForCausalLM(CausalLM):
         attention: StepAttention,
         on_layers: OnLayers | None = None,
     ) -> torch.Tensor:
-        """See `CausalLM.__call__`."""
-        x = self.embed_tokens(token_ids)  # [num_tokens, hidden]
-        if self._embedding_scale != 1.0:
-            x = scaled(x, self._embedding_scale)
+        x = self.embed(token_ids)  # [num_tokens, hidden]
         rotary = [embedding(positions) if embedding else None for embedding in self._rotary]
         for index, layer in enumerate(self.layers):
             if on_layers and index and index % self._layers_a_group == 0:
@@ -183,21 +175,18 @@ class LlamaForCausalLM(CausalLM):
             x = layer(x, rotary[self._rotary_of_layers[index]], attention)
         return x
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Maps token_ids [num_tokens] to the input of the first layer, [num_tokens, hidden]."""
+        return self.embed_tokens(token_ids)
+
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `CausalLM.normalize`."""
         return self.norm(hidden)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `CausalLM.compute_logits`."""
-        hidden = self.norm(hidden)
-        if self._config.logits_scale != 1.0:
-            hidden = scaled(hidden, self._config.logits_scale)
-        logits = self.lm_head(hidden)
-        cap = self._config.logits_soft_cap
-        return logits if cap is None else soft_capped(logits, cap)
+        return self.lm_head(self.norm(hidden))
 
 
 def parse_llama_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
-    bias, mlp_bias = fields.boolean("attention_bias", False), fields.boolean("mlp_bias", False)
+    bias = fields.boolean("attention_bias", False)
+    mlp_bias = fields.boolean("mlp_bias", False)
     return parse_decoder_config(fields, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)

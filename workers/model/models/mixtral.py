@@ -1,5 +1,6 @@
-"""Mixtral (arXiv 2401.04088) and Qwen3-MoE (arXiv 2505.09388): the trees of Llama and Qwen3 with
-routed experts in place of MLPs.
+"""Mixtral (arXiv 2401.04088) and Qwen3-MoE (arXiv 2505.09388): routed experts instead of MLPs.
+
+Otherwise they are the trees of Llama and Qwen3.
 """
 
 from dataclasses import replace
@@ -14,7 +15,7 @@ from .qwen import Qwen3Attention
 
 
 class MixtralDecoderLayer(LlamaDecoderLayer):
-    """Is Llama's layer with experts."""
+    """Uses experts in Llama's layer."""
 
     names: ClassVar[ExpertNames] = ExpertNames(
         router="block_sparse_moe.gate",
@@ -26,7 +27,8 @@ class MixtralDecoderLayer(LlamaDecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
         super().__init__(config, index, build)
-        experts, prefix = config.experts, f"model.layers.{index}"
+        experts = config.experts
+        prefix = f"model.layers.{index}"
         if experts and index in experts.layers:
             names = replace(
                 self.names,
@@ -39,7 +41,7 @@ class MixtralDecoderLayer(LlamaDecoderLayer):
 
 
 class Qwen3MoeDecoderLayer(MixtralDecoderLayer):
-    """Is Qwen3's layer with experts, or without."""
+    """Uses Qwen3's attention; layers that config.json excludes have an MLP instead of experts."""
 
     attention_type = Qwen3Attention
     names = ExpertNames(
@@ -48,21 +50,20 @@ class Qwen3MoeDecoderLayer(MixtralDecoderLayer):
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
-    """Is Llama's tree but for the layers."""
+    """Uses Mixtral's layers in Llama's tree."""
 
     layer_type = MixtralDecoderLayer
     can_capture = False
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):
-    """Is Llama's tree but for the layers."""
+    """Uses Qwen3-MoE's layers in Llama's tree."""
 
     layer_type = Qwen3MoeDecoderLayer
     can_capture = False
 
 
 def parse_mixtral_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
     window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     rope = parse_rope(fields, default_theta=1_000_000.0)
     config = parse_decoder_config(
@@ -82,11 +83,8 @@ def parse_mixtral_config(fields: Fields) -> ModelConfig:
 
 
 def parse_qwen3_moe_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
-    bias, slides = (
-        fields.boolean("attention_bias", False),
-        fields.boolean("use_sliding_window", False),
-    )
+    bias = fields.boolean("attention_bias", False)
+    slides = fields.boolean("use_sliding_window", False)
     window = (
         fields.integer("sliding_window", 4096)
         if slides and not fields.is_null("sliding_window")
@@ -96,7 +94,8 @@ def parse_qwen3_moe_config(fields: Fields) -> ModelConfig:
         fields, qkv_bias=bias, output_bias=bias, window=lambda index: window
     )
     name = "num_experts" if fields.has("num_experts") else "num_local_experts"
-    num_experts, step = fields.integer(name, 128), fields.integer("decoder_sparse_step", 1)
+    num_experts = fields.integer(name, 128)
+    step = fields.integer("decoder_sparse_step", 1)
     dense = fields.integers("mlp_only_layers")
     experts = ExpertsConfig(
         num_experts=num_experts,

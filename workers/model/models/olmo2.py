@@ -1,5 +1,6 @@
-"""OLMo 2 (arXiv 2501.00656): Llama's tree with norms behind attention and MLP, and of all queries
-and all keys.
+"""OLMo 2 (arXiv 2501.00656): Llama with norms after attention and MLP.
+
+Queries and keys are also normalized, over all heads together.
 """
 
 from collections.abc import Sequence
@@ -18,21 +19,23 @@ from .parsing import parse_decoder_config
 
 
 class Olmo2HeadNorm(RMSNorm):
-    """Normalises by the root mean square over the heads of all ranks, of which each has some."""
+    """Normalizes by the root mean square over the heads of all ranks."""
 
     def __init__(
         self, name: str, size: int, epsilon: float, build: BuildOptions, parts: Sequence[slice]
     ) -> None:
-        """`parts` are those of the weight, [size], that this rank keeps, in order."""
+        """Takes `parts`: the slices of the weight [size] that this rank keeps, in order."""
         super().__init__(name, size, epsilon, build.dtype)
         self.weight = Parameter(
             *(WeightSlice(f"{name}.weight", (size,), (part,)) for part in parts), dtype=build.dtype
         )
-        self._tp, self._size = build.tp, size
+        self._tp = build.tp
+        self._size = size
 
     def normalise(self, heads: torch.Tensor, copies: Sequence[int]) -> torch.Tensor:
-        """Maps heads [num_tokens, num_heads, head_dim] of this rank to the same shape; `copies`
-        says of each in how many places of all ranks it lies.
+        """Maps this rank's heads [num_tokens, num_heads, head_dim] to the same shape.
+
+        `copies` has for each head the number of copies on all ranks.
         """
         num_tokens, num_heads, dim = heads.shape
         if self._tp.size == 1:
@@ -47,12 +50,16 @@ class Olmo2HeadNorm(RMSNorm):
 
 
 class Olmo2Attention(LlamaAttention):
-    """Computes Llama's attention over queries and keys that are normed before they are heads."""
+    """Computes Llama's attention over queries and keys normalized over all heads."""
 
     def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
         super().__init__(config, index, prefix, build)
-        layer, tp, epsilon = config.layers[index], build.tp, config.norm_eps
-        dim, queries, keys = layer.head_dim, tp.query_heads(layer), tp.kv_heads(layer)
+        layer = config.layers[index]
+        tp = build.tp
+        epsilon = config.norm_eps
+        dim = layer.head_dim
+        queries = tp.query_heads(layer)
+        keys = tp.kv_heads(layer)
         self._copies = [1] * (queries.stop - queries.start), tp.kv_copies(layer)
         query_part = [slice(queries.start * dim, queries.stop * dim)]
         key_parts = [slice(head * dim, (head + 1) * dim) for head in keys]
@@ -66,19 +73,20 @@ class Olmo2Attention(LlamaAttention):
     def rotate(
         self, query_key: torch.Tensor, rotary: CosSin | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LlamaAttention.rotate`."""
         query, key = torch.split(query_key, self._head_counts, dim=1)
-        of_query, of_key = self._copies
-        query, key = self.q_norm.normalise(query, of_query), self.k_norm.normalise(key, of_key)
+        query_copies, key_copies = self._copies
+        query = self.q_norm.normalise(query, query_copies)
+        key = self.k_norm.normalise(key, key_copies)
         return (apply_rotary(query, rotary), apply_rotary(key, rotary)) if rotary else (query, key)
 
 
 class Olmo2DecoderLayer(DecoderLayer):
-    """Adds attention, then the MLP, each normed behind."""
+    """Adds attention, then the MLP, each normalized afterwards."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
         prefix = f"model.layers.{index}"
-        size, epsilon = config.hidden_size, config.norm_eps
+        size = config.hidden_size
+        epsilon = config.norm_eps
         self.self_attn = Olmo2Attention(config, index, f"{prefix}.self_attn", build)
         self.post_attention_layernorm = RMSNorm(
             f"{prefix}.post_attention_layernorm", size, epsilon, build.dtype
@@ -91,19 +99,17 @@ class Olmo2DecoderLayer(DecoderLayer):
     def __call__(
         self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
     ) -> torch.Tensor:
-        """See `DecoderLayer.__call__`."""
         x = self.post_attention_layernorm(self.self_attn(x, None, rotary, attention), x)
         return self.post_feedforward_layernorm(self.mlp(x, None), x)
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):
-    """Is Llama's tree but for the layers."""
+    """Uses OLMo 2's layers in Llama's tree."""
 
     layer_type = Olmo2DecoderLayer
 
 
 def parse_olmo2_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
     bias = fields.boolean("attention_bias", False)
     return parse_decoder_config(
         fields, qkv_bias=bias, output_bias=bias, norm_eps=("rms_norm_eps", 1e-5)

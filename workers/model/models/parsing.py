@@ -1,4 +1,4 @@
-"""Parses the fields of config.json that families share, as transformers 4 and 5 write them."""
+"""Parses the common fields of config.json as transformers 4 and 5 write them."""
 
 import math
 from collections.abc import Callable
@@ -28,11 +28,12 @@ def parse_decoder_config(
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
     tied: bool = False,
 ) -> ModelConfig:
-    """Parses the fields that most families name alike; `activation` and `norm_eps` are names and
-    defaults of two that they do not, `tied` is the default of tie_word_embeddings. Without `rope`
-    all layers have that of the fields.
+    """Parses the fields that most families have in common.
 
-    Raises CheckpointError if a field is missing, ill-typed, out of bounds or not supported.
+    `activation` and `norm_eps` are names and defaults of two fields that differ between families.
+    `tied` is the default of tie_word_embeddings. Without `rope`, all layers have the rotary
+    embedding that the fields describe. Raises CheckpointError if a field is missing, ill-typed,
+    out of bounds or not supported.
     """
     if (name := fields.text(*activation)) not in _ACTIVATIONS:
         raise fields.error(
@@ -41,10 +42,8 @@ def parse_decoder_config(
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
-    num_kv_heads, head_dim = (
-        _num_kv_heads(fields, num_heads),
-        _head_dim(fields, hidden_size, num_heads),
-    )
+    num_kv_heads = _num_kv_heads(fields, num_heads)
+    head_dim = _head_dim(fields, hidden_size, num_heads)
     shared = None if rope else parse_rope(fields)
     ropes = tuple(rope(index) if rope else shared for index in range(num_layers))
     for each in filter(None, set(ropes)):
@@ -77,8 +76,9 @@ def parse_decoder_config(
 
 
 def parse_quantization(fields: Fields) -> dict[str, Any]:
-    """Returns quantization_config, which the first versions of llm-compressor called
-    compression_config; empty if there is none. Raises CheckpointError.
+    """Returns quantization_config; empty without one. Raises CheckpointError.
+
+    The first versions of llm-compressor called it compression_config.
     """
     if found := fields.mapping("quantization_config"):
         return found
@@ -87,22 +87,26 @@ def parse_quantization(fields: Fields) -> dict[str, Any]:
 
 
 def parse_layer_types(fields: Fields, default: Callable[[int], bool]) -> Callable[[int], bool]:
-    """Returns whether a layer slides its window, by its index: as layer_types says, else as
-    `default`.
+    """Returns a function from a layer's index to whether it has a sliding window.
+
+    The field layer_types decides; without it, `default` does.
     """
     if not fields.has("layer_types"):
         return default
-    types, num_layers = fields.texts("layer_types"), fields.integer("num_hidden_layers")
+    types = fields.texts("layer_types")
+    num_layers = fields.integer("num_hidden_layers")
     if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise fields.error(
-            "layer_types", f"must be {num_layers} times full_attention or sliding_attention"
+            "layer_types",
+            f"must be a list of {num_layers} entries, each full_attention or sliding_attention",
         )
     return lambda index: types[index] == "sliding_attention"
 
 
 def parse_alternating_windows(fields: Fields, *, full_every: int, default: int = 4096) -> WindowOf:
-    """Returns the windows of layers of which, if layer_types does not say otherwise, each slides
-    its window but every `full_every`th. `default` is that of sliding_window.
+    """Returns the windows of a model in which every `full_every`th layer has full attention.
+
+    The field layer_types overrides this. `default` is the default of sliding_window.
     """
     window = fields.integer("sliding_window", default)
     slides = parse_layer_types(fields, lambda index: bool((index + 1) % full_every))
@@ -116,10 +120,10 @@ def parse_rope(
     default_theta: float = 10_000.0,
     has_partial: bool = False,
 ) -> RopeConfig:
-    """Parses the rotary embedding of all layers or, if it is there, that of a type of layers.
+    """Parses the rotary embedding of all layers or, if present, of one type of layers.
 
-    transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`; as in
-    transformers, an empty object is none. Raises CheckpointError.
+    transformers 5 writes `rope_parameters`; transformers 4 wrote `rope_theta` and `rope_scaling`.
+    As in transformers, an empty object counts as missing. Raises CheckpointError.
     """
     name = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
     rope = fields.nested(name)
@@ -127,7 +131,7 @@ def parse_rope(
         rope = rope.nested(layer_type)
     elif of_types := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise rope.error(
-            of_types[0], "a rotary embedding of one type of layers is not supported here"
+            of_types[0], "a rotary embedding per layer type is not supported for this model"
         )
     theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
     rotated = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
@@ -138,8 +142,7 @@ def parse_rope(
     if fields.has("original_max_position_embeddings"):
         original = fields.integer("original_max_position_embeddings")
     kind = rope.text("rope_type", rope.text("type", "default"))
-    # The dynamic scaling changes nothing up to max_position_embeddings, and no sequence here is
-    # longer.
+    # Dynamic scaling changes nothing up to max_position_embeddings, and no sequence is longer.
     if kind in ("default", "dynamic"):
         return RopeConfig(theta=theta, rotated=rotated)
     if kind == "linear":
@@ -154,7 +157,7 @@ def parse_rope(
 
 
 def parse_dtype(fields: Fields) -> str:
-    """Returns the dtype that the checkpoint declares. Raises CheckpointError."""
+    """Returns the dtype that config.json declares. Raises CheckpointError."""
     name = "dtype" if fields.has("dtype") else "torch_dtype"
     dtype = fields.text(name, "float32")
     if dtype not in ("float32", "bfloat16", "float16"):
@@ -187,7 +190,7 @@ def _check_rope(fields: Fields, rope: RopeConfig, head_dim: int) -> None:
     if num_rotated < 2 or num_rotated % 2:
         raise fields.error(
             "partial_rotary_factor",
-            f"must leave an even number of dimensions, leaves {num_rotated}",
+            f"must rotate an even number of dimensions, at least 2; it rotates {num_rotated}",
         )
     for factors in filter(None, (rope.factors, rope.short_factors)):
         if len(factors) != num_rotated // 2:
@@ -199,7 +202,8 @@ def _check_rope(fields: Fields, rope: RopeConfig, head_dim: int) -> None:
 def _llama3(
     rope: Fields, theta: float, original: int, max_position: int, rotated: float
 ) -> RopeConfig:
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    low = rope.number("low_freq_factor")
+    high = rope.number("high_freq_factor")
     if low >= high:
         raise rope.error("low_freq_factor", f"{low} must be below high_freq_factor {high}")
     return RopeConfig(
@@ -216,7 +220,7 @@ def _llama3(
 def _yarn(
     rope: Fields, theta: float, original: int, max_position: int, rotated: float
 ) -> RopeConfig:
-    """YaRN (arXiv 2309.00071), with the attention factor it leaves to be derived."""
+    """Parses YaRN (arXiv 2309.00071); derives the attention factor if it is missing."""
     factor = rope.number("factor", max_position / original)
     attention_factor = _yarn_scale(factor, 1.0)
     if rope.has("mscale") and rope.has("mscale_all_dim"):
@@ -243,9 +247,11 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 def _longrope(
     rope: Fields, theta: float, original: int, max_position: int, rotated: float
 ) -> RopeConfig:
-    """LongRoPE (arXiv 2402.13753). Its long factors are for sequences beyond the original context:
-    a model that has such ones takes them for all, as vLLM does, since what is cached of a prefix
-    must not depend on what follows. `with_context` takes the short ones where none is served.
+    """Parses LongRoPE (arXiv 2402.13753).
+
+    Its long factors are meant for sequences beyond the original context. As in vLLM, a model with
+    a longer context uses them for all sequences, because the KV cache of a prefix must not depend
+    on the tokens after it. `with_context` selects the short factors if no sequence is that long.
     """
     if original < 2:
         raise rope.error("original_max_position_embeddings", f"must be at least 2, is {original}")

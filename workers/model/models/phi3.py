@@ -1,5 +1,6 @@
-"""Phi-3 (arXiv 2404.14219) and Phi-4: Llama's tree, with query, key and value as one map of the
-checkpoint, gate and up as another, and in some models LongRoPE and dimensions without positions.
+"""Phi-3 (arXiv 2404.14219) and Phi-4: Llama with fused qkv_proj and gate_up_proj weights.
+
+Some of the models use LongRoPE, or rotate only some dimensions of a head.
 """
 
 from ..config import Fields, ModelConfig
@@ -8,35 +9,36 @@ from .parsing import parse_decoder_config, parse_rope
 
 
 class Phi3Attention(LlamaAttention):
-    """Is Llama's attention with one map for query, key and value."""
+    """Reads query, key and value from one fused weight."""
 
     fused = True
 
 
 class Phi3MLP(LlamaMLP):
-    """Is Llama's MLP with one map for gate and up."""
+    """Reads gate and up from one fused weight."""
 
     fused = True
 
 
 class Phi3DecoderLayer(LlamaDecoderLayer):
-    """Is Llama's layer but for the names of its weights."""
+    """Uses fused weights in Llama's layer."""
 
     attention_type = Phi3Attention
     mlp_type = Phi3MLP
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
-    """Is Llama's tree but for the layers."""
+    """Uses Phi-3's layers in Llama's tree."""
 
     layer_type = Phi3DecoderLayer
 
 
 def parse_phi3_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
     window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     rope = parse_rope(fields, has_partial=True)
-    norm_eps = "rms_norm_eps", 1e-5
     return parse_decoder_config(
-        fields, window=lambda index: window, rope=lambda index: rope, norm_eps=norm_eps
+        fields,
+        window=lambda index: window,
+        rope=lambda index: rope,
+        norm_eps=("rms_norm_eps", 1e-5),
     )

@@ -1,7 +1,7 @@
 """Qwen2 (arXiv 2407.10671) and Qwen3 (arXiv 2505.09388).
 
-Both are Llama's tree, with windows in some layers; Qwen2 has biases of query, key and value, Qwen3
-a norm of each query and key head before the rotation.
+Both are Llama's tree, with sliding windows in some layers. Qwen2 has biases of query, key and
+value. Qwen3 normalizes each query and key head before the rotation.
 """
 
 from typing import ClassVar
@@ -18,44 +18,44 @@ from .parsing import WindowOf, parse_decoder_config, parse_layer_types
 
 
 class Qwen3Attention(LlamaAttention):
-    """Computes Llama's attention over normed queries and keys."""
+    """Computes Llama's attention over normalized queries and keys."""
 
-    norm_offset: ClassVar[float] = 0.0  # of the norms' weights, see `RMSNorm`
+    norm_offset: ClassVar[float] = 0.0  # added to the norms' weights; see `RMSNorm`
 
     def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
         super().__init__(config, index, prefix, build)
-        dim, epsilon, offset = config.layers[index].head_dim, config.norm_eps, self.norm_offset
+        dim = config.layers[index].head_dim
+        epsilon = config.norm_eps
+        offset = self.norm_offset
         self.q_norm = RMSNorm(f"{prefix}.q_norm", dim, epsilon, build.dtype, offset=offset)
         self.k_norm = RMSNorm(f"{prefix}.k_norm", dim, epsilon, build.dtype, offset=offset)
 
     def rotate(
         self, query_key: torch.Tensor, rotary: CosSin | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LlamaAttention.rotate`."""
         query, key = torch.split(query_key, self._head_counts, dim=1)
-        query, key = self.q_norm(query), self.k_norm(key)
+        query = self.q_norm(query)
+        key = self.k_norm(key)
         return (apply_rotary(query, rotary), apply_rotary(key, rotary)) if rotary else (query, key)
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):
-    """Is Llama's layer but for the attention."""
+    """Uses Qwen3's attention in Llama's layer."""
 
     attention_type = Qwen3Attention
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """Is Llama's tree but for the layers."""
+    """Uses Qwen3's layers in Llama's tree."""
 
     layer_type: ClassVar[type[DecoderLayer]] = Qwen3DecoderLayer
 
 
 def parse_qwen2_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
     return parse_decoder_config(fields, qkv_bias=True, window=_parse_windows(fields))
 
 
 def parse_qwen3_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
     bias = fields.boolean("attention_bias", False)
     return parse_decoder_config(
         fields, qkv_bias=bias, output_bias=bias, window=_parse_windows(fields)
@@ -63,7 +63,7 @@ def parse_qwen3_config(fields: Fields) -> ModelConfig:
 
 
 def _parse_windows(fields: Fields) -> WindowOf:
-    """Returns the sliding window of each layer by its index."""
+    """Returns a function from a layer's index to its sliding window."""
     if not fields.boolean("use_sliding_window", False) or fields.is_null("sliding_window"):
         return lambda index: None
     window = fields.integer("sliding_window", 4096)

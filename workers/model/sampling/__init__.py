@@ -1,3 +1,1 @@
-"""Samples the next tokens: logits processors, filters, grammars, Gumbel-max sampling, log
-probabilities.
-"""
+"""Samples tokens: logits processors, filters, grammars, Gumbel-max, log probabilities."""

@@ -1,6 +1,7 @@
 """Restricts sampling by top-k, top-p, min-p and typical sampling, in transformers' order.
 
-Each of the first three keeps a set {score >= threshold}, ties included."""
+Each of the first three keeps a set {score >= threshold}, ties included.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -10,13 +11,12 @@ import torch
 from ...engine.plan import SamplingParams
 from ..device import column, to_device
 
-NUM_CANDIDATES: Final = (
-    1024  # sorted first; what is kept beyond them costs a sort of the whole vocabulary
-)
+# Scores that are sorted first. If more are kept, the whole vocabulary must be sorted.
+NUM_CANDIDATES: Final = 1024
 
 
 def has_filter(params: SamplingParams) -> bool:
-    """Returns whether any of the filters is on."""
+    """Returns whether any filter is active."""
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
 
 
@@ -25,14 +25,13 @@ def filter_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Applies the filters to scores [num_rows, vocab_size].
 
-    Returns the largest scores of each row, descending, with -inf for what is not kept, and their
-    token ids; each [num_rows, num_candidates], wide enough to hold all that is kept.
+    Returns the largest scores of each row, descending, with -inf for excluded tokens, and their
+    token ids. Both are [num_rows, num_candidates], wide enough for all tokens that are kept.
     """
     vocab_size = scores.shape[1]
     width = min(NUM_CANDIDATES, vocab_size)
-    if (
-        max(row.top_k for row in params) < width and not scores.is_cuda
-    ):  # a GPU would have to be waited for
+    # Not on a GPU, because the comparison below would wait for it.
+    if max(row.top_k for row in params) < width and not scores.is_cuda:
         values, ids = scores.topk(width)
         threshold = _threshold(scores, values, params)
         if width == vocab_size or bool((values[:, -1:] < threshold).all()):
@@ -45,13 +44,13 @@ def filter_scores(
 def _threshold(
     scores: torch.Tensor, values: torch.Tensor, params: Sequence[SamplingParams]
 ) -> torch.Tensor:
-    """Returns the smallest score each row keeps, [num_rows, 1]; `values` are its largest scores."""
+    """Returns each row's smallest kept score [num_rows, 1]; `values` are its largest scores."""
     width = values.shape[1]
     ranks = [min(row.top_k, width) - 1 if row.top_k > 0 else 0 for row in params]
     last = to_device(torch.tensor(ranks), values.device)
     no_top_k = column([float(row.top_k <= 0) for row in params], values) > 0
     kth = values.gather(1, last[:, None]).masked_fill(no_top_k, -torch.inf)
-    # top-p counts the mass of what top-k keeps.
+    # top-p counts the mass of the tokens that top-k keeps.
     total = scores.masked_fill(scores < kth, -torch.inf).logsumexp(-1, keepdim=True)
     mass = (values - total).exp()
     top_p = column([row.top_p for row in params], values)
@@ -62,8 +61,9 @@ def _threshold(
 
 
 def _keep_typical(values: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Keeps of scores [num_rows, width] those whose information content is nearest to the entropy,
-    up to the mass typical_p (arXiv 2202.00666).
+    """Masks scores [num_rows, width] by typical sampling (arXiv 2202.00666).
+
+    Keeps the tokens whose information content is nearest to the entropy, up to the mass typical_p.
     """
     if all(row.typical_p >= 1 for row in params):
         return values

@@ -1,4 +1,4 @@
-"""Notices where a model computes what is no number, before it reaches a client or the prefix cache."""
+"""Detects NaN and infinity before they reach a client or the prefix cache."""
 
 import itertools
 import math
@@ -10,15 +10,16 @@ from ...engine.plan import NOT_FINITE, SequenceStep, StepPlan
 
 
 def _is_chunk(step: SequenceStep) -> bool:
-    """Whether it has tokens whose logits nobody looks at."""
+    """Returns whether the step has tokens whose logits are not used."""
     return len(step.token_ids) > 1 + step.num_draft or not step.num_samples
 
 
 def sum_chunks(hidden: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor | None:
-    """Returns the sum of each chunk of hidden [num_tokens, hidden], float32 [num_chunks], which is
-    not finite if the
-    KV cache of a token is not: a token reads its own in every layer. The logits say so of the last
-    token alone, and too late for the prefix cache, which takes the blocks of each chunk.
+    """Returns the sum of each chunk of hidden states [num_tokens, hidden], float32 [num_chunks].
+
+    A sum is not finite if the KV cache of one of the chunk's tokens is not, because a token reads
+    its own KV cache in every layer. Logits would show this only for the last token, and too late
+    for the prefix cache, which caches the blocks of each chunk.
     """
     ends = itertools.accumulate(len(step.token_ids) for step in steps)
     parts = [
@@ -30,10 +31,12 @@ def sum_chunks(hidden: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Ten
 
 
 def not_finite(plan: StepPlan, tokens: Sequence[int], chunks: Sequence[float]) -> dict[int, str]:
-    """Returns by id why those sequences failed that have a negative token or a chunk whose sum is
-    not finite.
+    """Returns the failed sequences with the reason.
+
+    A sequence fails if it has a negative token or a chunk whose sum is not finite.
     """
-    sampled, sums = iter(tokens), iter(chunks)
+    sampled = iter(tokens)
+    sums = iter(chunks)
     failed = {}
     for step in plan.sequences:
         is_finite = min(itertools.islice(sampled, step.num_samples), default=0) >= 0

@@ -1,9 +1,8 @@
-"""Samples the next tokens of a batch on the device, as a function of logits, parameters, seed and
-position alone.
+"""Samples tokens on the device as a function of logits, parameters, seed and position alone.
 
-Order: temperature, then the filters. The choice is Gumbel-max: argmax(logit - log E), E exponential
-noise hashed from (seed, position, token id). So neither the batch nor the device changes a sample,
-and rounding of the logits changes it only at near ties.
+The temperature is applied first, then the filters. The token is argmax(logit - log E)
+(Gumbel-max), where E is exponential noise hashed from (seed, position, token id). So neither the
+batch nor the device changes a sample, and rounding of the logits changes it only at near ties.
 """
 
 import math
@@ -17,7 +16,8 @@ from ..device import column, indices, to_device
 from ..kernels.c import cpu
 from .filters import filter_scores, has_filter
 
-MIN_TEMPERATURE: Final = 1e-5  # below it a choice is greedy: the division would overflow float32
+# Below it sampling is greedy, because the division would overflow float32.
+MIN_TEMPERATURE: Final = 1e-5
 
 _MASK64: Final = 2**64 - 1
 
@@ -25,10 +25,10 @@ _MASK64: Final = 2**64 - 1
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> torch.Tensor:
-    """Samples from logits [num_rows, vocab_size] token ids [num_rows], int64; -1 where a logit is
-    NaN or infinite, but for negative infinity.
+    """Maps logits [num_rows, vocab_size] to sampled token ids [num_rows], int64.
 
-    `positions` are those of the sampled tokens in their sequences.
+    A token is -1 if a logit of its row is NaN or positive infinity, or the largest is negative
+    infinity. `positions` are the sampled tokens' positions in their sequences.
     """
     native = cpu.usable(logits)
     random = [
@@ -53,7 +53,7 @@ def sample(
 def _sample_native(
     logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> torch.Tensor:
-    """Samples all rows by the C kernel, those with typical sampling greedily."""
+    """Samples all rows with the C kernel; rows with typical sampling greedily."""
     temperatures = [
         0.0 if row.typical_p < 1 or row.temperature < MIN_TEMPERATURE else row.temperature
         for row in params
@@ -76,8 +76,9 @@ def _sample_random(
     keys: Sequence[tuple[int, int]],
     filtered: bool,
 ) -> torch.Tensor:
-    """Samples from logits float32 [num_rows, vocab_size] token ids [num_rows]; `keys` are the
-    noise's of each row.
+    """Maps float32 logits [num_rows, vocab_size] to token ids [num_rows].
+
+    `keys` are the keys of each row's noise.
     """
     scores = logits / column([row.temperature for row in params], logits)
     ids = torch.arange(logits.shape[1], device=logits.device)[None]
@@ -88,20 +89,21 @@ def _sample_random(
 
 
 def _unless_invalid(largest: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns tokens, any shape; -1 where a row's largest score is infinite or NaN, which counts as
-    the largest.
+    """Replaces tokens by -1 where the row's largest score is infinite or NaN.
+
+    NaN counts as the largest. Tensors may have any shape.
     """
     return torch.where(largest.abs() < torch.inf, tokens, -1)
 
 
 def exponential_noise(ids: torch.Tensor, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Returns exponential variates, float32 [num_rows, n], of token ids [1 or num_rows, n] under
-    each row's key.
+    """Returns float32 exponential variates [num_rows, n] of token ids [1 or num_rows, n].
 
-    A 32-bit integer hash (two rounds of multiply and xor-shift, constants of lowbias32) with half
-    of the key before each round; 31 bits of it make the uniform variate.
+    Each row has its own key. The hash has 32 bits: two rounds of multiply and xor-shift with the
+    constants of lowbias32, and half of the key before each round. Its lower 31 bits are the uniform
+    variate.
     """
-    words = torch.tensor(keys).to(torch.int32)  # the bits of 32 unsigned
+    words = torch.tensor(keys).to(torch.int32)  # the bits of unsigned 32-bit integers
     first, second = to_device(words, ids.device)[:, :, None].unbind(1)  # [num_rows, 1] each
     x = ids.to(torch.int32) * (0x9E3779B1 - 2**32) + first
     x ^= (x >> 16).bitwise_and_(0xFFFF)
@@ -115,8 +117,9 @@ def exponential_noise(ids: torch.Tensor, keys: Sequence[tuple[int, int]]) -> tor
 
 
 def _keys(seed: int, position: int) -> tuple[int, int]:
-    """Returns two 32-bit keys of a 64-bit seed and a position, by splitmix64 (Steele et al., OOPSLA
-    2014).
+    """Derives two 32-bit keys from a 64-bit seed and a position.
+
+    Uses splitmix64 (Steele et al., OOPSLA 2014).
     """
     mixed = _splitmix64(_splitmix64(seed & _MASK64) ^ position)
     return mixed >> 32, mixed & 0xFFFFFFFF

@@ -1,6 +1,4 @@
-"""Computes log probabilities of tokens under the model's own distribution: log_softmax of its
-logits, in float32.
-"""
+"""Computes log probabilities of tokens: log_softmax of the model's logits, in float32."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,8 +12,9 @@ from ...engine.plan import SampledLogprobs, SequenceStep
 from ..device import copy_to_device
 
 _ROWS_AT_ONCE: Final = 64
-"""Positions of prompts whose logits are held at once: with a vocabulary of 150,000 they take 40 MB,
-and twice that while log probabilities are computed.
+"""Prompt positions whose logits are in memory at once.
+
+With a vocabulary of 150,000 they take 40 MB, and twice that while log probabilities are computed.
 """
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -23,10 +22,12 @@ NUM_TENSORS: Final = 4
 
 
 def compute_logprobs(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Tensors:
-    """Maps logits [num_rows, vocab_size] and a token of each row, int64 [num_rows], to the token's
-    log probability [num_rows], its rank from 1 [num_rows], the largest log probabilities [num_rows,
-    num_top], descending, and their tokens; float32, but for ranks and tokens. Of equals all have
-    the rank of the first.
+    """Computes log probabilities of `targets` and of the most likely tokens.
+
+    Takes logits [num_rows, vocab_size] and targets int64 [num_rows]. Returns the targets' log
+    probabilities [num_rows], their ranks from 1 [num_rows], the largest log probabilities
+    [num_rows, num_top] in descending order, and their tokens. Log probabilities are float32. Equal
+    tokens all have the rank of the first.
     """
     logits = logits.float()
     total = logits.logsumexp(-1, keepdim=True)
@@ -37,9 +38,10 @@ def compute_logprobs(logits: torch.Tensor, targets: torch.Tensor, num_top: int) 
 
 
 def _top(logits: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Returns the tokens [num_rows, num_top] of the largest of logits, float32 [num_rows,
-    vocab_size], the largest first; of equals, which are many in bfloat16, the lower id first: a
-    beam search must not depend on the batch.
+    """Returns the tokens [num_rows, num_top] of the largest float32 logits, largest first.
+
+    Among equal logits, which are frequent in bfloat16, the lower id comes first: a beam search must
+    not depend on the batch.
     """
     num_rows, vocab_size = logits.shape
     width = min(num_top, vocab_size)
@@ -47,7 +49,7 @@ def _top(logits: torch.Tensor, num_top: int) -> torch.Tensor:
         return torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device)
     values, ids = logits.topk(width)
     least = values[:, -1:]
-    # `topk` takes any of those that equal the least: take the first of them instead.
+    # `topk` selects any of the logits that equal the smallest: select the first of them instead.
     downward = torch.arange(vocab_size, 0, -1, dtype=torch.float32, device=logits.device)
     equals = torch.where(logits == least, downward, 0).topk(width).indices
     ranks = torch.arange(width, device=logits.device) - (values > least).sum(-1, keepdim=True)
@@ -58,12 +60,12 @@ def _top(logits: torch.Tensor, num_top: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsTensors:
-    """Holds log probabilities on the device, and says whose they are."""
+    """Holds log probabilities on the device, and their sequences."""
 
-    # In the order of rows: id, number of rows, alternatives wanted; a sequence more than once if it
-    # has a draft.
+    # In the order of rows: id, number of rows, requested alternatives. A sequence with a draft
+    # occurs more than once.
     sequences: Sequence[tuple[int, int, int]]
-    tensors: Tensors  # of `compute_logprobs`
+    tensors: Tensors  # result of `compute_logprobs`
 
     def to_lists(
         self,
@@ -72,7 +74,7 @@ class LogprobsTensors:
         values: Iterable[list[float]],
         ids: Iterable[list[int]],
     ) -> dict[int, list[SampledLogprobs]]:
-        """Returns by sequence id what the tensors hold, given as lists."""
+        """Returns log probabilities by sequence id; the arguments are the tensors as lists."""
         rows = zip(chosen, ranks, values, ids, strict=True)
         found: dict[int, list[SampledLogprobs]] = {}
         for sequence_id, count, num_top in self.sequences:
@@ -93,9 +95,9 @@ def compute_prompt_logprobs(
     steps: Sequence[SequenceStep],
     num_top: dict[int, int],
 ) -> LogprobsTensors | None:
-    """Computes those of the prompt tokens that follow the step's tokens, for the sequences in
-    `num_top`, which holds the alternatives wanted.
+    """Computes log probabilities of the prompt tokens that follow the step's tokens.
 
+    `num_top` has the number of requested alternatives by sequence; other sequences are left out.
     `head` maps rows of hidden [num_tokens, hidden] to logits [num_rows, vocab_size]. Returns None
     if no known prompt token follows.
     """

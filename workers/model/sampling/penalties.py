@@ -1,8 +1,7 @@
-"""Applies what depends on a sequence's tokens so far: repetition, presence and frequency penalties,
-and bad words.
+"""Applies penalties and bad words, which depend on a sequence's previous tokens.
 
-Those tokens are kept on the device, where a sampled one is appended at once: the host may not know
-it yet when the next step is launched. Only sequences that use a feature hold memory for it.
+Those tokens are kept on the device, where a sampled token is appended at once: the host may not
+know it yet when the next step is launched. Only sequences that use a feature have memory for it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,25 +15,24 @@ from ...engine.plan import SamplingParams
 from ..device import copy_to_device, indices, to_device
 
 BANNED: Final = -1e28
-"""Added to the score of a token that must not be sampled. Finite, so that no operation makes NaN of
-it.
-"""
+"""Added to the score of a token that must not be sampled; finite, so that it never becomes NaN."""
 
 LEAST_SCORE: Final = -1e20
-"""A score below it is that of a banned token, whatever penalties have changed since."""
+"""A lower score belongs to a banned token, whatever penalties were applied since."""
 
 _WIDTH: Final = MAX_BAD_WORD_TOKENS
-_ANY_TOKEN: Final = -1  # in a prefix of fewer tokens than _WIDTH - 1
+_ANY_TOKEN: Final = -1  # pads a prefix of fewer tokens than _WIDTH - 1
 _NO_TOKEN: Final = -2  # before the first token of a sequence
 
 
 class RowPool:
-    """Allocates rows of device tensors to sequences. There are as many rows as were ever allocated
-    at once, rounded up to a power of two.
+    """Allocates rows of device tensors to sequences.
+
+    The number of rows is the largest number ever allocated at once, rounded up to a power of two.
     """
 
     def __init__(self, device: torch.device, *columns: tuple[int, torch.dtype]) -> None:
-        """`columns` are the length of a row and the dtype of each tensor."""
+        """Takes for each tensor the length of a row and the dtype."""
         self.device = device
         self.tensors = [
             torch.zeros(0, length, dtype=dtype, device=device) for length, dtype in columns
@@ -46,9 +44,7 @@ class RowPool:
         return sequence_id in self._allocated
 
     def allocate(self, sequence_id: int) -> list[torch.Tensor]:
-        """Returns the sequence's row of each tensor, to be overwritten: it holds what its last
-        sequence left.
-        """
+        """Returns the sequence's row of each tensor; the caller must overwrite old content."""
         if sequence_id not in self._allocated:
             if not self._free:
                 self._grow()
@@ -74,8 +70,10 @@ class RowPool:
 
 
 class Penalties(RowPool):
-    """Applies the repetition penalty (arXiv 1909.05858) to tokens of prompt and completion;
-    presence and frequency penalty, as OpenAI defines them, to those of the completion.
+    """Applies repetition, presence and frequency penalties.
+
+    The repetition penalty (arXiv 1909.05858) applies to tokens of prompt and completion. Presence
+    and frequency penalty, as OpenAI defines them, apply to tokens of the completion.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -103,8 +101,9 @@ class Penalties(RowPool):
     def apply(
         self, scores: torch.Tensor, sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Returns scores [num_sequences, vocab_size], float32, with the penalties; `drafts` follow
-        the sequences' tokens.
+        """Applies the penalties to float32 scores [num_sequences, vocab_size].
+
+        `drafts` are draft tokens that follow the sequences' tokens.
         """
         rows = self.rows_of(sequence_ids)
         counts, in_prompt, factors = (tensor[rows] for tensor in self.tensors)
@@ -123,21 +122,18 @@ class Penalties(RowPool):
     def append(
         self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor
     ) -> None:
-        """Appends those of tokens [num_sequences], one to each sequence, that `holds`
-        [num_sequences] is true for.
-        """
+        """Appends to each sequence its token of [num_sequences] where `holds` is true."""
         rows = self.rows_of(sequence_ids)
         self.tensors[0].index_put_((rows, tokens), holds.to(torch.int32), accumulate=True)
 
 
 class BadWords(RowPool):
-    """Bans the last token of each bad word where its other tokens precede."""
+    """Bans the last token of a bad word if the preceding tokens are the rest of the word."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, (_WIDTH - 1, torch.int64))  # the last tokens of each sequence
-        self._words: dict[
-            int, torch.Tensor
-        ] = {}  # [num_words, _WIDTH], each with _ANY_TOKEN before it
+        # [num_words, _WIDTH] by sequence, padded at the front with _ANY_TOKEN.
+        self._words: dict[int, torch.Tensor] = {}
 
     def admit(
         self, sequence_id: int, words: Iterable[Sequence[int]], history: Sequence[int]
@@ -157,8 +153,9 @@ class BadWords(RowPool):
     def bans(
         self, rows: Sequence[int], sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns rows, token ids and what to add to their scores, [num_words] each, for sequences
-        in these rows; `drafts` follow the sequences' tokens.
+        """Returns rows, token ids and additions to their scores, each [num_words].
+
+        `rows` are the rows of the sequences; `drafts` are draft tokens that follow their tokens.
         """
         words = [self._words[sequence_id] for sequence_id in sequence_ids]
         sequence_of = np.repeat(np.arange(len(rows)), [len(table) for table in words])
@@ -178,9 +175,7 @@ class BadWords(RowPool):
     def append(
         self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor
     ) -> None:
-        """Appends those of tokens [num_sequences], one to each sequence, that `holds`
-        [num_sequences] is true for.
-        """
+        """Appends to each sequence its token of [num_sequences] where `holds` is true."""
         rows = self.rows_of(sequence_ids)
         tails = self.tensors[0][rows]
         self.tensors[0][rows] = torch.where(

@@ -1,9 +1,8 @@
-"""Changes raw logits as a request asks, before temperature and filters.
+"""Applies a request's logits processors to raw logits, before temperature and filters.
 
-In this order: logit_bias, and bans of bad words and, before min_length, of stop ids; repetition
-penalty; frequency and presence penalty; grammar. So a bias is scaled by the penalties as in
-transformers, and nothing undoes a ban. Where no token is left, the sequence can only end: the end
-tokens may be sampled.
+The order is: logit_bias, bans of bad words and (before min_length) of stop ids; repetition penalty;
+frequency and presence penalty; grammar. So penalties scale a bias, as in transformers, and nothing
+undoes a ban. If all tokens are banned, the sequence can only end: end tokens may be sampled.
 """
 
 from collections.abc import Sequence
@@ -13,11 +12,12 @@ import torch
 
 from ...engine.plan import SamplingParams, SequenceStep
 from ..device import copy_to_device, indices, take_rows, to_device
-from .grammar import GrammarCache, GrammarMatchers
+from .grammar import GrammarMatchers
+from .grammar_cache import GrammarCache
 from .penalties import BANNED, LEAST_SCORE, BadWords, Penalties
 
 _Additions = tuple[torch.Tensor, torch.Tensor]
-"""Token ids, int64 [n], and what is added to their scores, float32 [n]."""
+"""Token ids, int64 [n], and the additions to their scores, float32 [n]."""
 
 
 class LogitsProcessors:
@@ -33,11 +33,10 @@ class LogitsProcessors:
         self._device = device
         self._end_ids = indices(end_ids, device)
         self._shifts = to_device(torch.arange(8, dtype=torch.uint8), device)
-        self._always: set[int] = set()  # sequences that use anything but `_stops`
+        self._always: set[int] = set()  # sequences that use more than `_stops`
         self._biases: dict[int, _Additions] = {}
-        self._stops: dict[
-            int, tuple[int, _Additions]
-        ] = {}  # with the length from which on they may be sampled
+        # The length from which stop ids may be sampled, and their bans, by sequence.
+        self._stops: dict[int, tuple[int, _Additions]] = {}
         self._penalties = Penalties(vocab_size, device)
         self._bad_words = BadWords(device)
         self.matchers = GrammarMatchers(grammars, vocab_size)
@@ -48,7 +47,8 @@ class LogitsProcessors:
     def admit(self, step: SequenceStep, params: SamplingParams) -> None:
         """Adds a sequence, or replaces it, if it uses any logits processor."""
         self._forget(step.sequence_id)
-        prompt, completion = step.history[: step.num_prompt], step.history[step.num_prompt :]
+        prompt = step.history[: step.num_prompt]
+        completion = step.history[step.num_prompt :]
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             self._biases[step.sequence_id] = self._additions(ids, values)
@@ -82,7 +82,7 @@ class LogitsProcessors:
         self.matchers.release(sequence_id)
 
     def _forget(self, sequence_id: int) -> None:
-        """Removes a sequence but for its matcher, which may be there before the sequence."""
+        """Removes a sequence, except its matcher, which may exist before the sequence."""
         self._always.discard(sequence_id)
         self._biases.pop(sequence_id, None)
         self._stops.pop(sequence_id, None)
@@ -90,7 +90,7 @@ class LogitsProcessors:
             feature.release(sequence_id)
 
     def rows(self, steps: Sequence[SequenceStep]) -> list[int]:
-        """Returns which of the sequences that sample have their logits changed in this step."""
+        """Returns the rows of the sampling sequences whose logits change in this step."""
         rows = []
         for row, step in enumerate(steps):
             if (
@@ -103,8 +103,9 @@ class LogitsProcessors:
         return rows
 
     def apply(self, logits: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        """Returns scores float32 [num_rows, vocab_size] of the logits of `rows`, which stay as they
-        are.
+        """Returns float32 scores [num_rows, vocab_size] for the logits of `rows`.
+
+        The logits are not modified.
         """
         scores = logits.to(torch.float32, copy=True)
         ids = [step.sequence_id for step in steps]
@@ -116,20 +117,20 @@ class LogitsProcessors:
         rows, own = _members(ids, self.matchers)
         if rows:
             bans = self._unpack(~self.matchers.masks([steps[row] for row in rows]), scores.shape[1])
-            # Added, since to fill a scattered mask takes ten times as long on a CPU.
+            # Added, because filling a scattered mask takes ten times as long on a CPU.
             _replace(scores, rows, take_rows(scores, rows).add_(bans, alpha=BANNED))
-        if any(
-            each in self._stops or each in self._bad_words for each in ids
-        ):  # a grammar alone always allows a token
+        # A grammar alone always allows a token.
+        if any(each in self._stops or each in self._bad_words for each in ids):
             is_dead = scores.amax(-1, keepdim=True) < LEAST_SCORE
             scores[:, self._end_ids] = scores[:, self._end_ids].masked_fill_(is_dead, 0.0)
         return scores
 
     def _unpack(self, bits: torch.Tensor, num_bits: int) -> torch.Tensor:
-        """Maps int32 [num_rows, ceil(num_bits / 32)] on the host to uint8 [num_rows, num_bits] on
-        the device.
+        """Unpacks bits: int32 [num_rows, ceil(num_bits / 32)] to uint8 [num_rows, num_bits].
+
+        The bits are on the host, the result is on the device.
         """
-        if self._device.type == "cpu":  # eight times as fast as below
+        if self._device.type == "cpu":  # eight times as fast as the code below
             octets = bits.numpy().view(np.uint8)
             return torch.from_numpy(
                 np.unpackbits(octets, axis=1, count=num_bits, bitorder="little")
@@ -140,8 +141,9 @@ class LogitsProcessors:
     def append(
         self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor
     ) -> None:
-        """Appends those of tokens [num_sequences], on the device, one to each sequence, that
-        `holds` [num_sequences] is true for.
+        """Appends to each sequence its token of [num_sequences] where `holds` is true.
+
+        Both tensors are on the device.
         """
         for feature in (self._penalties, self._bad_words):
             rows, own = _members(sequence_ids, feature)

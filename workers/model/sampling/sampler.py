@@ -1,8 +1,6 @@
-"""Samples the next tokens of a step's sequences, each by its own parameters, with their log
-probabilities.
+"""Samples the next tokens of a step's sequences, with parameters per sequence.
 
-Sequences that want nothing but temperature and filters cost what they would cost in a batch of
-their own.
+Sequences that use only temperature and filters cost as much as in a batch of their own.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -13,7 +11,7 @@ import torch
 
 from ...engine.plan import Constrained, SamplingParams, SequenceStep
 from ..device import indices, take_rows
-from .grammar import GrammarCache
+from .grammar_cache import GrammarCache
 from .gumbel import sample
 from .logprobs import LogprobsTensors, compute_logprobs
 from .processors import LogitsProcessors
@@ -24,20 +22,19 @@ _MAX_SEED: Final = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """Holds what a step samples, on the device."""
+    """Holds the samples of a step on the device."""
 
     tokens: torch.Tensor  # [num_samples], int64; -1 where the logits are not finite
-    rows: dict[
-        int, int
-    ]  # of `tokens`, by sequence: those that may be the pending tokens of the next step
+    # Row of `tokens` by sequence, for tokens that the next step may use as its pending token.
+    rows: dict[int, int]
     logprobs: LogprobsTensors | None
-    failed: dict[int, str]  # by sequence, why its samples are not valid and it cannot continue
+    failed: dict[int, str]  # reason by sequence: its samples are invalid and it cannot continue
 
 
 class _Sample(NamedTuple):
-    """Says how one token is sampled."""
+    """Describes how one token is sampled."""
 
-    row: int  # of the logits
+    row: int  # row of the logits
     params: SamplingParams
     position: int
 
@@ -53,9 +50,10 @@ class Sampler:
         device: torch.device,
         broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """`grammars` is None on ranks other than 0: the next step of a sequence under a grammar
-        always has rank 0's token, so theirs do not matter. `broadcast` replaces tokens
-        [num_samples] by those of rank 0.
+        """Takes `grammars` on rank 0 only, and `broadcast`, which returns rank 0's tokens.
+
+        The next step of a sequence with a grammar always has rank 0's token, so the samples of
+        other ranks do not matter. `broadcast` maps tokens [num_samples] to those of rank 0.
         """
         self._params: dict[int, SamplingParams] = {}
         self._processors = LogitsProcessors(vocab_size, end_ids, grammars, device)
@@ -79,11 +77,11 @@ class Sampler:
         self._special.discard(sequence_id)
 
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
-        """See `Executor.prepare_masks`."""
+        """Implements `Executor.prepare_masks`."""
         return self._processors.matchers.prepare(sequences, seconds)
 
     def __call__(self, logits: torch.Tensor, steps: Sequence[SequenceStep]) -> SampledTokens:
-        """Samples from logits [num_sequences, vocab_size] of the steps that sample, in their order."""
+        """Samples from logits [num_sequences, vocab_size], in the order of the sampling steps."""
         params = [self._params[step.sequence_id] for step in steps]
         positions = [step.start + len(step.token_ids) for step in steps]
         num_samples = sum([step.num_samples for step in steps])
@@ -121,15 +119,13 @@ class Sampler:
     def _sample(
         self, logits: torch.Tensor, steps: Sequence[SequenceStep], samples: Sequence[_Sample]
     ) -> torch.Tensor:
-        """Returns tokens [num_samples], each from its row of `logits` or what the logits processors
-        make of it.
-        """
+        """Returns tokens [num_samples], each from its row of logits or processed scores."""
         processed = {row: index for index, row in enumerate(self._processors.rows(steps))}
         which = [index for index, each in enumerate(samples) if each.row in processed]
         tokens = torch.empty(len(samples), dtype=torch.int64, device=self._device)
         if len(which) < len(samples):
-            # Processed rows are sampled here too, greedily: leaving them out would copy all the
-            # others.
+            # Processed rows are also sampled here, greedily: leaving them out would copy all other
+            # rows.
             params = [_GREEDY if each.row in processed else each.params for each in samples]
             rows = take_rows(logits, [each.row for each in samples])
             tokens = sample(rows, params, [each.position for each in samples])
@@ -138,22 +134,21 @@ class Sampler:
             scores = self._processors.apply(own, [steps[row] for row in processed])
             rows = take_rows(scores, [processed[samples[index].row] for index in which])
             own_samples = [samples[index] for index in which]
-            params, positions = (
-                [each.params for each in own_samples],
-                [each.position for each in own_samples],
-            )
+            params = [each.params for each in own_samples]
+            positions = [each.position for each in own_samples]
             tokens[indices(which, self._device)] = sample(rows, params, positions)
         return tokens
 
     def _append(
         self, steps: Sequence[SequenceStep], samples: Sequence[_Sample], tokens: torch.Tensor
     ) -> None:
-        """Appends tokens [num_samples] where later steps depend on them, of a draft those that are
-        right and the one after them, and forgets sequences that need nothing more.
+        """Appends tokens [num_samples] to the sequences whose later steps depend on them.
+
+        Of a draft, appends the accepted tokens and the token after them. Sequences that need no
+        special treatment any more are removed from `_special`.
         """
-        rounds: dict[
-            int, dict[int, int]
-        ] = {}  # by tokens of a draft before it: of each sequence the sample
+        # Index of each sequence's sample, by the number of draft tokens before it.
+        rounds: dict[int, dict[int, int]] = {}
         for index, each in enumerate(samples):
             step = steps[each.row]
             if step.sequence_id in self._processors:

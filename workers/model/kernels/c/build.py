@@ -1,4 +1,4 @@
-"""Builds the C kernels with the machine's compiler at first use, and finds them."""
+"""Builds the C kernels with the machine's compiler at first use, and loads them."""
 
 import ctypes
 import errno
@@ -27,17 +27,19 @@ _SOURCES: Final = tuple(sorted(_FOLDER.rglob("*.[ch]")))
 _FLAGS: Final = ("-O3", "-march=native", "-ffast-math", "-pthread", "-fPIC", "-std=gnu11")
 # Without -ffast-math: linked with it, the library would flush denormals in the whole process.
 _LINK_FLAGS: Final = ("-shared", "-pthread")
-_BUILD_SECONDS: Final = (
-    900  # of the compiler, which takes half a minute alone: so long only beside much other work
-)
+# Limit for one run of the compiler. It takes half a minute on an idle machine, much longer on a
+# busy one.
+_BUILD_SECONDS: Final = 900
 SUFFIX: Final = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Returns the kernels, built if this machine has not built them before; None where they cannot
-    be built. Raises TimeoutExpired if the compiler takes too long: then others of this service may
-    have kernels, with which a stream would go on with other tokens than without.
+    """Returns the kernels, or None if they cannot be built; builds them at first use.
+
+    Raises TimeoutExpired if the compiler takes too long. Running without kernels would be wrong
+    then: other processes of the service may have kernels, and a stream that moves between them
+    would continue with different tokens.
     """
     compiler = os.environ.get("CC") or "cc"
     try:
@@ -46,16 +48,18 @@ def library() -> ctypes.CDLL | None:
             home = os.environ.get("TANDEM_HOME") or platformdirs.user_cache_dir("tandem")
             return _load(compiler, Path(os.path.expanduser(home)) / "kernels" / name)
         except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-            logger.warning("kernels go to a temporary folder: %s", error)
+            logger.warning("storing the C kernels in a temporary folder: %s", error)
             return _load(compiler, _temporary_folder() / name)
     except (OSError, subprocess.CalledProcessError) as error:
-        logger.warning("no C kernels, running several times slower in plain torch: %s", error)
+        logger.warning("no C kernels; plain torch is several times slower: %s", error)
         return None
 
 
 def _load(compiler: str, built: Path) -> ctypes.CDLL:
-    """Loads the kernels, built first if they are not there. Raises OSError if they cannot be
-    stored, or not loaded from there, CalledProcessError if they cannot be compiled.
+    """Loads the kernels; builds them first if the file is missing.
+
+    Raises OSError if they cannot be stored or loaded, CalledProcessError if they cannot be
+    compiled.
     """
     if not built.exists():
         _build(compiler, built)
@@ -63,8 +67,10 @@ def _load(compiler: str, built: Path) -> ctypes.CDLL:
 
 
 def _temporary_folder() -> Path:
-    """Returns this user's own folder among the temporary files. Raises OSError if another user
-    could write there, who could have this process run anything.
+    """Returns this user's private folder for temporary files.
+
+    Raises OSError if another user could write to it, because such a user could make this process
+    run any code.
     """
     folder = Path(tempfile.gettempdir()) / f"tandem-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -79,24 +85,25 @@ def _temporary_folder() -> Path:
 
 
 def loaded_library() -> ctypes.CDLL:
-    """Returns the kernels. Raises RuntimeError if there are none."""
+    """Returns the kernels. Raises RuntimeError if they cannot be built."""
     kernels = library()
     if kernels is None:
-        raise RuntimeError("no kernels")
+        raise RuntimeError("there are no C kernels")
     return kernels
 
 
 @functools.cache
 def address(name: str, dtype: torch.dtype | None = None) -> int:
-    """Returns where a kernel is, of a dtype where it has variants. Raises RuntimeError if there are
-    no kernels.
+    """Returns the address of a kernel; `dtype` selects a variant.
+
+    Raises RuntimeError if there are no kernels.
     """
     function = getattr(loaded_library(), name if dtype is None else f"{name}_{SUFFIX[dtype]}")
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _fingerprint(compiler: str) -> str:
-    """Hashes what the build depends on: source, compiler, the processor it tunes for."""
+    """Returns a hash of the sources, the compiler and the processor."""
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, check=True, timeout=_BUILD_SECONDS
     ).stdout
@@ -118,18 +125,18 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _build(compiler: str, built: Path) -> None:
-    """Compiles into a temporary file and renames it, so that a killed process leaves nothing. Of
-    several that need the same kernels one builds them, and the others wait for it: together they
-    would take as many times as long.
+    """Compiles to a temporary file and renames it, so that a killed process leaves no partial file.
+
+    If several processes need the same kernels, one builds them and the others wait. Parallel builds
+    would slow each other down.
     """
     built.parent.mkdir(parents=True, exist_ok=True)
     with (
         built.with_suffix(".lock").open("w") as lock,
         tempfile.TemporaryDirectory(dir=built.parent) as scratch,
     ):
-        fcntl.flock(
-            lock, fcntl.LOCK_EX
-        )  # for as long as the compiler may take: the kernel frees it of who has died
+        # Waits without a limit: the kernel releases the lock of a process that has died.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if built.exists():
             return
         sources = [source for source in _SOURCES if source.suffix == ".c"]
@@ -141,7 +148,7 @@ def _build(compiler: str, built: Path) -> None:
 
 
 def _compile(compiler: str, folder: Path, source: Path) -> str:
-    """Returns the path of the object file."""
+    """Compiles a source file; returns the path of the object file."""
     made = str(folder / f"{source.stem}.o")
     _run([compiler, *_FLAGS, f"-I{_FOLDER}", "-c", str(source), "-o", made])
     return made

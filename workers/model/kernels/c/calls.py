@@ -1,4 +1,4 @@
-"""Runs calls of C kernels at once, or records them into a program that one native call runs again."""
+"""Calls C kernels, or records the calls into a program that one native call runs again."""
 
 import ctypes
 import struct
@@ -18,15 +18,13 @@ _ALIGNMENT: Final = 64  # bytes
 _ALLOCATIONS: Final = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 
 OPERATORS: Final[dict[Any, Callable[..., torch.Tensor]]] = {}
-"""What torch computes, by the kernels that compute the same while a program is recorded; see
-`elementwise`.
-"""
+"""Replacements for torch operators while a program is recorded; see `elementwise`."""
 
 Argument = torch.Tensor | int | float | None
 
 
 class _Call(ctypes.Structure):
-    """See team.c."""
+    """Mirrors the struct Call of team.c."""
 
     _fields_ = (
         ("kernel", ctypes.c_void_p),
@@ -40,11 +38,10 @@ class _Call(ctypes.Structure):
 def call(
     name: str, dtype: torch.dtype | None, rows: int, *args: Argument, shared: bool = False
 ) -> None:
-    """Calls a kernel, of a dtype where it has variants, for `rows` rows; tensors are given by their
-    address.
+    """Calls a kernel for `rows` rows, or records the call if a program is being recorded.
 
-    While a program is recorded it is recorded instead. `shared` says that the kernel reads or
-    writes memory that others use between the program's runs, as the KV cache.
+    `dtype` selects a variant of the kernel. Tensors are passed by address. `shared` means that the
+    kernel reads or writes memory that is used between the program's runs, such as the KV cache.
     """
     numbers = [_number(each) for each in args]
     numbers += [0] * (_MAX_ARGS - len(numbers))
@@ -65,9 +62,7 @@ def _number(argument: Argument) -> int:
 
 
 class Program:
-    """Runs recorded calls for any number of rows up to that for which they were recorded. It is for
-    one thread.
-    """
+    """Runs recorded calls for any number of rows up to the recorded number; for one thread only."""
 
     def __init__(
         self,
@@ -81,11 +76,11 @@ class Program:
         self.max_rows = max_rows
         self._calls = (_Call * len(calls))(*calls)
         self._parts = list(pairwise((0, *marks, len(calls))))
-        self._memory = memory  # that the calls use
+        self._memory = memory  # keeps the memory of the calls alive
         weakref.finalize(self, loaded_library().wait_for_helpers)
 
     def run(self, rows: int, on_mark: Callable[[int], None] | None = None) -> None:
-        """Runs the calls; with `on_mark(index)` at each mark of the recording."""
+        """Runs the calls; calls `on_mark(index)` at each mark of the recording."""
         numbers = (rows, self.max_rows, torch.get_num_threads())
         for index, (begin, end) in enumerate(self._parts if on_mark else [(0, len(self._calls))]):
             if index and on_mark:
@@ -95,12 +90,14 @@ class Program:
 
 
 _Buffer = tuple[int, int, int]
-"""An allocation of a recording: its bytes, and the first and last call that use it."""
+"""An allocation of a recording: its bytes, and the first and the last call that use it."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the kernels that are called inside, which are not run. Whatever else computes raises
-    NotImplementedError."""
+    """Records the kernel calls of a `with` block instead of running them.
+
+    Any other computation raises NotImplementedError.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -129,25 +126,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _has_step(self, args: Any) -> bool:
-        """Returns whether some tensor was made by this step: what was not has no rows for its
-        tokens.
-        """
+        """Returns whether a tensor was created by this step; only those have one row per token."""
         flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else (arg,))]
         return any(isinstance(each, torch.Tensor) and _base(each) in self._bases for each in flat)
 
     def mark(self) -> None:
-        """Lets `Program.run` stop here."""
+        """Marks a place at which `Program.run` can call `on_mark`."""
         self._marks.append(len(self.calls))
 
     def program(
         self, result: torch.Tensor, max_rows: int, reuse_distance: int | None = None
     ) -> Program:
-        """Returns the program of the calls, which were made for max_rows rows or multiples of it;
-        the caller reads `result`.
+        """Returns the program of the recorded calls, whose `result` the caller reads.
 
-        Memory is used again by calls that come at least `reuse_distance` calls after its last use,
-        or only by the next
-        run: the larger, the longer a thread may be late and nobody waits for it.
+        The calls must have `max_rows` rows or multiples of it. A call may reuse memory that was
+        last used at least `reuse_distance` calls before; None: only the next run reuses it. With a
+        larger distance, a thread may be late for longer before others wait for it.
         """
         if any(made.rows % max_rows for made, _ in self.calls):
             raise NotImplementedError("some call has no rows for the step's tokens")
@@ -173,7 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Program(calls, self._marks, moved, memory, max_rows)
 
     def _buffers(self) -> dict[int, _Buffer]:
-        """Returns what was allocated and used, by address."""
+        """Returns the used allocations by address."""
         sizes = {_base(each): each.untyped_storage().nbytes() for each in self._allocated}
         buffers: dict[int, _Buffer] = {}
         for index, (_, args) in enumerate(self.calls):
@@ -190,7 +184,7 @@ def _base(tensor: torch.Tensor) -> int:
 
 
 def _place(buffers: list[_Buffer], distance: int) -> list[int]:
-    """Returns an offset for each buffer, the first that is free."""
+    """Returns the first free offset for each buffer."""
     placed: list[tuple[int, _Buffer]] = []
     for buffer in buffers:
         num_bytes, first, _ = buffer
@@ -207,8 +201,10 @@ def _place(buffers: list[_Buffer], distance: int) -> list[int]:
 
 
 def _distance(index: int, placed: list[tuple[int, _Buffer]], num_calls: int) -> int:
-    """Returns how many calls ago the memory of the buffers that call `index` is the first to use
-    was last used, in this run or the one before; 0 if it is the first to use none.
+    """Returns the number of calls since the memory of the call's new buffers was last used.
+
+    New buffers are those that call `index` uses first. The last use may be in the previous run. The
+    result is 0 if the call has no new buffers.
     """
     distances = [0]
     for offset, (num_bytes, first, _) in placed:

@@ -1,5 +1,5 @@
-// What all kernels share. They exist for float32 and for bfloat16 (suffix _f32, _bf16) and compute in float32. The
-// caller owns all memory; nothing is allocated.
+// The common definitions of all kernels. Kernels exist for float32 and bfloat16 (suffix _f32, _bf16)
+// and compute in float32. The caller owns all memory; kernels allocate nothing.
 #pragma once
 
 #include <math.h>
@@ -19,21 +19,22 @@ typedef union {
     double f;
 } Arg;
 
-// Computes item `item` of the outputs for `rows` rows; returns the number of items if `item` is -1. Threads take items
-// in any order, and one item may be computed twice at the same time (see team.c): so an item reads nothing that an item
-// of the same call writes, and writes the same bytes each time.
+// Computes item `item` of the outputs for `rows` rows; returns the number of items if `item` is -1.
+// Threads take items in any order, and an item may be computed twice at the same time (see team.c).
+// So an item must not read memory that an item of the same call writes, and must always write the
+// same bytes.
 typedef int64_t Kernel(const Arg *a, int64_t rows, int64_t item);
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-enum { SMALL = 4096 };  // elements of an item of what is computed element by element
+enum { SMALL = 4096 };  // elements of an item in elementwise kernels
 static inline int64_t rows_of_item(int64_t elements) { return elements < SMALL ? SMALL / elements : 1; }
 
-enum { MAX_GROUP = 32, MAX_HEAD_DIM = 256 };  // of attention; a group is the query heads that share a KV head
+enum { MAX_GROUP = 32, MAX_HEAD_DIM = 256 };  // for attention; a group is the query heads that share a KV head
 
-// In a KV cache of int8 or fp8 a head's vector is head_dim numbers, of -127..127 or as in fp8.h, and their scale in
-// bfloat16.
+// In a KV cache of int8 or fp8, a head's vector consists of head_dim numbers (-127..127, or as in
+// fp8.h) and their scale in bfloat16.
 static inline int64_t scaled_row(int64_t head_dim) { return head_dim + 2; }
 
 static inline float load_f32(float x) { return x; }
@@ -55,11 +56,12 @@ static inline uint16_t store_bf16(float value) {  // to nearest, ties to even
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// e^x for x <= 0, at least e^-80; the polynomial is that of the Cephes library. Loops over it become vectors, where expf
-// would be a call for each.
+// e^x for x <= 0, at least e^-80; the polynomial is from the Cephes library. The compiler vectorizes
+// loops over it, while expf would be one call per number.
 static inline float decay(float x) {
     x = x > -80 ? x : -80;
-    const int32_t n = (int32_t)(x * 1.44269504f - 0.5f), bits = (n + 127) << 23;  // to nearest, as that is below 0
+    // Rounds to nearest, since the argument is negative.
+    const int32_t n = (int32_t)(x * 1.44269504f - 0.5f), bits = (n + 127) << 23;
     const float r = x - (float)n * 0.693359375f + (float)n * 2.12194440e-4f;
     float y = 1.9875691500e-4f, power;
     y = y * r + 1.3981999507e-3f;
@@ -78,12 +80,13 @@ static inline float sigmoid_mul(float x, float y) {  // y / (1 + e^-x)
 
 static inline float silu(float x) { return sigmoid_mul(x, x); }
 
-// With tanh (arXiv 1606.08415), 2 * sqrt(2 / pi) before its argument: tanh is a sigmoid of twice that.
+// The tanh form (arXiv 1606.08415). The factor is 2 * sqrt(2 / pi), since tanh is a sigmoid of twice
+// its argument.
 static inline float gelu(float x) { return sigmoid_mul(1.5957691216f * (x + 0.044715f * x * x * x), x); }
 
-enum { SILU = 1, GELU = 2 };  // what gates
+enum { SILU = 1, GELU = 2 };  // activations of gates
 
-// New tokens of one sequence and its cache, see paged_attention.c.
+// New tokens of one sequence and its KV cache; see paged_attention.c.
 typedef struct {
     const void *query;  // [tokens, kv_heads * group, head_dim], tokens query_stride elements apart
     void *out;          // the same, tokens out_stride elements apart
@@ -92,17 +95,18 @@ typedef struct {
     int64_t query_stride, out_stride, kv_heads, group, head_dim, block_size;
     int64_t start, tokens, window;  // token i has position start + i and sees the `window` keys up to it
     float scale, soft_cap;  // scores become soft_cap * tanh(score / soft_cap), unless it is 0
-    const float *sinks;     // [kv_heads * group] or NULL: the score of a key without value that every token sees
+    const float *sinks;     // [kv_heads * group] or NULL: scores of a key without value that every token sees
 } Chunk;
 
-// The keys that a thread will probably read next: of a KV head, from `first` to `last`.
+// The keys of a KV head, from `first` to `last`, that a thread will probably read next.
 typedef struct {
     const int32_t *table;
     int64_t head, first, last;
 } NextKeys;
 
-// Computes an item of a chunk, some tokens of a KV head with the query heads that share it. `next` may be NULL. See
-// tile_attention.c, tile_attention_scaled.h and, for what these do not take, tile_attention_wide.c.
+// Computes an item of a chunk: some tokens of a KV head with the query heads that share it. `next`
+// may be NULL. See tile_attention.c and tile_attention_scaled.h; tile_attention_wide.c computes the
+// cases that these do not support.
 typedef void AttendTiles(const Chunk *chunk, int64_t item, const NextKeys *next);
 AttendTiles attend_tiles, attend_tiles_int8, attend_tiles_fp8;
 AttendTiles attend_wide_f32, attend_wide_int8_f32, attend_wide_fp8_f32;

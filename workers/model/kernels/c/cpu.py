@@ -1,7 +1,7 @@
-"""Calls C kernels for what plain torch does in many small calls or, in bfloat16, slowly.
+"""Wraps the C kernels, which replace many small torch calls and slow bfloat16 code.
 
-Without a compiler there are none. Tensors are on the CPU, in float32 or bfloat16; their last
-dimension is contiguous.
+Without a compiler there are no kernels. Tensors are on the CPU, in float32 or bfloat16, and their
+last dimension is contiguous. One file because every function is the wrapper of one kernel.
 """
 
 import ctypes
@@ -15,18 +15,18 @@ from .build import SUFFIX, library
 from .calls import call
 
 _MAX_SUMMED_INPUTS: Final = (2**31 - 1) // (255 * 127)
-"""Of a group of integers: numbers are 0 to 255, inputs -127 to 127, and their sum has 32 bits.
-66,311.
+"""The largest group of integers, 66,311 inputs.
+
+Numbers are 0 to 255, inputs -127 to 127, and the sum of their products has 32 bits.
 """
-_MAX_HEAD_DIM: Final = 256  # what a thread's stack is sure to hold
+_MAX_HEAD_DIM: Final = 256  # limited by a thread's stack
 _MAX_GROUP: Final = 32  # as in common.h
 _PANEL: Final = 32  # as in linear.c
-_QUANTIZED: Final = {
-    torch.int8: "_int8",
-    torch.uint8: "_fp8",
-}  # kernels, by what a quantised KV cache has
+# Suffixes of kernels by the dtype of a quantized KV cache.
+_QUANTIZED: Final = {torch.int8: "_int8", torch.uint8: "_fp8"}
 ACTIVATIONS: Final = ("silu", "gelu_tanh")
-DOT_PRODUCT: Final = 1  # forms of a product, as in linear.h
+# Forms of a product, as in linear.h.
+DOT_PRODUCT: Final = 1
 WIDENED: Final = 2
 
 PackedNumbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -39,15 +39,13 @@ def usable(tensor: torch.Tensor) -> bool:
 
 
 def can_attend(query: torch.Tensor, group: int) -> bool:
-    """Returns whether `paged_attention` takes queries [.., head_dim] of this kind, `group` of them
-    to a KV head.
-    """
+    """Returns whether `paged_attention` supports queries [.., head_dim], `group` per KV head."""
     return query.shape[-1] <= _MAX_HEAD_DIM and group <= _MAX_GROUP and usable(query)
 
 
 def paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    # [num_blocks, num_kv_heads, block_size, head_dim], or quantised as in PagedKv
+    # [num_blocks, num_kv_heads, block_size, head_dim], or quantized as in PagedKv
     keys: torch.Tensor,
     values: torch.Tensor,  # the same
     tables: torch.Tensor,  # [2] int64, see paged_attention.c
@@ -56,9 +54,7 @@ def paged_attention(
     soft_cap: float | None = None,  # see AttentionOptions
     sinks: torch.Tensor | None = None,  # float32 [num_heads]
 ) -> None:
-    """Computes attention of each token to the keys of its sequence that `tables` name, read in
-    place.
-    """
+    """Computes attention of each token to its sequence's keys, which are read in place."""
     rows, num_heads, head_dim = query.shape
     kv_heads, block_size = keys.shape[1:3]
     shape = (kv_heads, num_heads // kv_heads, head_dim, block_size)
@@ -78,11 +74,11 @@ def paged_attention(
 def store_kv(
     key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
     value: torch.Tensor,  # the same
-    keys: torch.Tensor,  # [..., head_dim], a layer's cache, or quantised as in PagedKv
+    keys: torch.Tensor,  # [..., head_dim], a layer's cache, or quantized as in PagedKv
     values: torch.Tensor,  # the same
     slots: torch.Tensor,  # [num_tokens * num_kv_heads] int64, rows of the cache
 ) -> None:
-    """Writes the step's keys and values to their slots."""
+    """Writes the step's keys and values to their token slots."""
     tokens, heads, head_dim = key.shape
     if keys.dtype in _QUANTIZED:
         places = (key, key.stride(0), value, value.stride(0), keys, values, slots)
@@ -108,9 +104,11 @@ def rms_norm(
     offset: float = 0.0,  # of the weight
     residual: torch.Tensor | None = None,  # of x's shape, contiguous; is added
 ) -> torch.Tensor:
-    """Normalises the last dimension of x by its root mean square."""
+    """Normalizes the last dimension of x by its root mean square."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    rows, heads, dim = x.shape[0], x.shape[1] if x.ndim == 3 else 1, x.shape[-1]
+    rows = x.shape[0]
+    heads = x.shape[1] if x.ndim == 3 else 1
+    dim = x.shape[-1]
     call(
         "rms_norm",
         x.dtype,
@@ -129,7 +127,7 @@ def rms_norm(
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Normalises x [rows, dim] by mean and standard deviation, and multiplies by weight [dim]."""
+    """Normalizes x [rows, dim] by mean and standard deviation; multiplies by weight [dim]."""
     rows, dim = x.shape
     out = x.new_empty(rows, dim)
     call("layer_norm", x.dtype, rows, x, x.stride(0), weight, out, dim, epsilon)
@@ -158,21 +156,20 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_mul(x: torch.Tensor) -> torch.Tensor:
-    """Computes gelu(gate) * up likewise, with the tanh of GELU."""
+    """Computes gelu(gate) * up like `silu_mul`, with the tanh form of GELU."""
     return _gated("gelu_mul", x)
 
 
 def _gated(name: str, x: torch.Tensor) -> torch.Tensor:
-    rows, dim = x.shape[0], x.shape[1] // 2
+    rows = x.shape[0]
+    dim = x.shape[1] // 2
     out = x.new_empty(rows, dim)
     call(name, x.dtype, rows, x, out, dim)
     return out
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates heads [num_tokens, num_heads, head_dim] by a RotaryEmbedding's [num_tokens, 1,
-    head_dim].
-    """
+    """Rotates heads [num_tokens, num_heads, head_dim] by a RotaryEmbedding's cos and sin."""
     out = torch.empty(heads.shape, dtype=heads.dtype)
     rows, num_heads, dim = heads.shape
     call("rotate", heads.dtype, rows, heads, heads.stride(0), cos, sin, out, num_heads, dim)
@@ -180,7 +177,7 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def gather(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Returns rows [num_rows] int32 of a contiguous table [size, ...]: [num_rows, ...]."""
+    """Looks up int32 rows [num_rows] of a contiguous table [size, ...]: [num_rows, ...]."""
     out = table.new_empty(len(rows), *table.shape[1:])
     call("gather", None, len(rows), table, rows, out, table[0].nbytes, len(table))
     return out
@@ -188,16 +185,18 @@ def gather(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 @cache
 def linear_form(kind: str = "") -> int:
-    """Returns how this processor multiplies weights in bfloat16, "_fp8" or "_int", as in linear.h;
-    0: by no kernel.
+    """Returns how this processor multiplies weights, as in linear.h; 0 if there is no kernel.
+
+    `kind` is "" for bfloat16, "_fp8" or "_int".
     """
     kernels = library()
     return 0 if kernels is None else int(kernels[f"form_of_linear{kind}"]())
 
 
 def can_multiply(weight: torch.Tensor) -> bool:
-    """Returns whether there is a `linear` for a weight [outputs, inputs], which needs bfloat16 and
-    a processor without AMX.
+    """Returns whether `linear` supports a weight [outputs, inputs].
+
+    It must be in bfloat16, and the processor must not have AMX.
     """
     return (
         usable(weight)
@@ -208,9 +207,7 @@ def can_multiply(weight: torch.Tensor) -> bool:
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """Packs a weight [outputs, inputs] in the order in which `linear` reads it: [ceil(outputs /
-    32), inputs / 2, 32, 2].
-    """
+    """Packs a weight [outputs, inputs] for `linear`: [ceil(outputs / 32), inputs / 2, 32, 2]."""
     outputs, inputs = weight.shape
     weight = weight.contiguous()
     packed = weight.new_empty(-(-outputs // _PANEL), inputs // 2, _PANEL, 2)
@@ -219,7 +216,7 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
 
 
 def can_multiply_fp8(inputs: int, group_size: int) -> bool:
-    """Returns whether `linear` takes weights in FP8 with groups of so many inputs."""
+    """Returns whether `linear` supports FP8 weights with groups of `group_size` inputs."""
     return group_size % 2 == inputs % group_size == 0 and linear_form("_fp8") != 0
 
 
@@ -227,34 +224,30 @@ def pack_linear_fp8(
     weight: torch.Tensor,  # [outputs, inputs] uint8, the bits of numbers in E4M3
     scales: torch.Tensor,  # [outputs, groups] float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packs a weight and its scales in the order in which `linear` reads them: as `pack_linear`,
-    and [panels, groups, 32].
-    """
+    """Packs a weight as `pack_linear`, and its scales as [panels, groups, 32], for `linear`."""
     return pack_linear(weight), _by_panel(scales)
 
 
 def _by_panel(terms: torch.Tensor) -> torch.Tensor:
-    """Maps [outputs, groups] to [panels, groups, 32]; of outputs past the last they are zero."""
+    """Maps [outputs, groups] to [panels, groups, 32], padded with zeros."""
     outputs, groups = terms.shape
     padded = torch.nn.functional.pad(terms, (0, 0, 0, -outputs % _PANEL))
     return padded.view(-1, _PANEL, groups).transpose(1, 2).contiguous()
 
 
 def can_gate(gate: torch.Tensor) -> bool:
-    """Returns whether `linear` can gate: for a weight of gates [outputs, inputs]."""
+    """Returns whether `linear` can gate, for a weight of gates [outputs, inputs]."""
     return can_multiply(gate) and gate.shape[0] % (_PANEL // 2) == 0
 
 
 def alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Returns two weights [outputs, inputs] as one [2 * outputs, inputs], in turn 16 rows of each."""
+    """Joins two weights [outputs, inputs] to [2 * outputs, inputs], alternating 16 rows of each."""
     runs = [weight.view(-1, _PANEL // 2, weight.shape[1]) for weight in (gate, up)]
     return torch.cat(runs, dim=1).view(-1, gate.shape[1])
 
 
 def apart(y: torch.Tensor) -> torch.Tensor:
-    """Returns the outputs [rows, 2 * outputs] of an alternated weight with those of the gates
-    first.
-    """
+    """Reorders the outputs [rows, 2 * outputs] of an alternated weight: gates first."""
     return y.view(len(y), -1, 2, _PANEL // 2).transpose(1, 2).reshape(y.shape)
 
 
@@ -269,21 +262,23 @@ def linear(
 ) -> torch.Tensor:
     """Computes x W^T + bias + residual: [rows, outputs].
 
-    `activation` is for an alternated weight: then it is activation(gate) * up, [rows, outputs / 2].
+    With `activation` the weight must be alternated; the result is activation(gate) * up, [rows,
+    outputs / 2].
     """
     rows, inputs = x.shape
     gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     group_size = inputs if scales is None else inputs // scales.shape[1]
     is_wide = linear_form("" if scales is None else "_fp8") == WIDENED
-    name, factor = ("linear_wide", _widen(x)) if is_wide else ("linear", x)
+    name = "linear_wide" if is_wide else "linear"
+    factor = _widen(x) if is_wide else x
     places = (factor, factor.stride(0), packed, bias, residual, out)
     call(name, x.dtype, rows, *places, outputs, inputs, gated, scales, group_size)
     return out
 
 
 def _widen(x: torch.Tensor) -> torch.Tensor:
-    """Returns x [rows, inputs] in float32."""
+    """Converts x [rows, inputs] to float32."""
     rows, inputs = x.shape
     wide = x.new_empty(rows, inputs, dtype=torch.float32)
     call("widen_rows", x.dtype, rows, x, x.stride(0), wide, inputs)
@@ -291,13 +286,15 @@ def _widen(x: torch.Tensor) -> torch.Tensor:
 
 
 def can_multiply_int(inputs: int, group_size: int) -> bool:
-    """Returns whether `linear_int` takes weights with groups of so many inputs."""
+    """Returns whether `linear_int` supports weights with groups of `group_size` inputs."""
     return group_size % 8 == inputs % group_size == 0 and linear_form("_int") != 0
 
 
 def _count_pieces(group_size: int) -> int:
-    """Returns into how many equal pieces, each a multiple of 8 inputs, a group is split for the dot
-    product: 1 unless its sum might not fit. Then the group is a multiple of 8.
+    """Returns the number of equal pieces into which a group is split for the dot product.
+
+    It is 1 unless the group's sum might not fit. Each piece is a multiple of 8 inputs, as is such a
+    group.
     """
     if group_size <= _MAX_SUMMED_INPUTS:
         return 1
@@ -308,22 +305,25 @@ def _count_pieces(group_size: int) -> int:
 def pack_linear_int(
     weight: torch.Tensor,  # [outputs, inputs] uint8, numbers below 2**bits
     scales: torch.Tensor,  # [outputs, groups] bfloat16
-    zeros: torch.Tensor
-    | None,  # [outputs, groups] uint8, what stands for 0, in 256ths of 2**bits; None: 128
+    # [outputs, groups] uint8, the number that represents 0, in 256ths of 2**bits; None: 128
+    zeros: torch.Tensor | None,
     bits: int,
 ) -> PackedNumbers:
-    """Packs a weight, its scales and zeros in the order in which `linear_int` reads them: [panels,
-    inputs * bits / 8, 32] and twice [panels, groups, 32]. A group whose sum might not fit into 32
-    bits becomes several.
+    """Packs a weight, its scales and zeros for `linear_int`.
+
+    The results are [panels, inputs * bits / 8, 32] and twice [panels, groups, 32]. A group whose
+    sum might not fit into 32 bits is split into several.
     """
     outputs, inputs = weight.shape
     num_pieces = _count_pieces(inputs // scales.shape[1])
     scales = scales.repeat_interleave(num_pieces, dim=1)
     zeros = None if zeros is None else zeros.repeat_interleave(num_pieces, dim=1)
-    panels, groups = -(-outputs // _PANEL), scales.shape[1]
+    panels = -(-outputs // _PANEL)
+    groups = scales.shape[1]
     packed = weight.new_empty(panels, inputs * bits // 8, _PANEL)
     packed_scales = scales.new_empty(panels, groups, _PANEL)
-    weight, scales = weight.contiguous(), scales.contiguous()
+    weight = weight.contiguous()
+    scales = scales.contiguous()
     call(
         "pack_linear_int",
         None,
@@ -348,10 +348,12 @@ def linear_int(
     activation: str | None = None,
     input_bits: int = 8,  # or 16
 ) -> torch.Tensor:
-    """Computes what `linear` does, with x rounded group by group where integers have a dot product."""
+    """Computes `linear` for integer weights; x is rounded by group if there is a dot product."""
     weight, scales, zeros = packed
     rows, inputs = x.shape
-    groups, bits, parts = scales.shape[1], 8 * weight.shape[1] // inputs, input_bits // 8
+    groups = scales.shape[1]
+    bits = 8 * weight.shape[1] // inputs
+    parts = input_bits // 8
     is_wide = linear_form("_int") == WIDENED
     name = "linear_int_wide" if is_wide else "linear_int"
     gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
@@ -365,8 +367,9 @@ def linear_int(
 
 
 def _quantize(x: torch.Tensor, groups: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds x [rows, inputs] to numbers [rows, parts, inputs] and terms [rows, parts, groups, 2],
-    see linear_int.c.
+    """Rounds x [rows, inputs] to numbers [rows, parts, inputs] and terms; see linear_int.c.
+
+    The terms are [rows, parts, groups, 2].
     """
     rows, inputs = x.shape
     q = x.new_empty(rows, parts, inputs, dtype=torch.int8)
@@ -381,12 +384,12 @@ def sample(
     keys: torch.Tensor,
     filters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Samples as gumbel.py does from logits [rows, vocab_size] token ids [rows], int64, -1 where a
-    logit is not finite.
+    """Maps logits [rows, vocab_size] to sampled token ids [rows], int64, as gumbel.py does.
 
-    temperatures float32 [rows], 0 for the greedy choice; keys int64 [rows, 2], each below 2^32;
-    filters float32 [rows, 3]: top-k, 0 for none, top-p, and the logarithm of min-p, -3e38 for none.
-    Scores that differ by less than 2^-16 are ties for the filters.
+    A token is -1 if a logit of its row is not finite. temperatures: float32 [rows], 0 for greedy
+    sampling. keys: int64 [rows, 2], each below 2^32. filters: float32 [rows, 3], which are top-k (0
+    for none), top-p, and the logarithm of min-p (-3e38 for none). Filters treat scores that differ
+    by less than 2^-16 as ties.
     """
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64)
@@ -407,14 +410,13 @@ def sample(
 
 
 def bind_threads() -> None:
-    """Binds the calling thread and those that will help it to a core each, if they are as many as
-    the cores of this
-    process: else, after a pause, two may be put on one core, for many milliseconds.
+    """Binds the calling thread and its helpers to one core each, if there are as many cores.
+
+    Otherwise, after a pause, two threads may share a core for many milliseconds.
     """
     cores = torch.tensor(sorted(os.sched_getaffinity(0)))
     kernels = library()
     if kernels is not None and len(cores) == torch.get_num_threads() > 1:
-        torch.zeros(2**16).add_(
-            1
-        )  # torch's own threads, made now, do not inherit the caller's core
+        # Creates torch's own threads now, so that they do not inherit the caller's core.
+        torch.zeros(2**16).add_(1)
         kernels.bind_threads(ctypes.c_void_p(cores.data_ptr()), ctypes.c_int64(len(cores)))

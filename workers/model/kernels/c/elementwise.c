@@ -1,4 +1,4 @@
-// What torch computes element by element, for models whose own code calls torch.
+// Elementwise operators of torch, for models whose own code calls torch.
 
 #include "common.h"
 
@@ -6,7 +6,8 @@ enum { OF_COPY, OF_ADD, OF_SUB, OF_MUL, OF_NEG, OF_SILU, OF_GELU, OF_GELU_TANH, 
 
 static inline float erf_gelu(float x) { return 0.5f * x * (1 + erff(x * 0.70710678118654752f)); }
 
-// One step of a row: `x` and `to` are elements of T one after the other; `y` too, or one for all if its stride is 0.
+// One step of a row: `x` and `to` are contiguous elements of T; so is `y`, or it is one element for
+// all if its stride is 0.
 #define EACH(NAME, RESULT)                                                                                             \
     if (y_stride)                                                                                                      \
         for (int64_t d = 0; d < dim; d++) {                                                                            \
@@ -22,8 +23,8 @@ static inline float erf_gelu(float x) { return 0.5f * x * (1 + erff(x * 0.707106
         }                                                                                                              \
     break;
 
-// x, y and out [rows, heads, dim]; strides in elements of rows and heads, and of y's last dimension, 1 or 0. Without y
-// its place is taken by a number.
+// x, y and out [rows, heads, dim]. Strides of rows and heads are in elements; the stride of y's last
+// dimension is 1 or 0. If y is NULL, a number is used instead.
 #define DEFINE_ELEMENTWISE(T, NAME)                                                                                    \
     int64_t elementwise_##NAME(const Arg *a, int64_t rows, int64_t item) {                                             \
         const T *x = a[0].p, *y = a[3].p;                                                                              \

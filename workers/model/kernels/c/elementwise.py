@@ -1,8 +1,7 @@
-"""Kernels for what torch computes element by element, so that a step of a model whose own code
-calls torch can be recorded.
+"""Computes torch's elementwise operators with kernels, so that steps that call torch are recorded.
 
-A tensor holds a row for each token of the step: that is the dimension of its largest stride. So
-whatever is computed here is laid out token by token, however transposed its shape is.
+A tensor has one row for each token of the step, along the dimension with the largest stride. So
+results are laid out token by token, even if their shape is transposed.
 """
 
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import torch
 from .build import SUFFIX
 from .calls import OPERATORS, call
 
+# The order is that of elementwise.c.
 _OPERATIONS: Final = (
     "copy",
     "add",
@@ -24,13 +24,14 @@ _OPERATIONS: Final = (
     "gelu",
     "gelu_tanh",
     "tanh",
-)  # as in elementwise.c
+)
 _aten = torch.ops.aten
 
 
 def compute(operation: str, x: torch.Tensor, y: torch.Tensor | float | None = None) -> torch.Tensor:
-    """Returns the result in the shape that broadcasting gives. Raises NotImplementedError for what
-    has no kernel.
+    """Computes an operation with broadcasting.
+
+    Raises NotImplementedError if there is no kernel for it.
     """
     shape = (
         torch.Size(np.broadcast_shapes(x.shape, y.shape))
@@ -48,11 +49,11 @@ def compute(operation: str, x: torch.Tensor, y: torch.Tensor | float | None = No
 
 
 def concatenate(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """As `torch.cat`."""
+    """Concatenates tensors as `torch.cat` does, but not along the tokens."""
     dim %= tensors[0].ndim
     rows = _row_dimension(tensors[0])
     if dim == rows:
-        raise NotImplementedError("tokens are not joined")
+        raise NotImplementedError("no kernel for concatenating along the tokens")
     shape = list(tensors[0].shape)
     shape[dim] = sum(each.shape[dim] for each in tensors)
     order = [rows, *(each for each in range(len(shape)) if each != rows)]
@@ -117,7 +118,7 @@ def _binary(operation: str) -> Any:
     def run(x: Any, y: Any, *, alpha: float = 1) -> torch.Tensor:
         if alpha != 1:
             raise NotImplementedError("no kernel for alpha")
-        if not isinstance(x, torch.Tensor):  # of the commutative ones alone
+        if not isinstance(x, torch.Tensor):  # occurs only for commutative operations
             x, y = y, x
         return compute(operation, x, y)
 

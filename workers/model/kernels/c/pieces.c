@@ -1,9 +1,10 @@
-// The small pieces between the matrix products, which plain torch does in many calls.
+// Kernels for the operations between matrix products, which need many calls in plain torch.
 
 #include "fp8.h"
 
-// Root mean square norm (arXiv 1910.07467) of each head of each row: out = (weight + offset) * x / rms(x), plus the
-// residual where it is not NULL. The normed head is rounded to T before the weight, as transformers does for Llama.
+// Root mean square norm (arXiv 1910.07467) of each head of each row: out = (weight + offset) * x /
+// rms(x), plus the residual unless it is NULL. The normalized head is rounded to T before the product
+// with the weight, as transformers does for Llama.
 //
 // x  [rows, heads, dim], rows `stride` elements apart; weight [dim]; out, residual [rows, heads, dim]
 #define DEFINE_NORM(T, NAME)                                                                                           \
@@ -157,9 +158,9 @@ int64_t store_kv(const Arg *a, int64_t tokens, int64_t item) {
     return 0;
 }
 
-// Rounds x [dim] to a row of a cache of int8 or fp8. What is not finite makes the scale infinite, and so all that is
-// read with it: bits are compared, since -ffast-math takes no number for NaN. Scales below 2^-119, whose inverse might
-// be infinite, are 0.
+// Rounds x [dim] to a row of a cache of int8 or fp8. A number that is not finite makes the scale
+// infinite, and so all numbers that are read with it. Bits are compared, because -ffast-math assumes
+// that no number is NaN. Scales below 2^-119, whose inverse might be infinite, are set to 0.
 static inline __attribute__((always_inline)) void round_row(uint8_t *to, const float *x, int64_t dim,
                                                             const int is_fp8) {
     enum { INFINITE = 0x7f80, TINY = 0x0400 };  // as bfloat16
@@ -180,7 +181,8 @@ static inline __attribute__((always_inline)) void round_row(uint8_t *to, const f
     memcpy(to + dim, &scale, sizeof scale);
 }
 
-// As store_kv, into rows of a cache of int8 or fp8: key, value [tokens, heads, head_dim], strides in elements.
+// Like store_kv, for rows of a cache of int8 or fp8: key, value [tokens, heads, head_dim], strides in
+// elements.
 #define DEFINE_STORE_SCALED(T, NAME, KERNEL, IS_FP8)                                                                   \
     int64_t KERNEL##_##NAME(const Arg *a, int64_t tokens, int64_t item) {                                              \
         const T *key = a[0].p, *value = a[2].p;                                                                        \
@@ -206,8 +208,8 @@ DEFINE_STORE_SCALED(uint16_t, bf16, store_kv_int8, 0)
 DEFINE_STORE_SCALED(float, f32, store_kv_fp8, 1)
 DEFINE_STORE_SCALED(uint16_t, bf16, store_kv_fp8, 1)
 
-// Copies rows of a table [size, row_bytes]: out [rows, row_bytes] = table[ids]. Ids are checked by who makes them; one
-// that is not in the table takes its last row.
+// Copies rows of a table [size, row_bytes]: out [rows, row_bytes] = table[ids]. The code that creates
+// the ids checks them; an id outside the table selects its last row.
 int64_t gather(const Arg *a, int64_t rows, int64_t item) {
     const char *table = a[0].p;
     const int32_t *ids = a[1].p;

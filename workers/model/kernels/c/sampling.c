@@ -1,10 +1,10 @@
-// Samples the next token: the fused form of gumbel.py and of top-k, top-p and min-p of filters.py.
+// Samples the next token: the fused form of gumbel.py and of top-k, top-p and min-p in filters.py.
 
 #include "common.h"
 
 enum { BLOCK = 128 };
 
-// -log(1 - u) for u in [2^-32, 1 - 2^-24]: the series where 1 - u would round.
+// -log(1 - u) for u in [2^-32, 1 - 2^-24]; uses the series for small u, where 1 - u would round.
 static inline float exponential(float u) {
     const float series = u * (1 + u * (1.0f / 2 + u * (1.0f / 3 + u * (1.0f / 4 + u * (1.0f / 5)))));
     return u < 1.0f / 64 ? series : -logf(1 - u);
@@ -22,15 +22,15 @@ static inline float uniform(uint32_t id, uint32_t first, uint32_t second) {
     return u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f;
 }
 
-// At least -log(exponential(u)), which is at most -log(u), by the exponent of u.
+// An upper bound of -log(exponential(u)), which is at most -log(u), from the exponent of u.
 static inline float most_noise(float u) {
     uint32_t bits;
     memcpy(&bits, &u, sizeof bits);
     return (float)(127 - (int32_t)(bits >> 23)) * 0.69314718f + 1e-3f;
 }
 
-// What a row keeps: the top_k best tokens (0: all), of these the best up to the mass top_p, and none that is further
-// below the best than -log_min_p.
+// The filters of a row. It keeps the top_k best tokens (0: all), of these the best up to the mass
+// top_p, and no token whose score is more than -log_min_p below the best.
 typedef struct {
     float top_k, top_p, log_min_p;
 } Filter;
@@ -42,8 +42,9 @@ typedef struct {
     float scale, top;  // 1 / temperature, and the largest score
 } Row;
 
-// A token's place is how far its score is below the top, in steps of 2^-16; scores of one place are ties. From 64 on all
-// are one: they have no mass. Places are counted in two turns, first by their upper bits, then by the lower ones.
+// A token's place is the distance of its score from the top, in steps of 2^-16; scores with the same
+// place are ties. Distances from 64 on share one place, because such tokens have no mass. Places are
+// counted in two passes, first by their upper bits, then by their lower bits.
 enum { BITS_OF_TURN = 11, PLACES = 1 << BITS_OF_TURN, LAST_PLACE = PLACES * PLACES - 1 };
 
 typedef struct {
@@ -66,7 +67,8 @@ static inline int32_t place_of(const Row *row, float score) {
     return (int32_t)(steps < LAST_PLACE ? steps : LAST_PLACE);
 }
 
-// Counts the tokens of a row by the upper bits of their places, those with these upper bits by the lower ones if not -1.
+// Counts the tokens of a row by the upper bits of their places. If `upper` is not -1, counts the tokens
+// with these upper bits by their lower bits.
 static void count_places(const Row *row, int32_t upper, Histogram *found) {
     memset(found, 0, sizeof *found);
     for (int64_t begin = 0; begin < row->vocab; begin += BLOCK) {
@@ -92,7 +94,8 @@ typedef struct {
     double count, mass;
 } Before;
 
-// Returns the first place with which the tokens, or if `by_mass` their mass, are `enough`; the last if they never are.
+// Returns the first place at which the number of tokens, or their mass if `by_mass`, reaches `enough`;
+// the last place if it never does.
 static int32_t find_place(const Histogram *in, int by_mass, double enough, Before *before) {
     int32_t place = 0;
     for (; place < PLACES - 1; place++) {
@@ -153,10 +156,12 @@ static inline uint32_t bits_f32(float x) {
     return bits;
 }
 
-// logits [rows, vocab], rows `stride` elements apart; temperatures [rows], 0 is greedy; keys [rows, 2]; tokens [rows];
-// filters [rows] or NULL, for rows that have none top_k 0, top_p 1, log_min_p -3e38.
-// The first of several equal maxima wins; -1 if the largest is not finite or a logit is NaN. The bits say so, the
-// largest of either sign's: -ffast-math takes it that there is no such number.
+// logits [rows, vocab], rows `stride` elements apart; temperatures [rows], 0 is greedy; keys [rows, 2];
+// tokens [rows]; filters [rows] or NULL. A row without filters has top_k 0, top_p 1, log_min_p -3e38.
+//
+// The first of several equal maxima wins. A token is -1 if the largest logit is not finite or a logit
+// is NaN. This is detected from the largest bits of either sign, because -ffast-math assumes that there
+// are no such numbers.
 #define DEFINE_SAMPLE(T, NAME, BITS)                                                                                   \
     int64_t sample_##NAME(const Arg *a, int64_t rows, int64_t row) {                                                   \
         if (row < 0) return rows;                                                                                      \

@@ -1,15 +1,15 @@
-// Runs recorded kernel calls, one after the other, on a team of threads that never waits for one that the scheduler has
-// taken off its core.
+// Runs recorded kernel calls in sequence on a team of threads that does not wait for preempted threads.
 //
-// Threads take chunks of the current call's items. When none is left, a thread that waits for a chunk computes it once
-// more after about the time that a chunk takes: its owner may be preempted for milliseconds, a chunk takes microseconds
-// (as the backup tasks of MapReduce, OSDI 2004). An item writes the same bytes each time, so the late owner does no harm
-// as long as nobody uses the memory for something else. Hence:
-// - a call waits for threads that are late in a call whose memory it takes over; `distance` says which these are;
-// - a run ends when nobody is in a call that reads or writes memory of others (`shared`);
-// - what a program needs stays until `wait_for_helpers` has returned.
+// Threads take chunks of the current call's items. When no chunk is left, a thread waits for the
+// others for about the time of one chunk, then computes a missing chunk again: its owner may be
+// preempted for milliseconds, while a chunk takes microseconds (like the backup tasks of MapReduce,
+// OSDI 2004). An item always writes the same bytes, so the late owner does no harm as long as the
+// memory is not used for something else. Therefore:
+// - a call waits for threads that are late in an earlier call whose memory it reuses (`distance`);
+// - a run ends when no thread is in a call that reads or writes memory of others (`shared`);
+// - the memory of a program must stay valid until `wait_for_helpers` has returned.
 //
-// There is no leader: any thread may begin the next call, so that the caller may be preempted, too.
+// There is no leader: any thread may begin the next call, so the caller may be preempted as well.
 
 #define _GNU_SOURCE
 #include <linux/futex.h>
@@ -25,13 +25,14 @@
 #include "common.h"
 
 enum { MAX_THREADS = 256, MAX_UNITS = 4096, MAX_ARGS = 16, RUNS = 8 };
-enum { SHORT_WAIT = 3000, EAGER_LOOKS = 1000, SPINS = 4000 };  // nanoseconds before a backup; looks before pauses, sleep
+// Nanoseconds before a chunk is computed again; polls before pauses; polls before sleep.
+enum { SHORT_WAIT = 3000, EAGER_LOOKS = 1000, SPINS = 4000 };
 
 typedef struct {
     Kernel *kernel;
     int64_t rows;      // when the call was recorded
-    int64_t shared;    // it uses memory of others
-    int64_t distance;  // it writes memory that was last used so many calls ago, at least; 0 if never before
+    int64_t shared;    // whether it uses memory of others
+    int64_t distance;  // minimum number of calls since the memory it writes was last used; 0: never used
     Arg args[MAX_ARGS];
 } Call;
 
@@ -45,7 +46,7 @@ typedef struct {
 } Run;
 
 typedef struct {
-    _Alignas(64) _Atomic uint64_t serial;  // of the call that the thread is in, 0 if none
+    _Alignas(64) _Atomic uint64_t serial;  // of the call that the thread is in; 0: in no call
 } Thread;
 
 static struct {
@@ -56,15 +57,15 @@ static struct {
     uint64_t num_calls;  // of all runs
     pid_t process;
     int niceness;
-    int64_t num_cores, cores[MAX_THREADS];  // where to bind caller and helpers, if they are as many
+    int64_t num_cores, cores[MAX_THREADS];  // cores for caller and helpers, if the numbers match
     _Atomic int ending;
-    _Atomic uint32_t started;  // runs; helpers wait for the next on it
+    _Atomic uint32_t started;  // number of runs; helpers wait on it for the next run
     _Atomic int sleeping;
-    Run runs[RUNS];  // in turn, so that late helpers find theirs
+    Run runs[RUNS];  // used in turn, so that late helpers still find their run
 } team = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-// Called between two looks of a wait. The first looks follow each other at once: what is waited for mostly comes within
-// a microsecond, and on virtual machines a pause may cost half of one.
+// Pauses between two polls. The first polls follow each other without a pause: most waits end within
+// a microsecond, and on virtual machines one pause may take half a microsecond.
 static inline void relax(int looks) {
     if (looks < EAGER_LOOKS) return;
 #if defined(__x86_64__)
@@ -80,15 +81,16 @@ static inline int64_t nanoseconds(void) {
     return now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-// The work of a call: items in units of as many, so that there are not too many units.
+// The work of a call. Items are grouped into units, so that there are at most MAX_UNITS.
 typedef struct {
     const Call *call;
     uint64_t serial;
     int64_t rows, items, size, units;
 } Work;
 
-// Returns where the chunk that begins at a unit ends: the first chunks are large, so that few are taken, the last small,
-// so that threads end together (guided self-scheduling, Polychronopoulos and Kuck 1987).
+// Returns the end of the chunk that begins at a unit. The first chunks are large, so that there are
+// few; the last are small, so that threads end together (guided self-scheduling, Polychronopoulos
+// and Kuck 1987).
 static inline int64_t chunk_end(const Run *run, const Work *work, int64_t unit) {
     const int64_t share = (work->units - unit) / (2 * run->threads);
     return unit + (share > 1 ? share : 1);
@@ -102,7 +104,7 @@ static void compute(Run *run, const Work *work, int64_t unit) {
 
 static inline int is_over(Run *run, uint64_t serial) { return atomic_load(&run->turn) >> 16 != serial; }
 
-// Waits until every chunk is done or the call is over; computes what is missing for too long.
+// Waits until every chunk is done or the call is over; computes chunks that take too long again.
 static void wait_for_others(Run *run, const Work *work, int64_t patience) {
     for (int64_t unit = 0; unit < work->units; unit = chunk_end(run, work, unit)) {
         int64_t since = 0;
@@ -119,7 +121,7 @@ static void wait_for_others(Run *run, const Work *work, int64_t patience) {
     }
 }
 
-// Waits until nobody is late in a call whose memory this one writes, or the call is over.
+// Waits until no thread is late in a call whose memory this call writes, or this call is over.
 static void wait_for_memory(Run *run, const Call *call, uint64_t serial) {
     for (int64_t i = 0; i <= team.num_helpers; i++) {
         uint64_t late;
@@ -131,8 +133,8 @@ static void wait_for_memory(Run *run, const Call *call, uint64_t serial) {
     }
 }
 
-// Takes part in a run until its last call is over. A thread says in which call it is before it looks whether that is
-// still the current one: so whoever begins a later call, or ends the run, sees it.
+// Works on a run until its last call is over. A thread publishes its call before it checks that the
+// call is still the current one. So a thread that begins a later call, or ends the run, sees it.
 static void take_part(Run *run, Thread *self) {
     for (uint64_t turn = atomic_load(&run->turn);; turn = atomic_load(&run->turn)) {
         const uint64_t serial = turn >> 16;
@@ -157,7 +159,7 @@ static void take_part(Run *run, Thread *self) {
             turn = atomic_load(&run->turn);
         }
         if (turn >> 16 != serial) continue;
-        // About as long as this thread's largest chunk took.
+        // Approximately the time of this thread's largest chunk.
         const int64_t usual = mine && begun ? (nanoseconds() - begun) / 2 : 0;
         wait_for_others(run, &work, usual > SHORT_WAIT ? usual : SHORT_WAIT);
         turn = serial << 16 | work.units;
@@ -197,7 +199,7 @@ static void bind_thread(pthread_t thread, int64_t core) {
     pthread_setaffinity_np(thread, sizeof set, &set);
 }
 
-// Makes the helpers, anew when their number changes or the caller's niceness, which they inherit.
+// Creates the helpers; again if their number or the caller's niceness, which they inherit, changes.
 static void gather_helpers(int64_t helpers) {
     const pid_t process = getpid();
     const int niceness = getpriority(PRIO_PROCESS, 0);
@@ -208,7 +210,7 @@ static void gather_helpers(int64_t helpers) {
         for (int64_t i = 0; i < team.num_helpers; i++) pthread_join(team.helpers[i], NULL);
         atomic_store(&team.ending, 0);
     }
-    if (team.process != process) {  // a fork has left the helpers behind
+    if (team.process != process) {  // helpers do not survive a fork
         memset(team.runs, 0, sizeof team.runs);
         memset(team.threads, 0, sizeof team.threads);
         atomic_store(&team.sleeping, 0);
@@ -217,7 +219,7 @@ static void gather_helpers(int64_t helpers) {
     atomic_store(&team.started, 0);
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the interpreter
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // only the interpreter's threads handle signals
     for (int64_t i = 0; i < helpers; i++) {
         if (pthread_create(&team.helpers[i], NULL, help, &team.threads[i + 1])) break;
         if (team.num_cores == helpers + 1) bind_thread(team.helpers[i], team.cores[i + 1]);
@@ -236,13 +238,13 @@ void bind_threads(const int64_t *cores, int64_t count) {
     pthread_mutex_unlock(&team.lock);
 }
 
-// Returns whether a thread is in a call that the run's end waits for.
+// Returns whether the end of the run must wait for a thread in call `serial`.
 static int is_waited_for(const Run *run, uint64_t serial, int leave) {
     return serial >= run->first && !(leave && !run->calls[serial - run->first].shared);
 }
 
-// Runs calls for `rows` rows, which were recorded for `recorded_rows`, on `threads` threads with the caller's.
-// `leave` says that the calls stay where they are, and who is late may be left behind in them.
+// Runs calls for `rows` rows, which were recorded for `recorded_rows`, on `threads` threads including
+// the caller. `leave` means that the calls stay in memory, so late threads may remain in them.
 static void run_calls(const Call *calls, int64_t num_calls, int64_t rows, int64_t recorded_rows, int64_t threads,
                       int leave) {
     pthread_mutex_lock(&team.lock);
@@ -261,14 +263,14 @@ static void run_calls(const Call *calls, int64_t num_calls, int64_t rows, int64_
     pthread_mutex_unlock(&team.lock);
 }
 
-// Runs recorded calls, which stay where they are until `wait_for_helpers` has returned, for `rows` rows.
+// Runs recorded calls for `rows` rows. They must stay in memory until `wait_for_helpers` has returned.
 void run_program(const Call *calls, int64_t num_calls, int64_t rows, int64_t recorded_rows, int64_t threads) {
     run_calls(calls, num_calls, rows, recorded_rows, threads, 1);
 }
 
-// Runs one call, and waits for all who are in it.
+// Runs one call, and waits for all threads in it.
 void run_call(const Call *call, int64_t threads) {
-    if (!call->rows) return;  // such as logits of a step that samples nothing
+    if (!call->rows) return;  // for example the logits of a step that samples nothing
     const int64_t items = call->kernel(call->args, call->rows, -1);
     if (items > 1 && threads > 1)
         run_calls(call, 1, call->rows, call->rows, threads, 0);
@@ -276,7 +278,7 @@ void run_call(const Call *call, int64_t threads) {
         for (int64_t item = 0; item < items; item++) call->kernel(call->args, call->rows, item);
 }
 
-// Returns when no helper is in a run any more: then a program's memory may be freed.
+// Waits until no helper is in a run any more. Then a program's memory may be freed.
 void wait_for_helpers(void) {
     pthread_mutex_lock(&team.lock);
     for (int i = 0; i < RUNS; i++)

@@ -1,4 +1,5 @@
-// Vectors of float32 on any processor, by the compiler's vector extension, and what numbers of few bits are in them.
+// Vectors of float32 on any processor, by the compiler's vector extension, and conversions of small
+// number formats to them.
 #pragma once
 
 #include "fp8.h"
@@ -7,9 +8,9 @@
 #include <immintrin.h>
 #endif
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // functions that take vectors are inlined
+#pragma GCC diagnostic ignored "-Wpsabi"  // functions with vector arguments are inlined
 
-enum { LANES = 8 };  // AVX2 has 16 registers of so many
+enum { LANES = 8 };  // AVX2 has 16 registers of 8 floats
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
@@ -24,7 +25,8 @@ INLINE Floats load_floats(const float *from) {
 }
 INLINE void store_floats(float *to, Floats x) { memcpy(to, &x, sizeof x); }
 
-// sum + x * y. Written as such, -ffast-math adds two products first, which takes more registers than there are.
+// sum + x * y. Written as a plain expression, -ffast-math adds two products first, which needs more
+// registers than there are.
 INLINE Floats add_products(Floats sum, Floats x, Floats y) {
 #if defined(__AVX2__) && defined(__FMA__)
     return _mm256_fmadd_ps(x, y, sum);
@@ -32,7 +34,7 @@ INLINE Floats add_products(Floats sum, Floats x, Floats y) {
     return sum + x * y;
 #endif
 }
-// Else the compiler loads what several sums need for each of them.
+// Keeps a value in a register. Otherwise the compiler loads it again for each sum that needs it.
 INLINE Floats in_register(Floats x) {
 #ifdef __AVX2__
     __asm__("" : "+x"(x));
@@ -47,29 +49,31 @@ INLINE Floats bits_to_floats(Ints bits) {
     return x;
 }
 
-INLINE Floats pick(Ints where, Floats x, Floats y) {  // x where all bits are set, y where none is
+INLINE Floats pick(Ints where, Floats x, Floats y) {  // x where all bits are set, y where no bit is
     Ints a, b;
     memcpy(&a, &x, sizeof a), memcpy(&b, &y, sizeof b);
     return bits_to_floats((where & a) | (~where & b));
 }
 INLINE Floats larger(Floats x, Floats y) { return pick(x > y, x, y); }
 
-INLINE Floats decay_floats(Floats x) {  // each is decay(x); the compiler makes one vector of the loop
+INLINE Floats decay_floats(Floats x) {  // decay(x) of each lane; the compiler vectorizes the loop
     Floats y;
     for (int i = 0; i < LANES; i++) y[i] = decay(x[i]);
     return y;
 }
 
-// Bits 24 to 31 of each lane as E4M3, see fp8.h. With its exponent in a float's place, a number is 2^-120 of itself.
+// Converts bits 24 to 31 of each lane from E4M3; see fp8.h. With its exponent in the place of a
+// float's exponent, a number is scaled by 2^-120.
 INLINE Floats widen_e4m3(Ints high) {
-    const Ints nan = -((high & 0x7f000000) == 0x7f000000);  // 1 where it is one
+    const Ints nan = -((high & 0x7f000000) == 0x7f000000);  // 1 where it is NaN
     return bits_to_floats((high >> 4 & (int32_t)0x87f00000) | nan << 30) * 0x1p120f;
 }
 
-// What the elements of a KV cache are.
+// Element types of a KV cache.
 typedef enum { F32, BF16, INT8, FP8 } Kind;
 
-// 8 unsigned numbers of 16 and of 8 bits, as 32. GCC 12 makes more of the conversion than the one instruction.
+// Widens 8 unsigned numbers of 16 or 8 bits to 32 bits. GCC 12 does not compile the conversion to a
+// single instruction.
 INLINE Ints load_halves(const void *from) {
     Halves x;
     memcpy(&x, from, sizeof x);

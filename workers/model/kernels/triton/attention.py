@@ -1,10 +1,9 @@
-"""Triton attention for GPUs: what the kernels of single tokens (decode.py) and of chunks
-(chunk.py) share.
+"""Holds the common code of the Triton attention kernels for decodes and for chunks.
 
-As in gpu.py, all tensors are on one device, in float32, bfloat16 or float16, and their last
+As in elementwise.py, all tensors are on one device, in float32, bfloat16 or float16, and their last
 dimension is contiguous; nothing waits for the device. Softmax is in base 2 and online (arXiv
-2205.14135). A program takes one KV head and all query heads that share it, so that keys and values
-are read once. A sequence's result depends on nothing else in the batch, to the bit.
+2205.14135). A program computes one KV head and all query heads that share it, so that keys and
+values are read once. A sequence's result does not depend on the rest of the batch, bit by bit.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
@@ -17,28 +16,26 @@ import torch
 import triton
 import triton.language as tl
 
-_TILE_BYTES: Final = (
-    16_384  # of the keys of one product: so that three programs of decoding fit a multiprocessor
-)
+# Of the keys of one product, so that three decode programs fit a multiprocessor.
+_TILE_BYTES: Final = 16_384
 LOG2_E: Final = math.log2(math.e)
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-FLOOR = tl.constexpr(
-    -1e30
-)  # below any score, and finite: the difference of two infinities would be NaN
+# Below any score, but finite, because the difference of two infinities would be NaN.
+FLOOR = tl.constexpr(-1e30)
 
 
 class Scoring(NamedTuple):
-    """Says which keys a token sees and how their scores are made; see `AttentionOptions`."""
+    """Describes which keys a token sees and how they are scored; see `AttentionOptions`."""
 
-    window: int  # how many tokens each token sees, itself included; 0 is all
+    window: int  # number of tokens that each token sees, including itself; 0: all
     scale: float
-    soft_cap: float = 0.0  # 0 is none
+    soft_cap: float = 0.0  # 0: none
     sinks: torch.Tensor | None = None  # float32 [num_heads]
 
     @property
     def factors(self) -> tuple[float, float]:
-        """Returns the factors of scores before and after the soft cap, the last one into base 2."""
+        """Returns the factors of scores before and after the soft cap; the latter is for base 2."""
         if self.soft_cap:
             return self.scale / self.soft_cap, self.soft_cap * LOG2_E
         return 1.0, self.scale * LOG2_E
@@ -46,15 +43,23 @@ class Scoring(NamedTuple):
 
 @triton.jit
 def nothing_attended(ROWS: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """Returns the peak, total and mix that `attend` begins with."""
+    """Returns the initial peak, total and mix of `attend`."""
     mix = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     return tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32), mix
 
 
 @triton.jit
 def _scores(
-    query, key_tile, known, key, position, cap_scale, CAPPED: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
+    query,
+    key_tile,
+    known,
+    key,
+    position,
+    cap_scale,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     scores = tl.dot(query, tl.trans(key_tile), input_precision="ieee")
     if CAPPED:
         scores = 2 * tl.sigmoid(2 * scores * cap_scale) - 1  # tanh
@@ -70,9 +75,9 @@ def _scores(
 def attend(
     query,  # [ROWS, DIM_PADDED]
     positions,  # [ROWS] of the queries
-    peak,  # [ROWS] the greatest score yet, in base 2
-    total,  # [ROWS] of the weights yet, relative to the peak
-    mix,  # [ROWS, DIM_PADDED] of the values yet, likewise
+    peak,  # [ROWS] the greatest score so far, in base 2
+    total,  # [ROWS] sum of the weights so far, relative to the peak
+    mix,  # [ROWS, DIM_PADDED] weighted sum of the values so far, relative to the peak
     keys,  # of one head
     values,
     table,
@@ -80,10 +85,10 @@ def attend(
     stride_slot,
     begin,  # a multiple of KEYS
     end,
-    first_key,  # that any of the queries sees
+    first_key,  # the first key that any query sees
     last_key,
-    cap_scale,  # of scores before the soft cap
-    scale,  # after it, into base 2
+    cap_scale,  # factor of scores before the soft cap
+    scale,  # factor after it, for base 2
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,  # False: all queries see all keys
@@ -105,12 +110,10 @@ def attend(
         loaded = known[:, None] & (columns < HEAD_DIM)[None, :]
         key_tile = tl.load(keys + place, mask=loaded, other=0.0)
         value_tile = tl.load(values + place, mask=loaded, other=0.0)
-        if INTERPRETED:  # it cannot multiply bfloat16
-            query, key_tile, value_tile = (
-                query.to(tl.float32),
-                key_tile.to(tl.float32),
-                value_tile.to(tl.float32),
-            )
+        if INTERPRETED:  # the interpreter cannot multiply bfloat16
+            query = query.to(tl.float32)
+            key_tile = key_tile.to(tl.float32)
+            value_tile = value_tile.to(tl.float32)
         scores = _scores(
             query,
             key_tile,
@@ -130,16 +133,17 @@ def attend(
             weights.to(value_tile.dtype), value_tile, mix * fade[:, None], input_precision="ieee"
         )
         peak = higher
-        key += KEYS  # one tile ahead: else the keys would wait for it
+        # Loads block numbers one tile ahead; otherwise the keys would wait for them.
+        key += KEYS
         block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
     return peak, total, mix
 
 
 def padded(length: int) -> int:
-    """Returns what a side of a matrix that tensor cores multiply is padded to."""
+    """Returns the padded length of a matrix side for tensor cores."""
     return max(16, int(triton.next_power_of_2(length)))
 
 
 def tile_keys(query: torch.Tensor) -> int:
-    """Returns how many keys one product takes; a split is a whole number of them."""
+    """Returns the number of keys of one product, which divides the length of a split."""
     return min(128, max(16, _TILE_BYTES // (query.element_size() * padded(query.shape[-1]))))

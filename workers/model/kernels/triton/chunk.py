@@ -1,4 +1,4 @@
-"""Triton attention of chunks of prompts, several tokens of a sequence at a time."""
+"""Computes attention of prompt chunks in Triton, several tokens of a sequence at a time."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
 
@@ -10,19 +10,17 @@ import triton.language as tl
 
 from .attention import LOG2_E, Scoring, attend, nothing_attended, padded, tile_keys
 
-_CHUNK_ROWS: Final = 128  # of one product: two groups of warps of 64 rows
+_CHUNK_ROWS: Final = 128  # rows of one product: two groups of warps with 64 rows
 
 
 class ChunkWork(NamedTuple):
-    """Holds chunks of sequences, cut into tiles of up to `tile_tokens` consecutive tokens; int32 on
-    the device.
-    """
+    """Describes chunks, cut into tiles of up to `tile_tokens` tokens; int32 on the device."""
 
-    tile_rows: torch.Tensor  # [num_tiles] the first of its rows of query and out
-    tile_counts: torch.Tensor  # [num_tiles] how many tokens it has
-    tile_starts: torch.Tensor  # [num_tiles] the position of its first token
-    tile_offsets: torch.Tensor  # [num_tiles] where its sequence's block table begins in `tables`
-    tables: torch.Tensor  # [sum of table lengths] the block tables, one after the other
+    tile_rows: torch.Tensor  # [num_tiles] the tile's first row of query and out
+    tile_counts: torch.Tensor  # [num_tiles] the number of tokens
+    tile_starts: torch.Tensor  # [num_tiles] the position of the first token
+    tile_offsets: torch.Tensor  # [num_tiles] start of the sequence's block table in `tables`
+    tables: torch.Tensor  # [sum of table lengths] the concatenated block tables
 
 
 @triton.jit(do_not_specialize=ChunkWork._fields)
@@ -55,11 +53,14 @@ def _chunk_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    # The last tiles of a prompt see the most keys: they begin first, so that the short ones fill
-    # the end.
-    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    count, start = tl.load(tile_counts + tile), tl.load(tile_starts + tile)
-    token, columns = tl.arange(0, ROWS) // GROUP, tl.arange(0, DIM_PADDED)
+    # The last tiles of a prompt see the most keys. They start first, so that short tiles fill the
+    # gaps at the end.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    count = tl.load(tile_counts + tile)
+    start = tl.load(tile_starts + tile)
+    token = tl.arange(0, ROWS) // GROUP
+    columns = tl.arange(0, DIM_PADDED)
     place = (kv_head * GROUP + tl.arange(0, ROWS) % GROUP)[:, None] * HEAD_DIM + columns[None, :]
     row = tl.load(tile_rows + tile).to(tl.int64) + token
     inside = (token < count)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -71,46 +72,143 @@ def _chunk_kernel(
         peak = tl.load(sinks + kv_head * GROUP + tl.arange(0, ROWS) % GROUP) * sink_scale
         total += 1.0
     total, mix = _attend_tile(
-        queries, start + token, peak, total, mix, start, start + count - 1, keys, values,
-        tables + tl.load(tile_offsets + tile), stride_block, stride_slot, cap_scale, scale,
-        CAPPED, WINDOW, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
-    )  # fmt: skip
+        queries,
+        start + token,
+        peak,
+        total,
+        mix,
+        start,
+        start + count - 1,
+        keys,
+        values,
+        tables + tl.load(tile_offsets + tile),
+        stride_block,
+        stride_slot,
+        cap_scale,
+        scale,
+        CAPPED,
+        WINDOW,
+        KEYS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        DIM_PADDED,
+    )
     tl.store(out + row[:, None] * out_stride_row + place, mix / total[:, None], mask=inside)
 
 
 @triton.jit
 def _attend_tile(
-    queries, positions, peak, total, mix, start, last_key, keys, values, table, stride_block, stride_slot, cap_scale,
-    scale, CAPPED: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-):  # fmt: skip
-    """Attends for a tile of positions [start, last_key]; returns the total and the mix."""
+    queries,
+    positions,
+    peak,
+    total,
+    mix,
+    start,
+    last_key,
+    keys,
+    values,
+    table,
+    stride_block,
+    stride_slot,
+    cap_scale,
+    scale,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    """Computes a tile of positions [start, last_key]; returns the total and the mix."""
     first_key = tl.maximum(start + 1 - WINDOW, 0) if WINDOW > 0 else 0
-    begin, middle_end = first_key // KEYS * KEYS, (start + 1) // KEYS * KEYS
+    begin = first_key // KEYS * KEYS
+    middle_end = (start + 1) // KEYS * KEYS
     middle = begin
-    # First the keys that not all of the tokens see because of the window, then those that all see,
-    # then the causal end.
+    # First the keys that only some tokens see because of the window, then the keys that all tokens
+    # see, then the causal end.
     if WINDOW > 0:
         all_seen = tl.cdiv(tl.maximum(last_key + 1 - WINDOW, 0), KEYS) * KEYS
         middle = tl.minimum(all_seen, tl.maximum(middle_end, begin))
         peak, total, mix = attend(
-            queries, positions, peak, total, mix, keys, values, table, stride_block, stride_slot, begin, middle,
-            first_key, last_key, cap_scale, scale, CAPPED, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
-        )  # fmt: skip
+            queries,
+            positions,
+            peak,
+            total,
+            mix,
+            keys,
+            values,
+            table,
+            stride_block,
+            stride_slot,
+            begin,
+            middle,
+            first_key,
+            last_key,
+            cap_scale,
+            scale,
+            CAPPED,
+            WINDOW,
+            True,
+            KEYS,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            DIM_PADDED,
+        )
     peak, total, mix = attend(
-        queries, positions, peak, total, mix, keys, values, table, stride_block, stride_slot, middle, middle_end,
-        first_key, last_key, cap_scale, scale, CAPPED, WINDOW, False, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
-    )  # fmt: skip
+        queries,
+        positions,
+        peak,
+        total,
+        mix,
+        keys,
+        values,
+        table,
+        stride_block,
+        stride_slot,
+        middle,
+        middle_end,
+        first_key,
+        last_key,
+        cap_scale,
+        scale,
+        CAPPED,
+        WINDOW,
+        False,
+        KEYS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        DIM_PADDED,
+    )
     peak, total, mix = attend(
-        queries, positions, peak, total, mix, keys, values, table, stride_block, stride_slot,
-        tl.maximum(middle, middle_end), last_key + 1,
-        first_key, last_key, cap_scale, scale, CAPPED, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
-    )  # fmt: skip
+        queries,
+        positions,
+        peak,
+        total,
+        mix,
+        keys,
+        values,
+        table,
+        stride_block,
+        stride_slot,
+        tl.maximum(middle, middle_end),
+        last_key + 1,
+        first_key,
+        last_key,
+        cap_scale,
+        scale,
+        CAPPED,
+        WINDOW,
+        True,
+        KEYS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        DIM_PADDED,
+    )
     return total, mix
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-    """Returns how many tokens a tile of a `ChunkWork` may have."""
+    """Returns the maximum number of tokens of a tile of `ChunkWork`."""
     rows = _CHUNK_ROWS if head_dim <= _CHUNK_ROWS else _CHUNK_ROWS // 2
     return max(1, rows * num_kv_heads // num_heads)
 
@@ -123,15 +221,15 @@ def chunk_attention(
     scoring: Scoring,
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
 ) -> None:
-    """Computes causal attention of new tokens, whose own keys are stored already, over keys that
-    are read in place.
+    """Computes causal attention of new tokens over keys that are read in place.
+
+    The keys and values of the new tokens must be stored already.
     """
     _, num_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
     group = num_heads // kv_heads
-    exact = (
-        query.dtype == torch.float32
-    )  # without tensor cores, and so with more registers for a product
+    # Without tensor cores a product needs more registers.
+    exact = query.dtype == torch.float32
     _chunk_kernel[(len(work.tile_rows), kv_heads)](
         query,
         keys,

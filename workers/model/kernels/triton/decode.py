@@ -1,4 +1,4 @@
-"""Triton attention of sequences with one new token each, split over keys (flash decoding)."""
+"""Computes attention of decodes in Triton, split over keys (flash decoding)."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
 
@@ -15,28 +15,27 @@ _Position = TypeVar("_Position", int, Ints)
 
 SPLIT_TOKENS: Final = 256  # keys of one work item
 
-_COMBINED_SPLITS: Final = 16  # that the combining kernel reads at once
+_COMBINED_SPLITS: Final = 16  # splits that the combining kernel reads at once
 
 
 class DecodeWork(NamedTuple):
-    """Holds sequences with one new token each, and their keys cut into items of SPLIT_TOKENS; int32
-    on the device.
+    """Describes decodes, whose keys are cut into items of SPLIT_TOKENS; int32 on the device.
 
-    A sequence has `num_splits` items, in order of their split. Shapes may be larger than what is in
-    use (a CUDA graph fixes them): rows past the batch are padding, items from `num_items` on are
-    not looked at.
+    A sequence has `num_splits` items, in order of their split. Shapes may be larger than necessary,
+    because a CUDA graph fixes them: rows past the batch are padding, and items from `num_items` on
+    are ignored.
     """
 
-    first_items: torch.Tensor  # [batch] its first item; the others follow
-    rows: torch.Tensor  # [batch] its row of query and out; -1 is padding, without items or result
-    last_keys: torch.Tensor  # [batch] the position of its token, which is the last key that it sees
-    offsets: torch.Tensor  # [batch] where its block table begins in `tables`
+    first_items: torch.Tensor  # [batch] the sequence's first item; its others follow
+    rows: torch.Tensor  # [batch] the row of query and out; -1 is padding, without items or result
+    last_keys: torch.Tensor  # [batch] the position of the token, the last key that it sees
+    offsets: torch.Tensor  # [batch] start of the block table in `tables`
     num_items: torch.Tensor  # [1]
     item_sequences: torch.Tensor  # [capacity] the sequence of each item
-    item_splits: (
-        torch.Tensor
-    )  # [capacity] its keys: [split * SPLIT_TOKENS, (split + 1) * SPLIT_TOKENS)
-    tables: torch.Tensor  # [sum of table lengths] the block tables, one after the other
+    # [capacity] the split of each item; its keys are [split * SPLIT_TOKENS, (split + 1) *
+    # SPLIT_TOKENS).
+    item_splits: torch.Tensor
+    tables: torch.Tensor  # [sum of table lengths] the concatenated block tables
 
 
 @triton.jit(do_not_specialize=DecodeWork._fields)
@@ -45,7 +44,14 @@ def _decode_kernel(
     keys,
     values,
     partial,
-    rows, last_keys, offsets, num_items, item_sequences, item_splits, tables,  # of the DecodeWork
+    # The fields of DecodeWork, except first_items.
+    rows,
+    last_keys,
+    offsets,
+    num_items,
+    item_sequences,
+    item_splits,
+    tables,
     query_stride_row,
     stride_block,
     stride_head,
@@ -61,11 +67,12 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-):  # fmt: skip
-    num_heads = (tl.num_programs(1) * GROUP).to(
-        tl.int64
-    )  # with which an item's place in `partial` has 64 bits
-    kv_head, head, columns = tl.program_id(1), tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
+):
+    # 64 bits, so that an item's place in `partial` has 64 bits.
+    num_heads = (tl.num_programs(1) * GROUP).to(tl.int64)
+    kv_head = tl.program_id(1)
+    head = tl.arange(0, GROUP_PADDED)
+    columns = tl.arange(0, DIM_PADDED)
     inside = (head < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
     place = (kv_head * GROUP + head)[:, None] * HEAD_DIM + columns[None, :]
     keys += kv_head.to(tl.int64) * stride_head
@@ -82,10 +89,30 @@ def _decode_kernel(
             queries = tl.load(row_start + place, mask=inside, other=0.0)
             peak, total, mix = nothing_attended(GROUP_PADDED, DIM_PADDED)
             peak, total, mix = attend(
-                queries, tl.zeros([GROUP_PADDED], tl.int32) + last_key, peak, total, mix, keys, values,
-                tables + tl.load(offsets + sequence), stride_block, stride_slot, begin, end, first_key, last_key,
-                cap_scale, scale, CAPPED, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
-            )  # fmt: skip
+                queries,
+                tl.zeros([GROUP_PADDED], tl.int32) + last_key,
+                peak,
+                total,
+                mix,
+                keys,
+                values,
+                tables + tl.load(offsets + sequence),
+                stride_block,
+                stride_slot,
+                begin,
+                end,
+                first_key,
+                last_key,
+                cap_scale,
+                scale,
+                CAPPED,
+                WINDOW,
+                True,
+                KEYS,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                DIM_PADDED,
+            )
             target = partial + (item * num_heads + kv_head * GROUP + head) * (HEAD_DIM + 2)
             _store_partial(target, peak, total, mix, columns, inside, head < GROUP, HEAD_DIM)
 
@@ -114,7 +141,9 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    sequence, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    num_heads = tl.num_programs(1)
     row = tl.load(rows + sequence).to(tl.int64)
     if row >= 0:
         last_key = tl.load(last_keys + sequence)
@@ -122,10 +151,12 @@ def _combine_kernel(
         first_split = tl.maximum(last_key + 1 - WINDOW, 0) // SPLIT if WINDOW > 0 else 0
         columns = tl.arange(0, DIM_PADDED)
         inside = columns < HEAD_DIM
-        peak, total = tl.full([], FLOOR, tl.float32), tl.full([], 0.0, tl.float32)
+        peak = tl.full([], FLOOR, tl.float32)
+        total = tl.full([], 0.0, tl.float32)
         mix = tl.zeros([DIM_PADDED], tl.float32)
         if HAS_SINKS:
-            peak, total = tl.load(sinks + head) * sink_scale, total + 1.0
+            peak = tl.load(sinks + head) * sink_scale
+            total += 1.0
         for splits in range(first_split, last_key // SPLIT + 1, SPLITS):
             split = splits + tl.arange(0, SPLITS)
             known = split <= last_key // SPLIT
@@ -136,7 +167,8 @@ def _combine_kernel(
                 source[:, None] + columns[None, :], mask=known[:, None] & inside[None, :], other=0.0
             )
             higher = tl.maximum(peak, tl.max(peaks, axis=0))
-            weights, fade = tl.exp2(peaks - higher), tl.exp2(peak - higher)
+            weights = tl.exp2(peaks - higher)
+            fade = tl.exp2(peak - higher)
             total = total * fade + tl.sum(totals * weights, axis=0)
             mix = mix * fade + tl.sum(mixes * weights[:, None], axis=0)
             peak = higher
@@ -144,8 +176,9 @@ def _combine_kernel(
 
 
 def num_splits(last_key: _Position) -> _Position:
-    """Returns the number of work items of a sequence whose token is at position `last_key`; of an
-    array, of each.
+    """Returns the number of work items of a sequence whose token is at position `last_key`.
+
+    For an array of positions, returns an array.
     """
     return last_key // SPLIT_TOKENS + 1
 
@@ -158,14 +191,15 @@ def decode_attention(
     scoring: Scoring,
     partial: torch.Tensor,  # [capacity, num_heads, head_dim + 2] float32, contiguous: scratch
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
-    # for each KV head; best three a multiprocessor for all heads: as many as run at once
+    # Per KV head. Best is three per multiprocessor over all heads, the number that runs at once.
     num_programs: int,
 ) -> None:
     """Computes attention of one query per sequence over its own keys, read in place.
 
-    The first kernel leaves in `partial` for each item and head the sum of the values weighted
-    relative to the greatest score, that score in base 2, and the sum of the weights; the second
-    combines a sequence's items. Items wholly before the window are neither read nor written.
+    For each item and head, the first kernel writes to `partial` the weighted sum of the values, the
+    greatest score in base 2, and the sum of the weights; weights are relative to that score. The
+    second kernel combines a sequence's items. Items entirely before the window are neither read nor
+    written.
     """
     num_heads, head_dim = query.shape[1:]
     kv_heads, block_size = keys.shape[1:3]

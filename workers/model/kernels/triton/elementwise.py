@@ -1,8 +1,8 @@
-"""Triton kernels for GPUs: norm, activation, rotation and the store into the paged KV cache.
+"""Computes norms, activations and rotations in Triton, and stores keys and values.
 
 Tensors are on one device, in float32, bfloat16 or float16, and their last dimension is contiguous.
-Nothing here waits for the device or looks at data on the host, so that all of it can be captured in
-a CUDA graph, once it has run before.
+Nothing here waits for the device or reads data on the host, so that everything can be captured in a
+CUDA graph after a first run.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-_COLUMNS: Final = 1024  # of a row that one program gates
-_HEADS: Final = 16  # that one program rotates
+_COLUMNS: Final = 1024  # columns of a row that one program gates
+_HEADS: Final = 16  # heads that one program rotates
 
 
 @triton.jit
@@ -31,14 +31,15 @@ def _rms_norm_kernel(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     columns = tl.arange(0, DIM_PADDED)
     inside = columns < DIM
     wide = tl.load(
         x + row * x_stride_row + head * x_stride_head + columns, mask=inside, other=0.0
     ).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + epsilon)
-    # Rounded before the weight, as transformers does for Llama.
+    # Rounded before the product with the weight, as transformers does for Llama.
     normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
     place = (row * tl.num_programs(1) + head) * DIM + columns
@@ -52,11 +53,12 @@ def rms_norm(
     x: torch.Tensor,  # [rows, dim] or [rows, heads, dim], any strides but the last
     weight: torch.Tensor,  # [dim]
     epsilon: float,
-    offset: float = 0.0,  # of the weight
+    offset: float = 0.0,  # added to the weight
     residual: torch.Tensor | None = None,  # of x's shape, contiguous; is added
 ) -> torch.Tensor:
-    """Normalises the last dimension by its root mean square, in float32; returns a contiguous
-    tensor of x's shape.
+    """Normalizes the last dimension by its root mean square, in float32.
+
+    Returns a contiguous tensor of x's shape.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     heads, head_stride = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)
@@ -86,7 +88,7 @@ def _gated_kernel(x, out, x_stride_row, dim, GELU: tl.constexpr, COLUMNS: tl.con
     inside = columns < dim
     gate = tl.load(x + row * x_stride_row + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride_row + dim + columns, mask=inside, other=0.0).to(tl.float32)
-    # The tanh of GELU (arXiv 1606.08415) is a sigmoid of twice its argument. Rounded before the
+    # The tanh in GELU (arXiv 1606.08415) is a sigmoid of twice its argument. Rounded before the
     # product, as torch does.
     slope = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
     active = (gate * tl.sigmoid(slope)).to(out.dtype.element_ty).to(tl.float32)
@@ -94,17 +96,18 @@ def _gated_kernel(x, out, x_stride_row, dim, GELU: tl.constexpr, COLUMNS: tl.con
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """Computes silu(gate) * up of [rows, 2 * dim], gates first; returns contiguous [rows, dim]."""
+    """Computes silu(gate) * up of [rows, 2 * dim], gates first: contiguous [rows, dim]."""
     return _gated(x, gelu=False)
 
 
 def gelu_mul(x: torch.Tensor) -> torch.Tensor:
-    """Computes gelu(gate) * up likewise, with the tanh of GELU."""
+    """Computes gelu(gate) * up like `silu_mul`, with the tanh form of GELU."""
     return _gated(x, gelu=True)
 
 
 def _gated(x: torch.Tensor, *, gelu: bool) -> torch.Tensor:
-    rows, dim = x.shape[0], x.shape[1] // 2
+    rows = x.shape[0]
+    dim = x.shape[1] // 2
     out = x.new_empty(rows, dim)
     grid = (rows, triton.cdiv(dim, _COLUMNS))
     _gated_kernel[grid](x, out, x.stride(0), dim, GELU=gelu, COLUMNS=_COLUMNS, num_warps=4)
@@ -132,7 +135,8 @@ def _rotate_kernel(
     inside = (head < num_heads) & (pair < HALF)
     x = tl.load(left, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(left + HALF, mask=inside, other=0.0).to(tl.float32)
-    cosines, sines = cos + token * cos_stride_token + pair, sin + token * sin_stride_token + pair
+    cosines = cos + token * cos_stride_token + pair
+    sines = sin + token * sin_stride_token + pair
     in_table = pair < HALF
     cos_x = tl.load(cosines, mask=in_table, other=0.0).to(tl.float32)
     cos_y = tl.load(cosines + HALF, mask=in_table, other=0.0).to(tl.float32)
@@ -147,7 +151,7 @@ def rotate(
     cos: torch.Tensor,  # [num_tokens, 1, head_dim], of a RotaryEmbedding
     sin: torch.Tensor,  # the same, signed
 ) -> torch.Tensor:
-    """Rotates heads in place by their tokens' positions: in float32, rounded once. Returns them."""
+    """Rotates heads in place by their tokens' positions, in float32; returns them."""
     num_tokens, num_heads, head_dim = heads.shape
     _rotate_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS))](
         heads,
@@ -191,7 +195,7 @@ def _store_kv_kernel(
         column = tl.arange(0, DIM_PADDED)[None, :]
         inside = (head < KV_HEADS) & (column < HEAD_DIM)
         source = head * HEAD_DIM + column
-        # In 64 bits: a cache has more than 2^31 elements.
+        # In 64 bits, because a cache may have more than 2^31 elements.
         start = (slot // BLOCK_SIZE).to(tl.int64) * stride_block + (slot % BLOCK_SIZE) * stride_slot
         target = start + head * stride_head + column
         tl.store(
@@ -211,10 +215,10 @@ def store_kv(
     value: torch.Tensor,  # the same
     keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], a layer's cache
     values: torch.Tensor,  # the same, in the same strides
-    # [num_tokens] int32, block * block_size + offset; negative for a row that is padding
+    # [num_tokens] int32, block * block_size + offset; negative for padding
     slots: torch.Tensor,
 ) -> None:
-    """Writes the step's keys and values to their slots; rows with a negative slot are not written."""
+    """Writes the step's keys and values to their token slots; skips negative slots."""
     num_tokens, kv_heads, head_dim = key.shape
     _store_kv_kernel[(num_tokens,)](
         key,

@@ -1,7 +1,8 @@
-"""Triton product of a linear layer for GPUs whose results do not depend on the number of rows,
-unlike cuBLAS's, which chooses another kernel, and so another order of the sums, for other sizes.
+"""Computes linear layers in Triton; results do not depend on the number of rows.
 
-See "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025). Tensors as in gpu.py.
+cuBLAS selects different kernels, and so different orders of summation, for different sizes. See
+"Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025). Tensors are as in
+elementwise.py.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
@@ -14,10 +15,10 @@ import triton.language as tl
 
 from .attention import INTERPRETED
 
-# One tile for every number of rows: with another the tensor cores may add in another order.
+# The same tile for every number of rows: with another one, tensor cores may add in another order.
 _ROWS: Final = 64
 _COLUMNS: Final = 64
-_DEPTH_BYTES: Final = 128  # of a row of one product
+_DEPTH_BYTES: Final = 128  # bytes of a row in one product
 
 
 @triton.jit
@@ -39,10 +40,11 @@ def _linear_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    # Programs of the same outputs follow each other, so that a weight is read from memory once.
+    # Programs with the same outputs are adjacent, so that a weight is read from memory once.
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-    is_row, is_column = row < num_rows, column < num_outputs
+    is_row = row < num_rows
+    is_column = column < num_outputs
     depth = tl.arange(0, DEPTH)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, num_inputs, DEPTH):
@@ -51,8 +53,9 @@ def _linear_kernel(
         left = tl.load(place, mask=is_row[:, None] & inside[None, :], other=0.0)
         place = weight + column[:, None] * weight_stride_row + (begin + depth)[None, :]
         right = tl.load(place, mask=is_column[:, None] & inside[None, :], other=0.0)
-        if INTERPRETED:  # it cannot multiply bfloat16
-            left, right = left.to(tl.float32), right.to(tl.float32)
+        if INTERPRETED:  # the interpreter cannot multiply bfloat16
+            left = left.to(tl.float32)
+            right = right.to(tl.float32)
         sums = tl.dot(left, tl.trans(right), sums, input_precision="ieee")
     if HAS_BIAS:
         sums += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -65,12 +68,14 @@ def _linear_kernel(
 
 def linear(
     x: torch.Tensor,  # [num_rows, num_inputs], any stride of rows
-    weight: torch.Tensor,  # [num_outputs, num_inputs], likewise
+    weight: torch.Tensor,  # [num_outputs, num_inputs], any stride of rows
     bias: torch.Tensor | None,  # [num_outputs]
     residual: torch.Tensor | None,  # [num_rows, num_outputs]
 ) -> torch.Tensor:
-    """Computes x W^T + bias + residual, summed in float32 and rounded once: [num_rows,
-    num_outputs]. Each row is the same bits whatever the other rows are and however many.
+    """Computes x W^T + bias + residual: [num_rows, num_outputs].
+
+    Sums are in float32 and rounded once. The bits of a row do not depend on the other rows or their
+    number.
     """
     num_rows, num_inputs = x.shape
     num_outputs = len(weight)

@@ -1,12 +1,13 @@
-// KV cache between its blocks and its canonical form, one head's vector after the other.
+// Copies KV cache between its blocks and its canonical form, one head's vector after the other.
 
 #include "common.h"
 
-// For each of `halves` (a layer's keys, then its values, then the next layer's), each token and each slot, copies
-// head_bytes; which way is what COPY says. The canonical form is dense: [halves, tokens, slots, head_bytes].
+// Copies head_bytes for each of `halves` (a layer's keys, then its values, then the next layer's), each
+// token and each slot (KV head), in the direction of COPY. The canonical form is dense: [halves, tokens,
+// slots, head_bytes].
 //
-// cache: at the first half and slot; half_bytes and slot_bytes are its strides, places[i] is where token i lies in a
-// half, in bytes.
+// cache points to the first half and slot; half_bytes and slot_bytes are its strides. places[i] is the
+// offset of token i in a half, in bytes.
 #define DEFINE_MOVE(NAME, SIZE, COPY)                                                                                  \
     static void NAME##_##SIZE(char *cache, char *dense, const int64_t *places, int64_t halves, int64_t half_bytes,     \
                               int64_t tokens, int64_t slots, int64_t slot_bytes, int64_t head_bytes) {                 \
@@ -21,7 +22,7 @@
 #define OUT(head, dense, size) memcpy(dense, head, size)
 #define IN(head, dense, size) memcpy(head, dense, size)
 
-// A copy of a size that the compiler knows is some instructions, any other a call.
+// A copy of constant size compiles to a few instructions, any other to a call.
 #define DEFINE_SIZES(NAME, COPY)                                                                                       \
     DEFINE_MOVE(NAME, 66, COPY)                                                                                        \
     DEFINE_MOVE(NAME, 128, COPY)                                                                                       \

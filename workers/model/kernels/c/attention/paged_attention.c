@@ -1,15 +1,15 @@
-// Attention of a step's new tokens, of each sequence to its own keys in a paged cache: in tiles of keys.
+// Attention of a step's new tokens over the keys of their sequences in a paged cache, in tiles of keys.
 
 #include "common.h"
 
 // query, out    [rows, kv_heads * group, head_dim], rows query_stride and out_stride elements apart
 // keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim], of int8 and fp8 [.., head_dim + 2]
-// tables        [2] addresses: of the block tables, one after the other; and of the step's parts: the number of chunks,
-//               the number of single tokens, and of each, chunks first: its first row, tokens, position of the first,
-//               keys that a token sees at most, where its table begins
+// tables        [2] addresses: of the concatenated block tables, and of the step's parts. The latter are the
+//               number of chunks, the number of single tokens, and for each of them, chunks first: first row,
+//               number of tokens, position of the first token, window of keys, start of its block table
 //
 // An item is a single token's KV head with its query heads, or some tokens of a chunk.
-enum { PART = 5 };  // numbers
+enum { PART = 5 };  // numbers of a part
 
 static Chunk chunk_of(const Arg *a, const int64_t *part, int64_t element) {
     return (Chunk){
@@ -38,7 +38,7 @@ static NextKeys next_of(const Chunk *single, int64_t head) {
     return (NextKeys){single->table, head, first, single->start};
 }
 
-// `element` is the bytes of a query's or result's number.
+// `element` is the size of a number in queries and results, in bytes.
 static int64_t attend_parts(const Arg *a, int64_t item, int64_t element, AttendTiles *attend) {
     const int64_t *parts = ((const Arg *)a[6].p)[1].p, kv_heads = a[7].n, group = a[8].n, singles = parts[1] * kv_heads;
     int64_t items = singles;

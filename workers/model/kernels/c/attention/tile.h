@@ -1,17 +1,18 @@
-// What attention in tiles of keys shares, whatever the cache's dtype and the processor: items, places of keys.
+// The common code of attention in tiles of keys, for all cache dtypes and processors: items and places
+// of keys.
 #pragma once
 
 #include "common.h"
 
 enum { TILE = 64, MAX_ROWS = 256 };  // keys of a tile; rows of an item
 
-// Finds a tile's keys, `row` elements each, from `begin` on. Those before the first or after the last that any token
-// sees are masked, but must be finite: these two are taken in their place.
+// Finds a tile's keys, `row` elements each, from `begin` on. Keys before the first or after the last key
+// that any token sees are masked, but must be finite: the first or the last key replaces them.
 static inline void find_slots(int64_t *slots, const Chunk *c, const NextKeys *of, int64_t begin, int64_t row) {
     const int64_t size = c->block_size;
     for (int64_t i = 0; i < TILE; i += 8) {
         const int64_t start = begin + i, is_run = size % 8 == 0 && start >= of->first && start + 7 <= of->last;
-        if (is_run) {  // few divisions: one for each key took half of all the time
+        if (is_run) {  // avoids divisions: one per key took half of the total time
             const int64_t at = (((int64_t)of->table[start / size] * c->kv_heads + of->head) * size + start % size) * row;
             for (int64_t j = 0; j < 8; j++) slots[i + j] = at + j * row;
             continue;
@@ -23,14 +24,14 @@ static inline void find_slots(int64_t *slots, const Chunk *c, const NextKeys *of
     }
 }
 
-// Fetches a row of keys or values into the second cache: the first takes too few lines at a time from memory, and waits
-// (Zen 4).
+// Prefetches a row of keys or values into the L2 cache. The L1 cache can load only a few lines from memory
+// at a time, and then waits (Zen 4).
 static inline void fetch(const void *row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i, 0, 2);
 }
 
-// Returns the address of a thread's memory as a plain pointer. Else the compiler, which knows what it is, asks the dynamic
-// linker for it at each use, also within loops.
+// Returns the address of thread-local memory as a plain pointer. Otherwise the compiler calls the dynamic
+// linker for it at each use, even within loops.
 static inline void *resolved(void *memory) {
     __asm__("" : "+r"(memory));
     return memory;
@@ -38,15 +39,16 @@ static inline void *resolved(void *memory) {
 
 static inline int64_t tokens_of_item(int64_t group) { return least(MAX_ROWS / group, 32); }
 
-// Some tokens of a KV head with the query heads that share it: these are the rows.
+// Some tokens of a KV head with the query heads that share it; each pair of them is a row.
 typedef struct {
-    int64_t token, rows;  // the first token, and how many rows
-    NextKeys keys;        // that they see
+    int64_t token, rows;  // the first token, and the number of rows
+    NextKeys keys;        // the keys that the rows see
 } Item;
 
 static inline Item item_of(const Chunk *c, int64_t item) {
     const int64_t step = tokens_of_item(c->group);
-    const int64_t token = (ceil_div(c->tokens, step) - 1 - item / c->kv_heads) * step;  // the last, the longest, first
+    // The last tokens come first, because they see the most keys.
+    const int64_t token = (ceil_div(c->tokens, step) - 1 - item / c->kv_heads) * step;
     const int64_t count = least(step, c->tokens - token), last = c->start + token + count - 1;
     const int64_t first = last + 2 - count > c->window ? last + 2 - count - c->window : 0;
     return (Item){token, count * c->group, {c->table, item % c->kv_heads, first, last}};
@@ -56,7 +58,7 @@ static inline Item item_of(const Chunk *c, int64_t item) {
 
 enum { ROWS = 6, MAX_DIM = 256 };  // rows of a register block
 
-// 16 rows of 16 words become 16 columns.
+// Transposes 16 rows of 16 words.
 static inline __attribute__((always_inline)) void transpose(__m512i *v) {
     __m512i u[16];
     for (int i = 0; i < 16; i += 2) {
@@ -80,7 +82,7 @@ static inline __attribute__((always_inline)) void transpose(__m512i *v) {
     memcpy(v, u, sizeof u);
 }
 
-// e^x for x <= 0, at least e^-80; the polynomial is that of the Cephes library.
+// e^x for x <= 0, at least e^-80; the polynomial is from the Cephes library.
 static inline __m512 decay_each(__m512 x) {
     x = _mm512_max_ps(x, _mm512_set1_ps(-80));
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
@@ -101,8 +103,9 @@ static inline __m512 cap_each(__m512 x, float cap) {
     return _mm512_mask_sub_ps(size, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), _mm512_setzero_ps(), size);
 }
 
-// Turns a row's scores into weights of keys [first, last], others have none: a softmax against the running peak `top`.
-// Where the peak rises, shrinks the sum of the weights and the values mixed so far, acc [D].
+// Turns a row's scores into weights of the keys [first, last], and zero for other keys: a softmax
+// relative to the running peak `top`. If the peak rises, scales down the sum of the weights and the
+// weighted values so far, acc [D].
 static inline __attribute__((always_inline)) void softmax_tile(__m512 *weight, const float *scores, int64_t first,
                                                                int64_t last, float scale, float soft_cap, float *top,
                                                                float *sum, float *acc, int64_t D) {

@@ -1,8 +1,8 @@
 // Attention of new tokens of one sequence over its paged cache, in tiles of keys with a running softmax
 // (arXiv 2205.14135), on the bfloat16 dot product of AVX-512.
 //
-// One code computes a prompt's chunk and a decode's single token, and tiles begin at multiples of TILE: so what a token
-// attends to does not depend, to the last bit, on the tokens that are computed beside it.
+// The same code computes a prompt's chunk and a decode's single token, and tiles begin at multiples of
+// TILE. So a token's result does not depend, bit by bit, on the other tokens of the batch.
 
 #include "tile.h"
 
@@ -14,10 +14,11 @@ typedef struct {
     _Alignas(64) uint32_t weight[MAX_ROWS * TILE / 2];    // [rows, TILE / 2] pairs of keys
     _Alignas(64) float score[MAX_ROWS * TILE], acc[MAX_ROWS * MAX_DIM];  // [rows, TILE], [rows, head_dim]
     float top[MAX_ROWS], sum[MAX_ROWS];
-    int64_t slots[TILE], next_slots[TILE];  // where the tile's keys and values are, and those of the tile after it
+    int64_t slots[TILE], next_slots[TILE];  // places of keys and values of this tile and of the next
 } Tile;
 
-// Writes to score [rows, TILE] the products of query [rows, head_dim / 2] pairs with the tile's first 16 * width keys.
+// Writes the products of query [rows, head_dim / 2] pairs with the tile's first 16 * width keys to score
+// [rows, TILE].
 static inline __attribute__((always_inline)) void compare(float *score, const uint32_t *query, const Tile *t,
                                                           int64_t pairs, const int rows, const int width) {
     __m512 sums[ROWS][4];
@@ -41,7 +42,7 @@ static inline __attribute__((always_inline)) void compare(float *score, const ui
         else compare(score, query, t, D / 2, R, 2);                                                                    \
         break;
 
-// Writes the scores of all rows and of the tile's first `count` keys.
+// Writes the scores of all rows for the tile's first `count` keys.
 static void compare_rows(Tile *t, int64_t count, int64_t D, int64_t rows) {
     float *score = t->score;
     const uint32_t *query = t->query;
@@ -52,7 +53,7 @@ static void compare_rows(Tile *t, int64_t count, int64_t D, int64_t rows) {
     }
 }
 
-// Loads the tile's first `count` keys, a multiple of 16; fetches those of the next tile.
+// Loads the tile's first `count` keys, a multiple of 16; prefetches the keys of the next tile.
 static void load_keys(Tile *t, const uint16_t *keys, int64_t count, int64_t D) {
     for (int64_t i = 0; i < count; i += 16) {
         for (int64_t d = 0; d < D; d += 32) {
@@ -66,8 +67,8 @@ static void load_keys(Tile *t, const uint16_t *keys, int64_t count, int64_t D) {
     for (int64_t i = count; i < TILE; i++) fetch(keys + t->next_slots[i], 2 * D);
 }
 
-// Adds to acc [rows, D], from dimension d on, the values of the tile's first `count` keys by their weights; fetches those
-// of the next tile. The values of a pair of keys are put side by side in registers.
+// Adds the weighted values of the tile's first `count` keys to acc [rows, D], from dimension d on;
+// prefetches the values of the next tile. Values of a pair of keys are combined in registers.
 static inline __attribute__((always_inline)) void mix(float *acc, const uint32_t *weight, const Tile *t,
                                                       const uint16_t *values, int64_t count, int64_t D, int64_t d,
                                                       const int rows, const int width) {
@@ -115,7 +116,7 @@ static void mix_rows(Tile *t, const uint16_t *values, int64_t count, int64_t D, 
     for (int64_t i = count; i < TILE; i++) fetch(values + t->next_slots[i], 2 * D);
 }
 
-// Turns row r's scores into weights, masked outside keys [first, last].
+// Turns the scores of row r into weights; keys outside [first, last] are masked.
 static void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, float scale, float soft_cap) {
     __m512 weight[TILE / 16];
     softmax_tile(weight, t->score + r * TILE, first, last, scale, soft_cap, t->top + r, t->sum + r, t->acc + r * D, D);

@@ -1,4 +1,4 @@
-// As tile_attention.c, over a cache of fp8: bfloat16 holds each of its numbers.
+// Like tile_attention.c, over a cache of fp8, whose numbers bfloat16 represents exactly.
 
 #include "tile.h"
 
@@ -17,8 +17,9 @@ static inline __m512i pair_up(__m512 low, __m512 high, float factor) {
     return _mm512_shuffle_epi8((__m512i)_mm512_cvtne2ps_pbh(high, low), order);
 }
 
-// Numbers of E4M3, in the upper bytes of `upper` and the lower ones of `lower`, as bfloat16. Sign, exponent and mantissa
-// come to their places; then the exponent lacks 120, and to a subnormal number is added what it differs by.
+// Converts E4M3 numbers, in the upper bytes of `upper` and the lower bytes of `lower`, to bfloat16. Moves
+// sign, exponent and mantissa to their places, then adds 120 to the exponent or, for a subnormal number,
+// the difference from its value.
 static inline __m512i widen(__m512i upper, __m512i lower) {
     const __m512i differences = _mm512_castsi128_si512(_mm_set_epi32(0x3bf03be0, 0x3bd03bc0, 0x3b903b60, 0x3af00000));
     const __mmask32 subnormal = _mm512_testn_epi16_mask(upper, _mm512_set1_epi16(0x7800));

@@ -1,7 +1,8 @@
-// As tile_attention.c, over a cache of int8, on the dot product of 16-bit integers of AVX-512 VNNI.
+// Like tile_attention.c, over a cache of int8, on the dot product of 16-bit integers of AVX-512 VNNI.
 //
-// Queries and, in each tile, weights times the values' scales become integers of -32767..32767, by the largest of each
-// row: that rounds 256 times finer than the cache has been rounded. So the sums within a tile are exact.
+// Queries and, in each tile, weights times the values' scales are rounded to integers of -32767..32767,
+// relative to the largest of each row. This is 256 times finer than the rounding of the cache. Sums
+// within a tile are exact.
 
 #include "tile.h"
 

@@ -1,14 +1,16 @@
-// As tile_attention.c, over a cache of numbers of 8 bits with scales. Who includes it once defines for its numbers:
+// Like tile_attention.c, over a cache of 8-bit numbers with scales. A file that includes this header
+// defines for its number format:
 //
-// dot(sum, a, b)               adds to 16 sums the products of 16 pairs of 16 bits each
-// sum_of(sum)                  such sums as float
-// factor_of(peak)              what a row with this largest number is multiplied with before it becomes pairs
-// scale_of(peak)               its inverse
-// pair_up(low, high, factor)   pairs of 32 numbers times the factor
-// even_bytes(x), odd_bytes(x)  of four bytes each the first and the third, or the second and the fourth, as a pair
-// ATTEND                       the kernel's name
+// dot(sum, a, b)               adds the products of 16 pairs of 16 bits each to 16 sums
+// sum_of(sum)                  converts such sums to float
+// factor_of(peak)              the factor of a row with this largest number, before it becomes pairs
+// scale_of(peak)               the inverse of that factor
+// pair_up(low, high, factor)   converts 32 numbers times the factor to pairs
+// even_bytes(x), odd_bytes(x)  of each four bytes the first and third, or the second and fourth, as a pair
+// ATTEND                       the name of the kernel
 //
-// Pairs are of elements 0 and 2, or 1 and 3, of four neighbours: these are what shifts make of four bytes.
+// A pair consists of elements 0 and 2, or 1 and 3, of four neighbours, because shifts extract these from
+// four bytes.
 
 #include "tile.h"
 
@@ -25,11 +27,11 @@ typedef struct {
     _Alignas(64) float score[MAX_ROWS * TILE], acc[MAX_ROWS * MAX_DIM];  // [rows, TILE], [rows, D] as the values
     _Alignas(64) float key_scale[TILE], value_scale[TILE];
     float query_scale[MAX_ROWS], weight_scale[MAX_ROWS], top[MAX_ROWS], sum[MAX_ROWS];
-    int64_t slots[TILE], next_slots[TILE];  // where the tile's keys and values are, and those of the tile after it
+    int64_t slots[TILE], next_slots[TILE];  // places of keys and values of this tile and of the next
 } Tile;
 
-// s[r][0..16 * width) = sum over i of pairs a[r][i] . b[i][0..16 * width). With column scales c = s * column, without
-// them c[r] += s[r] * row[r].
+// s[r][0..16 * width) = sum over i of pairs a[r][i] . b[i][0..16 * width). With column scales, c = s *
+// column; without them, c[r] += s[r] * row[r].
 static inline __attribute__((always_inline)) void multiply(float *c, int64_t c_stride, const uint32_t *a,
                                                            int64_t a_stride, const uint32_t *b, int64_t b_stride,
                                                            int64_t pairs, const float *row, const float *column,
@@ -47,7 +49,7 @@ static inline __attribute__((always_inline)) void multiply(float *c, int64_t c_s
     }
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < width; j++) {
-            __asm__("" : "+v"(sums[r][j]));  // else GCC 12 keeps copies of the sums in memory during the products
+            __asm__("" : "+v"(sums[r][j]));  // otherwise GCC 12 keeps copies of the sums in memory
             const __m512 sum = sum_of(sums[r][j]);
             float *to = c + r * c_stride + 16 * j;
             _mm512_store_ps(to, column ? _mm512_mul_ps(sum, _mm512_load_ps(column + 16 * j))
@@ -94,7 +96,7 @@ static void load_query(Tile *t, int64_t r, const uint16_t *query, int64_t head_d
     t->query_scale[r] = scale_of(peak) * scale;
 }
 
-// Loads the tile's first `count` keys, a multiple of 16; fetches the next tile's values.
+// Loads the tile's first `count` keys, a multiple of 16; prefetches the next tile's values.
 static void load_keys(Tile *t, const int8_t *keys, const int8_t *values, int64_t count, int64_t head_dim, int64_t D) {
     const int64_t row = scaled_row(head_dim);
     for (int64_t i = 0; i < count; i += 16) {
@@ -115,8 +117,8 @@ static void load_keys(Tile *t, const int8_t *keys, const int8_t *values, int64_t
     for (int64_t i = count; i < TILE; i++) fetch(values + t->next_slots[i], row);
 }
 
-// Loads the values of these keys; fetches the next tile's keys. Interleaved within lanes of 16 bytes, element
-// 16 l + 4 j + e of a part comes to 16 j + 4 l + e.
+// Loads the values of these keys; prefetches the next tile's keys. Values are interleaved within lanes of
+// 16 bytes: element 16 l + 4 j + e of a part moves to 16 j + 4 l + e.
 static void load_values(Tile *t, const int8_t *keys, const int8_t *values, int64_t count, int64_t head_dim, int64_t D) {
     for (int64_t i = 0; i < count; i += 4) {
         for (int j = 0; j < 4; j++) fetch(keys + t->next_slots[i + j], scaled_row(head_dim));
@@ -136,7 +138,8 @@ static void load_values(Tile *t, const int8_t *keys, const int8_t *values, int64
     for (int64_t i = count; i < TILE; i++) fetch(keys + t->next_slots[i], scaled_row(head_dim));
 }
 
-// Turns row r's scores into weights, masked outside keys [first, last], times the scales of the values.
+// Turns the scores of row r into weights times the scales of the values; keys outside [first, last] are
+// masked.
 static void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, float soft_cap) {
     __m512 weight[TILE / 16], peaks = _mm512_setzero_ps();
     softmax_tile(weight, t->score + r * TILE, first, last, t->query_scale[r], soft_cap, t->top + r, t->sum + r,

@@ -1,19 +1,19 @@
-// As tile_attention.c, for any processor and dtype: what a tile takes from queries and cache becomes float32.
+// Like tile_attention.c, for any processor and dtype: a tile converts queries and cache to float32.
 
 #include "tile.h"
 #include "vector.h"
 
 enum { BLOCK = 3, WIDTH = 4 };  // rows, and keys or vectors, of a register block
-enum { FEW_ROWS = 2 * BLOCK };  // that read the cache as it is: for more, a tile of it is widened first
+enum { FEW_ROWS = 2 * BLOCK };  // up to this number, rows read the cache directly; else a tile is widened first
 
 typedef struct {
     _Alignas(64) float query[MAX_ROWS * MAX_HEAD_DIM];  // [rows, D], where D is head_dim rounded up to LANES
-    _Alignas(64) float wide[2][TILE * MAX_HEAD_DIM];    // keys and values [TILE, D], of many rows or an odd head_dim
+    _Alignas(64) float wide[2][TILE * MAX_HEAD_DIM];    // keys and values [TILE, D], for many rows or an odd head_dim
     _Alignas(64) float weight[MAX_ROWS * TILE];         // [rows, TILE], scores before
     _Alignas(64) float acc[MAX_ROWS * MAX_HEAD_DIM];    // [rows, D]
     float key_scale[TILE], value_scale[TILE], top[MAX_ROWS], sum[MAX_ROWS];
-    const char *key[TILE], *value[TILE];    // where each row of the tile is, in the cache or in `wide`
-    int64_t slots[TILE], next_slots[TILE];  // in bytes, where the tile's keys and values are, and those of the next one
+    const char *key[TILE], *value[TILE];    // address of each row of the tile, in the cache or in `wide`
+    int64_t slots[TILE], next_slots[TILE];  // offsets in bytes of keys and values of this tile and of the next
 } Tile;
 
 INLINE int64_t bytes_of_element(const Kind kind) { return kind == F32 ? 4 : kind == BF16 ? 2 : 1; }
@@ -22,7 +22,7 @@ INLINE int64_t bytes_of_row(int64_t head_dim, const Kind kind) {
     return is_scaled(kind) ? scaled_row(head_dim) : head_dim * bytes_of_element(kind);
 }
 
-// Writes elements of a head's vector as float32, zeros past its end.
+// Converts a head's vector to float32; writes zeros past its end.
 INLINE void widen_row(float *wide, const char *row, int64_t head_dim, const Kind kind) {
     const int64_t size = bytes_of_element(kind);
     int64_t d = 0;
@@ -48,7 +48,7 @@ INLINE void add_lanes(float *to, Floats a, Floats b, Floats c, Floats d) {
     memcpy(to, &all, 4 * sizeof *to);
 }
 
-// Scores of `rows` rows and the WIDTH keys from `first` on.
+// Computes the scores of `rows` rows for the WIDTH keys from `first` on.
 INLINE void score_block(Tile *t, int64_t row, int64_t first, int64_t D, const int rows, const Kind kind) {
     const float *query = t->query + row * D;
     Floats sum[BLOCK][WIDTH];
@@ -66,7 +66,7 @@ INLINE void score_block(Tile *t, int64_t row, int64_t first, int64_t D, const in
         add_lanes(t->weight + (row + r) * TILE + first, sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
 }
 
-// Adds to `rows` rows the values of `count` keys by their weights, in `width` vectors of elements from d on.
+// Adds the weighted values of `count` keys to `rows` rows, in `width` vectors of elements from d on.
 INLINE void mix_block(Tile *t, int64_t row, int64_t d, int64_t count, int64_t D, const int rows, const int width,
                       const Kind kind) {
     const float *weight = t->weight + row * TILE;
@@ -94,7 +94,7 @@ INLINE void mix_rows(Tile *t, int64_t row, int64_t count, int64_t D, const int r
     for (; d < D; d += LANES) mix_block(t, row, d, count, D, rows, 1, kind);
 }
 
-// The same for any number of rows, each as it is alone.
+// The same for any number of rows; each row's result is the same as alone.
 INLINE void score(Tile *t, int64_t rows, int64_t count, int64_t D, const Kind kind) {
     int64_t row = 0;
     for (; row + BLOCK <= rows; row += BLOCK) score_rows(t, row, count, D, BLOCK, kind);
@@ -114,9 +114,9 @@ static __attribute__((noinline)) void mix_wide(Tile *t, int64_t rows, int64_t co
     mix(t, rows, count, D, F32);
 }
 
-// Turns row r's scores into weights of keys [first, last], others have none: a softmax against the running peak. Where
-// the peak rises, shrinks the sum of the weights and the values mixed so far. The scales of a cache that has some become
-// part of scores and weights.
+// Turns the scores of row r into weights of the keys [first, last], and zero for other keys: a softmax
+// relative to the running peak. If the peak rises, scales down the sum of the weights and the weighted
+// values so far. In a quantized cache, scores and weights include the scales.
 static __attribute__((noinline)) void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, const Chunk *c,
                                             int scaled) {
     float *weights = t->weight + r * TILE, *acc = t->acc + r * D;
@@ -154,8 +154,8 @@ int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group) {
     return ceil_div(tokens, tokens_of_item(group)) * kv_heads;
 }
 
-// Finds the rows of the tile's first `count` keys or values, and widens them if they are `widened`; fetches those of the
-// next tile.
+// Finds the rows of the tile's first `count` keys or values, and converts them to float32 if `widened`;
+// prefetches those of the next tile.
 INLINE void find_rows(Tile *t, const char **found, float *wide, float *scales, const char *cache, int64_t count,
                       int64_t head_dim, int64_t D, const int widened, const Kind kind) {
     for (int64_t i = 0; i < TILE; i++) fetch(cache + t->next_slots[i], bytes_of_row(head_dim, kind));
@@ -167,7 +167,8 @@ INLINE void find_rows(Tile *t, const char **found, float *wide, float *scales, c
     }
 }
 
-// Attends for some tokens of a KV head with the query heads that share it; `inputs` is what queries and results are.
+// Computes some tokens of a KV head with the query heads that share it; `inputs` is the type of queries and
+// results.
 INLINE void attend(const Chunk *c, int64_t item, const NextKeys *next, const Kind inputs, const Kind kind) {
     const Item own = item_of(c, item);
     const int64_t group = c->group, head_dim = c->head_dim, token = own.token, rows = own.rows, head = own.keys.head;

@@ -1,23 +1,25 @@
-// y = x W^T for the few rows of a decode step and for prompt chunks alike, on the bfloat16 dot product of AVX-512, with
-// weights in bfloat16, or in FP8 with a scale for each output and group of inputs. Those are turned into bfloat16, which
-// holds each of them, in registers, and the scale multiplies a group's sums: x is taken as it is.
+// y = x W^T on the bfloat16 dot product of AVX-512, for the few rows of a decode step and for prompt
+// chunks. Weights are in bfloat16, or in FP8 with a scale for each output and group of inputs. FP8
+// weights are converted to bfloat16, which represents them exactly, in registers. The scale multiplies
+// a group's sums; x is not rounded.
 //
-// A small product is bound by how fast the weights come from memory, so these are packed in the very order in which
-// they are read: panels of 32 outputs, and in a panel, for each pair of inputs, the 32 pairs of weights side by side.
+// A small product is limited by the memory bandwidth for the weights. So weights are packed in the
+// order in which they are read: panels of 32 outputs, and in a panel, for each pair of inputs, the 32
+// pairs of weights side by side.
 // A block of up to 11 rows keeps its sums in registers while it reads a panel once.
 
 #include "fp8.h"
 #include "linear.h"
 
-// Where the pair of an output lies among those of its panel: in FP8 such that they are in order once they are widened.
+// The place of an output's pair in its panel. In FP8, pairs are in order after they are widened.
 #ifdef HAS_FP8
 static inline int64_t place(int64_t i, int64_t bits) { return bits == 16 ? i : i % 16 / 4 * 8 + i / 16 * 4 + i % 4; }
 #else
 static inline int64_t place(int64_t i, int64_t bits) { return (void)bits, i; }
 #endif
 
-// weight [outputs, inputs] of 16 or 8 bits to packed [ceil(outputs / 32), inputs / 2, 32] pairs; outputs past the last
-// are zero. An item is a panel.
+// Packs weight [outputs, inputs] of 16 or 8 bits to [ceil(outputs / 32), inputs / 2, 32] pairs. Outputs
+// past the last are zero. An item is a panel.
 int64_t pack_linear(const Arg *a, int64_t outputs, int64_t panel) {
     const uint8_t *weight = a[0].p;
     const int64_t inputs = a[2].n, bits = a[3].n, size = bits / 4, pairs = inputs / 2;  // bytes of a pair
@@ -33,7 +35,7 @@ int64_t pack_linear(const Arg *a, int64_t outputs, int64_t panel) {
     return 0;
 }
 
-#ifdef __AMX_BF16__  // with which oneDNN's own product is faster
+#ifdef __AMX_BF16__  // oneDNN's product is faster with AMX
 int form_of_linear(void) { return NO_LINEAR; }
 #elif defined(__AVX512BF16__)
 int form_of_linear(void) { return DOT_PRODUCT; }
@@ -52,8 +54,8 @@ int form_of_linear_fp8(void) { return WIDENED; }
 static inline void e4m3_widen(__m512i numbers, __m512i *low, __m512i *high) { *low = *high = numbers; }  // not called
 #endif
 
-// A group of a panel and of the rows of x, in FP8 with its scales [32]; in bfloat16 the group is the whole panel.
-// `ahead` is fetched meanwhile, line by line: what is read next.
+// A group of a panel and of the rows of x. In FP8 it has scales [32]; in bfloat16 it is the whole panel.
+// `ahead`, the data that is read next, is prefetched meanwhile, line by line.
 struct Group {
     const uint16_t *x;
     const uint8_t *panel, *ahead;
@@ -61,7 +63,7 @@ struct Group {
     int64_t x_stride, pairs;
 };
 
-// Writes, or in FP8 adds to, the results [rows, 32] the products of `rows` rows with a group.
+// Writes the products of `rows` rows with a group to the results [rows, 32], or in FP8 adds them.
 static inline __attribute__((always_inline)) void multiply(const Group *g, float *results, const int rows,
                                                            const int bits) {
     const uint16_t *const x = g->x;
@@ -97,8 +99,9 @@ static inline __attribute__((always_inline)) void multiply(const Group *g, float
 MULTIPLY_ROWS(16)
 MULTIPLY_ROWS(8)
 
-// x [rows, inputs], rows x_stride elements apart; packed as above; y [rows, outputs]. Weights in FP8 have scales [..,
-// groups, 32], those in bfloat16 NULL, and one group. Bias, residual and gate as in linear.h. An item is a panel.
+// x [rows, inputs], rows x_stride elements apart; weights packed as above; y [rows, outputs]. FP8
+// weights have scales [.., groups, 32]; for bfloat16 the scales are NULL, and there is one group. Bias,
+// residual and gate are as in linear.h. An item is a panel.
 int64_t linear_bf16(const Arg *a, int64_t rows, int64_t item) {
     const uint16_t *x = a[0].p;
     const Epilogue end = {.bias = a[3].p, .residual = a[4].p, .y = a[5].p, .outputs = a[6].n, .gated = a[8].n};
@@ -110,7 +113,8 @@ int64_t linear_bf16(const Arg *a, int64_t rows, int64_t item) {
     const int64_t blocks = ceil_div(rows, ROWS), first = item * PANEL;
     for (int64_t block = 0, row = 0; block < blocks; block++) {
         const int64_t height = (rows - row + blocks - block - 1) / (blocks - block);
-        // While a panel comes from memory, the line 4 KiB on; while it is read again, a share of the next panel.
+        // Prefetches 4 KiB ahead while a panel comes from memory, and a share of the next panel while
+        // the panel is read again.
         const uint8_t *ahead = block ? panel + size + (block - 1) * size / blocks : panel + 4096;
         Multiply *const multiply_group = (scales ? multiply_rows_8 : multiply_rows_16)[height - 1];
         _Alignas(64) float results[ROWS * PANEL];

@@ -1,17 +1,19 @@
-// What the products with differently packed weights share: panels of 32 outputs, and what follows a panel's sums.
+// The common code of products with differently packed weights: panels of 32 outputs, and the
+// operations after a panel's sums.
 #pragma once
 
 #include "common.h"
 
-// How a processor multiplies weights of a kind: not by our kernels, by its dot product, or as float32.
+// How a processor multiplies weights of a kind: without our kernels, by its dot product, or as float32.
 enum { NO_LINEAR, DOT_PRODUCT, WIDENED };
 
-// Of a block: 22 registers of sums, 2 of weights, and the broadcast input; of a twelfth row the address is in memory.
+// Registers of a block: 22 for sums, 2 for weights, 1 for the broadcast input. With a twelfth row, an
+// address would be in memory.
 enum { PANEL = 32, ROWS = 11 };
 
-// `bias` [outputs] and `residual` [rows, outputs] are added where they are not NULL; y [rows, outputs]. If `gated` is not
-// 0, the weights of gates and of what they gate alternate in runs of 16, and y [rows, outputs / 2] = act(gate) * gated,
-// SILU or GELU (arXiv 2002.05202).
+// `bias` [outputs] and `residual` [rows, outputs] are added unless they are NULL; y [rows, outputs]. If
+// `gated` is not 0, the weights of gate and up alternate in runs of 16, and y [rows, outputs / 2] =
+// act(gate) * up, with SILU or GELU (arXiv 2002.05202).
 typedef struct {
     const uint16_t *bias, *residual;
     uint16_t *y;
@@ -33,13 +35,14 @@ static inline void gate(const float *sums, uint16_t *y, int64_t by) {
 
 #ifdef __AVX512BF16__
 
-// Else the compiler keeps the sums in memory.
+// Unrolls the loop; otherwise the compiler keeps the sums in memory.
 #define EACH_ROW _Pragma("GCC unroll 11") for (int r = 0; r < rows; r++)
 
-typedef struct Group Group;  // what multiplies some rows by inputs of a panel, of each file its own
+typedef struct Group Group;  // operands of a product of some rows with a panel; each file has its own
 typedef void Multiply(const Group *group, float *results);
 
-// multiply_rows_BITS, a function for each number of rows: in a loop over the groups, the compiler spills the sums.
+// multiply_rows_BITS has one function per number of rows. If they were inlined into the loop over the
+// groups, the compiler would spill the sums.
 #define EACH_HEIGHT(F, BITS)                                                                                           \
     F(1, BITS) F(2, BITS) F(3, BITS) F(4, BITS) F(5, BITS) F(6, BITS) F(7, BITS) F(8, BITS) F(9, BITS) F(10, BITS)     \
     F(11, BITS)
@@ -61,7 +64,8 @@ static inline void add(float *sums, const uint16_t *terms, __mmask32 some) {
     }
 }
 
-// Writes y of `rows` rows from `row` on, and of the outputs from `first` on, from their sums [rows, 32].
+// Writes y for `rows` rows from `row` on and for the outputs from `first` on, from their sums [rows,
+// 32].
 static inline void finish_rows(const Epilogue *end, float *sums, int64_t row, int64_t rows, int64_t first) {
     const __mmask32 some = end->outputs - first < PANEL ? (1u << (end->outputs - first)) - 1 : ~0u;
     for (int64_t r = 0; r < rows; r++, sums += PANEL) {
@@ -83,7 +87,7 @@ static inline void add(float *sums, const uint16_t *terms, int64_t count) {
     for (int64_t i = 0; i < count; i++) sums[i] += load_bf16(terms[i]);
 }
 
-// As above.
+// The same without AVX-512.
 static inline void finish_rows(const Epilogue *end, float *sums, int64_t row, int64_t rows, int64_t first) {
     const int64_t some = least(PANEL, end->outputs - first);
     for (int64_t r = 0; r < rows; r++, sums += PANEL) {

@@ -1,21 +1,22 @@
-// y = x W^T with weights of 8 or 4 bits and a scale for each output and group of inputs (compressed-tensors' groups),
-// on the dot product of bytes of AVX-512 VNNI. x is rounded to 8 bits beforehand, group by group (ZeroQuant, arXiv
-// 2206.01861), so that products and sums within a group are exact integers. Or it is rounded to 16 bits, as two numbers
-// of 8 (`parts` is 2): the second is what the first leaves, in 254ths of its step, and has products of its own.
+// y = x W^T with weights of 8 or 4 bits and a scale for each output and group of inputs (the groups of
+// compressed-tensors), on the dot product of bytes of AVX-512 VNNI. x is rounded to 8 bits before, group
+// by group (ZeroQuant, arXiv 2206.01861), so that products and sums within a group are exact integers.
+// Or x is rounded to 16 bits, as two numbers of 8 bits (`parts` is 2): the second is the remainder of
+// the first, in units of 1/254 of its step, and has its own products.
 //
-// The dot product wants one side unsigned: the weights, with their zero in the middle or, for each output and group, at
-// a place of its own, in 256ths of the range of numbers; the group's sum of x, times that zero, is subtracted. Weights
-// are packed in panels of 32 outputs as in linear.c, in quads of inputs; 4-bit weights of two quads, the first one's in
-// the low halves.
+// The dot product requires one unsigned operand: the weights. Their zero is in the middle of the range
+// or, for each output and group, at its own place, in units of 1/256 of the range. The group's sum of x,
+// times that zero, is subtracted. Weights are packed in panels of 32 outputs as in linear.c, in quads of
+// inputs. 4-bit weights of two quads share bytes; those of the first quad are in the low halves.
 
 #include "linear.h"
 
 enum { QUAD = 4, FINER = 254 };  // inputs of a dot product; steps of a second part
 enum { INFINITE = 0x7f80, TINY = 0x0400 };  // bfloat16 as bits: below 2^-119, 127 / x might be infinite
 
-// weight [outputs, inputs] of numbers 0..255 or 0..15 and scales [outputs, groups] to packed
-// [ceil(outputs / 32), inputs / 4, 32] quads (of 4 bits: half as many) and packed_scales [.., groups, 32]. An item is a
-// panel. Outputs past the last have scale 0.
+// Packs weight [outputs, inputs] of numbers 0..255 or 0..15 and scales [outputs, groups] to
+// [ceil(outputs / 32), inputs / 4, 32] quads (half as many for 4 bits) and packed_scales [.., groups,
+// 32]. An item is a panel. Outputs past the last have scale 0.
 int64_t pack_linear_int(const Arg *a, int64_t outputs, int64_t panel) {
     const uint8_t *weight = a[0].p;
     const uint16_t *scales = a[1].p;
@@ -42,10 +43,10 @@ int64_t pack_linear_int(const Arg *a, int64_t outputs, int64_t panel) {
 
 int form_of_linear_int(void) { return DOT_PRODUCT; }
 
-// x [rows, inputs], rows x_stride elements apart, to q [rows, parts, inputs] of -127..127, and for each row, part and
-// group the scale and the sum of q: terms [rows, parts, groups, 2], float and int32. If an x is NaN or infinite, the
-// scale is NaN, and so is the product: bits are compared and stored, since -ffast-math takes no number for NaN. An item
-// is a row.
+// Rounds x [rows, inputs], rows x_stride elements apart, to q [rows, parts, inputs] of -127..127. Writes
+// for each row, part and group the scale and the sum of q: terms [rows, parts, groups, 2], float and
+// int32. If an x is NaN or infinite, the scale is NaN, and so is the product. Bits are compared and
+// stored, because -ffast-math assumes that no number is NaN. An item is a row.
 int64_t quantize_bf16(const Arg *a, int64_t rows, int64_t row) {
     if (row < 0) return rows;
     const int64_t inputs = a[4].n, group = a[5].n, parts = a[6].n, groups = inputs / group;
@@ -85,7 +86,7 @@ static inline __m512 load_scales(const uint16_t *scales) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)scales)), 16));
 }
 
-// As _mm512_dpbusd_epi32, for whose operands the compiler (gcc 12) makes copies in each turn, and spills them.
+// Replaces _mm512_dpbusd_epi32, whose operands GCC 12 copies in each iteration, and spills.
 #define ADD_BYTES(SUM, UNSIGNED, SIGNED) __asm__("vpdpbusd %2, %1, %0" : "+v"(SUM) : "v"(UNSIGNED), "v"(SIGNED))
 
 // Adds to the integers sum [rows, 2 of 16] the product of a quad of q with 32 outputs.
@@ -102,8 +103,8 @@ static inline __m512i load_zeros(const uint8_t *zeros) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)zeros));
 }
 
-// A group of a panel and of the rows of q: its numbers, scales [32], and zeros [32] or, where they are all 128, NULL.
-// `terms` as from quantize_bf16. `ahead` is fetched meanwhile, line by line.
+// A group of a panel and of the rows of q: its numbers, scales [32], and zeros [32], or NULL if all zeros
+// are 128. `terms` are from quantize_bf16. `ahead` is prefetched meanwhile, line by line.
 struct Group {
     const int8_t *q;
     const float *terms;
@@ -112,7 +113,7 @@ struct Group {
     int64_t q_stride, terms_stride, steps;
 };
 
-// Adds to the results [rows, 32] the products of `rows` rows with a group: exact sums of bytes, scaled.
+// Adds the products of `rows` rows with a group to the results [rows, 32]: exact sums of bytes, scaled.
 static inline __attribute__((always_inline)) void multiply(const Group *g, float *results, const int rows,
                                                            const int bits) {
     const __m512i mask = _mm512_set1_epi8(0x0f);
@@ -154,8 +155,8 @@ static inline __attribute__((always_inline)) void multiply(const Group *g, float
 MULTIPLY_ROWS(8)
 MULTIPLY_ROWS(4)
 
-// q and terms as from quantize_bf16; packed and packed_scales as above, zeros [.., groups, 32] or NULL; the rest as of
-// linear_bf16. An item is a panel.
+// q and terms are from quantize_bf16; packed and packed_scales are as above; zeros are [.., groups, 32]
+// or NULL. The other arguments are as in linear_bf16. An item is a panel.
 int64_t linear_int_bf16(const Arg *a, int64_t rows, int64_t item) {
     const int8_t *q = a[0].p;
     const float *terms = a[1].p;
@@ -184,7 +185,7 @@ int64_t linear_int_bf16(const Arg *a, int64_t rows, int64_t item) {
                       .steps = steps};
         for (int64_t g = 0; g < groups; g++) {
             multiply_group(&each, results);
-            if (parts == 2) {  // while the group's weights are near
+            if (parts == 2) {  // while the group's weights are in the cache
                 Group second = each;
                 second.q += inputs, second.terms += groups * 2;
                 multiply_group(&second, results);

@@ -1,14 +1,16 @@
-// y = x W^T for weights as in linear.c and linear_int.c where the processor has no dot product for them: they become
-// float32 in registers, and x is float32. Each sum is of one number after the other, whatever the number of rows.
+// y = x W^T for weights as in linear.c and linear_int.c on processors without a dot product for them.
+// Weights are converted to float32 in registers, and x is float32. Numbers are summed one by one in
+// the same order for any number of rows.
 
 #include "linear.h"
 #include "vector.h"
 
-enum { BLOCK = 6, VECTORS = PANEL / LANES };  // rows that read a panel at once: with half of its outputs, 12 registers
+enum { BLOCK = 6, VECTORS = PANEL / LANES };  // rows that read a panel at once; with half of its outputs, 12 registers
 
 typedef enum { WIDE_BF16, WIDE_FP8, WIDE_INT8, WIDE_INT4 } Weights;
 
-// The weights of a word, a lane of what is loaded at once; those of an input in all lanes are `widen`ed together.
+// A word is a lane of a load, and contains one or more weights. Weights of the same input in all lanes
+// are widened together (`widen`).
 INLINE int inputs_of_word(const Weights kind) { return kind == WIDE_INT4 ? 8 : kind == WIDE_INT8 ? 4 : 2; }
 INLINE int64_t bytes_of_word(const Weights kind) { return kind == WIDE_FP8 ? 2 : 4; }
 
@@ -26,27 +28,27 @@ INLINE Floats widen(Ints words, const int input, const Weights kind) {
     return __builtin_convertvector(words >> (8 * (input % 4) + 4 * (input / 4)) & 0x0f, Floats);
 }
 
-// A group of a panel and of the rows of x, with its scales [32], in FP8 float32, of integers bfloat16, and zeros [32]
-// or, where they are all 128, NULL; in bfloat16 the group is the whole panel, without scales.
+// A group of a panel and of the rows of x. Scales [32] are float32 for FP8 and bfloat16 for integers.
+// Zeros [32] may be NULL, if all are 128. In bfloat16 the group is the whole panel, without scales.
 typedef struct {
     const float *x;
     const uint8_t *panel, *zeros;
     const char *scales;
     int64_t x_stride, words;
-    const uint8_t *ahead;  // is fetched meanwhile, `pace` bytes further with each word, `half` with the second half
+    const uint8_t *ahead;  // prefetched meanwhile, `pace` bytes further per word, `half` for the second half
     int64_t pace, half;
 } WideGroup;
 
 INLINE int64_t bytes_of_scale(const Weights kind) { return kind == WIDE_FP8 ? sizeof(float) : sizeof(uint16_t); }
 
-// Zeros are in 256ths of the range of numbers.
+// Zeros are in units of 1/256 of the range of numbers.
 INLINE Floats load_zeros(const uint8_t *zeros, int64_t at, const Weights kind) {
     const Ints some = zeros ? load_bytes(zeros + at) : (Ints){0} + 128;
     return __builtin_convertvector(some, Floats) * (kind == WIDE_INT4 ? 1.0f / 16 : 1);
 }
 
-// Writes, or with scales adds to, the results [rows, 32] the products of `rows` rows with a group, for `width` vectors
-// of outputs from `at` on.
+// Writes the products of `rows` rows with a group to the results [rows, 32], or with scales adds them,
+// for `width` vectors of outputs from `at` on.
 INLINE void multiply_part(const WideGroup *g, float *results, const int at, const int rows, const int width,
                           const Weights kind) {
     const int per_word = inputs_of_word(kind);
@@ -83,7 +85,7 @@ INLINE void multiply_part(const WideGroup *g, float *results, const int at, cons
         }
 }
 
-// Few rows read the panel in one go, in the order of its memory.
+// With few rows, the panel is read in one pass, in the order of its memory.
 INLINE void multiply_wide(const WideGroup *g, float *results, const int rows, const Weights kind) {
     if (rows <= 2) {
         multiply_part(g, results, 0, rows, VECTORS, kind);
@@ -112,7 +114,7 @@ static MultiplyWide *const multiply_wide_rows[][BLOCK] = {
     {WIDE_HEIGHTS(WIDE_NAME, WIDE_INT4)},
 };
 
-// x [rows, inputs], rows x_stride elements apart, to float32 [rows, inputs].
+// Converts x [rows, inputs], rows x_stride elements apart, to float32 [rows, inputs].
 int64_t widen_rows_bf16(const Arg *a, int64_t rows, int64_t item) {
     const uint16_t *x = a[0].p;
     float *wide = a[2].p;
@@ -123,7 +125,8 @@ int64_t widen_rows_bf16(const Arg *a, int64_t rows, int64_t item) {
     return 0;
 }
 
-// x from widen_rows, packed weights, scales and zeros as in linear.c and linear_int.c. An item is a panel.
+// x is from widen_rows; packed weights, scales and zeros are as in linear.c and linear_int.c. An item is
+// a panel.
 INLINE int64_t multiply_panel(const Arg *a, int64_t rows, int64_t item, const char *scales, const uint8_t *zeros,
                               int64_t inputs, int64_t group, const Weights kind, const Epilogue *end) {
     const float *x = a[0].p;
@@ -142,7 +145,8 @@ INLINE int64_t multiply_panel(const Arg *a, int64_t rows, int64_t item, const ch
                           .ahead = panel + 4096,
                           .pace = PANEL * bytes_of_word(kind),
                           .half = PANEL / 2 * bytes_of_word(kind)};
-        // While a panel comes from memory, what is 4 KiB on; while it is read again, a share of the next panel.
+        // Prefetches 4 KiB ahead while a panel comes from memory, and a share of the next panel while
+        // the panel is read again.
         const int64_t again = blocks - 1, ahead_step = block ? group_bytes / again : group_bytes;
         if (block) {
             each.ahead = panel + groups * (group_bytes + ahead_step * (block - 1));
@@ -158,7 +162,7 @@ INLINE int64_t multiply_panel(const Arg *a, int64_t rows, int64_t item, const ch
     return 0;
 }
 
-// As linear_bf16, but for x.
+// Like linear_bf16, except for x.
 int64_t linear_wide_bf16(const Arg *a, int64_t rows, int64_t item) {
     const Epilogue end = {.bias = a[3].p, .residual = a[4].p, .y = a[5].p, .outputs = a[6].n, .gated = a[8].n};
     if (item < 0) return ceil_div(end.outputs, PANEL);
@@ -166,7 +170,7 @@ int64_t linear_wide_bf16(const Arg *a, int64_t rows, int64_t item) {
                   : multiply_panel(a, rows, item, NULL, NULL, a[7].n, a[7].n, WIDE_BF16, &end);
 }
 
-// As linear_int_bf16, but for x, whose place is that of q.
+// Like linear_int_bf16, except that x is in the place of q.
 int64_t linear_int_wide_bf16(const Arg *a, int64_t rows, int64_t item) {
     const Epilogue end = {.bias = a[4].p, .residual = a[5].p, .y = a[6].p, .outputs = a[7].n, .gated = a[11].n};
     if (item < 0) return ceil_div(end.outputs, PANEL);
