@@ -22,8 +22,8 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 
 PROMPT: Final = """
-router.api.grpc_server:GrpcServer._generate
-router.api.grpc_server:GrpcServer._read
+router.api.server.grpc_server:GrpcServer._generate
+router.api.server.grpc_server:GrpcServer._read
 router.api.service:GenerationService.accept < GrpcServer._generate
 router.frontend.prepare:prepare
 router.frontend.prepare:encode_prompt
@@ -39,12 +39,12 @@ router.dispatch.attempt:Attempt.start
 router.dispatch.dispatcher:Dispatcher._send
 router.dispatch.worker_client:WorkerClient.submit
 router.dispatch.worker_client:WorkerClient._write ~ _commands
-workers.request_manager:RequestManager._read < WorkerClient.submit ~ SessionRequest
-workers.request_manager:RequestManager.submit
-workers.submit:parse_submit
-workers.engine_thread:EngineThread.post < RequestManager.submit
-workers.engine_thread:EngineThread._take_commands ~ _commands
-workers.request_manager:RequestManager._enqueue < RequestManager.submit
+workers.serve.request_manager:RequestManager._read < WorkerClient.submit ~ SessionRequest
+workers.serve.request_manager:RequestManager.submit
+workers.serve.submit:parse_submit
+workers.serve.engine_thread:EngineThread.post < RequestManager.submit
+workers.serve.engine_thread:EngineThread._take_commands ~ _commands
+workers.serve.request_manager:RequestManager._enqueue < RequestManager.submit
 workers.engine.engine:Engine.submit
 workers.engine.request_table:RequestTable.add
 """
@@ -56,10 +56,10 @@ workers.model.runner:_collect
 workers.engine.engine:Engine.step ~ collect
 workers.engine.update:update
 workers.engine.update:append_tokens
-workers.request_manager:RequestManager.deliver < Engine.step ~ events
-workers.session:RouterSession.put_tokens
-workers.session:RouterSession.take ~ _outputs
-workers.request_manager:RequestManager.serve
+workers.serve.request_manager:RequestManager.deliver < Engine.step ~ events
+workers.serve.session:RouterSession.put_tokens
+workers.serve.session:RouterSession.take ~ _outputs
+workers.serve.request_manager:RequestManager.serve
 router.dispatch.worker_client:WorkerClient._receive ~ SessionResponse
 router.dispatch.worker_client:WorkerStream.put
 router.dispatch.worker_client:WorkerStream.take ~ _outputs
@@ -70,11 +70,11 @@ router.dispatch.execution:RequestExecution.run
 router.output.processor:OutputProcessor.run ~ deltas
 router.output.processor:_ChoiceOutput.push
 router.output.detokenizer:CompletionText.push ~ ids
-router.api.grpc_server:GrpcServer._generate < OutputProcessor.run
+router.api.server.grpc_server:GrpcServer._generate < OutputProcessor.run
 """
 
 HANDLE: Final = """
-workers.request_manager:RequestManager.submit
+workers.serve.request_manager:RequestManager.submit
 workers.tp.kv_group:KvGroup.fetch
 workers.tp.kv_group:KvGroup._fetch
 workers.transfer.receiver:KvReceiver.fetch
@@ -94,7 +94,7 @@ workers.transfer.shard_stream:ShardWriter.write < ShardStream._collect
 workers.model.kv_store:PagedKv.write
 workers.transfer.shard_stream:ShardWriter.finish < ShardStream._transfer
 workers.transfer.receiver:_merge < KvReceiver._pull
-workers.request_manager:RequestManager._fetched < RequestManager.submit
+workers.serve.request_manager:RequestManager._fetched < RequestManager.submit
 workers.engine.engine:Engine.commit_import
 """
 

@@ -15,7 +15,7 @@ import pytest
 
 from tandem.tests.source import ROOT, Module, Rule, made_up, package_modules
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 490
 REASON_FOR_LENGTH = "One file because"  # begins the sentence in the docstring of a longer file
 MAX_FUNCTION_STATEMENTS = 40  # the docstring not counted
 MAX_FOLDER_FILES = 16  # __init__ included

@@ -50,9 +50,8 @@ class DictConnector(KvConnector):
 
     def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
         """Puts the span into the dictionary."""
-        SPANS[self.token, stream, span.first_layer, span.first_token] = self.context.kv.read(
-            blocks, span
-        )
+        key = (self.token, stream, span.first_layer, span.first_token)
+        SPANS[key] = self.context.kv.read(blocks, span)
         return b""
 
     async def fetch(
