@@ -33,7 +33,7 @@ SCHEMA = {
 QWEN_2_5 = """{%- if tools %}
     {{- "\\n\\n# Tools\\n\\nYou may call one or more functions to assist with the user query." }}
     {{- "\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call><|im_end|>\\n" }}
-{%- endif %}"""  # noqa: E501
+{%- endif %}"""
 QWEN_3 = (
     QWEN_2_5
     + "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}"
