@@ -266,7 +266,7 @@ REQUEST_MAX_TOKENS = _histogram(
 REQUEST_MAX_GENERATION = _histogram(
     "vllm:request_max_num_generation_tokens",
     _TOKENS,
-    "Maximum number of tokens that a choice of the request may have.",
+    "Tokens generated for the longest choice of a request.",
 )
 REQUEST_N = _histogram("vllm:request_params_n", (1.0, 2.0, 5.0, 10.0, 20.0), "n of a request.")
 ITERATION_TOKENS = _histogram(

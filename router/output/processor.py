@@ -133,8 +133,18 @@ class OutputProcessor:
     @property
     def num_generated(self) -> int:
         """Returns the tokens that were generated here, until now."""
-        restored = sum(len(progress.ids) for progress in self._progress.values())
-        return max(sum(choice.num_tokens for choice in self._choices) - restored, 0)
+        return sum(self._num_generated_by_choice())
+
+    @property
+    def longest_choice(self) -> int:
+        """Returns the most tokens that were generated here for one choice, until now."""
+        return max(self._num_generated_by_choice())
+
+    def _num_generated_by_choice(self) -> Iterator[int]:
+        for number, choice in enumerate(self._choices):
+            restored = self._progress.get(number)
+            num_restored = 0 if restored is None else len(restored.ids)
+            yield max(choice.num_tokens - num_restored, 0)
 
     def _is_last(self, message: inference_pb2.GenerateResponse) -> bool:
         """Returns whether the message is the client's last: the choices that go on are computed

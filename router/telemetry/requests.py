@@ -75,7 +75,8 @@ class EndedRequest:
 
     facts: RequestFacts
     timeline: inference_pb2.Timeline
-    num_generated: int  # tokens, here
+    num_generated: int  # tokens of all choices that this service generated
+    longest_choice: int  # most of these tokens in one choice
     finish_reasons: tuple[str, ...]
     error: str = ""  # the gRPC code of what has ended it; CANCELLED if the client has left
     was_refused: bool = False  # before it began, which is counted where it was refused
@@ -93,6 +94,9 @@ class RequestProgress(Protocol):
 
     @property
     def num_generated(self) -> int: ...
+
+    @property
+    def longest_choice(self) -> int: ...
 
     @property
     def finish_reasons(self) -> "Sequence[inference_pb2.FinishReason]": ...
@@ -161,6 +165,7 @@ class RunningRequest:
             facts=self.facts,
             timeline=self.timeline,
             num_generated=self._num_counted,
+            longest_choice=self._outputs.longest_choice,
             finish_reasons=tuple(reasons[: self.facts.num_choices]),
             error=""
             if error is None
@@ -265,7 +270,7 @@ def _report(metrics: Metrics, ended: EndedRequest) -> None:
     metrics.observe(REQUEST_COMPUTED, max(facts.num_prompt - timeline.cached_tokens, 0))
     metrics.observe(REQUEST_GENERATION, ended.num_generated)
     metrics.observe(REQUEST_MAX_TOKENS, facts.max_tokens)
-    metrics.observe(REQUEST_MAX_GENERATION, facts.max_tokens)
+    metrics.observe(REQUEST_MAX_GENERATION, ended.longest_choice)
     metrics.observe(REQUEST_N, facts.num_choices)
     if timeline.tpot_seconds:
         metrics.observe(TPOT, timeline.tpot_seconds)

@@ -49,6 +49,7 @@ def ended(trace: TraceContext | None = CALLER, **fields: Any) -> EndedRequest:
         "facts": facts,
         "timeline": timeline,
         "num_generated": 8,
+        "longest_choice": 8,
         "finish_reasons": ("length",),
     }
     return EndedRequest(**usual | fields)

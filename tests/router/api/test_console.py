@@ -430,6 +430,7 @@ class NoOutputs:
     """Is of a request that has no token yet."""
 
     num_generated = 0
+    longest_choice = 0
     finish_reasons: tuple["inference_pb2.FinishReason", ...] = ()
 
 

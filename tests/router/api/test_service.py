@@ -21,6 +21,9 @@ from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.request import LoraAdapter, TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.capacity import Capacity
+from tandem.router.telemetry.prometheus import PrometheusMetrics
+from tandem.router.telemetry.requests import RequestTelemetry
+from tandem.tests.metrics_page import MetricsPage
 from tandem.tests.router.api.answers import (
     LENGTH,
     NONE,
@@ -106,6 +109,20 @@ async def test_request_id_and_timeline(model: ServedModel) -> None:
     assert (messages[0].request_id, timeline.request_id) == ("mine", "mine")
     assert (timeline.prompt_tokens, timeline.completion_tokens, timeline.attempts) == (2, 5, 1)
     assert source.requests[0].request_id != "mine"  # unique, though clients' names are not
+
+
+async def test_the_tokens_of_the_longest_choice_are_observed(model: ServedModel) -> None:
+    metrics = PrometheusMetrics(model.name)
+    source = FakeTokenSource(answers=[b"ab", b"abcde"])
+    service = GenerationService([model], source, telemetry=RequestTelemetry(metrics))
+    message = request(n=2, stopping={"max_tokens": 9})
+    prepared = await service.accept(message, RequestContext(arrived=time.monotonic()))
+    async with aclosing(service.run(prepared, inference_pb2.Timeline())) as messages:
+        assert sum([len(each.token_ids) async for each in messages]) == 7
+    page = MetricsPage(metrics.render().decode())
+    assert page.value("vllm:request_max_num_generation_tokens_sum") == 5
+    assert page.value("vllm:request_generation_tokens_sum") == 7
+    assert page.value("vllm:request_params_max_tokens_sum") == 9
 
 
 async def test_a_refused_request_has_no_timeline_and_reaches_no_worker(model: ServedModel) -> None:

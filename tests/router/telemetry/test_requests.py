@@ -49,6 +49,7 @@ class Outputs:
 
     def __init__(self) -> None:
         self.num_generated = 0
+        self.longest_choice = 0
         self.finish_reasons: list[inference_pb2.FinishReason] = []
 
 
