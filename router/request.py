@@ -1,7 +1,8 @@
 """Defines a generation request as the dispatcher takes it: token ids in, token ids out."""
 
-from collections.abc import AsyncGenerator, Collection
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 from ..proto import inference_pb2, worker_pb2
@@ -83,6 +84,19 @@ class TokenDelta:
     ] = ()  # of the prompt after its first token, in the first delta
     score: float = 0.0  # of a hypothesis of a beam search, in its last delta
     embedding: tuple[float, ...] = ()  # of the prompt, if asked for, in the only delta
+
+
+def merge_deltas(run: Sequence[TokenDelta]) -> TokenDelta:
+    """Merges consecutive deltas of one choice; `run` has at least one."""
+    if len(run) == 1:
+        return run[0]
+    return replace(
+        run[-1],
+        first_index=run[0].first_index,
+        ids=tuple(chain.from_iterable(delta.ids for delta in run)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in run)),
+        prompt_logprobs=tuple(chain.from_iterable(delta.prompt_logprobs for delta in run)),
+    )
 
 
 class TokenSource(Protocol):

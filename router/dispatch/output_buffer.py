@@ -5,12 +5,11 @@ its stream.
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import chain
 from typing import Final
 
 from ...proto.errors import Cancelled
 from ...proto.limits import MAX_UNREAD_BYTES
-from ..request import TokenDelta
+from ..request import TokenDelta, merge_deltas
 
 _AWAY_SECONDS: Final = 0.1
 """How often what has come is looked at in the caller's place; tokens that come meanwhile are
@@ -98,23 +97,9 @@ class OutputBuffer:
     def take(self) -> Iterator[TokenDelta]:
         """Yields all deltas, and holds none of them any more."""
         runs, self._runs, self._last, self._num_bytes = self._runs, [], {}, 0
-        return map(_join, runs)
+        return map(merge_deltas, runs)
 
     def check_size(self) -> None:
         """Raises Cancelled if more waits than a client may leave unread."""
         if self._num_bytes > self._max_bytes:
             raise Cancelled(f"more than {self._max_bytes} bytes of the answer were left unread")
-
-
-def _join(run: list[TokenDelta]) -> TokenDelta:
-    if len(run) == 1:
-        return run[0]
-    return TokenDelta(
-        first_index=run[0].first_index,
-        ids=tuple(chain.from_iterable(delta.ids for delta in run)),
-        finish_reason=run[-1].finish_reason,
-        choice=run[0].choice,
-        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in run)),
-        prompt_logprobs=tuple(chain.from_iterable(delta.prompt_logprobs for delta in run)),
-        score=run[-1].score,
-    )

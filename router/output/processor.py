@@ -18,7 +18,7 @@ from ..resume.event_ids import ChoiceMark
 from ..resume.tokens import ChoiceProgress, ProgressSigner
 from .chat_parser import ChatParser
 from .detokenizer import CompletionText
-from .joined_answer import JoinedAnswer, join_choices
+from .joined_answer import JoinedAnswer
 
 _UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 _STOP = inference_pb2.FINISH_REASON_STOP
@@ -180,9 +180,8 @@ class OutputProcessor:
         if (
             request.is_held
         ):  # a message for each choice, so that the client has all of it or nothing
-            answers = (
-                join_choices(held) if request.tokens.beam_search is not None else self._best(held)
-            )
+            if request.tokens.beam_search is None:
+                answers = self._best(answers)
             answers = [answer for answer in answers if answer.choice not in request.progress]
         # The usage comes with a message that the client does not have.
         answers.sort(key=lambda message: not self._is_known(message))
@@ -229,20 +228,20 @@ class OutputProcessor:
     def _best(
         self, messages: Sequence[inference_pb2.GenerateResponse]
     ) -> list[inference_pb2.GenerateResponse]:
-        """Ranks completions by the mean log probability of their tokens and returns the best of
-        them, one message each,
-        numbered from the best. `messages`: all of all completions.
+        """Returns the completions of the highest mean log probability, renumbered from the best.
+
+        `messages`: one of each completion. The best gets the prompt's log probabilities.
         """
+        prompt_logprobs = messages[0].prompt_logprobs[:]
+        del messages[0].prompt_logprobs[:]
         ranked = sorted(
-            join_choices(messages),
+            messages,
             key=lambda one: (-self._choices[one.choice].mean_logprob, one.choice),
         )
         answers = ranked[: self._request.num_answers]
         for number, answer in enumerate(answers):
             answer.choice = number
-        answers[0].prompt_logprobs.extend(
-            entry for message in messages for entry in message.prompt_logprobs
-        )
+        answers[0].prompt_logprobs.extend(prompt_logprobs)
         return answers
 
 

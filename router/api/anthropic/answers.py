@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
-from ...output.joined_answer import join_choices
 from ..openai.answers import TokenIds, error_response, error_text
 from ..openai.requests import ParsedRequest
 from ..openai.streaming import AnswerForm
@@ -67,13 +66,12 @@ class MessageWriter:
 
     async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
         """See AnswerWriter."""
-        (messages,) = answers
-        (message,) = join_choices(messages)
+        ((message,),) = answers
         thought = {"type": "thinking", "thinking": message.reasoning, "signature": ""}
         content: list[dict[str, Any]] = [thought] if message.reasoning else []
         content += [{"type": "text", "text": message.text}] if message.text else []
         content += [_tool_use(call, json.loads(call.arguments)) for call in message.tool_calls]
-        usage = {"usage": _usage(messages[-1].usage)}
+        usage = {"usage": _usage(message.usage)}
         return json.dumps(self._head | {"content": content} | _stop(message) | usage).encode()
 
     def _events(self, message: inference_pb2.GenerateResponse) -> Iterator[bytes]:

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse
 
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument, TandemError
-from ...output.joined_answer import join_choices
 from .logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .parsing import http_field
 from .requests import OpenAIRequest, ParsedRequest
@@ -104,7 +103,7 @@ class ResponseWriter:
         return f"data: {json.dumps(error_body(error, name))}\n\n".encode()
 
     async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
-        """Returns the body that is not streamed. `answers`: all messages of each prompt."""
+        """Returns the body that is not streamed. `answers`: by prompt, the joined messages."""
         messages = [message for each in answers for message in each]
         num_logprobs = sum(len(each.prompt_logprobs) + len(each.logprobs) for each in messages)
         if self._request.has_token_ids:
@@ -137,7 +136,7 @@ class ResponseWriter:
                 entry for message in messages for entry in message.prompt_logprobs
             ]
             report = self._prompt_report(prompt)
-            for message in join_choices(messages):
+            for message in messages:
                 if self._request.is_chat:
                     choices.append(self._chat_choice(message.choice, message, is_delta=False))
                 else:

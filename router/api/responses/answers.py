@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
-from ...output.joined_answer import join_choices
 from ..openai.answers import TokenIds, error_response, error_text
 from ..openai.streaming import AnswerForm
 from .requests import ResponsesRequest
@@ -62,9 +61,7 @@ class ResponsesWriter:
 
     async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
         """See AnswerWriter."""
-        (messages,) = answers
-        (message,) = join_choices(messages)
-        message.usage.CopyFrom(messages[-1].usage)
+        ((message,),) = answers
         list(self._events(message))
         return json.dumps(self._response(message)).encode()
 
