@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from platformdirs import user_cache_path
-
 from ...proto.errors import NotFound, Unavailable
+from ...proto.home import cache_home
 from ...proto.identity import PeerIdentity
 
 _SALT_FILE: Final = "prefix-salt"
@@ -23,12 +22,8 @@ log = logging.getLogger(__name__)
 
 
 def identity_path(status_url: str) -> Path:
-    """Returns the file of the service with this status page: in `$TANDEM_HOME/services`, else in
-    `services` of the user's cache folder.
-    """
-    home = os.environ.get("TANDEM_HOME")
-    folder = Path(os.path.expanduser(home)) if home else user_cache_path("tandem")
-    return folder / "services" / quote(status_url, safe="")
+    """Returns the file of the service with this status page, in `services` of `cache_home`."""
+    return cache_home() / "services" / quote(status_url, safe="")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...proto.errors import InvalidArgument
-from ...proto.tokenizer_file import TOKENIZER_FILE, tokenizer_file
+from ...proto.home import TOKENIZER_FILE, tokenizer_file
 from ...workers.model.config import CheckpointError
 from ...workers.model.loader import linear_weights, open_checkpoint
 from .rounding import Grid, Rounded, damp, round_by_gptq, round_to_nearest

@@ -10,7 +10,7 @@ the folder `models_home()`:
     <models_home>/.<name>.<random>/  scratch of that process; without the lock's owner it is garbage
     <models_home>/gguf/<name>-<key>/ the same of a GGUF file, whose path, size, time and dtype make
     the key <models_home>/tokenizers/<key>/  the tokenizer.json of a folder that lacks one, see
-    `proto/tokenizer_file.py`
+    `proto/home.py`
 
 Nothing is written into a folder that a user or the hub's cache owns.
 """
@@ -33,11 +33,10 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from filelock import FileLock, Timeout
-from platformdirs import user_cache_path
 from rich.console import Console
 
 from ...proto.errors import InvalidArgument, NotFound, Unavailable
-from ...proto.tokenizer_file import TOKENIZER_FILE, made_tokenizer_file, tokenizer_sources
+from ...proto.home import TOKENIZER_FILE, cache_home, made_tokenizer_file, tokenizer_sources
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError
 from .gguf_header import read_gguf_header
@@ -82,11 +81,8 @@ BUILT_IN: Final = {
 
 
 def models_home() -> Path:
-    """Returns the folder of fetched models: `$TANDEM_HOME/models`, else `models` in the user's
-    cache folder.
-    """
-    home = os.environ.get("TANDEM_HOME")
-    return (Path(os.path.expanduser(home)) if home else user_cache_path("tandem")) / "models"
+    """Returns the folder of fetched models, `models` in `cache_home`."""
+    return cache_home() / "models"
 
 
 def list_models() -> dict[Path, int | None]:

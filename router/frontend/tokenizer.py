@@ -22,8 +22,8 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
+from ...proto.home import tokenizer_file
 from ...proto.limits import MAX_PROMPT_CHARACTERS
-from ...proto.tokenizer_file import tokenizer_file
 from .chat import active_tools, template_variables, with_developer_as_system
 from .chat_formats import AUTO, CALL_MARKUP, call_format, thought_format
 from .fair_threads import FairThreads, in_turn

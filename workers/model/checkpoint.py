@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ...proto.tokenizer_file import tokenizer_file
+from ...proto.home import tokenizer_file
 from ..kv_cache.layout import KvLayout
 from .config import (
     MAX_JSON_BYTES,

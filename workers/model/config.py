@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ...proto.tokenizer_file import tokenizer_file
+from ...proto.home import tokenizer_file
 from ..kv_cache.layout import LayerGeometry
 
 MAX_JSON_BYTES: Final = 100 * 1024 * 1024

@@ -17,7 +17,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.store import store
 from tandem.cluster.store.checked import checked_folder
 from tandem.cluster.store.store import resolve_model
-from tandem.proto.tokenizer_file import tokenizer_file
+from tandem.proto.home import tokenizer_file
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_tokenizer import make_tokenizer

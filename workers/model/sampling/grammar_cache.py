@@ -24,7 +24,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ....proto.deep_stack import on_deep_stack
-from ....proto.tokenizer_file import tokenizer_file
+from ....proto.home import tokenizer_file
 
 _NUM_RECENT: Final = 32  # grammars that stay compiled, used or not
 _MAX_COMPILED_BYTES: Final = 256 * 2**20  # of all grammars, without the states that their use adds

@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import platformdirs
 import torch
+
+from .....proto.home import cache_home
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,7 @@ def library() -> ctypes.CDLL | None:
     try:
         name = f"{_fingerprint(compiler)}.so"
         try:
-            home = os.environ.get("TANDEM_HOME") or platformdirs.user_cache_dir("tandem")
-            return _load(compiler, Path(os.path.expanduser(home)) / "kernels" / name)
+            return _load(compiler, cache_home() / "kernels" / name)
         except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
             logger.warning("storing the C kernels in a temporary folder: %s", error)
             return _load(compiler, _temporary_folder() / name)

@@ -1,7 +1,8 @@
-"""Finds the tokenizer.json of a model's folder.
+"""Finds the folder that keeps this user's files between runs, and the tokenizer.json of a model.
 
-It lies in the folder, or in this user's cache if it had to be converted from older files. Routers
-and workers read it; `cluster/store` converts it. Nothing is written into a model's folder.
+A tokenizer.json lies in the model's folder, or in the former if it had to be converted from older
+files. Routers and workers read it; `cluster/store` converts it. Nothing is written into a model's
+folder.
 """
 
 import hashlib
@@ -23,6 +24,15 @@ _OTHERS: Final = (
 _FORMAT: Final = 1  # version of the conversion; a change makes new files
 
 
+def cache_home() -> Path:
+    """Returns the folder `$TANDEM_HOME`, or by default `tandem` in the user's cache folder.
+
+    The folder holds fetched models, built kernels and the identities of services. It may not exist.
+    """
+    home = os.environ.get("TANDEM_HOME")
+    return Path(os.path.expanduser(home)) if home else user_cache_path("tandem")
+
+
 def tokenizer_file(folder: Path) -> Path:
     """Returns the path of a model's tokenizer.json, even if the file does not exist."""
     own = folder / TOKENIZER_FILE
@@ -42,14 +52,11 @@ def tokenizer_sources(folder: Path) -> tuple[str, ...] | None:
 def made_tokenizer_file(folder: Path) -> Path:
     """Returns the path of the converted tokenizer.json of a folder that has none of its own.
 
-    The path is below `$TANDEM_HOME/models`, or by default below `models` in the user's cache
-    folder. It changes with the content of the folder.
+    The path is below `models` in `cache_home`. It changes with the content of the folder.
     """
     key = hashlib.sha256(f"{_FORMAT} {folder.resolve()}".encode())
     for name in (*(tokenizer_sources(folder) or ()), *_OTHERS):
         if (folder / name).is_file():
             status = (folder / name).stat()
             key.update(f" {name} {status.st_size} {status.st_mtime_ns}".encode())
-    home = os.environ.get("TANDEM_HOME")
-    cache = Path(home).expanduser() if home else user_cache_path("tandem")
-    return cache / "models" / "tokenizers" / key.hexdigest()[:32] / TOKENIZER_FILE
+    return cache_home() / "models" / "tokenizers" / key.hexdigest()[:32] / TOKENIZER_FILE
