@@ -1,1 +1,1 @@
-"""Who calls: API keys, what each may use, tenants."""
+"""Authenticates callers: API keys with their limits, tenants, and TLS."""

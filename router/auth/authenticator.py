@@ -1,9 +1,9 @@
-"""Knows who calls: finds the key that a call brings, and what the key stands for.
+"""Authenticates calls: finds the API key of a call, and the caller that the key stands for.
 
-Nothing is kept of a key that is not known. A key is looked up by its SHA-256 in a dict: how long
-that takes depends on digests alone, and nobody can choose a key by its digest, so it says nothing
-about the keys in the file; the digest that was found is then compared in constant time, and where
-none was found another one is.
+An unknown key leaves no trace in memory. A key is looked up by its SHA-256 in a dict. The time of
+this look-up depends only on digests, and nobody can choose a key by its digest, so the time reveals
+nothing about the keys in the file. The digest is then compared in constant time, with a digest of
+zeros if the key is unknown.
 """
 
 import hmac
@@ -22,38 +22,38 @@ from .rate import Quota
 MAX_KEY_CHARACTERS: Final = 256
 
 _MISSING: Final = "an API key is needed: Authorization: Bearer KEY"
-_WRONG: Final = "the API key is not known, or has expired"
+_WRONG: Final = "the API key is unknown or has expired"
 _NO_DIGEST: Final = bytes(32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Describes who calls, by what the key says; without one anonymously."""
+    """Describes a caller by its key; a caller without a key is anonymous."""
 
-    tenant: str = ""  # callers of one tenant take turns with others as one
-    address: str = ""  # without a key
-    cache_salt: bytes = b""  # callers with the same share cached prefixes
+    tenant: str = ""  # the fair queue serves all callers of a tenant as one
+    address: str = ""  # of a caller without a key
+    cache_salt: bytes = b""  # callers with the same salt share cached prefixes
     max_priority: int | None = None
-    key_name: str = ""  # of the key, for operators
-    sees_all: bool = True  # of the console: requests of all tenants, not only of this one
+    key_name: str = ""  # for operators
+    sees_all: bool = True  # in the console: the requests of all tenants
     quota: Quota = field(default_factory=Quota)
 
     @property
     def turn(self) -> str:
-        """The name by which the caller takes turns with others at being tokenized: its tenant;
-        without a key its address, since strangers are not one tenant.
+        """Returns the tenant, or the address of a caller without a key.
+
+        Callers take turns by this name when their prompts are tokenized; callers without a key are
+        not one tenant.
         """
         return self.tenant or self.address
 
     def priority(self, wanted: int) -> int:
-        """Returns the priority of a request: what it asks for, as far as the key goes."""
+        """Returns the requested priority, limited to the maximum of the key."""
         return wanted if self.max_priority is None else min(wanted, self.max_priority)
 
 
 class Authenticator:
-    """Maps the credentials of calls to callers. Lives in one event loop; `replace` changes the keys
-    while it runs.
-    """
+    """Maps the credentials of calls to callers; used in one event loop."""
 
     def __init__(
         self,
@@ -64,10 +64,12 @@ class Authenticator:
         anonymous_max_priority: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`keys`: None if the service needs none. `secret`: the same in all routers of the service,
-        so that a tenant has one prefix cache; None: a random one. Without
-        `share_anonymous_prefixes` callers without a key share cached prefixes only within a
-        connection. `anonymous_max_priority`: the highest priority of their requests.
+        """Starts with these keys.
+
+        `keys`: None if the service needs no keys. `secret`: all routers of the service have the
+        same secret, so that a tenant has one prefix cache; None: a random secret. Without
+        `share_anonymous_prefixes`, callers without a key share cached prefixes only within a
+        connection. `anonymous_max_priority`: the maximum priority of requests without a key.
         """
         self._salts = hmac.digest(
             secret or secrets.token_bytes(32), b"tandem prefix cache", "sha256"
@@ -80,9 +82,7 @@ class Authenticator:
         self.replace(keys or ())
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Takes other keys from now on. A key that stays keeps what it has used; calls under way go
-        on in any case.
-        """
+        """Replaces the keys; a key that stays keeps its used quota, and running calls go on."""
         callers = {}
         for key in keys:
             digest = bytes.fromhex(key.sha256)
@@ -102,9 +102,10 @@ class Authenticator:
         self._callers = callers
 
     def caller(self, authorization: str | None, connection: str, peer: str = "") -> Caller:
-        """Returns who calls. `authorization`: the header of the call; `connection`: a name that no
-        other connection has or will have, so no address and port; `peer`: HOST:PORT of the client,
-        or gRPC's name of it. Raises Unauthenticated.
+        """Returns the caller of a call. Raises Unauthenticated.
+
+        `authorization`: the header of the call. `connection`: a name that no other connection ever
+        has, so not an address and a port. `peer`: HOST:PORT of the client, or gRPC's name for it.
         """
         if self._is_open:
             address = _address(peer)
@@ -128,13 +129,14 @@ class Authenticator:
         return caller
 
     def _salt(self, kind: str, name: str) -> bytes:
-        """Returns a salt that nobody can compute who lacks the secret."""
+        """Returns a salt that cannot be computed without the secret."""
         return hmac.digest(self._salts, f"{kind} {name}".encode(), "sha256")
 
 
 def _address(peer: str) -> str:
-    """Returns the address in `HOST:PORT`, or in gRPC's `ipv4:HOST:PORT` and `ipv6:[HOST]:PORT`; of
-    IPv6 the network of 64 bits, all of whose addresses one host can have.
+    """Returns the address of a peer; for IPv6 its /64 network, which one host can own.
+
+    `peer`: `HOST:PORT`, or gRPC's `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`.
     """
     host = unquote(peer).rpartition(":")[0].removeprefix("ipv4:").removeprefix("ipv6:").strip("[]")
     if ":" not in host:

@@ -1,4 +1,4 @@
-"""Configures who may call the routers, and TLS at their API servers."""
+"""Configures API keys and TLS of the routers' API servers."""
 
 import os
 from pathlib import Path
@@ -13,40 +13,39 @@ SECTION: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_
 
 
 class AuthConfig(BaseModel):
-    """Configures who may call the routers. Without keys everyone may, but on loopback only unless
-    it says otherwise.
-    """
+    """Configures API keys; without keys the routers serve everyone, by default on loopback only."""
 
     model_config = SECTION
 
-    keys_file: AbsolutePath | None = (
-        None  # as `tandem key` makes it; at this path on every node of a router
-    )
+    # Written by `tandem key`; at this path on every node of a router.
+    keys_file: AbsolutePath | None = None
     allow_anonymous: bool = False  # serve without keys on any interface
-    # Whether callers without a key share cached prefixes with all others; if not, only within one
-    # connection: whether a prompt is cached says that another has sent it. None: on loopback.
+    # True: callers without a key share cached prefixes with all others. False: only within one
+    # connection, because a cached prompt reveals that another caller has sent it. None: True on
+    # loopback.
     share_anonymous_prefixes: bool | None = None
-    anonymous_max_priority: int = Field(
-        default=0, ge=-100, le=100
-    )  # of requests without a key, at most
+    # The maximum priority of requests without a key.
+    anonymous_max_priority: int = Field(default=0, ge=-100, le=100)
 
     @model_validator(mode="after")
     def _needs_keys_or_not(self) -> Self:
         if self.keys_file is not None and self.allow_anonymous:
-            raise ValueError("auth.allow_anonymous: does not go with auth.keys_file")
+            raise ValueError("auth.allow_anonymous: cannot be set together with auth.keys_file")
         return self
 
 
 class TlsConfig(BaseModel):
-    """Configures TLS at the API servers: files in PEM, at these paths on every node of a router.
-    They may be replaced while the service runs.
+    """Configures TLS of the API servers.
+
+    The files are in PEM, at these paths on every node of a router. They may be replaced while the
+    service runs.
     """
 
     model_config = SECTION
 
     certificate: AbsolutePath  # with its chain
     key: AbsolutePath
-    client_ca: AbsolutePath | None = None  # only clients with a certificate of it are served
+    client_ca: AbsolutePath | None = None  # clients need a certificate of this CA
 
     @property
     def files(self) -> TlsFiles:

@@ -1,8 +1,7 @@
-"""Defines the file of API keys: a JSON object that holds what each key may do, and of the key only
-its SHA-256.
+"""Defines the file of API keys: a JSON object with the SHA-256 and the limits of each key.
 
-A key is 256 random bits, which nobody finds by trying, so a fast hash is right: a slow one protects
-only what people choose, and would let strangers spend the router's time.
+A key is 256 random bits and cannot be guessed, so a fast hash is safe. A slow hash protects only
+passwords that people choose, and would let strangers spend the router's time.
 """
 
 import base64
@@ -22,7 +21,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from ...proto.errors import InvalidArgument, NotFound
 
 KEY_PREFIX: Final = "tandem-"
-"""By which people and scanners of secrets recognise a key."""
+"""Lets people and secret scanners recognise a key."""
 
 MAX_FILE_BYTES: Final = 4 * 1024 * 1024
 
@@ -34,24 +33,23 @@ PerMinute = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
 
 class ApiKey(BaseModel):
-    """Describes one key. Limits that are absent do not bound."""
+    """Describes one key; a limit of None is no limit."""
 
     model_config = _STRICT
 
     name: Annotated[str, Field(pattern=_NAME)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tenant: Annotated[
-        str, Field(pattern=_NAME)
-    ]  # keys of one tenant share its turn in the queue and its prefix cache
-    max_priority: Annotated[int, Field(ge=-100, le=100)] = 0  # that its requests get at most
+    # The keys of one tenant share its turns in the queue and its prefix cache.
+    tenant: Annotated[str, Field(pattern=_NAME)]
+    max_priority: Annotated[int, Field(ge=-100, le=100)] = 0
     requests_per_minute: PerMinute | None = None
     tokens_per_minute: PerMinute | None = None  # of prompts and completions
-    max_streams: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # calls at a time
+    max_streams: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # concurrent calls
     operator: bool = False  # sees the requests of all tenants in the console
     expires: AwareDatetime | None = None
 
     def has_expired(self, now: float) -> bool:
-        """Returns whether the key is no longer valid at `now`, seconds since the epoch."""
+        """Returns True if the key is not valid any more at `now`, in seconds since the epoch."""
         return self.expires is not None and self.expires.timestamp() <= now
 
 
@@ -71,14 +69,12 @@ class KeyFile(BaseModel):
 
 
 def hash_key(key: str) -> bytes:
-    """Returns the SHA-256 of a key, of any text."""
+    """Returns the SHA-256 of a key; accepts any text."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def load_keys(path: str | Path) -> list[ApiKey]:
-    """Reads a file of keys. Raises InvalidArgument in one line, which never has a value of the
-    file.
-    """
+    """Reads a key file. Raises InvalidArgument; its message never quotes a value of the file."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -99,10 +95,9 @@ def load_keys(path: str | Path) -> list[ApiKey]:
 
 
 def create_key(path: Path, **fields: object) -> str:
-    """Adds a new key to the file, which is made if it is not there; returns the key, which is
-    nowhere else.
+    """Adds a new key to the file and returns the key, which is stored nowhere.
 
-    `fields`: those of ApiKey but the digest. Raises InvalidArgument.
+    Creates a missing file. `fields`: the fields of ApiKey without `sha256`. Raises InvalidArgument.
     """
     secret = base64.urlsafe_b64encode(secrets.token_bytes(_KEY_BYTES)).decode().rstrip("=")
     key = KEY_PREFIX + secret
@@ -130,7 +125,7 @@ def revoke_key(path: Path, name: str) -> None:
 
 
 def parse_expiry(text: str) -> datetime:
-    """Parses a date or a time in ISO form, in UTC if it names no zone. Raises InvalidArgument."""
+    """Parses an ISO date or time, by default in UTC. Raises InvalidArgument."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
@@ -142,8 +137,9 @@ def parse_expiry(text: str) -> datetime:
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Keeps other commands from changing the file, which is replaced and so cannot bear the lock
-    itself.
+    """Locks the folder of the file against other commands.
+
+    The file itself cannot hold the lock, because each change replaces it.
     """
     try:
         folder = os.open(path.absolute().parent, os.O_RDONLY)
@@ -157,11 +153,12 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: list[ApiKey]) -> None:
-    """Replaces the file in one step: who reads it sees the old keys or the new ones. Only its owner
-    may read it.
+    """Replaces the file atomically, so that readers see the old keys or the new keys.
+
+    A new file is readable by its owner only.
     """
     text = KeyFile(keys=keys).model_dump_json(indent=2, exclude_none=True) + "\n"
-    target = path.resolve()  # a link stays one
+    target = path.resolve()  # replaces the file that a link names, not the link
     try:
         descriptor, made = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:

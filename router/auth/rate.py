@@ -1,6 +1,6 @@
-"""Counts what a key may use: requests and tokens a minute, calls at a time.
+"""Enforces the limits of a key: requests and tokens per minute, and concurrent calls.
 
-Knows nothing of keys and of I/O. Each router counts by itself.
+Knows nothing of keys and I/O. Each router counts separately.
 """
 
 import time
@@ -12,38 +12,37 @@ from ...proto.errors import Overloaded
 
 _MINUTE: Final = 60.0
 _POLLS_PER_SECOND: Final = 10
-"""Of the console's data with one key, and without one of all callers together. A page polls once a
-second.
+"""The limit for the console's data, for each key and for all callers without a key together.
+
+A page polls once a second.
 """
 
 Clock = Callable[[], float]
 
 
 class TokenBucket:
-    """Holds what is left of an amount a minute: it refills evenly, up to one minute's amount, or
-    `most`.
+    """Refills evenly with `per_minute`, up to `burst` or the amount of one minute.
 
-    It may go below zero, since what a request takes is known only when it has ended; the debt is
-    paid by time.
+    The level may be negative, because the tokens of a request are known only at its end. The bucket
+    then refills from there.
     """
 
-    def __init__(self, per_minute: int, clock: Clock, most: int | None = None) -> None:
+    def __init__(self, per_minute: int, clock: Clock, burst: int | None = None) -> None:
         self.per_minute = per_minute
-        self._most = most
+        self._burst = burst
         self._clock = clock
-        self._level = float(self.most)
+        self._level = float(self.burst)
         self._filled_at = clock()
 
     @property
-    def most(self) -> int:
-        return self.per_minute if self._most is None else self._most
+    def burst(self) -> int:
+        return self.per_minute if self._burst is None else self._burst
 
     @property
     def level(self) -> float:
         now = self._clock()
-        self._level = min(
-            self.most, self._level + max(now - self._filled_at, 0.0) * self.per_minute / _MINUTE
-        )
+        refilled = max(now - self._filled_at, 0.0) * self.per_minute / _MINUTE
+        self._level = min(self.burst, self._level + refilled)
         self._filled_at = now
         return self._level
 
@@ -51,17 +50,17 @@ class TokenBucket:
         self._level = self.level - amount
 
     def seconds_until(self, level: float) -> float:
-        """Returns in how many seconds so much is left."""
+        """Returns the seconds until the bucket has refilled to `level`."""
         return max(level - self.level, 0.0) * _MINUTE / self.per_minute
 
     def resize(self, per_minute: int) -> None:
-        """Changes the amount; what was taken stays taken."""
+        """Changes the rate; the level stays, limited to one minute of the new rate."""
         self._level = min(self.level, per_minute)
         self.per_minute = per_minute
 
 
 class Quota:
-    """Bounds the calls of one key, or none. Lives in one event loop."""
+    """Enforces the limits of one key, if it has any; used in one event loop."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -69,7 +68,7 @@ class Quota:
         self._tokens: TokenBucket | None = None
         self._max_streams: int | None = None
         self._polls = TokenBucket(round(_POLLS_PER_SECOND * _MINUTE), clock, 2 * _POLLS_PER_SECOND)
-        self.num_streams = 0  # calls under way
+        self.num_streams = 0  # running calls
 
     def resize(
         self,
@@ -77,18 +76,16 @@ class Quota:
         tokens_per_minute: int | None,
         max_streams: int | None,
     ) -> None:
-        """Sets the limits, None for no limit. Calls under way go on, also if they are more than is
-        allowed now.
-        """
+        """Sets the limits; None is no limit. Running calls go on even beyond the new limits."""
         self._requests = self._resized(self._requests, requests_per_minute)
         self._tokens = self._resized(self._tokens, tokens_per_minute)
         self._max_streams = max_streams
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Counts one call, from its beginning to its end. Raises Overloaded if it is one too many."""
+        """Counts a call while it runs. Raises Overloaded if it exceeds a limit."""
         if self._max_streams is not None and self.num_streams >= self._max_streams:
-            raise Overloaded(f"the key's limit of {self._max_streams} calls at a time is reached")
+            raise Overloaded(f"the key's limit of {self._max_streams} concurrent calls is reached")
         if self._requests is not None:
             _check(self._requests, "requests")
             self._requests.take(1)
@@ -99,26 +96,25 @@ class Quota:
             self.num_streams -= 1
 
     def poll(self) -> None:
-        """Counts one poll of the console's data, which no other limit counts. Raises Overloaded if
-        it is one too many.
+        """Counts one poll of the console's data. Raises Overloaded if it exceeds the limit.
+
+        No other limit counts polls.
         """
         _check(self._polls, "polls")
         self._polls.take(1)
 
     def check_tokens(self) -> None:
-        """Raises Overloaded if no token of the minute is left. What is begun before then may take
-        more.
-        """
+        """Raises Overloaded if no token is left; a call that has begun may use more than is left."""
         if self._tokens is not None:
             _check(self._tokens, "tokens")
 
     def take_tokens(self, num_tokens: int) -> None:
-        """Counts tokens of a prompt or of completions."""
+        """Counts tokens of a prompt or a completion."""
         if self._tokens is not None:
             self._tokens.take(num_tokens)
 
     def headers(self) -> dict[str, str]:
-        """Returns the limits and what is left of them, in OpenAI's headers."""
+        """Returns the limits and the remaining amounts, in OpenAI's headers."""
         found = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:

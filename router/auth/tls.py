@@ -1,5 +1,6 @@
-"""Serves TLS with certificates that may be replaced at any time: each new connection gets the
-latest, and those that are open stay as they are.
+"""Serves TLS with certificates that may be replaced while connections are open.
+
+Each new connection uses the latest certificate; open connections do not change.
 """
 
 import ssl
@@ -18,14 +19,14 @@ class TlsFiles:
 
     certificate: Path  # with the chain
     key: Path
-    client_ca: Path | None = None  # clients need a certificate of it; None: they need none
+    client_ca: Path | None = None  # clients need a certificate of this CA; None: no certificate
 
     @property
     def paths(self) -> list[Path]:
         return [path for path in (self.certificate, self.key, self.client_ca) if path is not None]
 
     def load(self) -> "TlsMaterial":
-        """Reads and checks the files. Raises InvalidArgument, which has nothing of their content."""
+        """Reads and checks the files. Raises InvalidArgument, which never quotes their content."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
@@ -34,9 +35,9 @@ class TlsFiles:
             if self.client_ca is not None:
                 context.load_verify_locations(self.client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
-        except ssl.SSLError:  # before OSError, of which it is one
+        except ssl.SSLError:  # a subclass of OSError
             raise InvalidArgument(
-                "certificate and key are no pair in PEM, or client_ca is not PEM", "tls"
+                "certificate and key do not match or are not PEM, or client_ca is not PEM", "tls"
             ) from None
         except OSError as error:
             raise InvalidArgument(f"{error.filename}: {error.strerror}", "tls") from None
@@ -49,14 +50,14 @@ class TlsFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsMaterial:
-    """Holds what one generation of the files says, for both servers."""
+    """Holds the loaded files, in the forms that the HTTP and the gRPC server need."""
 
     context: ssl.SSLContext
     configuration: Any  # grpc.ServerCertificateConfiguration
 
 
 class ServerTls:
-    """Gives both servers of a router the latest material that `replace` got."""
+    """Gives the HTTP and the gRPC server of a router the latest certificates."""
 
     def __init__(self, material: TlsMaterial) -> None:
         self._needs_clients = material.context.verify_mode is ssl.CERT_REQUIRED
@@ -65,13 +66,14 @@ class ServerTls:
         self.http_context.latest = material.context
 
     def replace(self, material: TlsMaterial) -> None:
-        """Takes other certificates from now on."""
+        """Replaces the certificates for new connections."""
         self._configuration = material.configuration
         self.http_context.latest = material.context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Returns credentials that ask for the latest certificates at each handshake, in a thread
-        of gRPC.
+        """Returns credentials that use the latest certificates at each handshake.
+
+        They read the certificates in a thread of gRPC.
         """
         return grpc.dynamic_ssl_server_credentials(
             self._configuration,
@@ -81,17 +83,18 @@ class ServerTls:
 
 
 class _LatestContext(ssl.SSLContext):
-    """Leaves each new connection to the latest context. A context itself can take another
-    certificate, but never loses a CA.
+    """Wraps each new connection with the latest context.
+
+    A context could load another certificate, but it can never remove a CA.
     """
 
     latest: ssl.SSLContext
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """See ssl.SSLContext; servers call nothing else."""
+        """Wraps a connection; servers call no other method of the context."""
         return self.latest.wrap_bio(*args, **kwargs)
 
 
 def _no_password() -> str:
-    """Keeps OpenSSL from asking the terminal: an encrypted key is refused."""
+    """Refuses an encrypted key; without it, OpenSSL asks the terminal for a password."""
     return ""

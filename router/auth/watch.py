@@ -1,4 +1,4 @@
-"""Reads files again when they change: keys and certificates are replaced while the service runs."""
+"""Reloads files of keys and certificates when they change."""
 
 import asyncio
 import logging
@@ -17,31 +17,33 @@ _T = TypeVar("_T")
 
 
 class FileWatch(Generic[_T]):
-    """Loads a value from files, and again when one of them is another or has changed; a value that
-    cannot be loaded leaves the one before. Looking costs one stat a file and second; a change of a
-    link to a folder is seen, too.
+    """Loads a value from files, and again when a file is replaced or changed.
+
+    If the new value cannot be loaded, the old one stays in use. A check costs one stat per file and
+    second, and detects a changed link to a folder as well.
     """
 
     def __init__(
         self, paths: Sequence[Path], load: Callable[[], _T], use: Callable[[_T], None]
     ) -> None:
-        """Loads at once. `load` runs in a thread later on, and raises InvalidArgument; `use` gets
-        what it returns, in the event loop.
+        """Loads the value and passes it to `use`.
+
+        `load` raises InvalidArgument; later it runs in a thread. `use` runs in the event loop.
         """
         self._paths = paths
         self._load = load
         self._use = use
-        self._seen = self._stamps()  # before the files are read: a change meanwhile is found later
+        self._seen = self._stamps()  # before `load`: the next check finds a change made meanwhile
         use(load())
 
     async def run(self) -> None:
-        """Looks until it is cancelled."""
+        """Checks the files until it is cancelled."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             await self.check()
 
     async def check(self) -> None:
-        """Looks once."""
+        """Checks the files once and reloads them after a change."""
         found = self._stamps()
         if found == self._seen:
             return
@@ -49,7 +51,7 @@ class FileWatch(Generic[_T]):
         try:
             value = await asyncio.to_thread(self._load)
         except InvalidArgument as error:
-            _log.warning("the change is not taken: %s", error)
+            _log.warning("the changed files are not used: %s", error)
         else:
             self._use(value)
 

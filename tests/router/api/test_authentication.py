@@ -503,7 +503,7 @@ async def test_streams_at_a_time(
     source.released = asyncio.Event()
     authenticator.replace([api_key("ada", max_streams=4), api_key("bob")])
     streams, client = await held_streams(service, "ada", 4)
-    with pytest.raises(Overloaded, match="4 calls at a time"):
+    with pytest.raises(Overloaded, match="4 concurrent calls"):
         await client.generate("hi", max_tokens=4)
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
         answer = await http.post(

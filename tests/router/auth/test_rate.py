@@ -72,7 +72,7 @@ def test_requests_are_bounded_and_the_refusal_names_the_time() -> None:
 
 def test_streams_are_bounded_while_they_run_and_a_refusal_costs_no_request() -> None:
     made, _ = quota(requests=2, streams=1)
-    with made.call(), pytest.raises(Overloaded, match="1 calls at a time"), made.call():
+    with made.call(), pytest.raises(Overloaded, match="1 concurrent calls"), made.call():
         pass
     assert made.num_streams == 0
     with made.call():
