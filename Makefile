@@ -8,7 +8,7 @@ PRODUCT := proto router workers cluster __init__.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo quick test soak matrix pods check audit fuzz breaking format proto clean
+.PHONY: help venv demo quick test soak matrix pods check audit fuzz breaking format proto wheel clean
 
 help:  ## show these lines
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -21,9 +21,8 @@ demo: .venv/.installed  ## serve the demo model on this machine, ask it four thi
 quick: .venv/.installed  ## run the tests that need no network, no process and no model
 	$(BIN)/pytest --quick -q -p no:schemathesis -n 2
 
-test: .venv/.installed  ## run every test but the long soaks
-	$(BIN)/pytest --sharing -n 3 --dist worksteal
-	$(BIN)/pytest --alone
+test: .venv/.installed  ## run every test but the long soaks; RERUN=1 runs failed tests a second time, alone
+	$(BIN)/python -m tandem.tests.suite $(if $(RERUN),--rerun)
 
 soak: .venv/.installed  ## run the long soaks alone
 	$(BIN)/pytest -m soak
@@ -58,6 +57,12 @@ format: .venv/.installed  ## format and repair what ruff can
 
 proto: .venv/.installed  ## generate the modules of proto/ from the .proto files
 	$(BIN)/python proto/generate.py
+
+wheel: .venv/.installed  ## build the wheel and the sdist into dist/; the C kernels are compiled at first use
+	rm -rf build dist
+	$(BIN)/python -c 'import setuptools.build_meta as backend; backend.build_wheel("dist"); backend.build_sdist("dist")'
+	rm -rf build *.egg-info
+	@ls dist
 
 clean:  ## remove caches and build output; .venv and fetched models stay
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

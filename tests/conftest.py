@@ -6,8 +6,9 @@ opens a connection or starts a process fails, and so does `--quick` when anythin
 a new test belongs to the quick tier unless it must not. Tests of properties that leave the number
 of examples to Hypothesis's profile try fewer under `--quick`.
 
-`make test` runs all but the tests of ALONE_PATHS in three processes side by side (`pytest --sharing
--n 3`; a quarter of their time they wait), then these one by one (`pytest --alone`). `pytest`
+`make test` (tests/suite.py) runs all but the tests of ALONE_PATHS in three processes side by side
+(`pytest --sharing -n 3`; a quarter of their time they wait), then these one by one (`pytest
+--alone`). `pytest`
 without an option runs all one by one. `make soak`, `make matrix` and `make pods` run the tests
 marked `soak`, `matrix` and `pods`, which nothing else does.
 """
@@ -26,87 +27,100 @@ import pytest
 
 TESTS: Final = Path(__file__).parent
 SHARING_PATHS: Final = (
-    *(
-        "bench",
-        "cluster/cli/test_bad_commands.py",
-        "cluster/cli/test_check.py",
-        "cluster/cli/test_cli.py",
-        "cluster/cli/test_drain.py",
-        "cluster/cli/test_plan.py",
-        "cluster/cli/test_status_page.py",
-        "cluster/eval",
-        "cluster/local/test_batch_runs.py",
-        "cluster/local/test_llm.py",
-        "cluster/local/test_local_ranks.py",
-        "cluster/scaling/test_policy.py",
-        "cluster/store",
-        "cluster/test_app.py",
-        "cluster/test_ranks.py",
-        "cluster/test_redeploy.py",
-        "e2e/test_generation.py",
-        "e2e/test_parity.py",
-        "fuzz/test_fuzz_plans.py",
-        "k8s/test_manifests.py",
-        "proto/test_new_parameter.py",
-    ),
-    *(
-        "router/api",
-        "router/frontend/test_child_process.py",
-        "router/frontend/test_interpreter_lock.py",
-        "router/frontend/test_spelled_tokens.py",
-        "router/frontend/test_constraint.py",
-        "router/frontend/test_template.py",
-        "router/frontend/test_tokenizer.py",
-        "test_examples.py",
-        "test_extending.py",
-    ),
-    *("cluster/bench/test_bench.py", "cluster/cli/test_cli_client.py", "matrix"),
-    *(f"cluster/test_{name}.py" for name in ("counts", "metrics", "runtime", "status")),
-    *("router/client", "router/scheduling/test_simulation.py"),
-    *(
-        f"router/dispatch/test_{name}.py"
-        for name in ("cancel", "dispatcher", "drain", "faults", "not_finite")
-    ),
+    "bench",
+    "cluster/bench/test_bench.py",
+    "cluster/cli/test_bad_commands.py",
+    "cluster/cli/test_check.py",
+    "cluster/cli/test_cli.py",
+    "cluster/cli/test_cli_client.py",
+    "cluster/cli/test_drain.py",
+    "cluster/cli/test_plan.py",
+    "cluster/cli/test_status_page.py",
+    "cluster/eval",
+    "cluster/local/test_batch_runs.py",
+    "cluster/local/test_llm.py",
+    "cluster/local/test_local_ranks.py",
+    "cluster/scaling/test_policy.py",
+    "cluster/store",
+    "cluster/test_app.py",
+    "cluster/test_counts.py",
+    "cluster/test_metrics.py",
+    "cluster/test_ranks.py",
+    "cluster/test_redeploy.py",
+    "cluster/test_runtime.py",
+    "cluster/test_status.py",
+    "e2e/test_generation.py",
+    "e2e/test_parity.py",
+    "fuzz/test_fuzz_plans.py",
+    "k8s/test_manifests.py",
+    "matrix",
+    "proto/test_new_parameter.py",
+    "router/api",
+    "router/client",
+    "router/dispatch/test_cancel.py",
+    "router/dispatch/test_dispatcher.py",
+    "router/dispatch/test_drain.py",
+    "router/dispatch/test_faults.py",
     "router/dispatch/test_handoff.py",
-    *("workers/engine/test_beam.py", "workers/model", "workers/tp"),
-    *(
-        f"workers/test_{name}.py"
-        for name in (
-            "adapters",
-            "cache_reports",
-            "choices",
-            "damaged_messages",
-            "disk_tier",
-            "drain",
-            "kv_handle",
-        )
-    ),
-    *(
-        f"workers/test_{name}.py"
-        for name in ("stats", "malloc", "peer_tls", "session", "strangers", "suspend")
-    ),
-    *("workers/test_prefix_transfer.py", "workers/test_speculative.py", "workers/test_worker.py"),
-    *(
-        f"workers/transfer/test_{name}.py"
-        for name in ("connections", "nixl", "p2p_group", "shard_writer", "receiver")
-    ),
-    *(
-        f"workers/transfer/test_{name}.py"
-        for name in ("second_fetch", "sender", "shared_memory", "toy_transport")
-    ),
+    "router/dispatch/test_not_finite.py",
+    "router/frontend/test_child_process.py",
+    "router/frontend/test_constraint.py",
+    "router/frontend/test_interpreter_lock.py",
+    "router/frontend/test_spelled_tokens.py",
+    "router/frontend/test_template.py",
+    "router/frontend/test_tokenizer.py",
+    "router/scheduling/test_simulation.py",
+    "workers/engine/test_beam.py",
+    "workers/model",
+    "workers/test_adapters.py",
+    "workers/test_cache_reports.py",
+    "workers/test_choices.py",
+    "workers/test_damaged_messages.py",
+    "workers/test_disk_tier.py",
+    "workers/test_drain.py",
+    "workers/test_kv_handle.py",
+    "workers/test_malloc.py",
+    "workers/test_peer_tls.py",
+    "workers/test_prefix_transfer.py",
+    "workers/test_session.py",
+    "workers/test_speculative.py",
+    "workers/test_stats.py",
+    "workers/test_strangers.py",
+    "workers/test_suspend.py",
+    "workers/test_worker.py",
+    "workers/tp",
+    "workers/transfer/test_connections.py",
+    "workers/transfer/test_nixl.py",
+    "workers/transfer/test_p2p_group.py",
+    "workers/transfer/test_receiver.py",
+    "workers/transfer/test_second_fetch.py",
+    "workers/transfer/test_sender.py",
+    "workers/transfer/test_shard_writer.py",
+    "workers/transfer/test_shared_memory.py",
+    "workers/transfer/test_toy_transport.py",
     "workers/transfer/test_unequal.py",
+    "test_examples.py",
+    "test_extending.py",
+    "test_suite.py",
+    "test_wheel.py",
 )
 """Files and folders of tests that may use network, processes, models or many seconds, but share the
 machine with other tests.
 """
 
 ALONE_PATHS: Final = (
-    *("cluster/cli/test_serve.py", "gpu", "k8s/test_pods.py", "k8s/test_serve_app.py", "soak"),
-    *(
-        f"e2e/test_{name}.py"
-        for name in ("cluster", "console", "keys", "redeploy", "routers", "tensor_parallel")
-    ),
+    "cluster/cli/test_serve.py",
+    "e2e/test_cluster.py",
+    "e2e/test_console.py",
+    "e2e/test_keys.py",
+    "e2e/test_redeploy.py",
+    "e2e/test_routers.py",
+    "e2e/test_tensor_parallel.py",
     "e2e/test_tls.py",
+    "gpu",
+    "k8s/test_pods.py",
+    "k8s/test_serve_app.py",
+    "soak",
 )
 """Those that want it for themselves: whole services on Ray, and what is to happen in time."""
 

@@ -1,0 +1,102 @@
+"""Runs the whole suite; with `--rerun`, each failed test gets a second run, alone.
+
+A test that fails beside others and passes alone is printed under the heading FLAKY with its first
+failure, and does not fail the suite. `make test` runs this module without `--rerun`, continuous
+integration with it. As a pytest plugin (`-p tandem.tests.suite --failures FILE`) it writes the
+failed tests of one run to a file.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+SHARING: Final = ("--sharing", "-n", "3", "--dist", "worksteal")
+ALONE: Final = ("--alone",)
+MAX_RERUNS: Final = 30
+"""More failures than this have one cause, so running them again tells nothing."""
+
+_SOME_FAILED: Final = pytest.ExitCode.TESTS_FAILED
+
+
+class FailureLog:
+    """Writes the id and the failure of each failed test to a file, a JSON list per line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            with self._path.open("a") as file:
+                file.write(json.dumps([report.nodeid, report.longreprtext]) + "\n")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--failures", type=Path, help="write the failed tests to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--failures")
+    if path is not None and not hasattr(config, "workerinput"):  # not in a process of xdist
+        config.pluginmanager.register(FailureLog(path))
+
+
+def read_failures(path: Path) -> dict[str, str]:
+    """Returns the first failure of each failed test in a file that FailureLog wrote."""
+    failures: dict[str, str] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            test, text = json.loads(line)
+            failures.setdefault(test, text)
+    return failures
+
+
+def run_pytest(options: tuple[str, ...], failures: Path) -> int:
+    """Runs pytest in a process and returns its exit code."""
+    command = [sys.executable, "-m", "pytest", "-p", "tandem.tests.suite"]
+    return subprocess.run([*command, "--failures", str(failures), *options]).returncode
+
+
+def rerun(failures: dict[str, str], options: tuple[str, ...], folder: Path) -> bool:
+    """Runs failed tests again, one by one; returns True if all pass now, and prints them."""
+    if len(failures) > MAX_RERUNS:
+        print(f"{len(failures)} tests failed; at most {MAX_RERUNS} get a second run", flush=True)
+        return False
+    print(f"running {len(failures)} failed tests again, alone", flush=True)
+    again = folder / "again"
+    code = run_pytest((*options, *failures), again)
+    failed_again = read_failures(again)
+    flaky = {test: text for test, text in failures.items() if test not in failed_again}
+    if code not in (pytest.ExitCode.OK, _SOME_FAILED):
+        return False
+    if flaky:
+        print("\nFLAKY: these tests failed beside others and passed alone")
+    for test, text in flaky.items():
+        print(f"\n{test}\n{text}")
+    return not failed_again
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rerun", action="store_true", help="run failed tests again, alone")
+    arguments = parser.parse_args()
+    passed = True
+    for options in (SHARING, ALONE):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            code = run_pytest(options, folder / "failures")
+            failures = read_failures(folder / "failures")
+            if code == _SOME_FAILED and arguments.rerun and failures:
+                passed &= rerun(failures, (), folder)
+            else:
+                passed &= code == pytest.ExitCode.OK
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Tests that failed tests get a second run alone, and that only those that fail again count."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.tests import suite
+
+_SOURCE = """
+from pathlib import Path
+
+import pytest
+
+
+def test_passes() -> None:
+    pass
+
+
+def test_fails_once(request: pytest.FixtureRequest) -> None:
+    mark = Path(__file__).with_name("mark")
+    if not mark.exists():
+        mark.touch()
+        pytest.fail("the first run")
+"""
+_BROKEN = """
+
+def test_fails_always() -> None:
+    assert "always" == ""
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run_twice(tmp_path: Path, source: str) -> tuple[int, dict[str, str], bool]:
+    """Runs a file of tests and then its failures again.
+
+    Returns the exit code of the first run, its failures, and True if the second run passed.
+    """
+    file = tmp_path / "test_made_up.py"
+    file.write_text(source)
+    options = ("-q", "-n", "0", "--rootdir", str(tmp_path), "-c", "/dev/null")
+    code = suite.run_pytest((*options, file.name), tmp_path / "failures")
+    failures = suite.read_failures(tmp_path / "failures")
+    return code, failures, suite.rerun(failures, options, tmp_path)
+
+
+def test_a_test_that_passes_alone_is_flaky(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, failures, passed = run_twice(tmp_path, _SOURCE)
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert [test.rpartition("::")[2] for test in failures] == ["test_fails_once"]
+    assert passed
+    output = capfd.readouterr().out
+    assert "FLAKY" in output
+    assert "the first run" in output.partition("FLAKY")[2]
+
+
+def test_a_test_that_fails_again_fails_the_suite(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, failures, passed = run_twice(tmp_path, _SOURCE + _BROKEN)
+    assert len(failures) == 2
+    assert not passed
+    flaky = capfd.readouterr().out.partition("FLAKY")[2]
+    assert "test_fails_once" in flaky
+    assert "test_fails_always" not in flaky
+
+
+def test_many_failures_are_not_run_again(tmp_path: Path) -> None:
+    failures = {f"test_{number}": "" for number in range(suite.MAX_RERUNS + 1)}
+    assert not suite.rerun(failures, (), tmp_path)
+    assert list(tmp_path.iterdir()) == []
