@@ -14,7 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from tandem.workers.engine.plan import Samples, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.engine.plan import (
+    SampledLogprobs,
+    Samples,
+    SamplingParams,
+    SequenceStep,
+    StepPlan,
+)
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.gumbel import sample
@@ -141,6 +147,30 @@ class Driver:
             start = len(token_ids) + len(tokens) - 1
             tokens += self.run(self.step(sequence_id, tokens[-1:], start))
         return tokens
+
+
+def check_close(
+    ours: Sequence[SampledLogprobs], theirs: Sequence[SampledLogprobs], tolerance: float = 1e-4
+) -> None:
+    """Checks that log probabilities are equal but for rounding, which depends on the number of rows
+    in a step: on some CPUs another matrix kernel multiplies batches of another size.
+    """
+
+    def values(scores: Sequence[SampledLogprobs]) -> list[list[float]]:
+        return [[each.logprob, *(value for _, value in each.top)] for each in scores]
+
+    for mine, other in zip(values(ours), values(theirs), strict=True):
+        assert mine == pytest.approx(other, rel=tolerance, abs=tolerance)
+
+
+def check_same(ours: Sequence[SampledLogprobs], theirs: Sequence[SampledLogprobs]) -> None:
+    """Checks `check_close`, and that ranks and the likeliest tokens are equal."""
+
+    def ranked(scores: Sequence[SampledLogprobs]) -> list[tuple[int, list[int]]]:
+        return [(each.rank, [token for token, _ in each.top]) for each in scores]
+
+    assert ranked(ours) == ranked(theirs)
+    check_close(ours, theirs)
 
 
 @contextmanager

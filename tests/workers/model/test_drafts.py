@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from tandem.tests.tiny import DENSE, make_tiny_model
-from tandem.tests.workers.model.helpers import GREEDY, load, prompt, reference, reference_logits
+from tandem.tests.workers.model.helpers import (
+    GREEDY,
+    check_close,
+    load,
+    prompt,
+    reference,
+    reference_logits,
+)
 from tandem.workers.engine.config import Budgets, EngineConfig, SpeculativeConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Failed, NewTokens
@@ -127,9 +134,7 @@ def check(runner: ModelRunner, *, exact: bool, overlap: bool = False) -> None:
         if exact:
             assert scores == plain_scores
         for ours, theirs in zip(scores, plain_scores, strict=True):
-            assert [each.logprob for each in ours] == pytest.approx(
-                [each.logprob for each in theirs], abs=1e-4
-            )
+            check_close(ours, theirs)
 
 
 @pytest.mark.skipif(not is_exact, reason="no product of our own with AMX")

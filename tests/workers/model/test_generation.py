@@ -14,6 +14,8 @@ from tandem.tests.tiny_tokenizer import EOS_ID
 from tandem.tests.workers.model.helpers import (
     GREEDY,
     Driver,
+    check_close,
+    check_same,
     load,
     prompt,
     reference,
@@ -132,9 +134,7 @@ def test_a_batch_of_everything_gives_each_what_it_gets_alone(folder: Path) -> No
         assert len(of_tokens) == (0 if kind.logprobs is None else 24)
         assert len(of_prompt) == (0 if kind.prompt_logprobs is None else len(prompts[row]) - 1)
         for mine, alone in ((together[row][1], of_tokens), (together[row][2], of_prompt)):
-            assert [said.logprob for said in mine] == pytest.approx(
-                [said.logprob for said in alone], abs=1e-4
-            )
+            check_close(mine, alone)
     assert len({tuple(tokens) for tokens, _, _ in together}) == len(ALL_KINDS)
 
 
@@ -162,11 +162,8 @@ def test_prompt_logprobs_in_any_chunks(
             assert 7 not in samples.prompt_logprobs
         assert driver.sample(driver.step(1, samples.tokens[-1:], 300)).prompt_logprobs == {}
     check_logprobs(said[512], ids[1:], reference_logits(reference(folder), ids)[:-1], 4)
-    for size, least in ((1, 1e-4), (16, 1e-5)):
-        for ours, theirs in zip(said[size], said[512], strict=True):
-            assert ours.logprob == pytest.approx(theirs.logprob, rel=1e-5, abs=least)
-            values = [value for _, value in theirs.top]
-            assert [value for _, value in ours.top] == pytest.approx(values, rel=1e-5, abs=least)
+    for size in (1, 16):
+        check_close(said[size], said[512])
 
 
 def fork(
@@ -231,9 +228,7 @@ def test_choices_of_one_prefill_are_those_of_their_seeds(
         )
     assert tokens == [own for own, _, _ in alone]
     for mine, (_, theirs, _) in zip(said, alone, strict=True):
-        assert [one.logprob for one in mine] == pytest.approx(
-            [one.logprob for one in theirs], abs=1e-4
-        )
+        check_close(mine, theirs)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -287,7 +282,7 @@ def test_pending_tokens_count_for_penalties_and_bad_words(
     collects += [launch(driver.step(0, [PENDING_TOKEN], 20 + index)) for index in range(9)]
     samples = [collect() for collect in collects]
     assert [sample.tokens[0] for sample in samples] == expected
-    assert [one for sample in samples for one in sample.logprobs.get(0, [])] == said
+    check_same([one for sample in samples for one in sample.logprobs.get(0, [])], said)
 
 
 @pytest.mark.parametrize(

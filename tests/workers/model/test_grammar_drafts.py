@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tandem.tests.schemas import random_schema
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_tokenizer import EOS_ID
-from tandem.tests.workers.model.helpers import load, prompt
+from tandem.tests.workers.model.helpers import check_close, load, prompt
 from tandem.workers.engine.config import Budgets, EngineConfig, SpeculativeConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Failed, NewTokens
@@ -134,8 +134,7 @@ def check(
     guessed, engine = generate(runner, kinds, oracles(seed, plain), stops=stops)
     for ours, theirs in zip(guessed, plain, strict=True):
         assert (ours.tokens, ours.end) == (theirs.tokens, theirs.end)
-        mine, others = ([each.logprob for each in made.logprobs] for made in (ours, theirs))
-        assert mine == pytest.approx(others, abs=1e-4)
+        check_close(ours.logprobs, theirs.logprobs)
     return plain, engine.requests.num_accepted_tokens
 
 

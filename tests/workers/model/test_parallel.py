@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.tests.tiny import DENSE, make_tiny_model
-from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.tests.workers.model.helpers import Driver, check_close, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_generation import ALL_KINDS
 from tandem.tests.workers.model.test_generation import generate as generate_all
 from tandem.tests.workers.spans import span
@@ -131,9 +131,7 @@ def test_every_rank_chooses_and_scores_as_the_whole(tmp_path: Path) -> None:
         for (tokens, of_tokens, of_prompt), expected in zip(part, whole, strict=True):
             assert tokens == expected[0]
             for ours, theirs in ((of_tokens, expected[1]), (of_prompt, expected[2])):
-                assert [one.logprob for one in ours] == pytest.approx(
-                    [one.logprob for one in theirs], abs=1e-3
-                )
+                check_close(ours, theirs, 1e-3)
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,6 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 def _short_frames_and_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KvConnector, "frame_bytes", 256)
     monkeypatch.setattr(connections, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(connections, "CONNECT_WAIT_SECONDS", 4.0)  # a test's machine may be busy
 
 
 # --- which transport is taken

@@ -28,7 +28,7 @@ from tandem.tests.workers.transfer.test_unequal import NUM_TOKENS, Transfer, lay
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.model.kv_store import PagedKv
-from tandem.workers.transfer import connections, nixl, nixl_agent
+from tandem.workers.transfer import nixl, nixl_agent
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.endpoint import KvEndpoint
 from tandem.workers.transfer.frames import (
@@ -235,9 +235,6 @@ async def test_threads_sleep_and_end() -> None:
 
 @pytest.fixture(params=["fake", pytest.param("installed", marks=installed)])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        connections, "CONNECT_WAIT_SECONDS", 8.0
-    )  # two agents begin, on a busy machine
     if request.param == "fake":
         monkeypatch.setattr(nixl, "available", lambda: True)
         monkeypatch.setattr(nixl_agent, "_bindings", lambda: fake_nixl)

@@ -21,7 +21,7 @@ from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.reshard import plan
 from tandem.workers.kv_cache.sharding import kv_heads
 from tandem.workers.model.kv_store import PagedKv
-from tandem.workers.transfer import connections, nixl_agent
+from tandem.workers.transfer import nixl_agent
 from tandem.workers.transfer.connector import KvConnector, TransferContext
 from tandem.workers.transfer.frames import Ack, Open, Pull, TransferError, TransferKey
 from tandem.workers.transfer.receiver import KvReceiver
@@ -258,7 +258,6 @@ async def test_every_rank_gets_its_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_fake_nixl(monkeypatch)
-    monkeypatch.setattr(connections, "CONNECT_WAIT_SECONDS", 8.0)  # NIXL takes a second to begin
     for source_block, num_cached in splits:
         transfer = Transfer(
             layout_of(num_kv_heads),
