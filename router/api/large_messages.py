@@ -6,41 +6,25 @@ take hundreds of MiB. So elements are counted before, which is cheap, and of lar
 thread below parses one at a time.
 """
 
-from collections.abc import Callable
 from functools import cache
-from typing import Final, NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_MESSAGE_ELEMENTS, MAX_TOKENS
-from ..frontend.fair_threads import FairThreads
+from ..frontend.fair_threads import PARSING
 
-LARGE_FROM: Final = 16_384
-"""Bytes. Smaller messages take at most some milliseconds, whatever they hold."""
-
-_T = TypeVar("_T")
 _M = TypeVar("_M", bound=Message)
 
-_PARSING: Final = FairThreads("tandem-parse", 1)
-"""One thread, since the memory of a parsed message is a multiple of its bytes."""
-
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf; groups are not in use
-
-
-async def parse_large(turn: str, size: int, parse: Callable[..., _T], *args: object) -> _T:
-    """Returns the result of `parse` with these arguments, from a thread that callers use in turn:
-    see
-    FairThreads.run. `size`: of the message, in bytes.
-    """
-    return await _PARSING.run(turn, size, parse, *args)
 
 
 def parse_message(kind: type[_M], data: bytes) -> _M:
     """Parses a message of protobuf. Raises InvalidArgument."""
     described = cast(Descriptor, kind.DESCRIPTOR)
-    if len(data) >= LARGE_FROM:
+    if len(data) >= PARSING.thread_from:
         _scan(data, 0, len(data), described, MAX_MESSAGE_ELEMENTS)
     try:
         return kind.FromString(data)
@@ -52,7 +36,7 @@ def check_json_elements(body: bytes) -> None:
     """Raises InvalidArgument if a body of JSON has too many elements. Takes about a millisecond for
     each MB.
     """
-    if len(body) < LARGE_FROM:
+    if len(body) < PARSING.thread_from:
         return
     plain = body.replace(b"\\\\", b"").replace(
         b'\\"', b""

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from traceback import extract_tb
 from typing import Final
@@ -21,7 +22,7 @@ from ...proto.parameters import ROWS, check_count, check_token_ids, check_value
 from ..adapters import AdapterAdmin, AdapterRegistry
 from ..auth.authenticator import Caller
 from ..deadline import before, deadline_passed
-from ..frontend.fair_threads import TEXTS
+from ..frontend.fair_threads import COPYING
 from ..frontend.prepare import RequestContext, ServedModel, check_prompt, encode_prompt, prepare
 from ..frontend.prepared import PreparedRequest
 from ..output.processor import OutputProcessor
@@ -35,7 +36,6 @@ from ..telemetry.trace import CURRENT_REQUEST
 
 _log = logging.getLogger(__name__)
 
-_THREAD_FROM_TOKENS: Final = 4_096
 _PIECE_TOKENS: Final = (
     8_192  # that go into a message in one call, which holds the interpreter's lock
 )
@@ -176,9 +176,7 @@ class GenerationService:
     ) -> inference_pb2.TokenizeResponse:
         """Returns the token ids as `encode` does."""
         ids = await self.encode(request, caller)
-        if len(ids) < _THREAD_FROM_TOKENS:
-            return inference_pb2.TokenizeResponse(token_ids=ids)
-        return await TEXTS.run(caller.turn, len(ids), _token_message, ids)
+        return await COPYING.run(caller.turn, len(ids), _token_message, ids)
 
     async def encode(
         self,
@@ -217,12 +215,8 @@ class GenerationService:
         tokenizer, ids = self.model(request.model).tokenizer, request.token_ids
         check_count(len(ids), limits.MAX_TOKENS, "ids", "token_ids")
         caller.quota.check_tokens()
-        if len(ids) < _THREAD_FROM_TOKENS:
-            check_token_ids(ids, tokenizer.vocab_size, "token_ids")
-        else:
-            await TEXTS.run(
-                caller.turn, len(ids), check_token_ids, ids, tokenizer.vocab_size, "token_ids"
-            )
+        check = partial(check_token_ids, ids, tokenizer.vocab_size, "token_ids")
+        await COPYING.run(caller.turn, len(ids), check)
         text = await before(deadline, tokenizer.detokenize(ids, caller.turn))
         caller.quota.take_tokens(len(ids))
         return inference_pb2.DetokenizeResponse(text=text)

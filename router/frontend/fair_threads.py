@@ -1,12 +1,13 @@
-"""Runs CPU-bound work of callers in a few threads, in which the callers take turns.
+"""Runs CPU-bound work in threads in which callers take turns, if it is too large for the event loop.
 
-The work of the caller that has used these threads for the least time is next (../fair_queue.py). So
-a caller with much work delays another by the work that runs at that moment, not by the work that
-waits. A text's characters count as microseconds until its work has been measured; tokenizing one
-takes about that long. The queue is bounded: when it is full, the caller with the longest backlog is
-refused.
+The next work is that of the caller that has used these threads for the least time
+(../fair_queue.py). So a caller with much work delays another caller by the work that runs at that
+moment, not by the work that waits. A text's characters count as microseconds until its work has
+been measured; tokenizing a text takes about that long. The queue is bounded: when it is full, the
+caller with the longest backlog is refused.
 
-Knows nothing of tokens and templates.
+The end of this file lists the kinds of work, each with the size from which it leaves the event
+loop. Knows nothing of tokens and templates.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from ...proto.errors import Overloaded
 from ..fair_queue import FairQueue, QueueEntry
 
 LONG_FROM: Final = 65_536
-"""Characters or bytes. The longest texts take a second or two to tokenize."""
+"""Characters or bytes of a long text. The longest texts take a second or two to tokenize."""
 
 _MAX_TASKS: Final = 1_024
 _MAX_SIZE: Final = 32 * 2**20
@@ -198,22 +199,48 @@ class _FreedMemory:
 _FREED: Final = _FreedMemory()
 
 _SHARE: Final = max((os.cpu_count() or 1) // 2, 1)
-"""Half of the cores: the event loop and the compute threads of workers need cores, too."""
+"""Half of the cores: the event loop and the compute threads of workers need cores as well."""
 
-# These threads have the priority of the event loop: one of a lower priority would keep the
+# These threads have the priority of the event loop: a thread of a lower priority would keep the
 # interpreter's lock for long when others have the cores.
-TEXTS: Final = FairThreads("tandem-texts", min(_SHARE, 4))
-"""For short texts, and for work that takes milliseconds even on the largest body, such as parsing
-it.
-"""
-
-_LONG_TEXTS: Final = FairThreads("tandem-long-texts", min(_SHARE, 2))
+_SHORT: Final = FairThreads("tandem-texts", min(_SHARE, 4))
+_LONG: Final = FairThreads("tandem-long-texts", min(_SHARE, 2))
+PARSER: Final = FairThreads("tandem-parse", 1)
+"""One thread, since a parsed message takes several times the memory of its bytes."""
 
 
-async def in_turn(turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
-    """Returns the result of `work`, which encodes or decodes so many characters, bytes or tokens;
-    see FairThreads.run. Long texts have threads of their own, so that a short text never waits for
-    a long one.
-    """
-    threads = _LONG_TEXTS if size >= LONG_FROM else TEXTS
-    return await threads.run(turn, size, work, *args)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedWork:
+    """A kind of CPU-bound work: small work runs in the event loop, larger work in threads."""
+
+    thread_from: int  # the size from which it leaves the event loop
+    threads: FairThreads | None = None  # None: asyncio's own, without turns
+    long_threads: FairThreads | None = None  # from LONG_FROM on; None: the same threads
+
+    async def run(self, turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
+        """Returns the result of `work` with these arguments; `turn` and errors as in FairThreads."""
+        if size < self.thread_from:
+            return work(*args)
+        threads = self.long_threads if size >= LONG_FROM and self.long_threads else self.threads
+        if threads is None:
+            return await asyncio.to_thread(work, *args)
+        return await threads.run(turn, size, work, *args)
+
+
+PARSING: Final = SizedWork(thread_from=16_384, threads=PARSER)
+"""Messages, by their bytes; smaller messages take some milliseconds at most."""
+
+TOKENIZING: Final = SizedWork(thread_from=4_096, threads=_SHORT, long_threads=_LONG)
+"""Texts by their characters, or tokens to decode: 1 ms. A short text never waits for a long one."""
+
+CHECKING: Final = SizedWork(thread_from=LONG_FROM, threads=_SHORT)
+"""Prompts, by their bytes or tokens; even the largest take milliseconds only."""
+
+COPYING: Final = SizedWork(thread_from=4_096, threads=_SHORT)
+"""Lists of token ids that are checked or written into an answer."""
+
+SCORING: Final = SizedWork(thread_from=256)
+"""Tokens of which log probabilities or text are made, in a few milliseconds."""
+
+WRITING: Final = SizedWork(thread_from=64)
+"""Log probabilities that are written as JSON, in about a millisecond."""

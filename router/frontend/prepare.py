@@ -24,7 +24,7 @@ from ..resume.tokens import (
 from ..telemetry.trace import TraceContext
 from .chat import check_chat
 from .constraint import GrammarValidator
-from .fair_threads import LONG_FROM, TEXTS
+from .fair_threads import CHECKING
 from .prepared import PreparedRequest, resumed, resumed_after_event
 from .tokenizer import Tokenizer
 from .tools import tool_call_constraint
@@ -102,10 +102,7 @@ async def prepare(
     if not request.prompt.HasField(
         "token_ids"
     ):  # which are checked; added tokens may lie beyond the embedding
-        if len(ids) < LONG_FROM:
-            check_token_ids(ids, tokenizer.vocab_size, "prompt")
-        else:
-            await TEXTS.run(turn, len(ids), check_token_ids, ids, tokenizer.vocab_size, "prompt")
+        await CHECKING.run(turn, len(ids), check_token_ids, ids, tokenizer.vocab_size, "prompt")
     bad_words = await _encode_bad_words(request.sampling, tokenizer, turn)
     grammar = await _grammar(request, model, context.caller)
     prompt, max_tokens = _fit_context(ids, request, model, reduces=context.reduces_max_tokens)
@@ -153,10 +150,7 @@ async def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer, turn:
     """Checks the bounds that need no encoding, of a long prompt in a thread and in its caller's
     turn. Raises InvalidArgument and Overloaded.
     """
-    if (size := prompt.ByteSize()) < LONG_FROM:
-        _check_prompt(prompt, tokenizer)
-    else:
-        await TEXTS.run(turn, size, _check_prompt, prompt, tokenizer)
+    await CHECKING.run(turn, prompt.ByteSize(), _check_prompt, prompt, tokenizer)
 
 
 def _check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:

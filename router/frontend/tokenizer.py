@@ -26,15 +26,9 @@ from ...proto.home import tokenizer_file
 from ...proto.limits import MAX_PROMPT_CHARACTERS
 from .chat import active_tools, template_variables, with_developer_as_system
 from .chat_formats import AUTO, CALL_MARKUP, call_format, thought_format
-from .fair_threads import FairThreads, in_turn
+from .fair_threads import TOKENIZING, FairThreads
 from .spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings, encode_text
 from .template import TemplateRenderer
-
-_THREAD_FROM_CHARACTERS = 4_096
-"""Byte-pair encoding takes about 1 ms for this many characters; longer texts leave the event loop.
-"""
-
-_THREAD_FROM_TOKENS: Final = 4_096
 
 _TEMPLATE_SECONDS = 5.0
 _RENDERER: Final = TemplateRenderer()
@@ -195,9 +189,7 @@ class Tokenizer:
         Long texts wait for the `turn` of their caller, see FairThreads.run. Raises InvalidArgument
         if the text has too many tokens, and Overloaded if too many texts wait.
         """
-        if len(text) < _THREAD_FROM_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        return await in_turn(turn, len(text), self._encode, text, add_special_tokens)
+        return await TOKENIZING.run(turn, len(text), self._encode, text, add_special_tokens)
 
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, turn: str = ""
@@ -207,8 +199,7 @@ class Tokenizer:
         def encode() -> list[list[int]]:
             return [self._encode(text, add_special_tokens) for text in texts]
 
-        size = sum(map(len, texts))
-        return encode() if size < _THREAD_FROM_CHARACTERS else await in_turn(turn, size, encode)
+        return await TOKENIZING.run(turn, sum(map(len, texts)), encode)
 
     async def encode_chat(self, chat: inference_pb2.Chat, turn: str = "") -> list[int]:
         """Returns the token ids of a checked chat as the model's template renders it, with the
@@ -223,18 +214,14 @@ class Tokenizer:
         num_characters, encode = await _RENDERINGS.run(
             turn, chat.ByteSize(), self._render_chat, chat
         )
-        return (
-            encode()
-            if num_characters < _THREAD_FROM_CHARACTERS
-            else await in_turn(turn, num_characters, encode)
-        )
+        return await TOKENIZING.run(turn, num_characters, encode)
 
     async def detokenize(self, ids: Sequence[int], turn: str = "") -> str:
         """Returns the text of `ids` with the names of special tokens. Long lists wait for the
         `turn` of their caller.
         """
         decode = partial(self.decode, ids, skip_special=False)
-        return decode() if len(ids) < _THREAD_FROM_TOKENS else await in_turn(turn, len(ids), decode)
+        return await TOKENIZING.run(turn, len(ids), decode)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Returns the text of `ids`, by default without special tokens; a cut character decodes to
@@ -243,7 +230,7 @@ class Tokenizer:
         shown = (
             [token for token in ids if token not in self.special_ids] if skip_special else list(ids)
         )
-        if len(shown) < _THREAD_FROM_TOKENS:
+        if len(shown) < TOKENIZING.thread_from:
             text: str = self._backend.decode(shown, skip_special_tokens=False)
         else:  # gives up the interpreter's lock, which `decode` holds
             (text,) = self._backend.decode_batch([shown], skip_special_tokens=False)

@@ -3,7 +3,6 @@
 Knows nothing of dispatch and of APIs.
 """
 
-import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
@@ -11,6 +10,7 @@ from dataclasses import replace
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError, TandemError
+from ..frontend.fair_threads import SCORING
 from ..frontend.prepared import PreparedRequest
 from ..frontend.tokenizer import Tokenizer
 from ..request import TokenDelta
@@ -23,11 +23,6 @@ from .joined_answer import JoinedAnswer
 _UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 _STOP = inference_pb2.FINISH_REASON_STOP
 _BROKEN = "the token stream of this request broke"
-
-_THREAD_FROM_TOKENS = 256
-"""Log probabilities of so many tokens, or their text, take a few milliseconds; more leave the event
-loop.
-"""
 
 
 class OutputProcessor:
@@ -165,11 +160,7 @@ class OutputProcessor:
     async def _restore(self) -> None:
         """Brings each choice to where the client has it already."""
         for number, progress in self._progress.items():
-            restore = self._choices[number].restore
-            if len(progress.ids) < _THREAD_FROM_TOKENS:
-                restore(progress)
-            else:
-                await asyncio.to_thread(restore, progress)
+            await SCORING.run("", len(progress.ids), self._choices[number].restore, progress)
 
     def _last(
         self, held: Sequence[inference_pb2.GenerateResponse], timeline: inference_pb2.Timeline
@@ -220,10 +211,7 @@ class OutputProcessor:
     async def _push_prompt(self, scores: Sequence[worker_pb2.TokenScores]) -> None:
         """Takes the scores of the prompt after its first token."""
         arguments = (self._request.tokenizer, self._request.tokens.prompt, scores)
-        if len(scores) < _THREAD_FROM_TOKENS:
-            self._prompt_logprobs = _prompt_logprobs(*arguments)
-        else:
-            self._prompt_logprobs = await asyncio.to_thread(_prompt_logprobs, *arguments)
+        self._prompt_logprobs = await SCORING.run("", len(scores), _prompt_logprobs, *arguments)
 
     def _best(
         self, messages: Sequence[inference_pb2.GenerateResponse]

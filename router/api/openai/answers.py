@@ -1,6 +1,5 @@
 """Writes OpenAI's responses as bytes: completions, chunks of a stream, errors."""
 
-import asyncio
 import json
 import math
 import time
@@ -12,6 +11,7 @@ from starlette.responses import JSONResponse
 
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument, TandemError
+from ...frontend.fair_threads import WRITING
 from .logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .parsing import http_field
 from .requests import OpenAIRequest, ParsedRequest
@@ -20,10 +20,6 @@ TokenIds = Sequence[Sequence[int]]
 """Of each prompt of a request."""
 
 _DONE: Final = b"data: [DONE]\n\n"
-
-_THREAD_FROM_LOGPROBS: Final = 64
-"""Log probabilities of so many tokens take about a millisecond to write; more leave the event loop.
-"""
 
 MAX_PROMPT_LOGPROBS: Final = 2**19
 """Of all prompts, with alternatives and for each choice, in one response: about 40 MB of JSON."""
@@ -78,9 +74,7 @@ class ResponseWriter:
             num_logprobs += len(self._prompt_logprobs.get(prompt, ()))
         if self._request.has_token_ids and prompt not in self._prompt_ids:
             num_logprobs += len(self._prompts[prompt]) // _LOGPROB_IDS
-        if num_logprobs < _THREAD_FROM_LOGPROBS:
-            return self._chunk(prompt, message)
-        return await asyncio.to_thread(self._chunk, prompt, message)
+        return await WRITING.run("", num_logprobs, self._chunk, prompt, message)
 
     def restore(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
         """Takes what the client of a single prompt has already: the chunks that follow count on
@@ -110,9 +104,7 @@ class ResponseWriter:
             num_logprobs += (
                 self._prompt_tokens + sum(len(each.token_ids) for each in messages)
             ) // _LOGPROB_IDS
-        if num_logprobs < _THREAD_FROM_LOGPROBS:
-            return self._whole(answers)
-        return await asyncio.to_thread(self._whole, answers)
+        return await WRITING.run("", num_logprobs, self._whole, answers)
 
     def _chunk(self, prompt: int, message: inference_pb2.GenerateResponse) -> bytes:
         if message.prompt_logprobs:

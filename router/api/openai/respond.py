@@ -21,11 +21,11 @@ from ....proto.errors import (
     UnknownEncoding,
 )
 from ....proto.limits import MAX_MESSAGE_BYTES
+from ...frontend.fair_threads import PARSER, PARSING
 from ...frontend.prepare import RequestContext
 from ...frontend.validation import check_request_id
 from ...telemetry.trace import TRACEPARENT, parse_traceparent
 from ..browsers import check_json
-from ..large_messages import LARGE_FROM, parse_large
 from ..service import tandem_errors_only
 from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT
 from .parsing import MAX_NAME, http_field
@@ -68,7 +68,7 @@ async def respond(
             is_read = True
             check_json(request.headers)
             if is_gzip:
-                body = await parse_large(context.caller.turn, len(body), _gunzip, body)
+                body = await PARSER.run(context.caller.turn, len(body), _gunzip, body)
             response = await answer(body, request_id, context)
     except TooLarge as error:
         response = form.error_response(error, http_field)
@@ -157,6 +157,4 @@ async def off_loop(turn: str, body: bytes, parse_body: Callable[..., _T], *args:
     """Parses a body; off the event loop, in the caller's turn, where that takes more than some
     milliseconds.
     """
-    if len(body) < LARGE_FROM:
-        return parse_body(body, *args)
-    return await parse_large(turn, len(body), parse_body, body, *args)
+    return await PARSING.run(turn, len(body), parse_body, body, *args)

@@ -37,9 +37,10 @@ from ....proto.limits import (
 from ....proto.strangers import StrangerSweep
 from ...auth.authenticator import Authenticator, Caller
 from ...auth.tls import ServerTls
+from ...frontend.fair_threads import PARSING
 from ...frontend.prepare import RequestContext
 from ...telemetry.trace import TRACEPARENT, parse_traceparent
-from ..large_messages import LARGE_FROM, parse_large, parse_message
+from ..large_messages import parse_message
 from ..service import GenerationService, tandem_errors_only
 from .audit import AuditLog, is_refusal
 from .health import HealthStatus
@@ -292,9 +293,7 @@ class GrpcServer:
             ) from None
         if body is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")
-        if len(body) < LARGE_FROM:
-            return parse_message(kind, body)
-        return await parse_large(turn, len(body), parse_message, kind, body)
+        return await PARSING.run(turn, len(body), parse_message, kind, body)
 
     def _caller(self, context: _Context) -> Caller:
         # gRPC names connections by address and port alone, which belong to another client later:

@@ -21,7 +21,7 @@ from ....proto.errors import NotFound, TandemError, Unavailable
 from ....proto.parameters import ROWS
 from ...auth.authenticator import Authenticator, Caller
 from ...auth.tls import ServerTls
-from ...frontend.fair_threads import TEXTS
+from ...frontend.fair_threads import COPYING
 from ...frontend.prepare import RequestContext, ServedModel
 from ..anthropic.answers import ANTHROPIC_FORM, anthropic_plain_error
 from ..anthropic.bodies import CountTokensBody, MessagesBody
@@ -71,7 +71,6 @@ from .listener import HttpListener
 
 _VERSION: Final = version("tandem-llm")
 _MAX_IDLE_SECONDS: Final = 60  # a connection without a request
-_THREAD_FROM_TOKENS: Final = 4_096
 _MAX_PATH: Final = 80  # characters that an error repeats
 _BODIES: Final = (
     *(
@@ -377,11 +376,7 @@ class HttpServer:
                 text += f', "token_strs": {json_list(strings)}'
             return f"{text}}}".encode()
 
-        body = (
-            await TEXTS.run(caller.turn, len(ids), answer)
-            if len(ids) >= _THREAD_FROM_TOKENS
-            else answer()
-        )
+        body = await COPYING.run(caller.turn, len(ids), answer)
         return Response(body, media_type="application/json")
 
     async def _text(self, body: bytes, _request_id: str, context: RequestContext) -> Response:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.limits import MAX_MESSAGE_BYTES, MAX_MESSAGE_ELEMENTS, MAX_TOKENS
-from tandem.router.api import large_messages
-from tandem.router.api.large_messages import check_json_elements, parse_large, parse_message
+from tandem.router.api.large_messages import check_json_elements, parse_message
+from tandem.router.frontend.fair_threads import PARSER, PARSING
 from tandem.router.output import processor
 from tandem.router.output.processor import OutputProcessor
 from tandem.router.request import TokenDelta
@@ -125,7 +125,7 @@ def test_packed_token_ids_are_one_field() -> None:
 @example(b"\x12\xff\xff\xff\xff\x0f")
 def test_what_is_counted_is_what_the_parser_takes(data: bytes) -> None:
     """Beside groups, which nothing here has."""
-    filled = field(inference_pb2.TokenizeRequest, "model", b"x" * large_messages.LARGE_FROM) + data
+    filled = field(inference_pb2.TokenizeRequest, "model", b"x" * PARSING.thread_from) + data
     try:
         expected = inference_pb2.TokenizeRequest.FromString(filled)
     except DecodeError:
@@ -193,9 +193,9 @@ async def test_a_large_message_that_is_parsed_keeps_only_its_tenant_waiting(
         assert goes_on.wait(WAIT)
         order.append(tenant)
 
-    calls = [asyncio.create_task(parse_large("greedy", 1, parse, "greedy")) for _ in range(10)]
+    calls = [asyncio.create_task(PARSER.run("greedy", 1, parse, "greedy")) for _ in range(10)]
     await asyncio.to_thread(began.wait, WAIT)
-    calls.append(asyncio.create_task(parse_large("modest", 1, parse, "modest")))
+    calls.append(asyncio.create_task(PARSER.run("modest", 1, parse, "modest")))
     await asyncio.sleep(0)  # it waits now
     goes_on.set()
     await asyncio.gather(*calls)
