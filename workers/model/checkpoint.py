@@ -44,6 +44,7 @@ _ITEM_BYTES: Final = {
     "F64": 8,
 }
 _SAMPLE_BYTES: Final = 4096
+_MAX_NAME_BYTES: Final = 255  # of a file name on Linux
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,18 +151,27 @@ def _read_index(folder: Path) -> dict[str, Path]:
         raise CheckpointError(f"{INDEX_FILE}: weight_map: must be an object")
     files = {}
     for name, file in weight_map.items():
-        # A plain file name cannot lead out of the folder.
-        if (
-            not isinstance(file, str)
-            or Path(file).name != file
-            or not file.endswith(".safetensors")
-        ):
+        if not _is_weights_file_name(file):
             raise CheckpointError(
-                f"{INDEX_FILE}: {name}: {file!r} is not the name of a safetensors file in the "
+                f"{INDEX_FILE}: {name}: {file!r:.300} is not the name of a safetensors file in the "
                 "folder"
             )
         files[name] = folder / file
     return files
+
+
+def _is_weights_file_name(name: Any) -> bool:
+    """Returns True for a plain file name, which cannot lead out of the folder.
+
+    A name with NUL or a surrogate would raise ValueError wherever the file is opened.
+    """
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and name.isprintable()
+        and Path(name).name == name
+        and len(name.encode()) <= _MAX_NAME_BYTES
+    )
 
 
 def _other_weights(folder: Path) -> str:

@@ -21,7 +21,16 @@ _SHARED_BLOBS_MARKER: Final = ".huggingface-shared-blobs"
 
 
 class CheckpointError(ValueError):
-    """Reports in one line why a model folder cannot be served; names file and field or tensor."""
+    """Reports in one line why a model folder cannot be served; names file and field or tensor.
+
+    Names come from the folder, so unprintable characters are escaped: a surrogate in a message
+    would fail where the message is logged or sent.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
