@@ -1,9 +1,7 @@
-"""Defines what the deployments of the Ray Serve application run: `Router`, and `WorkerPool` for
-both pools.
+"""Defines the deployments of the Ray Serve application: `Router`, and `WorkerPool` for both pools.
 
-One replica of a pool is one worker; one replica of the router hosts a gRPC and an HTTP server.
-Requests do not pass
-through Serve: it places, watches and restarts.
+One replica of a pool is one worker; one replica of the router runs a gRPC and an HTTP server.
+Requests do not pass through Serve, which places, watches and restarts replicas.
 """
 
 import asyncio
@@ -47,18 +45,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SWITCH_SECONDS: Final = 0.0005
-"""How long a thread of a router may keep the interpreter's lock while another one waits (Python's default: 5 ms).
-The event loop gives the lock up at each system call, and waits this long each time to get it back."""
+"""How long a router's thread may keep the interpreter lock while another waits (Python: 5 ms).
 
-_LAST_SECONDS: Final = 0.5  # for the last calls of a worker that has failed
+The event loop releases the lock at each system call, and waits this long each time to get it back.
+"""
+
+_LAST_SECONDS: Final = 0.5  # for the last calls of a failed worker
 
 
 class Replica:
-    """Holds what all deployments share: a member of the directory, and the background tasks that it
-    cannot do without.
+    """Registers a replica in the directory and runs the background tasks that it needs.
 
-    `_stop_server` is set once the start has succeeded: it stops what the replica runs within so
-    many seconds.
+    `_stop_server` is set once the start has succeeded; it stops the replica's server within a
+    number of seconds.
     """
 
     _stop_server: Callable[[float], Awaitable[None]] | None = None
@@ -86,24 +85,24 @@ class Replica:
                 raise RuntimeError("a background task has ended")
 
     async def __del__(self) -> None:
-        """Stops the replica; Serve awaits this at a graceful stop, and also after a start that has
-        failed.
-        """
+        """Stops the replica. Serve awaits this at a graceful stop and after a failed start."""
         for task in self._tasks:
             task.cancel()
         if self._stop_server is None:
             return
         try:
             await self._directory.remove(self._member_id)
-        except Unavailable as error:  # it drops silent members by itself
+        except Unavailable as error:  # the directory drops silent members anyway
             log.warning("not removed from the directory: %s", error)
         await self._stop_server(self._config.grace_seconds)
 
     def _run(
         self, stop: Callable[[float], Awaitable[None]], *tasks: Coroutine[Any, Any, None]
     ) -> None:
-        """Ends a start that has succeeded. Exempts what was imported and loaded from garbage
-        collection: a full collection stops every stream for 0.1 s.
+        """Completes a successful start: starts the background tasks.
+
+        Exempts all objects that exist now from garbage collection: a full collection stalls every
+        stream for 0.1 s.
         """
         gc.collect()
         gc.freeze()
@@ -124,13 +123,12 @@ class WorkerPool(Replica):
         ranks_per_node: int,
         identity: PeerIdentity,
     ) -> None:
-        from ...workers.serve.worker import (
-            Worker,  # imports torch for seconds, which a router must not pay
-        )
+        # These import torch, which takes seconds; routers do without.
+        from ...workers.serve.worker import Worker
         from ..local.worker import rank_threads, worker_config
 
         super().__init__(config, role)
-        await asyncio.to_thread(ensure_tokenizer, Path(folder))  # the cache is that of the node
+        await asyncio.to_thread(ensure_tokenizer, Path(folder))  # each node has its own cache
         pool = config.pools[role]
         threads = partial(rank_threads, pool.num_threads, ranks_per_node, pool.num_cpus)
         own = worker_config(config, role, folder, threads(), identity, host=node_host(config.host))
@@ -160,19 +158,17 @@ class WorkerPool(Replica):
         )
 
     def check_health(self) -> None:
-        """Raises if the worker can serve no more; Serve then replaces the replica."""
+        """Raises if the worker cannot serve any more; Serve then replaces the replica."""
         super().check_health()
         if self._worker is not None:
             self._worker.check_health()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns what Serve hands to the autoscaling policy."""
+        """Returns the figures that Serve passes to the autoscaling policy."""
         return {} if self._worker is None else worker_report(self._worker.info())
 
     async def _exit_on_failure(self, worker: "Worker") -> None:
-        """Ends the process when the engine has failed or lost a rank, which cannot be mended: Serve
-        starts another.
-        """
+        """Ends the process if the engine fails or loses a rank; Serve starts another replica."""
         await worker.failed.wait()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_SECONDS):
@@ -182,7 +178,7 @@ class WorkerPool(Replica):
         os._exit(1)
 
     async def _heartbeat(self, worker: "Worker") -> None:
-        """Keeps the worker registered until it fails; from then on nothing may undo its removal."""
+        """Keeps the worker registered until it fails; after that nothing may undo its removal."""
         while not worker.failed.is_set():
             info = worker.info()
             info.application = self._application
@@ -208,9 +204,8 @@ class Router(Replica):
         continuity: Continuity,
         *pools: object,
     ) -> None:
-        from .runtime import (
-            RouterRuntime,
-        )  # imports transformers for a second, which binding this class must not pay
+        # Imports transformers, which takes a second; binding this class does without.
+        from .runtime import RouterRuntime
 
         super().__init__(config, "router")
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -220,14 +215,13 @@ class Router(Replica):
         members = self._members = Members(self._application, continuity.layout)
         self._statuses = WorkerStatuses(lambda: members.workers, continuity.identity)
         host = node_host(config.host)
-        self._blocked_prompts, self._adapters = (
-            BlockedPrompts(),
-            await asyncio.to_thread(configured_adapters, config),
-        )
-        with suppress(Unavailable):  # the list of members comes later
-            watcher, changes = DirectoryWatcher(), await self._directory.changes()
+        self._blocked_prompts = BlockedPrompts()
+        self._adapters = await asyncio.to_thread(configured_adapters, config)
+        with suppress(Unavailable):  # `_watch` gets the list of members later
+            changes = await self._directory.changes()
             self._blocked_prompts.learn(changes.blocked)
             self._adapters.learn(changes.adapters)
+            watcher = DirectoryWatcher()
             watcher.apply(changes)
             await self._members.update(watcher.workers, watcher.routers)
         runtime = await RouterRuntime.start(
@@ -266,7 +260,7 @@ class Router(Replica):
         self._run(partial(self._stop, runtime), *tasks)
 
     def check_health(self) -> None:
-        """Raises if the router can serve no more; Serve then replaces the replica."""
+        """Raises if the router cannot serve any more; Serve then replaces the replica."""
         try:
             super().check_health()
         except BaseException:
@@ -275,13 +269,14 @@ class Router(Replica):
             raise
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns what Serve hands to the autoscaling policy."""
+        """Returns the figures that Serve passes to the autoscaling policy."""
         return {} if self._runtime is None else self._runtime.report_demand()
 
     async def __call__(self, request: Request) -> JSONResponse:
-        """Answers the status page, which only tells, to callers with a key if the service has keys;
-        not to pages in browsers. How busy the workers are it tells to keys of operators, and where
-        there are no keys.
+        """Answers the status page, which is read-only.
+
+        Refuses pages in browsers, and callers without a key if the service has keys. Only
+        operators' keys see the loads of workers; without keys all callers see them.
         """
         if request.method not in ("GET", "HEAD"):
             return JSONResponse({"error": "only GET is answered"}, 405)
@@ -302,9 +297,7 @@ class Router(Replica):
         )
 
     async def status(self) -> dict[str, Any]:
-        """Returns the service as plain data: every router with its addresses, every worker with its
-        blocks and load.
-        """
+        """Returns the service as plain data: routers with addresses, workers with blocks and loads."""
         return {
             "service": self._config.name,
             "model": self._config.served_name,
@@ -316,15 +309,17 @@ class Router(Replica):
         }
 
     async def continuity(self) -> Continuity:
-        """Returns what the application that replaces this one takes over."""
+        """Returns the secrets and facts that the application that replaces this one takes over."""
         return self._continuity
 
     async def wait_for_members(
         self, num_routers: int, num_prefill: int, num_decode: int, timeout: float
     ) -> tuple[list[str], list[str], list[str]]:
-        """Returns the gRPC, the HTTP and the ops addresses of this application's routers, once it
-        has that many routers and workers, and each router of the service knows all its workers.
-        Raises TimeoutError.
+        """Waits until this application is complete; returns its routers' addresses: gRPC, HTTP,
+        ops.
+
+        Complete: it has these numbers of routers and workers, and each router of the service knows
+        all workers. Raises TimeoutError.
         """
         await self._members.wait_complete(num_routers, num_prefill, num_decode, timeout)
         own = self._members.own_routers
@@ -335,8 +330,9 @@ class Router(Replica):
         return grpc, http, ops
 
     async def drain_others(self, seconds: float) -> int:
-        """Has the workers of the application that this one replaces drain; returns how many
-        requests they have left when they have none or after so many seconds.
+        """Drains the workers of the application that this one replaces.
+
+        Returns the number of requests left, at the latest after `seconds`.
         """
         others = [each.address for each in self._members.other_workers]
         return sum(
@@ -348,8 +344,9 @@ class Router(Replica):
         await self._statuses.close()
 
     async def _watch(self, runtime: "RouterRuntime", watcher: DirectoryWatcher) -> None:
-        """Keeps the router's list of workers as the directory has it; while that is unavailable,
-        the last one stays.
+        """Keeps the router's list of workers equal to the directory's.
+
+        While the directory is unavailable, the last list stays.
         """
         while True:
             me = RouterInfo(

@@ -1,12 +1,12 @@
-"""Lists the workers and routers of a service: workers register with every heartbeat, routers with
-every long poll.
+"""Runs the directory of a service as a Ray actor, and calls it.
 
-With that routers also share which prompts have crashed workers, so that each of them refuses these,
-and which adapters were loaded and unloaded while they run.
+Workers register with every heartbeat, routers with every long poll. Routers also share the prompts
+that have crashed workers, so that each router refuses them, and the adapters that were loaded and
+unloaded while they run.
 
-`Directory` lists them; `open_directory` runs it as a named Ray actor, one for each service, and
-`DirectoryClient` calls that. `DirectoryWatcher` merges what has changed, and keeps a router from
-mistaking the emptiness of a directory that restarts for the loss of all workers.
+`open_directory` runs a `Directory` as a named Ray actor, one for each service; `DirectoryClient`
+calls it. `DirectoryWatcher` merges changes, and does not mistake the empty directory after a
+restart for the loss of all workers.
 """
 
 import asyncio
@@ -28,8 +28,9 @@ NAMESPACE: Final = "tandem"
 HEARTBEAT_SECONDS: Final = 1.0
 CALL_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 0.05
-"""Between two polls of a router. What many members change in this time, as when they all join, is
-one answer.
+"""The time between two polls of a router.
+
+One answer contains all changes of this time, for instance if all members join at once.
 """
 
 
@@ -42,29 +43,26 @@ class DirectoryWatcher:
         self._carried: dict[str, worker_pb2.WorkerInfo] = {}
         self._routers: dict[str, RouterInfo] = {}
         self.version = NOTHING
-        self.loads: list[
-            worker_pb2.WorkerInfo
-        ] = []  # of the last changes; with id, epoch and load alone
-        self.may_know_more = True  # than the directory, of blocked_prompts and adapters
+        # Loads that alone have changed: each with id, epoch and load.
+        self.loads: list[worker_pb2.WorkerInfo] = []
+        # True if the router may know blocked prompts or adapters that the directory does not know.
+        self.may_know_more = True
 
     @property
     def workers(self) -> list[worker_pb2.WorkerInfo]:
-        """The workers after the last changes. The load of each is that of its last other change:
-        see `loads`.
-        """
+        """Returns the workers after the last changes; if only a load has changed, it is in `loads`."""
         return [*self._carried.values(), *self._current.values()]
 
     @property
     def routers(self) -> tuple[RouterInfo, ...]:
-        """The routers after the last changes, sorted by id."""
+        """Returns the routers after the last changes, sorted by id."""
         return tuple(self._routers[router_id] for router_id in sorted(self._routers))
 
     def apply(self, changes: Changes) -> bool:
-        """Takes over changes; returns whether the lists of workers or of routers differ from those
-        before.
+        """Merges changes; returns True if the list of workers or of routers has changed.
 
-        Workers that only an earlier incarnation knew are kept until this one is old enough to have
-        their heartbeats.
+        Keeps workers that only an earlier incarnation knew until this one is old enough to have
+        received their heartbeats.
         """
         num_carried = len(self._carried)
         is_other = changes.version.incarnation != self.version.incarnation
@@ -72,7 +70,8 @@ class DirectoryWatcher:
             self._carried |= self._current
             self.may_know_more = True
         if changes.is_whole:
-            self._current, self._routers = {}, {}
+            self._current = {}
+            self._routers = {}
         for member_id in changes.removed:
             self._current.pop(member_id, None)
             self._routers.pop(member_id, None)
@@ -84,13 +83,13 @@ class DirectoryWatcher:
             self._carried = {}
         for worker_id in self._current.keys() & self._carried.keys():
             del self._carried[worker_id]
-        has_moved = changes.is_whole or changes.version.members != self.version.members
+        has_changed = changes.is_whole or changes.version.members != self.version.members
         self.version = changes.version
-        return has_moved or len(self._carried) != num_carried
+        return has_changed or len(self._carried) != num_carried
 
 
 class DirectoryClient:
-    """Calls the directory's actor with deadlines, and opens it again when it is lost.
+    """Calls the directory's actor with deadlines, and opens it again if it is lost.
 
     Every method raises Unavailable if the directory does not answer in time; Ray restarts it, or a
     later call starts a new one.
@@ -114,13 +113,15 @@ class DirectoryClient:
         blocked_prompts: BlockedPrompts,
         adapters: AdapterRegistry | None = None,
     ) -> bool:
-        """Registers the router, waits for a change, at most half the expiry, and has `watcher` take
-        it over. Returns whether the lists of workers or of routers have changed. The router and the
-        directory learn the blocked_prompts and the adapters that the other has.
+        """Registers the router, waits at most half the expiry for changes, applies them to
+        `watcher`.
+
+        Exchanges blocked prompts and adapters with the directory. Returns True if the list of
+        workers or of routers has changed.
         """
         adapters = adapters or AdapterRegistry()
         timeout = EXPIRY_SECONDS / 2
-        await asyncio.sleep(self._next_poll - time.monotonic())  # not at all if that is over
+        await asyncio.sleep(self._next_poll - time.monotonic())
         shared = (
             (blocked_prompts.remaining(), adapters.shared()) if watcher.may_know_more else ({}, {})
         )
@@ -137,11 +138,14 @@ class DirectoryClient:
         blocked_prompts: BlockedPrompts,
         adapters: AdapterRegistry | None = None,
     ) -> None:
-        """Reports each blocked prompt and each change of an adapter at once, without end; where that
-        fails, the router's next `watch` with this watcher does.
+        """Reports each new blocked prompt and each change of an adapter at once, without end.
+
+        If a report fails, the router's next `watch` with this watcher repeats it.
         """
-        adapters, news = adapters or AdapterRegistry(), asyncio.Event()
-        blocked_prompts.on_news = adapters.on_news = news.set
+        adapters = adapters or AdapterRegistry()
+        news = asyncio.Event()
+        blocked_prompts.on_news = news.set
+        adapters.on_news = news.set
         while True:
             await news.wait()
             news.clear()
@@ -168,9 +172,10 @@ class DirectoryClient:
 
 
 def open_directory(service: str) -> Any:
-    """Returns the actor handle of the service's directory, which is started if it does not run yet.
+    """Returns the actor handle of the service's directory; starts the directory if it does not run.
 
-    The actor outlives its creator; `close_directory` ends it."""
+    The actor outlives its creator; `close_directory` ends it.
+    """
     actor = ray.remote(Directory)
     return actor.options(
         name=f"{service}-directory",

@@ -1,5 +1,6 @@
-"""Checks and sets what Ray and other libraries read from the environment: before Ray is imported,
-and before a local Ray starts.
+"""Checks and sets the environment of Ray and other libraries.
+
+Runs before Ray is imported, and before a local Ray starts.
 """
 
 import os
@@ -27,14 +28,12 @@ _PROXY_VARIABLES: Final = tuple(
 )
 _NEVER_BY_PROXY: Final = ("localhost", "127.0.0.1", "::1")
 _MAX_SOCKET_BYTES: Final = 107  # of the path of a Unix socket, on Linux
-_LONGEST_SOCKET: Final = (
-    "/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store"  # of Ray, in its folder
-)
-_OPEN_FILES: Final = 8_192  # a router has one for each connection
+# The longest path of a socket below Ray's folder.
+_LONGEST_SOCKET: Final = "/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store"
+_OPEN_FILES: Final = 8_192  # a router opens one for each connection
 _FEWEST_OPEN_FILES: Final = 256
-_LEAST_ADDRESS_SPACE: Final = (
-    16 * 1024**3
-)  # threads, allocators and torch reserve far more than they use
+# Threads, allocators and torch reserve far more address space than they use.
+_LEAST_ADDRESS_SPACE: Final = 16 * 1024**3
 _SCRATCH: Final = "tandem-"
 _RANDOM_BYTES: Final = 8  # that mkdtemp adds to a name
 MAX_TMPDIR_BYTES: Final = (
@@ -43,12 +42,13 @@ MAX_TMPDIR_BYTES: Final = (
 
 
 def prepare_ray_environment(address: str | None) -> str | None:
-    """Sets Ray's variables explicitly; returns the address of the cluster to join, None for a local
-    Ray. Call it before Ray is imported. Raises InvalidArgument, which names the variable, for
-    values with which Ray would end this process or fail with a traceback.
+    """Sets Ray's environment variables; returns the cluster's address, or None for a local Ray.
 
-    A cluster that is joined has its own mode of authentication, which Ray takes from the variables
-    and the token of whoever joins, as it did when the cluster was started on this machine.
+    Call it before Ray is imported. Raises InvalidArgument, which names the variable, for values
+    with which Ray would end this process or fail with a traceback.
+
+    A cluster has its own authentication mode, so nothing is set for one: Ray reads the mode and the
+    token from the same variables as when the cluster was started.
     """
     address = cluster_address(address)
     _check_working_folder()
@@ -56,41 +56,37 @@ def prepare_ray_environment(address: str | None) -> str | None:
     _check_limits()
     _keep_loopback_from_proxies()
     if os.environ.get("PYTHONOPTIMIZE", "").strip() not in ("", "0"):
-        os.environ["PYTHONOPTIMIZE"] = (
-            "1"  # Ray's processes do not start without their docstrings, as at level 2
-        )
+        # Level 2 removes docstrings, without which Ray's processes do not start.
+        os.environ["PYTHONOPTIMIZE"] = "1"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Under `uv run`, Ray would copy the working folder to every process, and refuse one that is
-    # large.
+    # Under `uv run`, Ray would copy the working folder to every process, and refuse a large one.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     # A call after the end of Ray must fail instead of starting another Ray.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     if address is None:
-        # A local Ray listens beyond loopback, and runs whatever it is sent: require a token, see
-        # `own_ray_token`.
+        # A local Ray listens beyond loopback and runs any code that it receives: require a token,
+        # see `own_ray_token`.
         os.environ.setdefault(_MODE_VARIABLE, "token")
-        # Ray would run workers at nice 15: whatever else runs on the machine would stall the token
+        # Ray would run workers at nice 15: other programs on the machine would stall the token
         # streams.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        # Serve's controller looks at every replica ten times a second: with Ray's own store a
-        # twentieth of a core.
+        # By default Serve's controller checks every replica ten times a second, which takes 5 % of
+        # a core.
         os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.3")
     return address
 
 
 def cluster_address(address: str | None) -> str | None:
-    """Returns the address of the cluster to join: HOST:PORT or `auto`, of the option or of
-    RAY_ADDRESS; None for a Ray of one's own, also for empty texts and `local`, after which
-    RAY_ADDRESS is unset. Raises InvalidArgument.
+    """Returns the address of the cluster to join, HOST:PORT or `auto`, or None to start a local
+    Ray.
+
+    The address is the option, else RAY_ADDRESS. No address, an empty one and `local` mean a local
+    Ray; then RAY_ADDRESS is unset. Raises InvalidArgument.
     """
-    name, given = (
-        ("--address", address)
-        if address
-        else (_ADDRESS_VARIABLE, os.environ.get(_ADDRESS_VARIABLE, ""))
-    )
-    given = given.strip()
+    name = "--address" if address else _ADDRESS_VARIABLE
+    given = (address or os.environ.get(_ADDRESS_VARIABLE, "")).strip()
     if given in ("", "local"):
-        os.environ.pop(_ADDRESS_VARIABLE, None)  # Ray takes even an empty one for an address
+        os.environ.pop(_ADDRESS_VARIABLE, None)  # Ray would use even an empty value as an address
         return None
     host, _, port = given.rpartition(":")
     if given == "auto" or (
@@ -107,9 +103,7 @@ def cluster_address(address: str | None) -> str | None:
 
 
 def _check_working_folder() -> None:
-    """Raises InvalidArgument if the working folder has been removed: Ray starts its processes
-    there.
-    """
+    """Raises InvalidArgument if the working folder has been removed: Ray's processes start there."""
     try:
         os.getcwd()
     except OSError as error:
@@ -138,8 +132,9 @@ def _check_authentication() -> None:
 
 
 def _check_limits() -> None:
-    """Lets processes open more files, as far as this user may. Raises InvalidArgument for limits
-    with which Ray's processes abort.
+    """Raises the limit of open files as far as this user may.
+
+    Raises InvalidArgument for limits with which Ray's processes abort.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
@@ -155,8 +150,10 @@ def _check_limits() -> None:
 
 
 def _keep_loopback_from_proxies() -> None:
-    """Adds loopback to both spellings of no_proxy if the environment names a proxy: libraries in
-    the processes of the service, which inherit it, send even loopback through the proxy otherwise.
+    """Adds loopback to both spellings of no_proxy if the environment names a proxy.
+
+    Otherwise libraries in the processes of the service, which inherit the environment, send even
+    loopback traffic through the proxy.
     """
     if not any(os.environ.get(name) for name in _PROXY_VARIABLES):
         return
@@ -168,11 +165,14 @@ def _keep_loopback_from_proxies() -> None:
 
 @contextmanager
 def ray_scratch() -> Iterator[str]:
-    """Yields a new folder for a local Ray, which is removed afterwards: in RAY_TMPDIR if it is set,
-    else in TMPDIR or the system's folder for temporary files; in the first of these whose path
-    leaves room for the names of Ray's sockets and that can be written. Raises Unavailable.
+    """Yields a new folder for a local Ray and removes it afterwards.
+
+    Tries RAY_TMPDIR, then TMPDIR, then the system's folders for temporary files; the first that can
+    be written and whose path leaves room for the names of Ray's sockets is used. Raises
+    Unavailable.
     """
-    made, reasons = None, []
+    made = None
+    reasons = []
     for parent in dict.fromkeys(
         filter(None, (os.environ.get("RAY_TMPDIR"), *_temporary_folders()))
     ):
@@ -195,16 +195,16 @@ def ray_scratch() -> Iterator[str]:
 
 
 def _temporary_folders() -> Iterator[str]:
-    with suppress(FileNotFoundError):  # none can be written
+    with suppress(FileNotFoundError):  # no folder can be written
         yield os.path.abspath(gettempdir())
     yield from ("/tmp", "/var/tmp", "/dev/shm")  # nosec B108: mkdtemp makes a private folder there
 
 
 @contextmanager
 def own_ray_token(folder: str) -> Iterator[None]:
-    """Gives a local Ray a token that nothing else has, in a file in `folder`: not the one in
-    ~/.ray, with which the user may reach other clusters. A token that the environment names is
-    left.
+    """Gives a local Ray a new token, in a file in `folder`, unless the environment names a token.
+
+    The token in ~/.ray is not used: it may give access to other clusters of the user.
     """
     disabled = os.environ.get(_MODE_VARIABLE, "token").lower() != "token"
     if disabled or os.environ.get(_TOKEN_VARIABLE) or os.environ.get(_PATH_VARIABLE):

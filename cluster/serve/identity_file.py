@@ -1,5 +1,7 @@
-"""Keeps secrets of a service in files of the user who launches it: its identity, for the commands
-that talk to workers, and the salt of prefixes that KV cache on disk keeps beyond a restart.
+"""Keeps secrets of a service in files of the user who launches it.
+
+One is its identity, for the commands that talk to workers. The other is the salt of prefixes in KV
+cache on disk, which outlive a restart.
 """
 
 import logging
@@ -22,20 +24,21 @@ log = logging.getLogger(__name__)
 
 
 def identity_path(status_url: str) -> Path:
-    """Returns the file of the service with this status page, in `services` of `cache_home`."""
+    """Returns the path of the identity of the service with this status page, in `cache_home`."""
     return cache_home() / "services" / quote(status_url, safe="")
 
 
 @contextmanager
 def kept_identity(identity: PeerIdentity, status_url: str) -> Iterator[None]:
-    """Has the file there for as long as the context lasts, readable by this user alone; where it
-    cannot be written, logs that and goes on without it.
+    """Keeps the identity in a file, readable by this user alone, while the context is open.
+
+    If the file cannot be written, logs that and continues without it.
     """
     path = None
     try:
         path = identity_path(status_url)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # of a launcher that was killed
+        path.unlink(missing_ok=True)  # left by a launcher that was killed
         write_identity(path, identity)
     except (OSError, RuntimeError, Unavailable) as error:  # RuntimeError: the user has no home
         reason = getattr(error, "strerror", None) or "cannot be written"
@@ -53,8 +56,9 @@ def kept_identity(identity: PeerIdentity, status_url: str) -> Iterator[None]:
 
 
 def write_identity(path: Path, identity: PeerIdentity) -> None:
-    """Makes the file, readable by this user alone. Raises Unavailable if it is there already, or
-    cannot be made.
+    """Creates the file, readable by this user alone.
+
+    Raises Unavailable if it exists already or cannot be created.
     """
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -64,22 +68,24 @@ def write_identity(path: Path, identity: PeerIdentity) -> None:
 
 
 def read_identity(status_url: str, path: Path | None = None) -> PeerIdentity:
-    """Returns the identity of the service with this status page, from `path` if it is given. Raises
-    NotFound.
+    """Returns the identity of the service with this status page, from `path` if it is given.
+
+    Raises NotFound.
     """
     try:
         return PeerIdentity.from_text((path or identity_path(status_url)).read_text())
     except (OSError, ValueError):
         where = f"in {path}" if path else f"of this user for a service at {status_url}"
-        raise NotFound(f"identity: none {where}; it is kept where `tandem serve` runs") from None
+        raise NotFound(
+            f"identity: no identity {where}; it is on the machine where `tandem serve` runs"
+        ) from None
 
 
 def kept_salt(folders: Sequence[Path]) -> bytes:
-    """Returns the salt that is kept in these folders of KV cache, the same at each start; makes it
-    at the first.
+    """Returns the salt that is kept in these folders of KV cache; creates it at the first start.
 
-    A folder that lacks it gets it. Raises Unavailable if it cannot be read or written, or others
-    may read it.
+    Writes it to each folder that lacks it. Raises Unavailable if a salt cannot be read or written,
+    or if other users may read it.
     """
     try:
         found = {folder: _read_salt(folder / _SALT_FILE) for folder in folders}
@@ -93,7 +99,7 @@ def kept_salt(folders: Sequence[Path]) -> bytes:
 
 
 def _read_salt(path: Path) -> bytes | None:
-    """Returns the salt in a file, None if there is none. Raises OSError if it is of no use."""
+    """Returns the salt in a file, None if there is no file. Raises OSError if the file is unsafe."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -105,7 +111,7 @@ def _read_salt(path: Path) -> bytes | None:
             or status.st_uid != os.geteuid()
             or status.st_mode & 0o077
         ):
-            raise OSError(0, "is no file of this user alone; remove it", str(path))
+            raise OSError(0, "is not a file of this user alone; remove it", str(path))
         salt = os.read(file, _SALT_BYTES + 1)
     finally:
         os.close(file)
@@ -115,7 +121,8 @@ def _read_salt(path: Path) -> bytes | None:
 
 
 def _write_salt(path: Path, salt: bytes) -> bytes:
-    """Writes a salt, unless another process has just written one; returns that which is there.
+    """Writes a salt unless another process has just written one; returns the salt in the file.
+
     Raises OSError.
     """
     os.makedirs(path.parent, mode=0o700, exist_ok=True)
@@ -128,7 +135,7 @@ def _write_salt(path: Path, salt: bytes) -> bytes:
             file.flush()
             os.fsync(file.fileno())
         with suppress(FileExistsError):
-            os.link(scratch, path)  # appears whole, and never in the place of another one
+            os.link(scratch, path)  # atomic, and never replaces a file
     finally:
         scratch.unlink(missing_ok=True)
     return _read_salt(path) or salt

@@ -1,14 +1,13 @@
-"""Lists the members of a service: the directory of its workers and routers, and one router's view
-of it.
+"""Lists the members of a service: the directory of its workers and routers, and a router's view.
 
 `Directory` is plain asyncio and knows nothing of Ray. Workers are sent as serialized `WorkerInfo`.
-A member that is silent for `expiry` seconds is dropped. A directory that restarts is filled again
-by the heartbeats.
+A member that is silent for `expiry` seconds is dropped. Heartbeats fill a directory that has
+restarted.
 
-Routers are sent what has changed since their last poll. A change of the membership, or of anything
-that a router goes by, ends their polls at once; the workers' loads, which change with every
-heartbeat, end them at most every `LOAD_SECONDS`. Routers have the loads of the workers that they
-use from their sessions, step by step.
+Routers poll for the changes since their last poll. A change of the membership, or of any fact that
+routers use, ends their polls at once. The workers' loads change with every heartbeat and end polls
+at most every `LOAD_SECONDS`; routers receive the loads of the workers that they use from their
+sessions, step by step.
 """
 
 import asyncio
@@ -25,13 +24,13 @@ from ...router.adapters import AdapterRegistry, Shared
 from ...router.dispatch.blocked_prompts import BlockedPrompts
 
 EXPIRY_SECONDS: Final = 10.0
-LOAD_SECONDS: Final = 0.25  # from the begin of a poll until loads alone end it
+LOAD_SECONDS: Final = 0.25  # from the start of a poll until loads alone end it
 
 _MAX_REMOVED: Final = 4_096
-"""Members that have left and are remembered; whoever has missed more gets the whole list."""
+"""The maximum number of removed members to remember. Routers that missed more get all members."""
 
 _Order = tuple[int, int, bool]
-"""Of a report: epoch, version of the load, draining. None of them ever decreases."""
+"""The epoch, the version of the load, and the draining flag of a report. No part ever decreases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +40,22 @@ class RouterInfo:
     router_id: str
     grpc_address: str  # HOST:PORT
     http_address: str  # HOST:PORT
-    num_workers: int = 0  # that it knows
-    application: str = ""  # the deployment of the service that it belongs to
+    num_workers: int = 0  # known workers
+    application: str = ""  # the router's deployment of the service
     ops_address: str = ""  # HOST:PORT of /metrics
 
     @property
     def addresses(self) -> tuple[str, str]:
-        """Both, gRPC first."""
+        """Returns both addresses of the API servers, gRPC first."""
         return self.grpc_address, self.http_address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """Says how much of a directory's state somebody knows. Counts within one incarnation only."""
+    """Identifies a state of a directory. Versions of different incarnations are not comparable."""
 
     incarnation: str
-    members: int  # and blocked_prompts and adapters
+    members: int  # counts also changes of blocked prompts and adapters
     loads: int
 
 
@@ -65,28 +64,24 @@ NOTHING: Final = Version(incarnation="", members=-1, loads=-1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """Holds what has changed in the directory after the version that the caller knows; `is_whole`:
-    all that it has.
-    """
+    """Holds the changes of a directory since a version; all its content if `is_whole`."""
 
-    version: Version  # that is known with these changes
+    version: Version  # of the directory after these changes
     is_whole: bool
     age: float  # seconds since this incarnation started
     workers: tuple[bytes, ...]  # serialized WorkerInfo
-    loads: tuple[
-        bytes, ...
-    ] = ()  # of other workers: serialized WorkerInfo with id, epoch and load alone
+    # Workers of which only the load has changed: serialized WorkerInfo with id, epoch and load.
+    loads: tuple[bytes, ...] = ()
     routers: tuple[RouterInfo, ...] = ()
     removed: tuple[str, ...] = ()  # ids of workers and routers
-    blocked: Mapping[bytes, float] = field(
-        default_factory=dict
-    )  # see BlockedPrompts.remaining; all or nothing
-    adapters: Shared = field(default_factory=dict)  # see AdapterRegistry.shared; all or nothing
+    # See BlockedPrompts.remaining and AdapterRegistry.shared; both complete, or both empty.
+    blocked: Mapping[bytes, float] = field(default_factory=dict)
+    adapters: Shared = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """Holds what one member has registered."""
+    """Holds the last registration of one member."""
 
     info: bytes | RouterInfo  # of a worker, without its load
     load: bytes  # serialized WorkerInfo of a worker, with its load alone
@@ -97,31 +92,26 @@ class _Entry:
 
 
 class Directory:
-    """Registers workers and routers, and tells others of them. Not thread-safe: one event loop
-    makes all calls.
-    """
+    """Registers workers and routers and lists them. Not thread-safe: use it on one event loop."""
 
     def __init__(
         self, expiry: float = EXPIRY_SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._expiry = expiry
         self._clock = clock
-        self._started = self._awake = clock()
+        self._started = clock()
+        self._awake = self._started
         self._version = Version(incarnation=uuid.uuid4().hex, members=0, loads=0)
-        self._entries: dict[
-            str, _Entry
-        ] = {}  # by worker id or router id, the one that is silent for longest first
-        self._removed: dict[
-            str, int
-        ] = {}  # by id, the version of the members that it left with; the oldest first
-        self._forgotten = (
-            -1
-        )  # the version of the members of the last removal that is not in `_removed`
+        # By worker id or router id; the member that has been silent for longest is first.
+        self._entries: dict[str, _Entry] = {}
+        # By id of a removed member, the members version of its removal; the oldest is first.
+        self._removed: dict[str, int] = {}
+        # The members version of the last removal that is not in `_removed` any more.
+        self._forgotten = -1
         self._blocked_prompts = BlockedPrompts(clock)  # of all routers
-        self._adapters = AdapterRegistry()  # loaded and unloaded at any of them
-        self._shared_changed = (
-            0  # the version of the members that brought a blocked prompt or an adapter
-        )
+        self._adapters = AdapterRegistry()  # of all routers
+        # The members version of the last change of blocked prompts or adapters.
+        self._shared_changed = 0
         self._members_changed = asyncio.Event()
         self._loads_changed = asyncio.Event()
 
@@ -129,9 +119,10 @@ class Directory:
         return f"tandem directory of {len(self._entries)} workers and routers"
 
     async def register(self, info: bytes) -> None:
-        """Adds a worker or refreshes it; a heartbeat is the same call. One that was sent before the
-        last is ignored: of an earlier epoch, of an older load, or from before the worker was
-        draining.
+        """Adds or refreshes a worker; a heartbeat is the same call.
+
+        Ignores reports that are older than the last one: of an earlier epoch, of an older load, or
+        from before the worker was draining.
         """
         parsed = worker_pb2.WorkerInfo.FromString(info)
         order = (parsed.epoch, parsed.load.version, parsed.draining)
@@ -145,7 +136,7 @@ class Directory:
             self._note_removed(member_id)
 
     async def changes(self, known: Version = NOTHING) -> Changes:
-        """Returns the members that have changed after that version; of another incarnation's, all."""
+        """Returns the changes since `known`; all members if `known` is of another incarnation."""
         self._expire()
         is_whole = self._lacks(known)
         news, load_news = ({}, {}) if is_whole else self._newer(known)
@@ -156,7 +147,7 @@ class Directory:
             version=self._version,
             is_whole=is_whole,
             age=self._clock() - self._started,
-            # Two serialized messages, one after the other, are one that has the fields of both.
+            # Two concatenated messages parse as one with the fields of both.
             workers=tuple(
                 each.info + each.load for each in news.values() if isinstance(each.info, bytes)
             ),
@@ -168,8 +159,9 @@ class Directory:
         )
 
     async def share(self, blocked: Mapping[bytes, float], adapters: Shared) -> None:
-        """Learns what a router knows of blocked_prompts, see BlockedPrompts.remaining, and of adapters,
-        see AdapterRegistry.shared.
+        """Merges blocked prompts and adapters that a router knows.
+
+        `blocked` comes from BlockedPrompts.remaining, `adapters` from AdapterRegistry.shared.
         """
         news = self._blocked_prompts.learn(blocked), self._adapters.learn(adapters)
         if any(news):
@@ -183,11 +175,10 @@ class Directory:
         blocked: Mapping[bytes, float] | None = None,
         adapters: Shared | None = None,
     ) -> Changes:
-        """Returns `changes` as soon as the members differ from those that the caller knows, after
-        LOAD_SECONDS if loads do, or after `timeout` seconds.
+        """Returns `changes` as soon as there are some, or after `timeout` seconds.
 
-        `router` is the caller: it is registered, or refreshed, by watching. The directory learns
-        what it shares.
+        Changes of loads alone are returned after LOAD_SECONDS. The call registers or refreshes its
+        caller, `router`, and merges `blocked` and `adapters` as `share` does.
         """
         if router is not None:
             self._refresh(router.router_id, router, b"", (0, 0, False))
@@ -211,13 +202,11 @@ class Directory:
                 continue
 
     def _lacks(self, known: Version) -> bool:
-        """Returns whether the differences to that version are not known any more."""
+        """Returns True if the changes since `known` are not known any more."""
         return known.incarnation != self._version.incarnation or known.members < self._forgotten
 
     def _newer(self, known: Version) -> tuple[dict[str, _Entry], dict[str, _Entry]]:
-        """Returns the members that have changed since then, and the workers of which only the load
-        has.
-        """
+        """Returns the members that have changed, and the workers of which only the load has."""
         news, loads = {}, {}
         for member_id, entry in self._entries.items():
             if entry.changed > known.members:
@@ -254,7 +243,7 @@ class Directory:
             self._loads_changed = _renewed(self._loads_changed)
 
     def _bump(self) -> int:
-        """Counts a change of the members; returns the new version of these."""
+        """Counts a change of the members; returns their new version."""
         self._version = replace(self._version, members=self._version.members + 1)
         self._members_changed = _renewed(self._members_changed)
         self._loads_changed = _renewed(self._loads_changed)
@@ -268,8 +257,7 @@ class Directory:
     def _expire(self) -> None:
         now = self._clock()
         if now - self._awake > self._expiry / 2:
-            # No call for so long: this process was frozen, not every member silent. All of them get
-            # a fresh term.
+            # Without a call for this time, the process was frozen; the members were not silent.
             for entry in self._entries.values():
                 entry.seen = now
         self._awake = now
@@ -287,17 +275,19 @@ def _described_load(worker_id: str, entry: _Entry) -> bytes:
 
 
 def _renewed(event: asyncio.Event) -> asyncio.Event:
-    """Wakes all that wait for the event; returns the next one."""
+    """Sets the event; returns a new one for the next waiters."""
     event.set()
     return asyncio.Event()
 
 
 class Members:
-    """Holds what the directory lists; `update` whenever that has changed."""
+    """Holds the members that the directory lists; waits until they are complete."""
 
     def __init__(self, application: str, layout: bytes) -> None:
-        """`application`: the deployment of the service that this router belongs to. `layout`: of
-        the KV cache of its model, as in WorkerInfo.
+        """Starts without members.
+
+        `application`: the deployment that this router belongs to. `layout`: of the KV cache of its
+        model, as in WorkerInfo.
         """
         self.workers: Sequence[worker_pb2.WorkerInfo] = ()
         self.routers: Sequence[RouterInfo] = ()
@@ -308,37 +298,37 @@ class Members:
     async def update(
         self, workers: Sequence[worker_pb2.WorkerInfo], routers: Sequence[RouterInfo]
     ) -> None:
-        """Takes over the directory's lists."""
+        """Replaces the members by the directory's."""
         async with self._changed:
-            self.workers, self.routers = workers, routers
+            self.workers = workers
+            self.routers = routers
             self._changed.notify_all()
 
     @property
     def fitting(self) -> list[worker_pb2.WorkerInfo]:
-        """The workers that have the model of this service: those of another, as after its files
-        have changed, must not continue its requests.
+        """Returns the workers with this service's model.
+
+        After the model's files have changed, workers of the other model must not continue requests.
         """
         return [each for each in self.workers if each.layout == self._layout]
 
     @property
     def own_routers(self) -> list[RouterInfo]:
-        """The routers of this deployment."""
+        """Returns the routers of this deployment."""
         return [each for each in self.routers if each.application == self._application]
 
     @property
     def other_routers(self) -> list[RouterInfo]:
-        """The routers of the deployment that this one replaces, or is replaced by."""
+        """Returns the routers of the deployment that this one replaces or that replaces it."""
         return [each for each in self.routers if each.application != self._application]
 
     @property
     def other_workers(self) -> list[worker_pb2.WorkerInfo]:
-        """The workers of that deployment."""
+        """Returns the workers of the deployment that this one replaces or that replaces it."""
         return [each for each in self.workers if each.application != self._application]
 
     def is_complete(self, num_routers: int, num_prefill: int, num_decode: int) -> bool:
-        """Returns whether this deployment has so many routers and workers, and every router knows
-        all workers.
-        """
+        """Returns True if this deployment has enough members, and every router knows all workers."""
         ready = [
             each
             for each in self.fitting
@@ -365,15 +355,14 @@ class Members:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuity:
-    """What a deployment of a service takes over from the one before, and what must be the same."""
+    """Holds the secrets and facts of a deployment that the next one takes over or must share."""
 
-    identity: PeerIdentity  # of its processes
-    resume_key: bytes  # of the tokens with which clients go on at another router
-    layout: bytes  # of the KV cache, as in WorkerInfo: a digest of the model, too
-    ends_with_launcher: bool  # on a Ray of its own
-    cache_secret: bytes | None = (
-        None  # of which come the salts of the tenants' prefixes; None: of the resume key
-    )
+    identity: PeerIdentity  # of the service's processes
+    resume_key: bytes  # of the tokens with which clients continue at another router
+    layout: bytes  # of the KV cache, as in WorkerInfo; also a digest of the model
+    ends_with_launcher: bool  # True on a local Ray
+    # The secret of the salts of the tenants' prefixes; None: the resume key.
+    cache_secret: bytes | None = None
 
     def __repr__(self) -> str:
         return "Continuity(...)"  # no secret in logs

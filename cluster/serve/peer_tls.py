@@ -1,5 +1,6 @@
-"""Gives the processes of a service certificates for TLS between them: made at the launch, or read
-from files.
+"""Gives the processes of a service certificates for TLS between them.
+
+They are made at the launch or read from files.
 """
 
 import ssl
@@ -14,9 +15,10 @@ from ..config import PeerTlsConfig
 
 
 def peer_tls(config: PeerTlsConfig, addresses: Iterable[str]) -> PeerTls | None:
-    """Returns what peers of a service on nodes with these addresses use; None for plaintext, which
-    is the default only where all nodes are loopback. Raises InvalidArgument if files are no
-    certificates.
+    """Returns the TLS material of the peers of a service on nodes with these addresses.
+
+    None means plaintext, the default if all nodes are loopback. Raises InvalidArgument if the files
+    are no certificates.
     """
     mode = config.mode or ("none" if all(map(is_loopback, addresses)) else "cluster")
     if mode == "none":
@@ -32,8 +34,8 @@ def _read_files(config: PeerTlsConfig) -> PeerTls:
         ca, certificate, key = (
             Path(str(path)).read_bytes() for path in (config.ca, config.certificate, config.key)
         )
-    except (OSError, ValueError) as error:  # of ssl, too
+    except (OSError, ValueError) as error:  # ssl raises both
         raise InvalidArgument(
-            f"peer_tls: no certificate with its key and its CA ({error})"
+            f"peer_tls: the files are not a certificate with its key and its CA ({error})"
         ) from None
     return PeerTls(ca=ca, certificate=certificate, key=key, name=config.name)

@@ -1,6 +1,4 @@
-"""Starts the other ranks of a worker as Ray actors, each in its own bundle of the worker's
-placement group.
-"""
+"""Starts the other ranks of a worker as Ray actors, each in its bundle of the placement group."""
 
 import asyncio
 import os
@@ -23,16 +21,15 @@ if TYPE_CHECKING:
 
 
 def node_host(host: str | None) -> str:
-    """Returns the interface that servers of this process bind: `host` if it is given, else the
-    node's address. An IPv6 address is in brackets.
+    """Returns the interface that servers of this process bind: `host`, else the node's address.
+
+    An IPv6 address is in brackets.
     """
     return host or in_brackets(str(get_node_ip_address()))  # type: ignore[no-untyped-call]
 
 
 def ray_dashboard_url() -> str:
-    """Returns the URL of the dashboard of the Ray that this process belongs to; empty if it has
-    none.
-    """
+    """Returns the URL of the dashboard of this process's Ray; empty if it has none."""
     if not ray.is_initialized():
         return ""
     found = str(ray.init(ignore_reinit_error=True, configure_logging=False).dashboard_url or "")
@@ -40,8 +37,9 @@ def ray_dashboard_url() -> str:
 
 
 class RankActor:
-    """Runs one rank other than 0. Its process ends as soon as rank 0 does. `threads` is called in
-    that process.
+    """Runs one rank other than 0. Its process ends as soon as rank 0 ends.
+
+    `threads` is called in that process.
     """
 
     def __init__(
@@ -56,20 +54,18 @@ class RankActor:
 
     async def start(self) -> str:
         """Starts the rank's server; returns its address, HOST:PORT."""
-        from ...workers.tp.rank_server import (
-            RankServer,  # imports torch, which routers, that import this file, must not
-        )
+        # Imports torch. Routers import this file and must not.
+        from ...workers.tp.rank_server import RankServer
 
-        await asyncio.to_thread(
-            ensure_tokenizer, Path(self._config.model)
-        )  # the cache is that of the node
+        # Each node has its own cache.
+        await asyncio.to_thread(ensure_tokenizer, Path(self._config.model))
         self._server = await RankServer.start(self._config)
         self._ending = asyncio.create_task(self._end())
         return self._server.address
 
     async def _end(self) -> None:
-        """Ends the process with rank 0: without it the engine might wait in a collective for half a
-        minute.
+        """Ends the process with rank 0; the engine might wait half a minute in a collective
+        otherwise.
         """
         await self._server.ended.wait()
         os._exit(0)
@@ -86,14 +82,16 @@ def start_ranks(
     environment: dict[str, str],
     gpu: bool,
 ) -> list[Any]:
-    """Returns the actor handles of ranks 1 to size - 1, whose `start` returns an address. Called by
-    the actor of rank 0, with which they end. `host` is the interface that all of them bind, None is
-    each one's node address. Ray's dashboard shows them by `worker_id`, rank and `label`.
+    """Returns the actor handles of ranks 1 to size - 1; each one's `start` returns an address.
+
+    The actor of rank 0 calls this, and the ranks end with it. `host`: the interface that all ranks
+    bind; None: each one's node address. Ray's dashboard shows the ranks by `worker_id`, rank and
+    `label`.
     """
     if size == 1:
         return []
     group = get_current_placement_group()
-    assert group is not None  # Serve has placed the calling replica in one
+    assert group is not None  # Serve has placed the calling replica in a group
     actor = ray.remote(RankActor)
     return [
         actor.options(

@@ -1,11 +1,10 @@
-"""Replaces a running service by another of the same name on the same Ray cluster, without a moment
-of no service.
+"""Replaces a running service by another of the same name on a Ray cluster, without interruption.
 
-Each deployment of a service is a Serve application of its own, see `status`. They share the
-directory, so the routers of both know the workers of both. The new one starts beside the old one;
-then the old workers drain, and their sequences move to the new ones; then the old application is
-deleted, whose routers let running streams end within their grace. New routers listen on the ports
-of the old ones meanwhile (see `runtime.PortClaim`).
+Each deployment of a service is a Serve application: see `status`. They share the directory, so the
+routers of both know the workers of both. The new one starts beside the old one. Then the old
+workers drain, and their sequences move to the new workers. Then the old application is deleted; its
+routers let running streams end within their grace. New routers listen on the ports of the old ones
+meanwhile: see `ports.PortClaim`.
 """
 
 import hmac
@@ -27,12 +26,13 @@ from ..config import TandemConfig
 from .identity_file import kept_salt, read_identity
 from .members import Continuity
 from .peer_tls import peer_tls
+from .ray_internals import begin_delete
 from .status import deployment_number, in_order
 
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS: Final = 30.0
-"""For the requests of the old workers; what is left then is computed again elsewhere."""
+"""The time that the old workers' requests have to end; other workers recompute the rest."""
 
 _CALL_SECONDS: Final = 10.0
 _CHECK_SECONDS: Final = 1.0
@@ -44,8 +44,9 @@ def applications_of(service: str) -> list[str]:
 
 
 def running_application(service: str) -> str | None:
-    """Returns the application of a service that runs, None if there is none. Raises Unavailable if
-    it is being replaced.
+    """Returns the running application of a service, or None.
+
+    Raises Unavailable if it is being replaced already.
     """
     names = applications_of(service)
     if len(names) > 1:
@@ -54,8 +55,10 @@ def running_application(service: str) -> str | None:
 
 
 def take_over(config: TandemConfig, folder: str, running: str | None, *, local: bool) -> Continuity:
-    """Returns what the service takes over from the running application, or begins with. Raises
-    Unavailable if it cannot replace that.
+    """Returns the continuity of the running application, or a new one without a running
+    application.
+
+    Raises Unavailable if the running application cannot be replaced.
     """
     if running is None:
         return first_continuity(config, folder, local=local)
@@ -63,7 +66,7 @@ def take_over(config: TandemConfig, folder: str, running: str | None, *, local: 
     try:
         handle = serve.get_app_handle(running)
         found: Continuity = handle.continuity.remote().result(timeout_s=_CALL_SECONDS)
-    except Exception as error:  # Ray raises what it likes
+    except Exception as error:  # Ray may raise any exception
         raise Unavailable(
             "name: the service of this name runs, but does not answer; stop it first"
         ) from error
@@ -72,8 +75,10 @@ def take_over(config: TandemConfig, folder: str, running: str | None, *, local: 
 
 
 def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) -> Continuity:
-    """Returns what a service begins with: with `identity_file` the same each time, without it only
-    what keeps cached prefixes beyond a restart. Raises NotFound if the file cannot be read.
+    """Returns the continuity of a new service; with `identity_file` it is the same each time.
+
+    Without that file, only the secret of prefixes in KV cache on disk outlives a restart. Raises
+    NotFound if the file cannot be read.
     """
     if config.identity_file is not None:
         identity = read_identity("", Path(config.identity_file))
@@ -90,12 +95,11 @@ def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) 
 
 
 def _kept_cache_secret(config: TandemConfig) -> bytes | None:
-    """Returns the secret of the tenants' salts if KV cache on disk outlives the identity; else
+    """Returns the secret of the tenants' salts if KV cache on disk outlives the identity, else
     None.
 
-    The launcher keeps a salt beside that cache and hands the secret to all routers, and to those of
-    a deployment that replaces this one. Where the launcher cannot keep it, tenants find no prefix
-    after a restart.
+    The launcher keeps a salt beside that cache and gives the secret to all routers, also of later
+    deployments. If it cannot keep the salt, tenants find no prefix after a restart.
     """
     folders = list(
         dict.fromkeys(Path(pool.kv_disk) for pool in config.pools.values() if pool.kv_disk)
@@ -121,7 +125,7 @@ def _layout(config: TandemConfig, folder: str) -> bytes:
 
 
 def check_continuity(service: str, running: Continuity, layout: bytes) -> None:
-    """Raises Unavailable if the running service cannot be replaced by one with this layout."""
+    """Raises Unavailable if a service with this layout cannot replace the running one."""
     if running.ends_with_launcher:
         raise Unavailable(
             f"name: the service {service!r} ends with the command that started its Ray; stop it "
@@ -135,8 +139,10 @@ def check_continuity(service: str, running: Continuity, layout: bytes) -> None:
 
 
 def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> None:
-    """Has the workers of a replaced application drain, and deletes it; `router` is of the one that
-    replaces it. Waits at most so many seconds for its end, beside the drain.
+    """Drains the workers of a replaced application, then deletes it.
+
+    `router` belongs to the application that replaces it. Waits at most `seconds` after the drain
+    for the end.
     """
     try:
         left = router.drain_others.remote(DRAIN_SECONDS).result(
@@ -144,9 +150,9 @@ def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> N
         )
         if left:
             log.warning("%d requests are left at the workers that are replaced", left)
-    except Exception as error:  # whatever it is, the streams go on by being computed again
+    except Exception as error:  # other workers recompute the streams, whatever failed
         log.warning("the workers that are replaced did not drain: %s", type(error).__name__)
-    serve.delete(application, _blocking=False)
+    begin_delete(application)
     gone = threading.Event()
     for _ in range(round(seconds / _CHECK_SECONDS) or 1):
         if application not in serve.status().applications:
@@ -156,9 +162,10 @@ def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> N
 
 
 class SuccessorWatch:
-    """Notices that an application has been replaced by a later one of its service.
+    """Calls `on_replaced` once a later application of the service has replaced this one.
 
-    Looks in a thread of its own: calls to a Ray that has died never end."""
+    Checks in a thread: calls to a Ray that has died never end.
+    """
 
     def __init__(self, service: str, application: str, on_replaced: Callable[[], object]) -> None:
         self._service = service
@@ -169,20 +176,20 @@ class SuccessorWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Looks no more; returns when the last look is over, or after a while."""
+        """Stops checking; waits a while for the last check."""
         self._stopped.set()
         self._thread.join(_CHECK_SECONDS)
 
     def _run(self) -> None:
         while not self._stopped.wait(_CHECK_SECONDS):
-            with suppress(Exception):  # Ray raises what it likes while parts of it are away
+            with suppress(Exception):  # Ray may raise any exception while parts of it are away
                 if is_replaced(self._service, self._application) and not self._stopped.is_set():
                     self._on_replaced()
                     return
 
 
 def is_replaced(service: str, application: str) -> bool:
-    """Returns whether the application is gone, or going, and a later one of its service is there."""
+    """Returns True if the application is gone or ending and a later one of its service exists."""
     found = serve.status().applications
     known = found.get(application)
     is_going = known is None or known.status == "DELETING"

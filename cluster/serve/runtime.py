@@ -1,11 +1,11 @@
-"""Composes the objects of a router: tokenizer, registry, admission, dispatcher, API servers. Does
-not import Ray.
+"""Composes the objects of a router: tokenizer, registry, admission, dispatcher, API servers.
+
+Does not import Ray.
 """
 
 import asyncio
-import socket
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import grpc
 
 from ...proto import worker_pb2
-from ...proto.addresses import is_loopback, open_socket, without_brackets
+from ...proto.addresses import is_loopback
 from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
 from ...proto.metrics import Metrics
@@ -42,16 +42,15 @@ from ..config import RouterConfig, TandemConfig, check_interface
 from ..scaling.reports import router_report
 from ..store.adapters import configured_adapters, named_adapter
 from ..store.generation_defaults import generation_defaults
+from .ports import bind_api_servers, bind_ops_server, port_of
 from .status import load_on_workers
 from .telemetry.monitor import RouterMonitor, open_spans
-
-_MAX_PORT: Final = 65_535
 
 _LAST_ANSWER_SECONDS: Final = 0.5  # for the errors of requests that did not end in time
 
 
 class RouterRuntime:
-    """Runs one router: started by `start`, gets the list of workers by `update`, ended by `stop`."""
+    """Runs one router: `start` starts it, `update` sets its workers, `stop` ends it."""
 
     def __init__(
         self,
@@ -67,21 +66,21 @@ class RouterRuntime:
         claims: ExitStack,
     ) -> None:
         self.authenticator = authenticator
-        self.watches = watches  # whose `run` takes keys and certificates as their files change
-        self.console = console  # whose `run` samples what the console shows
+        self.watches = watches  # their `run` reloads keys and certificates that change
+        self.console = console  # its `run` samples the figures that the console shows
         self._claims = claims
         self._registry = registry
         self._admission = admission
         self._dispatcher = dispatcher
         self._servers = servers
-        # HOST:PORT, with the host by which others reach this node.
-        self.grpc_address, self.http_address = (
-            f"{host}:{_port(bound)}" for bound in (servers.grpc_address, servers.http_address)
-        )
-        self.ops_address = ""  # once `serve_ops` has returned
+        # HOST:PORT; other nodes reach this one by `host`.
+        self.grpc_address = f"{host}:{port_of(servers.grpc_address)}"
+        self.http_address = f"{host}:{port_of(servers.http_address)}"
+        self.ops_address = ""  # until `serve_ops` has returned
         self._monitor = monitor
         self._is_stopping = False
-        self._host, self._bind = host, servers.http_address.rpartition(":")[0]
+        self._host = host
+        self._bind = servers.http_address.rpartition(":")[0]
 
     @classmethod
     async def start(
@@ -101,29 +100,42 @@ class RouterRuntime:
         adapters: AdapterRegistry | None = None,
         describe: Callable[[], Awaitable[dict[str, Any]]] | None = None,
     ) -> Self:
-        """Binds both API servers on `router.bind`, else `host`; not SERVING until there is a decode
-        worker.
+        """Binds both API servers on `router.bind`, else `host`; they do not serve without decode
+        workers.
 
-        `resume_key`: the secret of all routers, with which each goes on with the others' requests.
-        `cache_secret`: that with which each knows the prefix caches of tenants; None: the same.
-        `num_routers`: of the service, which may share a host; see `_addresses`. `replaced`: both
-        addresses of each router that those of `application` replace, which both may have; then
-        requests come at once, for which there are `workers`. `blocked_prompts`: see Dispatcher;
-        `adapters`: None has those of `config`; `describe`: see ConsoleFeed. Raises OSError or
-        RuntimeError if all its ports are taken, InvalidArgument if keys are needed or a file of
-        them is wrong.
+        `resume_key`: the secret that all routers share to continue each other's requests.
+        `cache_secret`: the secret by which all routers know tenants' prefix caches; None:
+            `resume_key`.
+        `num_routers`: of the service; several may share a host.
+        `workers`: known workers; requests come at once if this router replaces another.
+        `replaced`: the gRPC and HTTP addresses of each router that `application` replaces; this
+            router may bind them as well.
+        `blocked_prompts`: see Dispatcher.
+        `adapters`: None: the adapters in `config`.
+        `describe`: see ConsoleFeed.
+
+        Raises OSError or RuntimeError if all its ports are in use, InvalidArgument if keys are
+        needed or their file is invalid.
         """
         router, bind = config.router, config.router.bind or host
         check_interface(config.auth, bind)
         authenticator, watches = _authenticator(config.auth, bind, cache_secret or resume_key)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
-        monitor = _monitor(config, browsers := _browser_rules(config, host))
+        browsers = _browser_rules(config, host)
+        monitor = _monitor(config, browsers)
         admission = _admission(router, registry, monitor.metrics)
-        shared = blocked_prompts, adapters or configured_adapters(config)
         service, dispatcher = _service(
-            config, folder, registry, admission, monitor, identity, resume_key, *shared
+            config,
+            folder,
+            registry,
+            admission,
+            monitor,
+            identity,
+            resume_key,
+            blocked_prompts,
+            adapters or configured_adapters(config),
         )
-        with suppress(Unavailable):  # each chat then says so, and other requests are answered
+        with suppress(Unavailable):  # then each chat fails with it, and other requests succeed
             await service.model("").tokenizer.wait_for_chats()
         console = ConsoleFeed(service.telemetry, describe, registry.workers)
         start_servers = partial(
@@ -137,12 +149,14 @@ class RouterRuntime:
             shares_ports=True,
         )
         registry.update(workers)
-        known = _rebound(replaced, host, bind)
-        claim = partial(
-            PortClaim, application=application, shared={each for both in known for each in both}
-        )
-        servers, claims = await _listen(
-            start_servers, claim, _addresses(router, bind, num_routers, known)
+        servers, claims = await bind_api_servers(
+            start_servers,
+            router,
+            host=host,
+            bind=bind,
+            num_routers=num_routers,
+            application=application,
+            replaced=replaced,
         )
         return cls(
             host,
@@ -163,13 +177,11 @@ class RouterRuntime:
         await self._report_ready()
 
     def update_loads(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
-        """Takes over loads that the directory has, see WorkerRegistry.update_loads."""
+        """Applies loads from the directory: see WorkerRegistry.update_loads."""
         self._registry.update_loads(workers)
 
     async def keep_ready(self) -> None:
-        """Reports at once, without end, that no decode worker can be reached any more, or one
-        again.
-        """
+        """Reports, without end, when no decode worker can be reached and when one can be again."""
         changed = asyncio.Event()
         self._registry.on_reach = changed.set
         while True:
@@ -191,30 +203,26 @@ class RouterRuntime:
         application: str = "",
         replaced: Collection[str] = (),
     ) -> None:
-        """Serves /metrics, /live and /ready beside the API servers: on `port`, of several routers
-        of one host on those after it, else on any free one. `replaced`: their addresses at the
-        routers that this one replaces.
+        """Serves /metrics, /live and /ready on `port`, on one of the next ports, or on any free
+        port.
 
-        A router that replaces another listens beside it, so for as long as both are there, either
-        answers.
+        `replaced`: the ops addresses of the routers that this one replaces. While both run, either
+        answers on a shared port.
         """
-        wanted = [
-            port + index for index in range(num_routers) if port and port + index <= _MAX_PORT
-        ]
-        kept = [_port(each) for each in replaced if each.rpartition(":")[0] == self._host]
-        shared = [f"{self._bind}:{each}" for each in kept]
-        for each in (*([] if port else kept), *wanted, 0):
-            with suppress(OSError), ExitStack() as scope:
-                claim = scope.enter_context(
-                    closing(PortClaim(f"{self._bind}:{each}", application, shared))
-                )
-                bound = await self._monitor.ops.start(claim.address, shares_port=True)
-                self.ops_address = f"{self._host}:{_port(bound)}"
-                self._claims.push(scope.pop_all())
-                break
+        bound, claim = await bind_ops_server(
+            partial(self._monitor.ops.start, shares_port=True),
+            port,
+            host=self._host,
+            bind=self._bind,
+            num_routers=num_routers,
+            application=application,
+            replaced=replaced,
+        )
+        self._claims.push(claim)
+        self.ops_address = f"{self._host}:{port_of(bound)}" if bound else ""
 
     def report_demand(self) -> dict[str, float]:
-        """Returns what the requests of this router ask of the pools."""
+        """Returns the demand of this router's requests on the pools, for the autoscaling policy."""
         return router_report(self._admission, self._registry)
 
     def fail(self) -> None:
@@ -222,10 +230,12 @@ class RouterRuntime:
         self._monitor.ops.failure = "failed"
 
     async def stop(self, grace: float) -> None:
-        """Refuses new requests, gives running ones `grace` seconds, then ends everything. Who is
-        cut reads why.
+        """Refuses new requests, gives running ones `grace` seconds, then ends everything.
+
+        Requests that are cut off fail with the reason.
         """
-        self._is_stopping, self._monitor.ops.reason = True, "draining"
+        self._is_stopping = True
+        self._monitor.ops.reason = "draining"
         self._dispatcher.announce_stop()
         await self._servers.set_serving(False)
         asyncio.get_running_loop().call_later(grace, self._dispatcher.stop)
@@ -287,27 +297,6 @@ def _adapter_admin(
     )
 
 
-async def _listen(
-    start_servers: Callable[..., Awaitable[ApiServers]],
-    claim: Callable[[str], "PortClaim"],
-    addresses: Iterable[tuple[str, str]],
-) -> tuple[ApiServers, ExitStack]:
-    """Returns servers on the first two addresses that are free, and what gives them back. Raises
-    OSError or RuntimeError.
-    """
-    for both in addresses:
-        try:
-            with ExitStack() as scope:
-                claims = [scope.enter_context(closing(claim(each))) for each in both]
-                servers = await start_servers(
-                    grpc_address=claims[0].address, http_address=claims[1].address
-                )
-                return servers, scope.pop_all()
-        except (OSError, RuntimeError) as error:
-            taken = error
-    raise taken
-
-
 def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
     return ServedModel(
         name=config.served_name,
@@ -329,7 +318,8 @@ def _monitor(config: TandemConfig, browsers: BrowserRules) -> RouterMonitor:
 
 
 def _browser_rules(config: TandemConfig, host: str) -> BrowserRules:
-    # A page that has rebound its name has no key: where one is needed, any name will do.
+    # A page that has rebound its host name (DNS rebinding) has no key. If a key is required, any
+    # host name is safe.
     names = (host, *config.router.host_names) if config.auth.keys_file is None else (ANY_HOST,)
     return BrowserRules(host_names=names, cors_origins=config.router.cors_origins)
 
@@ -380,72 +370,3 @@ def _server_tls(router: RouterConfig, watches: list[FileWatch[Any]]) -> ServerTl
     tls = ServerTls(files.load())
     watches.append(FileWatch(files.paths, files.load, tls.replace))
     return tls
-
-
-def _addresses(
-    router: RouterConfig, host: str, num_routers: int, replaced: Collection[tuple[str, str]]
-) -> Iterator[tuple[str, str]]:
-    """Yields the addresses of both servers to try: the configured ports, and of several routers the
-    ones after them; if any port will do, first those (`replaced`) of routers on this host that are
-    replaced.
-
-    So a router that is started in place of another, on the same host, has the address by which
-    clients know that.
-    """
-    if not router.grpc_port and not router.http_port:
-        yield from replaced
-    for index in range(num_routers):
-        ports = [port + index if port else 0 for port in (router.grpc_port, router.http_port)]
-        if max(ports) <= _MAX_PORT:
-            yield f"{host}:{ports[0]}", f"{host}:{ports[1]}"
-    if num_routers > 1:
-        yield f"{host}:0", f"{host}:0"
-
-
-def _rebound(addresses: Iterable[tuple[str, str]], host: str, bind: str) -> list[tuple[str, str]]:
-    """Returns the addresses of the routers on this host, as they are bound there."""
-    return [
-        (f"{bind}:{_port(grpc_address)}", f"{bind}:{_port(http_address)}")
-        for grpc_address, http_address in addresses
-        if grpc_address.rpartition(":")[0] == host
-    ]
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])
-
-
-class PortClaim:
-    """Holds the right to listen on HOST:PORT until it is closed, or this process ends.
-
-    A router binds its ports so that others may bind them, too (SO_REUSEPORT); which of them may is
-    settled before. A port belongs to one router, and to one router of the deployment that replaces
-    its own.
-    """
-
-    def __init__(self, address: str, application: str, shared: Collection[str]) -> None:
-        """Port 0 takes a free one. `shared`: addresses of routers that the ones of `application`
-        replace.
-
-        Raises OSError if the port is taken.
-        """
-        host, _, port = address.rpartition(":")
-        is_shared = address in shared
-        if not is_shared:
-            with open_socket(host) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-                probe.bind((without_brackets(host), int(port)))
-                address = f"{host}:{probe.getsockname()[1]}"
-        # The probe lets a second one by until the first listens. A name of the abstract kind is
-        # bound once, and is free again however the process ends.
-        self._lock = socket.socket(socket.AF_UNIX)
-        try:
-            self._lock.bind(f"\0tandem {application if is_shared else ''} {address}")
-        except OSError:
-            self._lock.close()
-            raise
-        self.address = address
-
-    def close(self) -> None:
-        """Gives the right back. Idempotent."""
-        self._lock.close()

@@ -1,15 +1,14 @@
-"""Builds the Ray Serve application: the deployments `Router`, `PrefillPool` and `DecodePool`, their
-places and sizes.
+"""Builds the Ray Serve application: the deployments `Router`, `PrefillPool` and `DecodePool`.
 
-`build` is for whoever starts Serve by a configuration of its own, as KubeRay does:
+`build` is for launchers that start Serve from a configuration file of Serve, such as KubeRay:
 
     import_path: tandem.cluster.serve.serve_app:build
     args: the keys of a configuration file
 
-Where `tandem serve` makes what the processes of a service share and hands it on, here nothing may
-be made: Serve builds anew whenever the arguments change, also while replicas of the last build run,
-and on any node. So the identity comes from a file, and what depends on nodes from the configuration
-alone: at this time not all of them have joined.
+`tandem serve` generates the secrets that the processes of a service share. `build` must not: Serve
+calls it again on any node whenever the arguments change, also while replicas of the last build run.
+So it reads the identity from a file, and derives thread counts from the configuration alone, since
+not all nodes have joined yet.
 """
 
 import warnings
@@ -45,13 +44,13 @@ _POOLS: Final[dict[PoolRole, str]] = {"prefill": PREFILL_POOL, "decode": DECODE_
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Returns the application that `args` configure. Raises InvalidArgument, NotFound or
-    CheckpointError; Serve shows their text as the status of the application.
+    """Returns the application that `args` configure.
 
-    How many replicas there are may also be said by `num_replicas` of the deployments Router,
-    PrefillPool and DecodePool in Serve's configuration: that starts and stops replicas, where other
-    arguments replace all of them. Of a pool with `autoscaling` the `autoscaling_policy` of the
-    application decides, which Serve's configuration must name.
+    `num_replicas` of the deployments Router, PrefillPool and DecodePool in Serve's configuration
+    overrides the number of replicas. A change of it starts or stops replicas; a change of `args`
+    replaces all of them. The application's `autoscaling_policy`, which Serve's configuration must
+    name, sizes pools with `autoscaling`. Raises InvalidArgument, NotFound or CheckpointError; Serve
+    shows their text as the application's status.
     """
     config = load_config(None, args)
     if config.identity_file is None:
@@ -68,7 +67,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _nodes(config: TandemConfig) -> list[NodeOffer]:
-    """Returns the nodes of a cluster that has one for each replica."""
+    """Returns the nodes of a cluster with one node for each replica."""
     return [
         NodeOffer(resources=section.resources, labels=section.labels)
         for section, replicas in (
@@ -87,10 +86,9 @@ def build_app(
     num_routers: int,
     continuity: Continuity,
 ) -> serve.Application:
-    """Returns the application that serves the model in `folder`, which every node must have at that
-    path.
+    """Returns the application that serves the model in `folder`, a path that every node must have.
 
-    `nodes`: those of the cluster. Workers without a thread count of their own share the cores of
+    `nodes`: the nodes of the cluster. Workers without a configured thread count share the cores of
     their nodes.
     """
     pools = [
@@ -109,7 +107,7 @@ def build_app(
 
 
 def count_routers(config: TandemConfig, nodes: Sequence[NodeOffer]) -> int:
-    """Returns how many routers to start: as configured, or one on each node that may have one."""
+    """Returns the configured number of routers, or one for each node that fits a router."""
     return config.router.replicas or max(1, sum(node.takes(config.router) for node in nodes))
 
 
@@ -132,9 +130,8 @@ def _bind_pool(
         bundle = {"CPU": max(pool.num_cpus, _LEAST_CPUS), **pool.resources, **gpus}
         options["placement_group_bundles"] = [bundle] * pool.tp
         options["placement_group_strategy"] = pool.placement
-        if labels := options["ray_actor_options"].pop(
-            "label_selector", None
-        ):  # the group has it instead
+        # The labels select the nodes of the group instead of the actor's node.
+        if labels := options["ray_actor_options"].pop("label_selector", None):
             options["placement_group_bundle_label_selector"] = [labels] * pool.tp
     deployment: Any = serve.deployment(WorkerPool, name=_POOLS[role], **options)
     return cast(
@@ -144,23 +141,24 @@ def _bind_pool(
 
 
 def _reports_to(config: TandemConfig) -> ScalingConfig | None:
-    """Returns the ScalingConfig by which deployments without one of their own report to the policy
-    of the application; None if no pool has one.
+    """Returns the ScalingConfig for deployments that are not autoscaled; None if no pool is.
+
+    They report their load to the application's policy.
     """
     found = [pool.autoscaling for pool in config.pools.values() if pool.autoscaling is not None]
     return min(found, key=lambda each: each.window_seconds, default=None)
 
 
 def _number_options(fewest: int, most: int, scaling: ScalingConfig | None) -> dict[str, Any]:
-    """Returns the options that say how many replicas there are. With `scaling` they report to the
-    policy of the application; its delays are the policy's own.
+    """Returns the options that set the number of replicas.
+
+    With `scaling`, the replicas report to the application's policy, which applies its own delays.
     """
     if scaling is None:
         return {"num_replicas": fewest}
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of a metrics_interval_s that is not the default: nothing else sets it yet
+        # Ray warns that metrics_interval_s is not the default, but has no other way to set it.
+        warnings.simplefilter("ignore")
         config = AutoscalingConfig(
             min_replicas=fewest,
             max_replicas=most,

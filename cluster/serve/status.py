@@ -1,8 +1,7 @@
-"""Names the deployments of a service, and asks its workers themselves: for their status, to drain,
-to load adapters.
+"""Names the deployments of a service, and calls its workers: status, drain, load of adapters.
 
-Each deployment is a Serve application of its own, NAME, then NAME.2, NAME.3 and so on, with its
-status page at the route of its name. Does not import Ray.
+Each deployment is a Serve application: NAME, then NAME.2, NAME.3 and so on, with its status page at
+the route of its name. Does not import Ray.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ _LOAD_SECONDS: Final = 60.0  # of an adapter
 
 
 def deployment_number(service: str, application: str) -> int:
-    """Returns which deployment of the service an application is, from 1 on; 0 for others'."""
+    """Returns the number of an application among the service's deployments, from 1; 0 for others."""
     found = re.fullmatch(rf"{re.escape(service)}(?:\.(\d+))?", application)
     return 0 if found is None else int(found[1] or 1)
 
@@ -39,19 +38,21 @@ def following(service: str, running: str | None) -> str:
 
 
 def in_order(service: str, applications: Iterable[str]) -> list[str]:
-    """Returns those that are deployments of the service, the oldest first."""
+    """Returns the deployments of the service among `applications`, the oldest first."""
     numbered = {deployment_number(service, name): name for name in applications}
     return [numbered[number] for number in sorted(numbered) if number]
 
 
 def service_of(application: str) -> str:
-    """Returns the name of the service of which an application is a deployment."""
+    """Returns the name of the service that an application is a deployment of."""
     return re.sub(r"\.\d+$", "", application)
 
 
 class WorkerStatuses:
-    """Tells the status of the workers that a router knows. They are asked once for all who want it
-    at about the same time, over channels that are kept until a worker is gone.
+    """Asks the workers that a router knows for their status.
+
+    Callers at about the same time share one request to each worker. Channels stay open until their
+    worker is gone.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class WorkerStatuses:
         self._described = SharedResult(self._describe, _FRESH_SECONDS)
 
     async def get(self) -> list[dict[str, Any]]:
-        """Returns each worker as plain data, sorted by id: the fields of GetStatusResponse and
-        WorkerInfo by their names, `id`, `role`, `state` (ready, draining, or silent for one that
-        does not answer within a second), and `transports` by the endpoint of each rank from which
-        it has pulled KV cache.
+        """Returns each worker as plain data, sorted by id.
+
+        Each has the fields of GetStatusResponse and WorkerInfo by their names, `id`, `role`,
+        `state` (ready, draining, or silent if it does not answer within a second), and `transports`
+        by the endpoint of each rank from which it has pulled KV cache.
         """
         return await self._described.get()
 
@@ -84,7 +86,7 @@ class WorkerStatuses:
         )
 
     async def _keep(self, addresses: Collection[str]) -> None:
-        """Has a channel to each of these addresses, and to no other."""
+        """Opens and closes channels until there is one to each of these addresses, and no other."""
         gone = [self._channels.pop(address) for address in self._channels.keys() - set(addresses)]
         for address in addresses:
             if address not in self._channels:
@@ -110,8 +112,9 @@ def describe_routers(routers: Iterable[RouterInfo], *, has_tls: bool) -> list[di
 async def drain_workers(
     addresses: Sequence[str], timeout: float, identity: PeerIdentity
 ) -> list[int | None]:
-    """Has workers refuse new requests; returns how many each has left, when it has none or after
-    the timeout, or None for one that does not answer.
+    """Tells workers to refuse new requests; waits until they have none, or for the timeout.
+
+    Returns the number of requests left at each worker, None for one that does not answer.
     """
     return await asyncio.gather(*(_drain(address, timeout, identity) for address in addresses))
 
@@ -119,8 +122,10 @@ async def drain_workers(
 async def load_on_workers(
     adapter: LoraAdapter, addresses: Sequence[str], identity: PeerIdentity
 ) -> None:
-    """Has workers load an adapter. Raises InvalidArgument with the first reason why one cannot,
-    Unavailable if none answers; those that do not will load it with their first request.
+    """Tells workers to load an adapter.
+
+    Workers that do not answer load it with their first request. Raises InvalidArgument with the
+    first reason why a worker cannot load it, Unavailable if no worker answers.
     """
     message = worker_pb2.Adapter(folder=adapter.folder, fingerprint=adapter.fingerprint)
     reasons = await asyncio.gather(*(_load(address, message, identity) for address in addresses))
@@ -164,7 +169,7 @@ async def _describe(worker: worker_pb2.WorkerInfo, channel: PeerChannel) -> dict
         status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
         state = "draining" if status.info.draining else "ready"
     except grpc.aio.AioRpcError:
-        pass  # `state` says so
+        pass  # the state stays "silent"
     role = worker_pb2.Role.Name(status.info.role).removeprefix("ROLE_").lower()
     fields = _scalars(status) | _scalars(status.info)
     transports = dict(sorted(status.transports.items()))
@@ -173,9 +178,7 @@ async def _describe(worker: worker_pb2.WorkerInfo, channel: PeerChannel) -> dict
 
 
 def _scalars(message: Message) -> dict[str, Any]:
-    """Returns the fields of a message that hold a number, text, flag or bytes, these as hex digits,
-    by name.
-    """
+    """Returns the scalar fields of a message by name; bytes as hex digits."""
     names = [field.name for field in message.DESCRIPTOR.fields if field.message_type is None]
     values = {name: getattr(message, name) for name in names}
     return {

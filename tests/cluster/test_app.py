@@ -96,10 +96,8 @@ def test_a_start_that_times_out_is_one_line(
         monkeypatch.setattr(name, lambda *args, **kwargs: None)
     monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={}))
     monkeypatch.setattr("ray.nodes", lambda: [])
-    options = SimpleNamespace(host="127.0.0.1", port=8000)
     monkeypatch.setattr(
-        "tandem.cluster.serve.launch._get_global_client",
-        lambda: SimpleNamespace(http_config=options),
+        "tandem.cluster.serve.launch.serve_http_address", lambda: ("127.0.0.1", 8000)
     )
     monkeypatch.setattr("tandem.cluster.serve.launch.close_directory", lambda name: None)
     monkeypatch.setattr(

@@ -93,5 +93,7 @@ def test_certificates_are_read_from_files(tmp_path: Path) -> None:
     )
     assert peer_tls(config, LOOPBACK) == made
     (tmp_path / "key").write_bytes(make_peer_tls("peer.example").key)
-    with pytest.raises(InvalidArgument, match="peer_tls: no certificate with its key"):
+    with pytest.raises(
+        InvalidArgument, match="peer_tls: the files are not a certificate with its key"
+    ):
         peer_tls(config, LOOPBACK)

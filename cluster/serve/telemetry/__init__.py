@@ -1,1 +1,1 @@
-"""What leaves the processes of a service for its operators: metrics through Ray, traces, logs."""
+"""Metrics through Ray, traces and logs of the processes of a service."""

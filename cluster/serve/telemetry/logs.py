@@ -1,4 +1,4 @@
-"""Writes logs as lines of JSON, each with the request and the trace that it is about."""
+"""Writes logs as lines of JSON, each with its request id and trace id."""
 
 import json
 import logging
@@ -19,12 +19,14 @@ _NAMES: Final = (
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line: time, level, logger, message, the request's id and trace, if
-    there are any, and further fields of the record.
+    """Formats a record as one line of JSON.
+
+    Its fields: time, level, logger, message, the ids of the request and the trace if there are any,
+    and further fields of the record.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter."""
+        """DELETE"""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname.lower(),
@@ -41,7 +43,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def write_json_logs(stream: TextIO | None = None) -> None:
-    """Has all loggers of ours write JSON to `stream`, by default stderr, from level INFO on.
+    """Makes all of Tandem's loggers write JSON to `stream`, by default stderr, from level INFO on.
+
     Idempotent.
     """
     logger = logging.getLogger("tandem")
@@ -53,8 +56,9 @@ def write_json_logs(stream: TextIO | None = None) -> None:
 
 
 def log_request(ended: EndedRequest) -> None:
-    """Writes a line about a request that has ended: what it took, nothing of its text; none about
-    one that was refused.
+    """Logs a line about a request that has ended: its timeline, nothing of its text.
+
+    Logs nothing about a request that was refused.
     """
     if ended.was_refused:
         return

@@ -1,4 +1,4 @@
-"""Composes what a router counts, traces and logs with the server that shows it."""
+"""Composes a router's metrics, traces and logs with the server of its ops pages."""
 
 import asyncio
 from collections import Counter
@@ -34,7 +34,7 @@ _POOLS: Final = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "de
 
 
 class RouterMonitor:
-    """Holds what the parts of a router report to, and the server of /metrics, /live and /ready."""
+    """Holds a router's metrics, logs and traces, and the server of /metrics, /live and /ready."""
 
     def __init__(
         self,
@@ -45,8 +45,9 @@ class RouterMonitor:
         spans: "SpanRecorder | None" = None,
         logs_requests: bool = False,
     ) -> None:
-        """Without `counts` nothing is counted, and there is no /metrics. `spans` records, and
-        `logs_requests` logs each request at its end.
+        """Creates the telemetry objects; without `counts` there are no metrics and no /metrics.
+
+        `spans` records each request at its end, `logs_requests` logs it.
         """
         self._figures = PrometheusMetrics(model_name) if counts else None
         self._spans = spans
@@ -58,19 +59,18 @@ class RouterMonitor:
         self.ops = OpsServer(render, CONTENT_TYPE, browsers)
 
     def watch(self, admission: Admission, dispatcher: Dispatcher, registry: WorkerRegistry) -> None:
-        """Has the gauges read whenever somebody scrapes.
+        """Reads the gauges at each scrape.
 
-        Running and waiting requests are the router's own, so that their sum over routers is that of
-        the service. What
-        it knows of workers every router knows: there the greatest over routers is right, not the
-        sum.
+        Running and waiting requests are the router's, so their sum over routers is the service's
+        number. Every router knows all workers: for gauges of workers the maximum over routers is
+        right, not the sum.
         """
         if self._figures is not None:
             self._figures.before_each_scrape(self.telemetry.count_running)
             self._figures.before_each_scrape(lambda: self._read(admission, dispatcher, registry))
 
     async def close(self) -> None:
-        """Ends the server, once it has begun, and exports the last spans."""
+        """Stops the server if it has started, and exports the last spans."""
         await self.ops.stop()
         if self._spans is not None:
             await asyncio.wait(
@@ -101,15 +101,18 @@ class RouterMonitor:
 def open_spans(
     endpoint: str | None, sample_ratio: float, service: str, model_name: str
 ) -> "SpanRecorder | None":
-    """Returns what sends spans to a collector's URL; None without one. Raises InvalidArgument if a
-    package lacks.
+    """Returns a recorder that exports spans to a collector's URL; None without one.
+
+    Raises InvalidArgument if a package is not installed.
     """
     if endpoint is None:
         return None
     try:
-        from .tracing import SpanRecorder, otlp_sink  # which most services do without
+        from .tracing import SpanRecorder, otlp_sink  # needs packages that most services lack
 
         sink = otlp_sink(endpoint)
     except ModuleNotFoundError:
-        raise InvalidArgument("needs the extra tandem-llm[otel]", "tracing.endpoint") from None
+        raise InvalidArgument(
+            "needs the extra tandem-llm[otel]; install it", "tracing.endpoint"
+        ) from None
     return SpanRecorder(sink, service=service, model_name=model_name, sample_ratio=sample_ratio)

@@ -1,6 +1,4 @@
-"""Hands the metrics of a worker to Ray, whose agent on each node serves them with those of Ray
-itself.
-"""
+"""Passes the metrics of a worker to Ray; Ray's agent on each node serves them with Ray's own."""
 
 import asyncio
 from itertools import count
@@ -11,27 +9,25 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from ....proto.metrics import METRICS, Metric
 
 _TAGS: Final = ("model_name", "pool")
-_SECONDS: Final = 5.0  # between two reports; Ray's agent takes them every ten seconds
-_INTEGRITY_BEATS: Final = 3  # reports for one of the integrity, which costs a worker up to 10 ms
+_SECONDS: Final = 5.0  # between two reports; Ray's agent collects them every ten seconds
+_INTEGRITY_BEATS: Final = 3  # every third report checks the integrity, which takes up to 10 ms
 
 
 class Reporter(Protocol):
-    """Is a worker that has figures to report."""
+    """A worker that reports metrics."""
 
     async def report_metrics(self, with_integrity: bool) -> None: ...
 
 
 async def report_metrics(worker: Reporter) -> None:
-    """Has a worker report its figures every few seconds, for ever."""
+    """Makes a worker report its metrics every few seconds, without end."""
     for beat in count():
         await worker.report_metrics(with_integrity=beat % _INTEGRITY_BEATS == 0)
         await asyncio.sleep(_SECONDS)
 
 
 class RayMetrics:
-    """Is a `Metrics` for a process of a Ray cluster. Ray adds the worker's id and node to each
-    series.
-    """
+    """Implements `Metrics` with Ray's metrics. Ray adds the worker's id and node to each series."""
 
     def __init__(self, model_name: str, pool: str) -> None:
         self._metrics = {
@@ -41,16 +37,13 @@ class RayMetrics:
         }
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
-        """See Metrics."""
         if amount > 0:  # Ray refuses 0
             self._metrics[metric].inc(amount, tags=labels)
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
-        """See Metrics."""
         self._metrics[metric].set(float(value), tags=labels)
 
     def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
-        """See Metrics."""
         for _ in range(count):
             self._metrics[metric].observe(value, tags=labels)
 
@@ -64,8 +57,7 @@ def _make(metric: Metric, model_name: str, pool: str) -> Any:
     elif metric.kind == "gauge":
         made = Gauge(metric.name, metric.help, tag_keys=keys)
     else:
-        made = Counter(
-            metric.name.removesuffix("_total"), metric.help, tag_keys=keys
-        )  # Ray adds it again
+        # Ray adds the suffix again.
+        made = Counter(metric.name.removesuffix("_total"), metric.help, tag_keys=keys)
     made.set_default_tags({"model_name": model_name, "pool": pool})
     return made

@@ -1,8 +1,7 @@
-"""Exports a span for each request over OTLP, with children from its timeline. Imported only where
-it is configured.
+"""Exports a span for each request over OTLP, with children from its timeline.
 
-Names and attributes are those of OpenTelemetry's conventions for generative AI, and
-`gen_ai.latency.*` as in vLLM.
+Imported only if it is configured. Names and attributes follow OpenTelemetry's conventions for
+generative AI; `gen_ai.latency.*` are as in vLLM.
 """
 
 from typing import Final
@@ -35,7 +34,10 @@ class SpanRecorder:
     def __init__(
         self, sink: SpanExporter, *, service: str, model_name: str, sample_ratio: float = 1.0
     ) -> None:
-        """`sample_ratio`: of the requests whose caller has not decided whether they are traced."""
+        """Starts without spans.
+
+        `sample_ratio`: of the requests whose caller has not decided whether they are traced.
+        """
         self._model_name = model_name
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": service}),
@@ -70,13 +72,14 @@ class SpanRecorder:
         span.end(begin)
 
     def close(self) -> None:
-        """Exports what is left; takes a while if nobody answers."""
+        """Exports the remaining spans; takes a while if the collector does not answer."""
         self._provider.shutdown()
 
 
 def otlp_sink(endpoint: str) -> SpanExporter:
-    """Returns what sends spans to a collector's URL. Raises ModuleNotFoundError without the extra
-    `otel`.
+    """Returns an exporter of spans to a collector's URL.
+
+    Raises ModuleNotFoundError without the extra `otel`.
     """
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 

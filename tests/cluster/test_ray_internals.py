@@ -1,0 +1,121 @@
+"""Tests that one module alone uses private parts of Ray, and that the installed Ray has them."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tandem.cluster.serve import ray_internals
+from tandem.proto.errors import Unavailable
+from tandem.tests.source import Module, imported_names, package_modules
+
+GUARDED = "tandem.cluster.serve.ray_internals"
+
+CALLS = """
+import time
+
+import psutil
+
+from tandem.cluster.serve.environment import prepare_ray_environment
+
+prepare_ray_environment(None)
+
+from ray import serve
+
+from tandem.cluster.config import load_config
+from tandem.cluster.serve.ray_internals import begin_delete, serve_http_address
+from tandem.cluster.serve.ray_session import local_ray
+from tandem.proto.addresses import free_port
+
+
+class App:
+    pass
+
+
+with local_ray(load_config(None, {"model": "m"})):
+    commands = [" ".join(each.cmdline()) for each in psutil.Process().children()]
+    assert commands and not any("log_monitor" in each for each in commands), commands
+    port = free_port("127.0.0.1")
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    assert serve_http_address() == ("127.0.0.1", port)
+    serve.run(serve.deployment(App).bind(), name="app", route_prefix="/app")
+    assert serve.status().applications["app"].status == "RUNNING"
+    began = time.monotonic()
+    begin_delete("app")
+    assert time.monotonic() - began < 0.9
+    while "app" in serve.status().applications:
+        assert time.monotonic() - began < 60
+        time.sleep(0.1)
+"""
+
+
+def private_uses(module: Module) -> Iterator[str]:
+    """Yields the private names of Ray that a module imports, reads or passes as keywords."""
+    yield from filter(is_private, imported_names(module))
+    for node in module.nodes:
+        if isinstance(node, ast.Attribute) and is_private(name := ast.unparse(node)):
+            yield name
+        if isinstance(node, ast.Call) and is_of_ray(name := ast.unparse(node.func)):
+            yield from (f"{name}({each.arg}=)" for each in node.keywords if is_private_arg(each))
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and is_private(node.value)
+        ):
+            yield node.value
+
+
+def is_of_ray(name: str) -> bool:
+    return name.split(".")[0] in ("ray", "serve")
+
+
+def is_private(name: str) -> bool:
+    return is_of_ray(name) and "._" in name and "\n" not in name
+
+
+def is_private_arg(keyword: ast.keyword) -> bool:
+    return keyword.arg is not None and keyword.arg.startswith("_")
+
+
+def test_one_module_alone_uses_private_parts_of_ray() -> None:
+    found = {module.name: list(private_uses(module)) for module in package_modules()}
+    assert {name for name, uses in found.items() if uses} == {GUARDED}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from ray.serve._private import client",
+        "from ray.serve.context import _get_global_client",
+        "import ray._raylet",
+        "import ray\nray._private.worker._global_node",
+        "from ray import serve\nserve.delete('x', _blocking=False)",
+        "import_module('ray._private.worker')",
+    ],
+)
+def test_private_uses_are_found(source: str) -> None:
+    assert list(private_uses(Module(name="tandem.cluster.x", source=source)))
+
+
+def test_a_missing_part_is_named_with_the_version_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("ray.serve.context._get_global_client")
+    with pytest.raises(
+        Unavailable, match=r"^Ray [\d.]+ lacks ray.serve.context._get_global_client"
+    ):
+        ray_internals.serve_http_address()
+    monkeypatch.setattr("ray._private.worker._global_node", object())
+    with pytest.raises(Unavailable, match=r"^Ray [\d.]+ lacks `kill_log_monitor` of its node"):
+        ray_internals.stop_log_monitor()
+    monkeypatch.setattr("ray.serve.delete", lambda name: None)
+    with pytest.raises(Unavailable, match=r"^Ray [\d.]+ lacks the parameter `_blocking`"):
+        ray_internals.begin_delete("tandem")
+
+
+@pytest.mark.io
+def test_the_installed_ray_has_every_private_part() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
