@@ -1,10 +1,10 @@
 """Makes the OpenAPI document: what each path takes and returns."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -29,7 +29,6 @@ def _object(optional: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]
 
 _STRING: Final = {"type": "string"}
 _INTEGER: Final = {"type": "integer"}
-_KEY: Final = {"type": "http", "scheme": "bearer"}
 _NULL: Final = {"type": "null"}
 _MODEL: Final = _object(
     id=_STRING,
@@ -64,18 +63,6 @@ _SCHEMAS: Final = {
 }
 
 
-def responses(
-    schema: str = "", *errors: int, form: str = "Error"
-) -> dict[int | str, dict[str, Any]]:
-    """Returns the descriptions of a path's responses: of success, if its `schema` is named, and of
-    error statuses; `form`: the schema of errors.
-    """
-    found: dict[int | str, dict[str, Any]] = (
-        {200: {"description": "OK", **_content(schema)}} if schema else {}
-    )
-    return found | {status: {"description": _ERRORS[status], **_content(form)} for status in errors}
-
-
 _ERRORS: Final = {
     400: "A field is wrong; `param` names it.",
     401: "The service needs an API key, and this one is not valid.",
@@ -90,79 +77,117 @@ _ERRORS: Final = {
 }
 
 
-def _content(schema: str) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": {"$ref": _REF.format(model=schema)}}}}
+READ_ERRORS: Final = (400, 401, 403, 404, 413, 415, 429)
+"""The statuses of errors of a path that takes a body and generates nothing."""
+
+MODEL_NAME: Final = {"name": "name", "in": "path", "required": True, "schema": _STRING}
+"""The parameter in the path of one model."""
+
+_GENERATION_HEADERS: Final = (
+    {
+        "name": REQUEST_ID,
+        "in": "header",
+        "description": "Names the request in logs and in the answer.",
+        "schema": {
+            "type": "string",
+            "maxLength": MAX_REQUEST_ID_CHARACTERS,
+            "pattern": "^[ -~]*$",
+        },
+    },
+    {
+        "name": REQUEST_TIMEOUT,
+        "in": "header",
+        "description": (
+            "Seconds from arrival to the end of the response. A request that takes longer ends "
+            "with 504."
+        ),
+        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_SECONDS},
+    },
+)
 
 
-def request_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns the description of a JSON body of this kind."""
-    return {"requestBody": {"required": True, **_content(kind.__name__)}}
+@dataclass(frozen=True)
+class Operation:
+    """Describes what a path does. It takes POST if it has a body, else GET."""
+
+    summary: str
+    success: dict[str, Any]  # the description of the response of status 200
+    errors: Sequence[int]  # the other statuses
+    body: type[BaseModel] | None = None
+    error_schema: str = "Error"
+    parameters: Sequence[dict[str, Any]] = ()
+
+    @property
+    def method(self) -> str:
+        return "GET" if self.body is None else "POST"
+
+    def describe(self, path: str) -> dict[str, Any]:
+        """Returns the part of the document about this path."""
+        responses = {
+            str(status): {"description": _ERRORS[status]} | _content(self.error_schema)
+            for status in self.errors
+        }
+        described: dict[str, Any] = {
+            "summary": self.summary,
+            "operationId": re.sub(r"\W+", "_", f"{self.method.lower()}{path}").strip("_"),
+            "responses": {"200": self.success} | responses,
+        }
+        if self.body is not None:
+            described["requestBody"] = {"required": True} | _content(self.body.__name__)
+        if self.parameters:
+            described["parameters"] = list(self.parameters)
+        return {self.method.lower(): described}
 
 
-def command(kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns the description of a path that does something and says so in a line."""
-    return request_body(kind) | {
-        "responses": {"200": {"description": "OK", "content": {"text/plain": {}}}}
-    }
+def ok(schema: str = "") -> dict[str, Any]:
+    """Describes a success with a JSON body. `schema`: its name, "" for any JSON."""
+    return {"description": "OK"} | _content(schema)
 
 
 def generation(
-    kind: type[BaseModel], made: str, members: Sequence[str] = ("id", "choices", "usage")
-) -> dict[str, Any]:
-    """Returns the description of a path that generates: its body, its headers, the forms of its
-    response, which whole is an object with these `members`.
+    summary: str,
+    body: type[BaseModel],
+    made: str,
+    members: Sequence[str] = ("id", "choices", "usage"),
+    error_schema: str = "Error",
+) -> Operation:
+    """Describes a path that generates.
+
+    `made`: the result, an object with these `members` if it is not streamed.
     """
     content: dict[str, Any] = {
         "application/json": {"schema": {"type": "object", "required": list(members)}}
     }
     description = f"A {made}."
-    if "stream" in kind.model_fields:
+    if "stream" in body.model_fields:
         content["text/event-stream"] = {}
         description = (
             f"A {made}; with `stream` as server-sent events, of which the last may be an error."
         )
-    return request_body(kind) | {
-        "parameters": [
-            {
-                "name": REQUEST_ID,
-                "in": "header",
-                "description": "Names the request in logs and in the answer.",
-                "schema": {
-                    "type": "string",
-                    "maxLength": MAX_REQUEST_ID_CHARACTERS,
-                    "pattern": "^[ -~]*$",
-                },
-            },
-            {
-                "name": REQUEST_TIMEOUT,
-                "in": "header",
-                "description": "Seconds from arrival to the end of the response; what takes longer ends with 504.",
-                "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_SECONDS},
-            },
-        ],
-        "responses": {"200": {"description": description, "content": content}},
+    success = {"description": description, "content": content}
+    errors = (*READ_ERRORS, 500, 503, 504)
+    return Operation(summary, success, errors, body, error_schema, _GENERATION_HEADERS)
+
+
+def document(version: str, operations: Mapping[str, Operation]) -> dict[str, Any]:
+    """Returns the whole document. `operations`: by path."""
+    kinds = dict.fromkeys(each.body for each in operations.values() if each.body is not None)
+    _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Tandem", "version": version, "description": _DESCRIPTION},
+        "paths": {path: each.describe(path) for path, each in operations.items()},
+        "components": {
+            "schemas": _SCHEMAS | schemas["$defs"],
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],  # the configuration decides whether a key is needed
     }
 
 
-def document(app: FastAPI, version: str, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
-    """Returns the whole document, made once and kept in the app. `bodies`: of all requests."""
-    if app.openapi_schema is None:
-        made = get_openapi(
-            title="Tandem", version=version, description=_DESCRIPTION, routes=app.routes
-        )
-        _, schemas = models_json_schema(
-            [(kind, "validation") for kind in bodies], ref_template=_REF
-        )
-        made["components"] = {
-            "schemas": _SCHEMAS | schemas["$defs"],
-            "securitySchemes": {"key": _KEY},
-        }
-        made["security"] = [{"key": []}, {}]  # by configuration
-        for path in made["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)  # FastAPI's own check of bodies is not used
-        app.openapi_schema = made
-    return app.openapi_schema
+def _content(schema: str) -> dict[str, Any]:
+    found = {"$ref": _REF.format(model=schema)} if schema else {}
+    return {"content": {"application/json": {"schema": found}}}
 
 
 _DESCRIPTION: Final = (

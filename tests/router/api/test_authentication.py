@@ -36,7 +36,7 @@ from tandem.tests.router.fake_source import FakeTokenSource
 SECRET = b"s" * 32
 WAIT = 10.0
 KEYS = (api_key("ada", max_priority=3), api_key("bob"))
-PATHS = ("/version", "/v1/models", "/v1/models/tiny", "/docs", "/openapi.json", "/nowhere")
+PATHS = ("/version", "/v1/models", "/v1/models/tiny", "/openapi.json", "/nowhere")
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "tiny", "prompt": "hi", "max_tokens": 4},
     "/v1/chat/completions": {

@@ -119,7 +119,7 @@ async def test_models_and_version(http: httpx.AsyncClient) -> None:
 
 
 async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
-    """It is OpenAPI; each of our bodies satisfies it; and it is shown as a page."""
+    """It is OpenAPI, and each of our bodies satisfies it."""
     document = (await http.get("/openapi.json")).json()
     assert document["openapi"].startswith("3.1")
     posts = {
@@ -148,8 +148,6 @@ async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
         ):
             with pytest.raises(jsonschema.ValidationError):
                 jsonschema.validate(wrong, schema)
-    page = await http.get("/docs")
-    assert (page.status_code, "/openapi.json" in page.text) == (200, True)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -16,7 +16,7 @@ from tandem.tests.router.conftest import Service
 
 CANARY = "canary-7e1b44"
 KEY = f"sk-{CANARY}"
-OURS = ("tandem", "uvicorn", "asyncio", "grpc", "fastapi", "starlette", "root", "concurrent")
+OURS = ("tandem", "uvicorn", "asyncio", "grpc", "starlette", "root", "concurrent")
 MESSAGES = [{"role": "user", "content": CANARY, "name": CANARY}]
 TOOL = {"type": "function", "function": {"name": CANARY, "description": CANARY}}
 ANSWER = CANARY.encode()

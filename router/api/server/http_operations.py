@@ -1,0 +1,227 @@
+"""Lists the paths of the HTTP APIs that take a body, and answers the bodies.
+
+Each function takes the service, the body, the id of the request and its context. Most raise
+TandemError, which `respond` turns into a response.
+"""
+
+import json
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final
+
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from ....proto import inference_pb2
+from ....proto.errors import TandemError
+from ...frontend.fair_threads import COPYING
+from ...frontend.prepare import RequestContext
+from ..anthropic.answers import ANTHROPIC_FORM
+from ..anthropic.bodies import CountTokensBody, MessagesBody
+from ..anthropic.requests import parse_count_tokens, parse_messages
+from ..openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadLoraAdapterBody,
+    TokenizeBody,
+    UnloadLoraAdapterBody,
+)
+from ..openai.embeddings import (
+    EMBEDDINGS_FORM,
+    SCORE_FORM,
+    EmbeddingsBody,
+    ScoreBody,
+    make_score_request,
+    parse_embeddings,
+)
+from ..openai.openapi import READ_ERRORS, Operation, generation, ok
+from ..openai.parsing import json_list, parse
+from ..openai.requests import ParsedRequest, parse_chat, parse_completion, parse_tokenize
+from ..openai.respond import off_loop
+from ..openai.streaming import OPENAI_FORM, AnswerForm, GenerationResponse
+from ..responses.answers import RESPONSES_FORM
+from ..responses.bodies import ResponsesBody
+from ..responses.requests import parse_responses
+from ..service import GenerationService
+
+
+async def _generate(
+    parse_body: Callable[[bytes, str], ParsedRequest],
+    form: AnswerForm,
+    service: GenerationService,
+    body: bytes,
+    request_id: str,
+    context: RequestContext,
+) -> Response:
+    """Generates for a body that `parse_body` translates, and answers in `form`."""
+    parsed = await off_loop(context.caller.turn, body, parse_body, request_id)
+    return GenerationResponse(service, parsed, context, form)
+
+
+async def _score(
+    service: GenerationService, body: bytes, request_id: str, context: RequestContext
+) -> Response:
+    """Scores text_2 given text_1 with log probabilities."""
+    parsed = await off_loop(context.caller.turn, body, partial(parse, ScoreBody))
+    model = service.model(parsed.model or "")
+    request = await make_score_request(parsed, model, request_id, context.caller)
+    return GenerationResponse(service, request, context, SCORE_FORM)
+
+
+async def _count_tokens(
+    service: GenerationService, body: bytes, _request_id: str, context: RequestContext
+) -> Response:
+    """Counts the tokens of the prompt of a message."""
+    parsed = await off_loop(context.caller.turn, body, parse_count_tokens)
+    request = inference_pb2.TokenizeRequest(model=parsed.common.model, prompt=parsed.prompts[0])
+    try:
+        ids = await service.encode(request, context.caller, context.deadline)
+    except TandemError as error:
+        return ANTHROPIC_FORM.error_response(error, parsed.field)
+    return JSONResponse({"input_tokens": len(ids)})
+
+
+async def _tokenize(
+    service: GenerationService, body: bytes, _request_id: str, context: RequestContext
+) -> Response:
+    """Returns the token ids of a text or a chat."""
+    caller = context.caller
+    request, parsed = await off_loop(caller.turn, body, parse_tokenize)
+    adds = parsed.prompt is None or parsed.add_special_tokens is not False
+    ids = await service.encode(request, caller, context.deadline, add_special_tokens=adds)
+    model = service.model(request.model)
+
+    def write() -> bytes:
+        head = {"count": len(ids), "max_model_len": model.context_tokens}
+        text = f'{json.dumps(head)[:-1]}, "tokens": {json_list(ids)}'
+        if parsed.return_token_strs:
+            strings = [model.tokenizer.token_bytes(each).decode(errors="replace") for each in ids]
+            text += f', "token_strs": {json_list(strings)}'
+        return f"{text}}}".encode()
+
+    content = await COPYING.run(caller.turn, len(ids), write)
+    return Response(content, media_type="application/json")
+
+
+async def _detokenize(
+    service: GenerationService, body: bytes, _request_id: str, context: RequestContext
+) -> Response:
+    """Returns the text of token ids."""
+    parsed = await off_loop(context.caller.turn, body, partial(parse, DetokenizeBody))
+    request = inference_pb2.DetokenizeRequest(model=parsed.model or "", token_ids=parsed.tokens)
+    answer = await service.detokenize(request, context.caller, context.deadline)
+    return JSONResponse({"prompt": answer.text})
+
+
+async def _load_adapter(
+    service: GenerationService, body: bytes, _request_id: str, context: RequestContext
+) -> Response:
+    """Loads a LoRA adapter."""
+    parsed = await off_loop(context.caller.turn, body, partial(parse, LoadLoraAdapterBody))
+    request = inference_pb2.LoadLoraAdapterRequest(
+        lora_name=parsed.lora_name, lora_path=parsed.lora_path
+    )
+    await service.load_adapter(request, context.caller)
+    return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' added successfully.")
+
+
+async def _unload_adapter(
+    service: GenerationService, body: bytes, _request_id: str, context: RequestContext
+) -> Response:
+    """Unloads a LoRA adapter."""
+    parsed = await off_loop(context.caller.turn, body, partial(parse, UnloadLoraAdapterBody))
+    request = inference_pb2.UnloadLoraAdapterRequest(lora_name=parsed.lora_name)
+    await service.unload_adapter(request, context.caller)
+    return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' removed successfully.")
+
+
+Answer = Callable[[GenerationService, bytes, str, RequestContext], Awaitable[Response]]
+
+ANTHROPIC_PATH: Final = "/v1/messages"
+"""Its errors, and those of the paths below it, have Anthropic's form."""
+
+_LINE: Final = {"description": "OK", "content": {"text/plain": {}}}
+_SCORES: Final = (
+    generation("Scores text_2 given text_1.", ScoreBody, "list of scores", ("id", "data", "usage")),
+    _score,
+)
+
+POSTS: Final[dict[str, tuple[Operation, Answer]]] = {
+    "/v1/completions": (
+        generation("Completes prompts.", CompletionBody, "completion"),
+        partial(_generate, parse_completion, OPENAI_FORM),
+    ),
+    "/v1/chat/completions": (
+        generation("Answers a chat.", ChatBody, "chat completion"),
+        partial(_generate, parse_chat, OPENAI_FORM),
+    ),
+    "/v1/responses": (
+        generation(
+            "Answers a request of OpenAI's Responses API.",
+            ResponsesBody,
+            "response",
+            ("id", "output", "status", "usage"),
+        ),
+        partial(_generate, parse_responses, RESPONSES_FORM),
+    ),
+    ANTHROPIC_PATH: (
+        generation(
+            "Answers a request of Anthropic's Messages API.",
+            MessagesBody,
+            "message",
+            ("id", "content", "stop_reason", "usage"),
+            "AnthropicError",
+        ),
+        partial(_generate, parse_messages, ANTHROPIC_FORM),
+    ),
+    f"{ANTHROPIC_PATH}/count_tokens": (
+        Operation(
+            "Counts the tokens of the prompt of a message.",
+            ok("TokenCount"),
+            READ_ERRORS,
+            CountTokensBody,
+            "AnthropicError",
+        ),
+        _count_tokens,
+    ),
+    "/v1/embeddings": (
+        generation(
+            "Returns the embeddings of texts.",
+            EmbeddingsBody,
+            "list of embeddings",
+            ("data", "model", "usage"),
+        ),
+        partial(_generate, parse_embeddings, EMBEDDINGS_FORM),
+    ),
+    "/score": _SCORES,
+    "/v1/score": _SCORES,
+    "/tokenize": (
+        Operation(
+            "Returns the token ids of a text or a chat.",
+            ok("TokenizeResponse"),
+            READ_ERRORS,
+            TokenizeBody,
+        ),
+        _tokenize,
+    ),
+    "/detokenize": (
+        Operation(
+            "Returns the text of token ids.", ok("DetokenizeResponse"), READ_ERRORS, DetokenizeBody
+        ),
+        _detokenize,
+    ),
+    "/v1/load_lora_adapter": (
+        Operation(
+            "Loads a LoRA adapter.",
+            _LINE,
+            (400, 401, 403, 413, 415, 429, 503, 504),
+            LoadLoraAdapterBody,
+        ),
+        _load_adapter,
+    ),
+    "/v1/unload_lora_adapter": (
+        Operation("Unloads a LoRA adapter.", _LINE, (*READ_ERRORS, 504), UnloadLoraAdapterBody),
+        _unload_adapter,
+    ),
+}
+"""By path: its description, and the function that answers a body."""
