@@ -15,7 +15,11 @@ class LoraAdapter:
 
     name: str  # under which requests ask for it
     folder: str  # the same on the nodes of all workers
-    fingerprint: bytes  # of what the folder holds
+    fingerprint: bytes  # of the files in the folder
+
+    def message(self) -> worker_pb2.Adapter:
+        """Returns the adapter as workers know it: without its name."""
+        return worker_pb2.Adapter(folder=self.folder, fingerprint=self.fingerprint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,67 +27,43 @@ class TokenRequest:
     """Holds a checked request: every bound holds and the prompt fits the context."""
 
     request_id: str  # unique within the router
-    prompt: tuple[int, ...]
-    max_tokens: int  # at least 1; prompt and completion fit the context
-    sampling: (
-        inference_pb2.SamplingParams
-    )  # every field is set, the seed too, but bad_words: see below
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    num_choices: int = 1
-    beam_search: inference_pb2.BeamSearch | None = (
-        None  # every field is set; width is at least num_choices
-    )
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    logprobs: int | None = None  # alternatives to report for each token; None reports nothing
-    prompt_logprobs: int | None = None
-    pooling: "inference_pb2.Pooling" = (
-        inference_pb2.POOLING_UNSPECIFIED
-    )  # with max_tokens 1: of an embedding
-    grammar: str = ""  # that each completion follows, in llguidance's format; empty: none
-    priority: int = 0
-    tenant: str = ""  # requests that wait are served fairly among tenants
-    cache_salt: bytes = b""
-    adapter: LoraAdapter | None = None
+    # The message to workers, without `attempt` and `task`; each attempt sends a copy. Every field
+    # of `sampling` and `beam_search` is set, except `sampling.bad_words`; the beam search's width
+    # is at least num_choices.
+    submit: worker_pb2.Submit
+    tenant: str = ""  # waiting requests are served fairly among tenants
     arrived: float  # time.monotonic() when the API server received the request
     deadline: float | None = None  # time.monotonic() by which it must have ended
-    # Of a request that was begun elsewhere, by choice, the ids that its caller has; None if the
-    # choice has ended.
+    # Of a request that began elsewhere: the ids that its client has of each choice; None for a
+    # choice that has ended.
     emitted: tuple[tuple[int, ...] | None, ...] = ()
-    is_resumed: bool = (
-        False  # of all prompts at a worker: it stands still because a worker was lost
-    )
-    turn: "worker_pb2.Turn" = (
-        worker_pb2.TURN_UNSPECIFIED
-    )  # at workers, of a request that its client resumes
+    # A worker was lost and the client's stream stands still: workers compute its prompt first.
+    is_resumed: bool = False
 
     @property
     def prefix_salt(self) -> bytes:
-        """Tells prefixes apart that share no KV cache: of another tenant, or by another adapter."""
-        return (
-            adapter_salt(self.cache_salt, self.adapter.fingerprint)
-            if self.adapter
-            else self.cache_salt
-        )
+        """Separates the prefix caches of different tenants and adapters."""
+        return adapter_salt(self.submit.cache_salt, self.submit.adapter.fingerprint)
+
+    @property
+    def has_beam_search(self) -> bool:
+        """Whether the choices are the best hypotheses of one beam search."""
+        return self.submit.HasField("beam_search")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """Holds the next tokens of one choice; `first_index` counts the choice's tokens from 0 without
-    a gap.
-    """
+    """Holds the next tokens of one choice."""
 
-    first_index: int
+    first_index: int  # of `ids`, which counts the choice's tokens from 0 without a gap
     ids: tuple[int, ...]
-    finish_reason: "inference_pb2.FinishReason"  # UNSPECIFIED but in the choice's last delta
+    finish_reason: "inference_pb2.FinishReason"  # UNSPECIFIED except in the choice's last delta
     choice: int = 0
-    logprobs: tuple[worker_pb2.TokenScores, ...] = ()  # one for each of ids, if asked for
-    prompt_logprobs: tuple[
-        worker_pb2.TokenScores, ...
-    ] = ()  # of the prompt after its first token, in the first delta
-    score: float = 0.0  # of a hypothesis of a beam search, in its last delta
-    embedding: tuple[float, ...] = ()  # of the prompt, if asked for, in the only delta
+    logprobs: tuple[worker_pb2.TokenScores, ...] = ()  # one for each of `ids`, if asked for
+    # Of the prompt after its first token; only in the first delta.
+    prompt_logprobs: tuple[worker_pb2.TokenScores, ...] = ()
+    score: float = 0.0  # of a hypothesis of a beam search; only in its last delta
+    embedding: tuple[float, ...] = ()  # of the prompt, if asked for; only in the first delta
 
 
 def merge_deltas(run: Sequence[TokenDelta]) -> TokenDelta:
@@ -105,13 +85,11 @@ class TokenSource(Protocol):
     def generate(
         self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Yields the tokens of one request. The last delta of each choice, and no other, has a
-        finish reason.
+        """Yields the tokens of one request. Only the last delta of a choice has a finish reason.
 
-        The caller may add choices to `ended` that are no longer wanted: each is cancelled at its
-        next tokens, and has no further delta. Ends when all choices have ended. Closing the
-        generator early cancels the request on all workers. When it has ended, whichever way, the
-        caller's `timeline` is filled in. Raises a TandemError if the request cannot be continued,
-        DeadlineExceeded at its deadline.
+        The caller may add unwanted choices to `ended`: each is cancelled at its next tokens and has
+        no further delta. The generator ends when all choices have ended; closing it early cancels
+        the request on all workers. In both cases `timeline` is then complete. Raises a TandemError
+        if the request cannot be continued, DeadlineExceeded at its deadline.
         """
         ...

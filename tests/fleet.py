@@ -73,7 +73,7 @@ class Fleet:
         one end.
         """
         timeline = inference_pb2.Timeline()
-        tokens: list[list[int]] = [[] for _ in range(request.num_choices)]
+        tokens: list[list[int]] = [[] for _ in range(request.submit.num_choices)]
         ended: set[int] = set()
         async with aclosing(self.dispatcher.generate(request, timeline)) as deltas:
             async for delta in deltas:
@@ -82,7 +82,7 @@ class Fleet:
                 tokens[delta.choice] += delta.ids
                 if delta.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED:
                     ended.add(delta.choice)
-        assert ended == set(range(request.num_choices))
+        assert ended == set(range(request.submit.num_choices))
         return tokens, timeline
 
     async def statuses(self) -> list[worker_pb2.GetStatusResponse]:

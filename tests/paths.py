@@ -30,7 +30,7 @@ router.frontend.prepare:encode_prompt
 router.frontend.tokenizer:Tokenizer.encode
 router.frontend.tokenizer:Tokenizer._encode
 router.frontend.prepare:_fit_context < prepare
-router.frontend.prepare:_token_request < prepare
+router.frontend.prepare:_submit < prepare
 router.api.service:GenerationService.run < GrpcServer._generate
 router.dispatch.dispatcher:Dispatcher.generate
 router.dispatch.execution:RequestExecution.run

@@ -53,7 +53,7 @@ class Script:
         self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
     ) -> AsyncGenerator[TokenDelta, None]:
         """See TokenSource."""
-        prompt = bytes(token for token in request.prompt if token < 256).decode()
+        prompt = bytes(token for token in request.submit.token_ids if token < 256).decode()
         answer = next(
             ([*completion.encode(), EOS_ID] for text, completion in _COMPLETIONS if text in prompt),
             None,

@@ -127,7 +127,7 @@ async def load_on_workers(
     Workers that do not answer load it with their first request. Raises InvalidArgument with the
     first reason why a worker cannot load it, Unavailable if no worker answers.
     """
-    message = worker_pb2.Adapter(folder=adapter.folder, fingerprint=adapter.fingerprint)
+    message = adapter.message()
     reasons = await asyncio.gather(*(_load(address, message, identity) for address in addresses))
     if found := next(filter(None, reasons), ""):
         raise InvalidArgument(found.removeprefix("adapter: "), "lora_path")

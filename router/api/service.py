@@ -277,19 +277,19 @@ def _token_message(ids: Sequence[int]) -> inference_pb2.TokenizeResponse:
 
 
 def _facts(request: PreparedRequest) -> RequestFacts:
-    tokens = request.tokens
+    tokens, submit = request.tokens, request.tokens.submit
     return RequestFacts(
         request_id=request.request_id,
         arrived=tokens.arrived,
         began=time.time() - time.monotonic() + tokens.arrived,
-        num_prompt=len(tokens.prompt),
+        num_prompt=len(submit.token_ids),
         num_choices=request.num_answers,
-        max_tokens=tokens.max_tokens,
+        max_tokens=submit.max_tokens,
         model=request.model,
         tenant=tokens.tenant,
         is_chat=request.chat is not None,
-        temperature=tokens.sampling.temperature,
-        top_p=tokens.sampling.top_p,
+        temperature=submit.sampling.temperature,
+        top_p=submit.sampling.top_p,
         trace=request.trace,
     )
 

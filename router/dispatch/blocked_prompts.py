@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from ...proto import inference_pb2
-from ...proto.hashing import hash_prompt
+from ...proto import worker_pb2
 from ..request import TokenRequest
 
 BLOCKED_SECONDS: Final = 600.0  # how long such a request is refused
@@ -24,29 +23,19 @@ one whose clock began a message later.
 
 
 def hash_request(request: TokenRequest) -> bytes:
-    """Returns what two requests have in common of which the second may crash workers if the first
-    one has: tenant, adapter, prompt and parameters. Not the seed, which is another one each time a
-    client asks again.
+    """Returns the hash of tenant, adapter, prompt and parameters.
+
+    A request may crash workers if another one with the same hash has. The seed does not count: it
+    is another one each time a client asks again.
     """
-    sampling = inference_pb2.SamplingParams()
-    sampling.CopyFrom(request.sampling)
-    sampling.ClearField("seed")
-    beam = request.beam_search.SerializeToString(deterministic=True) if request.beam_search else b""
-    parts = (
-        *(
-            request.tenant,
-            request.prefix_salt,
-            sampling.SerializeToString(deterministic=True),
-            beam,
-        ),
-        *(request.max_tokens, request.num_choices, request.bad_words, request.stop_token_ids),
-        *(request.ignore_eos, request.min_tokens, request.logprobs, request.prompt_logprobs),
-        *(int(request.pooling), request.grammar),
-    )
-    digest = hashlib.blake2b(
-        repr(parts).encode(), digest_size=16, person=b"blocked prompt"
-    ).digest()
-    return hash_prompt(request.prompt, digest)
+    content = worker_pb2.Submit()
+    content.CopyFrom(request.submit)
+    content.sampling.ClearField("seed")
+    for field in ("request_id", "priority", "turn"):
+        content.ClearField(field)
+    content.adapter.ClearField("folder")
+    encoded = content.SerializeToString(deterministic=True)
+    return hashlib.blake2b(encoded, digest_size=16, person=b"blocked prompt").digest()
 
 
 class BlockedPrompts:

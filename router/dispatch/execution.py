@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from ...proto import worker_pb2
 from ...proto.errors import Cancelled, InternalError, Overloaded, TandemError, Unavailable
 from ..deadline import before, deadline_passed
 from ..request import TokenDelta, TokenRequest
@@ -33,7 +34,7 @@ from .causes import Cause
 from .output_buffer import OutputBuffer, Wakeup
 from .poison_guard import PoisonGuard
 from .request_timer import RequestTimer
-from .submit import make_submit, refusal, rest_of
+from .submit import refusal, rest_of
 from .worker_client import SuspendedChoice, WorkerKey
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class RequestExecution:
         continue, and by `fail`; it has to set the event that `run` is given.
         """
         self._request = request
+        self._num_choices = request.submit.num_choices
         self._ended = ended
         self._send = send
         self._registry = registry
@@ -84,7 +86,7 @@ class RequestExecution:
         self._park_seconds = park_seconds
         self._wake = wake
         self._clock = clock
-        self._emitted = [list(ids or ()) for ids in request.emitted or [()] * request.num_choices]
+        self._emitted = [list(ids or ()) for ids in request.emitted or [()] * self._num_choices]
         self._finished: set[int] = set()
         self._has_prompt_logprobs = any(self._emitted)  # they come with the first token
         self._attempts: list[Attempt] = []
@@ -97,7 +99,7 @@ class RequestExecution:
         self._give_up: dict[
             int, float
         ] = {}  # by choice that was interrupted since its last token, when
-        self._num_transfers_lost = [0] * request.num_choices
+        self._num_transfers_lost = [0] * self._num_choices
         self._num_crashes = 0
         # Once a worker has reported that the model's output was not finite: that worker, the
         # attempts under way then, and the workers of its attempt, to which others are preferred
@@ -199,9 +201,7 @@ class RequestExecution:
             return
         if not self._registry.has_lost:
             raise Unavailable(self._registry.absence)
-        indices = [choice for choice in waiting if choice is not None] or range(
-            self._request.num_choices
-        )
+        indices = [choice for choice in waiting if choice is not None] or range(self._num_choices)
         until = self._clock() + self._park_seconds
         self._parked.append(Parked(frozenset(indices), None, Cause.GONE, "", "", until))
         self._watch_workers()
@@ -249,9 +249,12 @@ class RequestExecution:
         """Starts an attempt, of one choice or, if None, of all. Returns False if no worker can take
         it.
         """
-        emitted = [] if choice is None else self._emitted[choice]
-        part = self._request if choice is None else rest_of(self._request, choice, emitted)
-        lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
+        if choice is None:
+            part = self._request
+            lost = max(self._num_transfers_lost)
+        else:
+            part = rest_of(self._request, choice, self._emitted[choice])
+            lost = self._num_transfers_lost[choice]
         find = partial(
             self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, is_resumed=part.is_resumed
         )
@@ -261,19 +264,19 @@ class RequestExecution:
                 break
         if placement is None:
             return False
-        self._begin_attempt(part, choice or 0, len(emitted), placement)
+        self._begin_attempt(part, placement)
         return True
 
     def _begin_attempt(
         self,
         part: TokenRequest,
-        first_choice: int,
-        first_index: int,
         placement: Placement,
         source: SuspendedChoice | None = None,
     ) -> None:
         self._num_attempts += 1
-        submit = make_submit(self._request, part, self._num_attempts, first_choice, first_index)
+        submit = worker_pb2.Submit()
+        submit.CopyFrom(part.submit)
+        submit.attempt = self._num_attempts
         if self._has_prompt_logprobs:
             submit.ClearField("prompt_logprobs")
         self._timer.dispatched(placement, self._num_attempts, "suspended" if source else "replay")
@@ -299,7 +302,7 @@ class RequestExecution:
             if self._has_prompt_logprobs:
                 delta = replace(delta, prompt_logprobs=())
             self._has_prompt_logprobs = True
-        if self._request.beam_search is None:
+        if not self._request.has_beam_search:
             return delta
         if delta.choice in self._finished:
             return None
@@ -462,8 +465,8 @@ class RequestExecution:
                 return frozenset()
             suspended.cancel()
             parked.suspended = None
-        is_untouched = len(choices) == self._request.num_choices and not any(self._emitted)
-        if choices and (self._request.beam_search is not None or is_untouched):
+        is_untouched = len(choices) == self._num_choices and not any(self._emitted)
+        if choices and (self._request.has_beam_search or is_untouched):
             return frozenset() if self._start(None) else choices
         return frozenset(choice for choice in sorted(choices) if not self._start(choice))
 
@@ -491,7 +494,7 @@ class RequestExecution:
         the first. Returns False, having done nothing, if that is not possible.
         """
         emitted = self._emitted[suspended.choice]
-        known = len(self._request.prompt) + len(emitted) - 1
+        known = len(self._request.submit.token_ids) + len(emitted) - 1
         if suspended.failure is not None or not emitted or suspended.kv.num_tokens != known:
             return False
         part = rest_of(self._request, suspended.choice, emitted[:-1])
@@ -500,7 +503,7 @@ class RequestExecution:
             placement := self._registry.place(part, self._avoid() | {worker_id}, prefill=worker_id)
         ) is None:
             return False
-        self._begin_attempt(part, suspended.choice, len(emitted) - 1, placement, suspended)
+        self._begin_attempt(part, placement, suspended)
         return True
 
     def _avoid(self) -> set[str]:

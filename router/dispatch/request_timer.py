@@ -44,11 +44,11 @@ class RequestTimer:
         """Stamps the end of the request's checks: from now on it waits for a worker."""
         self._metrics = metrics
         self._gaps = BucketCounts(ITL.buckets)  # between tokens of a choice
-        self._last_of = [0.0] * request.num_choices  # when the last token of a choice came
+        self._last_of = [0.0] * request.submit.num_choices  # when the last token of a choice came
         self._arrived = request.arrived
         self._tokenized = time.monotonic()
         self._was_interrupted = False
-        self._num_choices = request.num_choices
+        self._num_choices = request.submit.num_choices
         self._timeline = timeline
         self._dispatched: float | None = None
         self._first: float | None = None  # token
@@ -58,7 +58,7 @@ class RequestTimer:
         self._queue = 0.0
         self._num_tokens = 0
         timeline.request_id = request.request_id
-        timeline.prompt_tokens = len(request.prompt)
+        timeline.prompt_tokens = len(request.submit.token_ids)
 
     def dispatched(self, placement: Placement, attempt: int, kind: str = "replay") -> None:
         """Stamps the dispatch of an attempt; `kind` says how it recovers from an interruption, if

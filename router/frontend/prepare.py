@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ...proto import inference_pb2, limits
+from ...proto import inference_pb2, limits, worker_pb2
 from ...proto.errors import InvalidArgument
+from ...proto.hashing import hash_tenant
 from ...proto.parameters import check_count, check_token_ids
 from ..auth.authenticator import Caller
 from ..request import LoraAdapter, TokenRequest
@@ -108,13 +109,20 @@ async def prepare(
     prompt, max_tokens = _fit_context(ids, request, model, reduces=context.reduces_max_tokens)
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
     stop_tokens = _stop_tokens(request.stopping, tokenizer)
-    tokens = _token_request(request, model, context, prompt, max_tokens, bad_words, grammar)
-    stop_ids = dict.fromkeys((*tokens.stop_token_ids, *stop_tokens))
-    tokens = replace(tokens, adapter=model.adapter, stop_token_ids=tuple(stop_ids))
+    submit = _submit(request, model, context.caller, prompt, max_tokens)
+    submit.bad_words.extend(bad_words)
+    submit.grammar = grammar
+    submit.stop_token_ids.extend(dict.fromkeys((*request.stopping.stop_token_ids, *stop_tokens)))
     prepared = PreparedRequest(
-        request_id=request.request_id or tokens.request_id,
+        request_id=request.request_id or submit.request_id,
         model=model.name,
-        tokens=tokens,
+        tokens=TokenRequest(
+            request_id=submit.request_id,
+            submit=submit,
+            tenant=context.caller.tenant,
+            arrived=context.arrived,
+            deadline=context.deadline,
+        ),
         num_answers=num_answers(request),
         tokenizer=tokenizer,
         stop=tuple(request.stopping.stop),
@@ -136,7 +144,7 @@ async def prepare(
             key=resume_key,
             policy=resume_policy or ResumePolicy(),
             digest=digest,
-            seed=tokens.sampling.seed,
+            seed=submit.sampling.seed,
             answer=secrets.token_bytes(ANSWER_BYTES),
         ),
         has_event_ids=context.event_id is not None,
@@ -200,41 +208,35 @@ async def encode_prompt(
     return ids
 
 
-def _token_request(
+def _submit(
     request: inference_pb2.GenerateRequest,
     model: ServedModel,
-    context: RequestContext,
+    caller: Caller,
     prompt: list[int],
     max_tokens: int,
-    bad_words: tuple[tuple[int, ...], ...],
-    grammar: str,
-) -> TokenRequest:
-    generated = num_generated(request)
-    needs_logprobs = request.HasField("logprobs") or generated > num_answers(request)
-    return TokenRequest(
-        # Clients may use one id twice at the same time; dispatcher and workers tell requests apart
-        # by it.
+) -> worker_pb2.Submit:
+    """Returns the message to workers without the fields that take time to check."""
+    num_choices = num_generated(request)
+    needs_logprobs = request.HasField("logprobs") or num_choices > num_answers(request)
+    return worker_pb2.Submit(
+        # Clients may use an id twice at the same time; routers and workers need a unique one.
         request_id=f"{request.request_id}.{secrets.token_hex(8)}"
         if request.request_id
         else uuid.uuid4().hex,
-        prompt=tuple(prompt),
+        token_ids=prompt,
         max_tokens=max(max_tokens, 1),
         sampling=complete_sampling(request, model.defaults),
-        bad_words=bad_words,
-        num_choices=generated,
+        num_choices=num_choices,
         beam_search=complete_beam_search(request),
-        stop_token_ids=tuple(request.stopping.stop_token_ids),
         ignore_eos=request.stopping.ignore_eos,
         min_tokens=request.stopping.min_tokens,
         logprobs=request.logprobs if needs_logprobs else None,
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         pooling=request.pooling,
-        grammar=grammar,
-        priority=context.caller.priority(request.priority),
-        tenant=context.caller.tenant,
-        cache_salt=context.caller.cache_salt,
-        arrived=context.arrived,
-        deadline=context.deadline,
+        priority=caller.priority(request.priority),
+        tenant=hash_tenant(caller.tenant),
+        cache_salt=caller.cache_salt,
+        adapter=None if model.adapter is None else model.adapter.message(),
     )
 
 
@@ -281,7 +283,7 @@ def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -
 
 async def _encode_bad_words(
     sampling: inference_pb2.SamplingParams, tokenizer: Tokenizer, turn: str
-) -> tuple[tuple[int, ...], ...]:
+) -> list[inference_pb2.TokenIds]:
     """Encodes each text with and without a space before: tokenizers distinguish the first word of a
     text.
     """
@@ -291,7 +293,7 @@ async def _encode_bad_words(
         check_count(len(ids), limits.MAX_BAD_WORD_TOKENS, "tokens", f"sampling.bad_words[{i // 2}]")
         if ids and max(ids) < tokenizer.vocab_size:  # what lies beyond is never generated
             found[tuple(ids)] = None
-    return tuple(found)
+    return [inference_pb2.TokenIds(ids=word) for word in found]
 
 
 def _fit_context(

@@ -64,7 +64,7 @@ class PreparedRequest:
     @property
     def is_held(self) -> bool:
         """Whether nothing is answered before all completions have ended."""
-        return self.tokens.num_choices > self.num_answers or self.tokens.beam_search is not None
+        return self.tokens.submit.num_choices > self.num_answers or self.tokens.has_beam_search
 
 
 def resumed(
@@ -117,11 +117,11 @@ def _begun(
 ) -> PreparedRequest:
     """Returns the request as one that has begun elsewhere. Its first resumption goes ahead of the
     requests of its priority; whoever repeats it waits as others do."""
-    prepared.tokens.sampling.seed = seed
-    turn = worker_pb2.TURN_FIRST_OF_PRIORITY if is_first else worker_pb2.TURN_IN_ORDER
+    submit = prepared.tokens.submit
+    submit.sampling.seed = seed
+    submit.turn = worker_pb2.TURN_FIRST_OF_PRIORITY if is_first else worker_pb2.TURN_IN_ORDER
     return replace(
         prepared,
-        tokens=replace(prepared.tokens, turn=turn),
         resume=replace(_bound(prepared), seed=seed, answer=answer),
     )
 
@@ -130,12 +130,11 @@ def _restored(prepared: PreparedRequest, progress: Mapping[int, ChoiceProgress])
     """Returns the request with what its client has of each choice."""
     tokens = prepared.tokens
     if not prepared.is_held:  # else it starts again, with the same seed
-        choices = [progress.get(choice) for choice in range(tokens.num_choices)]
+        choices = [progress.get(choice) for choice in range(tokens.submit.num_choices)]
         emitted = tuple(
             () if each is None else None if each.has_ended else each.ids for each in choices
         )
-        prompt_logprobs = (
-            None if 0 in progress else tokens.prompt_logprobs
-        )  # the first message of choice 0 had them
-        tokens = replace(tokens, emitted=emitted, prompt_logprobs=prompt_logprobs)
+        if 0 in progress:  # the first message of choice 0 had them
+            tokens.submit.ClearField("prompt_logprobs")
+        tokens = replace(tokens, emitted=emitted)
     return replace(prepared, tokens=tokens, progress=progress)

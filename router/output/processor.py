@@ -37,7 +37,7 @@ class OutputProcessor:
         ] = []  # of the choices that have ended here
         self._request = request
         self._choices = [
-            _ChoiceOutput(request, number) for number in range(request.tokens.num_choices)
+            _ChoiceOutput(request, number) for number in range(request.tokens.submit.num_choices)
         ]
         self._progress = (
             {} if request.is_held else request.progress
@@ -54,9 +54,9 @@ class OutputProcessor:
         self._prompt_logprobs: list[
             inference_pb2.TokenLogprobs
         ] = []  # for the next message of choice 0
-        tokens = request.tokens
-        if tokens.prompt_logprobs is not None and len(tokens.prompt) == 1:  # no scores will come
-            self._prompt_logprobs = _prompt_logprobs(request.tokenizer, tokens.prompt, ())
+        submit = request.tokens.submit
+        if submit.HasField("prompt_logprobs") and len(submit.token_ids) == 1:  # no scores will come
+            self._prompt_logprobs = _prompt_logprobs(request.tokenizer, submit.token_ids, ())
 
     async def run(
         self,
@@ -171,13 +171,13 @@ class OutputProcessor:
         if (
             request.is_held
         ):  # a message for each choice, so that the client has all of it or nothing
-            if request.tokens.beam_search is None:
+            if not request.tokens.has_beam_search:
                 answers = self._best(answers)
             answers = [answer for answer in answers if answer.choice not in request.progress]
         # The usage comes with a message that the client does not have.
         answers.sort(key=lambda message: not self._is_known(message))
         usage = answers[-1].usage
-        usage.prompt_tokens = len(request.tokens.prompt)
+        usage.prompt_tokens = len(request.tokens.submit.token_ids)
         usage.cached_tokens = self._num_cached(timeline)
         usage.reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
         usage.completion_tokens = timeline.completion_tokens = sum(
@@ -210,7 +210,7 @@ class OutputProcessor:
 
     async def _push_prompt(self, scores: Sequence[worker_pb2.TokenScores]) -> None:
         """Takes the scores of the prompt after its first token."""
-        arguments = (self._request.tokenizer, self._request.tokens.prompt, scores)
+        arguments = (self._request.tokenizer, self._request.tokens.submit.token_ids, scores)
         self._prompt_logprobs = await SCORING.run("", len(scores), _prompt_logprobs, *arguments)
 
     def _best(
@@ -237,7 +237,7 @@ class _ChoiceOutput:
     """Makes the messages of one completion."""
 
     def __init__(self, request: PreparedRequest, number: int) -> None:
-        tokens = request.tokens
+        submit = request.tokens.submit
         self.num_tokens = 0
         self.num_reasoning_tokens = 0  # after which a thought goes on
         self._request = request
@@ -247,14 +247,14 @@ class _ChoiceOutput:
         self._parser: ChatParser | None = None
         if request.chat is not None:
             parser = ChatParser(
-                request.chat, request.tokenizer, tokens.prompt, is_bound=bool(tokens.grammar)
+                request.chat, request.tokenizer, submit.token_ids, is_bound=bool(submit.grammar)
             )
             self._parser = None if parser.is_idle else parser
         self._text = CompletionText(
             request.tokenizer,
-            tokens.prompt,
+            submit.token_ids,
             request.stop,
-            tokens.min_tokens,
+            submit.min_tokens,
             shown_ids=frozenset() if self._parser is None else self._parser.shown_ids,
         )
         self._has_tool_calls = False

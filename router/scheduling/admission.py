@@ -131,7 +131,7 @@ class Admission:
         if not self._fits_now(needed):
             entry = _Waiting(
                 tenant=request.tenant,
-                priority=request.priority,
+                priority=request.submit.priority,
                 num_tokens=required.kv_tokens,
                 request=request,
                 needed=needed,

@@ -52,13 +52,14 @@ def required_capacity(request: TokenRequest) -> Capacity:
     """Returns what a request needs of the pools if nothing of its prompt is cached. `kv_tokens`,
     the prompt and the tokens that it is expected to generate, also measure its work.
     """
-    num_tokens, beam = len(request.prompt), request.beam_search
+    submit = request.submit
+    num_tokens = len(submit.token_ids)
     num_tokens += sum(len(ids) for ids in request.emitted if ids)  # computed as parts of prompts
-    sequences = max(request.num_choices, beam.width if beam is not None else 1)
+    sequences = max(submit.num_choices, submit.beam_search.width)
     return Capacity(
         sequences=sequences,
         prompt_tokens=num_tokens,
-        kv_tokens=num_tokens + sequences * min(request.max_tokens, GROWTH_TOKENS),
+        kv_tokens=num_tokens + sequences * min(submit.max_tokens, GROWTH_TOKENS),
     )
 
 

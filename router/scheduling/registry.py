@@ -263,7 +263,9 @@ class WorkerRegistry:
             and other.info.layout == worker.info.layout
         ]
         chosen = choose_holder(
-            len(request.prompt), self._candidate(worker, matched, NEUTRAL_STEP_SECONDS), others
+            len(request.submit.token_ids),
+            self._candidate(worker, matched, NEUTRAL_STEP_SECONDS),
+            others,
         )
         if chosen is None:
             return None
@@ -424,7 +426,7 @@ class WorkerRegistry:
         self._transfer_rates.forget(worker_id)
 
     def _look_up(self, request: TokenRequest) -> tuple[TokenRequest, Prefix, dict[str, int]]:
-        prefix = Prefix(request.prompt, request.prefix_salt)
+        prefix = Prefix(request.submit.token_ids[:], request.prefix_salt)
         self._looked_up = request, prefix, self._prefixes.match(prefix)
         return self._looked_up
 

@@ -98,7 +98,7 @@ async def collect(
     """Runs a request, checking its indices and ends. Choice 0 ends once it has the tokens `stop`
     one after the other, as with a stop string.
     """
-    result, ended = Result([Choice() for _ in range(request.num_choices)]), set[int]()
+    result, ended = Result([Choice() for _ in range(request.submit.num_choices)]), set[int]()
     timeline = inference_pb2.Timeline()
     finished: set[int] = set()
     async with aclosing(dispatcher.generate(request, timeline, ended)) as deltas:
@@ -116,7 +116,7 @@ async def collect(
             if stop and delta.choice == 0:
                 _stop(choice, stop, ended)
             seen(result)
-    assert finished | ended == set(range(request.num_choices)), "a choice has no end"
+    assert finished | ended == set(range(request.submit.num_choices)), "a choice has no end"
     result.attempts = timeline.attempts
     return result
 

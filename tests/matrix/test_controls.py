@@ -11,9 +11,10 @@ import pytest
 from tandem.proto import worker_pb2
 from tandem.proto.errors import InternalError, InvalidArgument
 from tandem.router.dispatch import execution
+from tandem.router.dispatch.attempt import Attempt
 from tandem.router.dispatch.causes import Cause
 from tandem.router.dispatch.execution import RequestExecution
-from tandem.router.dispatch.submit import make_submit
+from tandem.router.request import TokenRequest
 from tandem.tests.matrix.cases import Case
 from tandem.tests.matrix.cluster import Choice, Cluster, collect, make_request
 from tandem.tests.matrix.nodes import Node
@@ -75,7 +76,7 @@ async def test_drains_convict_no_request(cluster: Cluster) -> None:
 async def test_drains_that_count_as_crashes_are_seen(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Cause.GONE, "blames_request", True)
+    monkeypatch.setattr(Cause.GONE, "counts_crash", True)
     with pytest.raises(InternalError):
         await drain_twice(cluster)
     await cluster.renew()  # the old one refuses the prompt
@@ -87,12 +88,13 @@ async def test_an_attempt_that_is_reused_is_seen(
     case = Case("kill", "token", "choices", "0+2")
     await check(cluster, case)
 
-    def first_attempt(*args: Any) -> worker_pb2.Submit:
-        made = make_submit(*args)
-        made.attempt = 1
-        return made
+    def first_attempt(
+        part: TokenRequest, submit: worker_pb2.Submit, *args: Any, **kw: Any
+    ) -> Attempt:
+        submit.attempt = 1
+        return Attempt(part, submit, *args, **kw)
 
-    monkeypatch.setattr(execution, "make_submit", first_attempt)
+    monkeypatch.setattr(execution, "Attempt", first_attempt)
     with pytest.raises(InvalidArgument, match="already in use"):
         await check(cluster, case)
 

@@ -3,7 +3,6 @@ request anything. No other router tries it again.
 """
 
 import asyncio
-from dataclasses import replace
 
 import psutil
 import pytest
@@ -17,6 +16,7 @@ from tandem.tests.local_directory import LocalDirectory
 from tandem.tests.matrix.cluster import Cluster, Result, collect, make_request
 from tandem.tests.matrix.nodes import Node
 from tandem.tests.tiny_tokenizer import VOCAB_SIZE
+from tandem.tests.token_request import changed
 
 NUM_OTHERS = 32
 CONVICTING, JOINING = (
@@ -29,7 +29,7 @@ def make_others(cluster: Cluster) -> list[TokenRequest]:
     """Returns requests with prompts of their own."""
     made = [make_request("seed", cluster.name()) for _ in range(NUM_OTHERS)]
     return [
-        replace(request, prompt=(*request.prompt[number:], 5 + number))
+        changed(request, token_ids=(*request.submit.token_ids[number:], 5 + number))
         for number, request in enumerate(made)
     ]
 
@@ -50,7 +50,7 @@ def is_living(node: Node) -> bool:
 
 def unused_token(requests: list[TokenRequest], results: list[Result]) -> int:
     """Returns a token that none of the requests has or generates."""
-    used = {token for request in requests for token in request.prompt}
+    used = {token for request in requests for token in request.submit.token_ids}
     used |= {token for result in results for token in result.choices[0].ids}
     return max(set(range(VOCAB_SIZE)) - used)
 
@@ -63,7 +63,7 @@ async def ask_another_router(
     await directory.watch(DirectoryWatcher(), JOINING, blocked_prompts)
     router = cluster.router(blocked_prompts)
     try:
-        await collect(router, replace(request, request_id=cluster.name()))
+        await collect(router, changed(request, request_id=cluster.name()))
     finally:
         await router.close()
 
@@ -87,8 +87,9 @@ async def test_a_poisonous_request_harms_no_other(
     cluster.show(*nodes)
     watching = asyncio.create_task(watch(cluster, nodes))
     poison = make_request("seed", cluster.name())
-    poison = replace(poison, prompt=(*poison.prompt[:20], token, *poison.prompt[20:]))
-    again = [replace(request, request_id=cluster.name()) for request in requests]
+    prompt = poison.submit.token_ids
+    poison = changed(poison, token_ids=(*prompt[:20], token, *prompt[20:]))
+    again = [changed(request, request_id=cluster.name()) for request in requests]
     try:
         async with asyncio.timeout(100):
             asked = [
@@ -113,7 +114,7 @@ async def test_a_poisonous_request_harms_no_other(
                 await asyncio.sleep(0.01)
         assert sum(map(is_living, nodes)) == num_living, "more than two workers were lost"
         with pytest.raises(InternalError):
-            await collect(cluster.dispatcher, replace(poison, request_id=cluster.name()))
+            await collect(cluster.dispatcher, changed(poison, request_id=cluster.name()))
         await directory.watch(DirectoryWatcher(), CONVICTING, blocked_prompts)
         with pytest.raises(InternalError):
             await ask_another_router(cluster, directory, poison)

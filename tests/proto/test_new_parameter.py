@@ -50,7 +50,7 @@ async def main():
     servers = await ApiServers.start(GenerationService([model], source))
     async with AsyncClient(servers.grpc_address) as client, httpx.AsyncClient() as http:
         await client.generate("hi", toy_scale=0.5)
-        assert source.requests[-1].sampling.toy_scale == 0.5
+        assert source.requests[-1].submit.sampling.toy_scale == 0.5
         try:
             await client.generate("hi", toy_scale=1.5)
         except InvalidArgument as error:
@@ -62,7 +62,7 @@ async def main():
         for path, prompt in (("completions", {"prompt": "hi"}), ("chat/completions", {"messages": [
                 {"role": "user", "content": "x"}]})):
             answer = await http.post(f"{url}/v1/{path}", json=prompt | {"toy_scale": 0.25})
-            assert answer.status_code == 200 and source.requests[-1].sampling.toy_scale == 0.25
+            assert answer.status_code == 200 and source.requests[-1].submit.sampling.toy_scale == 0.25
             answer = await http.post(f"{url}/v1/{path}", json=prompt | {"toy_scale": -2})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "toy_scale")
             assert "from -1 to 1" in answer.json()["error"]["message"]

@@ -74,7 +74,7 @@ class FakeTokenSource:
             finished = True
         finally:
             timeline.request_id = request.request_id
-            timeline.prompt_tokens = len(request.prompt)
+            timeline.prompt_tokens = len(request.submit.token_ids)
             timeline.attempts = 1
             self.cancelled += not finished
             await self._count(-1)
@@ -99,11 +99,13 @@ class FakeTokenSource:
             await self.goes_on.wait()
 
     def _deltas(self, request: TokenRequest, ended: Collection[int]) -> Iterator[TokenDelta]:
-        completions = [self._tokens(request, choice) for choice in range(request.num_choices)]
+        completions = [
+            self._tokens(request, choice) for choice in range(request.submit.num_choices)
+        ]
         starts = [
             _start_after(ids, completions[choice]) for choice, ids in enumerate(request.emitted)
         ]
-        starts, has_prompt = starts or [0] * request.num_choices, False
+        starts, has_prompt = starts or [0] * request.submit.num_choices, False
         while any(start < len(ids) for start, ids in zip(starts, completions, strict=True)):
             for choice, ids in enumerate(completions):
                 start = starts[choice]
@@ -113,10 +115,11 @@ class FakeTokenSource:
                     continue
                 is_last = start + len(part) == len(ids)
                 prompt: tuple[worker_pb2.TokenScores, ...] = ()
-                if not start and not has_prompt and request.prompt_logprobs is not None:
+                if not start and not has_prompt and request.submit.HasField("prompt_logprobs"):
                     has_prompt = True
                     prompt = tuple(
-                        _scores(token, request.prompt_logprobs) for token in request.prompt[1:]
+                        _scores(token, request.submit.prompt_logprobs)
+                        for token in request.submit.token_ids[1:]
                     )
                 yield TokenDelta(
                     first_index=start,
@@ -126,11 +129,11 @@ class FakeTokenSource:
                     else inference_pb2.FINISH_REASON_UNSPECIFIED,
                     choice=choice,
                     logprobs=()
-                    if request.logprobs is None
-                    else tuple(_scores(t, request.logprobs) for t in part),
+                    if not request.submit.HasField("logprobs")
+                    else tuple(_scores(t, request.submit.logprobs) for t in part),
                     prompt_logprobs=prompt,
                     score=sum(_logprob(token) for token in ids)
-                    if is_last and request.beam_search
+                    if is_last and request.has_beam_search
                     else 0.0,
                 )
 
@@ -139,8 +142,8 @@ class FakeTokenSource:
             ids = list(self.answers[choice])
         else:
             ids = list(self.answer) if self.answer is not None else _random_text(request, choice)
-        ids = ids[: request.max_tokens]
-        ends = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
+        ids = ids[: request.submit.max_tokens]
+        ends = {*request.submit.stop_token_ids, *([] if request.submit.ignore_eos else [EOS_ID])}
         stops = [i for i, token in enumerate(ids) if token in ends]
         return ids[: stops[0] + 1] if stops else ids
 
@@ -157,13 +160,14 @@ def _start_after(emitted: tuple[int, ...] | None, ids: list[int]) -> int:
 
 def _random_text(request: TokenRequest, choice: int) -> list[int]:
     state = random.Random(
-        zlib.crc32(repr(request.prompt).encode()) ^ (request.sampling.seed + choice) % 2**64
+        zlib.crc32(repr(request.submit.token_ids).encode())
+        ^ (request.submit.sampling.seed + choice) % 2**64
     )
-    return [state.randrange(0x20, 0x7F) for _ in range(min(request.max_tokens, 4_096))]
+    return [state.randrange(0x20, 0x7F) for _ in range(min(request.submit.max_tokens, 4_096))]
 
 
 def _reason(last: int, request: TokenRequest) -> "inference_pb2.FinishReason":
-    if last in request.stop_token_ids or (last == EOS_ID and not request.ignore_eos):
+    if last in request.submit.stop_token_ids or (last == EOS_ID and not request.submit.ignore_eos):
         return inference_pb2.FINISH_REASON_STOP
     return inference_pb2.FINISH_REASON_LENGTH
 

@@ -8,6 +8,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.tests.token_request import token_request
 
 BLOCK_SIZE = 16
 
@@ -87,10 +88,10 @@ def request(
     deadline: float | None = None,
     cache_salt: bytes = b"",
 ) -> TokenRequest:
-    return TokenRequest(
-        request_id=name,
-        prompt=tuple(prompt),
-        max_tokens=max_tokens,
+    return token_request(
+        prompt,
+        max_tokens,
+        name=name,
         sampling=inference_pb2.SamplingParams(),
         num_choices=num_choices,
         priority=priority,

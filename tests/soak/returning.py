@@ -40,9 +40,9 @@ class Measured:
         if returns:
             self.seconds.append(timeline.ttft_seconds)
             self.num_cached += timeline.cached_tokens
-        prefix, decode = Prefix([*request.prompt, *tokens[:-1]]), self.running.workers[-1]
+        prefix, decode = Prefix([*request.submit.token_ids, *tokens[:-1]]), self.running.workers[-1]
         held = (
-            (len(request.prompt) + len(tokens) - 1)
+            (len(request.submit.token_ids) + len(tokens) - 1)
             // decode._rank.block_size
             * decode._rank.block_size
         )

@@ -6,7 +6,6 @@ right.
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,7 +160,7 @@ async def test_choices_and_seeds(prophet: type[Prophet]) -> None:
     expected = [expected_tokens(prompt, 60, VOCAB, seed) for seed in (7, 8, 9)]
     prophet.texts = [prompt + tokens for tokens in expected]
     async with fleet(1, 1, speculative=CONFIG) as running:
-        request = replace(token_request(prompt, 60, num_choices=3), sampling=sampling)
+        request = token_request(prompt, 60, num_choices=3, sampling=sampling)
         choices, _ = await running.choices(request)
         assert choices == expected
         assert (await running.statuses())[1].num_accepted_tokens > 60

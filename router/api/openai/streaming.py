@@ -187,12 +187,12 @@ class GenerationResponse(Response):
         size = 0
         for request in self._request.requests():
             accepted.append(await self._service.accept(request, context))
-            tokens = accepted[-1].tokens
-            if request.stopping.max_tokens > tokens.max_tokens:
-                self.headers[MAX_TOKENS] = str(tokens.max_tokens)
-            size += answer_size(request, len(tokens.prompt), tokens.max_tokens)
+            submit = accepted[-1].tokens.submit
+            if request.stopping.max_tokens > submit.max_tokens:
+                self.headers[MAX_TOKENS] = str(submit.max_tokens)
+            size += answer_size(request, len(submit.token_ids), submit.max_tokens)
             check_answer_size(size, request)
-            prompt_tokens = sum(len(each.tokens.prompt) for each in accepted)
+            prompt_tokens = sum(len(each.tokens.submit.token_ids) for each in accepted)
             check_prompt_logprobs(self._request, prompt_tokens)
             check_prompt_ids(self._request, prompt_tokens)
             await asyncio.sleep(
@@ -208,7 +208,8 @@ class GenerationResponse(Response):
 
     def _made_writer(self, accepted: Sequence[PreparedRequest]) -> WholeWriter:
         model = self._request.common.model or self._service.base_name
-        return self._form.writer(self._request, model, [each.tokens.prompt for each in accepted])
+        prompts = [each.tokens.submit.token_ids for each in accepted]
+        return self._form.writer(self._request, model, prompts)
 
     async def _send_other(
         self, response: Response, scope: Scope, receive: Receive, send: Send

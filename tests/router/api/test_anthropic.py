@@ -67,7 +67,7 @@ async def test_a_message(service: Service, client: anthropic.AsyncAnthropic) -> 
     assert last_prompt(service) == "system: Be brief.\nuser: hello?\nassistant: "
     assert (said.usage.input_tokens, said.usage.output_tokens) == (len(last_prompt(service)), 6)
     assert said.usage.cache_read_input_tokens == 0
-    sampling = service.source.requests[-1].sampling
+    sampling = service.source.requests[-1].submit.sampling
     assert (sampling.temperature, sampling.top_k) == (0.5, 3)
 
 
@@ -200,7 +200,7 @@ async def test_tool_choice(service: Service, client: anthropic.AsyncAnthropic) -
     for choice, num_calls, bound in choices:
         said = await ask(client, tools=TOOLS, tool_choice=choice, max_tokens=300)
         assert [block.type for block in said.content].count("tool_use") == num_calls
-        assert bool(service.source.requests[-1].grammar) is bound
+        assert bool(service.source.requests[-1].submit.grammar) is bound
 
 
 async def test_output_of_a_schema(service: Service, client: anthropic.AsyncAnthropic) -> None:
@@ -210,7 +210,7 @@ async def test_output_of_a_schema(service: Service, client: anthropic.AsyncAnthr
         "schema": {"type": "object", "properties": {"age": {"type": "integer"}}},
     }
     await ask(client, extra_body={"output_config": {"format": form}})
-    assert '"age"' in service.source.requests[-1].grammar
+    assert '"age"' in service.source.requests[-1].submit.grammar
 
 
 async def test_counting_tokens(service: Service, client: anthropic.AsyncAnthropic) -> None:
@@ -218,7 +218,7 @@ async def test_counting_tokens(service: Service, client: anthropic.AsyncAnthropi
         model="tiny", messages=ASK, tools=TOOLS, system="Be brief."
     )
     await ask(client, tools=TOOLS, system="Be brief.")
-    assert counted.input_tokens == len(service.source.requests[-1].prompt)
+    assert counted.input_tokens == len(service.source.requests[-1].submit.token_ids)
     with pytest.raises(anthropic.BadRequestError, match="messages: has 1000001 characters"):
         await client.messages.count_tokens(
             model="tiny", messages=[{"role": "user", "content": "x" * 1_000_001}]
@@ -298,7 +298,7 @@ async def test_max_tokens_become_what_the_prompt_leaves(
     made = await create(model="tiny", messages=ASK, max_tokens=512, stream=stream)
     most = 512 - len(last_prompt(service))
     assert made.headers["tandem-max-tokens"] == str(most)
-    assert service.source.requests[-1].max_tokens == most
+    assert service.source.requests[-1].submit.max_tokens == most
     with pytest.raises(anthropic.BadRequestError, match="max_tokens: 513"):
         await create(model="tiny", messages=ASK, max_tokens=513, stream=stream)
 
@@ -349,4 +349,6 @@ async def test_a_schema_of_an_answer_is_closed(
     schema = {k: v for k, v in SCHEMA.items() if k != "additionalProperties"}
     form = {"format": {"type": "json_schema", "schema": schema}}
     await ask(client, extra_body={"output_config": form})
-    assert '"additionalProperties":false' in service.source.requests[-1].grammar.replace(" ", "")
+    assert '"additionalProperties":false' in service.source.requests[-1].submit.grammar.replace(
+        " ", ""
+    )

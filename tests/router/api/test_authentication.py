@@ -195,9 +195,9 @@ async def test_tenant_cache_and_priority_come_from_the_key(
         assert (
             await http.post("/v1/completions", json=body, headers=bearer(secret))
         ).status_code == 200
-    found = [(each.tenant, each.priority) for each in service.source.requests]
+    found = [(each.tenant, each.submit.priority) for each in service.source.requests]
     assert found == [("ada", 3)] * 2 + [("bob", 0)] * 2
-    salts = [each.cache_salt for each in service.source.requests]
+    salts = [each.submit.cache_salt for each in service.source.requests]
     assert salts[0] == salts[1] != salts[2] == salts[3]
 
 
@@ -290,7 +290,7 @@ async def test_a_stream_goes_on_at_another_router_with_the_same_key(
         async with AsyncClient([service.grpc, other.grpc_address], api_key="ada") as client:
             assert (await client.generate("hi", max_tokens=4)).text == "abcd"
     assert {each.tenant for each in other_source.requests} == {"ada"}
-    assert source.requests[0].cache_salt == other_source.requests[0].cache_salt
+    assert source.requests[0].submit.cache_salt == other_source.requests[0].submit.cache_salt
     await other.stop(0)
 
 
@@ -542,7 +542,7 @@ async def test_callers_without_a_key_share_no_cache_across_connections(model: Se
                 assert (await http.post("/v1/completions", json=body)).status_code == 200
                 await client.generate("hi", max_tokens=4)
     await servers.stop(0)
-    salts = [each.cache_salt for each in source.requests]
+    salts = [each.submit.cache_salt for each in source.requests]
     assert salts[0] == salts[2]
     assert len(set(salts)) == 5
     assert {each.tenant for each in source.requests} == {""}
@@ -578,7 +578,7 @@ async def test_a_connection_from_the_address_of_an_earlier_one_shares_no_cache_w
         with suppress(ConnectionError):
             await writer.wait_closed()
     await servers.stop(0)
-    first, second = [each.cache_salt for each in source.requests]
+    first, second = [each.submit.cache_salt for each in source.requests]
     assert first != second
 
 
@@ -595,7 +595,7 @@ async def test_requests_without_a_key_go_no_further_than_their_priority(model: S
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         await client.generate("hi", max_tokens=4, priority=100)
     await servers.stop(0)
-    assert [each.priority for each in source.requests] == [0, 0]
+    assert [each.submit.priority for each in source.requests] == [0, 0]
 
 
 async def test_the_resume_token_of_another_tenant_is_wrong_over_http(

@@ -75,7 +75,7 @@ async def test_tokens_of_texts_and_chats(service: Service, http: httpx.AsyncClie
     assert bytes(answer["tokens"]) == b"[user] hello?\n[assistant] "
     assert "".join(answer["token_strs"]) == "[user] hello?\n[assistant] "
     await http.post(CHAT, json=body(CHAT))
-    assert list(service.source.requests[0].prompt) == answer["tokens"]
+    assert list(service.source.requests[0].submit.token_ids) == answer["tokens"]
     answer = (
         await http.post("/detokenize", json={"model": "tiny", "tokens": [104, 195, 169, EOS_ID]})
     ).json()

@@ -317,12 +317,12 @@ async def test_an_id_is_used_a_few_times_and_only_the_first_goes_ahead(
     statuses = sorted(answer.status_code for answer in answers)
     assert statuses == [200] * MAX_USES + [400] * (6 - MAX_USES)
     assert "was used 3 times" in max(answers, key=lambda each: each.status_code).text
-    turns = [asked.turn for asked in source.requests[1:]]
+    turns = [asked.submit.turn for asked in source.requests[1:]]
     ahead, others = worker_pb2.TURN_FIRST_OF_PRIORITY, worker_pb2.TURN_IN_ORDER
     assert sorted(turns) == [ahead] + [others] * (MAX_USES - 1)
     later = {"Last-Event-ID": expected[4][0]}  # of one that has received more
     assert (await second.post(TEXT, json=sent, headers=later)).status_code == 200
-    assert source.requests[-1].turn == others
+    assert source.requests[-1].submit.turn == others
     assert (await second.post(TEXT, json=sent, headers=headers)).status_code == 400
     assert (await first.post(TEXT, json=sent, headers=headers)).status_code == 200
 
@@ -340,7 +340,7 @@ async def test_a_resumption_that_the_service_could_not_begin_does_not_count(
         assert (await second.post(TEXT, json=sent, headers=headers)).status_code == 503
     source.error = errors.InternalError("the worker failed")
     assert (await second.post(TEXT, json=sent, headers=headers)).status_code == 500
-    assert source.requests[-1].turn == worker_pb2.TURN_FIRST_OF_PRIORITY
+    assert source.requests[-1].submit.turn == worker_pb2.TURN_FIRST_OF_PRIORITY
     source.error = None
     for status in [200] * (MAX_USES - 1) + [400]:
         assert (await second.post(TEXT, json=sent, headers=headers)).status_code == status

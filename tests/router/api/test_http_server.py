@@ -222,7 +222,11 @@ async def test_default_lengths(service: Service, http: httpx.AsyncClient) -> Non
     await http.post(TEXT, json=body(TEXT, prompt="x" * 510))
     await http.post(CHAT, json=body(CHAT))
     prompt = len("[user] hello?\n[assistant] ")
-    assert [request.max_tokens for request in service.source.requests] == [16, 2, 512 - prompt]
+    assert [request.submit.max_tokens for request in service.source.requests] == [
+        16,
+        2,
+        512 - prompt,
+    ]
 
 
 async def test_harmless_values_and_nulls_are_accepted(http: httpx.AsyncClient) -> None:
@@ -280,7 +284,7 @@ async def test_messages_in_parts_and_as_the_openai_client_repeats_them(
     answer = await http.post(CHAT, json=body(CHAT, messages=[parts, said, empty]))
     assert answer.status_code == 200
     expected = b"[user] ac\n[assistant] b\n[assistant] \n[assistant] "
-    assert bytes(service.source.requests[0].prompt) == expected
+    assert bytes(service.source.requests[0].submit.token_ids) == expected
 
 
 async def test_request_ids(service: Service, http: httpx.AsyncClient) -> None:

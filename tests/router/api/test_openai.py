@@ -127,7 +127,7 @@ async def test_best_of_and_beam_search(service: Service, client: openai.AsyncOpe
         model="tiny", prompt="hi", n=3, max_tokens=2, temperature=0, extra_body=search
     )
     assert len(made.choices) == 3
-    beam = service.source.requests[-1].beam_search
+    beam = service.source.requests[-1].submit.beam_search
     assert beam is not None
     assert (beam.width, beam.length_penalty, beam.early_stopping) == (3, 0.5, False)
 
@@ -250,7 +250,9 @@ async def test_tool_calls_and_their_answers(service: Service, client: openai.Asy
     assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
         ("weather", {"city": "Köln"})
     ] * 2
-    assert bytes(service.source.requests[0].prompt) == b"[weather] user: hello?\nassistant: "
+    assert (
+        bytes(service.source.requests[0].submit.token_ids) == b"[weather] user: hello?\nassistant: "
+    )
     one = await client.chat.completions.create(
         model="tiny", messages=ASK, tools=TOOLS, parallel_tool_calls=False
     )
@@ -264,7 +266,7 @@ async def test_tool_calls_and_their_answers(service: Service, client: openai.Asy
     service.source.answer = [*b"It rains.", EOS_ID]
     said = await client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
     assert (said.choices[0].finish_reason, said.choices[0].message.content) == ("stop", "It rains.")
-    seen = bytes(service.source.requests[-1].prompt).decode()
+    seen = bytes(service.source.requests[-1].submit.token_ids).decode()
     assert '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>' in seen
     assert seen.endswith("tool: rain\nassistant: ")
 
@@ -294,7 +296,7 @@ async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None
             model="tiny", messages=ASK, tools=TOOLS, tool_choice=choice
         )
         assert bool(said.choices[0].message.tool_calls) is calls
-        assert bool(service.source.requests[-1].grammar) is bound
+        assert bool(service.source.requests[-1].submit.grammar) is bound
 
 
 class Person(BaseModel):
@@ -306,8 +308,8 @@ async def test_parse(service: Service, client: openai.AsyncOpenAI) -> None:
     service.source.answer = [*b'{"name": "Ada", "age": 36}', EOS_ID]
     said = await client.chat.completions.parse(model="tiny", messages=ASK, response_format=Person)
     assert said.choices[0].message.parsed == Person(name="Ada", age=36)
-    assert '"Ada"' not in service.source.requests[0].grammar
-    assert '"age"' in service.source.requests[0].grammar
+    assert '"Ada"' not in service.source.requests[0].submit.grammar
+    assert '"age"' in service.source.requests[0].submit.grammar
 
 
 FORMATS: list[dict[str, Any]] = [
@@ -336,7 +338,7 @@ async def test_every_way_to_bind_the_output(
     await client.completions.create(model="tiny", prompt="hi", extra_body=fields)
     await client.chat.completions.create(model="tiny", messages=ASK, extra_body=fields)
     first, second = service.source.requests
-    assert first.grammar == second.grammar != ""
+    assert first.submit.grammar == second.submit.grammar != ""
 
 
 async def test_continuing_the_last_message_and_template_variables(
@@ -348,7 +350,7 @@ async def test_continuing_the_last_message_and_template_variables(
         messages=messages,
         extra_body={"continue_final_message": True, "add_generation_prompt": False},
     )
-    assert bytes(service.source.requests[0].prompt) == b"user: hello?\nassistant: Well, "
+    assert bytes(service.source.requests[0].submit.token_ids) == b"user: hello?\nassistant: Well, "
     await client.chat.completions.create(
         model="tiny", messages=ASK, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
     )
@@ -507,13 +509,13 @@ async def test_messages_come_back_as_clients_keep_them(
         "content": [{"type": "text", "text": "rain"}],
     }
     await client.chat.completions.create(model="tiny", messages=[*ASK, said, answer], tools=TOOLS)
-    prompt = bytes(service.source.requests[-1].prompt).decode()
+    prompt = bytes(service.source.requests[-1].submit.token_ids).decode()
     assert prompt.endswith(
         'assistant: <tool_call>{"name": "weather", "arguments": {"city": "x"}}</tool_call>\ntool: rain\nassistant: '
     )
     refused: Any = {"role": "assistant", "content": None, "refusal": "I cannot."}
     await client.chat.completions.create(model="tiny", messages=[*ASK, refused])
-    assert b"assistant: I cannot." in bytes(service.source.requests[-1].prompt)
+    assert b"assistant: I cannot." in bytes(service.source.requests[-1].submit.token_ids)
     for more, field in (
         ({"role": "user", "content": "x", "images": ["y"]}, "messages[0].images"),
         (
@@ -533,7 +535,8 @@ async def test_a_developer_is_the_system(service: Service, client: openai.AsyncO
     developer: Any = {"role": "developer", "content": "Be brief."}
     await client.chat.completions.create(model="tiny", messages=[developer, *ASK])
     assert (
-        bytes(service.source.requests[-1].prompt) == b"system: Be brief.\nuser: hello?\nassistant: "
+        bytes(service.source.requests[-1].submit.token_ids)
+        == b"system: Be brief.\nuser: hello?\nassistant: "
     )
 
 
@@ -548,7 +551,7 @@ async def test_max_tokens_of_a_chat_become_what_the_prompt_leaves(
     for asked, header in ((512, str(most)), (most + 1, str(most)), (most, None), (9, None)):
         made = await create(model="tiny", messages=ASK, max_tokens=asked, stream=stream)
         assert made.headers.get("tandem-max-tokens") == header
-        assert service.source.requests[-1].max_tokens == min(asked, most)
+        assert service.source.requests[-1].submit.max_tokens == min(asked, most)
     with pytest.raises(openai.BadRequestError) as caught:
         await create(model="tiny", messages=ASK, max_tokens=513, stream=stream)
     assert caught.value.param == "max_tokens"

@@ -130,7 +130,7 @@ async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None
             model="tiny", input="hello?", tools=TOOLS, tool_choice=choice
         )
         assert [item.type for item in made.output] == ["function_call" if calls else "message"]
-        assert bool(service.source.requests[-1].grammar) is bound
+        assert bool(service.source.requests[-1].submit.grammar) is bound
 
 
 async def test_a_format_of_texts_does_not_bind_a_call_that_is_demanded(
@@ -141,7 +141,7 @@ async def test_a_format_of_texts_does_not_bind_a_call_that_is_demanded(
         model="tiny", input="hello?", tools=TOOLS, tool_choice="required", text_format=Person
     )
     assert [item.type for item in made.output] == ["function_call"]
-    assert '"age"' not in service.source.requests[-1].grammar
+    assert '"age"' not in service.source.requests[-1].submit.grammar
 
 
 async def test_the_events_of_a_stream(service: Service, client: openai.AsyncOpenAI) -> None:
@@ -179,11 +179,11 @@ async def test_output_of_a_schema(service: Service, client: openai.AsyncOpenAI) 
     service.source.answer = [*b'{"name": "Ada", "age": 36}', EOS_ID]
     made = await client.responses.parse(model="tiny", input="hello?", text_format=Person)
     assert made.output_parsed == Person(name="Ada", age=36)
-    assert '"age"' in service.source.requests[-1].grammar
+    assert '"age"' in service.source.requests[-1].submit.grammar
     await client.responses.create(
         model="tiny", input="hello?", text={"format": {"type": "json_object"}}
     )
-    assert service.source.requests[-1].grammar
+    assert service.source.requests[-1].submit.grammar
 
 
 async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:

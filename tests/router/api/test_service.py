@@ -321,7 +321,7 @@ async def test_tokenize_returns_the_tokens_of_generate(model: ServedModel) -> No
         inference_pb2.TokenizeRequest(prompt=chat), Caller()
     )
     await collect(model, source, request(prompt=chat))
-    assert tuple(tokens.token_ids) == source.requests[0].prompt
+    assert tokens.token_ids == source.requests[0].submit.token_ids
 
 
 def test_a_defect_becomes_an_internal_error_with_a_fixed_text(

@@ -150,7 +150,7 @@ class TestInfill:
         for choice, prompt in zip(answer["choices"], "ab", strict=True):
             expected = [before, ord(prompt), hole, *b"zz", middle]
             assert (choice["prompt_token_ids"], choice["text"]) == (expected, f"{prompt}hello")
-        assert [list(request.prompt) for request in service.source.requests] == [
+        assert [list(request.submit.token_ids) for request in service.source.requests] == [
             choice["prompt_token_ids"] for choice in answer["choices"]
         ]
 

@@ -23,4 +23,4 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 
 def last_prompt(service: Service) -> str:
     """Returns the prompt that the workers were asked last."""
-    return bytes(service.source.requests[-1].prompt).decode()
+    return bytes(service.source.requests[-1].submit.token_ids).decode()

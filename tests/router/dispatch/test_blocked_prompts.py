@@ -3,7 +3,6 @@ and again.
 """
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +17,12 @@ from tandem.router.dispatch.blocked_prompts import (
 )
 from tandem.router.request import LoraAdapter
 from tandem.tests.router.pools import Clock, request
+from tandem.tests.token_request import changed
 
 REQUEST = request((5, 6, 7))
 OTHER = LoraAdapter(name="other", folder="/adapters", fingerprint=bytes(16))
 DIFFERENT: dict[str, dict[str, Any]] = {
-    "prompt": {"prompt": (5, 6)},
+    "prompt": {"token_ids": (5, 6)},
     "tenant": {"tenant": "ada"},
     "prefixes of others": {"cache_salt": b"ada"},
     "adapter": {"adapter": OTHER},
@@ -43,11 +43,11 @@ def test_a_request_of_another_tenant_adapter_or_parameter_is_not_refused(
     blocked_prompts = BlockedPrompts()
     blocked_prompts.block(REQUEST)
     assert blocked_prompts.is_blocked(REQUEST)
-    assert not blocked_prompts.is_blocked(replace(REQUEST, **fields))
+    assert not blocked_prompts.is_blocked(changed(REQUEST, **fields))
 
 
 def test_the_same_request_is_refused_again_whatever_its_seed_and_its_time() -> None:
-    again = replace(
+    again = changed(
         REQUEST,
         request_id="again",
         sampling=inference_pb2.SamplingParams(seed=7),
@@ -66,7 +66,7 @@ def test_the_seconds_that_are_left_are_shared_whatever_the_clocks_say() -> None:
     one_clock.now += 100
     assert other.learn(one.remaining())
     assert other.is_blocked(REQUEST)
-    assert not other.is_blocked(replace(REQUEST, prompt=REQUEST.prompt[:2]))
+    assert not other.is_blocked(changed(REQUEST, token_ids=(5, 6)))
     other_clock.now += BLOCKED_SECONDS - 101
     assert other.is_blocked(REQUEST)
     other_clock.now += 1

@@ -42,7 +42,7 @@ async def abandon(running: Fleet, request: TokenRequest, num_tokens: int) -> Non
 
 async def abandon_after(running: Fleet, request: TokenRequest, seconds: float) -> None:
     """Cancels the task that reads, wherever the request is by then."""
-    task = asyncio.create_task(abandon(running, request, request.max_tokens))
+    task = asyncio.create_task(abandon(running, request, request.submit.max_tokens))
     asyncio.get_running_loop().call_later(seconds, task.cancel)
     with suppress(asyncio.CancelledError):
         await task
@@ -61,7 +61,7 @@ async def test_two_hundred_cancels_leave_nothing() -> None:
             async with turns:
                 if number % 3 == 0:
                     tokens, _ = await running.generate(request)
-                    assert tokens == expected_tokens(prompt, request.max_tokens, VOCAB)
+                    assert tokens == expected_tokens(prompt, request.submit.max_tokens, VOCAB)
                     num_exact += 1
                 elif number % 3 == 1:
                     await abandon(running, request, chance.randrange(1, 8))

@@ -39,7 +39,7 @@ async def deltas_of(
 ) -> list[TokenDelta]:
     """All deltas, checked to have contiguous indices and exactly one end a choice."""
     found: list[TokenDelta] = []
-    counts, finished = [0] * request.num_choices, set()
+    counts, finished = [0] * request.submit.num_choices, set()
     async with aclosing(
         running.dispatcher.generate(request, inference_pb2.Timeline(), ended)
     ) as deltas:
@@ -50,7 +50,7 @@ async def deltas_of(
             if delta.finish_reason != UNFINISHED:
                 finished.add(delta.choice)
             found.append(delta)
-    assert finished | set(ended) == set(range(request.num_choices))
+    assert finished | set(ended) == set(range(request.submit.num_choices))
     return found
 
 

@@ -5,7 +5,6 @@ same.
 import asyncio
 import random
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -35,6 +34,7 @@ from tandem.tests.router.fake_pools import (
     outputs_of,
     start,
 )
+from tandem.tests.token_request import changed
 
 
 @settings(max_examples=300)
@@ -68,7 +68,8 @@ def test_whatever_fails_the_tokens_are_those_of_a_run_without_faults(
             caller.read(execution)
     assert caller.finished == set(range(num_choices))
     assert caller.ids == [
-        completion(request.prompt, SEED + choice, max_tokens) for choice in range(num_choices)
+        completion(request.submit.token_ids, SEED + choice, max_tokens)
+        for choice in range(num_choices)
     ]
     assert caller.num_prompt_logprobs == 1
     execution.end()
@@ -86,7 +87,7 @@ def test_choices_that_the_caller_ends_have_no_further_delta(
 ) -> None:
     request = choices_request(4)
     pools = FakePools(random.Random(seed), pairs)
-    whole = [completion(request.prompt, SEED + choice, 30) for choice in range(4)]
+    whole = [completion(request.submit.token_ids, SEED + choice, 30) for choice in range(4)]
     limits = [pools.chance.randrange(1, 40) for _ in range(4)]
     ended: set[int] = set()
     caller = Caller(4)
@@ -120,14 +121,16 @@ def test_a_request_begun_elsewhere_goes_on_with_the_same_tokens(
     seed: int, pairs: bool, cuts: list[int]
 ) -> None:
     request = choices_request(len(cuts))
-    expected = [completion(request.prompt, SEED + choice, 30) for choice in range(len(cuts))]
+    expected = [
+        completion(request.submit.token_ids, SEED + choice, 30) for choice in range(len(cuts))
+    ]
     begun = [tuple(ids[:cut]) for ids, cut in zip(expected, cuts, strict=True)]
     has_ended = [len(ids) == len(whole) for ids, whole in zip(begun, expected, strict=True)]
     emitted = tuple(None if ended else ids for ids, ended in zip(begun, has_ended, strict=True))
     pools, caller = FakePools(random.Random(seed), pairs), Caller(len(cuts))
     caller.ids = [list(ids) for ids in begun]
     turn = worker_pb2.TURN_IN_ORDER
-    execution, _ = start(pools, replace(request, emitted=emitted, turn=turn))
+    execution, _ = start(pools, changed(request, emitted=emitted, turn=turn))
     kill = True
     while not execution.done:
         if kill and pools.chance.random() < 0.1:
@@ -694,7 +697,7 @@ def test_crashes_with_tokens_between_them_are_not_the_request_s() -> None:
         pools.running[-1].client.kill()
         caller.read(execution)
     caller.read_until(pools, execution, 30)
-    assert caller.ids == [completion(request.prompt, SEED, 30)]
+    assert caller.ids == [completion(request.submit.token_ids, SEED, 30)]
 
 
 def test_suspects_start_one_at_a_time_and_the_guilty_one_is_refused() -> None:
@@ -763,5 +766,5 @@ async def test_what_came_while_the_caller_was_away_is_its_even_if_it_was_the_end
             ids += delta.ids
     except Unavailable:
         assert error is not None
-    expected = completion(request.prompt, SEED, 30)
+    expected = completion(request.submit.token_ids, SEED, 30)
     assert ids == (expected if error is None else expected[:5])

@@ -1,12 +1,14 @@
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tandem.proto import inference_pb2, limits
+from tandem.proto import inference_pb2, limits, worker_pb2
 from tandem.proto.errors import InvalidArgument
+from tandem.proto.hashing import hash_tenant
+from tandem.router.auth.authenticator import Caller
 from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
-from tandem.router.request import TokenRequest
 from tandem.tests.router.api.bounds import ALLOWED, CHAT, REFUSED, TOOL_CHAT
 from tandem.tests.router.fake_source import byte_tokenizer
 
@@ -22,11 +24,11 @@ async def prepared(
     message: inference_pb2.GenerateRequest,
     context: int = 64,
     defaults: dict[str, float] | None = None,
-) -> TokenRequest:
+) -> worker_pb2.Submit:
     model = ServedModel(
         name="tiny", tokenizer=byte_tokenizer(), context_tokens=context, defaults=defaults or {}
     )
-    return (await prepare(message, model, CONTEXT)).tokens
+    return (await prepare(message, model, CONTEXT)).tokens.submit
 
 
 async def refused(message: inference_pb2.GenerateRequest, context: int = 64) -> InvalidArgument:
@@ -36,16 +38,27 @@ async def refused(message: inference_pb2.GenerateRequest, context: int = 64) -> 
 
 
 async def test_defaults_are_set_explicitly() -> None:
-    tokens = await prepared(request())
-    assert tokens.prompt == (104, 105)
-    assert tokens.max_tokens == 16
-    assert (tokens.arrived, tokens.deadline) == (1.0, 9.0)
-    assert tokens.sampling.HasField("temperature")
-    assert tokens.sampling.HasField("top_p")
-    assert tokens.sampling.HasField("seed")
-    assert (tokens.sampling.temperature, tokens.sampling.top_p) == (1.0, 1.0)
-    assert (tokens.sampling.top_k, tokens.sampling.min_p) == (0, 0.0)
-    assert not tokens.ignore_eos
+    submit = await prepared(request())
+    assert submit.token_ids == [104, 105]
+    assert submit.max_tokens == 16
+    assert submit.sampling.HasField("temperature")
+    assert submit.sampling.HasField("top_p")
+    assert submit.sampling.HasField("seed")
+    assert (submit.sampling.temperature, submit.sampling.top_p) == (1.0, 1.0)
+    assert (submit.sampling.top_k, submit.sampling.min_p) == (0, 0.0)
+    assert not submit.ignore_eos
+
+
+async def test_times_and_the_tenant_stay_at_the_router() -> None:
+    sent = set()
+    for tenant in ("", "ada", "bob"):
+        context = replace(CONTEXT, caller=Caller(tenant=tenant))
+        tokens = (await prepare(request(), MODEL, context)).tokens
+        assert (tokens.tenant, tokens.arrived, tokens.deadline) == (tenant, 1.0, 9.0)
+        assert tokens.submit.tenant == hash_tenant(tenant)
+        assert not tenant or tenant.encode() not in tokens.submit.SerializeToString()
+        sent.add(tokens.submit.tenant)
+    assert len(sent) == 3
 
 
 async def test_given_values_pass_through() -> None:
@@ -79,49 +92,50 @@ async def test_given_values_pass_through() -> None:
     )
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
     accepted = await prepare(message, model, CONTEXT)
-    tokens = accepted.tokens
-    assert tokens.sampling == inference_pb2.SamplingParams(**sampling)
-    assert (tokens.max_tokens, tokens.stop_token_ids, tokens.ignore_eos) == (3, (1, 257), True)
-    assert (tokens.num_choices, accepted.num_answers, tokens.min_tokens, tokens.priority) == (
+    submit = accepted.tokens.submit
+    assert submit.sampling == inference_pb2.SamplingParams(**sampling)
+    assert (submit.max_tokens, submit.stop_token_ids, submit.ignore_eos) == (3, [1, 257], True)
+    assert (submit.num_choices, accepted.num_answers, submit.min_tokens, submit.priority) == (
         3,
         2,
         2,
         -7,
     )
-    assert (tokens.logprobs, tokens.prompt_logprobs, accepted.wants_logprobs) == (4, 5, True)
+    assert (submit.logprobs, submit.prompt_logprobs, accepted.wants_logprobs) == (4, 5, True)
     assert accepted.stop == ("a", "b")
 
 
 async def test_best_of_wants_logprobs_for_itself() -> None:
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
     accepted = await prepare(request(best_of=2), model, CONTEXT)
-    assert (accepted.tokens.logprobs, accepted.wants_logprobs, accepted.num_answers) == (
+    assert (accepted.tokens.submit.logprobs, accepted.wants_logprobs, accepted.num_answers) == (
         0,
         False,
         1,
     )
-    assert (await prepared(request(n=2, best_of=2))).logprobs is None
+    assert accepted.tokens.submit.HasField("logprobs")
+    assert not (await prepared(request(n=2, best_of=2))).HasField("logprobs")
 
 
 async def test_minus_zero_is_zero() -> None:
     names = ("temperature", "min_p", "presence_penalty", "frequency_penalty")
-    tokens = await prepared(request(sampling=dict.fromkeys(names, -0.0)))
-    assert [math.copysign(1, getattr(tokens.sampling, name)) for name in names] == [1.0] * 4
+    submit = await prepared(request(sampling=dict.fromkeys(names, -0.0)))
+    assert [math.copysign(1, getattr(submit.sampling, name)) for name in names] == [1.0] * 4
 
 
 async def test_bad_words_with_and_without_a_space_before() -> None:
-    tokens = await prepared(request(sampling={"bad_words": ["ab", " ab", "c"]}))
-    assert tokens.bad_words == (tuple(b"ab"), tuple(b" ab"), tuple(b"c"), tuple(b" c"))
-    assert not tokens.sampling.bad_words
+    submit = await prepared(request(sampling={"bad_words": ["ab", " ab", "c"]}))
+    assert [bytes(word.ids) for word in submit.bad_words] == [b"ab", b" ab", b"c", b" c"]
+    assert not submit.sampling.bad_words
 
 
 async def test_a_beam_search_has_every_field_set() -> None:
-    tokens = await prepared(request(beam_search={"width": 4}, n=3))
-    assert tokens.beam_search == inference_pb2.BeamSearch(
+    submit = await prepared(request(beam_search={"width": 4}, n=3))
+    assert submit.beam_search == inference_pb2.BeamSearch(
         width=4, length_penalty=1.0, early_stopping=False
     )
-    assert tokens.beam_search.HasField("length_penalty")
-    assert tokens.num_choices == 3
+    assert submit.beam_search.HasField("length_penalty")
+    assert submit.num_choices == 3
     other = await prepared(
         request(beam_search={"width": 1, "length_penalty": -0.5, "early_stopping": True})
     )
@@ -134,7 +148,7 @@ async def test_no_tokens_with_echo_or_prompt_logprobs_only() -> None:
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
     for fields in ({"echo": True}, {"prompt_logprobs": 0}):
         accepted = await prepare(request(stopping={"max_tokens": 0}, **fields), model, CONTEXT)
-        assert (accepted.is_empty, accepted.tokens.max_tokens) == (True, 1)
+        assert (accepted.is_empty, accepted.tokens.submit.max_tokens) == (True, 1)
     assert (
         await refused(request("x" * 64, stopping={"max_tokens": 0}, echo=True))
     ).field == "prompt"
@@ -162,11 +176,11 @@ async def test_requests_with_equal_ids_are_distinguished() -> None:
 
 async def test_kinds_of_prompt() -> None:
     ids = await prepared(request(prompt={"token_ids": {"ids": [0, 257]}}))
-    assert ids.prompt == (0, 257)
+    assert ids.token_ids == [0, 257]
     chat = await prepared(
         request(prompt={"chat": {"messages": [{"role": "user", "content": "x"}]}})
     )
-    assert bytes(chat.prompt) == b"[user] x\n[assistant] "
+    assert bytes(chat.token_ids) == b"[user] x\n[assistant] "
 
 
 @pytest.mark.parametrize(("fields", "field", "bound"), REFUSED)
@@ -181,7 +195,7 @@ async def test_each_bound_names_field_and_bound(
 
 @pytest.mark.parametrize(("fields", "prompt"), ALLOWED)
 async def test_the_bounds_themselves_are_allowed(fields: dict[str, Any], prompt: str) -> None:
-    assert len((await prepared(request(prompt, **fields))).prompt) == len(prompt)
+    assert len((await prepared(request(prompt, **fields))).token_ids) == len(prompt)
 
 
 # (prompt tokens, max_tokens, truncate) in a context of 64 -> (kept prompt tokens, max_tokens)
@@ -207,9 +221,9 @@ async def test_fit(
         stopping={"max_tokens": explicit},
         truncate_prompt=truncate,
     )
-    tokens = await prepared(message)
-    assert (len(tokens.prompt), tokens.max_tokens) == expected
-    assert list(tokens.prompt) == ids[-expected[0] :]
+    submit = await prepared(message)
+    assert (len(submit.token_ids), submit.max_tokens) == expected
+    assert list(submit.token_ids) == ids[-expected[0] :]
 
 
 @pytest.mark.parametrize(("length", "explicit"), [(64, None), (500, None), (64, 1), (60, 5)])
@@ -233,7 +247,7 @@ async def test_without_max_tokens_a_text_has_16_and_a_chat_what_the_context_leav
     assert (await prepared(request("x" * 60))).max_tokens == 4
     assert (await prepared(request("x", stopping={"max_tokens": 20}))).max_tokens == 20
     chat = await prepared(inference_pb2.GenerateRequest(prompt={"chat": CHAT}))
-    assert len(chat.prompt) + chat.max_tokens == 64
+    assert len(chat.token_ids) + chat.max_tokens == 64
 
 
 async def test_what_a_request_leaves_out_is_as_the_model_says_and_its_own_value_wins() -> None:
@@ -241,9 +255,9 @@ async def test_what_a_request_leaves_out_is_as_the_model_says_and_its_own_value_
     defaults = {f"sampling.{name}": value for name, value in own.items()} | {
         "stopping.max_tokens": 5
     }
-    tokens = await prepared(request(), defaults=defaults)
-    assert {name: getattr(tokens.sampling, name) for name in own} == own
-    assert tokens.max_tokens == 5
+    submit = await prepared(request(), defaults=defaults)
+    assert {name: getattr(submit.sampling, name) for name in own} == own
+    assert submit.max_tokens == 5
     unset = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     given = await prepared(request(sampling=unset, stopping={"max_tokens": 9}), defaults=defaults)
     assert {name: getattr(given.sampling, name) for name in unset} == unset
@@ -268,8 +282,8 @@ async def test_max_tokens_become_what_the_prompt_leaves(
         prompt={"token_ids": {"ids": range(length)}}, stopping={"max_tokens": explicit}
     )
     context = RequestContext(arrived=0.0, reduces_max_tokens=True)
-    tokens = (await prepare(message, MODEL, context)).tokens
-    assert (len(tokens.prompt), tokens.max_tokens) == expected
+    submit = (await prepare(message, MODEL, context)).tokens.submit
+    assert (len(submit.token_ids), submit.max_tokens) == expected
 
 
 @pytest.mark.parametrize(
@@ -296,12 +310,12 @@ async def test_what_does_not_fit_the_context_alone_is_refused(
 @pytest.mark.parametrize(("kept", "expected"), [(5, 5), (500, 60), (0, 60), (-1, 60)])
 async def test_the_end_of_a_prompt_is_kept(kept: int, expected: int) -> None:
     message = request(prompt={"token_ids": {"ids": range(60)}}, truncate_prompt_tokens=kept)
-    assert list((await prepared(message)).prompt) == list(range(60))[-expected:]
+    assert list((await prepared(message)).token_ids) == list(range(60))[-expected:]
 
 
 async def test_as_much_as_fits_the_context_is_kept() -> None:
     message = request(prompt={"token_ids": {"ids": range(200)}}, truncate_prompt_tokens=-1)
-    assert list((await prepared(message)).prompt) == list(range(137, 200))
+    assert list((await prepared(message)).token_ids) == list(range(137, 200))
 
 
 async def test_special_tokens_of_stop_count_towards_the_bound_of_stop_tokens() -> None:

@@ -34,7 +34,7 @@ async def test_choices_end_each_for_itself(model: ServedModel) -> None:
     ]
     usage = messages[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens, timeline.completion_tokens) == (2, 10, 10)
-    assert source.requests[0].num_choices == 3
+    assert source.requests[0].submit.num_choices == 3
 
 
 async def test_a_stop_string_ends_its_choice_alone(model: ServedModel) -> None:
@@ -108,7 +108,7 @@ async def test_no_tokens_at_all(model: ServedModel, answer: Sequence[int]) -> No
     )
     assert [entry.token.text for entry in only.prompt_logprobs] == [b"h", b"i"]
     assert (only.usage.prompt_tokens, only.usage.completion_tokens) == (2, 0)
-    assert source.requests[0].max_tokens == 1
+    assert source.requests[0].submit.max_tokens == 1
 
 
 def logprob_of(token: int) -> float:
@@ -173,7 +173,7 @@ async def test_best_of_answers_the_likeliest(model: ServedModel) -> None:
     assert not any(m.logprobs for m in messages)
     assert [len(m.prompt_logprobs) for m in messages] == [2, 0]
     assert messages[-1].usage.completion_tokens == 14  # all that were generated
-    assert (source.requests[0].num_choices, source.requests[0].logprobs) == (5, 0)
+    assert (source.requests[0].submit.num_choices, source.requests[0].submit.logprobs) == (5, 0)
 
 
 async def test_best_of_counts_all_tokens_and_reports_logprobs(model: ServedModel) -> None:
@@ -242,7 +242,7 @@ async def test_a_stop_string_that_is_a_special_token_ends_the_choice(model: Serv
     assert text(messages) == "ab"
     assert (messages[-1].finish_reason, messages[-1].stop_string) == (STOP, "<|end|>")
     assert messages[-1].usage.completion_tokens == 3
-    assert source.requests[-1].stop_token_ids == (EOS_ID,)
+    assert source.requests[-1].submit.stop_token_ids == [EOS_ID]
 
 
 async def test_the_first_message_alone_has_the_cached_tokens(model: ServedModel) -> None:

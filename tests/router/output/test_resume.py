@@ -218,7 +218,7 @@ def test_a_random_seed_is_kept() -> None:
     expected = asyncio.run(answer(message, source))
     rest = asyncio.run(answer(resumed(message, expected[:9]), source))
     assert whole(expected[:9] + rest) == whole(expected)
-    assert source.requests[1].sampling.seed == source.requests[0].sampling.seed
+    assert source.requests[1].submit.sampling.seed == source.requests[0].submit.sampling.seed
 
 
 def test_long_answers_leave_the_event_loop() -> None:

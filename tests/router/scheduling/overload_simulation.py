@@ -293,10 +293,12 @@ class SimulatedService:
         placement = registry.place(asked)
         assert placement is not None
         assert placement.prefill is not None
-        registry.dispatched(placement.prefill, asked, len(asked.prompt))
+        registry.dispatched(placement.prefill, asked, len(asked.submit.token_ids))
         registry.dispatched(placement.decode, asked, 0)
         worker = self._prefill[placement.prefill]
-        prompt = SimulatedPrompt(uncomputed=len(asked.prompt), first_token=loop.create_future())
+        prompt = SimulatedPrompt(
+            uncomputed=len(asked.submit.token_ids), first_token=loop.create_future()
+        )
         await asyncio.sleep(DELAY_SECONDS)
         worker.add(prompt)
         await prompt.first_token
@@ -304,7 +306,7 @@ class SimulatedService:
         self.sent.append(SentRequest(at=at, ttft=loop.time() - at))
         registry.prefilled(placement.prefill, asked.request_id)
         registry.record_prefill(
-            placement.prefill, len(asked.prompt), loop.time() - (prompt.begun or 0.0)
+            placement.prefill, len(asked.submit.token_ids), loop.time() - (prompt.begun or 0.0)
         )
         registry.ended(placement.prefill, asked.request_id)
         await self._decode[placement.decode].decode(

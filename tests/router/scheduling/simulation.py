@@ -132,7 +132,7 @@ class Worker:
             return
         self._computing = True
         one, then = self._prompts.popleft()
-        pools, num_tokens = self._simulation.pools, len(one.request.prompt)
+        pools, num_tokens = self._simulation.pools, len(one.request.submit.token_ids)
         cached = min(self.cache.cached_tokens(one.prefix.chain(BLOCK_SIZE)), num_tokens - 1)
         chunks = -(-(num_tokens - cached) // 32) if self._running else 0
         seconds = self._pace * (
@@ -157,7 +157,7 @@ class Worker:
             one = self._waiting.popleft()
             moving = 0.0
             if one.placement.prefill is not None:
-                missing = len(one.request.prompt) - self.cache.cached_tokens(
+                missing = len(one.request.submit.token_ids) - self.cache.cached_tokens(
                     one.prefix.chain(BLOCK_SIZE)
                 )
                 self._simulation.moved_tokens += missing
@@ -173,7 +173,7 @@ class Worker:
 
     def _end(self, one: SimulatedRequest) -> None:
         self._running -= 1
-        self._report(Prefix(one.request.prompt + one.answer))
+        self._report(Prefix((*one.request.submit.token_ids, *one.answer)))
         for worker_id in (one.placement.prefill, one.placement.decode):
             if worker_id is not None:
                 one.registry.ended(worker_id, one.request.request_id)
@@ -182,7 +182,7 @@ class Worker:
 
     def _report(self, used: Prefix | None = None) -> None:
         stored, evicted = self.cache.use(used.chain(BLOCK_SIZE) if used else [])
-        waiting = [len(one.request.prompt) for one, _ in self._prompts]
+        waiting = [len(one.request.submit.token_ids) for one, _ in self._prompts]
         load = worker_pb2.WorkerLoad(
             num_waiting=len(waiting) + len(self._waiting),
             num_running=self._running,

@@ -69,7 +69,7 @@ class AdmittedRequests:
             placement = self.registry.place(asked)
             assert placement is not None
             assert placement.prefill is not None
-            self.registry.dispatched(placement.prefill, asked, len(asked.prompt))
+            self.registry.dispatched(placement.prefill, asked, len(asked.submit.token_ids))
             self.registry.dispatched(placement.decode, asked, 0)
             self.active.append(asked)
             self.order.append(asked.request_id)
@@ -572,7 +572,8 @@ async def _play(operations: list[tuple[object, ...]]) -> None:
                 requests.registry,
                 "d0",
                 load=load(
-                    num_running=int(str(rest[0])) + sum(r.num_choices for r in requests.active)
+                    num_running=int(str(rest[0]))
+                    + sum(r.submit.num_choices for r in requests.active)
                 ),
             )
             await settle()
@@ -581,7 +582,9 @@ async def _play(operations: list[tuple[object, ...]]) -> None:
             await (requests.cancel(name) if kind == "cancel" else requests.finish(name))
         _check(requests)
     report(
-        requests.registry, "d0", load=load(num_running=sum(r.num_choices for r in requests.active))
+        requests.registry,
+        "d0",
+        load=load(num_running=sum(r.submit.num_choices for r in requests.active)),
     )
     while requests.active:
         await requests.finish(requests.active[0].request_id)
@@ -595,7 +598,7 @@ async def _play(operations: list[tuple[object, ...]]) -> None:
 def _check(requests: AdmittedRequests) -> None:
     admission = requests.admission
     assert admission.num_active == len(requests.active)
-    assert sum(one.num_choices for one in requests.active) <= 4 or len(requests.active) == 1
+    assert sum(one.submit.num_choices for one in requests.active) <= 4 or len(requests.active) == 1
     assert len(admission.queue) <= 6
     assert admission.queue.num_tokens <= 3000 or len(admission.queue) == 1
     assert admission._next() is None

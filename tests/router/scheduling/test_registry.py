@@ -35,7 +35,7 @@ def dispatch(registry: WorkerRegistry, asked: TokenRequest) -> tuple[str, str]:
     placement = registry.place(asked)
     assert placement is not None
     assert placement.prefill is not None
-    registry.dispatched(placement.prefill, asked, len(asked.prompt))
+    registry.dispatched(placement.prefill, asked, len(asked.submit.token_ids))
     registry.dispatched(placement.decode, asked, 0)
     return placement.prefill, placement.decode
 
@@ -93,7 +93,7 @@ def test_where_a_pool_has_no_worker_one_of_the_other_does_all() -> None:
     assert free is not None
     assert free.sequences == 4
     registry.reserve(asked)
-    registry.dispatched("p0", asked, len(asked.prompt), decodes=True)
+    registry.dispatched("p0", asked, len(asked.submit.token_ids), decodes=True)
     assert registry._reserved == {}
     free = registry.free()
     assert free is not None
@@ -150,7 +150,7 @@ def test_computed_prompts_are_no_longer_load_of_the_prefill_worker() -> None:
 def test_reported_blocks_attract_requests_until_they_are_evicted() -> None:
     registry = registry_of(1, 3)
     asked = request(prompt(1), "1")
-    chain = hash_chain(asked.prompt, 16)
+    chain = hash_chain(asked.submit.token_ids, 16)
     report(registry, "d1", epoch=1, stored=chain)
     report(registry, "d2", epoch=7, stored=chain)  # of another start
     report(registry, "gone", epoch=1, stored=chain)
@@ -168,7 +168,7 @@ def test_one_that_goes_ahead_of_what_waits_goes_where_most_of_it_is_cached() -> 
         worker, _ = dispatch(registry, request(prompt(int(name), 3_000), name))
         if worker != cached:
             registry.prefilled(worker, name)
-    again = request([*first.prompt, 7], "1#0")
+    again = request([*first.submit.token_ids, 7], "1#0")
     placed = [registry.place(again, is_resumed=ahead) for ahead in (False, True) for _ in range(5)]
     assert [each is not None and each.prefill == cached for each in placed] == [False] * 5 + [
         True
@@ -189,7 +189,7 @@ def test_one_that_goes_ahead_goes_where_most_of_it_is_cached_however_slow_prompt
         registry.record_prefill(cached, 1_000, 3.0)
         registry.record_prefill(other, 1_000, 1.0)
         registry.record_transfer(cached, decode, 2**25, 1.0)
-    again = request([*first.prompt, *prompt(2, 100)], "1#0")
+    again = request([*first.submit.token_ids, *prompt(2, 100)], "1#0")
     assert {registry.place(again, is_resumed=True) for _ in range(9)} == {
         dispatch_of(cached, decode)
     }
@@ -208,7 +208,7 @@ def test_several_that_go_ahead_spread_over_workers_that_have_the_same_cached() -
         placement = registry.place(again, is_resumed=True)
         assert placement is not None
         assert placement.prefill is not None
-        registry.dispatched(placement.prefill, again, len(again.prompt), is_resumed=True)
+        registry.dispatched(placement.prefill, again, len(again.submit.token_ids), is_resumed=True)
         registry.dispatched(placement.decode, again, 0)
         dispatched[placement.prefill].append(length)
     assert sorted(map(sorted, dispatched.values())) == [[100, 100, 100, 100], [100, 300]]
@@ -235,7 +235,7 @@ def test_whether_a_decode_worker_can_be_reached_is_told_when_it_changes() -> Non
 def test_a_cache_is_unknown_without_a_session() -> None:
     registry = registry_of(1, 3)
     asked = request(prompt(1), "1")
-    report(registry, "d1", epoch=1, stored=hash_chain(asked.prompt, 16))
+    report(registry, "d1", epoch=1, stored=hash_chain(asked.submit.token_ids, 16))
     registry.session_lost("d1", 2)
     assert {registry.place(asked) for _ in range(20)} == {dispatch_of("p0", "d1")}
     registry.session_lost("d1", 1)
