@@ -48,6 +48,7 @@ SHARING_PATHS: Final = (
     "cluster/test_ranks.py",
     "cluster/test_redeploy.py",
     "cluster/test_runtime.py",
+    "cluster/test_service_url.py",
     "cluster/test_status.py",
     "e2e/test_generation.py",
     "e2e/test_parity.py",

@@ -132,6 +132,7 @@ ARROWS: dict[str, set[str]] = {
             "workers: kv_cache model",
             "workers.model: adapter_folder config footprint loader registry",
         ),
+        "cluster.service_url": ("cluster.serve", "router.client"),
         "cluster.eval": ("cluster.text_files", "router.client"),
         "cluster.bench": ("cluster: tables text_files", "router.client"),
         "cluster.local": (
@@ -145,7 +146,7 @@ ARROWS: dict[str, set[str]] = {
             "router: *",
             "workers: *",
         ),
-        "cluster.cli.options": ("cluster.text_files", "router.client"),
+        "cluster.cli.options": ("cluster: service_url text_files", "router.client"),
         "cluster.cli": ("cluster: *", "router: *", "workers: *"),
         "cluster": (),
     }.items()

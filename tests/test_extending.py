@@ -41,7 +41,7 @@ def test_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     app.command()(toy.count)
     assert "Count the tokens of a text." in CliRunner().invoke(app, ["--help"]).output
     with stub_service(lambda request: []) as service:
-        found = CliRunner().invoke(app, ["four", "--target", service.address])
+        found = CliRunner().invoke(app, ["four", "--url", service.address])
     assert (found.exit_code, found.output) == (0, "5\n")  # the stub begins with a special token
 
 

@@ -1,13 +1,16 @@
 """`tandem batch`: answers the requests of a file, in this process or by a service."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...proto.errors import InvalidArgument
+from ...router.client.wire import ClientTls
 from ..local.batch import BatchCounts, BatchOutput, BatchRequest, answer_requests, read_requests
+from ..service_url import ServiceAccess
 from ..tables import progress_bar
 from . import options as o
 
@@ -23,7 +26,11 @@ def batch(
         str | None, typer.Option(help="Run this model here: what `tandem serve` takes.")
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="Ask the service at http(s)://HOST:PORT instead.")
+        str | None,
+        typer.Option(
+            help="Ask a service instead, or a server of OpenAI's API: any address that has an "
+            f"HTTP API; without --model by default {o.URL_VARIABLE}."
+        ),
     ] = None,
     tp: Annotated[int, typer.Option(help="With --model: processes that share it.")] = 1,
     dtype: Annotated[
@@ -56,14 +63,18 @@ def batch(
     with status_code and body, also of a request that is refused. A command that was interrupted or
     killed goes on when it is given again: no request is answered twice, none is lost.
     """
+    if model is None and url is None:
+        url = os.environ.get(o.URL_VARIABLE)
     if (model is None) == (url is None):
         raise InvalidArgument("give either --model or --url", "--model")
     found = read_requests(requests)
     with BatchOutput(output, [request.custom_id for request in found]) as answers:
         if url is not None:
+            key = o.read_api_key(api_key_file)
+            service = ServiceAccess(url=url, api_key=key, tls=ClientTls(ca=tls_ca))
             work = _ask(
-                url.rstrip("/"),
-                o.read_api_key(api_key_file),
+                service.api_url(),
+                key,
                 tls_ca,
                 found,
                 answers,

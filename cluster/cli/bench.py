@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from ...proto.errors import Unavailable
+from ...router.client.wire import ClientTls
 from ..bench.options import (
     DEFAULT_NUM_PROMPTS,
     BenchOptions,
@@ -19,6 +20,7 @@ from ..bench.options import (
     parse_address,
     parse_slo,
 )
+from ..service_url import ServiceAccess
 from ..tables import table_console
 from ..text_files import write_text
 from . import options as o
@@ -55,7 +57,9 @@ def bench(
     url: Annotated[
         str,
         typer.Option(
-            help="grpc(s)://HOST:PORT of a Tandem service, http(s)://HOST:PORT of OpenAI's API."
+            envvar=o.URL_VARIABLE,
+            help="grpc(s)://HOST:PORT of a Tandem service, http(s)://HOST:PORT of OpenAI's API, or "
+            "the status page of a Tandem service, for its HTTP API.",
         ),
     ],
     model: Annotated[
@@ -122,9 +126,7 @@ def bench(
     ] = "",
 ) -> None:
     """Measure a running service under load."""
-    server = replace(
-        parse_address(url, "--url", model), api_key=o.read_api_key(api_key_file), tls_ca=tls_ca
-    )
+    server = _find_server(url, model, o.read_api_key(api_key_file), tls_ca)
     addresses = [server, *([parse_address(peer, "--peer")] if peer else [])]
     lengths = {"input_len": input_len, "prefix_len": prefix_len, "output_len": output_len}
     prompts = Workload(
@@ -146,6 +148,15 @@ def bench(
         addresses=addresses, workload=prompts, load=load, rounds=rounds, slo=parse_slo(slo)
     )
     _run(check_options(options), json_to)
+
+
+def _find_server(url: str, model: str, api_key: str, tls_ca: Path | None) -> ServerAddress:
+    """Returns the API to measure, whose address may be told by a status page at `url`."""
+    given = replace(parse_address(url, "--url", model), api_key=api_key, tls_ca=tls_ca)
+    if given.url.startswith("grpc"):
+        return given
+    service = ServiceAccess(url=given.url, api_key=api_key, tls=ClientTls(ca=tls_ca))
+    return replace(given, url=service.api_url())
 
 
 def _run(options: BenchOptions, json_to: str) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 from ...proto.errors import InvalidArgument, TandemError
 from ...router.client.client import Client
 from ...router.client.types import ChatOptions, Timeline
+from ..service_url import GRPC_URL, ServiceAccess
 from ..tables import table_console
 from ..text_files import write_text
 from . import options as o
@@ -61,13 +62,10 @@ SETTABLE: Final = (
     max_tokens=512,
     temperature=0.0,
 )
+@o.service_options(GRPC_URL)
 def chat(
     context: typer.Context,
-    target: o.Target = o.DEFAULT_TARGET,
-    api_key_file: o.ApiKeyFile = None,
-    tls_ca: o.TlsCa = None,
-    tls_certificate: o.TlsCertificate = None,
-    tls_key: o.TlsKey = None,
+    service: ServiceAccess,
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
     timeline: o.ShowTimeline = False,
 ) -> None:
@@ -79,7 +77,7 @@ def chat(
     console = table_console(stderr=True)
     interactive = sys.stdin.isatty()
     with (
-        o.connect(Client, target, api_key_file, tls_ca, tls_certificate, tls_key) as client,
+        service.connect(Client) as client,
         open_keyboard() as read_line,
     ):
         session = ChatSession(

@@ -8,7 +8,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
@@ -18,33 +17,28 @@ from rich.console import Console
 from rich.table import Table
 
 from ...proto.addresses import in_brackets, is_loopback
-from ...proto.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
+from ...proto.errors import InvalidArgument
 from ...router.client.client import Client
-from ..serve.status import in_order, service_of
+from ..service_url import GRPC_URL, STATUS_URL, ServiceAccess
 from ..tables import make_table
 from ..text_files import read_text
 from . import options as o
 from .answers import completion_json, print_choices, print_logprobs, print_stream, print_timeline
 
-DEFAULT_STATUS_URL: Final = "http://127.0.0.1:8000/tandem"
-STATUS_SECONDS: Final = 10.0
 _GRAFANA_PATH: Final = "/api/grafana_health"
 _PAGE_SECONDS: Final = 3.0
 _HIDDEN: Final = "-"
 
 
 @o.request_options(max_tokens=128)
+@o.service_options(GRPC_URL)
 def generate(
     context: typer.Context,
+    service: ServiceAccess,
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; - or none: stdin.", show_default=False)
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Continue the text of this file.")] = None,
-    target: o.Target = o.DEFAULT_TARGET,
-    api_key_file: o.ApiKeyFile = None,
-    tls_ca: o.TlsCa = None,
-    tls_certificate: o.TlsCertificate = None,
-    tls_key: o.TlsKey = None,
     timeout: o.Timeout = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text.")
@@ -61,7 +55,7 @@ def generate(
         options.setdefault("temperature", 0.0)
     text = _prompt(prompt, file)
     with (
-        o.connect(Client, target, api_key_file, tls_ca, tls_certificate, tls_key) as client,
+        service.connect(Client) as client,
         client.stream(text, timeout=timeout, **options) as stream,
     ):
         if as_json:
@@ -76,30 +70,28 @@ def generate(
             print_timeline(stream.timeline)
 
 
+@o.service_options(STATUS_URL)
 def status(
-    url: Annotated[
-        str, typer.Option(help="The status page, as `tandem serve` names it.")
-    ] = DEFAULT_STATUS_URL,
-    api_key_file: o.ApiKeyFile = None,
+    service: ServiceAccess,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a running service: routers, pools, workers, their blocks and load, the transports
     between them.
     """
-    _, service = fetch_status(url, o.read_api_key(api_key_file))
+    _, found = service.status()
     if as_json:
-        typer.echo(json.dumps(service, indent=2))
+        typer.echo(json.dumps(found, indent=2))
         return
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{service['service']}: {service['model']}")
-    for router in service["routers"]:
+    console.print(f"{found['service']}: {found['model']}")
+    for router in found["routers"]:
         console.print(
             f"router {router['id']}  grpc={router['grpc']} http={router['http']} "
             f"ops={router['ops']}"
         )
-    console.print(_worker_table(service["workers"]))
-    if any(worker["transports"] for worker in service["workers"]):
-        console.print(_transport_table(service["workers"]))
+    console.print(_worker_table(found["workers"]))
+    if any(worker["transports"] for worker in found["workers"]):
+        console.print(_transport_table(found["workers"]))
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
@@ -111,69 +103,6 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is None and sys.stdin.isatty():
         raise InvalidArgument("missing; give a text, --file, or - to type one", "prompt")
     return sys.stdin.read() if prompt in (None, "-") else prompt
-
-
-def fetch_status(url: str, api_key: str = "") -> tuple[str, Any]:
-    """Returns the URL of the status page and what it says. A service that has been replaced has
-    another page than
-    before: that one, then. Raises InvalidArgument, Unauthenticated or Unavailable.
-    """
-    _check_url(url)
-    with suppress(NotFound):
-        return url, _fetch_json(url, api_key)
-    for successor in _pages_beside(url):
-        with suppress(NotFound):
-            return successor, _fetch_json(successor, api_key)
-    raise Unavailable(f"no service answers at {url}: Not Found")
-
-
-def _check_url(url: str) -> None:
-    """Raises InvalidArgument for what is no URL of a status page."""
-    with suppress(ValueError):  # of brackets and ports
-        parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return
-    raise InvalidArgument(
-        f"must be http://HOST:PORT/NAME, as `tandem serve` prints it, got {url!r}", "--url"
-    )
-
-
-def _pages_beside(url: str) -> list[str]:
-    """Returns the status pages of all deployments of the service whose page was this, the oldest
-    first: it serves while a younger one starts.
-    """
-    root, _, application = url.rstrip("/").rpartition("/")
-    try:
-        routes = list(_fetch_json(f"{root}/-/routes"))
-    except (NotFound, TypeError):
-        return []
-    service = service_of(application)
-    return [
-        f"{root}/{name}"
-        for name in in_order(service, (str(route).removeprefix("/") for route in routes))
-    ]
-
-
-def _fetch_json(url: str, api_key: str = "") -> Any:
-    """Returns what a URL answers. Raises NotFound, Unauthenticated or Unavailable."""
-    request = urllib.request.Request(
-        url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {}
-    )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=STATUS_SECONDS) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        if error.code == Unauthenticated.http_status:
-            raise Unauthenticated(
-                "the status page needs an API key: TANDEM_API_KEY or --api-key-file"
-            ) from None
-        if error.code == NotFound.http_status:
-            raise NotFound(f"nothing is at {url}") from None
-        raise Unavailable(f"no service answers at {url}: {error.reason}") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise Unavailable(f"no service answers at {url}: {reason}") from None
 
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:
@@ -210,23 +139,21 @@ def _transport_table(workers: list[dict[str, Any]]) -> Table:
     return table
 
 
+@o.service_options(STATUS_URL)
 def dashboard(
-    url: Annotated[
-        str, typer.Option(help="The status page, as `tandem serve` names it.")
-    ] = DEFAULT_STATUS_URL,
-    api_key_file: o.ApiKeyFile = None,
+    service: ServiceAccess,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how to open a running service's console, status page, Ray dashboard and Grafana.
 
     Where they listen on loopback, the last line is what opens them from another machine."""
-    url, service = fetch_status(url, o.read_api_key(api_key_file))
-    ray_dashboard = service["ray_dashboard"]
+    url, found = service.status()
+    ray_dashboard = found["ray_dashboard"]
     if ray_dashboard and not _has_page(ray_dashboard):
         ray_dashboard = ""  # its API alone
     pages = {
-        "consoles": [router["console"] for router in service["routers"]],
-        "status_page": url,
+        "consoles": [router["console"] for router in found["routers"]],
+        "status_page": url or None,
         "ray_dashboard": ray_dashboard or None,
         "grafana": fetch_grafana(ray_dashboard) if ray_dashboard else None,
     }
@@ -239,7 +166,9 @@ def dashboard(
 
 def _lines(pages: dict[str, Any]) -> list[str]:
     rows = [("console", each) for each in pages["consoles"]]
-    rows.append(("status page", pages["status_page"]))
+    rows.append(
+        ("status page", pages["status_page"] or "not known to the API; tandem serve prints it")
+    )
     rows.append(
         (
             "Ray dashboard",

@@ -8,20 +8,22 @@ import typer
 
 from ...proto.addresses import host_of
 from ...proto.errors import NotFound, Unavailable
-from ..serve.identity_file import read_identity
+from ..serve.identity_file import kept_status_url, read_identity
 from ..serve.status import drain_workers
+from ..service_url import STATUS_URL, ServiceAccess
 from . import options as o
-from .client import DEFAULT_STATUS_URL, fetch_status
 
 
+@o.service_options(STATUS_URL)
 def drain(
-    target: Annotated[
-        str, typer.Argument(help="A worker's id, a host for all workers with its address, or all.")
+    worker_name: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="A worker's id, a host for all workers with its address, or all.",
+        ),
     ],
-    url: Annotated[
-        str, typer.Option(help="The status page, as `tandem serve` names it.")
-    ] = DEFAULT_STATUS_URL,
-    api_key_file: o.ApiKeyFile = None,
+    service: ServiceAccess,
     timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds to wait for the requests of the workers.")
     ] = 30.0,
@@ -36,12 +38,15 @@ def drain(
     drained worker stays up and refuses until it is stopped. Exit code 1: a worker has requests
     left, or does not answer.
     """
-    url, service = fetch_status(url, o.read_api_key(api_key_file))
-    workers = [worker for worker in service["workers"] if target in _names(worker)]
+    url, found = service.status()
+    workers = [worker for worker in found["workers"] if worker_name in _names(worker)]
     if not workers:
-        raise NotFound(f"no worker is {target}")
+        raise NotFound(f"no worker is {worker_name}")
     addresses = [worker["address"] for worker in workers]
-    counts = asyncio.run(drain_workers(addresses, timeout, read_identity(url, identity)))
+    if not url and identity is None:
+        url = kept_status_url(workers[0]["application"])
+    own = read_identity(url, identity)
+    counts = asyncio.run(drain_workers(addresses, timeout, own))
     for worker, count in zip(workers, counts, strict=True):
         typer.echo(f"{worker['id']}: {'no answer' if count is None else f'{count} requests left'}")
     if any(count != 0 for count in counts):

@@ -15,6 +15,7 @@ from ...router.client.types import Completion, Options
 from ..eval.generate import Case, complete_cases, write_completions
 from ..eval.perplexity import Perplexity, measure_perplexity
 from ..eval.scores import import_libraries, score_texts
+from ..service_url import GRPC_URL, ServiceAccess
 from ..tables import progress_bar
 from ..text_files import parse_lines, read_text
 from . import options as o
@@ -26,13 +27,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 
 
 @eval_app.command()
+@o.service_options(GRPC_URL)
 def perplexity(
     file: Annotated[Path, typer.Argument(help="A text in UTF-8.")],
-    target: o.Target = o.DEFAULT_TARGET,
-    api_key_file: o.ApiKeyFile = None,
-    tls_ca: o.TlsCa = None,
-    tls_certificate: o.TlsCertificate = None,
-    tls_key: o.TlsKey = None,
+    service: ServiceAccess,
     model: o.Model = None,
     window: Annotated[
         int | None, typer.Option(min=2, help="Tokens; by default the context less one.")
@@ -50,9 +48,7 @@ def perplexity(
 
     async def measure() -> Perplexity:
         with progress_bar("windows") as bar:
-            async with o.connect(
-                AsyncClient, target, api_key_file, tls_ca, tls_certificate, tls_key
-            ) as client:
+            async with service.connect(AsyncClient) as client:
                 return await measure_perplexity(
                     client,
                     text,
@@ -80,16 +76,13 @@ def perplexity(
 @o.request_options(
     "model", "max_tokens", "stop", "temperature", "seed", max_tokens=128, temperature=0.0
 )
+@o.service_options(GRPC_URL)
 def generate(
     context: typer.Context,
     file: Annotated[
         Path, typer.Argument(help="JSONL: prompt or messages, and reference or references.")
     ],
-    target: o.Target = o.DEFAULT_TARGET,
-    api_key_file: o.ApiKeyFile = None,
-    tls_ca: o.TlsCa = None,
-    tls_certificate: o.TlsCertificate = None,
-    tls_key: o.TlsKey = None,
+    service: ServiceAccess,
     concurrency: Concurrency = 8,
     output: Annotated[
         Path | None, typer.Option(help="Write the cases with their answers here, as JSONL.")
@@ -105,9 +98,7 @@ def generate(
 
     async def complete() -> list[Completion]:
         with progress_bar("completions", len(cases)) as bar:
-            async with o.connect(
-                AsyncClient, target, api_key_file, tls_ca, tls_certificate, tls_key
-            ) as client:
+            async with service.connect(AsyncClient) as client:
                 return await complete_cases(
                     client, cases, options, concurrency, lambda: bar.advance(bar.task_ids[0])
                 )

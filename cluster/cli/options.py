@@ -4,10 +4,10 @@ parameters.
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Final, cast, get_type_hints
 
 import typer
 
@@ -15,15 +15,11 @@ from ...proto.errors import InvalidArgument
 from ...proto.parameters import PARAMETERS, RequestParameter
 from ...router.client.types import Options
 from ...router.client.wire import API_KEY_VARIABLE, ClientTls
+from ..service_url import ServiceAccess
 from ..text_files import read_text
 
-_Client = TypeVar("_Client")
+URL_VARIABLE: Final = "TANDEM_URL"
 
-DEFAULT_TARGET: Final = "127.0.0.1:50051"
-
-Target = Annotated[
-    str, typer.Option(help="HOST:PORT of the service's gRPC server; with TLS grpcs://HOST:PORT.")
-]
 ApiKeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -34,13 +30,22 @@ TlsCa = Annotated[
     Path | None,
     typer.Option(help="The CA of the service's certificate, in PEM.", show_default=False),
 ]
-TlsCertificate = Annotated[
+_TlsCertificate = Annotated[
     Path | None,
     typer.Option(help="Our own certificate, for a service that demands one.", show_default=False),
 ]
-TlsKey = Annotated[
+_TlsKey = Annotated[
     Path | None, typer.Option(help="The key of our own certificate.", show_default=False)
 ]
+_Url = Annotated[
+    str,
+    typer.Option(
+        envvar=URL_VARIABLE,
+        help="Any address of the service: grpc(s)://HOST:PORT, http(s)://HOST:PORT of the API, "
+        "or the status page.",
+    ),
+]
+_Target = Annotated[str | None, typer.Option(hidden=True)]  # an older name of --url
 Model = Annotated[
     str | None, typer.Option(help="One of the served names; may be absent if only one is served.")
 ]
@@ -50,12 +55,20 @@ ShowTimeline = Annotated[
 ]
 
 _TYPES: Final = {
-    **{"bool": bool, "float": float | None, "string": str | None, "json": str | None},
-    **dict.fromkeys(("int32", "uint32", "uint64"), int | None),
-    **{"strings": list[str] | None, "token_ids": list[int] | None, "logit_bias": list[str] | None},
+    "bool": bool,
+    "float": float | None,
+    "string": str | None,
+    "json": str | None,
+    "int32": int | None,
+    "uint32": int | None,
+    "uint64": int | None,
+    "strings": list[str] | None,
+    "token_ids": list[int] | None,
+    "logit_bias": list[str] | None,
 }
 _NOTES: Final = {
-    **dict.fromkeys(("strings", "token_ids"), " May be given several times."),
+    "strings": " May be given several times.",
+    "token_ids": " May be given several times.",
     "logit_bias": " ID=BIAS; may be given several times.",
 }
 _READ_FROM_FILES: Final = ("json_schema", "grammar")  # @FILE
@@ -73,22 +86,75 @@ def request_options(
     rows = [row for row in PARAMETERS if not names or row.client_name in names]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command).parameters
-        hints = get_type_hints(command, include_extras=True)
-        taken = [parameter.replace(annotation=hints[name]) for name, parameter in own.items()]
+        own = _parameters(command)
         added = [_parameter(row, defaults) for row in rows if row.client_name not in own]
 
-        @wraps(command)
         def run(**given: object) -> None:
             command(**{name: given[name] for name in own})
 
-        run.__signature__ = inspect.Signature([*taken, *added])  # type: ignore[attr-defined]
-        run.__annotations__ = {
-            parameter.name: parameter.annotation for parameter in (*taken, *added)
-        }
-        return run
+        return _with_parameters(command, run, [*own.values(), *added])
 
     return decorate
+
+
+def service_options(url: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds the options that name a running service to a command, whose parameter `service` gets a
+    ServiceAccess. `url`: the default of --url.
+    """
+    options = {
+        "url": (_Url, url),
+        "target": (_Target, None),
+        "api_key_file": (ApiKeyFile, None),
+        "tls_ca": (TlsCa, None),
+        "tls_certificate": (_TlsCertificate, None),
+        "tls_key": (_TlsKey, None),
+    }
+    added = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
+        for name, (annotation, default) in options.items()
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = _parameters(command)
+        del own["service"]
+
+        def run(**given: Any) -> None:
+            tls = ClientTls(
+                ca=given["tls_ca"], certificate=given["tls_certificate"], key=given["tls_key"]
+            )
+            service = ServiceAccess(
+                url=given["target"] or given["url"],
+                api_key=read_api_key(given["api_key_file"]),
+                tls=tls,
+            )
+            command(service=service, **{name: given[name] for name in own})
+
+        return _with_parameters(command, run, [*own.values(), *added])
+
+    return decorate
+
+
+def _parameters(command: Callable[..., None]) -> dict[str, inspect.Parameter]:
+    """Returns the parameters of a command, with their annotations evaluated, by name."""
+    hints = get_type_hints(command, include_extras=True)
+    return {
+        name: parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(command).parameters.items()
+    }
+
+
+def _with_parameters(
+    command: Callable[..., None],
+    run: Callable[..., None],
+    parameters: Sequence[inspect.Parameter],
+) -> Callable[..., None]:
+    """Returns `run` under the name and the help of `command`, with these parameters."""
+    wrapped = wraps(command)(run)
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
+    return wrapped
 
 
 def _parameter(row: RequestParameter, defaults: Mapping[str, object]) -> inspect.Parameter:
@@ -110,21 +176,6 @@ def read_api_key(file: Path | None) -> str:
     if file is None:
         return os.environ.get(API_KEY_VARIABLE, "")
     return read_text(file, "api-key-file").strip()
-
-
-def connect(
-    client: Callable[..., _Client],
-    target: str,
-    api_key_file: Path | None,
-    tls_ca: Path | None,
-    tls_certificate: Path | None,
-    tls_key: Path | None,
-) -> _Client:
-    """Returns a Client or an AsyncClient with what these options say. Raises InvalidArgument as
-    `read_api_key`.
-    """
-    tls = ClientTls(ca=tls_ca, certificate=tls_certificate, key=tls_key)
-    return client(target, api_key=read_api_key(api_key_file), tls=tls)
 
 
 def given_options(params: Mapping[str, Any]) -> Options:

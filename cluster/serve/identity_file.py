@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from ...proto.errors import NotFound, Unavailable
 from ...proto.home import cache_home
@@ -26,6 +26,24 @@ log = logging.getLogger(__name__)
 def identity_path(status_url: str) -> Path:
     """Returns the path of the identity of the service with this status page, in `cache_home`."""
     return cache_home() / "services" / quote(status_url, safe="")
+
+
+def kept_status_url(application: str) -> str:
+    """Returns the status page of the application whose identity this user keeps.
+
+    Raises NotFound for none, and for several, as of services on several ports.
+    """
+    try:
+        names = [unquote(file.name) for file in (cache_home() / "services").iterdir()]
+    except OSError:
+        names = []
+    urls = [name for name in names if name.rpartition("/")[2] == application]
+    if len(urls) != 1:
+        raise NotFound(
+            f"identity: {len(urls)} of this user for services called {application}; name the "
+            "service by its status page"
+        )
+    return urls[0]
 
 
 @contextmanager

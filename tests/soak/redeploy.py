@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tandem.cluster.cli.client import fetch_status
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.serve.identity_file import read_identity
 from tandem.cluster.serve.launch import Service, start_service
+from tandem.cluster.service_url import ServiceAccess
 from tandem.proto.errors import TandemError
 from tandem.router.client.client import AsyncClient
 from tandem.tests.service import wait_until_idle, workers
@@ -129,7 +129,7 @@ async def _replace(
         await asyncio.to_thread(before.close)
         found.seconds = time.monotonic() - began
         found.addresses = [_listening(one), _listening(two)]
-    url, _ = await asyncio.to_thread(fetch_status, one.status_url)
+    url, _ = await asyncio.to_thread(ServiceAccess(url=one.status_url).status)
     assert url == two.status_url, (
         "the commands do not find the page of the second deployment by that of the first"
     )

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from tandem.cluster.cli import drain
 from tandem.cluster.cli.main import app
+from tandem.cluster.service_url import ServiceAccess
 from tandem.proto.errors import NotFound, Unavailable
 from tandem.tests.fleet import fake_rank
 from tandem.tests.peers import IDENTITY
@@ -25,7 +26,7 @@ async def run(
     it raised.
     """
     service = {"workers": [{"id": name, "address": address} for name, address in workers.items()]}
-    monkeypatch.setattr(drain, "fetch_status", lambda url, _key: (url, service))
+    monkeypatch.setattr(ServiceAccess, "status", lambda access: (access.url, service))
     monkeypatch.setattr(drain, "read_identity", lambda *args: IDENTITY)
     result = await asyncio.to_thread(CliRunner().invoke, app, ["drain", *args])
     return result.output, result.exception

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tandem.cluster.cli import client
 from tandem.cluster.cli.main import app
+from tandem.cluster.service_url import ServiceAccess
 from tandem.proto import worker_pb2
 
 LOAD = {field.name: 3 for field in worker_pb2.WorkerLoad.DESCRIPTOR.fields}
@@ -25,7 +25,7 @@ ROUTERS = [
 
 def printed(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> list[str]:
     service = {"service": "tandem", "model": "m", "routers": ROUTERS, "workers": list(workers)}
-    monkeypatch.setattr(client, "fetch_status", lambda url, _key: (url, service))
+    monkeypatch.setattr(ServiceAccess, "status", lambda access: (access.url, service))
     result = CliRunner().invoke(app, ["status"])
     assert result.exit_code == 0
     return [line.rstrip() for line in result.output.splitlines()]

@@ -1,0 +1,271 @@
+"""One way to name a running service: which address a URL is, and which others it leads to."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tandem.cluster import service_url
+from tandem.cluster.cli.main import app
+from tandem.cluster.serve.identity_file import kept_identity
+from tandem.cluster.service_url import ServiceAccess
+from tandem.proto.errors import InvalidArgument, NotFound, TandemError, Unauthenticated, Unavailable
+from tandem.router.api.console.feed import ConsoleFeed
+from tandem.router.api.server.ops_server import OpsServer
+from tandem.router.api.server.servers import ApiServers
+from tandem.router.api.service import GenerationService
+from tandem.router.auth.authenticator import Authenticator
+from tandem.router.auth.tls import ServerTls, TlsFiles
+from tandem.router.client import AsyncClient, ClientTls
+from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.certificates import make_certificate
+from tandem.tests.peers import IDENTITY
+from tandem.tests.router.auth.keys import api_key
+from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
+from tandem.tests.status_proxy import Proxy, serving_proxy
+
+KEY = "ada"
+BENCH = ("--num-prompts", "2", "--concurrency", "1", "--vocab-size", "250", "--output-len", "2")
+
+
+class SmallService:
+    """Runs one router's real servers over a fake source, and the status page beside them."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self.proxy = proxy
+        self.scheme = "http"
+        self.workers: list[dict[str, Any]] = []
+
+    async def start(
+        self, authenticator: Authenticator | None = None, tls: ServerTls | None = None
+    ) -> None:
+        model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512)
+        generation = GenerationService([model], FakeTokenSource())
+        console = ConsoleFeed(generation.telemetry, self._describe)
+        self.servers = await ApiServers.start(
+            generation, authenticator=authenticator, tls=tls, console=console
+        )
+        self.scheme = "http" if tls is None else "https"
+        await self.servers.set_serving(True)
+        self.ops = OpsServer(None, "text/plain")
+        self.ops_address = await self.ops.start("127.0.0.1:0")
+        self.proxy.deploy("tandem")
+        self.proxy.pages["/tandem"] = await self._describe()
+
+    async def stop(self) -> None:
+        await self.servers.stop(0)
+        await self.ops.stop()
+
+    @property
+    def grpc(self) -> str:
+        scheme = "grpc" if self.scheme == "http" else "grpcs"
+        return f"{scheme}://{self.servers.grpc_address}"
+
+    @property
+    def http(self) -> str:
+        return f"{self.scheme}://{self.servers.http_address}"
+
+    @property
+    def page(self) -> str:
+        return f"{self.proxy.root}/tandem"
+
+    async def _describe(self) -> dict[str, Any]:
+        router = {
+            "id": "r-0",
+            "grpc": self.servers.grpc_address,
+            "http": self.servers.http_address,
+            "ops": self.ops_address,
+            "console": f"{self.scheme}://{self.servers.http_address}/console",
+        }
+        facts = {"service": "tandem", "model": "tiny", "ray_dashboard": ""}
+        return {**facts, "routers": [router], "workers": self.workers}
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with serving_proxy() as running:
+        yield running
+
+
+@pytest.fixture
+async def service(proxy: Proxy) -> AsyncIterator[SmallService]:
+    running = SmallService(proxy)
+    await running.start()
+    yield running
+    await running.stop()
+
+
+async def run(*args: str, stdin: str = "") -> str:
+    """Returns what a command prints on stdout; raises what it raises."""
+    done = await asyncio.to_thread(
+        CliRunner().invoke, app, args, input=stdin, catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
+
+
+def addresses(service: SmallService) -> dict[str, str]:
+    return {
+        "page": service.page,
+        "page with a slash": f"{service.page}/",
+        "Serve": service.proxy.root,
+        "API": service.http,
+        "OpenAI's base URL": f"{service.http}/v1",
+        "console": f"{service.http}/console",
+    }
+
+
+async def test_every_address_leads_to_every_other(service: SmallService) -> None:
+    for name, url in addresses(service).items():
+        access = ServiceAccess(url=url)
+        assert await asyncio.to_thread(access.grpc_addresses) == service.grpc, name
+        assert await asyncio.to_thread(access.api_url) == service.http, name
+        page, status = await asyncio.to_thread(access.status)
+        assert page == ("" if url.startswith(service.http) else service.page), name
+        assert status["routers"][0]["http"] == service.servers.http_address, name
+
+
+async def test_grpc_is_told_from_http_by_its_answer(service: SmallService) -> None:
+    """A URL of the gRPC port with the wrong scheme leads to the same port."""
+    wrong = service.grpc.replace("grpc:", "http:")
+    assert await asyncio.to_thread(ServiceAccess(url=wrong).grpc_addresses) == service.grpc
+    for name in (service.grpc, "h:1,h:2", "grpcs://[::1]:1"):
+        assert ServiceAccess(url=name).grpc_addresses() == name
+
+
+async def test_commands_take_any_address(
+    service: SmallService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for url in (service.grpc, *addresses(service).values()):
+        assert await run("generate", "hi", "--url", url, "--max-tokens", "2")
+        assert await run("chat", "--url", url, "--max-tokens", "2", stdin="hi\n")
+    assert await run("generate", "hi", "--target", service.servers.grpc_address)
+    for url in addresses(service).values():
+        assert (await run("status", "--url", url)).startswith("tandem: tiny\n")
+        pages = json.loads(await run("dashboard", "--url", url, "--json"))
+        assert pages["consoles"] == [f"{service.http}/console"]
+        measured = await run("bench", "--url", url, *BENCH)
+        assert service.http in measured
+    monkeypatch.setenv("TANDEM_URL", service.page)
+    assert await run("generate", "hi")
+    assert (await run("status")).startswith("tandem: tiny\n")
+
+
+async def test_batch_takes_any_address_of_the_api(
+    service: SmallService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+    (tmp_path / "in").write_text(json.dumps(line | {"body": {"prompt": "hi", "max_tokens": 1}}))
+    for number, url in enumerate(addresses(service).values()):
+        out = tmp_path / str(number)
+        await run("batch", str(tmp_path / "in"), str(out), "--url", url)
+        assert json.loads(out.read_text())["response"]["status_code"] == 200
+    monkeypatch.setenv("TANDEM_URL", service.page)
+    await run("batch", str(tmp_path / "in"), str(tmp_path / "last"))
+    assert json.loads((tmp_path / "last").read_text())["response"]["status_code"] == 200
+
+
+async def test_drain_by_the_api_finds_the_identity_that_the_user_keeps(
+    service: SmallService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_HOME", str(tmp_path))
+    service.workers.append({"id": "w", "address": "127.0.0.1:1", "application": "tandem"})
+    command = ("drain", "all", "--url", service.http, "--timeout", "0")
+    with pytest.raises(NotFound, match="0 of this user for services called tandem"):
+        await run(*command)
+    with kept_identity(IDENTITY, service.page):
+        with pytest.raises(Unavailable, match="not every worker is drained"):
+            await run(*command)
+        with (
+            kept_identity(IDENTITY, "http://127.0.0.1:1/tandem"),
+            pytest.raises(NotFound, match="2 of this user"),
+        ):
+            await run(*command)
+
+
+@pytest.mark.parametrize(
+    ("method", "needed"),
+    [
+        (ServiceAccess.grpc_addresses, "the gRPC API, grpc://127.0.0.1:50051"),
+        (ServiceAccess.api_url, "the HTTP API, http://127.0.0.1:8080"),
+        (ServiceAccess.status, "the status page, http://127.0.0.1:8000/tandem, or the HTTP API, "),
+    ],
+)
+async def test_an_address_that_tells_no_other_is_refused_with_the_remedy(
+    service: SmallService, method: Callable[[ServiceAccess], object], needed: str
+) -> None:
+    ops = f"http://{service.ops_address}"
+    for url, kind in ((ops, "ops port"), (service.grpc, "gRPC API")):
+        if method is ServiceAccess.grpc_addresses and url == service.grpc:
+            continue
+        with pytest.raises(InvalidArgument) as caught:
+            await asyncio.to_thread(method, ServiceAccess(url=url))
+        expected = f"--url: {url} is the address of the {kind}; give the address of {needed}"
+        assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize("url", ["", "x", "ftp://h:1", "http://", "http://[::1", "http://h:99999"])
+def test_a_url_of_a_wrong_form_is_refused(url: str) -> None:
+    for method in (ServiceAccess.grpc_addresses, ServiceAccess.api_url, ServiceAccess.status):
+        with pytest.raises(InvalidArgument, match="--url: must be grpc://HOST:PORT"):
+            method(ServiceAccess(url=url))
+
+
+async def test_the_key_is_demanded_and_sent(proxy: Proxy) -> None:
+    service = SmallService(proxy)
+    await service.start(Authenticator((api_key(KEY),)))
+    try:
+        for method in (ServiceAccess.grpc_addresses, ServiceAccess.status):
+            with pytest.raises(Unauthenticated, match="needs an API key: TANDEM_API_KEY or"):
+                await asyncio.to_thread(method, ServiceAccess(url=service.http))
+            assert await asyncio.to_thread(method, ServiceAccess(url=service.http, api_key=KEY))
+    finally:
+        await service.stop()
+
+
+async def test_tls_is_checked_and_goes_on_over_grpc(proxy: Proxy, tmp_path: Path) -> None:
+    ca = make_certificate("ca")
+    files = TlsFiles(certificate=tmp_path / "cert", key=tmp_path / "key")
+    make_certificate("server", ca).write(files.certificate, files.key)
+    trusted = ClientTls(ca=ca.write(tmp_path / "ca"))
+    service = SmallService(proxy)
+    await service.start(tls=ServerTls(files.load()))
+    try:
+        for url in (service.http, service.page):
+            access = ServiceAccess(url=url, tls=trusted)
+            assert await asyncio.to_thread(access.grpc_addresses) == service.grpc
+        async with access.connect(AsyncClient) as client:
+            assert await client.health()
+        with pytest.raises(Unavailable, match="certificate verify failed"):
+            await asyncio.to_thread(ServiceAccess(url=service.http).status)
+        wrong = ClientTls(ca=tmp_path / "none")
+        with pytest.raises(InvalidArgument, match="none: No such file"):
+            await asyncio.to_thread(ServiceAccess(url=service.http, tls=wrong).status)
+    finally:
+        await service.stop()
+
+
+def test_a_server_that_is_silent_or_away_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_url, "FIND_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="no service answers"):
+            ServiceAccess(url=url).status()
+        assert time.monotonic() - began < 5
+        assert ServiceAccess(url=f"{url}/v1/").api_url() == url
+    with pytest.raises(TandemError, match=f"no service answers at {url}/health: .*refused"):
+        ServiceAccess(url=url).grpc_addresses()
+
+
+def test_a_key_is_not_sent_to_where_a_server_redirects(proxy: Proxy) -> None:
+    proxy.deploy("a")
+    proxy.redirects["/b"] = f"{proxy.root}/a"
+    assert ServiceAccess(url=f"{proxy.root}/b", api_key="k").status()[1]["service"] == "a"
+    assert proxy.keys == {"/b": "Bearer k", "/a": None}
