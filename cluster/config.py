@@ -25,6 +25,7 @@ from ..router.resume.policy import RESUME_SECONDS
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
 from .scaling.config import SERVE_CONFIG_ONLY, ScalingConfig
+from .settings import NULL, split_aliases
 from .text_files import read_yaml
 
 STOP_MARGIN_SECONDS: Final = 2.0  # beyond grace_seconds, for a replica to stop
@@ -407,20 +408,21 @@ def check_interface(auth: AuthConfig, host: str) -> None:
         )
 
 
-NULL: Final = object()
-
-
 def load_config(
     path: Path | None = None, overrides: Mapping[str, object] | None = None
 ) -> TandemConfig:
-    """Reads a YAML file, if one is named, and applies `overrides` to it: dotted keys; None leaves
-    the file's value, and NULL puts a null in its place.
+    """Reads a YAML file, if one is named, and applies `overrides` to it.
+
+    The file may have vLLM's names of settings at its top level. The keys of `overrides` are dotted;
+    None leaves the file's value, and NULL puts a null in its place.
 
     Raises InvalidArgument; its text has one line for each wrong value, naming its key and the
     bound.
     """
-    tree = {} if path is None else read_yaml(path)
-    for key, value in (overrides or {}).items():
+    tree, aliases = split_aliases(
+        {} if path is None else read_yaml(path), TandemConfig.model_fields
+    )
+    for key, value in (*aliases.items(), *(overrides or {}).items()):
         if value is not None:
             _put(tree, key, None if value is NULL else value)
     try:

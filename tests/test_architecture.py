@@ -119,10 +119,11 @@ ARROWS: dict[str, set[str]] = {
         "": ("router.client", "cluster.local"),
         "cluster.tables": (),
         "cluster.text_files": (),
+        "cluster.settings": (),
         "cluster.scaling.config": (),
         "cluster.scaling": ("cluster.scaling.config", "router.scheduling"),
         "cluster.config": (
-            "cluster: scaling.config text_files",
+            "cluster: scaling.config settings text_files",
             "router: adapters auth frontend.chat_formats resume scheduling",
             "workers.engine",
         ),
@@ -136,7 +137,7 @@ ARROWS: dict[str, set[str]] = {
         "cluster.eval": ("cluster.text_files", "router.client"),
         "cluster.bench": ("cluster: tables text_files", "router.client"),
         "cluster.local": (
-            "cluster: config eval store tables text_files",
+            "cluster: config eval settings store tables text_files",
             "router: *",
             "workers: *",
         ),
@@ -146,7 +147,7 @@ ARROWS: dict[str, set[str]] = {
             "router: *",
             "workers: *",
         ),
-        "cluster.cli.options": ("cluster: service_url text_files", "router.client"),
+        "cluster.cli.options": ("cluster: service_url settings text_files", "router.client"),
         "cluster.cli": ("cluster: *", "router: *", "workers: *"),
         "cluster": (),
     }.items()

@@ -16,7 +16,7 @@ MAX_GLOSSARY_LINES = 40
 def test_the_readme_is_short_and_links_to_every_page() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= MAX_README_WORDS
-    assert {f"({page})" for page in PAGES[1:]} <= set(re.findall(r"\(docs/\w+\.md\)", text))
+    assert {f"({page})" for page in PAGES[1:]} <= set(re.findall(r"\(docs/[\w-]+\.md\)", text))
 
 
 def test_the_glossary_is_short() -> None:

@@ -23,7 +23,7 @@ from .eval import eval_app
 from .key import key_app
 from .model import model_app, quantize
 from .plan import check, plan_app
-from .serve import check_config, serve
+from .serve import ServeCommand, check_config, serve
 
 _TRACEBACK_VARIABLE: Final = "TANDEM_TRACEBACK"
 _MAX_TEXT: Final = 500
@@ -66,13 +66,13 @@ for command in (
     status,
     dashboard,
     drain,
-    serve,
     check,
     check_config,
     quantize,
 ):
     app.command()(command)
 app.command(epilog=DEFINITIONS)(bench)
+app.command(cls=ServeCommand)(serve)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from ...proto.parameters import PARAMETERS, RequestParameter
 from ...router.client.types import Options
 from ...router.client.wire import API_KEY_VARIABLE, ClientTls
 from ..service_url import ServiceAccess
+from ..settings import ALWAYS_ON, SETTINGS, Setting
 from ..text_files import read_text
 
 URL_VARIABLE: Final = "TANDEM_URL"
@@ -71,6 +72,7 @@ _NOTES: Final = {
     "token_ids": " May be given several times.",
     "logit_bias": " ID=BIAS; may be given several times.",
 }
+_SHORT: Final = {"tp": ("-tp",), "quantization": ("-q",)}  # vLLM's short flags of settings
 _READ_FROM_FILES: Final = ("json_schema", "grammar")  # @FILE
 
 
@@ -109,12 +111,7 @@ def service_options(url: str) -> Callable[[Callable[..., None]], Callable[..., N
         "tls_certificate": (_TlsCertificate, None),
         "tls_key": (_TlsKey, None),
     }
-    added = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-        )
-        for name, (annotation, default) in options.items()
-    ]
+    added = [_keyword(name, annotation, default) for name, (annotation, default) in options.items()]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = _parameters(command)
@@ -134,6 +131,47 @@ def service_options(url: str) -> Callable[[Callable[..., None]], Callable[..., N
         return _with_parameters(command, run, [*own.values(), *added])
 
     return decorate
+
+
+def setting_options() -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds the options of all SETTINGS to a command, with vLLM's names as aliases.
+
+    The command does not receive them: `collect_overrides` reads them in its typer.Context.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = _parameters(command)
+        added = [_setting_parameter(setting) for setting in SETTINGS]
+        for name, reason in ALWAYS_ON.items():
+            option = typer.Option(_flag(name), hidden=True, help=f"No effect: {reason}.")
+            added.append(_keyword(name, Annotated[bool, option], False))
+
+        def run(**given: object) -> None:
+            command(**{name: given[name] for name in own})
+
+        return _with_parameters(command, run, [*own.values(), *added])
+
+    return decorate
+
+
+def _setting_parameter(setting: Setting) -> inspect.Parameter:
+    flags = [_flag(name) for name in dict.fromkeys((setting.name, *setting.vllm))]
+    if setting.kind is bool and setting.has_negation:
+        flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
+    flags += _SHORT.get(setting.name, ())
+    kind: Any = list[str] if setting.kind is list else setting.kind
+    option = typer.Option(*flags, help=setting.help, show_default=False)
+    return _keyword(setting.name, Annotated[kind | None, option], None)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _keyword(name: str, annotation: Any, default: object) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def _parameters(command: Callable[..., None]) -> dict[str, inspect.Parameter]:
@@ -163,10 +201,7 @@ def _parameter(row: RequestParameter, defaults: Mapping[str, object]) -> inspect
     option = typer.Option(row.option, help=row.help + note)
     default = defaults.get(name, False if row.kind == "bool" else None)
     kind: Any = _TYPES[row.kind]
-    annotation = Annotated[kind, option]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
+    return _keyword(name, Annotated[kind, option], default)
 
 
 def read_api_key(file: Path | None) -> str:

@@ -6,35 +6,38 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Final, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from ...router.auth.keys import load_keys
-from ..config import NULL, TandemConfig, load_config
+from ..config import TandemConfig, load_config
 from ..serve.environment import prepare_ray_environment
+from ..settings import check_supported, collect_overrides
 from ..store.checked import checked_folder, with_draft_folder
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
-
-_KEYS: Final = {
-    **{"prefill": "prefill.replicas", "decode": "decode.replicas", "routers": "router.replicas"},
-    **{"prefill_tp": "prefill.tp", "decode_tp": "decode.tp"},
-    **{
-        "grpc_port": "router.grpc_port",
-        "http_port": "router.http_port",
-        "ops_port": "router.ops_port",
-    },
-    "reflection": "router.reflection",
-    **{"api_keys": "auth.keys_file", "allow_anonymous": "auth.allow_anonymous"},
-}
-"""The keys of the configuration that are not called as their flags are."""
+from . import options as o
 
 
+class ServeCommand(TyperCommand):
+    """Refuses vLLM's flags that `tandem serve` does not have, with the reason."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises InvalidArgument that names the flag."""
+        for arg in args:
+            flag = arg.partition("=")[0]
+            if flag.startswith("--"):
+                check_supported(flag[2:].replace("-", "_"), flag)
+        return super().parse_args(ctx, args)
+
+
+@o.setting_options()
 def serve(
     context: typer.Context,
     model: Annotated[
@@ -43,76 +46,12 @@ def serve(
             help="A built-in model's name, a local folder, a GGUF file or a Hugging Face hub id."
         ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A YAML file; flags win over it.")] = None,
-    prefill: Annotated[
-        int | None, typer.Option(help="Prefill workers; 0 lets decode workers prefill.")
-    ] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
-    routers: Annotated[
-        int | None, typer.Option(help="Routers; by default 1 here, one a node on a cluster.")
-    ] = None,
-    tp: Annotated[
-        int | None, typer.Option(help="Ranks that share the model, in the workers of both pools.")
-    ] = None,
-    prefill_tp: Annotated[
-        int | None, typer.Option(help="The same for prefill workers; wins over --tp.")
-    ] = None,
-    decode_tp: Annotated[
-        int | None, typer.Option(help="The same for decode workers; wins over --tp.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    quantization: Annotated[
-        str | None, typer.Option(help="Of the weights at loading: int8, int4 or fp8.")
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str | None, typer.Option(help="Of the KV cache: auto (--dtype), int8 or fp8.")
-    ] = None,
-    kv_host_gb: Annotated[
-        float | None, typer.Option(help="GiB of host memory a rank, for what leaves it.")
-    ] = None,
-    kv_disk: Annotated[
-        Path | None, typer.Option(help="A folder that keeps KV cache beyond a restart.")
-    ] = None,
-    kv_disk_gb: Annotated[
-        float | None, typer.Option(help="GiB of its disk for each worker.")
-    ] = None,
-    speculative: Annotated[
-        str | None, typer.Option(help="ngram or draft=MODEL: how tokens are guessed.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    context_tokens: Annotated[
-        int | None, typer.Option(help="The longest prompt plus completion.")
-    ] = None,
-    generation_config: Annotated[
-        str | None, typer.Option(help="auto takes the model's own defaults, or none.")
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The name under which the model is served.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="The service's name; keeps two apart on one cluster.")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="The interface that all servers bind.")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
-    http_port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
-    ops_port: Annotated[
-        int | None, typer.Option(help="Of metrics and probes; 0 takes a free one.")
-    ] = None,
-    api_keys: Annotated[
-        Path | None, typer.Option(help="The file of API keys, made by `tandem key create`.")
-    ] = None,
-    allow_anonymous: Annotated[
-        bool | None,
-        typer.Option(
-            "--allow-anonymous", help="Serve without keys on any interface.", show_default=False
-        ),
-    ] = None,
-    reflection: Annotated[bool | None, typer.Option(help="Serve gRPC reflection.")] = None,
-    dashboard: Annotated[
-        bool | None, typer.Option(help="Start Ray's dashboard with a local Ray.")
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A YAML file; flags win over it. It may have vLLM's names of flags."),
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="A Ray cluster to join, else RAY_ADDRESS.")
+        str | None, typer.Option(help="A Ray cluster to join; otherwise RAY_ADDRESS.")
     ] = None,
 ) -> None:
     """Serve MODEL until Ctrl-C or SIGTERM; both stop everything within 10 s and end with exit code
@@ -123,38 +62,15 @@ def serve(
     http=HOST:PORT ops=HOST:PORT With several routers, the addresses of each kind are separated by
     commas.
     """
-    checked = load_config(config, _overrides(context.params))
+    checked = load_config(config, {"model": model, **collect_overrides(context.params)})
     if checked.auth.keys_file is not None:
-        load_keys(checked.auth.keys_file)  # raises what is wrong with it before anything starts
+        load_keys(checked.auth.keys_file)  # fails here, before anything starts
     if checked.router.tls is not None:
         checked.router.tls.files.load()
-    address = prepare_ray_environment(
-        address
-    )  # raises what is wrong there before the model is fetched
+    # Fails for a wrong environment, before the model is fetched.
+    address = prepare_ray_environment(address)
     checked = with_draft_folder(checked)
     serve_in_foreground(checked, checked_folder(checked), address)
-
-
-def _overrides(flags: Mapping[str, Any]) -> dict[str, object]:
-    """Returns the keys of the configuration that the command's flags set; None leaves the file's
-    value.
-    """
-    values = dict(flags)
-    del values["config"], values["address"]
-    tp = values.pop("tp")
-    for pool in ("prefill", "decode"):
-        values[f"{pool}_tp"] = tp if values[f"{pool}_tp"] is None else values[f"{pool}_tp"]
-    values["kv_disk"] = None if values["kv_disk"] is None else str(values["kv_disk"])
-    method, given, model = (values.pop("speculative") or "").partition("=")
-    values["speculative.method"] = "draft_model" if method == "draft" else method or None
-    values["speculative.model"] = (
-        model if given else NULL if method else None
-    )  # ngram has none, whatever the file says
-    for name in ("kv_host_gb", "kv_disk", "kv_disk_gb"):
-        values |= dict.fromkeys((f"prefill.{name}", f"decode.{name}"), values.pop(name))
-    if values["api_keys"] is not None:
-        values["api_keys"] = str(values["api_keys"])
-    return {_KEYS.get(flag, flag): value for flag, value in values.items()}
 
 
 def check_config(
@@ -170,9 +86,8 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
     Unavailable.
     """
     address = prepare_ray_environment(address)
-    from ..serve.launch import (
-        start_service,  # imports Ray, which reads the environment and takes a second
-    )
+    # Imports Ray, which reads the environment and takes a second.
+    from ..serve.launch import start_service
 
     console = Console(stderr=True)
     if defaults := describe_defaults(generation_defaults(config, folder)):

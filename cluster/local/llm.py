@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, cast
 
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument, Unavailable
@@ -29,6 +29,7 @@ from ...router.client.types import Completion, Delta, Message, Options, Template
 from ..config import TandemConfig, load_config
 from ..eval.gather import map_concurrently
 from ..eval.perplexity import measure_perplexity
+from ..settings import local_keys
 from ..tables import progress_bar
 from .batch import BatchCounts, BatchOutput, BatchRequest, answer_requests
 from .environment import SPINNING
@@ -48,27 +49,6 @@ TokenIds = Sequence[int] | Sequence[Sequence[int]]
 Parameters = Options | Sequence[Options] | None
 """Sampling parameters: of all prompts, one for each, or the defaults."""
 
-_KEYS: Final = {
-    **{
-        "tensor_parallel_size": "decode.tp",
-        "max_model_len": "context_tokens",
-        "max_num_seqs": "decode.max_sequences",
-    },
-    **{"enable_prefix_caching": "prefix_caching", "kv_cache_gb": "decode.kv_cache_gb"},
-    **{
-        "kv_host_gb": "decode.kv_host_gb",
-        "block_size": "decode.block_size",
-        "num_threads": "decode.num_threads",
-    },
-    **{
-        "kv_disk": "decode.kv_disk",
-        "kv_disk_gb": "decode.kv_disk_gb",
-        "speculative_config": "speculative",
-    },
-    **{"max_loras": "lora.max_loras", "max_lora_rank": "lora.max_lora_rank"},
-}
-"""The keys of the configuration that are not called as the arguments are."""
-
 _CHUNK_TOKENS: Final = 512
 """Of prompts beside sequences that decode: here no one watches each token come."""
 
@@ -79,6 +59,32 @@ _LOOK_AHEAD: Final = 2
 """Requests that are under way at once, for each sequence that the engine runs."""
 
 
+class LocalSettings(TypedDict, total=False):
+    """Holds the settings of an LLM, by vLLM's names where it has them; see cluster/settings.py."""
+
+    tensor_parallel_size: int  # processes of this machine that share the model
+    dtype: str  # float32, bfloat16 or float16
+    quantization: str | None  # of the weights when they are loaded: int8, int4 or fp8
+    kv_cache_dtype: str  # auto (dtype), int8 or fp8
+    # As in vLLM, such as {"method": "ngram", "num_speculative_tokens": 5}.
+    speculative_config: Mapping[str, object] | None
+    device: str  # cpu or cuda
+    max_model_len: int | None  # the longest prompt plus completion; None is the model's own
+    max_num_seqs: int  # in one batch
+    kv_cache_gb: float  # GiB of each process
+    kv_host_gb: float  # GiB of host memory of each process, for blocks that leave the KV cache
+    kv_disk: str | None  # a folder that keeps KV cache beyond the process
+    kv_disk_gb: float  # GiB of that folder
+    block_size: int  # tokens
+    enable_prefix_caching: bool
+    num_threads: int | None  # of each process; None shares the cores
+    numerics: str  # exact or fast, as in the configuration of a service
+    generation_config: str  # auto: parameters that are absent are the model's own; or none
+    served_model_name: str | None  # the name of the model in the requests of a batch
+    max_loras: int  # held at once
+    max_lora_rank: int
+
+
 class LLM:
     """Generates with a model in this process. Thread-safe; close it, or use it as a context
     manager.
@@ -86,59 +92,21 @@ class LLM:
     All prompts of a call share one batch, which sequences join and leave as they begin and end.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        tensor_parallel_size: int = 1,
-        dtype: str = "bfloat16",
-        quantization: str | None = None,
-        kv_cache_dtype: str = "auto",
-        speculative_config: Mapping[str, object] | None = None,
-        device: str = "cpu",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        kv_cache_gb: float = 1.0,
-        kv_host_gb: float = 0.0,
-        kv_disk: str | None = None,
-        kv_disk_gb: float = 0.0,
-        block_size: int = 16,
-        enable_prefix_caching: bool = True,
-        num_threads: int | None = None,
-        numerics: str = "fast",
-        generation_config: str = "auto",
-        served_model_name: str | None = None,
-        max_loras: int = 8,
-        max_lora_rank: int = 64,
-    ) -> None:
-        """Loads `model`: a built-in name, a folder, a GGUF file or a hub id, as `tandem serve`
-        takes it.
+    def __init__(self, model: str, **settings: Unpack[LocalSettings]) -> None:
+        """Loads `model`: a built-in name, a folder, a GGUF file or a hub id, as for `tandem serve`.
 
-        `tensor_parallel_size`: processes of this machine that share the model. `quantization`: of
-        the weights, when
-        they are loaded: int8, int4 or fp8; None takes them as they are. `kv_cache_dtype`: auto
-        (`dtype`), int8 or fp8. `speculative_config`: as in vLLM, such as {"method": "ngram",
-        "num_speculative_tokens": 5}. `max_model_len`: the longest prompt plus completion; None is
-        the model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each
-        process. `kv_host_gb`: the same, of host memory for what leaves it. `kv_disk`: a folder that
-        keeps it beyond the
-        process, in `kv_disk_gb`. `num_threads`: of each process; None shares the cores. `numerics`:
-        fast or exact, as in the configuration of a service. `generation_config`: auto takes what
-        parameters leave out from the model's
-        file, or none. `served_model_name`: what the requests of a batch may call the model.
-        `max_loras`: held at once.
+        A setting that is absent has the default of the configuration of a service.
 
-        Raises InvalidArgument for a wrong argument, CheckpointError for a wrong folder, NotFound or
-        Unavailable for one that cannot be had.
+        Raises TypeError for an unknown setting, InvalidArgument for a wrong value and for a setting
+        that only vLLM has, CheckpointError for a wrong folder, NotFound or Unavailable for a model
+        that cannot be fetched.
         """
-        given: dict[str, object] = {
-            name: value for name, value in locals().items() if name != "self"
-        }
-        given["speculative_config"] = (
-            dict(speculative_config) if speculative_config is not None else None
-        )
-        with _naming_arguments():
-            self._loop, engine = _start(_configure(given))
+        keys = local_keys(settings)
+        for name in settings:
+            if name not in LocalSettings.__annotations__:
+                raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
+        with _naming_arguments(keys):
+            self._loop, engine = _start(_configure(model, settings, keys))
         self._running: LocalEngine | None = engine
         self._stop = weakref.finalize(self, _stop_collected, self._loop, engine)
 
@@ -358,19 +326,20 @@ class LocalStream:
         return await anext(self._messages, None)
 
 
-def _configure(given: Mapping[str, object]) -> TandemConfig:
-    """Returns the configuration of a service with one worker that no other one fetches from. Raises
-    InvalidArgument.
+def _configure(model: str, settings: LocalSettings, keys: Mapping[str, str]) -> TandemConfig:
+    """Returns the configuration of a service with one worker that fetches from no other.
+
+    Raises InvalidArgument.
     """
-    values = {_KEYS.get(name, name): value for name, value in given.items()}
-    values |= {
-        "prefill.replicas": 0,
-        "kv_transports": (),
-        "decode.mixed_chunk_tokens": _CHUNK_TOKENS,
-    }
-    values |= {
-        "hang_seconds": 120.0
-    }  # no other worker could take over, and what else runs here may need the cores
+    values: dict[str, object] = {"model": model}
+    values |= {keys[name]: value for name, value in settings.items()}
+    if isinstance(given := values.get("speculative"), Mapping):
+        values["speculative"] = dict(given)
+    values["prefill.replicas"] = 0
+    values["kv_transports"] = ()
+    values["decode.mixed_chunk_tokens"] = _CHUNK_TOKENS
+    # No other worker could take over, and other programs here may need the cores.
+    values["hang_seconds"] = 120.0
     return load_config(overrides=values)
 
 
@@ -434,13 +403,13 @@ async def _answer(
 
 
 @contextmanager
-def _naming_arguments() -> Iterator[None]:
-    """Has errors name the arguments in place of the configuration's keys."""
+def _naming_arguments(keys: Mapping[str, str]) -> Iterator[None]:
+    """Makes errors name the arguments, which are the names in `keys`, instead of the keys."""
     try:
         yield
     except InvalidArgument as error:
         text = str(error)
-        for argument, key in _KEYS.items():
+        for argument, key in keys.items():
             text = re.sub(rf"^{re.escape(key)}(?=[:.])", argument, text, flags=re.MULTILINE)
         field, _, message = text.partition(": ")
         raise InvalidArgument(message, field) from None

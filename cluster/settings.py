@@ -1,0 +1,445 @@
+"""Lists the settings of a service that flags and arguments name, in our words and in vLLM's.
+
+`tandem serve` makes its options of SETTINGS, `LLM` and the YAML file read vLLM's names by it.
+docs/from-vllm.md describes both. A value is checked by the configuration, not here.
+"""
+
+import json
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..proto.errors import InvalidArgument
+
+NULL: Final = object()
+"""In overrides of a configuration: puts a null in the place of the file's value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Describes one setting. Names are written as in Python, without the hyphens of a flag."""
+
+    name: str
+    help: str
+    # Dotted keys of the configuration, which all get the value. `LLM` sets the last one alone: its
+    # worker is of the decode pool.
+    keys: tuple[str, ...]
+    vllm: tuple[str, ...] = ()
+    kind: type = str
+    has_negation: bool = True  # of a bool: there is a flag --no-NAME
+    # Returns the overrides for a value; None puts the value at all keys.
+    convert: Callable[[Any], Mapping[str, object]] | None = None
+
+    def overrides(self, value: Any) -> Mapping[str, object]:
+        """Returns dotted keys of the configuration with their values. Raises InvalidArgument."""
+        if self.convert is not None:
+            return self.convert(value)
+        return dict.fromkeys(self.keys, str(value) if isinstance(value, Path) else value)
+
+
+def _speculative(value: Any) -> Mapping[str, object]:
+    """Reads ngram, draft=MODEL or, as in vLLM, the whole section, which may be JSON."""
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise InvalidArgument(f"must be JSON, got {value[:80]!r}", "speculative") from None
+    if not isinstance(value, str):
+        return {"speculative": value}
+    method, separator, model = value.partition("=")
+    return {
+        "speculative.method": "draft_model" if method == "draft" else method,
+        # ngram has no model, whatever the file says.
+        "speculative.model": model if separator else NULL,
+    }
+
+
+def _adapters(value: Any) -> Mapping[str, object]:
+    """Reads a list of NAME=FOLDER or of vLLM's {"name": ..., "path": ...}."""
+    found: dict[str, object] = {}
+    for each in value if isinstance(value, list | tuple) else [value]:
+        entry = each
+        if isinstance(each, str) and each.startswith("{"):
+            try:
+                entry = json.loads(each)
+            except ValueError:
+                entry = None
+        if isinstance(entry, Mapping) and {"name", "path"} <= entry.keys():
+            name, path = str(entry["name"]), entry["path"]
+        elif isinstance(entry, str) and "=" in entry:
+            name, _, path = entry.partition("=")
+        else:
+            raise InvalidArgument(f"must be NAME=FOLDER, got {str(each)[:80]!r}", "adapters")
+        found[name] = path
+    return {"adapters": found}
+
+
+def _pools(name: str) -> tuple[str, str]:
+    return f"prefill.{name}", f"decode.{name}"
+
+
+SETTINGS: Final = (
+    Setting(
+        name="prefill",
+        keys=("prefill.replicas",),
+        kind=int,
+        help="Prefill workers; 0 lets decode workers prefill.",
+    ),
+    Setting(name="decode", keys=("decode.replicas",), kind=int, help="Decode workers."),
+    Setting(
+        name="routers",
+        keys=("router.replicas",),
+        vllm=("api_server_count",),
+        kind=int,
+        help="Routers; by default 1 on a local Ray, one for each node on a cluster.",
+    ),
+    Setting(
+        name="tp",
+        keys=_pools("tp"),
+        vllm=("tensor_parallel_size",),
+        kind=int,
+        help="Ranks that share the model, in each worker of both pools.",
+    ),
+    Setting(
+        name="prefill_tp",
+        keys=("prefill.tp",),
+        kind=int,
+        help="Ranks of each prefill worker; wins over --tp.",
+    ),
+    Setting(
+        name="decode_tp",
+        keys=("decode.tp",),
+        kind=int,
+        help="Ranks of each decode worker; wins over --tp.",
+    ),
+    Setting(name="dtype", keys=("dtype",), vllm=("dtype",), help="float32, bfloat16 or float16."),
+    Setting(
+        name="quantization",
+        keys=("quantization",),
+        vllm=("quantization",),
+        help="Rounds the weights when they are loaded: int8, int4 or fp8.",
+    ),
+    Setting(
+        name="kv_cache_dtype",
+        keys=("kv_cache_dtype",),
+        vllm=("kv_cache_dtype",),
+        help="The numbers of the KV cache: auto (--dtype), int8 or fp8.",
+    ),
+    Setting(
+        name="kv_cache_gb",
+        keys=_pools("kv_cache_gb"),
+        kind=float,
+        help="GiB of KV cache of each rank.",
+    ),
+    Setting(
+        name="kv_host_gb",
+        keys=_pools("kv_host_gb"),
+        kind=float,
+        help="GiB of each rank's host memory for blocks that leave the KV cache.",
+    ),
+    Setting(
+        name="kv_disk",
+        keys=_pools("kv_disk"),
+        kind=Path,
+        help="A folder that keeps KV cache beyond a restart.",
+    ),
+    Setting(
+        name="kv_disk_gb",
+        keys=_pools("kv_disk_gb"),
+        kind=float,
+        help="GiB of that folder for each worker.",
+    ),
+    Setting(
+        name="block_size",
+        keys=_pools("block_size"),
+        vllm=("block_size",),
+        kind=int,
+        help="Tokens of a KV block.",
+    ),
+    Setting(
+        name="prefix_caching",
+        keys=("prefix_caching",),
+        vllm=("enable_prefix_caching",),
+        kind=bool,
+        help="Whether prompts reuse the KV cache of equal beginnings.",
+    ),
+    Setting(
+        name="max_sequences",
+        keys=_pools("max_sequences"),
+        vllm=("max_num_seqs",),
+        kind=int,
+        help="The maximum of sequences in one batch of a worker.",
+    ),
+    Setting(
+        name="chunk_tokens",
+        keys=_pools("chunk_tokens"),
+        vllm=("max_num_batched_tokens",),
+        kind=int,
+        help="The maximum of prompt tokens that a worker computes in one step.",
+    ),
+    Setting(
+        name="speculative",
+        keys=("speculative",),
+        vllm=("speculative_config",),
+        convert=_speculative,
+        help="How tokens are drafted: ngram, draft=MODEL, or vLLM's JSON.",
+    ),
+    Setting(name="device", keys=("device",), help="cpu or cuda."),
+    Setting(
+        name="num_threads",
+        keys=_pools("num_threads"),
+        kind=int,
+        help="Threads of each rank; by default its share of the node's cores.",
+    ),
+    Setting(
+        name="numerics",
+        keys=("numerics",),
+        help="exact: a token does not depend on its batch; or fast.",
+    ),
+    Setting(
+        name="model_impl",
+        keys=("model_impl",),
+        vllm=("model_impl",),
+        help="The code that computes: auto, tandem or transformers.",
+    ),
+    Setting(
+        name="context_tokens",
+        keys=("context_tokens",),
+        vllm=("max_model_len",),
+        kind=int,
+        help="The longest prompt plus completion.",
+    ),
+    Setting(
+        name="generation_config",
+        keys=("generation_config",),
+        vllm=("generation_config",),
+        help="auto takes the model's own defaults of requests, or none.",
+    ),
+    Setting(
+        name="tool_call_parser",
+        keys=("tool_call_parser",),
+        vllm=("tool_call_parser",),
+        help="The format of the model's tool calls; auto finds it in the chat template.",
+    ),
+    Setting(
+        name="reasoning_parser",
+        keys=("reasoning_parser",),
+        vllm=("reasoning_parser",),
+        help="The format of the model's reasoning; auto finds it in the chat template.",
+    ),
+    Setting(
+        name="adapters",
+        keys=("adapters",),
+        vllm=("lora_modules",),
+        kind=list,
+        convert=_adapters,
+        help="A LoRA adapter, NAME=FOLDER. May be given several times.",
+    ),
+    Setting(
+        name="max_loras",
+        keys=("lora.max_loras",),
+        vllm=("max_loras",),
+        kind=int,
+        help="The maximum of LoRA adapters that a worker holds at once.",
+    ),
+    Setting(
+        name="max_lora_rank",
+        keys=("lora.max_lora_rank",),
+        vllm=("max_lora_rank",),
+        kind=int,
+        help="The greatest rank of a LoRA adapter.",
+    ),
+    Setting(
+        name="served_model_name",
+        keys=("served_model_name",),
+        vllm=("served_model_name",),
+        help="The name under which the model is served.",
+    ),
+    Setting(
+        name="name", keys=("name",), help="The service's name; keeps two apart on one cluster."
+    ),
+    Setting(
+        name="host", keys=("host",), vllm=("host",), help="The interface that all servers bind."
+    ),
+    Setting(
+        name="grpc_port",
+        keys=("router.grpc_port",),
+        kind=int,
+        help="The port of the gRPC API; 0 takes a free one.",
+    ),
+    Setting(
+        name="http_port",
+        keys=("router.http_port",),
+        vllm=("port",),
+        kind=int,
+        help="The port of the HTTP API; 0 takes a free one.",
+    ),
+    Setting(
+        name="ops_port",
+        keys=("router.ops_port",),
+        kind=int,
+        help="The port of metrics and probes; 0 takes a free one.",
+    ),
+    Setting(
+        name="api_keys",
+        keys=("auth.keys_file",),
+        kind=Path,
+        help="The file of API keys, made by `tandem key create`.",
+    ),
+    Setting(
+        name="allow_anonymous",
+        keys=("auth.allow_anonymous",),
+        kind=bool,
+        has_negation=False,
+        help="Serve without keys on any interface.",
+    ),
+    Setting(
+        name="reflection", keys=("router.reflection",), kind=bool, help="Serve gRPC reflection."
+    ),
+    Setting(
+        name="dashboard",
+        keys=("dashboard",),
+        kind=bool,
+        help="Start Ray's dashboard with a local Ray.",
+    ),
+)
+
+ALWAYS_ON: Final = {
+    "enable_auto_tool_choice": "tool calls are always parsed",
+    "enable_chunked_prefill": "prompts are always computed in chunks",
+    "enable_lora": "LoRA adapters are always possible",
+}
+"""vLLM's switches that Tandem takes without effect, with the reason."""
+
+REFUSED: Final = {
+    "trust_remote_code": "no code of a checkpoint is run",
+    "gpu_memory_utilization": "the KV cache has a fixed size; set kv_cache_gb, which "
+    "`tandem plan memory` computes",
+    "api_key": "other users see the arguments of a command; make a file of keys with "
+    "`tandem key create` and name it by --api-keys (auth.keys_file)",
+    "chat_template": "put the template into the model's folder, as chat_template.jinja",
+    "seed": "each request sets a seed",
+    "pipeline_parallel_size": "a model is split by tensor parallelism only; set tp",
+    "data_parallel_size": "workers share the load; set prefill and decode",
+    "enable_expert_parallel": "a model is split by tensor parallelism only; set tp",
+    "revision": "write MODEL@REVISION",
+    "tokenizer": "the model's folder holds its tokenizer",
+    "tokenizer_mode": "the model's folder holds its tokenizer",
+    "tokenizer_revision": "the model's folder holds its tokenizer",
+    "skip_tokenizer_init": "requests may have token ids as prompts",
+    "download_dir": "HF_HOME or TANDEM_HOME names the folder",
+    "load_format": "weights are read from safetensors and GGUF files",
+    "hf_overrides": "edit the config.json of a local folder",
+    "hf_token": "HF_TOKEN holds it",
+    "swap_space": "set kv_host_gb",
+    "cpu_offload_gb": "weights stay on the device; kv_host_gb keeps KV cache in host memory",
+    "kv_cache_memory_bytes": "set kv_cache_gb",
+    "num_gpu_blocks_override": "set kv_cache_gb",
+    "kv_transfer_config": "workers always transfer KV cache; kv_transports chooses how",
+    "enforce_eager": "CUDA graphs cannot be switched off",
+    "compilation_config": "nothing is compiled by torch",
+    "distributed_executor_backend": "the processes of a service are always started by Ray",
+    "scheduling_policy": "requests are always ordered by priority, then by arrival",
+    "max_cpu_loras": "max_loras bounds the adapters of a worker",
+    "lora_dtype": "adapters have the model's dtype",
+    "limit_mm_per_prompt": "prompts are text",
+    "runner": "one service generates and embeds",
+    "task": "one service generates and embeds",
+    "guided_decoding_backend": "requests choose the grammar; there is one backend",
+    "structured_outputs_config": "requests choose the grammar; there is one backend",
+    "override_generation_config": "set generation_config: none, or let requests set them",
+    "max_logprobs": "the maximum is fixed",
+    "logits_processors": "requests cannot run code",
+    "enable_log_requests": "set log_format: json",
+    "disable_log_requests": "requests are logged with log_format: json only",
+    "disable_log_stats": "set metrics: false",
+    "uvicorn_log_level": "set log_format",
+    "disable_uvicorn_access_log": "there is no such log",
+    "otlp_traces_endpoint": "set tracing.endpoint",
+    "allowed_origins": "set router.cors_origins",
+    "allow_credentials": "API keys are sent in headers",
+    "ssl_certfile": "set router.tls.certificate",
+    "ssl_keyfile": "set router.tls.key",
+    "ssl_ca_certs": "set router.tls.client_ca",
+    "ssl_cert_reqs": "router.tls.client_ca demands certificates",
+    "root_path": "serve at the root of a name",
+    "uds": "serve on loopback",
+    "middleware": "there is no such hook",
+    "response_role": "the role is assistant",
+    "enable_sleep_mode": "stop the service",
+}
+"""vLLM's flags that Tandem does not have, with the reason or with the setting to use instead."""
+
+_BY_VLLM_NAME: Final = {name: setting for setting in SETTINGS for name in setting.vllm}
+
+
+def collect_overrides(values: Mapping[str, Any]) -> dict[str, object]:
+    """Returns dotted keys of the configuration for values by our names; None and [] set nothing.
+
+    A later row of SETTINGS wins over an earlier one. Raises InvalidArgument.
+    """
+    overrides: dict[str, object] = {}
+    for setting in SETTINGS:
+        value = values.get(setting.name)
+        if value is not None and value != []:
+            overrides |= setting.overrides(value)
+    return overrides
+
+
+def local_keys(names: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the key of the configuration that each argument of `LLM` sets, by its name.
+
+    Raises InvalidArgument for a name that only vLLM has.
+    """
+    ours = {setting.name: setting for setting in SETTINGS} | _BY_VLLM_NAME
+    for name in names:
+        check_supported(name)
+    return {name: ours[name].keys[-1] if name in ours else name for name in names}
+
+
+def check_supported(name: str, field: str = "") -> None:
+    """Raises InvalidArgument if `name` is of a setting that only vLLM has; `field` names it."""
+    for each in (name, name.removeprefix("no_")):
+        if each in REFUSED:
+            text = f"not supported: {REFUSED[each]}; docs/from-vllm.md lists vLLM's flags"
+            raise InvalidArgument(text, field or name)
+
+
+def split_aliases(
+    tree: Mapping[str, Any], own: Container[str]
+) -> tuple[dict[str, Any], dict[str, object]]:
+    """Returns the top level of a configuration file without vLLM's names, and what these set.
+
+    The keys in `own` are ours. The second result has dotted keys. Raises InvalidArgument for a name
+    that only vLLM has, and for a key that two names set.
+    """
+    kept: dict[str, Any] = {}
+    aliases: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = str(key).replace("-", "_")
+        is_alias = key not in own and (name in _BY_VLLM_NAME or name in ALWAYS_ON)
+        if key not in own:
+            check_supported(name, str(key))
+        if is_alias:
+            aliases[key] = value
+        else:
+            kept[key] = value
+    overrides: dict[str, object] = {}
+    for key, value in aliases.items():
+        name = key.replace("-", "_")
+        added = {} if name in ALWAYS_ON else _BY_VLLM_NAME[name].overrides(value)
+        for dotted in added:
+            if dotted in overrides or _holds(kept, dotted):
+                raise InvalidArgument(f"sets {dotted}, which another key sets", key)
+        overrides |= added
+    return kept, overrides
+
+
+def _holds(tree: Any, dotted: str) -> bool:
+    """Returns True if a tree of keys and values has this dotted key."""
+    for part in dotted.split("."):
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = tree[part]
+    return True

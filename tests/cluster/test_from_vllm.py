@@ -1,0 +1,208 @@
+"""vLLM's names of settings: flags, the configuration file, `LLM`, and docs/from-vllm.md."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tandem.cluster.cli import serve
+from tandem.cluster.cli.main import app
+from tandem.cluster.config import TandemConfig, load_config
+from tandem.cluster.local.llm import LLM, LocalSettings
+from tandem.cluster.settings import ALWAYS_ON, REFUSED, SETTINGS, Setting, local_keys
+from tandem.proto.errors import InvalidArgument
+from tandem.router.api.server.http_server import HttpServer
+from tandem.router.api.service import GenerationService
+from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
+
+PAGE = (Path(__file__).parents[2] / "docs" / "from-vllm.md").read_text()
+VALUES: dict[str, Any] = {
+    "tp": 2,
+    "kv_cache_dtype": "int8",
+    "quantization": "int8",
+    "dtype": "float32",
+    "prefix_caching": False,
+    "speculative": '{"method": "ngram", "num_speculative_tokens": 3}',
+    "model_impl": "transformers",
+    "generation_config": "none",
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "deepseek_r1",
+    "adapters": "a=/x",
+    "host": "::1",
+}
+"""A value of each setting that is not the default; 7 of the others that are numbers."""
+
+RENAMED = [setting for setting in SETTINGS if setting.vllm]
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def value_of(setting: Setting) -> Any:
+    return VALUES.get(setting.name, 7 if setting.kind is int else "text")
+
+
+def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> TandemConfig:
+    """Returns the configuration that `tandem serve m` makes of these flags."""
+    found: list[TandemConfig] = []
+
+    def keep(config: TandemConfig) -> TandemConfig:
+        found.append(config)
+        raise InvalidArgument("enough")
+
+    monkeypatch.setattr(serve, "with_draft_folder", keep)
+    done = CliRunner().invoke(app, ["serve", "m", *flags])
+    assert found, (done.output, done.exception)
+    return found[0]
+
+
+def configured(tmp_path: Path, text: str) -> TandemConfig:
+    file = tmp_path / "service.yaml"
+    file.write_text(f"model: m\n{text}\n")
+    return load_config(file)
+
+
+def with_value(name: str, setting: Setting) -> list[str]:
+    value = value_of(setting)
+    if setting.kind is bool:
+        return [flag(name if value else f"no_{name}")]
+    return [flag(name), str(value)]
+
+
+@pytest.mark.parametrize("setting", RENAMED, ids=lambda setting: setting.name)
+def test_vllm_s_name_sets_what_ours_sets(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ours = served(monkeypatch, *with_value(setting.name, setting))
+    assert ours != load_config(None, {"model": "m"})
+    for name in setting.vllm:
+        assert served(monkeypatch, *with_value(name, setting)) == ours
+        for key in (name, name.replace("_", "-")):
+            assert configured(tmp_path, f"{key}: {json.dumps(value_of(setting))}") == ours
+
+
+def test_short_flags_are_vllm_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = served(monkeypatch, "-tp", "2", "-q", "int8")
+    assert (config.prefill.tp, config.decode.tp, config.quantization) == (2, 2, "int8")
+
+
+def test_flags_win_over_aliases_in_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "service.yaml"
+    file.write_text("model: m\nmax-model-len: 512\ntensor-parallel-size: 4\nenable-lora: true\n")
+    config = served(monkeypatch, "--config", str(file), "--context-tokens", "256")
+    assert (config.context_tokens, config.prefill.tp, config.decode.tp) == (256, 4, 4)
+
+
+def test_every_form_of_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = {"a": "/x", "b": "/y"}
+    second = '{"name": "b", "path": "/y"}'
+    flags = ("--lora-modules", "a=/x", "--lora-modules", second, "--enable-lora")
+    assert served(monkeypatch, *flags).adapters == expected
+    assert configured(tmp_path, f"lora-modules: ['a=/x', {second}]").adapters == expected
+    for wrong in ("a", "{", '{"name": "a"}'):
+        with pytest.raises(InvalidArgument, match="adapters: must be NAME=FOLDER, got"):
+            CliRunner().invoke(app, ["serve", "m", "--adapters", wrong], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_name_that_only_vllm_has_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    words = f"not supported: {re.escape(REFUSED[name])}; docs/from-vllm.md lists vLLM's flags$"
+    for args in ([flag(name), "1"], [f"{flag(name)}=1"], [flag(f"no_{name}")]):
+        with pytest.raises(InvalidArgument, match=f"^{args[0].partition('=')[0]}: {words}"):
+            CliRunner().invoke(app, ["serve", "m", *args], catch_exceptions=False)
+    key = name.replace("_", "-")
+    with pytest.raises(InvalidArgument, match=f"^{key}: {words}"):
+        configured(tmp_path, f"{key}: 1")
+    with pytest.raises(InvalidArgument, match=f"^{name}: {words}"):
+        LLM("m", **{name: 1})  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "max_model_len: 7\ncontext_tokens: 8",
+            "max_model_len: sets context_tokens, which another",
+        ),
+        ("max_model_len: 7\nmax-model-len: 8", "max-model-len: sets context_tokens, which another"),
+        ("port: 7\nrouter: {http_port: 8}", "port: sets router.http_port, which another key sets"),
+        ("max_model_lenn: 7", "max_model_lenn: unknown key"),
+        ("max_num_seqs: x", "prefill.max_sequences: must be a valid integer, got 'x'"),
+    ],
+)
+def test_a_wrong_alias_in_the_file_is_named(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        configured(tmp_path, text)
+    assert str(caught.value).startswith(words)
+
+
+def test_an_unknown_argument_of_an_llm_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
+        LLM("m", nothing=1)  # type: ignore[call-arg]
+
+
+def test_the_table_is_consistent() -> None:
+    names = [setting.name for setting in SETTINGS]
+    aliases = [name for setting in SETTINGS for name in setting.vllm]
+    assert len(set(names)) == len(names)
+    assert len(set(aliases)) == len(aliases)
+    assert not (set(names) | set(aliases)) & (REFUSED.keys() | ALWAYS_ON.keys())
+    assert not REFUSED.keys() & ALWAYS_ON.keys()
+    for setting in SETTINGS:
+        assert setting.name in setting.vllm or setting.name not in aliases
+        for key in setting.keys:
+            section: Any = TandemConfig
+            for part in key.split("."):
+                field = section.model_fields[part]
+                section = field.annotation
+    known = {name for setting in SETTINGS for name in (setting.name, *setting.vllm)}
+    assert LocalSettings.__annotations__.keys() <= known
+    assert local_keys({"max_num_seqs": 1, "dtype": "x"}) == {
+        "max_num_seqs": "decode.max_sequences",
+        "dtype": "dtype",
+    }
+
+
+def flags_of(command: Any) -> set[str]:
+    return {each for option in command.params for each in (*option.opts, *option.secondary_opts)}
+
+
+def test_every_flag_of_ours_on_the_page_exists() -> None:
+    """Flags of vLLM stand in the first column; all others on the page are Tandem's."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    ours = flags_of(commands["serve"]) | flags_of(commands["plan"].commands["memory"])
+    rows = re.findall(r"^\|(.*?)\|(.*)\|$", PAGE, re.MULTILINE)
+    named = {each for _, rest in rows for each in re.findall(r"(?<![\w-])--?[a-z][\w-]*", rest)}
+    prose = re.sub(r"^\|.*\|$", "", PAGE, flags=re.MULTILINE)
+    named |= set(re.findall(r"(?<=`)--?[a-z][\w-]*", prose)) | set(
+        re.findall(r"--[a-z][\w-]*", "".join(re.findall(r"`tandem .*`|^tandem .*$", prose, re.M)))
+    )
+    assert named
+    assert named - ours == set()
+
+
+def test_every_name_of_the_table_is_on_the_page() -> None:
+    rows = dict(re.findall(r"^\| `(--[\w-]+)`.*?\| (.*) \|$", PAGE, re.MULTILINE))
+    for setting in RENAMED:
+        for name in setting.vllm:
+            expected = f"`{flag(setting.name)}` | {', '.join(f'`{key}`' for key in setting.keys)}"
+            assert rows[flag(name)] == expected
+    for name, reason in (REFUSED | ALWAYS_ON).items():
+        assert rows[flag(name)] == reason
+
+
+def test_every_endpoint_of_ours_on_the_page_exists() -> None:
+    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512)
+    server = HttpServer(GenerationService([model], FakeTokenSource()))
+    served_paths = {getattr(route, "path", "") for route in server._app().routes}
+    table = PAGE.partition("## Endpoints")[2]
+    for row in re.findall(r"^\|(.*)\| the same.*\|$", table, re.MULTILINE):
+        assert set(re.findall(r"/[\w/.]+", row)) <= served_paths
