@@ -68,8 +68,8 @@ router.dispatch.attempt:Attempt._tokens
 router.dispatch.execution:RequestExecution.deltas < Attempt.poll
 router.dispatch.execution:RequestExecution.run
 router.output.processor:OutputProcessor.run ~ deltas
-router.output.processor:_ChoiceOutput.push
-router.output.detokenizer:CompletionText.push ~ ids
+router.output.choice:ChoiceOutput.push
+router.output.choice:CompletionText.push ~ ids
 router.api.server.grpc_server:GrpcServer._generate < OutputProcessor.run
 """
 

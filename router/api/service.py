@@ -165,11 +165,10 @@ class GenerationService:
         cancel. Raises a TandemError.
         """
         timeline.request_id = request.request_id
-        outputs = OutputProcessor(request)
+        outputs = OutputProcessor(request, timeline)
         execution = self.telemetry.track(_facts(request), timeline, outputs)
-        return outputs.run(
-            self._source.generate(request.tokens, timeline, outputs.ended), timeline, execution
-        )
+        deltas = self._source.generate(request.tokens, timeline, outputs.ended)
+        return outputs.run(deltas, execution)
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller

@@ -202,7 +202,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
 }
 """By name; of those that a template has the sign of, the first counts."""
 
-THOUGHT_FORMATS: Final[Mapping[str, ChatFormat]] = {
+REASONING_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "qwen3": ChatFormat(
         signs=("<think>", "</think>"),
         markup=("<think>", "</think>"),
@@ -251,9 +251,9 @@ def call_format(template: str, name: str = AUTO) -> str:
     return _found(CALL_FORMATS, template, name) or "hermes"
 
 
-def thought_format(template: str, name: str = AUTO) -> str:
+def reasoning_format(template: str, name: str = AUTO) -> str:
     """Returns the name of the format of thoughts that a chat template knows; "" if it knows none."""
-    return _found(THOUGHT_FORMATS, template, name)
+    return _found(REASONING_FORMATS, template, name)
 
 
 def _found(formats: Mapping[str, ChatFormat], template: str, name: str) -> str:

@@ -25,7 +25,7 @@ from ...proto.errors import InvalidArgument
 from ...proto.home import tokenizer_file
 from ...proto.limits import MAX_PROMPT_CHARACTERS
 from .chat import active_tools, template_variables, with_developer_as_system
-from .chat_formats import AUTO, CALL_MARKUP, call_format, thought_format
+from .chat_formats import AUTO, CALL_MARKUP, call_format, reasoning_format
 from .fair_threads import TOKENIZING, FairThreads
 from .spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings, encode_text
 from .template import TemplateRenderer
@@ -99,7 +99,9 @@ class Tokenizer:
             vocab_size or max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         )
         self.call_format: str = call_format(self.chat_template(tools=True), tool_call_parser)
-        self.thought_format: str = thought_format(self.chat_template(tools=False), reasoning_parser)
+        self.reasoning_format: str = reasoning_format(
+            self.chat_template(tools=False), reasoning_parser
+        )
         decoder = self._backend.decoder
         self._byte_level = (
             decoder is not None and b'"ByteLevel"' in decoder.__getstate__()

@@ -1,7 +1,6 @@
-"""Splits the answer to a chat into what the model says, what it thinks and what it calls, while it
-arrives.
+"""Splits the answer to a chat into content, reasoning and tool calls while it arrives.
 
-Where each begins and ends is found by transformers' parser of responses, by the declarations of
+transformers' parser of responses finds where each begins and ends, by the declarations of
 frontend/chat_formats.py.
 """
 
@@ -21,9 +20,9 @@ from transformers.utils.chat_parsing.response_templates import (
 
 from ...proto import inference_pb2
 from ..frontend.chat import active_tools, parameters_schema
-from ..frontend.chat_formats import CALL_FORMATS, CONTENT, THOUGHT_FORMATS
+from ..frontend.chat_formats import CALL_FORMATS, CONTENT, REASONING_FORMATS
 from ..frontend.tokenizer import Tokenizer
-from .tool_parser import ToolParser, make_call, parser_for
+from .tool_parser import make_call, parser_for
 
 _T = TypeVar("_T")
 
@@ -34,9 +33,7 @@ _OPENINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "cohere_command3": ("<|START_THINKING|>", "<|START_RESPONSE|>"),
     "deepseek_r1": ("<think>",),
 }
-"""Texts with which a thought or the answer begins, where a chat template may write them at the end
-of the prompt.
-"""
+"""Texts that begin the reasoning or the answer; a chat template may end the prompt with one."""
 
 _MAX_OPENING_TOKENS: Final = 8
 _MISTRAL_CALL: Final = re.compile(
@@ -57,7 +54,7 @@ class ChatDelta:
 
 
 class ChatParser:
-    """Splits one answer, which arrives in pieces; the result does not depend on how it is cut."""
+    """Splits one answer that arrives in pieces; the result does not depend on the pieces."""
 
     def __init__(
         self,
@@ -67,14 +64,14 @@ class ChatParser:
         *,
         is_bound: bool,
     ) -> None:
-        """`is_bound`: a grammar determines the answer, so that it has no thoughts."""
-        thoughts = "" if is_bound else tokenizer.thought_format
+        """`is_bound`: a grammar determines the answer, so it has no reasoning."""
+        reasoning = "" if is_bound else tokenizer.reasoning_format
         calls = tokenizer.call_format if active_tools(chat) else ""
-        template, markup = _response_template(thoughts, calls)
+        template, markup = _response_template(reasoning, calls)
         self.shown_ids: frozenset[int] = (
             tokenizer.ids_of(markup) & tokenizer.special_ids if markup else frozenset()
         )
-        """Special tokens that have to be in the text."""
+        """Special tokens whose text the parser needs."""
         self._tools = {tool.name: tool for tool in chat.tools}
         self._read_calls = _READERS.get(calls)
         ends = CALL_FORMATS[calls].fields["tool_calls"].get("close", ()) if self._read_calls else ()
@@ -82,62 +79,71 @@ class ChatParser:
         self._tool_parser = (
             parser_for(chat, tokenizer) if calls and self._read_calls is None else None
         )
-        self.is_thinking = False  # of what came until now the end is part of a thought
+        self.is_reasoning = False  # the last piece ended within reasoning
         self._regions: ResponseParser | None = None
         if template is not None:
-            self._regions = ResponseParser(template, prefix=_begun(thoughts, tokenizer, prompt))
+            self._regions = ResponseParser(template, prefix=_begun(reasoning, tokenizer, prompt))
             self._note(self._regions.initial_events)
 
     @property
     def is_idle(self) -> bool:
-        """Whether the whole answer is text."""
+        """True if the whole answer is text."""
         return self._regions is None and self._tool_parser is None
 
     def push(self, text: str) -> ChatDelta:
-        """Takes the next piece; returns what is certain now."""
+        """Returns the parts that the next piece completes."""
         if self._regions is None:
-            return _delta(self._tool_parser, text, "", ())
+            return self._with_tool_calls(ChatDelta(text=text))
         return self._split(self._regions.feed(text), is_last=False)
 
     def finish(self) -> ChatDelta:
-        """Ends the answer; returns what was held back."""
-        split = (
-            ChatDelta()
-            if self._regions is None
-            else self._split(self._regions.finalize()[1], is_last=True)
-        )
+        """Returns the parts that were held back at the end of the answer."""
+        rest = ChatDelta()
+        if self._regions is not None:
+            rest = self._split(self._regions.finalize()[1], is_last=True)
         if self._tool_parser is None:
-            return split
+            return rest
         text, calls = self._tool_parser.finish()
         return ChatDelta(
-            text=split.text + text, reasoning=split.reasoning, calls=(*split.calls, *calls)
+            text=rest.text + text, reasoning=rest.reasoning, calls=(*rest.calls, *calls)
         )
 
     def _split(self, events: Sequence[Mapping[str, Any]], *, is_last: bool) -> ChatDelta:
         self._note(events)
-        said: list[str] = []
-        thought: list[str] = []
+        content: list[str] = []
+        reasoning: list[str] = []
         calls: list[inference_pb2.ToolCall] = []
         for event in events:
             match event["type"], event["field"]:
                 case "region_chunk", "content" | "answer":
-                    said.append(event["text"])
+                    content.append(event["text"])
                 case "region_chunk", "reasoning":
-                    thought.append(event["text"])
+                    reasoning.append(event["text"])
                 case "region_close", "tool_calls":
                     found = self._read(event["value"])
                     calls += found
                     if not found:  # no valid call: it is text
                         end = "" if is_last else self._end
-                        said.append(event["value"]["open"] + event["value"]["body"] + end)
-        return _delta(self._tool_parser, "".join(said), "".join(thought), calls)
+                        content.append(event["value"]["open"] + event["value"]["body"] + end)
+        return self._with_tool_calls(
+            ChatDelta(text="".join(content), reasoning="".join(reasoning), calls=tuple(calls))
+        )
+
+    def _with_tool_calls(self, delta: ChatDelta) -> ChatDelta:
+        """Returns the delta with the calls in its text, if the format has a tool parser."""
+        if self._tool_parser is None:
+            return delta
+        text, calls = self._tool_parser.push(delta.text)
+        return ChatDelta(text=text, reasoning=delta.reasoning, calls=tuple(calls))
 
     def _note(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Follows whether the answer is within reasoning."""
         for event in events:
             if event["field"] == "reasoning" and event["type"] != "region_chunk":
-                self.is_thinking = event["type"] == "region_open"
+                self.is_reasoning = event["type"] == "region_open"
 
     def _read(self, region: Mapping[str, str]) -> list[inference_pb2.ToolCall]:
+        """Returns the calls of a region; [] if one of them is not valid."""
         if self._read_calls is None:
             return []
         try:
@@ -151,14 +157,13 @@ class ChatParser:
 
 
 @cache
-def _response_template(thoughts: str, calls: str) -> tuple[ResponseTemplate | None, frozenset[str]]:
+def _response_template(
+    reasoning: str, calls: str
+) -> tuple[ResponseTemplate | None, frozenset[str]]:
     """Returns the declaration of two formats, None if it declares nothing, and their markup."""
-    # A format of thoughts knows better what is text than one of calls.
-    forms = [
-        form
-        for form in (CALL_FORMATS.get(calls), THOUGHT_FORMATS.get(thoughts))
-        if form is not None
-    ]
+    # The format of reasoning comes last: its fields for text replace those of the call format.
+    found = (CALL_FORMATS.get(calls), REASONING_FORMATS.get(reasoning))
+    forms = [form for form in found if form is not None]
     fields = {name: each for form in forms for name, each in form.fields.items()}
     markup = frozenset(text for form in forms for text in form.markup)
     if not fields:
@@ -166,18 +171,10 @@ def _response_template(thoughts: str, calls: str) -> tuple[ResponseTemplate | No
     return load_response_template({"start_anchor_pattern": "^", "fields": fields | CONTENT}), markup
 
 
-def _delta(
-    tools: ToolParser | None, text: str, reasoning: str, calls: Iterable[inference_pb2.ToolCall]
-) -> ChatDelta:
-    if tools is not None:
-        text, calls = tools.push(text)
-    return ChatDelta(text=text, reasoning=reasoning, calls=tuple(calls))
-
-
-def _begun(thoughts: str, tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """Returns what the prompt has of the answer: the opening of a thought, if any."""
-    openings = _OPENINGS.get(thoughts, ())
-    if thoughts == "deepseek_r1" or not openings:
+def _begun(reasoning: str, tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """Returns the opening of the reasoning or the answer that ends the prompt; "" without one."""
+    openings = _OPENINGS.get(reasoning, ())
+    if reasoning == "deepseek_r1" or not openings:
         return "".join(openings)
     end = tokenizer.decode(prompt[-_MAX_OPENING_TOKENS:], skip_special=False).rstrip()
     return next(filter(end.endswith, openings), "")
@@ -198,7 +195,7 @@ def _pair(call: object) -> tuple[object, object]:
 
 
 def _mistral(region: Mapping[str, str], tools: "_Tools") -> Sequence[tuple[object, object]]:
-    """Reads a JSON list, as older models write, or names with their arguments."""
+    """Reads a JSON list, which older models write, or names with their arguments."""
     if region["body"].lstrip()[:1] in ("[", "{"):
         return _listed(region, tools)
     return [
@@ -207,9 +204,7 @@ def _mistral(region: Mapping[str, str], tools: "_Tools") -> Sequence[tuple[objec
 
 
 def _gemma(delimiter: str) -> "_Reader":
-    """Returns what reads a call in which names have no quotes, and strings have delimiters of their
-    own.
-    """
+    """Returns the reader of calls with unquoted names and strings between `delimiter`s."""
     options = {"unquoted_keys": True, "string_delims": [[delimiter, delimiter]]}
     return lambda region, _: [
         _matched(_GEMMA_CALL, region["body"], lambda text: parse_content(text, "json", options))
@@ -217,7 +212,7 @@ def _gemma(delimiter: str) -> "_Reader":
 
 
 def _qwen3_coder(region: Mapping[str, str], tools: "_Tools") -> Sequence[tuple[object, object]]:
-    """Reads a call whose arguments are texts between tags, or one in JSON."""
+    """Reads a call whose arguments are texts between tags, or a call in JSON."""
     if region["body"].lstrip().startswith("{"):
         return _listed(region, tools)
     name, body = _matched(_QWEN_CALL, region["body"], str)
@@ -231,7 +226,7 @@ def _qwen3_coder(region: Mapping[str, str], tools: "_Tools") -> Sequence[tuple[o
 
 
 def _typed(text: str, schema: object) -> object:
-    """Returns an argument as its schema has it, where that says that it is no text."""
+    """Returns an argument in the type of its schema; text unless the schema excludes text."""
     if _may_be_text(schema):
         return text
     try:
@@ -269,4 +264,4 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "granite": _listed,
     "cohere_command3": _listed,
 }
-"""What reads the calls of a format that has no parser of its own. Raises ValueError."""
+"""By format without a parser of its own: the reader of its calls. Raises ValueError."""

@@ -106,11 +106,13 @@ class FakeTokenSource:
             _start_after(ids, completions[choice]) for choice, ids in enumerate(request.emitted)
         ]
         starts, has_prompt = starts or [0] * request.submit.num_choices, False
+        # A hypothesis of a beam search comes whole.
+        size = request.submit.max_tokens if request.has_beam_search else self.tokens_per_delta
         while any(start < len(ids) for start, ids in zip(starts, completions, strict=True)):
             for choice, ids in enumerate(completions):
                 start = starts[choice]
-                part = ids[start : start + self.tokens_per_delta]
-                starts[choice] += self.tokens_per_delta
+                part = ids[start : start + size]
+                starts[choice] += size
                 if not part or choice in ended:
                     continue
                 is_last = start + len(part) == len(ids)

@@ -17,8 +17,8 @@ from ....proto.metrics import ERRORS
 from ...frontend.prepare import RequestContext
 from ...frontend.prepared import PreparedRequest
 from ...frontend.validation import answer_size, check_answer_size, check_num_sequences
+from ...output.choice import delivered
 from ...output.joined_answer import JoinedAnswer
-from ...output.processor import delivered
 from ..service import GenerationService, tandem_errors_only
 from .answers import (
     ResponseWriter,

@@ -19,7 +19,7 @@ from tandem.proto.errors import InvalidArgument
 from tandem.proto.limits import MAX_MESSAGE_BYTES, MAX_MESSAGE_ELEMENTS, MAX_TOKENS
 from tandem.router.api.large_messages import check_json_elements, parse_message
 from tandem.router.frontend.fair_threads import PARSER, PARSING
-from tandem.router.output import processor
+from tandem.router.output.choice import ChoiceOutput
 from tandem.router.output.processor import OutputProcessor
 from tandem.router.request import TokenDelta
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
@@ -209,11 +209,9 @@ async def test_an_answer_that_is_not_streamed_keeps_no_message_of_each_token(
 ) -> None:
     made: list[inference_pb2.GenerateResponse] = []
     counts: list[int] = []
-    push, run = processor._ChoiceOutput.push, OutputProcessor.run
+    push, run = ChoiceOutput.push, OutputProcessor.run
 
-    def recorded(
-        self: processor._ChoiceOutput, delta: TokenDelta
-    ) -> inference_pb2.GenerateResponse:
+    def recorded(self: ChoiceOutput, delta: TokenDelta) -> inference_pb2.GenerateResponse:
         made.append(push(self, delta))
         return made[-1]
 
@@ -227,7 +225,7 @@ async def test_an_answer_that_is_not_streamed_keeps_no_message_of_each_token(
             ):
                 counts.extend(sys.getrefcount(each) for each in made if not each.finish_reason)
 
-    monkeypatch.setattr(processor._ChoiceOutput, "push", recorded)
+    monkeypatch.setattr(ChoiceOutput, "push", recorded)
     monkeypatch.setattr(OutputProcessor, "run", counted)
     service.source.answer = b"hello world, hello"
     asked = body(TEXT, max_tokens=18, n=2, logprobs=1, **({"best_of": 3} if is_ranked else {}))

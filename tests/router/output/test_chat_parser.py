@@ -13,17 +13,17 @@ from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.frontend.chat_formats import (
     CALL_FORMATS,
-    THOUGHT_FORMATS,
+    REASONING_FORMATS,
     ReasoningParserName,
     ToolCallParserName,
     call_format,
-    thought_format,
+    reasoning_format,
 )
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.frontend.tools import tool_call_constraint
 from tandem.router.output import tool_parser
 from tandem.router.output.chat_parser import ChatParser
-from tandem.router.output.detokenizer import CompletionText
+from tandem.router.output.choice import CompletionText
 from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.router.frontend.test_tools import accepts, chat, hermes, llama
 from tandem.tests.tiny_tokenizer import make_tokenizer
@@ -269,7 +269,7 @@ def test_nothing_depends_on_the_pieces_and_nothing_is_lost(
 def test_without_a_format_of_thoughts_they_are_text_and_no_markup_is(spoken: str) -> None:
     answer = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>{spoken}<|message|>Hi.<|end|>"
     tokenizer = byte_tokenizer(chat_template=SIGNS["openai"])
-    tokenizer.thought_format = thought_format(SIGNS["openai"], "none")
+    tokenizer.reasoning_format = reasoning_format(SIGNS["openai"], "none")
     for end, calls in (("", []), (f"{COMMENTARY}{CITY}<|call|>", ONE)):
         for pieces in ([answer + end], list(answer + end)):
             assert read(ChatParser(chat(), tokenizer, b"", is_bound=False), pieces) == (
@@ -356,7 +356,7 @@ def test_a_template_that_opens_the_thought_itself() -> None:
             [],
         )
     named = byte_tokenizer(chat_template="x")
-    named.thought_format = "deepseek_r1"
+    named.reasoning_format = "deepseek_r1"
     assert read(
         ChatParser(inference_pb2.Chat(), named, b"", is_bound=False), ["Hm.</think>Hi."]
     ) == ("Hi.", "Hm.", [])
@@ -371,11 +371,15 @@ def test_an_answer_that_a_grammar_determines_has_no_thoughts() -> None:
 
 def test_names_that_the_configuration_takes() -> None:
     assert {*get_args(ToolCallParserName)} == {"auto", *CALL_FORMATS}
-    assert {*get_args(ReasoningParserName)} == {"auto", "none", *THOUGHT_FORMATS}
+    assert {*get_args(ReasoningParserName)} == {"auto", "none", *REASONING_FORMATS}
     assert {name: call_format("x", name) for name in CALL_FORMATS} == {
         name: name for name in CALL_FORMATS
     }
-    assert (thought_format(THINK), thought_format(THINK, "none"), thought_format("x", "qwen3")) == (
+    assert (
+        reasoning_format(THINK),
+        reasoning_format(THINK, "none"),
+        reasoning_format("x", "qwen3"),
+    ) == (
         "qwen3",
         "",
         "qwen3",

@@ -10,7 +10,8 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tandem.router.frontend.tokenizer import Tokenizer
-from tandem.router.output.detokenizer import CompletionText, Detokenizer, StopStrings, _fallbacks
+from tandem.router.output.choice import CompletionText
+from tandem.router.output.detokenizer import Detokenizer, StopStrings, _fallbacks
 from tandem.tests.router.fake_source import BOS_ID, EOS_ID, byte_tokenizer
 from tandem.tests.tiny_tokenizer import make_tokenizer
 

@@ -249,9 +249,8 @@ async def test_the_first_message_alone_has_the_cached_tokens(model: ServedModel)
     request_ = await prepare(request(), model, RequestContext(arrived=0.0))
     timeline = inference_pb2.Timeline(cached_tokens=7)
     source = FakeTokenSource(answer=b"abc")
-    run = OutputProcessor(request_).run(
-        source.generate(request_.tokens, inference_pb2.Timeline()), timeline
-    )
+    deltas = source.generate(request_.tokens, inference_pb2.Timeline())
+    run = OutputProcessor(request_, timeline).run(deltas)
     messages = [message async for message in run]
     assert [message.cached_tokens for message in messages] == [7] + [0] * (len(messages) - 1)
     assert messages[-1].usage.cached_tokens == 7

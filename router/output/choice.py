@@ -1,0 +1,258 @@
+"""Turns the generated tokens of one completion into its messages."""
+
+import itertools
+from collections.abc import Sequence, Set
+
+from ...proto import inference_pb2, worker_pb2
+from ...proto.errors import InternalError
+from ..frontend.prepared import PreparedRequest
+from ..frontend.tokenizer import Tokenizer
+from ..request import TokenDelta
+from ..resume.tokens import ChoiceProgress
+from .chat_parser import ChatParser
+from .detokenizer import Detokenizer, StopStrings
+
+UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
+BROKEN = "the token stream of this request broke"
+_STOP = inference_pb2.FINISH_REASON_STOP
+
+
+class ChoiceOutput:
+    """Makes the messages of one completion."""
+
+    def __init__(self, request: PreparedRequest, number: int) -> None:
+        submit = request.tokens.submit
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0  # tokens after which the reasoning goes on
+        self._num_restored = 0  # tokens that were generated elsewhere
+        self._num_received = 0  # tokens of the source
+        self._request = request
+        self._number = number
+        self._sum_logprobs = 0.0
+        self._parser: ChatParser | None = None
+        if request.chat is not None:
+            parser = ChatParser(
+                request.chat, request.tokenizer, submit.token_ids, is_bound=bool(submit.grammar)
+            )
+            self._parser = None if parser.is_idle else parser
+        self._text = CompletionText(
+            request.tokenizer,
+            submit.token_ids,
+            request.stop,
+            submit.min_tokens,
+            shown_ids=frozenset() if self._parser is None else self._parser.shown_ids,
+        )
+        self._has_tool_calls = False
+        self._calls_once = request.chat is not None and request.chat.tool_choice.single_call
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log probability of all tokens; 0 without tokens."""
+        return self._sum_logprobs / max(self.num_tokens, 1)
+
+    @property
+    def num_generated(self) -> int:
+        """The number of tokens that were generated here."""
+        return max(self.num_tokens - self._num_restored, 0)
+
+    def restore(self, progress: ChoiceProgress) -> None:
+        """Brings the completion to where its client has it, by the ids alone."""
+        self._num_restored = len(progress.ids)
+        self.push(TokenDelta(first_index=0, ids=progress.ids, finish_reason=UNFINISHED))
+
+    def push(self, delta: TokenDelta) -> inference_pb2.GenerateResponse:
+        """Returns the message of the next tokens.
+
+        Raises InternalError if the tokens do not follow those before them.
+        """
+        if delta.first_index != self._num_received:
+            raise InternalError(BROKEN)
+        is_first = not self._num_received
+        self._num_received += len(delta.ids)
+        ids, texts, reason = self._detokenize(delta)
+        message = inference_pb2.GenerateResponse(
+            request_id=self._request.request_id,
+            text="".join(texts),
+            token_ids=ids,
+            first_index=delta.first_index,
+            finish_reason=reason,
+            choice=self._number,
+            score=delta.score,
+            stop_string=self._stop_string(ids, reason),
+            embedding=delta.embedding,
+        )
+        if self._parser is not None:
+            self._parse(self._parser, message, texts)
+        if delta.logprobs:
+            self._add_logprobs(message, delta.logprobs)
+        if is_first and self._request.echo:
+            message.text = self._request.echo + message.text
+        self.num_tokens += len(message.token_ids)
+        return message
+
+    def _stop_string(self, ids: Sequence[int], reason: "inference_pb2.FinishReason") -> str:
+        if self._text.stop_string or reason != _STOP or not ids:
+            return self._text.stop_string
+        return self._request.stop_tokens.get(ids[-1], "")
+
+    def _detokenize(
+        self, delta: TokenDelta
+    ) -> tuple[Sequence[int], list[str], "inference_pb2.FinishReason"]:
+        """Returns the ids that count, their texts and the finish reason.
+
+        If the texts are to be parsed, there is one for each id, and one more for the end.
+        """
+        ids, reason = delta.ids, delta.finish_reason
+        if self._request.is_empty:
+            return (), [], inference_pb2.FINISH_REASON_LENGTH
+        shown = ids[:-1] if reason == _STOP else ids  # the stop token has no text
+        texts = []
+        num_counted = 0
+        for run in [shown] if self._parser is None else [(token,) for token in shown]:
+            text, num_tokens, stopped = self._text.push(run)
+            texts.append(text)
+            num_counted += num_tokens
+            if stopped:
+                return ids[:num_counted], texts, _STOP
+        if reason == UNFINISHED:
+            return ids, texts, reason
+        rest, stopped = self._text.finish()
+        return ids, [*texts, rest], _STOP if stopped else reason
+
+    def _parse(
+        self, parser: ChatParser, message: inference_pb2.GenerateResponse, texts: Sequence[str]
+    ) -> None:
+        """Splits the texts into content, reasoning and tool calls; counts reasoning tokens.
+
+        A choice that may have one call only ends with its first call.
+        """
+        parts = []
+        for number, text in enumerate(texts):
+            parts.append(parser.push(text))
+            self.num_reasoning_tokens += parser.is_reasoning and number < len(message.token_ids)
+            if self._calls_once and parts[-1].calls:
+                message.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
+                del message.token_ids[number + 1 :]
+                break
+        else:
+            if message.finish_reason != UNFINISHED:
+                parts.append(parser.finish())
+        message.text = "".join(part.text for part in parts)
+        message.reasoning = "".join(part.reasoning for part in parts)
+        calls = [call for part in parts for call in part.calls]
+        message.tool_calls.extend(calls[:1] if self._calls_once else calls)
+        self._has_tool_calls |= bool(message.tool_calls)
+        # An answer that was cut keeps its own reason: agents take it for incomplete.
+        if self._has_tool_calls and message.finish_reason == _STOP:
+            message.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
+
+    def _add_logprobs(
+        self, message: inference_pb2.GenerateResponse, logprobs: Sequence[worker_pb2.TokenScores]
+    ) -> None:
+        # Not strict: tokens after a stop string do not count.
+        counted = list(zip(message.token_ids, logprobs, strict=False))
+        self._sum_logprobs += sum(scores.logprob for _, scores in counted)
+        if self._request.wants_logprobs:
+            tokenizer = self._request.tokenizer
+            message.logprobs.extend(
+                _token_logprobs(tokenizer, token, scores) for token, scores in counted
+            )
+
+
+class CompletionText:
+    """Makes the text of one completion: detokenized, and cut before the first stop string.
+
+    The text of the first min_tokens tokens is shown at once; a stop string begins after it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        shown_ids: Set[int] = frozenset(),
+    ) -> None:
+        """`shown_ids`: special tokens that have a text here."""
+        self._detokenizer = Detokenizer(tokenizer, prompt, shown_ids)
+        self._stops = StopStrings(stops)
+        self._has_stops = bool(stops)
+        self._num_unchecked = min_tokens  # tokens to come in which no stop string is searched
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that was found; "" if none was."""
+        return self._stops.found
+
+    def push(self, ids: Sequence[int]) -> tuple[str, int, bool]:
+        """Returns the text of the next ids, how many count, and True if a stop string was found.
+
+        The ids up to the end of a stop string count. After a stop string, push no more.
+        """
+        if not self._has_stops:
+            return self._detokenizer.push(ids), len(ids), False
+        texts = []
+        unchecked = ids[: self._num_unchecked]
+        if unchecked:
+            self._num_unchecked -= len(unchecked)
+            texts.append(self._detokenizer.push(unchecked))
+        # One by one, to know which of them ends the stop string.
+        for count, token in enumerate(ids[len(unchecked) :], start=len(unchecked) + 1):
+            text, stopped = self._stops.push(self._detokenizer.push((token,)))
+            texts.append(text)
+            if stopped:
+                return "".join(texts), count, True
+        return "".join(texts), len(ids), False
+
+    def finish(self) -> tuple[str, bool]:
+        """Returns the text that was held back, and True if a stop string ends it."""
+        text = self._detokenizer.flush()
+        if self._num_unchecked:
+            return text, False
+        text, stopped = self._stops.push(text)
+        return text + self._stops.flush(), stopped
+
+
+def delivered(request: PreparedRequest) -> list[inference_pb2.GenerateResponse]:
+    """Returns the messages that the client has, one for each token of each choice.
+
+    Text and calls keep their order. Log probabilities have the bytes of their tokens only.
+    """
+    messages = []
+    for number, progress in request.progress.items():
+        choice = ChoiceOutput(request, number)
+        for index, token in enumerate(progress.ids):
+            message = choice.push(
+                TokenDelta(first_index=index, ids=(token,), finish_reason=UNFINISHED)
+            )
+            if request.wants_logprobs:
+                text = inference_pb2.Logprob(text=request.tokenizer.token_bytes(token))
+                message.logprobs.append(inference_pb2.TokenLogprobs(token=text))
+            messages.append(message)
+    return messages
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[worker_pb2.TokenScores]
+) -> list[inference_pb2.TokenLogprobs]:
+    """Returns one entry for each token of the prompt; the first has no log probability."""
+    first = inference_pb2.Logprob(token_id=prompt[0], text=tokenizer.token_bytes(prompt[0]))
+    rest = [
+        _token_logprobs(tokenizer, token, score)
+        for token, score in zip(prompt[1:], scores, strict=True)
+    ]
+    return [inference_pb2.TokenLogprobs(token=first), *rest]
+
+
+def _token_logprobs(
+    tokenizer: Tokenizer, token: int, scores: worker_pb2.TokenScores
+) -> inference_pb2.TokenLogprobs:
+    def logprob(token_id: int, value: float, rank: int) -> inference_pb2.Logprob:
+        return inference_pb2.Logprob(
+            token_id=token_id, text=tokenizer.token_bytes(token_id), logprob=value, rank=rank
+        )
+
+    # Not strict: the ranks have no end.
+    top = zip(scores.top_ids, scores.top_logprobs, itertools.count(1))
+    own = logprob(token, scores.logprob, scores.rank)
+    return inference_pb2.TokenLogprobs(token=own, top=[logprob(*each) for each in top])
