@@ -2,8 +2,8 @@
 
 - Hermes (Qwen and others): any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
   among text.
-- Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, several separated by `;`,
-  perhaps after `<|python_tag|>`.
+- Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, perhaps after
+  `<|python_tag|>`. Several calls are separated by `;`.
 """
 
 import json
@@ -20,34 +20,32 @@ from ..frontend.tokenizer import Tokenizer
 _OPEN, _CLOSE = CALL_MARKUP
 _BETWEEN: Final = ";,"  # what Llama models write between two calls
 _SPACE: Final = " \t\r\n"
-_QUOTES: Final = re.compile(r'\\.|"', re.DOTALL)  # a quote that is not escaped, or anything that is
+_JSON_MARKS: Final = re.compile(r'\\(?:.|\Z)|["{}]', re.DOTALL)  # an escaped character, or a mark
 
 
 class ToolParser(ABC):
-    """Separates tool calls from a text that arrives in pieces; the result does not depend on how it
-    is cut.
-    """
+    """Separates tool calls from a text; the result does not depend on the pieces it arrives in."""
 
     def __init__(self) -> None:
         self._held = ""  # text that may belong to a call
-        self._space = ""  # white space of which it is not known yet whether text or a call follows
+        self._space = ""  # white space after which text or a call may follow
         self._is_empty = True  # no text outside of calls was returned
         self._called = False
         self._after_call = False
 
     @abstractmethod
     def push(self, text: str) -> tuple[str, list[inference_pb2.ToolCall]]:
-        """Takes the next piece; returns the text outside of calls, and the calls that are complete
-        now.
+        """Returns the text outside of calls and the calls that the next piece completes.
 
-        Text that may belong to a call is held back, and returned unchanged if no valid call comes
-        of it. White space before the first text and after the last is dropped next to a call.
+        Text that may belong to a call is held back, and returned unchanged if it makes no valid
+        call. White space before the first text and after the last text is dropped next to a call.
         """
 
     def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
-        """Ends the text; returns what was held back."""
-        held, self._held = self._held, ""
-        return self._show(held) + ("" if self._after_call else self._space), []
+        """Returns the text and the calls that were held back at the end."""
+        text = self._show(self._held)
+        self._held = ""
+        return text + ("" if self._after_call else self._space), []
 
     def _show(self, text: str) -> str:
         text = self._space + text
@@ -73,14 +71,19 @@ def parser_for(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> ToolParser | N
 
 
 class _HermesParser(ToolParser):
-    """Parses calls between tags, among text. Holds the beginning of a tag, or a call from its
-    opening tag on.
+    """Parses calls between tags, among text.
+
+    Holds the beginning of a tag, or a call from its opening tag on.
     """
 
-    _from = 0  # where in what is held the search goes on
-    _scanned = 0  # up to where it is known whether a string of the call is open
-    _in_string = False
-    _checked = 0  # how long the call was when it was parsed last
+    def __init__(self) -> None:
+        super().__init__()
+        self._begin_call()
+
+    def _begin_call(self) -> None:
+        self._from = len(_OPEN)  # where in the held text the closing tag is searched
+        self._scanner = _JsonScanner(len(_OPEN))
+        self._checked = 0  # the length of the call when it was last parsed
 
     def push(self, text: str) -> tuple[str, list[inference_pb2.ToolCall]]:
         self._held += text
@@ -91,23 +94,20 @@ class _HermesParser(ToolParser):
         return "".join(shown), calls
 
     def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
-        call = (
-            _call(self._held.removeprefix(_OPEN), default={})
-            if self._held.startswith(_OPEN)
-            else None
-        )
-        return (
-            ("", [call]) if call else super().finish()
-        )  # of a call the closing tag alone is missing
+        if self._held.startswith(_OPEN):
+            call = _call(self._held.removeprefix(_OPEN), default={})
+            if call:  # only its closing tag is missing
+                return "", [call]
+        return super().finish()
 
     def _step(self, shown: list[str], calls: list[inference_pb2.ToolCall]) -> bool:
-        """Takes one text or call from what is held; False if the rest has to wait."""
+        """Takes one text or call from the held text; returns False if the rest has to wait."""
         if not self._held.startswith(_OPEN):
             start = self._held.find(_OPEN)
             end = start if start >= 0 else len(self._held) - _overlap(self._held, _OPEN)
             shown.append(self._show(self._held[:end]))
-            self._held, self._from, self._scanned = self._held[end:], len(_OPEN), len(_OPEN)
-            self._in_string, self._checked = False, 0
+            self._held = self._held[end:]
+            self._begin_call()
             return start >= 0
         end = self._held.find(_CLOSE, self._from)
         if end < 0:
@@ -124,31 +124,32 @@ class _HermesParser(ToolParser):
         else:
             shown.append(self._show(self._held[:end]))
         self._held = self._held[end:]
+        self._begin_call()
         return True
 
     def _is_argument(self, end: int) -> bool:
-        """Whether the closing tag at `end` is a part of an argument. A call of many such tags is
-        parsed only whenever it has grown by an eighth, which is enough to let go of what is no
-        JSON.
+        """Returns True if the closing tag at `end` is a part of an argument.
+
+        Invalid JSON may seem to be within a string, so the call is parsed to be sure. A call with
+        many such tags is parsed only when it has grown by an eighth.
         """
-        for found in _QUOTES.finditer(self._held, self._scanned, end):
-            self._in_string ^= found[0] == '"'
-        self._scanned = end
-        if not self._in_string or 8 * end < 9 * self._checked:
-            return self._in_string
+        is_complete = self._scanner.find_end(self._held, end) >= 0
+        if is_complete or not self._scanner.in_string:
+            return False
+        if 8 * end < 9 * self._checked:
+            return True
         self._checked = end
         return _ends_in_string(self._held[len(_OPEN) : end])
 
 
 class _LlamaParser(ToolParser):
-    """Parses an answer that is JSON objects only. Holds the text from the end of the last call on."""
+    """Parses an answer of JSON objects only; holds the text from the end of the last call on."""
 
     def __init__(self) -> None:
         super().__init__()
         self._is_text = False  # no call follows any more
-        self._start = -1  # where in what is held an object begins, -1 if none does
-        self._at = 0  # up to where it was scanned
-        self._depth, self._in_string, self._escaped = 0, False, False
+        self._start = -1  # where in the held text an object begins; -1: nowhere
+        self._scanner = _JsonScanner(0)
 
     def push(self, text: str) -> tuple[str, list[inference_pb2.ToolCall]]:
         calls: list[inference_pb2.ToolCall] = []
@@ -156,7 +157,10 @@ class _LlamaParser(ToolParser):
             self._held += text
             while self._step(calls):
                 pass
-            text, self._held = (self._held, "") if self._is_text else ("", self._held)
+            if not self._is_text:
+                return self._show(""), calls
+            text = self._held
+            self._held = ""
         return self._show(text), calls
 
     def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
@@ -165,10 +169,10 @@ class _LlamaParser(ToolParser):
         return super().finish()
 
     def _step(self, calls: list[inference_pb2.ToolCall]) -> bool:
-        """Takes one call from what is held; False if the rest has to wait or is text."""
+        """Takes one call from the held text; returns False if the rest has to wait or is text."""
         if self._start < 0 and not self._find_start():
             return False
-        end = self._find_end()
+        end = self._scanner.find_end(self._held, len(self._held))
         if end < 0:
             return False
         call = _call(self._held[self._start : end], default=None)
@@ -177,53 +181,65 @@ class _LlamaParser(ToolParser):
             return False
         calls.append(call)
         self._note_call()
-        self._held, self._start, self._at = self._held[end:], -1, 0
+        self._held = self._held[end:]
+        self._start = -1
         return True
 
     def _find_start(self) -> bool:
         rest = self._held.lstrip(_SPACE + _BETWEEN if self._called else _SPACE)
         rest = rest.removeprefix(PYTHON_TAG).lstrip(_SPACE)
         if rest.startswith("{"):
-            self._start = self._at = len(self._held) - len(rest)
+            self._start = len(self._held) - len(rest)
+            self._scanner = _JsonScanner(self._start)
             return True
-        self._is_text = not PYTHON_TAG.startswith(rest)  # the empty rest is a prefix, too
+        self._is_text = not PYTHON_TAG.startswith(rest)  # the empty rest is a prefix of it
         return False
 
-    def _find_end(self) -> int:
-        """Returns where the object ends; -1 if it does not yet."""
-        for at in range(self._at, len(self._held)):
-            char = self._held[at]
-            if self._in_string:
-                self._in_string = self._escaped or char != '"'
-                self._escaped = char == "\\" and not self._escaped
-            elif char == '"':
-                self._in_string = True
-            elif char in "{}":
-                self._depth += 1 if char == "{" else -1
+
+class _JsonScanner:
+    """Finds the end of a JSON object in a text that grows; reads each character once."""
+
+    def __init__(self, begin: int) -> None:
+        self.in_string = False  # at the position that was reached
+        self._at = begin  # the position
+        self._depth = 0
+
+    def find_end(self, text: str, until: int) -> int:
+        """Scans on in `text[:until]`; returns the end of the object, -1 if it goes on.
+
+        After the end, scan no more.
+        """
+        for mark in _JSON_MARKS.finditer(text, self._at, until):
+            if mark[0] == "\\":  # the escaped character is still to come
+                self._at = mark.start()
+                return -1
+            if mark[0] == '"':
+                self.in_string = not self.in_string
+            elif mark[0] in "{}" and not self.in_string:
+                self._depth += 1 if mark[0] == "{" else -1
                 if not self._depth:
-                    return at + 1
-        self._at = len(self._held)
+                    return mark.end()
+        self._at = until
         return -1
 
 
 def _call(text: str, default: object) -> inference_pb2.ToolCall | None:
-    """Returns the call that the JSON object `text` describes, None if it describes none; `default`
-    takes the place of missing arguments.
+    """Returns the call that a JSON object describes; None if the text is not valid.
+
+    `default` stands for missing arguments.
     """
     found = json_object(text) or {}
     return make_call(found.get("name"), found.get("arguments", found.get("parameters", default)))
 
 
 def make_call(name: object, arguments: object) -> inference_pb2.ToolCall | None:
-    """Returns the call of a tool with arguments as JSON has them; None if they cannot be those of a
-    call.
-    """
+    """Returns a call with JSON arguments; None if the name or the arguments are not valid."""
     if isinstance(arguments, str):  # some models encode the arguments twice
         arguments = json_object(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     text = json.dumps(arguments, ensure_ascii=False)
-    if json_object(text) is None:  # a number or a character that is none
+    if json_object(text) is None:  # it has NaN, an infinity or a lone surrogate
         return None
     return inference_pb2.ToolCall(id=f"call_{secrets.token_hex(12)}", name=name, arguments=text)
 
@@ -238,6 +254,5 @@ def _ends_in_string(text: str) -> bool:
 
 def _overlap(text: str, tag: str) -> int:
     """Returns the length of the longest end of `text` with which `tag` begins."""
-    return next(
-        (n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0
-    )
+    lengths = range(min(len(text), len(tag) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(tag[:length])), 0)
