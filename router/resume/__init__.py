@@ -1,3 +1,1 @@
-"""Lets clients go on with an answer whose stream broke: resume tokens, event ids, and how often
-they are used.
-"""
+"""Lets clients go on with an answer whose stream broke, by resume tokens and event ids."""

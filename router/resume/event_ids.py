@@ -1,9 +1,10 @@
-"""Signs the ids of the events of an HTTP stream, and checks the one that a client brings back.
+"""Signs the ids of the events of an HTTP stream, and checks the id that a client brings back.
 
-An HTTP client has texts, not token ids. So an id has the token ids of all choices as long as they
-are few; beyond MAX_ID_BYTES it has of each choice the count and a hash of its ids alone. Then the
-router that resumes has the answer computed again, and answers what comes after these counts; the
-hashes show that it is the same answer. So all ids together are a few times as long as the events.
+An HTTP client has texts, not token ids. So an event id holds the token ids of all choices while
+they are few. Beyond MAX_ID_BYTES it holds only the count and a hash of the ids of each choice. The
+router that resumes then has the answer computed again, and sends the part after these counts; the
+hashes show that it is the same answer. So all event ids together are a few times as long as the
+events.
 """
 
 from base64 import b64decode, urlsafe_b64encode
@@ -20,26 +21,21 @@ from .tokens import ResumeBinding, ResumeKey, check_unfinished
 
 MAX_ID_BYTES: Final = 512  # of token ids within an event id
 MAX_EVENT_ID_CHARACTERS: Final = 4_096
-"""An id of 32 choices has at most a third of that."""
+"""An event id of 32 choices has at most a third of that."""
 
-FIELD: Final = (
-    "resume"  # as errors name the event id; HTTP names the header or the field of the body
-)
+FIELD: Final = "resume"
+"""The event id in errors; HTTP names the header or the field of the body instead."""
 
-_VERSION: Final = 129  # differs from that of a resume token, which has the same key
-_HASH_BYTES: Final = (
-    4  # shows that an answer is not the same; under the signature nobody chooses one
-)
+_VERSION: Final = 129  # differs from the version of resume tokens, which have the same key
+_HASH_BYTES: Final = 4  # enough to notice another answer; the signature keeps clients from forging
 _HEAD: Final = Struct("<B8sQ8sIIB")  # version, request, seed, answer, time, cached tokens, choices
-_CHOICE: Final = Struct(
-    f"<BI{_HASH_BYTES}s"
-)  # number, twice its tokens and 1 if ended, hash of ids
+_CHOICE: Final = Struct(f"<BI{_HASH_BYTES}s")  # number, 2 * tokens + 1 if ended, hash of ids
 _OTHER_ANSWER: Final = "this answer cannot be computed again as it was; send the request without it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceMark:
-    """Says how much of a choice the client has, without its ids."""
+    """Holds how much of a choice the client has, without its ids."""
 
     num_tokens: int
     has_ended: bool
@@ -48,14 +44,14 @@ class ChoiceMark:
 
 @dataclass(slots=True)
 class _Choice:
-    """Counts what the client has of one choice."""
+    """Counts and hashes the ids that the client has of one choice."""
 
     num_tokens: int = 0
     has_ended: bool = False
     ids: Any = field(default_factory=lambda: blake2b(digest_size=_HASH_BYTES))
 
     def add(self, ids: Sequence[int], has_ended: bool) -> bytes:
-        """Takes the next ids; returns them as bytes."""
+        """Adds the next ids; returns them as bytes."""
         packed = b"".join(map(_pack, ids))
         self.ids.update(packed)
         self.num_tokens += len(ids)
@@ -64,31 +60,30 @@ class _Choice:
 
     @property
     def mark(self) -> ChoiceMark:
-        """What the client has, without the ids."""
+        """The progress of the client, without the ids."""
         digest = self.ids.digest()
         return ChoiceMark(num_tokens=self.num_tokens, has_ended=self.has_ended, digest=digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventIdContent:
-    """Holds what an event id says."""
+    """Holds the content of an event id."""
 
-    answer: bytes  # see ResumeBinding
+    answer: bytes  # as in ResumeBinding
     seed: int
-    cached_tokens: int  # of the prompt, when it was computed first
-    marks: dict[int, ChoiceMark]  # of the choices that have begun, by number
-    ids: dict[int, tuple[int, ...]] | None  # of each of these; None: they were too many
+    cached_tokens: int  # of the prompt, when it was first computed
+    marks: dict[int, ChoiceMark]  # by number, the choices that have begun
+    ids: dict[int, tuple[int, ...]] | None  # of these choices; None: too many
 
 
 class EventIdSigner:
-    """Makes the id of each event of one answer. Raises InternalError if an answer that is computed
-    again differs from what its client has."""
+    """Makes the id of each event of one answer."""
 
     def __init__(self, binding: ResumeBinding, resumed: EventIdContent | None) -> None:
         self._binding = binding
         self._choices: dict[int, _Choice] = {}
-        self._carried: dict[int, bytearray] | None = {}  # ids by choice; None: they are too many
-        self._marks: dict[int, ChoiceMark] = {}  # of what is to be computed again
+        self._carried: dict[int, bytearray] | None = {}  # ids by choice; None: too many
+        self._marks: dict[int, ChoiceMark] = {}  # of choices that are computed again
         if resumed is None:
             return
         for number, mark in resumed.marks.items():
@@ -98,9 +93,13 @@ class EventIdSigner:
                 self._marks[number] = mark
 
     def take(self, number: int, ids: Sequence[int], has_ended: bool) -> bool:
-        """Takes the next ids of a choice; returns whether the client has them already."""
+        """Adds the next ids of a choice; returns True if the client has them already.
+
+        Raises InternalError if an answer that is computed again differs from the client's.
+        """
         self._add(number, ids, has_ended)
-        mark, choice = self._marks.get(number), self._choices[number]
+        mark = self._marks.get(number)
+        choice = self._choices[number]
         if mark is None:
             return False
         if choice.num_tokens < mark.num_tokens and not has_ended:
@@ -111,12 +110,17 @@ class EventIdSigner:
         return True
 
     def sign(self, cached_tokens: int) -> bytes:
-        """Returns the id after what was taken, and what the client has besides."""
+        """Returns the id of the event that ends with the last ids."""
         binding = self._binding
         marks = {number: each.mark for number, each in self._choices.items()} | self._marks
         body = _HEAD.pack(
-            *(_VERSION, binding.digest, binding.seed, binding.answer),
-            *(binding.policy.now(), cached_tokens, len(marks)),
+            _VERSION,
+            binding.digest,
+            binding.seed,
+            binding.answer,
+            binding.policy.now(),
+            cached_tokens,
+            len(marks),
         )
         body += b"".join(
             _CHOICE.pack(number, 2 * mark.num_tokens + mark.has_ended, mark.digest)
@@ -137,12 +141,15 @@ class EventIdSigner:
 def check_event_id(
     event_id: str, key: ResumeKey, policy: ResumePolicy, digest: bytes, num_choices: int
 ) -> EventIdContent:
-    """Returns what an event id says. Raises InvalidArgument if it is not of this service and this
-    request or has expired, or if nothing is left to generate."""
+    """Returns the content of an event id.
+
+    Raises InvalidArgument if it has expired or belongs to another service or request, or if nothing
+    is left to generate.
+    """
     body = _signed_part(event_id, key)
     version, found_digest, seed, answer, signed, cached_tokens, num_begun = _HEAD.unpack_from(body)
     if version != _VERSION:
-        raise InvalidArgument("is of another version of the service", FIELD)
+        raise InvalidArgument("belongs to another version of the service", FIELD)
     if found_digest != digest:
         raise InvalidArgument("belongs to another request: prompt or parameters differ", FIELD)
     policy.check_age(signed, FIELD)
@@ -165,10 +172,10 @@ def check_event_id(
 def _signed_part(event_id: str, key: ResumeKey) -> bytes:
     body = None
     if len(event_id) <= MAX_EVENT_ID_CHARACTERS:
-        with suppress(ValueError):  # of other characters, and binascii.Error
+        with suppress(ValueError):  # not in base64, for which binascii.Error is raised
             body = key.signed_part(b64decode(event_id, "-_", validate=True))
     if not body or len(body) < _HEAD.size:
-        raise InvalidArgument("is no id of an event of this service", FIELD)
+        raise InvalidArgument("is not an event id of this service", FIELD)
     return body
 
 
@@ -182,7 +189,7 @@ def _carried_ids(packed: bytes, marks: dict[int, ChoiceMark]) -> dict[int, tuple
 
 
 def _pack(token: int) -> bytes:
-    """Returns an id in seven bits a byte, as protobuf has it: most take two or three bytes."""
+    """Returns an id as protobuf's varint: most take two or three bytes."""
     packed = bytearray()
     while token > 127:
         packed.append(token & 127 | 128)

@@ -1,6 +1,6 @@
-"""Bounds how an answer is resumed: for how long, and how often from one place.
+"""Bounds for how long, and how often from one place, an answer is resumed.
 
-Each router counts by itself, so a service of R routers resumes R times as often.
+Each router counts alone, so a service of R routers resumes an answer R times as often.
 """
 
 import time
@@ -13,30 +13,35 @@ from ...proto.errors import InvalidArgument
 _K = TypeVar("_K")
 
 RESUME_SECONDS: Final = 600.0
-"""How long what a client got last lets it resume, by default: the time of a change of networks, of
-a laptop that sleeps for a moment, or of a service that is started again."""
+"""The default lifetime of a resume token or event id.
+
+It covers a change of networks, a laptop that sleeps for a moment and a restart of the service.
+"""
 
 MAX_USES: Final = 3
-"""Resumptions from one place of an answer. The connection of the first may break before its first
-token comes, and a client may notice the end of its own before the router does."""
+"""Resumptions from one place of an answer.
+
+The first connection may break before its first token comes, and a client may notice the end of its
+connection before the router does.
+"""
 
 _MAX_PLACES: Final = 65_536
-"""Places and answers that are remembered; beyond that those that were used first are forgotten."""
+"""Places and answers that are remembered; the one that was used first is forgotten first."""
 
 _Place = tuple[bytes, int]
-"""An answer, and how many tokens its client has."""
+"""An answer, and the number of tokens that its client has."""
 
 
 @dataclass(slots=True)
 class _Use:
     """Counts resumptions."""
 
-    until: float  # when no token can be valid any more
+    until: float  # the time from which no token can be valid
     count: int = 0
 
 
 class ResumePolicy:
-    """Says which answers may be resumed. Lives in one event loop."""
+    """Decides which answers may be resumed. Lives in one event loop."""
 
     def __init__(
         self,
@@ -45,11 +50,11 @@ class ResumePolicy:
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wall_clock`: of the time in tokens, which another router may have signed."""
+        """`wall_clock` gives the time in tokens, which another router may have signed."""
         self._lifetime = lifetime
         self._wall_clock = wall_clock
         self._clock = clock
-        self._uses: dict[_Place, _Use] = {}  # the one that was used last at the end
+        self._uses: dict[_Place, _Use] = {}  # the last used at the end
         self._resumed: dict[bytes, _Use] = {}  # by answer, likewise
 
     def now(self) -> int:
@@ -57,16 +62,19 @@ class ResumePolicy:
         return int(self._wall_clock())
 
     def check_age(self, signed: int, field: str) -> None:
-        """Raises InvalidArgument if a token that was signed then is too old."""
+        """Raises InvalidArgument if a token that was signed at that time is too old."""
         if self.now() - signed > self._lifetime:
             raise InvalidArgument(
                 f"has expired after {self._lifetime:g} seconds; send the request without it", field
             )
 
     def use(self, answer: bytes, num_tokens: int, field: str) -> bool:
-        """Counts a resumption of an answer of which the client has `num_tokens`. Returns whether
-        it is the first of this answer. Raises InvalidArgument if MAX_USES have begun there."""
-        now, place = self._clock(), (answer, num_tokens)
+        """Counts a resumption after `num_tokens`; returns True if it is the answer's first one.
+
+        Raises InvalidArgument if MAX_USES resumptions have begun there.
+        """
+        now = self._clock()
+        place = (answer, num_tokens)
         used = self._uses.get(place)
         if used is not None and used.until > now and used.count >= MAX_USES:
             reason = f"was used {MAX_USES} times; send the request without it"
@@ -75,7 +83,7 @@ class ResumePolicy:
         return self._count(self._resumed, answer, now) == 1
 
     def give_back(self, answer: bytes, num_tokens: int) -> None:
-        """Counts the last resumption from there no more: the service could not begin with it."""
+        """Takes back the count of a resumption that the service could not begin."""
         for used in (self._uses.get((answer, num_tokens)), self._resumed.get(answer)):
             if used is not None:
                 used.count = max(used.count - 1, 0)

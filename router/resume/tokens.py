@@ -1,12 +1,10 @@
-"""Lets a request go on at another router: signs how far each choice is, and checks what a client
-brings back.
+"""Signs the progress of each choice, so that a request can go on at another router, and checks it.
 
-A router keeps nothing for others. The client brings the token ids that it has, and the last resume
-token of each choice
-vouches for them: it names the request, its seed, and the count and hash of the ids, under a key
-that all routers of a service share. The client may read a token; it cannot change one. A token has
-a time, after which it expires, and names the answer that it is of, whose resumptions each router
-counts (policy.py).
+A router keeps nothing for other routers. The client brings the token ids that it has, and the last
+resume token of each choice proves them: it names the request, its seed, and the count and hash of
+the ids, under a key that all routers of a service share. A client can read a token but not change
+it. A token expires some time after it was signed, and names its answer, whose resumptions each
+router counts (policy.py).
 """
 
 import hmac
@@ -23,21 +21,19 @@ from ...proto.hashing import hash_prompt
 from .policy import ResumePolicy
 
 _VERSION: Final = 2
-_DIGEST_BYTES: Final = (
-    8  # of hashes under the MAC; whoever forges one has only made a prompt of their own choice
-)
+# Of hashes under the MAC. A client that forges one only gets the answer to another prompt.
+_DIGEST_BYTES: Final = 8
 MAC_BYTES: Final = 16  # of HMAC-SHA256; RFC 2104 allows half
 ANSWER_BYTES: Final = 8  # random
-_HEAD: Final = Struct(
-    f"<B{_DIGEST_BYTES}sQ{ANSWER_BYTES}sB"
-)  # version, digest of the request, seed, answer, choice
-# Whether the choice has ended, its tokens, prompt tokens that were cached, and the time in seconds.
+# Version, digest of the request, seed, answer, choice.
+_HEAD: Final = Struct(f"<B{_DIGEST_BYTES}sQ{ANSWER_BYTES}sB")
+# True if the choice has ended, its tokens, cached tokens of the prompt, the time in seconds.
 _STATE: Final = Struct("<?III")
-_MAC_START: Final = _HEAD.size + _STATE.size + _DIGEST_BYTES  # after these two the hash of the ids
+_MAC_START: Final = _HEAD.size + _STATE.size + _DIGEST_BYTES  # the hash of the ids comes last
 
 
 class ResumeKey:
-    """Holds the key of a service, and shows it to nobody."""
+    """Holds the secret key of a service."""
 
     def __init__(self, key: bytes) -> None:
         self._mac = hmac.new(key, digestmod="sha256")  # a copy of it costs a third of hmac.digest
@@ -48,27 +44,25 @@ class ResumeKey:
         return mac.digest()[:MAC_BYTES]
 
     def signed_part(self, token: bytes) -> bytes | None:
-        """Returns what comes before the signature of bytes that end with one; None if it is not of
-        this key.
-        """
+        """Returns the bytes before the signature at the end; None if another key signed them."""
         body = token[:-MAC_BYTES]
         return body if hmac.compare_digest(token[-MAC_BYTES:], self.sign(body)) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeBinding:
-    """Holds what all resume tokens of one request have in common."""
+    """Holds the data that all resume tokens of one request share."""
 
     key: ResumeKey
     policy: ResumePolicy
     digest: bytes  # of the request
     seed: int
-    answer: bytes  # names the answer from its begin on, wherever it is resumed
+    answer: bytes  # a random name of the answer, which it keeps at every router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceProgress:
-    """Holds how far a choice is, as its client and its resume token say."""
+    """Holds the part of a choice that its client has, proved by a resume token."""
 
     ids: tuple[int, ...]
     has_ended: bool
@@ -78,17 +72,17 @@ class ChoiceProgress:
 class ResumedAnswer:
     """Holds an answer that its client has begun to receive."""
 
-    answer: bytes  # see ResumeBinding
+    answer: bytes  # as in ResumeBinding
     seed: int
-    cached_tokens: int  # of the prompt, when it was computed first
-    choices: dict[int, ChoiceProgress]  # that have begun, by number
+    cached_tokens: int  # of the prompt, when it was first computed
+    choices: dict[int, ChoiceProgress]  # by number, the choices that have begun
 
 
 class ProgressSigner:
     """Makes the resume tokens of one choice while it is generated, each in constant time."""
 
     def __init__(self, binding: ResumeBinding, choice: int, emitted: Sequence[int]) -> None:
-        """`emitted`: the ids that its client has already."""
+        """`emitted`: the ids that the client has already."""
         self._key = binding.key
         self._now = binding.policy.now
         self._head = _HEAD.pack(_VERSION, binding.digest, binding.seed, binding.answer, choice)
@@ -96,7 +90,7 @@ class ProgressSigner:
         self._num_tokens = len(emitted)
 
     def sign(self, ids: Sequence[int], has_ended: bool, cached_tokens: int) -> bytes:
-        """Takes the next ids; returns the resume token after them."""
+        """Returns the resume token after the next ids."""
         self._ids.update(array("I", ids))
         self._num_tokens += len(ids)
         state = _STATE.pack(has_ended, self._num_tokens, cached_tokens, self._now())
@@ -107,9 +101,10 @@ class ProgressSigner:
 def digest_request(
     request: inference_pb2.GenerateRequest, prompt: Sequence[int], max_tokens: int, salt: str
 ) -> bytes:
-    """Returns a hash of all that the answer depends on but a random seed. `prompt` and `max_tokens`
-    as they were prepared; `salt`: what else has to be the same, the model's name instead of the
-    request's.
+    """Returns a hash of everything that determines the answer, except a random seed.
+
+    `prompt` and `max_tokens` are those of the prepared request. `salt`: further text that must be
+    the same; it has the model's name, which the request may leave out.
     """
     bound = inference_pb2.GenerateRequest()
     bound.CopyFrom(request)
@@ -128,16 +123,17 @@ def check_resume(
     digest: bytes,
     num_choices: int,
 ) -> ResumedAnswer:
-    """Returns the answer with each choice that has begun; `given` has at least one. Raises
-    InvalidArgument if the tokens are not of this service, this request and these ids, have expired
-    or are of several runs of the request, or if nothing is left to generate.
+    """Returns the answer with each choice that has begun; `given` has at least one.
+
+    Raises InvalidArgument if a token has expired or belongs to another service, request or ids, if
+    the tokens are of several runs of the request, or if nothing is left to generate.
     """
     found: dict[int, ChoiceProgress] = {}
     runs: list[tuple[bytes, int, int]] = []
     for i, each in enumerate(given):
         choice, progress, run = _check_choice(each, key, policy, digest, f"resume[{i}]")
         if choice in found:
-            raise InvalidArgument(f"choice {choice} is there twice", f"resume[{i}]")
+            raise InvalidArgument(f"choice {choice} occurs twice", f"resume[{i}]")
         found[choice] = progress
         runs.append(run)
     if len({(answer, seed) for answer, seed, _ in runs}) > 1:
@@ -149,7 +145,7 @@ def check_resume(
 
 
 def check_unfinished(ended: Sequence[bool], num_choices: int) -> None:
-    """Raises InvalidArgument if so many choices have begun, and all have ended."""
+    """Raises InvalidArgument if all of `num_choices` choices have begun and ended."""
     if len(ended) == num_choices and all(ended):
         raise InvalidArgument("all choices have ended; nothing is left to generate", "resume")
 
@@ -161,13 +157,14 @@ def _check_choice(
     digest: bytes,
     field: str,
 ) -> tuple[int, ChoiceProgress, tuple[bytes, int, int]]:
-    token, name = given.resume_token, f"{field}.resume_token"
+    token = given.resume_token
+    name = f"{field}.resume_token"
     body = key.signed_part(token)
     if body is None or len(token) != _MAC_START + MAC_BYTES:
-        raise InvalidArgument("is no resume token of this service", name)
+        raise InvalidArgument("is not a resume token of this service", name)
     version, found_digest, seed, answer, choice = _HEAD.unpack_from(body)
     if version != _VERSION:
-        raise InvalidArgument("is of another version of the service", name)
+        raise InvalidArgument("belongs to another version of the service", name)
     if found_digest != digest:
         raise InvalidArgument("belongs to another request: prompt or parameters differ", name)
     has_ended, num_tokens, cached_tokens, signed = _STATE.unpack_from(body, _HEAD.size)
@@ -175,7 +172,7 @@ def _check_choice(
     ids = tuple(given.token_ids)
     if len(ids) != num_tokens:
         raise InvalidArgument(
-            f"has {len(ids)} ids; the resume token is of {num_tokens}", f"{field}.token_ids"
+            f"has {len(ids)} ids; the resume token is for {num_tokens}", f"{field}.token_ids"
         )
     if blake2b(array("I", ids), digest_size=_DIGEST_BYTES).digest() != body[-_DIGEST_BYTES:]:
         raise InvalidArgument("are not the ids that were sent", f"{field}.token_ids")

@@ -249,7 +249,7 @@ def test_a_changed_token_is_refused(byte: int) -> None:
     message.resume[1].resume_token = bytes(token)
     assert refusal(message) == (
         "resume[1].resume_token",
-        "resume[1].resume_token: is no resume token of this service",
+        "resume[1].resume_token: is not a resume token of this service",
     )
 
 
@@ -266,7 +266,7 @@ def test_bytes_of_another_length_are_refused(token: bytes) -> None:
 
 def test_a_token_of_another_service_is_refused() -> None:
     assert (
-        "no resume token of this service"
+        "not a resume token of this service"
         in refusal(resumed(MESSAGE, DELIVERED[:6]), key=b"x" * 32)[1]
     )
 
@@ -318,14 +318,14 @@ def test_other_ids_are_refused() -> None:
     del message.resume[0].token_ids[1]
     assert refusal(message) == (
         "resume[0].token_ids",
-        "resume[0].token_ids: has 2 ids; the resume token is of 3",
+        "resume[0].token_ids: has 2 ids; the resume token is for 3",
     )
 
 
 def test_choices_that_do_not_fit_together_are_refused() -> None:
     message = resumed(MESSAGE, DELIVERED[:6])
     message.resume.add().CopyFrom(message.resume[0])
-    assert refusal(message) == ("resume[2]", "resume[2]: choice 0 is there twice")
+    assert refusal(message) == ("resume[2]", "resume[2]: choice 0 occurs twice")
     unseeded = request(n=2, stopping={"max_tokens": 10})
     first, second = (asyncio.run(answer(unseeded, FakeTokenSource())) for _ in range(2))
     mixed = resumed(unseeded, [first[0], second[1]])
