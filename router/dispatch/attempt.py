@@ -1,7 +1,7 @@
-"""One attempt to carry a request, or one of its choices, through a worker or a pair of them.
+"""Carries a request, or one of its choices, through one worker or through a pair of workers.
 
-Interprets what the workers have sent; its caller waits, and decides what follows an interruption.
-Awaits nothing.
+Interprets what the workers send. Its caller waits, and decides how to continue after an
+interruption. Awaits nothing.
 """
 
 from collections.abc import Callable, Iterator, Set
@@ -18,23 +18,27 @@ from .request_timer import RequestTimer
 from .worker_client import SuspendedChoice, WorkerKey, WorkerStream
 
 _MAX_FETCHES: Final = 2
-"""Of one KV cache: after so many that failed, the fault is taken to be the prefill worker's."""
+"""Failed fetches of one KV cache, after which the prefill worker is taken to be at fault."""
 
 _USUAL_CRASHES: Final = 4
-"""Of the workers of one request. After each further one it has to make twice as many steps until it
-is proven, so that one that always does harm some steps after it has moved is at last on solo run then.
+"""Crashes of one request's workers that count as usual. Each further one doubles the steps that
+prove the request, so a request that always crashes its worker some steps after a move is on its
+solo run when it does.
 """
 
+_NO_HANDOFF: Final = {Cause.INVALID, Cause.NOT_FINITE}
+"""After these no other worker decodes with the KV cache, which may hold NaN or infinity."""
+
 Submitter = Callable[[str, worker_pb2.Submit], WorkerStream | None]
-"""Sends a submit to a worker. Returns None if that has left the registry; raises Unavailable if the
-router closes.
+"""Sends a submit to a worker. Returns None if the worker has left the registry; raises Unavailable
+if the router closes.
 """
 
 
 class ChoiceState(Enum):
-    """How far a choice of an attempt is.
+    """The progress of one choice of an attempt.
 
-        OPENING ──first token──> DECODING                             one worker
+        OPENING ──first token──> DECODING                                  one worker
         OPENING ──first token──> MOVING ──KV cache received──> DECODING    a pair
 
     A choice that has ended or was interrupted is no longer in the attempt.
@@ -45,46 +49,27 @@ class ChoiceState(Enum):
     DECODING = auto()
 
 
-_NO_REHAND: Final = {Cause.INVALID, Cause.NOT_FINITE}
-"""After these nobody decodes with the same KV cache: it may be what is not finite."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Interruption:
-    """The end of choices of an attempt before their time."""
+    """Choices that an attempt has lost, and that wait until another one can continue them."""
 
     cause: Cause
-    worker: WorkerKey
-    message: str
-    choices: frozenset[int]
-    # the prefill worker holds the KV cache still: they stay in the attempt until `abandon`
-    can_hand_off: bool
-    suspended: SuspendedChoice | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Parked:
-    """Choices that wait until they can continue."""
-
-    choices: frozenset[int]
-    attempt: "Attempt | None"  # that can hand over its KV cache
-    cause: Cause
-    message: str  # of the worker
-    last_worker: str
-    until: float  # when they are given up
-    suspended: SuspendedChoice | None = (
-        None  # the one choice, whose KV cache waits at `last_worker`
-    )
+    choices: frozenset[int]  # those that still wait
+    message: str = ""  # of the worker
+    worker: WorkerKey = ("", 0)
+    # If its prefill worker still holds the KV cache: the choices stay in it until `abandon`.
+    attempt: "Attempt | None" = None
+    suspended: SuspendedChoice | None = None  # the one choice, whose KV cache waits at `worker`
+    until: float = 0.0  # when the request fails
 
 
 class Attempt:
-    """Call `start`, then `poll` whenever there may be something new, and `end` however it ends.
+    """Call `start`, then `poll` whenever something may have come, and `end` in any case.
 
-    In a pair, the decode worker gets its submit as soon as there is a handle of the KV cache. Its
-    tokens are taken once each choice has its first token from the prefill worker; a refusal is
-    taken at once. As long as it has not received the KV cache, the prefill worker holds that and
-    `handoff` can give it to another decode worker. No decode worker gets anything before
-    `may_decode` says so.
+    In a pair, the decode worker gets its submit as soon as the handle of the KV cache has come. Its
+    tokens are read once each choice has its first token from the prefill worker; its refusal is
+    read at once. Until it has received the KV cache, the prefill worker holds that, and `hand_off`
+    can give it to another decode worker. `may_decode` decides when a decode worker gets its submit.
     """
 
     def __init__(
@@ -100,20 +85,21 @@ class Attempt:
         num_crashes: int = 0,
         source: SuspendedChoice | None = None,
     ) -> None:
-        """`part` is what the registry counts: the request itself, or what is left of one choice.
-        `num_crashes`: of its workers so far, see `_USUAL_CRASHES`. `source` has its KV cache
-        already: then the placement's prefill worker is the one that suspended it.
+        """The registry counts `part`: the request itself, or the rest of one choice.
+
+        `num_crashes` are those of the request's workers until now. `source` holds the KV cache
+        already; the placement's prefill worker is then the one that suspended the choice.
         """
         self.interruptions: list[Interruption] = []  # the caller removes them
         self.is_proven = False  # the worker that decodes has survived its first steps with it
         self.part = part
+        self._is_beam = submit.HasField("beam_search")
         # A beam search of one step has nothing to hand over.
-        is_whole = submit.HasField("beam_search") and submit.max_tokens == 1
-        self.placement = placement._replace(prefill=None) if is_whole else placement
+        is_one_step = self._is_beam and submit.max_tokens == 1
+        self.placement = placement._replace(prefill=None) if is_one_step else placement
         self._choices = range(submit.first_choice, submit.first_choice + submit.num_choices)
-        self._states = dict.fromkeys(
-            self._choices, ChoiceState.OPENING
-        )  # of choices neither ended nor interrupted
+        # Of the choices that have neither ended nor been interrupted.
+        self._states = dict.fromkeys(self._choices, ChoiceState.OPENING)
         self._submit = submit
         self._number = submit.attempt
         self._send = send
@@ -121,14 +107,10 @@ class Attempt:
         self._timer = timer
         self._may_decode = may_decode
         self._waits_to_decode = False
-        self._is_beam = submit.HasField("beam_search")
-        self._opener: WorkerStream | SuspendedChoice | None = (
-            source  # computes the prompt, and in a pair nothing else
-        )
+        # Computes the prompt; in a pair it does nothing else.
+        self._opener: WorkerStream | SuspendedChoice | None = source
         self._decoder: WorkerStream | None = None  # the decode worker's stream in a pair
-        self._kv = (
-            worker_pb2.KvHandle()
-        )  # of the prefill worker, once that has admitted the request
+        self._kv = worker_pb2.KvHandle()  # set once the prefill worker has admitted the request
         self._proof = submit.first_index + 1 + 2 ** max(num_crashes - _USUAL_CRASHES, 0)
         self._num_fetches_failed = 0
         self._num_cached = 0
@@ -137,17 +119,17 @@ class Attempt:
 
     @property
     def holds_kv(self) -> bool:
-        """Whether the prefill worker still holds the KV cache, as far as is known."""
+        """Whether the prefill worker still holds the KV cache, as far as the router knows."""
         return self._opener is not None and self._opener.failure is None
 
     @property
     def is_computed(self) -> bool:
-        """Whether the prefill worker is done with the prompt, so that a decode worker can begin."""
+        """Whether the prefill worker has computed the prompt, so a decode worker can begin."""
         return not self._needs_opener
 
     @property
-    def tried_at(self) -> str | None:
-        """The worker that computes and has not shown yet that it survives that, if there is one."""
+    def unproven_worker(self) -> str | None:
+        """The worker that computes and has not yet survived its first steps; None if none does."""
         if self.is_proven or not self._states:
             return None
         if self._needs_opener:
@@ -156,12 +138,13 @@ class Attempt:
 
     @property
     def choices(self) -> Set[int]:
-        """The choices that go on."""
+        """The choices that are still in the attempt."""
         return self._states.keys()
 
     def start(self) -> None:
-        """Sends the first submit; call it right after `WorkerRegistry.place`. Raises Unavailable if
-        the router closes.
+        """Sends the first submit. Raises Unavailable if the router closes.
+
+        Call it right after `WorkerRegistry.place`.
         """
         num_tokens, decode_id = len(self._submit.token_ids), self.placement.decode
         is_resumed = self.part.is_resumed
@@ -179,7 +162,7 @@ class Attempt:
         else:
             self._submit.task = worker_pb2.TASK_PREFILL
             prefill = self.placement.prefill
-            # A stream that stands still waits for no third worker.
+            # A stream that stands still does not wait for a third worker.
             if not is_resumed and (holder := self._registry.find_holder(self.part, prefill)):
                 self._submit.prefix_holder.CopyFrom(holder)
             fetched = self._submit.prefix_holder.num_tokens
@@ -193,10 +176,8 @@ class Attempt:
             self._interrupt(Cause.GONE, (worker_id, 0), "worker left")
 
     def poll(self) -> Iterator[TokenDelta]:
-        """Yields what has come since the last call. What was interrupted is in `interruptions`
-        then.
-        """
-        for stream in self._readable():
+        """Yields the deltas since the last call; afterwards read `interruptions`."""
+        for stream in self._streams_to_read():
             for output in stream.take():
                 kind = output.WhichOneof("event")
                 if kind == "tokens":
@@ -208,7 +189,7 @@ class Attempt:
                     self._kv_received(output)
                 elif kind == "suspended" and isinstance(stream, WorkerStream):
                     self._suspended(stream, output)
-                else:  # one choice, or before the first token all, were preempted
+                else:  # a preemption: of one choice, or of all before the first token
                     choices = frozenset({output.choice}) if self._begun else None
                     self._interrupt(Cause.PREEMPTED, stream.worker, output.failure.message, choices)
                 if not self._states:
@@ -216,7 +197,7 @@ class Attempt:
             if stream.failure is not None and (stream is self._decoder or self._needs_opener):
                 self._failed(stream, stream.failure)
         if self._waits_to_decode and self._states:
-            self._go_on_to_decode()
+            self._start_decode()
 
     def drop(self, choice: int) -> None:
         """Cancels a choice that is no longer wanted."""
@@ -224,15 +205,18 @@ class Attempt:
             stream.cancel_choice(choice)
 
     def hand_off(self, placement: Placement, number: int) -> None:
-        """Gives the KV cache to the decode worker of `placement`, as attempt `number`, with the
-        next `poll`.
+        """Gives the KV cache to the decode worker of `placement` at the next `poll`.
+
+        `number` is the number of the attempt there.
         """
         self._registry.ended(self.placement.decode, self.part.request_id)
-        self.placement, self._number, self._waits_to_decode = placement, number, True
+        self.placement = placement
+        self._number = number
+        self._waits_to_decode = True
         self._registry.dispatched(placement.decode, self.part, 0)
 
     def abandon(self, choices: Set[int]) -> None:
-        """Removes choices that go on in another attempt; without any left the attempt ends."""
+        """Removes choices that continue in another attempt; ends the attempt after the last one."""
         for choice in choices:
             self._states.pop(choice, None)
         if not self._states:
@@ -240,9 +224,10 @@ class Attempt:
 
     def end(self) -> None:
         """Lets the workers free what they still hold. Idempotent."""
-        if self._ended:  # what the registry counts for the request now is another attempt's
+        if self._ended:  # the registry may count the request for another attempt by now
             return
-        self._ended, self._waits_to_decode = True, False
+        self._ended = True
+        self._waits_to_decode = False
         for stream in (self._opener, self._decoder):
             if stream is not None:
                 stream.cancel()
@@ -252,11 +237,10 @@ class Attempt:
 
     @property
     def _needs_opener(self) -> bool:
-        """Whether anything that the stream of the prefill worker brings still counts."""
+        """Whether the outputs of the prefill worker still matter."""
         return self.placement.prefill is None or ChoiceState.OPENING in self._states.values()
 
-    def _readable(self) -> Iterator[WorkerStream | SuspendedChoice]:
-        """Yields the streams whose outputs are to be taken now."""
+    def _streams_to_read(self) -> Iterator[WorkerStream | SuspendedChoice]:
         if self._opener is not None and self._needs_opener:
             yield self._opener
         decoder = self._decoder
@@ -273,11 +257,10 @@ class Attempt:
         submit.kv.CopyFrom(self._kv)
         self._decoder = self._send(self.placement.decode, submit)
         if self._decoder is None:
-            self._interrupt(
-                Cause.GONE, (self.placement.decode, 0), "worker left", can_hand_off=True
-            )
+            worker = (self.placement.decode, 0)
+            self._interrupt(Cause.GONE, worker, "worker left", can_hand_off=True)
             return
-        for choice in self._choices:  # those that have ended since the prefill worker was asked
+        for choice in self._choices:  # some have ended since the prefill worker got its submit
             if choice not in self._states:
                 self._decoder.cancel_choice(choice)
 
@@ -296,7 +279,7 @@ class Attempt:
             return None
         if tokens.num_draft_tokens:
             self._timer.drafted(tokens)
-        # The first token may be one that the prefill worker drew.
+        # The prefill worker may have sampled the first token.
         self.is_proven |= tokens.first_index + len(tokens.ids) >= self._proof
         finish_reason = tokens.finish_reason
         if finish_reason:
@@ -332,7 +315,7 @@ class Attempt:
                 self._kv = output.admitted.kv
                 self._waits_to_decode = True
 
-    def _go_on_to_decode(self) -> None:
+    def _start_decode(self) -> None:
         """Gives the KV cache to the decode worker once the request may decode."""
         if self.holds_kv:
             if self._may_decode(self):
@@ -389,10 +372,10 @@ class Attempt:
         can_hand_off: bool = False,
         suspended: SuspendedChoice | None = None,
     ) -> None:
-        """Interrupts `choices`, None for all."""
+        """Interrupts `choices`; None interrupts all."""
         is_held = self.holds_kv and ChoiceState.DECODING not in self._states.values()
         can_hand_off &= (
-            is_held and self._num_fetches_failed < _MAX_FETCHES and cause not in _NO_REHAND
+            is_held and self._num_fetches_failed < _MAX_FETCHES and cause not in _NO_HANDOFF
         )
         interrupted = frozenset(self._states if choices is None else choices & self._states.keys())
         if not interrupted:
@@ -403,7 +386,7 @@ class Attempt:
                 worker=worker,
                 message=message,
                 choices=interrupted,
-                can_hand_off=can_hand_off,
+                attempt=self if can_hand_off else None,
                 suspended=suspended,
             )
         )

@@ -1,15 +1,13 @@
-"""Executes one request from its first attempt to the end of its last choice, whatever happens to
-workers.
+"""Executes one request from its first attempt to the end of its last choice.
 
-Prompt and emitted tokens stay here. After an interruption the choices continue on one of two ways:
-*handoff*, while the prefill worker still holds the KV cache, gives that to another decode worker;
-*replay* prefills prompt + emitted tokens, mostly hits in a prefix cache, and continues at the next
-index. While no worker can take them they are parked. Several choices share an attempt until one of
-them, or their worker, is lost; then each continues in an attempt of its own. Knows token ids, not
-text. Only `run` awaits.
+Prompt and emitted tokens stay here. After an interruption the choices continue in one of two ways.
+A *handoff*, possible while the prefill worker still holds the KV cache, gives that to another
+decode worker. A *replay* prefills prompt and emitted tokens, most of which a prefix cache holds,
+and continues at the next index. While no worker can take the choices, they are parked. The choices
+share an attempt until one of them, or their worker, is lost; each then continues in its own
+attempt. Knows token ids, not text. Only `run` awaits.
 
-One file because whatever interrupts the request changes the same few fields of its choices between
-two deltas.
+One file because every interruption changes the same few fields of the choices between two deltas.
 """
 
 import asyncio
@@ -29,7 +27,7 @@ from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
 from ..scheduling.policy import Placement
 from ..scheduling.registry import WorkerRegistry
-from .attempt import Attempt, Interruption, Parked, Submitter
+from .attempt import Attempt, Interruption, Submitter
 from .causes import Cause
 from .output_buffer import OutputBuffer, Wakeup
 from .poison_guard import PoisonGuard
@@ -40,14 +38,14 @@ from .worker_client import SuspendedChoice, WorkerKey
 logger = logging.getLogger(__name__)
 
 MAX_TRANSFERS_LOST: Final = 2
-"""Of one choice; after so many a single worker prefills and decodes it."""
+"""Failed KV transfers of one choice, after which a single worker prefills and decodes it."""
 
 PARK_SECONDS: Final = 30.0
-"""How long a request waits by default until a worker can take it, once it has been interrupted."""
+"""The default wait of an interrupted request for a worker that can take it."""
 
 AVOID_SECONDS: Final = 2.0
-"""How long a request avoids a worker that failed it: by then it is gone from the registry, or has
-room again.
+"""How long a request avoids a worker that failed it. Afterwards the worker has left the registry,
+or has room again.
 """
 
 _GIVEN_UP: Final = "the request was given up after two workers were lost"
@@ -56,7 +54,7 @@ _NOT_FINITE: Final = "the request was given up: the model's output was not finit
 
 class RequestExecution:
     """Call `run`; or `start`, then `deltas` whenever something may have come and at `wake_at`,
-    until `done`, and in the end `end`, whatever happened.
+    until `done`, and `end` in any case.
     """
 
     def __init__(
@@ -72,9 +70,9 @@ class RequestExecution:
         wake: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ended`: choices that are no longer wanted; the caller may add to it. `poison_guard` is
-        shared by all requests of the router. `wake` is called when parked choices may be able to
-        continue, and by `fail`; it has to set the event that `run` is given.
+        """The caller may add unwanted choices to `ended`. All requests of the router share
+        `poison_guard`. `wake` is called when parked choices may be able to continue, and by `fail`;
+        it must set the event that `run` gets.
         """
         self._request = request
         self._num_choices = request.submit.num_choices
@@ -91,22 +89,20 @@ class RequestExecution:
         self._has_prompt_logprobs = any(self._emitted)  # they come with the first token
         self._attempts: list[Attempt] = []
         self._num_attempts = 0
-        self._parked: list[Parked] = []
+        self._parked: list[Interruption] = []
         self._unsubscribe: Callable[[], object] | None = None
         self._error: Exception | None = None  # for the caller
         self._output = OutputBuffer()
         self._avoided: dict[str, float] = {}  # worker ids, until when
-        self._give_up: dict[
-            int, float
-        ] = {}  # by choice that was interrupted since its last token, when
+        # When choices fail that were interrupted since their last token.
+        self._give_up: dict[int, float] = {}
         self._num_transfers_lost = [0] * self._num_choices
         self._num_crashes = 0
-        # Once a worker has reported that the model's output was not finite: that worker, the
-        # attempts under way then, and the workers of its attempt, to which others are preferred
-        # from then on.
+        # Set when a worker reports that the model's output was not finite: that worker, the
+        # attempts at that time, and the workers of its attempt, which are chosen last afterwards.
         self._not_finite_at: WorkerKey | None = None
-        self._doubted: list[Attempt] = []
-        self._doubtful: set[str] = set()
+        self._not_finite_attempts: list[Attempt] = []
+        self._not_finite_workers: set[str] = set()
 
     @property
     def done(self) -> bool:
@@ -114,20 +110,18 @@ class RequestExecution:
 
     @property
     def wake_at(self) -> float | None:
-        """When `deltas` is to be called at the latest, by the clock; None if only when something
-        has come.
-        """
-        turn = self._poison_guard.waits_until(self)
+        """The latest time of the next call of `deltas`, by the clock; None if there is none."""
+        solo_run = self._poison_guard.waits_until(self)
         if not self._parked:
-            return turn if math.isfinite(turn) else None
-        return min([turn, *self._avoided.values(), *(each.until for each in self._parked)])
+            return solo_run if math.isfinite(solo_run) else None
+        return min([solo_run, *self._avoided.values(), *(each.until for each in self._parked)])
 
     async def run(self, admission: Admission, wake: Wakeup) -> AsyncGenerator[TokenDelta, None]:
         """Waits for admission, then yields all deltas, see TokenSource. `wake` is set whenever
         something has come.
 
-        The request goes on while the caller does not take them: it ends, and gives back its slot,
-        when its workers have ended it.
+        The request goes on while the caller is away: it ends, and gives back its admission, when
+        its workers have ended it.
         """
         deadline = self._request.deadline
         async with AsyncExitStack() as scope:
@@ -145,13 +139,12 @@ class RequestExecution:
                 )
                 scope.callback(timer.cancel)
             self.start()
-            wake.watch(partial(self._go_on, release))
+            wake.watch(partial(self._collect_unread, release))
             while True:
                 self._collect()
-                is_over, error = (
-                    self.done,
-                    self._error,
-                )  # what comes while the caller is away is for the next turn
+                # Read before the caller gets control: what comes meanwhile is for the next turn.
+                is_over = self.done
+                error = self._error
                 for delta in self._output.take():
                     if delta.choice not in self._ended:
                         yield delta
@@ -161,10 +154,8 @@ class RequestExecution:
                     return
                 await wake.sleep(None if self.wake_at is None else self.wake_at - self._clock())
 
-    def _go_on(self, release: Callable[[], None]) -> None:
-        """Takes what has come in the place of a caller that does not; `release` gives back the
-        slot.
-        """
+    def _collect_unread(self, release: Callable[[], None]) -> None:
+        """Collects deltas while the caller is away; `release` gives back the admission."""
         self._collect()
         try:
             self._output.check_size()
@@ -175,23 +166,25 @@ class RequestExecution:
             release()
 
     def _collect(self) -> None:
-        """Moves what has come to the output_buffer; an error ends the request after it."""
+        """Moves new deltas to the output buffer; an error ends the request after them."""
         try:
             if self._error is None:
                 for delta in self.deltas():
                     self._output.put(delta)
-        except Exception as error:  # a defect, too: it is the caller's, who may be away
+        except Exception as error:  # a defect too: the caller, who may be away, gets it
             self._error = error
+        self._timer.stamp()
 
     def fail(self, error: TandemError) -> None:
-        """Ends `run` with an error, after what has come until now."""
+        """Ends `run` with an error, after the deltas that have come."""
         self._error = error
         self._wake()
 
     def start(self) -> None:
-        """Starts the first attempt; of each choice alone if the request was begun elsewhere.
-        Without a worker it waits for one whose session has broken, as for seconds they all may; if
-        there is none, raises Unavailable.
+        """Starts the first attempt, or one for each choice if the request began elsewhere.
+
+        While no worker can take the request but sessions with workers are broken, which may come
+        back within seconds, it is parked. Raises Unavailable if there is no worker.
         """
         emitted = self._request.emitted
         choices = (
@@ -203,25 +196,25 @@ class RequestExecution:
             raise Unavailable(self._registry.absence)
         indices = [choice for choice in waiting if choice is not None] or range(self._num_choices)
         until = self._clock() + self._park_seconds
-        self._parked.append(Parked(frozenset(indices), None, Cause.GONE, "", "", until))
+        self._parked.append(Interruption(cause=Cause.GONE, choices=frozenset(indices), until=until))
         self._watch_workers()
 
     def deltas(self) -> Iterator[TokenDelta]:
-        """Yields what has come since the last call. Raises a TandemError if the request cannot be
+        """Yields the deltas since the last call. Raises a TandemError if the request cannot be
         continued.
         """
         self._unpark()
-        for attempt in self._attempts:  # grows meanwhile, by those that replay
+        for attempt in self._attempts:  # replays are appended meanwhile
             while True:
                 for delta in attempt.poll():
                     if delta.choice in self._ended:
                         attempt.drop(delta.choice)
-                    elif fresh := self._fresh(delta):
-                        self._emitted[fresh.choice] += fresh.ids
-                        self._timer.tokens(len(fresh.ids), fresh.choice)
-                        if self._give_up and (attempt.is_proven or fresh.finish_reason):
-                            self._give_up.pop(fresh.choice, None)
-                        yield fresh
+                    elif new := self._without_known(delta):
+                        self._emitted[new.choice] += new.ids
+                        self._timer.tokens(len(new.ids), new.choice)
+                        if self._give_up and (attempt.is_proven or new.finish_reason):
+                            self._give_up.pop(new.choice, None)
+                        yield new
                 if not attempt.interruptions:
                     break
                 interruptions, attempt.interruptions = attempt.interruptions, []
@@ -232,10 +225,10 @@ class RequestExecution:
                 attempt.end()
         self._attempts = [attempt for attempt in self._attempts if attempt.choices]
         if self in self._poison_guard:
-            self._end_trials()
+            self._end_solo_runs()
 
     def end(self) -> None:
-        """Lets the workers free whatever they still hold for the request. Idempotent."""
+        """Lets the workers free what they still hold for the request. Idempotent."""
         self._poison_guard.leave(self)
         for parked in self._parked:
             if parked.suspended is not None:
@@ -246,9 +239,7 @@ class RequestExecution:
             attempt.end()
 
     def _start(self, choice: int | None) -> bool:
-        """Starts an attempt, of one choice or, if None, of all. Returns False if no worker can take
-        it.
-        """
+        """Starts an attempt of one choice; None: of all. Returns False if no worker can take it."""
         if choice is None:
             part = self._request
             lost = max(self._num_transfers_lost)
@@ -258,20 +249,17 @@ class RequestExecution:
         find = partial(
             self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, is_resumed=part.is_resumed
         )
-        placement = None
-        for avoided in self._avoid_first():
-            if (placement := self._poison_guard.place(self, find, avoided)) is not None:
-                break
+        avoided = self._avoided_now()
+        placement = self._poison_guard.place(self, find, avoided | self._not_finite_workers)
+        if placement is None and self._not_finite_workers:
+            placement = self._poison_guard.place(self, find, avoided)
         if placement is None:
             return False
         self._begin_attempt(part, placement)
         return True
 
     def _begin_attempt(
-        self,
-        part: TokenRequest,
-        placement: Placement,
-        source: SuspendedChoice | None = None,
+        self, part: TokenRequest, placement: Placement, source: SuspendedChoice | None = None
     ) -> None:
         self._num_attempts += 1
         submit = worker_pb2.Submit()
@@ -294,9 +282,9 @@ class RequestExecution:
         self._attempts.append(attempt)
         attempt.start()
 
-    def _fresh(self, delta: TokenDelta) -> TokenDelta | None:
-        """Returns the delta without what the caller has already: prompt logprobs and, of a beam
-        search that started again, tokens.
+    def _without_known(self, delta: TokenDelta) -> TokenDelta | None:
+        """Returns the delta without what the caller has: prompt log probabilities, and tokens of a
+        beam search that started again.
         """
         if delta.prompt_logprobs:
             if self._has_prompt_logprobs:
@@ -319,82 +307,71 @@ class RequestExecution:
         )
 
     def _may_decode(self, attempt: Attempt) -> bool:
-        """Returns whether the attempt's decode worker may get the KV cache: usually at once, while
-        the prompt is still computed; of a candidate only then, as it would keep others waiting.
+        """Returns True if the attempt's decode worker may get the KV cache.
+
+        Usually it gets it while the prompt is still computed. For a candidate it gets it only
+        afterwards, since its solo run there keeps other candidates waiting.
         """
         if self not in self._poison_guard:
             return True
         return attempt.is_computed and self._poison_guard.may_start(self, attempt.placement.decode)
 
-    def _end_trials(self) -> None:
-        """Ends the solo run of a candidate that has proved itself at a worker; once it decodes
-        everywhere, it is none.
+    def _end_solo_runs(self) -> None:
+        """Ends the solo run at a worker where the request is proven; clears it once it is proven
+        everywhere.
         """
-        self._poison_guard.keep(
-            self, {worker for each in self._attempts if (worker := each.tried_at) is not None}
-        )
+        unproven = {
+            worker for each in self._attempts if (worker := each.unproven_worker) is not None
+        }
+        self._poison_guard.keep(self, unproven)
         if not self._parked and all(attempt.is_proven for attempt in self._attempts):
             self._poison_guard.leave(self)
 
     def _park(self, interruption: Interruption, attempt: Attempt) -> None:
-        """Lets interrupted choices wait until they can continue, which may be at once. Raises the
-        request's error if it was interrupted too often.
+        """Parks interrupted choices, which may continue at once. Raises the request's error if it
+        was interrupted too often.
         """
-        cause, choices = interruption.cause, interruption.choices
-        logger.warning(
-            "%s: %s on %s", self._request.request_id, interruption.message, interruption.worker[0]
-        )
-        self._timer.interrupted(cause.name.lower(), interruption.worker[0])
+        cause, choices, worker = interruption.cause, interruption.choices, interruption.worker
+        logger.warning("%s: %s on %s", self._request.request_id, interruption.message, worker[0])
+        self._timer.interrupted(cause.name.lower(), worker[0])
         if cause is Cause.INVALID:
             raise refusal(interruption.message)
         if cause is Cause.NOT_FINITE:
-            self._doubt(interruption.worker, attempt)
+            self._count_not_finite(worker, attempt)
         if cause.avoids_worker:
-            self._avoided[interruption.worker[0]] = self._clock() + AVOID_SECONDS
+            self._avoided[worker[0]] = self._clock() + AVOID_SECONDS
         for choice in choices:
             self._num_transfers_lost[choice] += cause is Cause.TRANSFER
         if cause.counts_crash:
-            self._blame(interruption, attempt)
+            self._count_crash(interruption, attempt)
         self._poison_guard.look_elsewhere(self)
-        until = min(
-            [
-                self._give_up.setdefault(choice, self._clock() + self._park_seconds)
-                for choice in choices
-            ]
-        )
+        until = self._clock() + self._park_seconds
+        interruption.until = min(self._give_up.setdefault(choice, until) for choice in choices)
         for each in self._parked:
-            each.choices -= choices  # whose prefill worker is lost now, too
-        source = attempt if interruption.can_hand_off else None
-        parked = Parked(
-            choices,
-            source,
-            cause,
-            interruption.message,
-            interruption.worker[0],
-            until,
-            interruption.suspended,
-        )
-        self._parked.append(parked)
-        if not interruption.can_hand_off:
+            each.choices -= choices  # their prefill worker is lost now too
+        self._parked.append(interruption)
+        if interruption.attempt is None:
             attempt.abandon(choices)
         self._watch_workers()
 
-    def _doubt(self, worker: WorkerKey, attempt: Attempt) -> None:
-        """Prefers workers other than those of an attempt in which the model's output was not
-        finite: one of them may be at fault. Raises InternalError if a second worker reports the
-        same, since then the request is at fault; also for a second report of the one worker that
-        there is, which by then has found itself sound.
+    def _count_not_finite(self, worker: WorkerKey, attempt: Attempt) -> None:
+        """Prefers other workers than those of an attempt whose output was not finite.
+
+        One of them may be at fault. A report by a second worker shows that the request is; so does
+        a second report of the only worker, which has found itself sound meanwhile. Raises
+        InternalError then.
         """
         if self._not_finite_at is None:
-            self._not_finite_at, self._doubted = worker, list(self._attempts)
+            self._not_finite_at = worker
+            self._not_finite_attempts = list(self._attempts)
             placement = attempt.placement
-            self._doubtful = {placement.decode, *filter(None, (placement.prefill,))}
-        elif worker != self._not_finite_at or attempt not in self._doubted:
+            self._not_finite_workers = {placement.decode, *filter(None, (placement.prefill,))}
+        elif worker != self._not_finite_at or attempt not in self._not_finite_attempts:
             raise InternalError(_NOT_FINITE)
 
-    def _blame(self, interruption: Interruption, attempt: Attempt) -> None:
-        """Suspects the request of a crash. Raises InternalError, and has it refused for a while, if
-        nothing else can be at fault.
+    def _count_crash(self, interruption: Interruption, attempt: Attempt) -> None:
+        """Makes the request a candidate after a crash. If nothing else can be at fault, blocks
+        requests like it for a while and raises InternalError.
         """
         self._num_crashes += 1
         if interruption.choices - set(self._ended) and self._poison_guard.count_crash(
@@ -409,56 +386,54 @@ class RequestExecution:
         """
         if not self._parked:
             return
-        self._avoid()  # forgets those whose time is over, at which `wake_at` may have been
+        self._avoided_now()  # forgets the workers whose time is over, which `wake_at` may count
         may_ask = self._poison_guard.may_ask(self)
         parked, self._parked = self._parked, []
         for each in parked:
             if may_ask or each.attempt is not None or each.suspended is not None:
                 each.choices = self._continue(each)
-            if not each.choices:
-                continue
-            if not any(self._emitted) and self not in self._poison_guard:
-                if each.cause is Cause.FULL:
-                    raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
-                if each.cause is Cause.UNABLE:
-                    raise _cannot_serve(each.message)
-            if self._clock() >= each.until:
-                if (
-                    self not in self._poison_guard
-                    or self._registry.place(self._request, self._avoid()) is None
-                ):
-                    raise (
-                        _cannot_serve(each.message)
-                        if each.cause is Cause.UNABLE
-                        else Unavailable(self._registry.absence)
-                    )
-                each.until = (
-                    self._clock() + self._park_seconds
-                )  # it waits for its turn, not for a worker
-                self._give_up |= dict.fromkeys(each.choices, each.until)
-            self._parked.append(each)
+            if each.choices:
+                self._check_wait(each)
+                self._parked.append(each)
         self._watch_workers()
 
-    def _continue(self, parked: Parked) -> frozenset[int]:
-        """Continues choices: handoff if that is possible, else replay. Returns those that no worker
-        can take now.
-        """
-        if parked.attempt is not None:
-            if self._hand_off(parked, parked.attempt):
+    def _check_wait(self, parked: Interruption) -> None:
+        """Raises Unavailable or Overloaded if choices have waited too long for a worker."""
+        is_candidate = self in self._poison_guard
+        is_unable = parked.cause is Cause.UNABLE
+        absence = self._registry.absence
+        error = Unavailable(
+            f"no worker can serve the request now: {parked.message}" if is_unable else absence
+        )
+        if not any(self._emitted) and not is_candidate:
+            if parked.cause is Cause.FULL:
+                raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
+            if is_unable:
+                raise error
+        if self._clock() < parked.until:
+            return
+        if not is_candidate or self._registry.place(self._request, self._avoided_now()) is None:
+            raise error
+        # A candidate waits for its solo run, not for a worker.
+        parked.until = self._clock() + self._park_seconds
+        self._give_up |= dict.fromkeys(parked.choices, parked.until)
+
+    def _continue(self, parked: Interruption) -> frozenset[int]:
+        """Continues choices by a handoff or a replay. Returns those that no worker can take now."""
+        attempt, suspended = parked.attempt, parked.suspended
+        if attempt is not None:
+            if self._hand_off(parked, attempt):
                 return frozenset()
-            if (
-                parked.attempt.holds_kv
-                and self._registry.place(parked.attempt.part, self._avoid()) is None
-            ):
+            if attempt.holds_kv and self._registry.place(attempt.part, self._avoided_now()) is None:
                 return parked.choices
-            parked.attempt.abandon(parked.choices)
+            attempt.abandon(parked.choices)
             parked.attempt = None
         choices = parked.choices - set(self._ended)
-        if (suspended := parked.suspended) is not None:
+        if suspended is not None:
             if (
                 choices
                 and suspended.failure is None
-                and self._registry.place(self._request, self._avoid()) is None
+                and self._registry.place(self._request, self._avoided_now()) is None
             ):
                 return choices
             if choices and self._take_over(suspended):
@@ -470,19 +445,18 @@ class RequestExecution:
             return frozenset() if self._start(None) else choices
         return frozenset(choice for choice in sorted(choices) if not self._start(choice))
 
-    def _hand_off(self, parked: Parked, attempt: Attempt) -> bool:
-        """Gives the KV cache of the attempt to another decode worker; to the same one if there is
-        no other and it may not be at fault. Returns False, having done nothing, without a decode
-        worker.
+    def _hand_off(self, parked: Interruption, attempt: Attempt) -> bool:
+        """Gives the KV cache of the attempt to another decode worker, or to the same one if there
+        is no other and it may not be at fault. Returns False if no decode worker can take it.
         """
         if not attempt.holds_kv:
             return False
-        avoided, prefill = self._avoid(), attempt.placement.prefill
-        others = avoided | self._doubtful | {parked.last_worker}
-        placement = self._registry.place(attempt.part, others, prefill=prefill)
-        if (
-            placement := placement or self._registry.place(attempt.part, avoided, prefill=prefill)
-        ) is None:
+        avoided, prefill = self._avoided_now(), attempt.placement.prefill
+        others = avoided | self._not_finite_workers | {parked.worker[0]}
+        placement = self._registry.place(
+            attempt.part, others, prefill=prefill
+        ) or self._registry.place(attempt.part, avoided, prefill=prefill)
+        if placement is None:
             return False
         self._num_attempts += 1
         self._timer.dispatched(placement, self._num_attempts, "handoff")
@@ -490,8 +464,8 @@ class RequestExecution:
         return True
 
     def _take_over(self, suspended: SuspendedChoice) -> bool:
-        """Gives the KV cache of a suspended choice to another decode worker, with its last token as
-        the first. Returns False, having done nothing, if that is not possible.
+        """Gives the KV cache of a suspended choice, with its last token as the first, to another
+        decode worker. Returns False if that is not possible.
         """
         emitted = self._emitted[suspended.choice]
         known = len(self._request.submit.token_ids) + len(emitted) - 1
@@ -499,34 +473,23 @@ class RequestExecution:
             return False
         part = rest_of(self._request, suspended.choice, emitted[:-1])
         worker_id = suspended.worker[0]
-        if (
-            placement := self._registry.place(part, self._avoid() | {worker_id}, prefill=worker_id)
-        ) is None:
+        avoided = self._avoided_now() | {worker_id}
+        placement = self._registry.place(part, avoided, prefill=worker_id)
+        if placement is None:
             return False
         self._begin_attempt(part, placement, suspended)
         return True
 
-    def _avoid(self) -> set[str]:
-        """Returns the workers to avoid now."""
+    def _avoided_now(self) -> set[str]:
+        """Returns the workers to avoid now, and forgets the others."""
         now = self._clock()
         self._avoided = {worker: until for worker, until in self._avoided.items() if until > now}
         return set(self._avoided)
 
-    def _avoid_first(self) -> list[set[str]]:
-        """Returns which workers to avoid: at first also the doubtful ones and, if no other is left,
-        these not.
-        """
-        avoided = self._avoid()
-        return [avoided | self._doubtful, avoided] if self._doubtful else [avoided]
-
     def _watch_workers(self) -> None:
-        """Has `wake` called whenever workers may have become free, as long as choices are parked."""
+        """Has `wake` called when workers may have become free, while choices are parked."""
         if self._parked and self._unsubscribe is None:
             self._unsubscribe = self._registry.subscribe(self._wake)
         elif not self._parked and self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
-
-
-def _cannot_serve(reason: str) -> Unavailable:
-    return Unavailable(f"no worker can serve the request now: {reason}")

@@ -1,6 +1,4 @@
-"""Fills the timeline of one request from what its router observes and its workers measure, and
-counts what happens to it on the way.
-"""
+"""Measures one request: fills its timeline, and counts its interruptions, transfers and gaps."""
 
 import time
 from typing import Final
@@ -24,15 +22,15 @@ from ..request import TokenRequest
 from ..scheduling.policy import Placement
 
 MAX_INTERRUPTIONS: Final = 32
-"""That a timeline lists."""
+"""Interruptions that a timeline lists; further ones are only counted."""
 
 
 class RequestTimer:
     """Stamps each stage of one request the first time it is reached; `stop` writes the timeline.
 
-    Until then it has what does not change any more: workers, attempts, interruptions, the time to
-    the first token. Time lost by an interruption counts for the stage the request was in: as
-    dispatch before the first token, as decode after it.
+    Values that no longer change are in the timeline earlier: workers, attempts, interruptions, time
+    to first token. Time lost by an interruption counts for the stage of the request: as dispatch
+    before the first token, as decode after it.
     """
 
     def __init__(
@@ -41,28 +39,29 @@ class RequestTimer:
         timeline: inference_pb2.Timeline,
         metrics: Metrics = NULL_METRICS,
     ) -> None:
-        """Stamps the end of the request's checks: from now on it waits for a worker."""
+        """Stamps the end of the request's checks, after which it waits for a worker."""
         self._metrics = metrics
-        self._gaps = BucketCounts(ITL.buckets)  # between tokens of a choice
-        self._last_of = [0.0] * request.submit.num_choices  # when the last token of a choice came
+        self._timeline = timeline
+        self._num_choices = request.submit.num_choices
         self._arrived = request.arrived
         self._tokenized = time.monotonic()
-        self._was_interrupted = False
-        self._num_choices = request.submit.num_choices
-        self._timeline = timeline
         self._dispatched: float | None = None
         self._first: float | None = None  # token
         self._decode_admitted: float | None = None
         self._kv_received: float | None = None
-        self._last = request.arrived
-        self._queue = 0.0
+        self._last = request.arrived  # token
+        self._queue = 0.0  # seconds in the prefill worker's queue
+        self._was_interrupted = False
         self._num_tokens = 0
+        self._new_tokens: dict[int, int] = {}  # by choice, since the last `stamp`
+        self._last_of = [0.0] * self._num_choices  # the time of the last token of each choice
+        self._gaps = BucketCounts(ITL.buckets)  # between tokens of a choice
         timeline.request_id = request.request_id
         timeline.prompt_tokens = len(request.submit.token_ids)
 
     def dispatched(self, placement: Placement, attempt: int, kind: str = "replay") -> None:
-        """Stamps the dispatch of an attempt; `kind` says how it recovers from an interruption, if
-        there was one, see RECOVERIES.
+        """Stamps the dispatch of an attempt; `kind` is its label in RECOVERIES if the request was
+        interrupted.
         """
         if self._was_interrupted:
             self._metrics.add(RECOVERIES, kind=kind)
@@ -72,9 +71,7 @@ class RequestTimer:
         self._timeline.decode_worker = placement.decode
 
     def observe(self, output: worker_pb2.Output, *, decode: bool = False) -> None:
-        """Stamps an output of the worker that prefills, or, if `decode`, of the decode worker of a
-        pair.
-        """
+        """Stamps an output of the prefill worker; `decode`: of the decode worker of a pair."""
         now = time.monotonic()
         if output.HasField("admitted") and decode:
             self._decode_admitted = self._decode_admitted or now
@@ -98,7 +95,7 @@ class RequestTimer:
             self._metrics.add(KV_BYTES, received.transfer_bytes, transport=received.transport)
 
     def interrupted(self, cause: str, worker_id: str) -> None:
-        """Notes that choices were taken from a worker, and why, see INTERRUPTIONS."""
+        """Counts that a worker lost choices; `cause` is the label in INTERRUPTIONS."""
         self._was_interrupted = True
         self._metrics.add(INTERRUPTIONS, cause=cause)
         if cause == "preempted":
@@ -108,32 +105,40 @@ class RequestTimer:
             self._timeline.interruptions.add(cause=cause, worker=worker_id, at_seconds=at)
 
     def tokens(self, count: int, choice: int = 0) -> None:
-        """Counts tokens of a choice that have reached the router; several at once have come at
-        equal distances.
-        """
-        self._num_tokens += count
-        self._last = now = time.monotonic()
-        if not count:
+        """Counts tokens of a choice; the next `stamp` notes their time."""
+        self._new_tokens[choice] = self._new_tokens.get(choice, 0) + count
+
+    def stamp(self) -> None:
+        """Notes that the new tokens have come now, those of one choice at equal distances."""
+        if not self._new_tokens:
             return
-        if last := self._last_of[choice]:
-            self._gaps.observe((now - last) / count, count)
-        elif count > 1:
-            self._gaps.observe(0.0, count - 1)
-        self._last_of[choice] = now
+        self._last = now = time.monotonic()
+        for choice, count in self._new_tokens.items():
+            self._num_tokens += count
+            if not count:
+                continue
+            if last := self._last_of[choice]:
+                self._gaps.observe((now - last) / count, count)
+            elif count > 1:
+                self._gaps.observe(0.0, count - 1)
+            self._last_of[choice] = now
+        self._new_tokens.clear()
 
     def drafted(self, tokens: worker_pb2.Tokens) -> None:
-        """Counts what a worker guessed for the steps of these tokens, and what of that was right."""
+        """Counts the draft tokens of these tokens' steps, and those of them that were accepted."""
         self._metrics.add(SPEC_DRAFTS, tokens.num_drafts)
         self._metrics.add(SPEC_DRAFT_TOKENS, tokens.num_draft_tokens)
         self._metrics.add(SPEC_ACCEPTED_TOKENS, tokens.num_accepted_tokens)
 
     def stop(self) -> None:
-        """Writes the timeline: the request has ended, whichever way."""
-        timeline, end = self._timeline, self._last if self._num_tokens else time.monotonic()
+        """Writes the timeline after the end or the failure of the request."""
+        self.stamp()
+        timeline = self._timeline
+        end = self._last if self._num_tokens else time.monotonic()
         dispatched = self._dispatched or end
         first = self._first or end
         received = min(self._kv_received or first, end)
-        # Waiting for blocks on the decode worker after the first token is queueing, too.
+        # A wait for blocks on the decode worker after the first token is queueing.
         waited = min(max((self._decode_admitted or first) - first, 0.0), received - first)
         timeline.tokenize_seconds = self._tokenized - self._arrived
         timeline.queue_seconds = dispatched - self._tokenized + self._queue + waited
@@ -144,8 +149,6 @@ class RequestTimer:
         timeline.end_to_end_seconds = end - self._arrived
         timeline.ttft_seconds = first - self._arrived
         timeline.completion_tokens = self._num_tokens
-        num_steps = (
-            self._num_tokens / self._num_choices - 1
-        )  # the choices are generated at the same time
+        num_steps = self._num_tokens / self._num_choices - 1  # each step serves all choices
         timeline.tpot_seconds = (end - first) / num_steps if num_steps > 0 else 0.0
         self._gaps.report(self._metrics, ITL)

@@ -1,4 +1,4 @@
-"""Talks to workers: one session of this router with each, shared by all requests that it has there."""
+"""Talks to workers: over one session with each, which all requests of this router share."""
 
 import asyncio
 import logging
@@ -18,9 +18,9 @@ WorkerKey = tuple[str, int]  # worker id, epoch
 AttemptKey = tuple[str, int]  # request id, number of the attempt
 _LOST: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_WORKER, message="worker lost")
 _SILENT: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_GONE, message="worker silent")
-"""It is frozen or cut off, which no request can cause; what it says later comes over no session."""
+"""The worker is frozen or cut off, which no request can cause. Its session is not used again."""
 _REPLACED: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_GONE, message="worker gone")
-"""Somebody else answers at its address, who has got nothing of any request."""
+"""Another process, which has received no request, answers at the worker's address."""
 
 _Call = PeerStream[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
@@ -37,41 +37,28 @@ Connect = Callable[[str, PeerIdentity], SessionChannel]
 
 
 class WorkerStream:
-    """Holds the worker's outputs for one submit, in order, until they are taken.
-
-    Tokens of one choice that wait are merged into one output: a slow reader takes fewer and longer
-    ones, and no more outputs wait than the submit has choices, but for the few that are not tokens.
-    """
+    """Holds the worker's outputs for one submit, in order, until `take` returns them."""
 
     def __init__(
         self, client: "WorkerClient", submit: worker_pb2.Submit, wake: asyncio.Event
     ) -> None:
-        """`wake` is set whenever there is something new."""
-        self.admitted = False  # the worker has said that it has begun to compute it
-        self.received_kv = (
-            False  # the worker has fetched the KV cache, so that the prefill worker may free it
-        )
-        self.failure: worker_pb2.Failure | None = (
-            None  # that ended the whole submit: no output follows
-        )
-        self.may_suspend = submit.task != worker_pb2.TASK_PREFILL and not submit.HasField(
-            "beam_search"
-        )
+        """`wake` is set whenever something has come."""
+        self.admitted = False  # the worker has begun to compute the request
+        self.received_kv = False  # the worker has the KV cache: the prefill worker may free it
+        # Set once the whole submit has ended with it: no output follows.
+        self.failure: worker_pb2.Failure | None = None
+        self._is_beam = submit.HasField("beam_search")
+        self.may_suspend = submit.task != worker_pb2.TASK_PREFILL and not self._is_beam
         self._computes_prompt = submit.task != worker_pb2.TASK_DECODE
         self._client = client
         self._key = (submit.request_id, submit.attempt)
         self._wake = wake
-        first, count = submit.first_choice, max(submit.num_choices, 1)
+        first = submit.first_choice
+        count = max(submit.num_choices, 1)
         self._only_choice = first if count == 1 else None
-        self._is_beam = submit.HasField("beam_search")
         self._open = set(range(first, first + count))  # choices that the worker has not ended
-        self._suspended: set[int] = (
-            set()
-        )  # of these, those whose KV cache it holds for another worker
+        self._suspended: set[int] = set()  # open choices whose KV cache waits for another worker
         self._outputs: list[worker_pb2.Output] = []
-        self._mergeable: dict[
-            int, worker_pb2.Output
-        ] = {}  # by choice: of `_outputs`, what can take more tokens
 
     @property
     def worker(self) -> WorkerKey:
@@ -79,40 +66,37 @@ class WorkerStream:
 
     @property
     def may_have_begun(self) -> bool:
-        """Whether the worker may have computed something of it. One that dies in the first step has
-        not said so; one that was never heard of may never have come up.
+        """Whether the worker may have computed a part of the request.
+
+        A worker that dies in the request's first step has not reported its admission. A worker that
+        has never sent anything may not have started.
         """
         return self.admitted or (self._computes_prompt and self._client.heard)
 
     def take(self) -> list[worker_pb2.Output]:
-        """Returns all outputs that wait; nothing is merged into them any more."""
+        """Removes and returns the outputs that have come."""
         taken, self._outputs = self._outputs, []
-        self._mergeable.clear()
         return taken
 
     def put(self, output: worker_pb2.Output) -> bool:
-        """Adds an output of the worker. Returns whether the worker holds nothing for the submit any
-        more.
+        """Adds an output of the worker. Returns True if the worker then holds nothing for the
+        submit.
         """
         if self._only_choice is not None:
             output.choice = self._only_choice
         kind = output.WhichOneof("event")
         if kind == "tokens":
-            if output.choice not in self._open:  # was cancelled meanwhile
+            if output.choice not in self._open:  # it was cancelled meanwhile
                 return False
             if output.tokens.finish_reason:
                 self._open.discard(output.choice)
-            waiting = self._mergeable.get(output.choice)
-            if waiting is None or not _merge(waiting.tokens, output.tokens):
-                self._outputs.append(output)
-                self._mergeable[output.choice] = output
-        elif kind == "failure" and not (
-            output.failure.kind == worker_pb2.FAILURE_KIND_PREEMPTED and not self._is_beam
+            self._outputs.append(output)
+        elif kind == "failure" and (
+            self._is_beam or output.failure.kind != worker_pb2.FAILURE_KIND_PREEMPTED
         ):
             self._open.clear()
             self.failure = output.failure
         else:
-            self._mergeable.clear()  # the order counts
             self._outputs.append(output)
             self.admitted |= kind == "admitted"
             self.received_kv |= kind == "kv_received"
@@ -130,16 +114,17 @@ class WorkerStream:
         self._wake.set()
 
     def cancel(self) -> None:
-        """Lets the worker free what it still holds for the submit, but for suspended choices, which
-        are cancelled one by one. Idempotent, returns at once, and is safe after the session has
-        ended, since the worker then has freed it.
+        """Lets the worker free what it still holds for the submit; returns at once. Idempotent.
+
+        Suspended choices are cancelled one by one instead. After the end of the session, when the
+        worker has freed everything, this does nothing.
         """
         self._open &= self._suspended
         if not self._open:
             self._client.cancel(self._key)
 
     def cancel_choice(self, choice: int) -> None:
-        """Cancels one choice; the others go on, unless it was the last. Idempotent."""
+        """Cancels one choice; with the last open choice, the submit. Idempotent."""
         if choice not in self._open:
             return
         self._open.discard(choice)
@@ -148,8 +133,9 @@ class WorkerStream:
 
 
 class SuspendedChoice:
-    """Holds a choice whose KV cache waits at the worker that decoded it; stands in for the stream
-    of a prefill.
+    """Holds a choice whose KV cache waits at the worker that decoded it.
+
+    Replaces the prefill worker's stream in the attempt that continues the choice.
     """
 
     may_have_begun = True
@@ -168,7 +154,7 @@ class SuspendedChoice:
         return self._stream.failure
 
     def take(self) -> list[worker_pb2.Output]:
-        """Returns nothing: the worker generates no more for this choice."""
+        """Returns no outputs: the worker generates nothing more for this choice."""
         return []
 
     def cancel(self) -> None:
@@ -176,16 +162,16 @@ class SuspendedChoice:
         self._stream.cancel_choice(self.choice)
 
     def cancel_choice(self, choice: int) -> None:
-        """Does what `cancel` does, for the one choice."""
+        """Lets the worker free the KV cache, as `cancel` does."""
         self._stream.cancel_choice(choice)
 
 
 class WorkerClient:
-    """Holds the session with one worker, from its making on. Once broken it stays so."""
+    """Holds the session with one worker. A broken session stays broken."""
 
     heard = False  # the worker has sent something
-    was_lost = False  # the session had begun and has ended, and the worker did not end it
-    _end = _LOST  # what fails its streams once the session has ended
+    was_lost = False  # the session had begun, and ended without the worker's wish
+    _end = _LOST  # the failure of its streams once the session has ended
 
     def __init__(
         self,
@@ -197,8 +183,10 @@ class WorkerClient:
         can_move: Callable[[], bool] = lambda: False,
         connect: Connect = PeerChannel,
     ) -> None:
-        """`on_message` gets every message of the worker before the streams do; `on_break` is called
-        once. `can_move` says whether another worker can take over sequences of this one, which
+        """Opens the session.
+
+        `on_message` gets every message of the worker before the streams do; `on_break` is called
+        once. `can_move` returns True if another worker can take over sequences when this one
         drains.
         """
         self.worker = worker
@@ -214,9 +202,7 @@ class WorkerClient:
         self._task = asyncio.create_task(self._run())
 
     def submit(self, submit: worker_pb2.Submit, wake: asyncio.Event) -> WorkerStream:
-        """Sends a submit and returns the stream of its outputs, which sets `wake` when there is
-        something to take.
-        """
+        """Sends a submit. Returns the stream of its outputs, which sets `wake` when one comes."""
         stream = self._streams[submit.request_id, submit.attempt] = WorkerStream(self, submit, wake)
         if self.broken:
             stream.fail(self._end)
@@ -232,7 +218,7 @@ class WorkerClient:
             self._commands.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
 
     def _suspend_all(self) -> None:
-        """Tells a draining worker to suspend what it decodes."""
+        """Tells a draining worker to suspend all sequences that it decodes."""
         for key, stream in self._streams.items():
             if stream.may_suspend and key not in self._told:
                 self._told.add(key)
@@ -241,10 +227,10 @@ class WorkerClient:
         self._told &= self._streams.keys()
 
     async def close(self) -> None:
-        """Ends the session; the worker cancels all that came over it."""
+        """Ends the session; the worker cancels all requests that came over it."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._break()  # a task that is cancelled before it has begun runs no `finally`
+        self._break()  # a task that is cancelled before its first step runs no `finally`
         await self._channel.close()
 
     async def _run(self) -> None:
@@ -255,23 +241,24 @@ class WorkerClient:
             await self._receive(call)
         except grpc.aio.AioRpcError as error:
             self._end, self.was_lost = _end_of(error), self.heard
-            if self.heard:  # else the worker is lost already, and this was a probe
+            if self.heard:  # otherwise this was a probe of a lost worker
                 logger.warning("the session with %s broke: %s", self.worker[0], error.code().name)
         finally:
-            self._break()  # before the first await: a submit that comes now must not wait for ever
+            self._break()  # before the first await, so that no later submit waits for ever
             writer.cancel()
             call.cancel()
             await asyncio.gather(writer, return_exceptions=True)
             await self._channel.close()
 
     async def _write(self, call: _Call) -> None:
-        """Sends the commands. A write that fails ends the call, which `_run` then sees."""
+        """Sends the commands. A write that fails ends the call, which ends `_run`."""
         while True:
             await call.write(await self._commands.get())
 
     async def _receive(self, call: _Call) -> None:
-        """Routes outputs to their streams until the session ends. Those of a cancelled submit are
-        dropped: this is the fence against outputs of an older attempt.
+        """Routes outputs to their streams until the session ends.
+
+        Drops outputs of cancelled submits, so no output of an older attempt reaches a request.
         """
         while isinstance(response := await call.read(), worker_pb2.SessionResponse):
             self.heard = True
@@ -294,26 +281,7 @@ class WorkerClient:
 
 
 def _end_of(error: grpc.aio.AioRpcError) -> worker_pb2.Failure:
-    """Returns what fails the streams of a session that has broken so."""
+    """Returns the failure of the streams of a session that ended with `error`."""
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return _REPLACED
     return _SILENT if is_silence(error) else _LOST
-
-
-def _merge(waiting: worker_pb2.Tokens, more: worker_pb2.Tokens) -> bool:
-    """Appends the tokens that follow. Returns False, having done nothing, if they do not follow: a
-    gap stays one.
-    """
-    if more.first_index != waiting.first_index + len(waiting.ids) or waiting.finish_reason:
-        return False
-    waiting.ids.extend(more.ids)
-    waiting.logprobs.extend(more.logprobs)
-    waiting.prompt_logprobs.extend(more.prompt_logprobs)
-    waiting.prefill_seconds = waiting.prefill_seconds or more.prefill_seconds
-    waiting.finish_reason = more.finish_reason
-    waiting.score = more.score
-    if more.num_draft_tokens:
-        waiting.num_draft_tokens += more.num_draft_tokens
-        waiting.num_accepted_tokens += more.num_accepted_tokens
-        waiting.num_drafts += more.num_drafts
-    return True

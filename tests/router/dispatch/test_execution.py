@@ -757,7 +757,7 @@ async def test_what_came_while_the_caller_was_away_is_its_even_if_it_was_the_end
     ids = list((await first).ids)
     while pools.running and (error is None or len(execution._emitted[0]) < 5):
         pools.step(pools.running[-1])
-        execution._go_on(lambda: None)
+        execution._collect_unread(lambda: None)
     if error is not None:
         execution.fail(error)
     wake.set()

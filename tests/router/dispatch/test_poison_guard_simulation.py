@@ -246,7 +246,7 @@ def test_the_choices_of_a_suspect_are_at_one_worker_at_a_time() -> None:
         pools.advance()
         caller.read(execution)
         if execution in poison_guard:
-            unproven = {each.tried_at for each in execution._attempts} - {None}
+            unproven = {each.unproven_worker for each in execution._attempts} - {None}
             assert len(unproven) <= 1
     assert len(pools.submits) > num_before
     assert caller.ids == [completion((5, 6, 7, 8), SEED + choice, 30) for choice in range(4)]

@@ -76,6 +76,7 @@ class TimedRequest:
                     output.tokens.prefill_seconds = 0.0 if decode else 0.5
                     self.timer.observe(output, decode=decode)
                     self.timer.tokens(1)
+                    self.timer.stamp()
                     return
             self.timer.observe(output, decode=decode)
 
@@ -152,6 +153,7 @@ def gaps(timed: TimedRequest, *tokens: tuple[float, int, int]) -> OBSERVED:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(request_timer, "time", timed.clock)
             timed.timer.tokens(count, choice)
+            timed.timer.stamp()
     timed.at(200.0, "stop")
     return timed.recorder.observed
 
@@ -173,6 +175,20 @@ def test_gaps_are_those_of_a_choice() -> None:
         (ITL, 0.0, 2),
         (ITL, 1.0, 1),
     ]  # of three first tokens at once two come after another
+
+
+def test_tokens_that_are_stamped_together_are_at_equal_distances() -> None:
+    timed = TimedRequest(2)
+    for after, choices in ((1.0, (0, 1)), (2.0, (0, 1, 0, 0, 0)), (3.0, (1,))):
+        timed.clock.now = 100 + after
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(request_timer, "time", timed.clock)
+            for choice in choices:
+                timed.timer.tokens(1, choice)
+            timed.timer.stamp()
+    timed.at(200.0, "stop")
+    assert timed.recorder.observed == [(ITL, 0.25, 4), (ITL, 1.0, 2)]
+    assert timed.timeline.completion_tokens == 8
 
 
 def test_an_attempt_after_an_interruption_is_a_recovery() -> None:
