@@ -1,6 +1,4 @@
-"""Sends the load of a benchmark and measures it: closed or open loop, rounds of two servers in
-turn.
-"""
+"""Sends the load of a benchmark, in closed or open loop, and measures the requests."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -23,13 +21,13 @@ async def run_bench(
 ) -> list[list[Summary]]:
     """Measures the servers in turn; returns the rounds of each.
 
-    All get the same arrival times and prompts of the same lengths, but never the same random
-    prompts: if two URLs belong to one service, its prefix cache would favour the second.
-
-    `report` is called after each round. Raises InvalidArgument for a bad file, and Unavailable if a
-    server answers no warm-up request.
+    All servers get the same arrival times and prompts of the same lengths, but never the same
+    random prompts: if two URLs belong to one service, its prefix cache would favour the second.
+    Calls `report` after each round. Raises InvalidArgument for an invalid file, and Unavailable if
+    a server answers no warm-up request.
     """
-    prompts, addresses = Prompts(options.workload), options.addresses
+    prompts = Prompts(options.workload)
+    addresses = options.addresses
     async with AsyncExitStack() as stack:
         targets = [
             await stack.enter_async_context(
@@ -56,8 +54,9 @@ async def run_bench(
 async def send_load(
     target: StreamCompletion, prompts: Iterator[BenchPrompt], load: LoadOptions, seed: int
 ) -> list[RequestRecord]:
-    """Sends one round and waits for every response, each at most `load.timeout` seconds. At least
-    one is sent.
+    """Sends one round, at least one request, and waits for every response.
+
+    Each request has at most `load.timeout` seconds.
     """
     if load.rate is not None:
         return await _open_loop(target, prompts, arrival_offsets(load.rate, seed), load)
@@ -67,9 +66,7 @@ async def send_load(
 async def _closed_loop(
     target: StreamCompletion, prompts: Iterator[BenchPrompt], load: LoadOptions
 ) -> list[RequestRecord]:
-    """Keeps `load.concurrency` requests under way: each caller sends its next one when the one
-    before has ended.
-    """
+    """Keeps `load.concurrency` requests in progress: each caller sends one after another."""
     records: list[RequestRecord] = []
     end = perf_counter() + (load.seconds or float("inf"))
 
@@ -91,7 +88,7 @@ async def _open_loop(
     offsets: Iterator[float],
     load: LoadOptions,
 ) -> list[RequestRecord]:
-    """Sends each request at its arrival time, whether or not those before have ended."""
+    """Sends each request at its arrival time, whether or not the earlier ones have ended."""
     records: list[RequestRecord] = []
     begin = perf_counter()
 
@@ -120,7 +117,7 @@ async def _measure(target: StreamCompletion, prompt: BenchPrompt, timeout: float
         failure = error
     except TimeoutError:
         failure = RequestFailed(
-            "timeout", f"not complete after {timeout:g} s, {len(chunk_times)} chunks came"
+            "timeout", f"not complete after {timeout:g} s, {len(chunk_times)} chunks received"
         )
     return RequestRecord(
         started=started,

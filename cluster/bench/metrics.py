@@ -1,9 +1,8 @@
-"""Computes the figures of a benchmark from the times of its requests: pure functions, which read no
-clock.
+"""Computes the metrics of a benchmark from the times of its requests. Pure: reads no clock.
 
-Latencies other than a refusal's are those of completed requests; the rates are those of a whole
-round, which lasts from the start of its first request to the end of its last. Definitions and names
-are those of `vllm bench serve`, so that both tools give the same figures for the same server.
+Latencies count completed requests only, except the latency of refusals. Rates refer to a whole
+round, from the start of its first request to the end of its last. Definitions and names are those
+in `vllm bench serve`, so that both tools report the same metrics for the same server.
 """
 
 import statistics
@@ -27,12 +26,14 @@ RATES: Final = (
 )
 _QUANTILES: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 _MAX_DETAIL: Final = 200  # characters of a server's error text
-_TAIL: Final = {"p99.9": 99.9}  # of gaps alone: there are enough of them
+_TAIL: Final = {"p99.9": 99.9}  # only of gaps, which are numerous enough
 
 
 class RequestFailed(Exception):
-    """Says why a request did not complete: `kind` in a few words, the same for every failure of the
-    kind, and `detail`, what the server said in one line.
+    """Describes why a request did not complete.
+
+    `kind`: a few words, equal for all failures of the kind. `detail`: the server's text, as one
+    line.
     """
 
     def __init__(self, kind: str, detail: object = "") -> None:
@@ -46,14 +47,12 @@ class RequestRecord:
     """Holds the times of one request, in seconds of one monotonic clock."""
 
     started: float  # sent
-    ended: float  # answered or given up
-    chunk_times: Sequence[
-        float
-    ]  # arrival of each chunk that bears tokens; not empty if it completed
+    ended: float  # answered or failed
+    chunk_times: Sequence[float]  # arrivals of chunks with tokens; not empty if it completed
     prompt_tokens: int
     output_tokens: int
     failure: RequestFailed | None = None
-    late: float = 0.0  # seconds that it was sent after the time that an open loop had planned
+    late: float = 0.0  # seconds from the planned time of an open loop until it was sent
 
     @property
     def ttft(self) -> float:
@@ -67,7 +66,7 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """Returns the seconds for each token after the first; None if there is none."""
+        """Returns the seconds for each token after the first, or None without such tokens."""
         return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
@@ -87,11 +86,11 @@ class FailureCount:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Holds the figures of one round.
+    """Holds the metrics of one round.
 
     `figures` holds the RATES (goodput and slo_attainment only under an SLO), `late_ms`, and {mean,
-    p50, p90, p99, max} of each of LATENCIES as `mean_ttft_ms` and so on, `p99.9_itl_ms` besides;
-    latencies that no request had are absent.
+    p50, p90, p99, max} of each of LATENCIES as `mean_ttft_ms` and so on, for gaps also
+    `p99.9_itl_ms`. Latencies that no request had are absent.
     """
 
     duration: float  # seconds
@@ -101,14 +100,14 @@ class Summary:
     output_tokens: int
     failures: tuple[FailureCount, ...]  # the most frequent first
     figures: Mapping[str, float]
-    busy_threads: Mapping[str, int] = field(
-        default_factory=dict
-    )  # of this machine, by process name
+    # Of this machine, by process name.
+    busy_threads: Mapping[str, int] = field(default_factory=dict)
 
 
 def summarize(records: Sequence[RequestRecord], slo: Mapping[str, float]) -> Summary:
-    """Returns the figures of a round of one request or more. `slo`: limits in ms on ttft, tpot,
-    e2e; empty for none.
+    """Returns the metrics of a round of at least one request.
+
+    `slo`: limits in ms on ttft, tpot and e2e, which may be empty.
     """
     completed = [record for record in records if record.failure is None]
     duration = max(record.ended for record in records) - min(record.started for record in records)
@@ -149,8 +148,9 @@ def summarize(records: Sequence[RequestRecord], slo: Mapping[str, float]) -> Sum
 
 
 def meets(record: RequestRecord, slo: Mapping[str, float]) -> bool:
-    """Returns whether the request completed within every limit (ms). One token has no TPOT and
-    meets any limit.
+    """Returns True if the request completed within every limit (ms).
+
+    A response of one token has no TPOT and meets any limit on it.
     """
     if record.failure is not None:
         return False
@@ -159,7 +159,7 @@ def meets(record: RequestRecord, slo: Mapping[str, float]) -> bool:
 
 
 def count_failures(failures: Iterable[RequestFailed | None]) -> tuple[FailureCount, ...]:
-    """Returns the failures by kind, the most frequent first; the example is the first one's detail."""
+    """Returns the failures by kind, the most frequent first, each with the detail of its first."""
     found = [failure for failure in failures if failure is not None]
     examples = {failure.kind: failure.detail for failure in reversed(found)}
     counts = Counter(failure.kind for failure in found).most_common()
@@ -178,16 +178,14 @@ def medians(rounds: Sequence[Summary]) -> dict[str, float]:
 
 
 def ratios(ours: Mapping[str, float], peers: Mapping[str, float]) -> dict[str, float]:
-    """Returns ours / peers for the figures that both have, except where the peer's is 0."""
+    """Returns ours / peers for the metrics that both have, except where the peer's value is 0."""
     return {
         name: ours[name] / peers[name] for name in ours if peers.get(name) and name != "late_ms"
     }
 
 
 def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Returns mean, quantiles (interpolated between two values) and maximum in ms; empty for no
-    value.
-    """
+    """Returns mean, quantiles (with interpolation) and maximum in ms; empty without values."""
     if not seconds:
         return {}
     quantiles = _QUANTILES | (_TAIL if name == "itl" else {})

@@ -20,23 +20,23 @@ _MAX_SECONDS: Final = 86_400.0
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """Names a server to measure."""
+    """Describes a server to measure."""
 
     url: str  # grpc(s)://HOST:PORT, or http(s)://HOST:PORT without /v1
-    model: str = ""  # empty: the first one it serves
+    model: str = ""  # empty: the first model that it serves
     api_key: str = field(default="", repr=False)
-    tls_ca: Path | None = None  # that its certificate is of; None: those of the system
+    tls_ca: Path | None = None  # the CA of its certificate; None: the system's CAs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Describes the prompts, and how many tokens are to be generated."""
+    """Describes the prompts and the number of tokens to generate."""
 
     kind: str = "random"  # one of WORKLOADS
     input_len: int = 128  # own tokens of a prompt
-    prefix_len: int = 0  # tokens before them that all prompts share
-    output_len: int = 128  # tokens to generate; for a file: of a line without max_tokens
-    vocab_size: int = 8_192  # random token ids are below
+    prefix_len: int = 0  # tokens before them, shared by all prompts
+    output_len: int = 128  # tokens to generate; with a file: for lines without max_tokens
+    vocab_size: int = 8_192  # upper bound of random token ids
     file: Path | None = None
     ignore_eos: bool = True
     seed: int = 0
@@ -44,16 +44,13 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Describes when the requests are sent, and how many. Exactly one of `concurrency` and `rate`
-    is set.
-    """
+    """Describes the times and the number of the requests; one of `concurrency` and `rate` is set."""
 
-    concurrency: int | None = None  # closed loop: requests under way at any time
+    concurrency: int | None = None  # closed loop: requests in progress at any time
     rate: float | None = None  # open loop: requests/s, Poisson arrivals
-    num_prompts: int | None = (
-        DEFAULT_NUM_PROMPTS  # in one round; None: as many as `seconds` allow, or a file holds
-    )
-    seconds: float | None = None  # no request of a round starts later
+    # In one round; None: all that fit into `seconds`, or all in the file.
+    num_prompts: int | None = DEFAULT_NUM_PROMPTS
+    seconds: float | None = None  # after which no request of a round starts
     warmup: int = 1  # requests to each server before the first round, not measured
     timeout: float = 300.0  # seconds for one request
 
@@ -70,9 +67,7 @@ class BenchOptions:
 
 
 def parse_address(text: str, option: str, model: str = "") -> ServerAddress:
-    """Parses URL[=MODEL], where MODEL wins over `model`. Raises InvalidArgument that names the
-    option.
-    """
+    """Parses URL[=MODEL]; MODEL overrides `model`. Raises InvalidArgument that names the option."""
     url, _, named = text.partition("=")
     try:
         parts = urlsplit(url)
@@ -81,7 +76,7 @@ def parse_address(text: str, option: str, model: str = "") -> ServerAddress:
         raise InvalidArgument(f"has an invalid host or port: {url}", option) from None
     if parts.scheme not in SCHEMES or not parts.hostname:
         raise InvalidArgument(
-            f"must be grpc(s)://HOST:PORT or http(s)://HOST:PORT, not {url}", option
+            f"must be grpc(s)://HOST:PORT or http(s)://HOST:PORT, got {url}", option
         )
     if parts.scheme in ("grpc", "grpcs") and port is None:
         raise InvalidArgument(f"has no port: {url}", option)
@@ -89,17 +84,19 @@ def parse_address(text: str, option: str, model: str = "") -> ServerAddress:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Parses limits in ms, such as `ttft=200,tpot=50`; empty for no text. Raises InvalidArgument."""
+    """Parses limits in ms, such as `ttft=200,tpot=50`; empty for "". Raises InvalidArgument."""
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, number = part.strip().partition("=")
         if name not in SLO_FIGURES:
-            raise InvalidArgument(f"must name {', '.join(SLO_FIGURES)}, not {name!r}", "--slo")
+            raise InvalidArgument(
+                f"must name one of {', '.join(SLO_FIGURES)}, got {name!r}", "--slo"
+            )
         try:
             limits[name] = float(number)
         except ValueError:
             raise InvalidArgument(
-                f"{name} must be a number of ms, not {number!r}", "--slo"
+                f"{name} must be a number of ms, got {number!r}", "--slo"
             ) from None
         if not 0 < limits[name] < math.inf:
             raise InvalidArgument(f"{name} must be above 0 ms", "--slo")
@@ -107,7 +104,7 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def check_options(options: BenchOptions) -> BenchOptions:
-    """Returns the same options. Raises InvalidArgument for the first that breaks a bound."""
+    """Returns the same options. Raises InvalidArgument for the first one out of bounds."""
     load, workload = options.load, options.workload
     if (load.concurrency is None) == (load.rate is None):
         raise InvalidArgument("give either --concurrency or --rate", "load")
@@ -134,7 +131,7 @@ def check_options(options: BenchOptions) -> BenchOptions:
     if workload.kind not in WORKLOADS:
         raise InvalidArgument(f"must be one of {', '.join(WORKLOADS)}", "--workload")
     if workload.prefix_len and not shared:
-        raise InvalidArgument("belongs to --workload shared-prefix", "--prefix-len")
+        raise InvalidArgument("needs --workload shared-prefix", "--prefix-len")
     if (workload.file is not None) != (workload.kind == "file"):
-        raise InvalidArgument("belongs to --workload file, which needs it", "--file")
+        raise InvalidArgument("--workload file and --file must be given together", "--file")
     return options

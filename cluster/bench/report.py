@@ -28,9 +28,7 @@ _TITLES: Final = {
 
 
 def to_json(options: BenchOptions, measured: Sequence[Sequence[Summary]]) -> dict[str, Any]:
-    """Returns the options, each round, the median of each figure, and the ratios to the peer if
-    there is one.
-    """
+    """Returns the options, the rounds, the medians of the metrics, and the ratios to a peer."""
     middles = [medians(rounds) for rounds in measured]
     return {
         "workload": asdict(options.workload)
@@ -51,12 +49,12 @@ def to_json(options: BenchOptions, measured: Sequence[Sequence[Summary]]) -> dic
 
 
 def round_line(summary: Summary) -> str:
-    """Returns the main figures of one round in one line."""
+    """Returns the main metrics of one round in one line."""
     figures = summary.figures
     parts = [
-        f"{summary.num_completed} of {summary.num_requests} requests in {summary.duration:.1f} s"
+        f"{summary.num_completed} of {summary.num_requests} requests in {summary.duration:.1f} s",
+        f"{figures['output_throughput']:.1f} output tokens/s",
     ]
-    parts.append(f"{figures['output_throughput']:.1f} output tokens/s")
     parts += [
         f"mean {_TITLES[name]} {figures[key]:.1f} ms"
         for name in LATENCIES
@@ -66,18 +64,18 @@ def round_line(summary: Summary) -> str:
 
 
 def report(options: BenchOptions, measured: Sequence[Sequence[Summary]]) -> list[Table | str]:
-    """Returns what to print: rates and latencies of one server, or of two beside each other with
-    ratios; failures.
+    """Returns tables and lines to print: rates, latencies, failures.
+
+    Two servers share a table, with ratios.
     """
     shown: list[Table | str] = [
         _completed(*each) for each in zip(options.addresses, measured, strict=True)
     ]
-    figures = [medians(rounds) for rounds in measured]
-    shown += (
-        [_comparison(*figures)]
-        if len(figures) > 1
-        else [_rates(figures[0], options.slo), _latencies(figures[0])]
-    )
+    own, *peers = map(medians, measured)
+    if peers:
+        shown.append(_comparison(own, peers[0]))
+    else:
+        shown += [_rates(own, options.slo), _latencies(own)]
     failures = make_table("server", "round", "kind", "requests", "for example", title="Failures")
     for address, rounds in zip(options.addresses, measured, strict=True):
         for number, summary in enumerate(rounds, 1):

@@ -1,6 +1,4 @@
-"""Sends requests to the servers that a benchmark measures, and notes when the chunks of each
-response arrive.
-"""
+"""Sends requests to the measured servers, and records the arrival time of each chunk."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,9 +22,10 @@ _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 _MAX_BODY_BYTES: Final = 64 * 1024
 
 StreamCompletion = Callable[[BenchPrompt, list[float]], Awaitable[tuple[int, int]]]
-"""Sends a request, appends the time (perf_counter) of each chunk that bears tokens to the list, and
-returns the numbers of prompt tokens and output tokens as the server counts them. Raises
-RequestFailed. May be called concurrently.
+"""Sends a request; returns the numbers of prompt tokens and output tokens that the server counted.
+
+Appends the time (perf_counter) of each chunk with tokens to the list. Raises RequestFailed. May be
+called concurrently.
 """
 
 
@@ -34,9 +33,7 @@ RequestFailed. May be called concurrently.
 async def open_target(
     address: ServerAddress, *, ignore_eos: bool
 ) -> AsyncIterator[StreamCompletion]:
-    """Connects to a server. Raises Unavailable if it must be asked for its model and does not
-    answer.
-    """
+    """Connects to a server. Raises Unavailable if its model is needed and it does not answer."""
     if address.url.startswith("grpc"):
         tls = ClientTls(ca=address.tls_ca)
         async with AsyncClient(
@@ -83,10 +80,14 @@ def _stream_over_http(
     session: aiohttp.ClientSession, url: str, model: str, ignore_eos: bool
 ) -> StreamCompletion:
     """Returns the StreamCompletion of an OpenAI-compatible server's /v1/completions."""
-    common: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
-    common |= {"stream_options": {"include_usage": True}} | (
-        {"ignore_eos": True} if ignore_eos else {}
-    )
+    common: dict[str, Any] = {
+        "model": model,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if ignore_eos:
+        common["ignore_eos"] = True
 
     async def stream_completion(prompt: BenchPrompt, chunk_times: list[float]) -> tuple[int, int]:
         body = common | {"prompt": prompt.prompt, "max_tokens": prompt.max_tokens}
@@ -100,7 +101,7 @@ def _stream_over_http(
                     events.feed(data, perf_counter())
         except aiohttp.ClientConnectorError as error:
             raise RequestFailed(
-                "cannot connect", f"nobody answers at {error.host}:{error.port}"
+                "cannot connect", f"no server answers at {error.host}:{error.port}"
             ) from None
         except (aiohttp.ClientError, ConnectionError) as error:
             raise RequestFailed("stream cut", error) from None
@@ -111,12 +112,14 @@ def _stream_over_http(
 
 
 class CompletionEvents:
-    """Parses the server-sent events of one streamed completion, in pieces of any size. Does no I/O."""
+    """Parses the server-sent events of one streamed completion, in pieces of any size; no I/O."""
 
     def __init__(self, chunk_times: list[float]) -> None:
-        """`chunk_times` receives the time of each chunk that has a choice. The text of the choice
-        may be empty, as that of a special token or of half a character is; `vllm bench serve`
-        counts such chunks too.
+        """Starts before the first event.
+
+        `chunk_times`: receives the time of each chunk with a choice. The text of the choice may be
+        empty, for instance for a special token or half a character; `vllm bench serve` counts such
+        chunks as well.
         """
         self._chunk_times = chunk_times
         self._rest = b""
@@ -124,8 +127,9 @@ class CompletionEvents:
         self._done = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Parses the data that arrived at `now`. Raises RequestFailed for an error event and for an
-        invalid event.
+        """Parses the data that arrived at `now`.
+
+        Raises RequestFailed for an error event and for an invalid event.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MAX_LINE_BYTES:
@@ -135,10 +139,10 @@ class CompletionEvents:
                 self._event(line[5:].strip(), now)
 
     def token_counts(self, prompt_tokens: int) -> tuple[int, int]:
-        """Returns the numbers of prompt tokens and output tokens, after the end of the stream. If
-        the server sent no usage these are `prompt_tokens` and one token a chunk.
+        """Returns the numbers of prompt tokens and output tokens, after the end of the stream.
 
-        Raises RequestFailed if the stream ended too early.
+        If the server sent no usage, they are `prompt_tokens` and one token for each chunk. Raises
+        RequestFailed if the stream ended too early.
         """
         if not self._done:
             raise RequestFailed("stream cut", "the stream ended without [DONE]")
@@ -188,7 +192,7 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
             response.raise_for_status()
             return str((await response.json(content_type=None))["data"][0]["id"])
     except aiohttp.ClientConnectorError:
-        raise Unavailable(f"nobody answers at {url}") from None
+        raise Unavailable(f"no server answers at {url}") from None
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise Unavailable(
             f"{url} does not list its models: {error or 'no answer in time'}; give --model"

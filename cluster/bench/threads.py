@@ -1,5 +1,6 @@
-"""Counts the threads of this machine that compute during a measurement, so that a comparison can
-state both sides'.
+"""Counts the busy threads of this machine during a measurement.
+
+So a comparison can report the threads of both servers.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ _BUSY_SHARE: Final = 0.25  # of a core
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """Holds the CPU seconds of every thread of other processes of this machine, at one moment."""
+    """Holds the CPU seconds of every thread of other processes on this machine, at one moment."""
 
     taken: float  # perf_counter seconds
     seconds: Mapping[tuple[int, int], float]  # by process and thread id
@@ -24,7 +25,7 @@ class ThreadTimes:
 
     @classmethod
     def take(cls) -> Self:
-        """Reads the times, but those of processes that end meanwhile or may not be read."""
+        """Reads the times, except of processes that end meanwhile or that this user cannot read."""
         seconds: dict[tuple[int, int], float] = {}
         names: dict[int, str] = {}
         own = psutil.Process().pid
@@ -43,7 +44,10 @@ class ThreadTimes:
         return cls(perf_counter(), seconds, names)
 
     def count_busy(self, since: "ThreadTimes") -> dict[str, int]:
-        """Returns, by process name, how many threads had at least a quarter of a core `since` then."""
+        """Returns, by process name, the number of threads that used at least a quarter of a core.
+
+        `since`: the times at the start of the period.
+        """
         least = _BUSY_SHARE * (self.taken - since.taken)
         busy = (
             key

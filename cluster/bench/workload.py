@@ -1,8 +1,8 @@
-"""Makes the prompts and arrival times of a benchmark from a seed."""
+"""Generates the prompts and arrival times of a benchmark from a seed."""
 
 import itertools
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Final
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
@@ -10,7 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from ..text_files import parse_lines, read_text
 from .options import LoadOptions, Workload
 
-_PREFIX, _WARMUP, _ROUNDS = range(3)  # streams of random numbers of one seed
+# Streams of random numbers of one seed; each round has another stream from _ROUNDS on.
+_PREFIX: Final = 0
+_WARMUP: Final = 1
+_ROUNDS: Final = 2
 
 
 class BenchPrompt(BaseModel):
@@ -19,14 +22,14 @@ class BenchPrompt(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     prompt: Annotated[str | list[NonNegativeInt], Field(min_length=1)]  # text or token ids
-    max_tokens: PositiveInt = 0  # 0, in a line only: as the workload says
+    max_tokens: PositiveInt = 0  # 0, only in a line of a file: the workload's number
 
 
 class Prompts:
-    """Makes the prompts of a benchmark; the same seed gives the same prompts."""
+    """Generates the prompts of a benchmark; the same seed gives the same prompts."""
 
     def __init__(self, workload: Workload) -> None:
-        """Reads the file if the workload has one. Raises InvalidArgument that names file and line."""
+        """Reads the workload's file, if any. Raises InvalidArgument that names file and line."""
         self._workload = workload
         self._lines: list[BenchPrompt] = []
         if (path := workload.file) is not None:
@@ -38,15 +41,14 @@ class Prompts:
             ]
 
     def warmup(self) -> Iterator[BenchPrompt]:
-        """Yields prompts without end, other than those of the rounds unless they come from a file."""
+        """Yields prompts without end; only prompts of a file occur also in the rounds."""
         return self._endless(_WARMUP)
 
     def of_round(self, number: int, load: LoadOptions) -> Iterator[BenchPrompt]:
-        """Returns the prompts of round `number`, from 0 up; each round has others unless they come
-        from a file.
+        """Returns the prompts of round `number`, from 0; random ones differ in each round.
 
-        If their number is known they are made before the round begins, so that this takes none of
-        its time.
+        If their number is known, they are generated before the round begins and take none of its
+        time.
         """
         endless = self._endless(_ROUNDS + number)
         if load.num_prompts is None:
@@ -60,8 +62,9 @@ class Prompts:
 
 
 def arrival_offsets(rate: float, seed: int) -> Iterator[float]:
-    """Yields without end the arrival times of a Poisson process of `rate` requests/s, in seconds
-    after its start.
+    """Yields without end the arrival times of a Poisson process of `rate` requests/s.
+
+    In seconds after its start.
     """
     random = np.random.default_rng(seed)
     now = 0.0

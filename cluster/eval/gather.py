@@ -11,13 +11,14 @@ _R = TypeVar("_R")
 async def map_concurrently(
     work: Callable[[_T], Awaitable[_R]], items: Iterable[_T], concurrency: int
 ) -> list[_R]:
-    """Returns the results of `work` in the order of `items`, with at most `concurrency` calls at
-    the same time. The first exception cancels all calls and is raised.
+    """Returns the results of `work` in the order of `items`, at most `concurrency` calls at a time.
+
+    The first exception cancels all calls and is raised.
     """
-    slots = asyncio.Semaphore(concurrency)
+    permits = asyncio.Semaphore(concurrency)
 
     async def one(item: _T) -> _R:
-        async with slots:
+        async with permits:
             return await work(item)
 
     try:

@@ -1,6 +1,4 @@
-"""Generates completions for the prompts of a JSONL file, which holds a reference for each: `tandem
-eval generate`.
-"""
+"""Generates completions for `tandem eval generate`: prompts with references, from a JSONL file."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -16,8 +14,9 @@ from .gather import map_concurrently
 
 
 class Case(BaseModel):
-    """Holds a line of the file: `prompt` or `messages`, `reference` or `references`. More keys are
-    ignored.
+    """Holds a line of the file: `prompt` or `messages`, `reference` or `references`.
+
+    More keys are ignored.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -47,8 +46,9 @@ async def complete_cases(
     concurrency: int,
     on_completion: Callable[[], None] = lambda: None,
 ) -> list[Completion]:
-    """Returns the completions in the order of the cases; calls `on_completion` after each. Raises a
-    TandemError.
+    """Returns the completions in the order of the cases; calls `on_completion` after each.
+
+    Raises a TandemError.
     """
 
     async def complete(case: Case) -> Completion:
@@ -65,7 +65,7 @@ async def complete_cases(
 
 
 def write_completions(path: Path, cases: Sequence[Case], completions: Sequence[Completion]) -> None:
-    """Writes one line of JSON for each case. Raises InvalidArgument if the file cannot be written."""
+    """Writes one line of JSON for each case. Raises InvalidArgument if the file is not writable."""
     lines = []
     for case, completion in zip(cases, completions, strict=True):
         given = case.model_dump(exclude_unset=True)

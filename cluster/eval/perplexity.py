@@ -1,6 +1,4 @@
-"""Computes the perplexity of a text under the served model, from prompt log probabilities over
-sliding windows.
-"""
+"""Computes the perplexity of a text from prompt log probabilities over sliding windows."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,13 +11,11 @@ from ...router.client.types import Completion, ModelInfo, Options
 from .gather import map_concurrently
 
 Window = tuple[int, int, int]
-"""The tokens of one forward pass: where they begin and end in the text, and from which on they are
-scored.
-"""
+"""The tokens of one forward pass: their start and end in the text, and the first scored token."""
 
 
 class ScoringClient(Protocol):
-    """What is asked of a model to score a text, as of an AsyncClient."""
+    """The methods of AsyncClient that score a text."""
 
     async def tokenize(self, prompt: str, *, model: str = "") -> list[int]: ...
 
@@ -53,10 +49,11 @@ class Perplexity:
 
 
 def sliding_windows(num_tokens: int, window: int, stride: int) -> list[Window]:
-    """Returns windows of `window` tokens, `stride` apart, the last cut at the end. Each token is
-    scored in the first window that has it, after at least `window - stride` tokens where the text
-    has them. A token that begins its window
-    is not scored: the first of all, and with a stride of a whole window the first of each.
+    """Returns windows of `window` tokens, `stride` apart; the last ends with the text.
+
+    Each token is scored in the first window that contains it, after at least `window - stride`
+    tokens if the text has them. A token that begins its window is not scored: the first token of
+    the text, and with a stride of a whole window the first of each.
 
     This is the method of "Perplexity of fixed-length models" in transformers' documentation, except
     that its example counts one token too few of each window but the first in the mean. Raises
@@ -84,9 +81,11 @@ async def measure_perplexity(
     concurrency: int = 4,
     on_window: Callable[[int, int], None] = lambda done, total: None,
 ) -> Perplexity:
-    """Scores `text` through a client. `window`: tokens, at most and by default one less than the
-    model's context, since a prompt must leave one token to generate; `stride`: by default half a
-    window. `on_window(windows done, windows in all)` is called after each. Raises a TandemError.
+    """Scores `text` through a client.
+
+    `window`: tokens, at most and by default one less than the model's context, since a prompt must
+    leave one token to generate. `stride`: by default half a window. Calls `on_window(finished
+    windows, all windows)` after each. Raises a TandemError.
     """
     longest = await _context_tokens(client, model) - 1
     window = window or longest
@@ -118,9 +117,10 @@ async def measure_perplexity(
 
 
 async def tokenize_long(client: ScoringClient, text: str, model: str) -> list[int]:
-    """Returns the token ids of a text of any length. A text longer than the service accepts is sent
-    in pieces that end at line ends, where possible; special tokens that the tokenizer puts before a
-    text are kept for the first only.
+    """Returns the token ids of a text of any length.
+
+    Sends a text that is longer than the service accepts in pieces, which end at line ends if
+    possible. Keeps special tokens before a text for the first piece only.
     """
     pieces = _pieces(text, limits.MAX_PROMPT_CHARACTERS)
     ids = await client.tokenize(pieces[0], model=model)

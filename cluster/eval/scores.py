@@ -1,5 +1,6 @@
-"""Scores generated texts against references: BLEU and chrF by sacrebleu, ROUGE by rouge-score,
-exact match, F1.
+"""Scores generated texts against references: BLEU, chrF, ROUGE, exact match and F1.
+
+sacrebleu computes BLEU and chrF, rouge-score computes ROUGE.
 """
 
 import re
@@ -16,8 +17,9 @@ from ...proto.errors import Unavailable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Holds scores from 0 to 100, higher is better. With several references, all but BLEU and chrF
-    take the best.
+    """Holds scores from 0 to 100; higher is better.
+
+    With several references, all scores but BLEU and chrF use the best one.
     """
 
     bleu: float  # of the corpus; Papineni et al., 2002
@@ -30,8 +32,9 @@ class Scores:
 
 
 def score_texts(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
-    """Scores each text against its references, at least one. Raises Unavailable without the extra
-    `eval`.
+    """Scores each text against its references, at least one.
+
+    Raises Unavailable without the extra `eval`.
     """
     sacrebleu, rouge_scorer = import_libraries()
     streams = list(zip_longest(*references))
@@ -51,21 +54,23 @@ def score_texts(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Sc
 
 
 def normalise_answer(text: str) -> str:
-    """Returns lower case without punctuation, articles and repeated white space, as SQuAD's
-    evaluation script does (Rajpurkar et al., 2016).
+    """Returns lower case text without punctuation, articles and repeated white space.
+
+    As SQuAD's evaluation script (Rajpurkar et al., 2016).
     """
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
 def exact_match(text: str, reference: str) -> bool:
-    """Returns whether both are the same when normalised."""
+    """Returns True if both texts are equal when normalised."""
     return normalise_answer(text) == normalise_answer(reference)
 
 
 def word_f1(text: str, reference: str) -> float:
-    """Returns the harmonic mean of precision and recall of the normalised words, from 0 to 1; as
-    SQuAD 2.0 does, 1 if neither text has any (Rajpurkar et al., 2018).
+    """Returns the harmonic mean of precision and recall of the normalised words, from 0 to 1.
+
+    As in SQuAD 2.0, 1 if neither text has words (Rajpurkar et al., 2018).
     """
     found, wanted = normalise_answer(text).split(), normalise_answer(reference).split()
     if not found or not wanted:
@@ -75,8 +80,9 @@ def word_f1(text: str, reference: str) -> float:
 
 
 def import_libraries() -> tuple[Any, Any]:
-    """Returns sacrebleu and rouge_scorer, after a second. Raises Unavailable if the extra `eval` is
-    not installed.
+    """Returns sacrebleu and rouge_scorer; the import takes a second.
+
+    Raises Unavailable if the extra `eval` is not installed.
     """
     try:
         import sacrebleu

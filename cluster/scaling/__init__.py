@@ -1,1 +1,1 @@
-"""Decides how many workers each pool has: by what arrives, within bounds, without haste."""
+"""Decides how many workers each pool has, from the load and within bounds."""

@@ -1,9 +1,9 @@
-"""Is the autoscaling policy of the application: sizes the pools by what routers and workers report.
+"""Defines the autoscaling policy of the application: sizes the pools by their reported load.
 
-Serve's own policies see requests that pass through Serve, of which there are none here. This one is
-of the whole application because routers know what is asked of the prefill pool. Serve calls it in
-its controller, some times a second; an exception would stop all of the controller's work, so what
-is missing changes nothing.
+Serve's policies count requests that pass through Serve, and none do here. This policy belongs to
+the whole application because routers report the demand on the prefill pool. Serve calls it in its
+controller several times a second. An exception would stop all of the controller's work, so missing
+reports change nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,25 +29,25 @@ from .sizing import DecodeDemand, PrefillDemand, bounded, sequences_within, sett
 ROUTER: Final = "Router"
 PREFILL_POOL: Final = "PrefillPool"
 DECODE_POOL: Final = "DecodePool"
-"""Names of the deployments."""
+"""The names of the deployments."""
 
 _NEEDS: Final = "needs"
 _LEAST_SECONDS: Final = 1e-3
 
 
 class Sample(Protocol):
-    """A value that a replica has reported, as Serve hands it on."""
+    """A value that a replica has reported, in Serve's form."""
 
     timestamp: float
     value: float
 
 
 Reports = Mapping[str, Mapping[Any, Sequence[Sample]]]
-"""By figure and replica, the values of the last window, the oldest first."""
+"""By metric and replica, the values of the last window, the oldest first."""
 
 
 class PoolContext(Protocol):
-    """What Serve tells of a deployment: the parts of its AutoscalingContext that are used here."""
+    """The parts of Serve's AutoscalingContext, which describes a deployment, that are used here."""
 
     deployment_name: str
     target_num_replicas: int
@@ -60,23 +60,23 @@ class PoolContext(Protocol):
 
 
 def keep(context: PoolContext) -> tuple[int, dict[str, Any]]:
-    """Is the policy of a deployment alone: leaves the number of its replicas as it is. It carries
-    the pool's ScalingConfig to the policy of the application.
+    """Leaves the number of a deployment's replicas unchanged.
+
+    As the deployment's policy, it carries the pool's ScalingConfig to the application's policy.
     """
     return context.target_num_replicas, {}
 
 
 class ScalingPolicy:
-    """Sizes the pools, within the bounds of their deployments; a pool of a fixed size has two that
-    are equal. Serve keeps the state.
+    """Sizes the pools within the bounds of their deployments. Serve keeps its state.
+
+    The bounds of a pool with a fixed size are equal.
     """
 
     def __call__(
         self, contexts: Mapping[Any, PoolContext]
     ) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
-        """Returns how many workers each pool shall have, and what to remember, by the keys of
-        `contexts`.
-        """
+        """Returns each pool's number of workers and the state to keep, by the keys of `contexts`."""
         reports = {
             context.deployment_name: context.raw_metrics or {} for context in contexts.values()
         }
@@ -86,18 +86,18 @@ class ScalingPolicy:
             if each.deployment_name in (PREFILL_POOL, DECODE_POOL)
         }
         decisions = {key: _decide(context, reports) for key, context in pools.items()}
-        return {key: number for key, (number, _) in decisions.items()}, {
-            key: state for key, (_, state) in decisions.items()
-        }
+        numbers = {key: number for key, (number, _) in decisions.items()}
+        states = {key: state for key, (_, state) in decisions.items()}
+        return numbers, states
 
 
 def _decide(context: PoolContext, reports: Mapping[str, Reports]) -> tuple[int, dict[str, Any]]:
-    current, state, now = context.target_num_replicas, context.policy_state, context.current_time
+    current = context.target_num_replicas
+    state = context.policy_state
+    now = context.current_time
     try:
         config = ScalingConfig.model_validate(context.config.policy.policy_kwargs)
-    except (
-        ValidationError
-    ):  # Serve's configuration has given the deployment another autoscaling_config
+    except ValidationError:  # Serve's configuration has replaced the autoscaling_config
         return current, state
     workers = _workers(context.deployment_name, config, reports)
     if workers is None or now is None:
@@ -108,24 +108,28 @@ def _decide(context: PoolContext, reports: Mapping[str, Reports]) -> tuple[int, 
 
 
 def _workers(pool: str, config: ScalingConfig, reports: Mapping[str, Reports]) -> float | None:
-    """Returns how many workers a pool needs; None if too little was reported. Without prefill
-    workers those that decode compute the prompts, too.
+    """Returns the number of workers that a pool needs, or None if too few values were reported.
+
+    Without prefill workers, decode workers compute the prompts as well.
     """
     routers = reports.get(ROUTER, {})
-    sequences = (
-        decode_demand(routers, reports[DECODE_POOL], config) if pool == DECODE_POOL else None
-    )
-    if pool == DECODE_POOL and (sequences is None or PREFILL_POOL in reports):
-        return None if sequences is None else sequences.workers(config)
+    workers = 0.0
+    if pool == DECODE_POOL:
+        sequences = decode_demand(routers, reports[DECODE_POOL], config)
+        if sequences is None:
+            return None
+        workers = sequences.workers(config)
+        if PREFILL_POOL in reports:
+            return workers
     prompts = prefill_demand(routers)
-    if prompts is None:
-        return None
-    return prompts.workers(config) + (0.0 if sequences is None else sequences.workers(config))
+    return None if prompts is None else workers + prompts.workers(config)
 
 
 def prefill_demand(routers: Reports) -> PrefillDemand | None:
-    """Returns what all routers ask for. None before any has reported twice, and while prompts wait
-    and none was sent: then nothing tells how fast a worker is.
+    """Returns the demand of all routers on the prefill pool.
+
+    Returns None until a router has reported twice, and while prompts wait but none was sent: then
+    the speed of a worker is unknown.
     """
     tokens = [each for each in _series(routers, PREFILL_TOKENS) if len(each) > 1]
     seconds = sum(_growth(each) for each in _series(routers, PREFILL_SECONDS))
@@ -143,16 +147,16 @@ def prefill_demand(routers: Reports) -> PrefillDemand | None:
 
 
 def decode_demand(routers: Reports, workers: Reports, config: ScalingConfig) -> DecodeDemand | None:
-    """Returns what all routers ask for and all workers have; None before any worker has reported."""
-    number = len([each for each in _series(workers, MAX_SEQUENCES) if each])
-    if not number:
+    """Returns the demand of all routers and the capacity of all workers; None without reports."""
+    num_workers = len([each for each in _series(workers, MAX_SEQUENCES) if each])
+    if not num_workers:
         return None
-    most = max(round(_last(workers, MAX_SEQUENCES) / number), 1)
+    most = max(round(_last(workers, MAX_SEQUENCES) / num_workers), 1)
     return DecodeDemand(
         sequences=_last(workers, SEQUENCES) + _last(routers, WAITING_SEQUENCES),
         kv_tokens=_last(workers, KV_TOKENS) + _last(routers, WAITING_KV_TOKENS),
         worker_sequences=sequences_within(config.tpot_seconds, most, list(_steps(workers))),
-        worker_kv_tokens=_last(workers, MAX_KV_TOKENS) / number,
+        worker_kv_tokens=_last(workers, MAX_KV_TOKENS) / num_workers,
     )
 
 
@@ -165,12 +169,12 @@ def _growth(series: Sequence[Sample]) -> float:
 
 
 def _last(reports: Reports, figure: str) -> float:
-    """Returns the sum of what each replica has reported last."""
+    """Returns the sum of the last values of all replicas."""
     return sum(each[-1].value for each in _series(reports, figure) if each)
 
 
 def _steps(workers: Reports) -> Iterable[tuple[float, float]]:
-    """Yields the numbers of sequences of the window, with the seconds of a step at that time."""
+    """Yields the numbers of sequences in the window, each with the seconds of a step then."""
     for replica, numbers in workers.get(SEQUENCES, {}).items():
         seconds = {
             each.timestamp: each.value for each in workers.get(STEP_SECONDS, {}).get(replica, ())

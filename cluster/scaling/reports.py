@@ -1,6 +1,4 @@
-"""Makes the reports of routers and workers by which the pools are sized: figures by the names that
-the policy reads.
-"""
+"""Creates the reports of routers and workers that size the pools: metrics by name."""
 
 from typing import Final
 
@@ -9,33 +7,30 @@ from ...router.scheduling.admission import Admission
 from ...router.scheduling.capacity import NO_CAPACITY, required_capacity
 from ...router.scheduling.registry import WorkerRegistry
 
-PREFILL_TOKENS: Final = (
-    "prefill_tokens"  # of prompts that were sent to workers since the start, less what was cached
-)
-PREFILL_SECONDS: Final = (
-    "prefill_seconds"  # that one worker takes for these, as predicted when they were sent
-)
-WAITING_PREFILL_TOKENS: Final = (
-    "waiting_prefill_tokens"  # of prompts that wait for workers to compute them
-)
-WAITING_SEQUENCES: Final = "waiting_sequences"  # that wait for workers to decode them
-WAITING_KV_TOKENS: Final = "waiting_kv_tokens"  # the same
-SEQUENCES: Final = "sequences"  # that a worker has, with those that wait there
+# Uncached tokens of prompts sent to workers since the start.
+PREFILL_TOKENS: Final = "prefill_tokens"
+# The seconds of one worker for these tokens, predicted when they were sent.
+PREFILL_SECONDS: Final = "prefill_seconds"
+# Tokens of prompts that wait for prefill workers.
+WAITING_PREFILL_TOKENS: Final = "waiting_prefill_tokens"
+WAITING_SEQUENCES: Final = "waiting_sequences"  # in routers, for decode workers
+WAITING_KV_TOKENS: Final = "waiting_kv_tokens"  # in routers, for decode workers
+SEQUENCES: Final = "sequences"  # running and waiting at a worker
 MAX_SEQUENCES: Final = "max_sequences"
-KV_TOKENS: Final = "kv_tokens"  # that a worker holds for sequences, leases and transfers
+KV_TOKENS: Final = "kv_tokens"  # held by a worker for sequences, leases and transfers
 MAX_KV_TOKENS: Final = "max_kv_tokens"
 STEP_SECONDS: Final = "step_seconds"  # mean of a worker's steps with decodes; 0 before the first
 
 
 def router_report(admission: Admission, registry: WorkerRegistry) -> dict[str, float]:
-    """Returns what a router asks for. What waits, waits for the pool that lacks what the request at
-    the head of the queue needs; of its prompts as much is taken to be cached as of those before.
+    """Returns the demand of a router's requests.
+
+    Waiting requests count for the pool that lacks room for the request at the head of the queue.
+    Their prompts are expected to have the recent share of cached tokens.
     """
-    work, free, first = (
-        registry.prefill_work,
-        registry.free() or NO_CAPACITY,
-        admission.queue.first(),
-    )
+    work = registry.prefill_work
+    free = registry.free() or NO_CAPACITY
+    first = admission.queue.first()
     waiting = sum((required_capacity(entry.request) for entry in admission.queue), NO_CAPACITY)
     lacks_prefill = first is not None and free.prompt_tokens <= 0
     lacks_decode = first is not None and (
@@ -53,7 +48,7 @@ def router_report(admission: Admission, registry: WorkerRegistry) -> dict[str, f
 
 
 def worker_report(info: worker_pb2.WorkerInfo) -> dict[str, float]:
-    """Returns what a worker has to do, and can do."""
+    """Returns the load and the capacity of a worker."""
     load = info.load
     held = load.total_blocks - load.free_blocks - load.cached_blocks
     return {

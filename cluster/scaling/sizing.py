@@ -1,10 +1,9 @@
 """Computes how many workers a pool needs. Pure: knows no clock, no Ray and no workers.
 
-Needs are absolute, never a change of what there is, so workers that still start are not asked for
-twice. Then, as with Kubernetes' HorizontalPodAutoscaler, the number rises to the least that was
-needed throughout the delay, and falls to
-the most: what is needed for a moment changes nothing, and after a rise there is no fall before its
-delay is over.
+Needs are absolute numbers, not changes, so workers that still start are not requested twice. As in
+Kubernetes' HorizontalPodAutoscaler, the number rises to the minimum of the needs during the delay,
+and falls to their maximum: a need of a moment changes nothing, and after a rise there is no fall
+before its delay has passed.
 """
 
 import math
@@ -15,32 +14,32 @@ from typing import Final
 from .config import ScalingConfig
 
 _SPREAD: Final = 0.1
-"""Numbers of sequences that differ by less than this part of their mean say little about the cost
-of one more.
-"""
+"""The spread of the numbers of sequences, as part of their mean, that shows the cost of one."""
 
 _TOLERANCE: Final = 0.1
-"""The part by which there may be too few workers, as in Kubernetes: a load that varies a little
-about the bound between two numbers must not change them.
+"""The accepted shortage of workers, as in Kubernetes.
+
+A load that varies a little around the bound between two numbers must not change them.
 """
 
 _ROUNDING: Final = 1e-9
 
 Need = tuple[float, int]
-"""From which time on so many workers were needed; until the next one."""
+"""A time, and the number of workers needed from then until the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillDemand:
-    """What is asked of the workers that compute prompts, in tokens that no prefix cache holds."""
+    """Holds the demand on workers that compute prompts, in tokens that no prefix cache holds."""
 
     arriving: float  # a second
     waiting: float  # in the queues of routers
-    worker_rate: float  # a second, that one worker computes; 0: not known
+    worker_rate: float  # of one worker, a second; 0: unknown
 
     def workers(self, config: ScalingConfig) -> float:
-        """Returns how many workers it takes: for what arrives, and for what waits within the time
-        to catch up.
+        """Returns the number of workers for arriving and for waiting prompts.
+
+        The waiting prompts are to be computed within catch_up_seconds.
         """
         wanted = self.arriving + self.waiting / config.catch_up_seconds
         return wanted / (self.worker_rate * config.utilization) if self.worker_rate > 0 else 0.0
@@ -48,15 +47,15 @@ class PrefillDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeDemand:
-    """What is asked of the workers that decode, with what waits for them in the queues of routers."""
+    """Holds the demand on workers that decode, including requests in the queues of routers."""
 
     sequences: float
     kv_tokens: float
-    worker_sequences: float  # that one worker runs within the target; see `sequences_within`
+    worker_sequences: float  # of one worker, within the target; see `sequences_within`
     worker_kv_tokens: float
 
     def workers(self, config: ScalingConfig) -> float:
-        """Returns how many workers it takes, for the sequences or for their KV cache."""
+        """Returns the number of workers for the sequences or for their KV cache, the greater one."""
         amounts = ((self.sequences, self.worker_sequences), (self.kv_tokens, self.worker_kv_tokens))
         return max(
             asked / (each * config.utilization) if each > 0 else 0.0 for asked, each in amounts
@@ -66,15 +65,13 @@ class DecodeDemand:
 def sequences_within(
     tpot_seconds: float | None, max_sequences: int, steps: Sequence[tuple[float, float]]
 ) -> float:
-    """Returns how many sequences a worker decodes with steps of at most `tpot_seconds`; 1 if even
-    those of one take longer.
+    """Returns how many sequences a worker decodes with steps of at most `tpot_seconds`, at least 1.
 
-    `steps` are numbers of sequences, at least 1, with the seconds of a step. A step costs something
-    fixed, to read the
-    weights, and something for each sequence: a line through them, by least squares. Where the
-    numbers hardly differ nothing tells the two parts apart; then all of it is taken to be for the
-    sequences, which asks for too many workers
-    rather than too few. Without steps: `max_sequences`.
+    `steps`: numbers of sequences, at least 1, each with the seconds of a step; without steps the
+    result is `max_sequences`. A step has a fixed cost, to read the weights, and a cost for each
+    sequence: a line through the steps, by least squares. If the numbers hardly differ, the two
+    costs cannot be separated. Then the whole cost counts for the sequences, which requests too many
+    workers rather than too few.
     """
     if tpot_seconds is None or not steps:
         return max_sequences
@@ -93,8 +90,9 @@ def sequences_within(
 
 
 def bounded(workers: float, current: int, fewest: int, most: int) -> int:
-    """Returns the whole number of workers that are enough, within the bounds. `current`, how many
-    there shall be by now, is also enough for a little more.
+    """Returns the smallest sufficient whole number of workers, within the bounds.
+
+    `current`, the present number, is also sufficient for slightly more.
     """
     if math.isnan(workers) or current < workers <= current * (1 + _TOLERANCE):
         workers = current
@@ -104,8 +102,9 @@ def bounded(workers: float, current: int, fewest: int, most: int) -> int:
 def settle(
     now: float, needed: int, past: Sequence[Need], current: int, config: ScalingConfig
 ) -> tuple[int, list[Need]]:
-    """Returns how many workers there shall be, and the `past` for the next call. `current`: how
-    many there shall be by now; `needed`: how many would be enough at this moment.
+    """Returns the new number of workers, and the `past` for the next call.
+
+    `current`: the present number. `needed`: the number that would suffice at this moment.
     """
     needs = [*past] if past and past[-1][1] == needed else [*past, (now, needed)]
     least = _within(needs, now - config.up_delay_seconds)
@@ -121,7 +120,7 @@ def settle(
 
 
 def _within(needs: Sequence[Need], start: float) -> list[int]:
-    """Returns what was needed from `start` on; [] if the needs do not reach back that far."""
+    """Returns the needs from `start` on; empty if they do not reach back to `start`."""
     if needs[0][0] > start:
         return []
     begun = max(index for index, (time, _) in enumerate(needs) if time <= start)

@@ -11,7 +11,7 @@ from ..config import TandemConfig
 
 
 def configured_adapters(config: TandemConfig) -> AdapterRegistry:
-    """Reads the adapters of the configuration. Raises InvalidArgument for one that cannot be used."""
+    """Reads the adapters of the configuration. Raises InvalidArgument for an unusable adapter."""
     return AdapterRegistry(
         named_adapter(config.lora.max_lora_rank, f"adapters.{name}", name, Path(folder))
         for name, folder in config.adapters.items()
@@ -19,9 +19,7 @@ def configured_adapters(config: TandemConfig) -> AdapterRegistry:
 
 
 def named_adapter(max_rank: int, field: str, name: str, folder: Path) -> LoraAdapter:
-    """Reads an adapter; `field` is what names the folder. Raises InvalidArgument if it cannot be
-    used.
-    """
+    """Reads an adapter. Raises InvalidArgument, which names `field`, if it cannot be used."""
     try:
         return LoraAdapter(
             name=name, folder=str(folder), fingerprint=read_adapter(folder, max_rank).fingerprint

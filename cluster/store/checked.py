@@ -12,16 +12,16 @@ from .store import resolve_model
 
 
 def checked_folder(config: TandemConfig) -> Path:
-    """Returns the model's folder, fetched if it has to be, after the check that it can be served as
-    configured, and split over the ranks of each pool. `config` is as `with_draft_folder` returns
-    it.
+    """Returns the model's folder, fetched if needed, after checking that it can be served.
 
-    Raises CheckpointError, or InvalidArgument for a `tp` that does not divide the model's heads, a
-    `context_tokens` beyond the model's, and an adapter that cannot be used.
+    `config` must come from `with_draft_folder`. Raises CheckpointError, or InvalidArgument with all
+    reasons: a `tp` that does not divide the model's heads, a `context_tokens` beyond the model's,
+    an unusable draft model or adapter.
     """
-    from ...router.frontend.tokenizer import Tokenizer  # with transformers, which takes a second
+    # These import transformers and torch, which takes a second each.
+    from ...router.frontend.tokenizer import Tokenizer
     from ...workers.model.adapter import check_adapter
-    from ...workers.model.loader import open_checkpoint  # with torch, which does, too
+    from ...workers.model.loader import open_checkpoint
     from ...workers.model.registry import check_context
 
     folder = resolve_model(config.model, dtype=config.dtype, progress=True)
@@ -59,9 +59,9 @@ def checked_folder(config: TandemConfig) -> Path:
 
 
 def with_draft_folder(config: TandemConfig) -> TandemConfig:
-    """Returns the configuration with the folder of the draft model, if it has one, which is fetched
-    if it has to be, in the place of its name. Raises what `resolve_model` raises, its text naming
-    the field.
+    """Returns the configuration with the folder of the draft model, fetched if needed, as its name.
+
+    Raises the errors of `resolve_model`; their text names the field.
     """
     if config.speculative is None or config.speculative.model is None:
         return config

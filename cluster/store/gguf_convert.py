@@ -1,10 +1,10 @@
-"""Converts a GGUF file into a folder of safetensors: `python -m tandem.cluster.store.gguf_convert
-FILE DTYPE`.
+"""Converts a GGUF file into a folder of safetensors.
 
-The result, written to the working folder, is what `save_pretrained` makes: config.json,
-model.safetensors, tokenizer.json, tokenizer_config.json, chat_template.jinja. transformers
-converts; this module adds what it leaves out (scaled RoPE, end-of-turn tokens, splitting of
-digits), and refuses a file of which it would leave out more.
+Run as `python -m tandem.cluster.store.gguf_convert FILE DTYPE`. The working folder receives the
+files that `save_pretrained` writes: config.json, model.safetensors, tokenizer.json,
+tokenizer_config.json, chat_template.jinja. transformers converts; this module adds the parts that
+transformers drops (scaled RoPE, end-of-turn tokens, splitting of digits), and refuses a file of
+which more would be lost.
 """
 
 import json
@@ -30,36 +30,38 @@ from .gguf_header import GgufHeader, GgufTensor, read_gguf_header
 
 _PROBE: Final = "In 2024,  7 naïve cafés served 日本茶 🍵\n\tfor 12.50!"
 _ENDS: Final = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-_PRE: Final = "tokenizer.ggml.pre"  # how a byte-level tokenizer splits texts, as llama.cpp names it
+_PRE: Final = "tokenizer.ggml.pre"  # llama.cpp's name for a byte-level tokenizer's splitting
 _GPT2_SPLIT: Final = frozenset(
     (
         *("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"),
         *("exaone4", "gigachat", "a.x-4.0", "mellum"),
     )
 )
-"""As GPT-2, which is what transformers takes for any name that it does not know."""
+"""Names of GPT-2's splitting, which transformers uses for every name that it does not know."""
 _DIGITS_APART: Final = frozenset(
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
 )
-"""Each digit apart, and then as GPT-2."""
+"""Names of GPT-2's splitting after single digits have been split off."""
 _SAME_SPLIT: Final = {
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), "qwen2"),
     **dict.fromkeys(("glm4", "chatglm-bpe"), "llama-bpe"),
 }
-"""As others that transformers knows by name."""
+"""Names of splittings that transformers knows by another name."""
 _ROPE_FREQS: Final = "rope_freqs.weight"
 _ROPE_FACTORS: Final = ("rope_factors_short.weight", "rope_factors_long.weight")
 _F32: Final = 0
 
 
 def convert(gguf: Path, out: Path, dtype: str) -> None:
-    """Writes the model of `gguf` to the existing folder `out`. Raises CheckpointError for a file
-    that transformers does not know, or not whole, or that Tandem does not serve.
+    """Writes the model of `gguf` to the existing folder `out`.
+
+    Raises CheckpointError for a file that transformers cannot convert without loss, or that Tandem
+    does not serve.
     """
     header = read_gguf_header(gguf)
     _check_splitting(header, gguf)
     with TemporaryDirectory(prefix=".gguf.", dir=out.parent) as folder:
-        # transformers prefers what lies beside a file to what the file says.
+        # transformers prefers files beside a GGUF file to the content of that file.
         alone = Path(folder, gguf.name)
         alone.symlink_to(gguf.resolve())
         _convert(alone, header, out, dtype)
@@ -104,16 +106,17 @@ def _convert(gguf: Path, header: GgufHeader, out: Path, dtype: str) -> None:
 
 
 def _check_splitting(header: GgufHeader, gguf: Path) -> None:
-    """Raises CheckpointError for a byte-level tokenizer that splits texts in a way that is not
-    known here: transformers would split them as GPT-2 does, and the model would read other tokens.
+    """Raises CheckpointError for a byte-level tokenizer whose splitting of texts is unknown.
+
+    transformers would split as GPT-2 does, and the model would read other tokens.
     """
     pre = header.values.get(_PRE)
     if header.values.get("tokenizer.ggml.model") != "gpt2":
         return
     if pre is None:
         raise CheckpointError(
-            f"{gguf.name}: {_PRE}: is missing, so nothing says how texts are split; convert the "
-            "model anew"
+            f"{gguf.name}: {_PRE}: is missing, so the splitting of texts is unknown; convert the "
+            "model again"
         )
     known = (*GGUF_PRE_TOKENIZER_SPLITS, *_GPT2_SPLIT, *_DIGITS_APART, *_SAME_SPLIT)
     if pre not in known:
@@ -121,10 +124,9 @@ def _check_splitting(header: GgufHeader, gguf: Path) -> None:
 
 
 def _restore_splitting(tokenizer: Tokenizer, header: GgufHeader) -> None:
-    """Restores the splitting of texts where transformers, when it reads GGUF, takes GPT-2's for
-    another one.
+    """Restores the splitting of texts if transformers, reading GGUF, replaced it by GPT-2's.
 
-    Without it two blanks before a number become two tokens where the model was trained on one.
+    Otherwise two blanks before a number would become two tokens; the model was trained on one.
     """
     pre = header.values.get(_PRE)
     if header.values.get("tokenizer.ggml.model") != "gpt2":
@@ -142,11 +144,11 @@ def _restore_splitting(tokenizer: Tokenizer, header: GgufHeader) -> None:
 
 
 def _drop_invented_tokens(folder: Path, num_tokens: int) -> None:
-    """Drops special tokens that transformers' classes add to a vocabulary without them: the model
-    has no rows for these.
-    """
-    path, config_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    fields, config = json.loads(path.read_bytes()), json.loads(config_path.read_bytes())
+    """Removes special tokens that transformers' classes add; the model has no rows for them."""
+    path = folder / "tokenizer.json"
+    fields = json.loads(path.read_bytes())
+    config_path = folder / "tokenizer_config.json"
+    config = json.loads(config_path.read_bytes())
     invented = [token["content"] for token in fields["added_tokens"] if token["id"] >= num_tokens]
     if invented:
         fields["added_tokens"] = [
@@ -158,15 +160,15 @@ def _drop_invented_tokens(folder: Path, num_tokens: int) -> None:
 
 
 def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
-    """Restores the scaling of rotary embeddings, which transformers drops when it reads GGUF:
-    without it a model knows short prompts only. Raises CheckpointError for one that is not known.
+    """Restores the scaling of rotary embeddings, which transformers drops when it reads GGUF.
+
+    Without it the model handles only short prompts. Raises CheckpointError for an unknown scaling.
     """
     if not getattr(config, "rope_parameters", None):
         return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    target = config.rope_parameters.get(
-        "full_attention", config.rope_parameters
-    )  # which alone is scaled
+    # Of several kinds of layers, only full attention is scaled.
+    target = config.rope_parameters.get("full_attention", config.rope_parameters)
     if (rotated := header.of_model("rope.dimension_count", head_dim)) < head_dim:
         target["partial_rotary_factor"] = rotated / head_dim
     kind = header.of_model("rope.scaling.type", "none")
@@ -174,17 +176,21 @@ def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
         "rope.scaling.original_context_length", config.max_position_embeddings
     )
     rope: dict[str, Any]
-    factors = [
+    short, long, computed = (
         _read_factors(gguf, header.tensors.get(name)) for name in (*_ROPE_FACTORS, _ROPE_FREQS)
-    ]
-    if factors[0] and factors[1]:
-        rope = {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
-        rope["attention_factor"] = header.of_model("rope.scaling.attn_factor", 1.0)
-    elif factors[2]:  # of Llama 3.1, already computed: what each frequency is divided by
+    )
+    if short and long:
         rope = {
             "rope_type": "longrope",
-            "short_factor": factors[2],
-            "long_factor": factors[2],
+            "short_factor": short,
+            "long_factor": long,
+            "attention_factor": header.of_model("rope.scaling.attn_factor", 1.0),
+        }
+    elif computed:  # the divisors of the frequencies, computed as for Llama 3.1
+        rope = {
+            "rope_type": "longrope",
+            "short_factor": computed,
+            "long_factor": computed,
             "attention_factor": 1.0,
         }
     elif kind in ("linear", "yarn"):
@@ -194,7 +200,7 @@ def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
     else:
         field = f"{header.architecture}.rope.scaling.type"
         raise CheckpointError(
-            f"{gguf.name}: {field}: {kind!r:.60} is not supported, only linear, yarn and longrope"
+            f"{gguf.name}: {field}: {kind!r:.60} is not supported; supported: linear, yarn, longrope"
         )
     if rope["rope_type"] != "linear":
         rope["original_max_position_embeddings"] = original
@@ -211,21 +217,22 @@ def _read_factors(gguf: Path, tensor: GgufTensor | None) -> list[float]:
 
 
 def _check_size(folder: Path, header: GgufHeader, name: str) -> None:
-    """Checks, before the model is built, that it takes each number of the file, and that there are
-    no more of them.
+    """Checks, before the model is built, that its parameters are exactly the numbers of the file.
 
-    transformers leaves out tensors that it does not know, and gives those that it misses random
-    values.
+    transformers ignores tensors that it does not know, and gives missing ones random values.
     """
     config = load_model_config(folder)
-    taken = sum(map(math.prod, weight_shapes(config).values()))
-    aside = (_ROPE_FREQS, *_ROPE_FACTORS)
-    held = sum(
-        math.prod(tensor.shape) for key, tensor in header.tensors.items() if key not in aside
+    num_parameters = sum(map(math.prod, weight_shapes(config).values()))
+    num_held = sum(
+        math.prod(tensor.shape)
+        for key, tensor in header.tensors.items()
+        if key not in (_ROPE_FREQS, *_ROPE_FACTORS)
     )
-    if taken != held:
-        text = f"holds {held} numbers, of which {config.architecture} of transformers would take {taken}"
-        raise CheckpointError(f"{name}: tensors: {text}")
+    if num_parameters != num_held:
+        raise CheckpointError(
+            f"{name}: tensors: hold {num_held} numbers; {config.architecture} of transformers has "
+            f"{num_parameters} parameters"
+        )
 
 
 def _check_tokenizer(tokenizer: Any, header: GgufHeader) -> None:
@@ -238,16 +245,16 @@ def _check_tokenizer(tokenizer: Any, header: GgufHeader) -> None:
         is_byte_level
         and tokenizer.decode(tokenizer.encode(_PROBE, add_special_tokens=False)) != _PROBE
     ):
-        raise CheckpointError("tokenizer.ggml.tokens: does not decode to the text that it encoded")
+        raise CheckpointError("tokenizer.ggml.tokens: do not decode to the text that they encode")
 
 
 def main(gguf: Path, dtype: str) -> None:
-    """Converts into the working folder; says in the last line of stderr why it cannot."""
+    """Converts into the working folder; if that fails, the last line of stderr tells why."""
     try:
         convert(gguf, Path.cwd(), dtype)
     except CheckpointError as error:
         sys.exit(f"ERROR: {error}")
-    except Exception as error:  # whatever a hostile file does to transformers
+    except Exception as error:  # transformers may raise any exception for a hostile file
         reason = " ".join(str(error).replace(str(gguf), gguf.name).split())
         sys.exit(
             f"ERROR: transformers {transformers.__version__} cannot read it: "

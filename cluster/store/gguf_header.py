@@ -1,9 +1,9 @@
-"""Reads the header of a GGUF file, each count, length and place checked against a bound and the
-size of the file.
+"""Reads the header of a GGUF file; checks each count, length and offset against a bound.
 
 The readers of transformers and gguf trust these numbers: a file of a hundred bytes that claims
-2**60 entries would keep them busy, or fill the memory, for hours. So this one goes first, and what
-it lets by, they can read.
+2**60 entries would use their time or memory without limit. So this reader runs first, and they read
+only files that it accepts. It is also fast enough for a command's start: a header of 400,000
+entries takes 0.2 s, with gguf.GGUFReader 23 s and 0.7 GB.
 """
 
 import math
@@ -23,12 +23,13 @@ _MAX_TENSORS: Final = 65_536
 _MAX_ENTRIES: Final = 2**22  # of all arrays; a vocabulary of 250,000 tokens takes 1.3 million
 _MAX_NAME_BYTES: Final = 256
 _MAX_TEXT_BYTES: Final = 2**20  # such as a chat template
-_MAX_ENTRY_BYTES: Final = 1_024  # a token, or a merge of two
+_MAX_ENTRY_BYTES: Final = 1_024  # of a token, or a merge of two tokens
 _MAX_DIMENSIONS: Final = 4
 _ALIGNMENT: Final = "general.alignment"
 _MAX_ALIGNMENT: Final = 65_536
 
-_TEXT, _ARRAY = 8, 9
+_TEXT: Final = 8
+_ARRAY: Final = 9
 _NUMBERS: Final = {
     kind: struct.Struct(f"<{letter}")
     for kind, letter in {
@@ -51,9 +52,9 @@ _KIND: Final = _NUMBERS[4]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
-    """Says what a tensor is and where it lies, in bytes from the start of the file."""
+    """Describes a tensor's type, shape and place, in bytes from the start of the file."""
 
-    kind: int  # as ggml numbers them
+    kind: int  # ggml's number of the type
     shape: tuple[int, ...]  # the fastest dimension first
     begin: int
     end: int
@@ -61,7 +62,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """Holds what a GGUF file says of its model; of an array the number of its entries."""
+    """Holds the metadata of a GGUF file; for an array only the number of its entries."""
 
     values: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
@@ -71,13 +72,15 @@ class GgufHeader:
         return str(self.values["general.architecture"])
 
     def of_model(self, name: str, default: Any = None) -> Any:
-        """Returns a value whose name begins with that of the architecture."""
+        """Returns the value whose name begins with the architecture's name."""
         return self.values.get(f"{self.architecture}.{name}", default)
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Raises CheckpointError, one line naming file and field, for a file that is no GGUF, is cut,
-    or claims what it cannot hold.
+    """Returns the header of a GGUF file.
+
+    Raises CheckpointError, one line that names the file and the field, for a file that is not GGUF,
+    is truncated, or claims more than it can hold.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -85,13 +88,14 @@ def read_gguf_header(path: Path) -> GgufHeader:
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path.name}: is empty") from error  # which mmap refuses
+        # mmap raises ValueError for an empty file.
+        raise CheckpointError(f"{path.name}: is empty") from error
     except OSError as error:
         raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from error
 
 
 class _HeaderReader:
-    """Walks through a header; `field` is what it reads, for its errors."""
+    """Parses a header in order; `_field` names the current field in errors."""
 
     def __init__(self, name: str, data: mmap.mmap) -> None:
         self._name = name
@@ -102,12 +106,12 @@ class _HeaderReader:
 
     def read(self) -> GgufHeader:
         if self._data[:4] != b"GGUF":
-            raise self._error("is no GGUF file")
+            raise self._error("is not a GGUF file")
         self._place = 4
         version = self._number(_KIND)
         if version not in _VERSIONS:
             raise self._error(
-                f"version {version} is not supported, only {' and '.join(map(str, _VERSIONS))}"
+                f"version {version} is not supported; supported: {', '.join(map(str, _VERSIONS))}"
             )
         num_tensors = self._count("tensor_count", _MAX_TENSORS)
         values = self._values(self._count("metadata_kv_count", _MAX_VALUES))
@@ -121,7 +125,7 @@ class _HeaderReader:
             self._field = f"metadata {index}"
             self._field = key = self._text(_MAX_NAME_BYTES)
             if key in values:
-                raise self._error("is there twice")
+                raise self._error("occurs twice")
             values[key] = self._value(self._number(_KIND))
         return values
 
@@ -131,7 +135,7 @@ class _HeaderReader:
         if kind == _TEXT:
             return self._text(_MAX_TEXT_BYTES)
         if kind != _ARRAY:
-            raise self._error(f"type {kind} is not known")
+            raise self._error(f"type {kind} is unknown")
         kind = self._number(_KIND)
         count = self._count(self._field, _MAX_ENTRIES - self._num_entries)
         self._num_entries += count
@@ -149,11 +153,13 @@ class _HeaderReader:
             self._field = f"tensor {index}"
             self._field = name = self._text(_MAX_NAME_BYTES)
             if name in found:
-                raise self._error("is there twice")
+                raise self._error("occurs twice")
             num_dimensions = self._number(_KIND)
             if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
                 raise self._error(
-                    f"has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible"
+                    f"has {num_dimensions} dimensions; the maximum is {_MAX_DIMENSIONS}"
+                    if num_dimensions
+                    else "has no dimensions"
                 )
             shape = tuple(self._number(_COUNT) for _ in range(num_dimensions))
             found[name] = self._number(_KIND), shape, self._number(_COUNT)
@@ -165,29 +171,26 @@ class _HeaderReader:
     def _tensor(
         self, name: str, kind: int, shape: tuple[int, ...], offset: int, start: int
     ) -> GgufTensor:
-        from gguf.constants import (
-            GGML_QUANT_SIZES,
-            GGMLQuantizationType,
-        )  # imports for some tenths of a second
+        # The import takes some tenths of a second.
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         self._field = name
         if kind not in [*GGMLQuantizationType]:
-            raise self._error(f"type {kind} is not known")
+            raise self._error(f"type {kind} is unknown")
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if 0 in shape or shape[0] % block:
             raise self._error(f"shape {list(shape)} does not fit blocks of {block}")
         begin = start + offset
-        return GgufTensor(
-            kind=kind, shape=shape, begin=begin, end=begin + math.prod(shape) // block * block_bytes
-        )
+        end = begin + math.prod(shape) // block * block_bytes
+        return GgufTensor(kind=kind, shape=shape, begin=begin, end=end)
 
     def _placed(self, tensors: dict[str, GgufTensor]) -> dict[str, GgufTensor]:
-        """Checks that the tensors lie in the file, none over another."""
+        """Checks that the tensors lie within the file and do not overlap."""
         last = 0
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].begin):
             self._field = name
             if tensor.begin < last:
-                raise self._error("lies over another tensor")
+                raise self._error("overlaps another tensor")
             last = tensor.end
             if last > len(self._data):
                 raise self._error(
@@ -196,36 +199,39 @@ class _HeaderReader:
         return tensors
 
     def _alignment(self, values: Mapping[str, Any]) -> int:
-        self._field, alignment = _ALIGNMENT, values.get(_ALIGNMENT, 32)
+        self._field = _ALIGNMENT
+        alignment = values.get(_ALIGNMENT, 32)
         if (
             type(alignment) is not int
             or not 1 <= alignment <= _MAX_ALIGNMENT
             or alignment & (alignment - 1)
         ):
-            raise self._error(f"must be a power of 2 up to {_MAX_ALIGNMENT}, is {alignment!r:.60}")
+            raise self._error(f"must be a power of 2 up to {_MAX_ALIGNMENT}, got {alignment!r:.60}")
         return alignment
 
     def _check(self, values: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:
-        self._field, architecture = "general.architecture", values.get("general.architecture")
+        self._field = "general.architecture"
+        architecture = values.get(self._field)
         if not isinstance(architecture, str):
-            raise self._error("is missing, or no text")
-        self._field, num_files = "split.count", values.get("split.count", 1)
+            raise self._error("is missing, or not a text")
+        self._field = "split.count"
+        num_files = values.get(self._field, 1)
         if num_files not in (0, 1):
             raise self._error(
-                f"is a part of {num_files!r:.60} files; join them first: llama-gguf-split --merge"
+                f"is one of {num_files!r:.60} files; join them first: llama-gguf-split --merge"
             )
         self._field = f"{architecture}.block_count"
         num_layers = values.get(self._field)
         if type(num_layers) is not int or not 1 <= num_layers <= len(tensors):
             raise self._error(
-                f"must be from 1 to the number of tensors, {len(tensors)}, is {num_layers!r:.60}"
+                f"must be from 1 to the number of tensors, {len(tensors)}, got {num_layers!r:.60}"
             )
 
     def _count(self, field: str, most: int) -> int:
         number = int(self._number(_COUNT))
         if number > most:
             self._field = field
-            raise self._error(f"{number} is beyond {most}")
+            raise self._error(f"{number} is above the maximum, {most}")
         return number
 
     def _number(self, form: struct.Struct) -> Any:
@@ -234,7 +240,8 @@ class _HeaderReader:
         return form.unpack_from(self._data, place)[0]
 
     def _text(self, most: int) -> str:
-        length, place = self._count(self._field, most), self._place
+        length = self._count(self._field, most)
+        place = self._place
         self._skip(length)
         try:
             return self._data[place : self._place].decode()
@@ -245,13 +252,16 @@ class _HeaderReader:
         self._place += num_bytes
         if self._place > len(self._data):
             raise self._error(
-                f"truncated: the header goes beyond the file's {len(self._data)} bytes"
+                f"truncated: the header is longer than the file's {len(self._data)} bytes"
             )
         if self._place > _MAX_HEADER_BYTES:
-            raise self._error(f"the header is larger than {_MAX_HEADER_BYTES} bytes")
+            raise self._error(f"the header is longer than the maximum, {_MAX_HEADER_BYTES} bytes")
 
     def _skip_texts(self, count: int) -> None:
-        unpack, data, place = _COUNT.unpack_from, self._data, self._place
+        # Local names: this loop runs once for each entry of a vocabulary.
+        unpack = _COUNT.unpack_from
+        data = self._data
+        place = self._place
         longest = 0
         try:
             for _ in range(count):
@@ -259,11 +269,11 @@ class _HeaderReader:
                 place += _COUNT.size + length
                 longest = max(longest, length)
         except (struct.error, OverflowError):
-            place = len(data) + 1  # of which `_skip` then complains
+            place = len(data) + 1  # `_skip` raises for it
         if longest > _MAX_ENTRY_BYTES:
-            raise self._error(f"has an entry of {longest} bytes, beyond {_MAX_ENTRY_BYTES}")
+            raise self._error(f"has an entry of {longest} bytes; the maximum is {_MAX_ENTRY_BYTES}")
         self._skip(place - self._place)
 
     def _error(self, problem: str) -> CheckpointError:
-        field = repr(self._field)[1:-1]  # a name may have any characters
+        field = repr(self._field)[1:-1]  # a name may contain any characters
         return CheckpointError(f"{self._name[:80]}: {field[:80]}: {problem}")

@@ -1,6 +1,4 @@
-"""Downloads models from the Hugging Face hub into its cache: safetensors, configs and tokenizers
-only.
-"""
+"""Downloads safetensors, configurations and tokenizers from the Hugging Face hub into its cache."""
 
 import hashlib
 import logging
@@ -23,30 +21,27 @@ from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_ba
 from ...proto.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
 
 ANSWER_DEADLINE_S: Final = 10.0
-"""For the hub's first response and for every file's headers; the download of a large model has no
-deadline.
-"""
+"""For the hub's first response and for every file's headers; a large file's download has none."""
 
 _HASH_BYTES: Final = 2**20
 _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
-_UNWANTED: Final = [
-    "*/*.safetensors",
-    "*/*.json",
-    "consolidated*",
-]  # of other formats, which would double the download
+# Copies in other formats, which would double the download.
+_UNWANTED: Final = ["*/*.safetensors", "*/*.json", "consolidated*"]
 
 
 def download_snapshot(repo_id: str, revision: str | None = None, *, progress: bool = False) -> Path:
-    """Returns the folder of a revision of `repo_id`, by default the newest, after downloading what
-    the cache lacks.
+    """Returns the folder of a revision of `repo_id`, by default the newest, with all files.
 
-    The content of every file is checked against the hash under which the hub keeps it. When the hub
-    cannot be reached, the revision in the cache is returned. Raises NotFound, PermissionDenied
-    (gated), InvalidArgument (not a repository's name, no such revision) or Unavailable (unreachable
-    and not in the cache, broken off, changed, or no room to store it).
+    Checks the content of every file against the hash by which the hub stores it. Returns the
+    revision in the cache if the hub cannot be reached. Raises NotFound, PermissionDenied (gated),
+    InvalidArgument (invalid name or unknown revision) or Unavailable (unreachable and not in the
+    cache, incomplete, modified, or no room on the disk).
     """
-    (enable_progress_bars if progress else disable_progress_bars)()
-    # Its retries would print a dozen warnings before the one line below.
+    if progress:
+        enable_progress_bars()
+    else:
+        disable_progress_bars()
+    # The library's retries would print a dozen warnings before the one line below.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         folder = snapshot_download(
@@ -58,7 +53,7 @@ def download_snapshot(repo_id: str, revision: str | None = None, *, progress: bo
         )
     except HFValidationError as error:
         raise InvalidArgument(
-            f"{repo_id!r} is not a name the Hugging Face hub allows", "model"
+            f"{repo_id!r} is not a valid name on the Hugging Face hub", "model"
         ) from error
     except GatedRepoError as error:
         raise PermissionDenied(
@@ -71,27 +66,34 @@ def download_snapshot(repo_id: str, revision: str | None = None, *, progress: bo
             f"model: there is no folder {repo_id} and no public model {repo_id} on the hub"
         ) from error
     except (FileNotFoundError, HfHubHTTPError, httpx2.TransportError) as error:
-        text = f"{repo_id} is no folder here, not in the cache, and the Hugging Face hub does not deliver it (offline?)"
-        raise Unavailable(f"model: {text}") from error
+        raise Unavailable(
+            f"model: {repo_id} is not a local folder, is not in the cache, and cannot be downloaded "
+            "from the Hugging Face hub (offline?)"
+        ) from error
     except OSError as error:
-        text = f"{error.filename or HF_HUB_CACHE}: {error.strerror}; set HF_HOME to a folder that can be written"
-        raise Unavailable(f"model: {repo_id} cannot be stored: {text}") from error
-    except (ImportError, ValueError) as error:  # of httpx, at a proxy or a URL that it cannot use
-        text = f"the Hugging Face hub cannot be asked for {repo_id}: {' '.join(str(error).split())}"
-        raise Unavailable(f"model: {text} (https_proxy, all_proxy, HF_ENDPOINT)") from error
+        raise Unavailable(
+            f"model: {repo_id} cannot be stored: {error.filename or HF_HUB_CACHE}: "
+            f"{error.strerror}; set HF_HOME to a folder that can be written"
+        ) from error
+    except (ImportError, ValueError) as error:  # httpx raises them for an unusable proxy or URL
+        raise Unavailable(
+            f"model: the Hugging Face hub cannot be asked for {repo_id}: "
+            f"{' '.join(str(error).split())} (https_proxy, all_proxy, HF_ENDPOINT)"
+        ) from error
     _check_hashes(Path(folder))
     return Path(folder)
 
 
 def _check_hashes(folder: Path) -> None:
-    """Raises Unavailable for a file whose content is not what its name in the cache says: its
-    SHA-256, or for small files git's SHA-1. That is the name in the repository's own blobs, which
-    may be links to blobs that all repositories share, whose names are hashes of another kind.
+    """Raises Unavailable for a file whose hash is not its name in the cache.
+
+    The hash is SHA-256, or for small files git's SHA-1. It is the name in the repository's blobs;
+    these may be links to blobs that repositories share, named by another kind of hash.
     """
     for path in sorted(folder.rglob("*")):
         name = path.readlink().name if path.is_symlink() else path.name
         if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name):
-            continue  # of another kind of server than the hub
+            continue  # another kind of server than the hub chose the name
         digest = hashlib.sha256() if len(name) == 64 else hashlib.sha1(usedforsecurity=False)
         if len(name) == 40:
             digest.update(b"blob %d\0" % path.stat().st_size)

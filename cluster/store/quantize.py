@@ -1,6 +1,4 @@
-"""Writes a model with rounded weights as a folder of compressed-tensors, which Tandem and vLLM
-load.
-"""
+"""Writes a model with rounded weights in compressed-tensors format, which Tandem and vLLM load."""
 
 import json
 import os
@@ -27,20 +25,20 @@ from .rounding import Grid, Rounded, damp, round_by_gptq, round_to_nearest
 BITS: Final = {"int8": 8, "int4": 4}
 _SEQUENCE_TOKENS: Final = 2048
 _MAX_SEQUENCES: Final = 16
-_WORD_BITS: Final = 32  # that numbers are packed into
+_WORD_BITS: Final = 32  # numbers are packed into words of this size
 _KEPT_SUFFIXES: Final = (".json", ".jinja", ".model", ".txt")
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 
 OnLayer = Callable[[int, int], None]
-"""Is called with the number of layers that are done, and of all."""
+"""A callback; its arguments are the number of finished layers and of all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationScheme:
-    """Says how weights are rounded: those of 4 bits with zero points."""
+    """Describes how weights are rounded; 4-bit weights have zero points."""
 
     bits: int
-    group_size: int | None  # None: a scale for each output
+    group_size: int | None  # None: one scale for each output
 
     @property
     def zero_points(self) -> bool:
@@ -48,25 +46,27 @@ class QuantizationScheme:
 
     @property
     def is_packed(self) -> bool:
-        """Returns whether numbers lie packed in words: weights of a byte with one scale an output
-        do not (W8A8).
+        """Returns True if numbers are packed into words.
+
+        Bytes with one scale for each output (W8A8) are not.
         """
         return self.bits < 8 or self.group_size is not None
 
     def grid(self, inputs: int) -> Grid:
-        """Returns the numbers that there are for an output of so many inputs."""
+        """Returns the grid for weights with this number of inputs."""
         return Grid(
             bits=self.bits, group_size=self.group_size or inputs, zero_points=self.zero_points
         )
 
     def config(self) -> dict[str, Any]:
-        """Returns the quantization_config."""
-        strategy = "channel" if self.group_size is None else "group"
+        """Returns the quantization_config of config.json."""
         weights = {
             "num_bits": self.bits,
             "type": "int",
             "symmetric": not self.zero_points,
-            "strategy": strategy,
+            "strategy": "channel" if self.group_size is None else "group",
+            "dynamic": False,
+            "group_size": self.group_size,
         }
         inputs = {
             "num_bits": 8,
@@ -77,7 +77,7 @@ class QuantizationScheme:
         }
         group = {
             "targets": ["Linear"],
-            "weights": weights | {"dynamic": False, "group_size": self.group_size},
+            "weights": weights,
             "input_activations": None if self.is_packed else inputs,
             "output_activations": None,
         }
@@ -91,7 +91,7 @@ class QuantizationScheme:
         }
 
     def tensors(self, name: str, rounded: Rounded) -> dict[str, torch.Tensor]:
-        """Returns what a folder holds of the map `name`."""
+        """Returns the stored tensors of the linear map `name`."""
         if not self.is_packed:
             centred = (rounded.numbers ^ 0x80).view(torch.int8)
             return {f"{name}.weight": centred, f"{name}.weight_scale": rounded.scales}
@@ -108,9 +108,7 @@ class QuantizationScheme:
         return tensors
 
     def _packed(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Packs numbers [rows, columns] uint8 into words [rows, words] int32, the first in the
-        lowest bits.
-        """
+        """Packs numbers [rows, columns] uint8 into [rows, words] int32, lowest bits first."""
         if self.bits == 4:
             numbers = numbers[:, 0::2] | numbers[:, 1::2] << 4
         return numbers.contiguous().view(torch.int32)
@@ -123,12 +121,11 @@ def quantize_model(
     calibration: str | None = None,
     on_layer: OnLayer = lambda done, total: None,
 ) -> None:
-    """Writes the model of `folder` to `out`, which must not exist: rounded to nearest, or with a
-    `calibration` text by GPTQ. What is rounded are the linear maps of the layers; embeddings, norms
-    and the head stay as they are.
+    """Writes the model of `folder` to `out`, rounded to nearest or, with a text, by GPTQ.
 
-    Raises CheckpointError for a model that cannot be rounded, InvalidArgument for an argument that
-    does not suit it.
+    `calibration`: the text for GPTQ. `out` must not exist. Rounds the linear maps of the layers;
+    embeddings, norms and the head stay unchanged. Raises CheckpointError for a model that cannot be
+    rounded, InvalidArgument for an argument that does not fit it.
     """
     if out.exists():
         raise InvalidArgument(f"{out} exists", "OUT")
@@ -136,8 +133,8 @@ def quantize_model(
     config = checkpoint.config
     if config.quantization or config.experts or config.transformers:
         raise CheckpointError(
-            "config.json: only plain weights of families of Tandem's own, without experts, are "
-            "rounded"
+            "config.json: only models of Tandem's families, without quantization or experts, can "
+            "be rounded"
         )
     names = linear_weights(config)
     for name in names:
@@ -152,7 +149,7 @@ def quantize_model(
         tensors |= load_file(file)
     for name in names:
         if not tensors[f"{name}.weight"].isfinite().all():
-            raise CheckpointError(f"{name}.weight: has NaN or infinite numbers")
+            raise CheckpointError(f"{name}.weight: contains NaN or infinite numbers")
     if calibration is None:
         for name in names:
             weight = tensors.pop(f"{name}.weight")
@@ -172,8 +169,9 @@ def quantize_model(
 
 
 def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
-    """Copies all but the weights, with the scheme in config.json; of folders within only chat
-    templates, since others may hold the model in other formats.
+    """Copies all files but the weights, and adds the scheme to config.json.
+
+    Copies only chat templates from subfolders, which may hold the model in other formats.
     """
     kept = [path for path in folder.iterdir() if path.name.endswith(_KEPT_SUFFIXES)] + list(
         folder.glob("*/*.jinja")
@@ -183,7 +181,7 @@ def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
             target = out / path.relative_to(folder)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-    shutil.copyfile(tokenizer_file(folder), out / TOKENIZER_FILE)  # which may be in the cache
+    shutil.copyfile(tokenizer_file(folder), out / TOKENIZER_FILE)  # it may be in the cache
     path = out / "config.json"
     fields = json.loads(path.read_bytes()) | {"quantization_config": scheme.config()}
     path.write_text(json.dumps(fields, indent=2), encoding="utf-8")
@@ -192,8 +190,10 @@ def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
 def _round_layers(
     folder: Path, names: list[str], scheme: QuantizationScheme, calibration: str, on_layer: OnLayer
 ) -> Iterator[tuple[str, Rounded]]:
-    """Yields the maps rounded by GPTQ, each at the moment when its inputs are known: those that the
-    rounded maps before it, also of its own layer, make of the calibration text.
+    """Yields the linear maps rounded by GPTQ, each as soon as its inputs are known.
+
+    Its inputs are the activations of the calibration text after the rounded maps before it, also of
+    its own layer.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -203,7 +203,7 @@ def _round_layers(
     ]
     length = min(_SEQUENCE_TOKENS, model.config.max_position_embeddings)
     if len(ids) < length:
-        raise InvalidArgument(f"has {len(ids)} tokens, fewer than {length}", "--calibration")
+        raise InvalidArgument(f"has {len(ids)} tokens; the minimum is {length}", "--calibration")
     found: dict[str, Rounded] = {}
     inputs = _Inputs()
     for name in names:
@@ -224,8 +224,10 @@ def _round_when_called(
     scheme: QuantizationScheme,
     found: dict[str, Rounded],
 ) -> None:
-    """Has a map rounded when it is called, and multiply the first half of its inputs by the plain
-    weight, the second half by the rounded one.
+    """Rounds a map when it is called.
+
+    The map multiplies the first half of its inputs by the plain weight, the second half by the
+    rounded weight.
     """
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -238,14 +240,15 @@ def _round_when_called(
 
 
 class _Inputs:
-    """Sums up inputs x [2 * sequences, tokens, inputs], of which the first half is what plain
-    weights made of a text, and the second half what rounded ones made of it. Maps that follow each
-    other often have the same.
+    """Computes sums over inputs x [2 * sequences, tokens, inputs], once for maps with equal x.
+
+    The first half of x comes from plain weights, the second half from rounded weights.
     """
 
     def __init__(self) -> None:
-        self._x: torch.Tensor | None = None  # what the sums are of
-        self._hessian = self._correction = torch.empty(0)
+        self._x: torch.Tensor | None = None  # the inputs of the sums
+        self._hessian = torch.empty(0)
+        self._correction = torch.empty(0)
 
     def hessian(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of r r^T, [inputs, inputs], over the rounded inputs r."""
@@ -253,8 +256,10 @@ class _Inputs:
         return self._hessian
 
     def correction(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns C [inputs, inputs], with which W + W C makes of the rounded inputs, in the mean,
-        what W makes of the plain ones (as GPTAQ, arXiv 2504.02692, has it).
+        """Returns C [inputs, inputs] that compensates for the rounding errors of the inputs.
+
+        W + W C applied to the rounded inputs equals, in the mean, W applied to the plain inputs
+        (GPTAQ, arXiv 2504.02692).
         """
         self._sum(x)
         return self._correction
@@ -263,6 +268,7 @@ class _Inputs:
         if x is self._x:
             return
         plain, rounded = (half.flatten(0, -2) for half in x.chunk(2))
-        self._x, self._hessian = x, rounded.t() @ rounded
+        self._x = x
+        self._hessian = rounded.t() @ rounded
         moved = (plain - rounded).t() @ rounded
         self._correction = torch.linalg.solve(damp(self._hessian), moved.t().double()).t().float()

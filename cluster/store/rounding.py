@@ -1,7 +1,8 @@
-"""Rounds linear weights to integers with a scale for each output and group of inputs: to nearest,
-or by GPTQ (arXiv 2210.17323), which lets the weights that are not rounded yet make up for the
-errors of those that are, and after it by turns of coordinate descent (QuantEase, arXiv 2309.01885)
-and the best scales for the numbers so found.
+"""Rounds linear weights to integers with one scale for each output and group of inputs.
+
+Rounds to nearest, or by GPTQ (arXiv 2210.17323), where weights that are not rounded yet compensate
+for the errors of rounded ones. After GPTQ, coordinate descent (QuantEase, arXiv 2309.01885)
+alternates with the best scales for the numbers found.
 """
 
 from dataclasses import dataclass
@@ -10,18 +11,19 @@ from typing import Final
 import torch
 
 _DAMPING: Final = 0.01  # of the mean of the Hessian's diagonal
-_COLUMNS: Final = 128  # whose errors reach the columns behind them at once
-_SHARES: Final = tuple(1 - step / 50 for step in range(25))  # of a group's range that are tried
-_SWEEPS: Final = (
-    4  # of coordinate descent; each changes about half as many numbers as the one before
-)
+_COLUMNS: Final = 128  # columns whose errors are applied to the later columns together
+_SHARES: Final = tuple(1 - step / 50 for step in range(25))  # of a group's range to try
+# Of coordinate descent; each sweep changes about half as many numbers as the one before.
+_SWEEPS: Final = 4
 _REFITS: Final = 3  # of the scales, each followed by coordinate descent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Says which numbers there are: 0 to 2**bits - 1, of which the middle stands for 0, or with
-    zero points one of each group's own. Groups of `group_size` inputs share a scale.
+    """Describes the numbers of a rounded weight: 0 to 2**bits - 1.
+
+    The middle number stands for 0, or with zero points one number for each group. Groups of
+    `group_size` inputs share a scale.
     """
 
     bits: int
@@ -46,16 +48,14 @@ class Rounded:
     zeros: torch.Tensor  # [outputs, groups] uint8
 
     def restored(self) -> torch.Tensor:
-        """Returns what the numbers stand for, [outputs, inputs] float32."""
+        """Returns the weight that the numbers represent, [outputs, inputs] float32."""
         groups = self.numbers.float().view(*self.scales.shape, -1)  # [outputs, groups, group_size]
         restored: torch.Tensor = (groups - self.zeros[..., None]) * self.scales.float()[..., None]
         return restored.flatten(1)
 
 
 def round_to_nearest(weight: torch.Tensor, grid: Grid) -> Rounded:
-    """Rounds a weight [outputs, inputs]; the largest and the smallest weight of each group are
-    among the numbers.
-    """
+    """Rounds a weight [outputs, inputs]; each group's range is the range of its weights."""
     groups = weight.float().reshape(len(weight), -1, grid.group_size)
     low, high = groups.aminmax(dim=-1)
     scales, zeros = _fit(low, high, grid, reach=0.0)
@@ -66,9 +66,10 @@ def round_to_nearest(weight: torch.Tensor, grid: Grid) -> Rounded:
 
 
 def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Rounded:
-    """Rounds a weight [outputs, inputs]. `hessian` [inputs, inputs] is the sum of x x^T over the
-    inputs x of a calibration text. Columns are rounded in the order of its diagonal, with scales
-    found before ("static" order).
+    """Rounds a weight [outputs, inputs] by GPTQ.
+
+    `hessian` [inputs, inputs] is the sum of x x^T over the inputs x of a calibration text. Columns
+    are rounded in the order of its diagonal, with scales found before ("static" order).
     """
     inputs = weight.shape[1]
     diagonal = hessian.diagonal()
@@ -79,9 +80,11 @@ def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Ro
         torch.cholesky_inverse(torch.linalg.cholesky(ordered)), upper=True
     ).float()
     scales, zeros = _search(weight.float(), diagonal, grid)
-    columns, of_column = weight.float().t()[order].contiguous(), order // grid.group_size
-    scale, zero = scales.t()[of_column], zeros.t()[of_column]  # [inputs, outputs]
-    numbers = torch.empty_like(columns)  # likewise
+    columns = weight.float().t()[order].contiguous()  # [inputs, outputs]
+    group = order // grid.group_size  # [inputs]
+    scale = scales.t()[group]  # [inputs, outputs]
+    zero = zeros.t()[group]  # [inputs, outputs]
+    numbers = torch.empty_like(columns)  # [inputs, outputs]
     for begin in range(0, inputs, _COLUMNS):
         end = min(begin + _COLUMNS, inputs)
         errors = torch.empty(end - begin, len(weight))
@@ -95,7 +98,8 @@ def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Ro
     restored = torch.empty_like(numbers)
     restored[order] = numbers
     numbers = restored.t().contiguous()
-    wide, sums = weight.float(), damped.float()
+    wide = weight.float()
+    sums = damped.float()
     _descend(wide, numbers, scales, zeros, sums, grid)
     for _ in range(_REFITS):
         scales = _refit(wide, numbers, scales, zeros, sums)
@@ -106,9 +110,7 @@ def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Ro
 
 
 def damp(hessian: torch.Tensor) -> torch.Tensor:
-    """Returns a Hessian [inputs, inputs] in float64 that can be inverted, inputs that are always 0
-    included.
-    """
+    """Returns an invertible Hessian [inputs, inputs] float64, also for inputs that are always 0."""
     diagonal = hessian.diagonal().double()
     return hessian.double() + (_DAMPING * diagonal.mean().clamp(min=1e-6) + (diagonal == 0)).diag()
 
@@ -121,19 +123,18 @@ def _descend(
     hessian: torch.Tensor,
     grid: Grid,
 ) -> None:
-    """Changes the numbers [outputs, inputs] of a weight [outputs, inputs] where the error of an
-    output becomes less while its other numbers stay, one input after the other. `scales` and
-    `zeros` [outputs, groups]; `hessian` [inputs, inputs], damped.
+    """Changes the numbers of a weight one input at a time, if that reduces the error of an output.
+
+    `numbers` and `weight` [outputs, inputs]; `scales` and `zeros` [outputs, groups]; `hessian`
+    [inputs, inputs], damped.
     """
     groups = numbers.view(*scales.shape, -1)
     restored = ((groups - zeros[..., None]) * scales[..., None]).flatten(1)  # [outputs, inputs]
-    slopes = (weight - restored) @ hessian  # likewise
+    slopes = (weight - restored) @ hessian  # [outputs, inputs]
     for _ in range(_SWEEPS):
         for at in range(weight.shape[1]):
-            scale, zero = (
-                scales[:, at // grid.group_size],
-                zeros[:, at // grid.group_size],
-            )  # [outputs]
+            scale = scales[:, at // grid.group_size]  # [outputs]
+            zero = zeros[:, at // grid.group_size]  # [outputs]
             best = _nearest(restored[:, at] + slopes[:, at] / hessian[at, at], scale, zero, grid)
             (changed,) = torch.nonzero(best != numbers[:, at], as_tuple=True)
             steps = (best - numbers[:, at])[changed] * scale[changed]  # [changed]
@@ -149,9 +150,9 @@ def _refit(
     zeros: torch.Tensor,
     hessian: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the scales [outputs, groups] with which numbers [outputs, inputs] make the least
-    error of a weight [outputs, inputs]: those of one output solve a system of linear equations.
-    Shapes as in `_descend`.
+    """Returns the scales [outputs, groups] that minimize the error of a weight for given numbers.
+
+    The scales of one output solve a system of linear equations. Shapes as in `_descend`.
     """
     steps = numbers.view(*scales.shape, -1) - zeros[..., None]  # [outputs, groups, group_size]
     by_group = hessian.view(len(hessian), *steps.shape[1:])  # [inputs, groups, group_size]
@@ -170,27 +171,24 @@ def _refit(
 def _search(
     weight: torch.Tensor, importance: torch.Tensor, grid: Grid
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales and zeros [outputs, groups] whose errors, each weighed by the `importance`
-    [inputs] of its
-    input, are the least: some large weights are cut for that.
+    """Returns the scales and zeros [outputs, groups] with the least weighted errors.
+
+    `importance` [inputs] weighs the error of each input. Some large weights are clipped for that.
     """
-    groups, weights = (
-        weight.reshape(len(weight), -1, grid.group_size),
-        importance.view(-1, grid.group_size),
-    )
+    groups = weight.reshape(len(weight), -1, grid.group_size)
+    weights = importance.view(-1, grid.group_size)
     low, high = groups.aminmax(dim=-1)
-    best, zeros, least = (
-        torch.empty_like(low),
-        torch.empty_like(low),
-        torch.full_like(low, torch.inf),
-    )
+    best = torch.empty_like(low)
+    zeros = torch.empty_like(low)
+    least = torch.full_like(low, torch.inf)
     for share in _SHARES:
         scale, zero = _fit(low * share, high * share, grid, reach=0.5)
         numbers = _nearest(groups, scale[..., None], zero[..., None], grid)
         errors = groups - (numbers - zero[..., None]) * scale[..., None]
         total = (errors.square_() * weights).sum(-1)
         is_less = total < least
-        best, zeros = torch.where(is_less, scale, best), torch.where(is_less, zero, zeros)
+        best = torch.where(is_less, scale, best)
+        zeros = torch.where(is_less, zero, zeros)
         least = torch.minimum(total, least)
     return best, zeros
 
@@ -198,14 +196,16 @@ def _search(
 def _fit(
     low: torch.Tensor, high: torch.Tensor, grid: Grid, reach: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales, as bfloat16 has them, 1 for groups of zeros, and the zeros with which the
-    numbers reach from `low` to `high`, of any shape; `reach` says by how much of a step more than
-    the numbers a weight may be.
+    """Returns scales and zeros for numbers that reach from `low` to `high`, of any shape.
+
+    Scales have the precision of bfloat16, and are 1 for groups of zeros. `reach`: by how much of a
+    step a weight may exceed the numbers.
     """
     if not grid.zero_points:
         steps = grid.largest - grid.middle + reach
         return _positive(torch.maximum(-low, high) / steps), torch.full_like(low, grid.middle)
-    low, high = low.clamp(max=0), high.clamp(min=0)
+    low = low.clamp(max=0)
+    high = high.clamp(min=0)
     scales = _positive((high - low) / grid.largest)
     return scales, (-low / scales).round_().clamp_(0, grid.largest)
 

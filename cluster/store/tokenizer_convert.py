@@ -1,7 +1,6 @@
-"""Makes tokenizer.json of a folder's other files: `python -m tandem.cluster.store.tokenizer_convert
-FOLDER`.
+"""Converts a folder's older tokenizer files to tokenizer.json in the working folder.
 
-transformers converts, and what it writes into the working folder is all that the process leaves.
+Run as `python -m tandem.cluster.store.tokenizer_convert FOLDER`; transformers converts.
 """
 
 import sys
@@ -12,17 +11,17 @@ from transformers import AutoTokenizer
 
 
 def main(folder: Path) -> None:
-    """Says in the last line of stderr why it cannot."""
+    """Converts; if that fails, the last line of stderr tells why."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
         tokenizer.backend_tokenizer.save("tokenizer.json")
-    except Exception as error:  # whatever the files do to transformers
+    except Exception as error:  # transformers may raise any exception for damaged files
         reason = " ".join(str(error).replace(str(folder), folder.name).split())
         sys.exit(
-            f"ERROR: transformers {transformers.__version__} does not: {type(error).__name__} "
-            f"{reason:.200}"
+            f"ERROR: transformers {transformers.__version__} cannot convert them: "
+            f"{type(error).__name__} {reason:.200}"
         )
 
 

@@ -363,12 +363,15 @@ async def test_the_tables_show_figures_and_failures(start: Start) -> None:
         (["--url", "http://h:1", "--rate", "nan"], "--rate: must be from"),
         (["--url", "http://h:1", "--concurrency", "0"], "--concurrency: must be from 1"),
         (["--url", "http://h:1", "--rate", "1", "--workload", "odd"], "--workload: must be one of"),
-        (["--url", "http://h:1", "--rate", "1", "--workload", "file"], "--file: belongs to"),
+        (
+            ["--url", "http://h:1", "--rate", "1", "--workload", "file"],
+            "--workload file and --file must be given together",
+        ),
         (
             ["--url", "http://h:1", "--rate", "1", "--workload", "shared-prefix"],
             "--prefix-len: must be from 1",
         ),
-        (["--url", "http://h:1", "--rate", "1", "--slo", "x=1"], "--slo: must name ttft"),
+        (["--url", "http://h:1", "--rate", "1", "--slo", "x=1"], "--slo: must name one of ttft"),
         (
             ["--url", "http://h:1", "--rate", "1", "--workload", "file", "--file", "/no/file"],
             "--file: /no/file: ",

@@ -325,7 +325,7 @@ def test_a_wrong_prompt_is_named_before_anything_runs(
         ),
         (
             {"speculative_config": {"model": "no model"}},
-            "speculative_config.model: 'no model' is no built-in model",
+            "speculative_config.model: 'no model' is not a built-in model",
         ),
         ({"kv_cache_gb": 1e9}, "kv_cache_gb: must be"),
         ({"kv_host_gb": -1.0}, "kv_host_gb: must be"),

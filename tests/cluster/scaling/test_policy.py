@@ -203,7 +203,7 @@ async def hold(admission: Admission, asked: TokenRequest) -> None:
 def test_tandem_serve_refuses_what_only_a_serve_configuration_can_start() -> None:
     config = load_config(None, {"model": "/models/tiny", "decode": SCALED})
     with (
-        pytest.raises(InvalidArgument, match="a configuration of Ray Serve starts the service"),
+        pytest.raises(InvalidArgument, match="needs a configuration of Ray Serve"),
         start_service(config, "/models/tiny"),
     ):
         pass

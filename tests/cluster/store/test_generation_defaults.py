@@ -47,15 +47,15 @@ def test_the_fields_that_vllm_reads_are_defaults_and_the_others_are_not(tmp_path
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("temperature", 2.5, "must be from 0 to 2, is 2.5"),
-        ("temperature", "1.0", "must be a number, is '1.0'"),
-        ("temperature", True, "must be a number, is True"),
-        ("temperature", float("nan"), "must be from 0 to 2, is nan"),
-        ("top_k", 1.5, "must be an integer, is 1.5"),
-        ("top_k", 10**40, "must be from -1 to 1000000, is 1000"),
-        ("top_p", 0, "must be greater than 0 and at most 1, is 0"),
-        ("max_new_tokens", 0, "must be from 1 to 1048576, is 0"),
-        ("repetition_penalty", [], "must be a number, is []"),
+        ("temperature", 2.5, "must be from 0 to 2, got 2.5"),
+        ("temperature", "1.0", "must be a number, got '1.0'"),
+        ("temperature", True, "must be a number, got True"),
+        ("temperature", float("nan"), "must be from 0 to 2, got nan"),
+        ("top_k", 1.5, "must be an integer, got 1.5"),
+        ("top_k", 10**40, "must be from -1 to 1000000, got 1000"),
+        ("top_p", 0, "must be greater than 0 and at most 1, got 0"),
+        ("max_new_tokens", 0, "must be from 1 to 1048576, got 0"),
+        ("repetition_penalty", [], "must be a number, got []"),
     ],
 )
 def test_a_value_that_no_request_could_have_is_refused_by_name(
@@ -65,4 +65,4 @@ def test_a_value_that_no_request_could_have_is_refused_by_name(
         generation_defaults(AUTO, write(tmp_path, **{field: value}))
     text = str(failure.value)
     assert text.startswith(f"generation_config.json: {field}: {reason}")
-    assert text.endswith("; with generation_config: none the file is left out")
+    assert text.endswith("; set generation_config: none to ignore the file")

@@ -231,7 +231,8 @@ def test_a_file_with_tensors_that_transformers_drops_is_refused(tmp_path: Path) 
     file = write_gguf(make_tiny_model(tmp_path / "m", attention_bias=True), tmp_path / "x.gguf")
     (tmp_path / "out").mkdir()
     with pytest.raises(
-        CheckpointError, match=r"^x.gguf: tensors: holds \d+ numbers, of which LlamaForCausalLM"
+        CheckpointError,
+        match=r"^x.gguf: tensors: hold \d+ numbers; LlamaForCausalLM of transformers has",
     ):
         gguf_convert.convert(file, tmp_path / "out", "float32")
 
@@ -270,43 +271,46 @@ def made(
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty"),
-    "other": (b"PK\x03\x04" + bytes(100), "header: is no GGUF file"),
+    "other": (b"PK\x03\x04" + bytes(100), "header: is not a GGUF file"),
     "version": (
         b"GGUF" + struct.pack("<IQQ", 1, 0, 0),
-        "header: version 1 is not supported, only 2 and 3",
+        "header: version 1 is not supported; supported: 2, 3",
     ),
     "big-endian": (
         b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
         "header: version 50331648 is not supported",
     ),
-    "tensors": (made(num_tensors=2**60), f"tensor_count: {2**60} is beyond 65536"),
-    "values": (made(num_values=2**60), f"metadata_kv_count: {2**60} is beyond 4096"),
-    "key": (made(struct.pack("<Q", 2**60)), f"metadata 0: {2**60} is beyond 256"),
-    "text": (made(value("x", 8, struct.pack("<Q", 2**40))), f"x: {2**40} is beyond 1048576"),
+    "tensors": (made(num_tensors=2**60), f"tensor_count: {2**60} is above the maximum, 65536"),
+    "values": (made(num_values=2**60), f"metadata_kv_count: {2**60} is above the maximum, 4096"),
+    "key": (made(struct.pack("<Q", 2**60)), f"metadata 0: {2**60} is above the maximum, 256"),
+    "text": (
+        made(value("x", 8, struct.pack("<Q", 2**40))),
+        f"x: {2**40} is above the maximum, 1048576",
+    ),
     "cut": (
         made(NAME, value("x", 8, struct.pack("<Q", 2**20))),
-        "x: truncated: the header goes beyond",
+        "x: truncated: the header is longer than",
     ),
-    "array": (made(value("x", 9, array(4, 2**60))), f"x: {2**60} is beyond 4194304"),
+    "array": (made(value("x", 9, array(4, 2**60))), f"x: {2**60} is above the maximum, 4194304"),
     "bomb": (
         made(value("x", 9, array(8, 2**22, bytes(2**25))), value("y", 9, array(8, 1))),
-        "y: 1 is beyond 0",
+        "y: 1 is above the maximum, 0",
     ),
     "entry": (
         made(value("x", 9, array(8, 1, text("x" * 2_000)))),
-        "x: has an entry of 2000 bytes, beyond 1024",
+        "x: has an entry of 2000 bytes; the maximum is 1024",
     ),
-    "entries": (made(value("x", 9, array(8, 2**20))), "x: truncated: the header goes beyond"),
+    "entries": (made(value("x", 9, array(8, 2**20))), "x: truncated: the header is longer than"),
     "nested": (
         made(value("x", 9, array(9, 1, array(9, 1)))),
         "x: an array of type 9 is not supported",
     ),
-    "kind": (made(value("x", 99, b"")), "x: type 99 is not known"),
-    "twice": (made(NAME, NAME), "general.architecture: is there twice"),
+    "kind": (made(value("x", 99, b"")), "x: type 99 is unknown"),
+    "twice": (made(NAME, NAME), "general.architecture: occurs twice"),
     "letters": (made(value("x", 8, text(b"\xff\xfe"))), "x: is not UTF-8"),
     "unnamed": (
         made(LAYERS, tensors=(tensor("a", 1),)),
-        "general.architecture: is missing, or no text",
+        "general.architecture: is missing, or not a text",
     ),
     "alignment": (
         made(NAME, value("general.alignment", 4, bytes(4))),
@@ -316,15 +320,15 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         made(
             NAME, value("llama.block_count", 4, struct.pack("<I", 10**9)), tensors=(tensor("a", 1),)
         ),
-        "llama.block_count: must be from 1 to the number of tensors, 1, is 1000000000",
+        "llama.block_count: must be from 1 to the number of tensors, 1, got 1000000000",
     ),
     "split": (
         made(NAME, LAYERS, value("split.count", 2, b"\3\0")),
-        "split.count: is a part of 3 files; join them first",
+        "split.count: is one of 3 files; join them first",
     ),
     "dimensions": (
         made(NAME, tensors=(tensor("a", *[1] * 9),)),
-        "a: has 9 dimensions; 1 to 4 are possible",
+        "a: has 9 dimensions; the maximum is 4",
     ),
     "size": (
         made(NAME, LAYERS, tensors=(tensor("a", 2**62, 2**62),)),
@@ -344,15 +348,15 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "quantised": (
         made(NAME, LAYERS, tensors=(tensor("a", 32, kind=99),)),
-        "a: type 99 is not known",
+        "a: type 99 is unknown",
     ),
     "over": (
         made(NAME, LAYERS, tensors=(tensor("a", 8), tensor("b", 8))),
-        "b: lies over another tensor",
+        "b: overlaps another tensor",
     ),
     "double": (
         made(NAME, LAYERS, tensors=(tensor("a", 1), tensor("a", 1, offset=32))),
-        "a: is there twice",
+        "a: occurs twice",
     ),
 }
 

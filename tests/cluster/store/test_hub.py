@@ -189,7 +189,7 @@ def test_a_file_of_the_blobs_that_repositories_share_is_checked_by_its_own_hash(
         ("org/tiny@nope", InvalidArgument, "no revision 'nope'"),
         ("org/absent", NotFound, "no public model org/absent"),
         ("org/gated", PermissionDenied, "org/gated is gated"),
-        ("org/broken", Unavailable, "does not deliver it"),
+        ("org/broken", Unavailable, "cannot be downloaded from the Hugging Face hub"),
     ],
 )
 def test_a_refusal_ends_in_one_line(
@@ -210,8 +210,8 @@ def test_without_a_hub_a_hub_id_ends_in_one_line_at_once(hub: ThreadingHTTPServe
         resolve_model("org/tiny")
     assert time.monotonic() - started < 5
     assert failure.value.message == (
-        "model: org/tiny is no folder here, not in the cache, and the Hugging Face hub does not "
-        "deliver it (offline?)"
+        "model: org/tiny is not a local folder, is not in the cache, and cannot be downloaded from "
+        "the Hugging Face hub (offline?)"
     )
 
 

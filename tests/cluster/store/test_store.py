@@ -206,7 +206,7 @@ def test_a_home_that_cannot_be_written_ends_in_one_line(tiny: BuiltIn, home: Pat
     home.parent.write_text("a file where the folder should be")
     assert (
         fails_in_one_line("tiny")
-        == f"cannot store tiny in {home}: Not a directory; TANDEM_HOME names another folder"
+        == f"cannot store tiny in {home}: Not a directory; set TANDEM_HOME to another folder"
     )
 
 
@@ -299,14 +299,14 @@ def test_a_model_may_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (
             "gpt2",
             InvalidArgument,
-            "no built-in model (smollm2-135m-instruct), no folder and no hub id",
+            "not a built-in model (smollm2-135m-instruct), a folder or a hub id",
         ),
-        ("", InvalidArgument, "no hub id"),
+        ("", InvalidArgument, "a folder or a hub id"),
         ("~nobody-of-this-name/x", NotFound, "there is no folder"),
-        ("x" * 5000, InvalidArgument, "no hub id"),
-        ("a\0b", InvalidArgument, "no hub id"),
+        ("x" * 5000, InvalidArgument, "a folder or a hub id"),
+        ("a\0b", InvalidArgument, "a folder or a hub id"),
         (__file__, InvalidArgument, "is a file"),
-        ("org/two--dashes..", InvalidArgument, "not a name the Hugging Face hub allows"),
+        ("org/two--dashes..", InvalidArgument, "not a valid name on the Hugging Face hub"),
     ],
 )
 def test_what_is_no_model_ends_in_one_line(model: str, kind: type[TandemError], text: str) -> None:
@@ -339,7 +339,7 @@ def test_the_command_line_gets_and_lists(
 @pytest.mark.parametrize(
     ("name", "code", "text"),
     [
-        ("nonsense", 2, f"no built-in model is called 'nonsense'; there are: {DEMO}, tiny"),
+        ("nonsense", 2, f"no built-in model is called 'nonsense'; the names are: {DEMO}, tiny"),
         ("tiny", 1, "tandem_tiny-1.0-py3-none-any.whl is not the published file: its SHA-256 is "),
     ],
 )

@@ -153,7 +153,7 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_in_a_line(
     with pytest.raises(CheckpointError) as failure:
         resolve_model(str(folder))
     assert str(failure.value).startswith(
-        "tokenizer.json: not found, and it cannot be made of tokenizer.model: "
+        "tokenizer.json: not found, and cannot be made of tokenizer.model: "
     )
     assert not re.search(r"Traceback|\n", str(failure.value))
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
