@@ -8,10 +8,10 @@
 
 Every call raises the errors of `tandem.proto.errors`: InvalidArgument (with the `field`), NotFound,
 Overloaded and Unavailable (with `retry_after` seconds), TooLarge, DeadlineExceeded, Cancelled,
-Unauthenticated, PermissionDenied, InternalError. `timeout` is in seconds for the whole call;
-without it a call may last as long as the service takes. What fails with a `retry_after` before its
-first token is tried again, `max_retries` times in a row. A stream whose router is lost goes on at
-the next of several addresses, or at the only one. More examples: docs/clients.md.
+Unauthenticated, PermissionDenied, InternalError. `timeout` is the maximum of seconds for the whole
+call; without it a call has no time limit. A call that fails with a `retry_after` before its first
+token is tried again, `max_retries` times in a row. A stream whose router is lost continues at the
+next of several addresses, or at the only one. More examples: docs/clients.md.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ Seconds = float | None
 TextOrIds = str | Sequence[int]
 Messages = Sequence[Message]
 Addresses = str | Sequence[str]
-"""HOST:PORT of each router of the service: one text with commas between them, or several."""
+"""HOST:PORT of each router of the service: one text with commas, or several texts."""
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _CANCELLED: Final = "the client cancelled the request"
@@ -67,16 +67,14 @@ def connect(
     compression: bool = False,
     max_retries: int = 2,
 ) -> "Client":
-    """Returns a client of the service at HOST:PORT; it connects with the first call."""
+    """Returns a client of the service at HOST:PORT, which connects at the first call."""
     return Client(
         address, api_key=api_key, tls=tls, compression=compression, max_retries=max_retries
     )
 
 
 class _Generation:
-    """Makes one stream of a request's tries, each of which goes on where the one before has broken
-    off.
-    """
+    """Makes one stream of a request's tries; each continues where the last one broke off."""
 
     def __init__(self, routed: RoutedCall, request: inference_pb2.GenerateRequest) -> None:
         self.collector = Collector()
@@ -85,7 +83,7 @@ class _Generation:
         self._has_begun = False  # the present try has answered
 
     def start(self) -> Any:
-        """Returns a call of grpc for what has not come yet."""
+        """Returns a call of gRPC for the rest of the stream."""
         self._has_begun = False
         return self._routed.start(self.collector.resumed(self._request))
 
@@ -96,9 +94,7 @@ class _Generation:
         return self.collector.delta(message)
 
     def delay(self, error: TandemError) -> float:
-        """Returns the seconds to wait before the next try. Raises `error` if the stream ends with
-        it.
-        """
+        """Returns the seconds until the next try. Raises `error` if there is no next try."""
         if self._has_begun and not (isinstance(error, Unavailable) and self.collector.can_resume):
             raise error
         return self._routed.delay(error)
@@ -135,19 +131,20 @@ class Stream:
                 self._call.cancel()
 
     def cancel(self) -> None:
-        """Ends the request, from any thread; the iteration then raises Cancelled. No effect after
-        the end.
+        """Ends the request, from any thread; the iteration then raises Cancelled.
+
+        Has no effect after the end.
         """
         self._cancelled.set()
         self._call.cancel()
 
     @property
     def timeline(self) -> Timeline | None:
-        """Where the time went; None before the end and for a request that was not accepted."""
+        """Returns the times of the parts; None before the end and for a refused request."""
         return self._collector.timeline
 
     def completion(self) -> Completion:
-        """Reads the rest of the stream; returns the whole completion."""
+        """Reads the rest of the stream; returns the completion."""
         for _ in self:
             pass
         return self._collector.completion()
@@ -160,8 +157,9 @@ class Stream:
 
 
 class AsyncStream:
-    """Iterates over the deltas of a completion. Leaving the `async with` block early cancels the
-    request.
+    """Iterates over the deltas of a completion.
+
+    Leaving the `async with` block early cancels the request.
     """
 
     def __init__(self, generation: _Generation) -> None:
@@ -175,9 +173,8 @@ class AsyncStream:
 
     async def __anext__(self) -> Delta:
         while True:
-            if (
-                self._cancelled.is_set()
-            ):  # grpc.aio would raise CancelledError, as if this task had been cancelled
+            # grpc.aio would raise CancelledError, as if this task had been cancelled.
+            if self._cancelled.is_set():
                 raise Cancelled(_CANCELLED)
             try:
                 message = await self._call.read()
@@ -191,7 +188,8 @@ class AsyncStream:
                 raise
             if self._collector.is_complete:
                 raise StopAsyncIteration
-            delay, self._call = self._generation.delay(error), None
+            delay = self._generation.delay(error)
+            self._call = None
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await self._cancelled.wait()
@@ -209,11 +207,11 @@ class AsyncStream:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Where the time went; None before the end and for a request that was not accepted."""
+        """Returns the times of the parts; None before the end and for a refused request."""
         return self._collector.timeline
 
     async def completion(self) -> Completion:
-        """Reads the rest of the stream; returns the whole completion."""
+        """Reads the rest of the stream; returns the completion."""
         async for _ in self:
             pass
         return self._collector.completion()
@@ -241,12 +239,14 @@ class _BaseClient(Generic[_S]):
         max_retries: int = 2,
         use_proxy: bool = True,
     ) -> None:
-        """`address`: HOST:PORT of the gRPC server of one or several routers, with TLS
-        grpcs://HOST:PORT. `api_key`: None takes that of the environment, TANDEM_API_KEY. `tls`:
-        with which files. `compression`: gzip requests, for
-        slow networks. `max_retries`: of one request, without an answer in between; 0 raises every
-        error at once. `use_proxy`: go through the proxy that the environment names (https_proxy and
-        the like), unless the host is loopback.
+        """Opens channels, which connect at the first call.
+
+        `address`: HOST:PORT of the gRPC server of one or several routers, with TLS
+        grpcs://HOST:PORT. `api_key`: None takes the key of the environment, TANDEM_API_KEY. `tls`:
+        the files for TLS. `compression`: compress requests with gzip, for slow networks.
+        `max_retries`: of one request, without an answer in between; 0 raises every error at once.
+        `use_proxy`: go through the proxy that the environment names (https_proxy and the like),
+        unless the host is loopback.
         """
         encoding = grpc.Compression.Gzip if compression else grpc.Compression.NoCompression
         self._metadata = wire.credentials(api_key)
@@ -264,7 +264,7 @@ class _BaseClient(Generic[_S]):
     def stream_chat(
         self, messages: Messages, *, timeout: Seconds = None, **options: Unpack[ChatOptions]
     ) -> _S:
-        """Answers a chat; the stream yields the assistant's answer piece by piece."""
+        """Sends a chat; the stream yields the assistant's answer piece by piece."""
         return self._generate(chat_prompt(messages, options), options, timeout)
 
     def _generate(
@@ -309,9 +309,7 @@ class Client(_BaseClient[Stream]):
         timeout: Seconds = None,
         **options: Unpack[TemplateOptions],
     ) -> list[int]:
-        """Returns the token ids that `generate` sees for a text, `chat` for messages with the same
-        template options.
-        """
+        """Returns the token ids of a text in `generate`, or of messages in `chat`."""
         request = tokenize_request(prompt, model, options)
         return list(
             self._call(lambda router: router.inference.Tokenize, request, timeout).token_ids
@@ -325,24 +323,25 @@ class Client(_BaseClient[Stream]):
         return str(self._call(lambda router: router.inference.Detokenize, request, timeout).text)
 
     def list_models(self, *, timeout: Seconds = None) -> list[ModelInfo]:
-        """Returns the models that the service answers for."""
+        """Returns the models that the service serves."""
         request = inference_pb2.ListModelsRequest()
         return list(self._call(lambda router: router.inference.ListModels, request, timeout).models)
 
     def load_lora_adapter(self, name: str, path: str, *, timeout: Seconds = None) -> None:
-        """Has the service answer with a LoRA adapter, too, for requests whose model is `name`. For
-        operators.
+        """Makes the service load a LoRA adapter, for requests whose model is `name`.
+
+        The key must be an operator's.
         """
         request = inference_pb2.LoadLoraAdapterRequest(lora_name=name, lora_path=path)
         self._call(lambda router: router.inference.LoadLoraAdapter, request, timeout)
 
     def unload_lora_adapter(self, name: str, *, timeout: Seconds = None) -> None:
-        """Has the service accept no more requests for an adapter. For operators."""
+        """Makes the service refuse new requests for an adapter. The key must be an operator's."""
         request = inference_pb2.UnloadLoraAdapterRequest(lora_name=name)
         self._call(lambda router: router.inference.UnloadLoraAdapter, request, timeout)
 
     def health(self, *, timeout: Seconds = None) -> bool:
-        """Returns whether the service can be reached and reports that it can answer."""
+        """Returns True if the service can be reached and reports that it can answer."""
         routed = self._routed(
             lambda router: router.health.Check, timeout, len(self._routers.all) - 1
         )
@@ -398,9 +397,7 @@ class AsyncClient(_BaseClient[AsyncStream]):
         timeout: Seconds = None,
         **options: Unpack[TemplateOptions],
     ) -> list[int]:
-        """Returns the token ids that `generate` sees for a text, `chat` for messages with the same
-        template options.
-        """
+        """Returns the token ids of a text in `generate`, or of messages in `chat`."""
         request = tokenize_request(prompt, model, options)
         return list(
             (await self._call(lambda router: router.inference.Tokenize, request, timeout)).token_ids
@@ -416,26 +413,27 @@ class AsyncClient(_BaseClient[AsyncStream]):
         )
 
     async def list_models(self, *, timeout: Seconds = None) -> list[ModelInfo]:
-        """Returns the models that the service answers for."""
+        """Returns the models that the service serves."""
         request = inference_pb2.ListModelsRequest()
         return list(
             (await self._call(lambda router: router.inference.ListModels, request, timeout)).models
         )
 
     async def load_lora_adapter(self, name: str, path: str, *, timeout: Seconds = None) -> None:
-        """Has the service answer with a LoRA adapter, too, for requests whose model is `name`. For
-        operators.
+        """Makes the service load a LoRA adapter, for requests whose model is `name`.
+
+        The key must be an operator's.
         """
         request = inference_pb2.LoadLoraAdapterRequest(lora_name=name, lora_path=path)
         await self._call(lambda router: router.inference.LoadLoraAdapter, request, timeout)
 
     async def unload_lora_adapter(self, name: str, *, timeout: Seconds = None) -> None:
-        """Has the service accept no more requests for an adapter. For operators."""
+        """Makes the service refuse new requests for an adapter. The key must be an operator's."""
         request = inference_pb2.UnloadLoraAdapterRequest(lora_name=name)
         await self._call(lambda router: router.inference.UnloadLoraAdapter, request, timeout)
 
     async def health(self, *, timeout: Seconds = None) -> bool:
-        """Returns whether the service can be reached and reports that it can answer."""
+        """Returns True if the service can be reached and reports that it can answer."""
         routed = self._routed(
             lambda router: router.health.Check, timeout, len(self._routers.all) - 1
         )

@@ -1,8 +1,8 @@
-"""Turns the arguments of the clients into messages of the service. Does no I/O; the service checks
-the bounds.
+"""Converts the arguments of the clients to messages of the service.
 
-Raises InvalidArgument, which names the option, for what no message can hold: values of a wrong
-type, numbers that no field holds, options that exclude each other. None means absent.
+Does no I/O; the service checks the bounds. Raises InvalidArgument, which names the option, for
+values that no message can hold: of a wrong type, beyond the range of a field, or of options that
+exclude each other. None means absent.
 """
 
 import json
@@ -53,9 +53,7 @@ def chat_prompt(messages: Sequence[Message], options: TemplateOptions) -> infere
 def generate_request(
     prompt: inference_pb2.Prompt, given: Options | ChatOptions
 ) -> inference_pb2.GenerateRequest:
-    """Returns the message for a prompt and these options, but for those of the template, which are
-    in the prompt.
-    """
+    """Returns the message for a prompt and these options; template options are in the prompt."""
     _check_names(given, _NAMES | _TEMPLATE_NAMES if prompt.HasField("chat") else _NAMES)
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     request = inference_pb2.GenerateRequest(prompt=prompt)
@@ -64,14 +62,14 @@ def generate_request(
     ]
     if len(constraints) > 1:
         raise InvalidArgument(
-            f"does not go with {constraints[0]}; a completion has one constraint", constraints[1]
+            f"excludes {constraints[0]}; a completion has one constraint", constraints[1]
         )
     for row in PARAMETERS:
         name = row.client_name
         if name not in options or (options[name] is False and row.kind == "bool"):
             continue
         if row.field.startswith("beam_search.") and "beam_width" not in options:
-            raise InvalidArgument("goes with beam_width only", name)
+            raise InvalidArgument("needs beam_width", name)
         with _refusing(name, f"{options[name]!r} does not fit the field"):
             set_value(request, row, _field_value(row, options[name]))
     return request
@@ -110,8 +108,9 @@ def _check_names(given: Mapping[str, object], known: Set[str]) -> None:
 
 @contextmanager
 def _refusing(name: str, message: str) -> Iterator[None]:
-    """Raises InvalidArgument, which names `name`, for a value that does not fit; a lone surrogate
-    is one, too.
+    """Raises InvalidArgument, which names `name`, for a value of a wrong type or range.
+
+    A text with a lone surrogate is such a value.
     """
     try:
         yield
@@ -135,7 +134,7 @@ def _message(index: int, given: Message) -> inference_pb2.ChatMessage:
 
 
 def _text(content: object) -> str:
-    """Returns a content, or the joined texts of OpenAI's content parts."""
+    """Returns the text of a content, which may have OpenAI's content parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -154,14 +153,14 @@ def _call(given: ToolCall | Mapping[str, Any]) -> inference_pb2.ToolCall:
 
 def _tool(given: Tool | Mapping[str, Any]) -> inference_pb2.Tool:
     if isinstance(given, Tool):
-        name, description, parameters = given.name, given.description, given.parameters
+        name = given.name
+        description = given.description
+        parameters = given.parameters
     else:
         function = given["function"]
-        name, description, parameters = (
-            function["name"],
-            function.get("description"),
-            function.get("parameters"),
-        )
+        name = function["name"]
+        description = function.get("description")
+        parameters = function.get("parameters")
     schema = json.dumps(parameters) if parameters else None
     return inference_pb2.Tool(name=name, description=description, parameters=schema)
 

@@ -1,4 +1,4 @@
-"""Turns the messages of the service into the results of the clients. Does no I/O."""
+"""Converts the messages of the service to the results of the clients. Does no I/O."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -17,7 +17,7 @@ _FINISH_REASONS: Final[dict[int, FinishReason]] = {
 
 
 class Collector:
-    """Turns the messages of one stream into deltas, and all of them into the completion."""
+    """Converts the messages of one stream to deltas, and all of them to the completion."""
 
     def __init__(self) -> None:
         self.timeline: Timeline | None = None  # set by `ended`
@@ -27,15 +27,15 @@ class Collector:
         self._usage: Usage | None = None
         self._resume_tokens: dict[int, bytes] = {}  # the last of each choice
         self._num_repeated = 0  # prompt log probabilities that come again
-        self.can_resume = True  # the service gives resume tokens, so that another router can go on
+        self.can_resume = True  # the service gives resume tokens, with which a router can continue
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last message has come."""
+        """Returns True after the last message."""
         return self._usage is not None
 
     def resumed(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
-        """Returns the request for what has not come yet."""
+        """Returns the request for the rest of the stream."""
         if not self._deltas:
             return request
         again = inference_pb2.GenerateRequest()
@@ -50,7 +50,7 @@ class Collector:
         return again
 
     def delta(self, message: inference_pb2.GenerateResponse) -> Delta:
-        """Takes the next message."""
+        """Adds the next message; returns its delta."""
         self._request_id = message.request_id
         delta = Delta(
             text=message.text,
@@ -77,15 +77,13 @@ class Collector:
         return delta
 
     def ended(self, trailing: Metadata | None) -> None:
-        """Takes the trailing metadata; call it however the stream ended."""
+        """Reads the trailing metadata; must be called at the end of a stream, also of a failed one."""
         for key, value in trailing or ():
             if key == _TIMELINE_KEY and isinstance(value, bytes):
                 self.timeline = Timeline.FromString(value)
 
     def completion(self) -> Completion:
-        """Returns the whole completion. Raises InternalError if the stream ended without its last
-        message.
-        """
+        """Returns the complete answer. Raises InternalError if the last message is missing."""
         if self._usage is None:
             raise InternalError("the service ended the stream without a finish reason")
         return Completion(

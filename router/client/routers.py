@@ -1,5 +1,6 @@
-"""Chooses the router that a call goes to, and starts it there: with several addresses, one until it
-fails.
+"""Chooses the router for a call, and starts the call there.
+
+Of several addresses all calls use one, until it fails.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from . import wire
 
 
 class RouterStubs:
-    """Holds the channel to one router, and its services."""
+    """Holds the channel to one router, and the stubs of its services."""
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
@@ -28,9 +29,7 @@ class RouterStubs:
 
 
 class Routers:
-    """Holds the routers of one service. All calls go to one of them, the first chosen at random,
-    until one fails.
-    """
+    """Holds the routers of one service. All calls go to one of them until it fails."""
 
     def __init__(self, addresses: str | Sequence[str], open_channel: Callable[[str], Any]) -> None:
         """`addresses`: each HOST:PORT, in one text with commas between them or in several. Raises
@@ -41,22 +40,21 @@ class Routers:
         if not names or not all(names):
             raise InvalidArgument("must be HOST:PORT of each router, one or more", "address")
         self.all = [RouterStubs(open_channel(name)) for name in names]
-        self._current = random.randrange(
-            len(self.all)
-        )  # clients with the same list use all routers
+        # Random, so that clients with the same list use all routers.
+        self._current = random.randrange(len(self.all))
 
     @property
     def current(self) -> RouterStubs:
         return self.all[self._current]
 
     def leave(self, failed: RouterStubs) -> None:
-        """Goes on to the next router, unless another call has done so already."""
+        """Makes the next router the current one, unless another call has already left `failed`."""
         if self.current is failed:
             self._current = (self._current + 1) % len(self.all)
 
 
 class RoutedCall:
-    """Starts the tries of one call, each at the router that is current then."""
+    """Starts the tries of one call, each at the router that is current at that time."""
 
     def __init__(
         self,
@@ -65,7 +63,7 @@ class RoutedCall:
         metadata: wire.Metadata,
         retries: wire.Retries,
     ) -> None:
-        """`choose`: returns the method of a router's services."""
+        """Takes the function `choose`, which returns the method of a router's services to call."""
         self._routers = routers
         self._choose = choose
         self._metadata = metadata
@@ -78,20 +76,18 @@ class RoutedCall:
         )
 
     def progressed(self) -> None:
-        """Forgets the tries that failed: the service has answered since."""
+        """Forgets the failed tries, after an answer of the service."""
         self._retries.reset()
 
     def delay(self, error: TandemError) -> float:
-        """Returns the seconds to wait before the next try, see Retries. Raises `error` if there is
-        none.
-        """
+        """Returns the seconds until the next try; raises `error` if there is none, as Retries."""
         if error.retry_after is not None:
             self._routers.leave(self._router)
         return self._retries.delay(error)
 
 
 def call(routed: RoutedCall, request: Message) -> Any:
-    """Carries out a unary call. Raises a TandemError."""
+    """Makes a unary call with its retries. Raises a TandemError."""
     while True:
         try:
             return routed.start(request)
@@ -101,7 +97,7 @@ def call(routed: RoutedCall, request: Message) -> Any:
 
 
 async def call_async(routed: RoutedCall, request: Message) -> Any:
-    """Does the same in an event loop."""
+    """Makes a unary call with its retries in an event loop. Raises a TandemError."""
     while True:
         try:
             return await routed.start(request)

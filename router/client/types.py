@@ -11,10 +11,10 @@ Usage = inference_pb2.Usage
 """Tokens of one request, all choices together."""
 
 ToolCall = inference_pb2.ToolCall
-"""What the model asks for; the message with the result names its `id` as `tool_call_id`."""
+"""A call that the model requests; the message with its result has its `id` as `tool_call_id`."""
 
 ModelInfo = inference_pb2.Model
-"""A model that the service answers for."""
+"""A model that the service serves."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 Message = Mapping[str, object]
@@ -29,9 +29,8 @@ class Tool:
 
     name: str
     description: str = ""
-    parameters: Mapping[str, object] = field(
-        default_factory=dict
-    )  # JSON schema of the arguments; empty: none
+    # A JSON schema of the arguments; empty for a function without arguments.
+    parameters: Mapping[str, object] = field(default_factory=dict)
 
 
 class TemplateOptions(TypedDict, total=False):
@@ -41,29 +40,30 @@ class TemplateOptions(TypedDict, total=False):
     tool_choice: str  # "auto", "none", "required" or a tool's name; absent: "auto"
     template_kwargs: Mapping[str, object]  # further variables of the chat template
     continue_final_message: bool  # goes on with the last message, the assistant's
-    parse_special: bool  # special tokens that messages spell are no text
+    parse_special: bool  # reads special tokens that messages spell as tokens, not as text
 
 
 class Options(TypedDict, total=False):
-    """Declares the rows of proto/parameters.py with types; what is absent takes the service's
-    default.
+    """Declares the rows of proto/parameters.py with types.
+
+    An absent option takes the service's default.
     """
 
     model: str  # absent: the only model served
     request_id: str  # names the request in logs and timelines
-    priority: int  # of those that wait the greatest goes first
+    priority: int  # of waiting requests the greatest goes first
     truncate_prompt: bool  # keeps the end of a prompt that does not fit the context
-    truncate_prompt_tokens: (
-        int  # keeps so many tokens of the prompt's end; -1: as many as fit the context
-    )
+    # The number of tokens to keep of the prompt's end; -1: as many as fit the context.
+    truncate_prompt_tokens: int
 
-    n: int  # completions; choice i samples as a request of its own with seed + i would
-    best_of: int  # completions to generate, of which the n likeliest are answered
-    beam_width: int  # searches instead of sampling; goes with no option of the block below
+    n: int  # completions; choice i is sampled like a separate request with seed + i
+    best_of: int  # completions to generate; the n likeliest are returned
+    beam_width: int  # searches instead of sampling; excludes the options of the next block
     length_penalty: float  # of the beam search; absent: 1
-    early_stopping: bool  # of the beam search: as soon as beam_width hypotheses are complete
+    early_stopping: bool  # ends the beam search when beam_width hypotheses are complete
 
-    # 0 is greedy; absent: the model's, or else 1; the same holds where docs/parameters.md says so
+    # 0 is greedy. Absent: the value of the model's generation_config.json, or else 1. The same
+    # holds for other options where docs/parameters.md says so.
     temperature: float
     top_k: int  # 0 keeps all
     top_p: float
@@ -71,29 +71,28 @@ class Options(TypedDict, total=False):
     typical_p: float
     repetition_penalty: float  # of tokens in prompt or completion; absent: 1
     presence_penalty: float  # of tokens in the completion
-    frequency_penalty: float  # the same, for each time
-    logit_bias: Mapping[int, float]  # token id: what is added to its logit
-    bad_words: Sequence[str]  # texts that the completion will not have
+    frequency_penalty: float  # of tokens in the completion, for each occurrence
+    logit_bias: Mapping[int, float]  # numbers that are added to logits, by token id
+    bad_words: Sequence[str]  # texts that the completion must not contain
     seed: int  # same seed, same tokens; absent: a random one
 
-    max_tokens: int  # absent: of a chat to the end of the context, of another prompt 16
-    min_tokens: int  # before so many nothing ends a completion
+    max_tokens: int  # absent: for a chat up to the end of the context, for another prompt 16
+    min_tokens: int  # before this number of tokens nothing ends a completion
     stop: str | Sequence[str]  # the text ends before the first of these
     stop_token_ids: Sequence[int]
     ignore_eos: bool
 
-    logprobs: (
-        int  # reports each generated token's log probability and so many alternatives; absent: none
-    )
+    # Reports the log probability of each generated token and of this number of alternatives; absent:
+    # reports no log probabilities.
+    logprobs: int
     prompt_logprobs: int  # the same for the prompt; max_tokens may then be 0
     echo: bool  # repeats the prompt before each completion; not in a chat
 
-    json_schema: (
-        Mapping[str, object] | str
-    )  # of these five at most one: what the completion looks like
+    # The form of the completion: at most one of these five.
+    json_schema: Mapping[str, object] | str
     json_object: bool
     regex: str
-    choice: Sequence[str]  # one of these texts, word for word
+    choice: Sequence[str]  # the completion is one of these texts
     grammar: str  # in the Lark format of llguidance
 
 
@@ -113,7 +112,7 @@ class Logprob:
 
     @property
     def text(self) -> str:
-        """The bytes as text, with replacement characters for parts of characters."""
+        """Returns the bytes as text, with replacement characters for parts of characters."""
         return self.token_bytes.decode(errors="replace")
 
 
@@ -127,7 +126,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """Holds a piece of a completion; those of several choices come as they are generated."""
+    """Holds a piece of a completion; pieces of several choices come in the order of generation."""
 
     text: str  # whole characters; empty while they are incomplete
     token_ids: tuple[int, ...]
@@ -136,13 +135,12 @@ class Delta:
     usage: Usage | None  # set in the very last piece only
     choice: int = 0  # the index of the choice
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, if asked for
-    prompt_logprobs: tuple[
-        TokenLogprobs, ...
-    ] = ()  # one for each token of the prompt, in the first piece
-    tool_calls: tuple[ToolCall, ...] = ()  # whole ones; their text is not in `text`
+    # One for each token of the prompt, in the first piece.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()  # complete calls; their text is not in `text`
     score: float = 0.0  # in the choice's last piece after a beam search
-    reasoning: str = ""  # what the model thinks before it speaks, in a chat; not in `text`
-    stop_string: str = ""  # in the choice's last piece: the stop string that has ended it
+    reasoning: str = ""  # the model's reasoning before its answer in a chat; not in `text`
+    stop_string: str = ""  # in the choice's last piece: the stop string that ended it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,28 +153,29 @@ class Choice:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, if asked for
     tool_calls: tuple[ToolCall, ...] = ()
     score: float = 0.0  # of a beam search
-    reasoning: str = ""  # what the model thought before it spoke, in a chat; not in `text`
-    stop_string: str = ""  # that has ended it
+    reasoning: str = ""  # the model's reasoning before its answer in a chat; not in `text`
+    stop_string: str = ""  # the stop string that ended it
 
     @property
     def message(self) -> dict[str, object]:
-        """The choice as the assistant's message, for the chat to go on with."""
+        """Returns the choice as the assistant's message, to continue the chat."""
         message: dict[str, object] = {"role": "assistant", "content": self.text}
-        message |= {"reasoning": self.reasoning} if self.reasoning else {}
-        return message | ({"tool_calls": self.tool_calls} if self.tool_calls else {})
+        if self.reasoning:
+            message["reasoning"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Holds the whole answer to a request; its properties are those of the first choice."""
+    """Holds the complete answer to a request; its properties describe the first choice."""
 
     request_id: str
-    choices: tuple[Choice, ...]  # after best_of and beam search the best first
+    choices: tuple[Choice, ...]  # after best_of and beam search the best one first
     usage: Usage
-    timeline: Timeline  # where the time went
-    prompt_logprobs: tuple[
-        TokenLogprobs, ...
-    ] = ()  # one for each token of the prompt, if asked for
+    timeline: Timeline  # the time of each part
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each prompt token, if asked for
 
     @property
     def text(self) -> str:

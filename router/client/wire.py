@@ -1,9 +1,10 @@
-"""Holds what both clients share on the wire: channel options, credentials, errors, retries."""
+"""Defines the channel options, credentials, errors and retries that both clients share."""
 
 import os
 import random
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,16 +17,13 @@ from ...proto import errors, limits
 from ...proto.addresses import host_of, is_loopback
 
 API_KEY_VARIABLE: Final = "TANDEM_API_KEY"
-MAX_ANSWER_BYTES: Final = (
-    256 * 1024 * 1024
-)  # the log probabilities of a long prompt come in one message
+# The log probabilities of a long prompt come in one message.
+MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
-    (
-        "grpc.keepalive_time_ms",
-        20_000,
-    ),  # a router whose machine is gone is noticed within half a minute
+    # Together they notice within half a minute that a router's machine is gone.
+    ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     # A router that was replaced is reached as soon as it listens. By default grpc fails every call
     # at once while it waits for the next try to connect, for up to two minutes.
@@ -40,13 +38,14 @@ _STATUS_KEY: Final = "grpc-status-details-bin"
 Metadata = Iterable[tuple[str, str | bytes]]
 
 _MAX_RETRY_SECONDS: Final = 30.0
-_RESUME_SECONDS: Final = 30.0  # in which a router that was lost is replaced
+_RESUME_SECONDS: Final = 30.0  # a lost router is replaced in this time
 
 
 class Retries:
-    """Counts the tries of one request, within its timeout. One that has tokens already is not given
-    up before 30 s without any, so that its router can be replaced meanwhile; `max_retries` 0 gives
-    up at once.
+    """Counts the tries of one request, within its timeout.
+
+    A request that has received tokens is given up only after 30 s without further ones, so that its
+    router can be replaced in the meantime. `max_retries` 0 gives every request up at once.
     """
 
     def __init__(self, max_retries: int, timeout: float | None, num_routers: int = 1) -> None:
@@ -59,16 +58,17 @@ class Retries:
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that are left of the timeout."""
+        """Returns the rest of the timeout in seconds."""
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def delay(self, error: errors.TandemError) -> float:
-        """Counts a try that failed; returns the seconds to wait before the next: `retry_after` and
-        up to a quarter more, so that clients refused together do not return together. None after
-        Unavailable, as long as there is a router that was not tried.
+        """Counts a failed try; returns the seconds to wait before the next try.
 
-        Raises `error` if there is no next try: the service names no time or more than 30 seconds,
-        the timeout would be exceeded, or none is left.
+        They are `retry_after` and up to a quarter more, so that clients that were refused together
+        do not return together. They are 0 after Unavailable while some router was not tried.
+
+        Raises `error` if there is no next try: no retry is left, the service names no time or more
+        than 30 seconds, or the timeout would be exceeded.
         """
         if not self._num_failed:
             self._failing_since = time.monotonic()
@@ -86,7 +86,7 @@ class Retries:
         return delay
 
     def reset(self) -> None:
-        """Forgets the tries that failed, since the service has answered with tokens after them."""
+        """Forgets the failed tries, after the service has answered with tokens."""
         self._num_failed = 0
         self._has_begun = True
 
@@ -96,7 +96,8 @@ class Retries:
 
 
 def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of every call; for None with the key of the environment, if it has one.
+    """Returns the metadata of every call; None stands for the key of the environment, if any.
+
     Raises InvalidArgument for a key that no header can hold.
     """
     if api_key is None:
@@ -108,14 +109,11 @@ def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientTls:
-    """Names the files in PEM with which a client speaks TLS."""
+    """Names the PEM files that a client uses for TLS."""
 
-    ca: Path | str | None = (
-        None  # that the service's certificate is of; None: those that gRPC knows
-    )
-    certificate: Path | str | None = (
-        None  # the client's own, with its key, for a service that demands one
-    )
+    ca: Path | str | None = None  # the CA of the service's certificate; None: the CAs of gRPC
+    # The client's own certificate, for a service that demands one, and its key.
+    certificate: Path | str | None = None
     key: Path | str | None = None
 
     @property
@@ -126,7 +124,7 @@ class ClientTls:
         """Reads the files. Raises InvalidArgument."""
         if (self.certificate is None) != (self.key is None):
             raise errors.InvalidArgument(
-                "goes with tls_key, and neither without the other", "tls_certificate"
+                "tls_certificate and tls_key must be set together", "tls_certificate"
             )
         paths = (self.ca, self.key, self.certificate)
         try:
@@ -141,17 +139,19 @@ class ClientTls:
 def open_channel(
     module: Any, address: str, tls: ClientTls, compression: grpc.Compression, use_proxy: bool = True
 ) -> Any:
-    """Opens a channel of grpc or grpc.aio, `module`, to HOST:PORT, grpc://HOST:PORT or, in TLS,
-    grpcs://HOST:PORT; without a scheme in TLS if any file is named for it. `use_proxy`: go through
-    the proxy that the environment names (https_proxy and the like), unless the host is loopback.
-    Raises InvalidArgument.
+    """Opens a channel of `module`, which is grpc or grpc.aio.
+
+    `address` is HOST:PORT, grpc://HOST:PORT or, for TLS, grpcs://HOST:PORT. Without a scheme the
+    channel uses TLS if `tls` names a file. With `use_proxy` it goes through the proxy that the
+    environment names (https_proxy and the like), unless the host is loopback. Raises
+    InvalidArgument.
     """
     scheme, _, host = address.rpartition("://")
     if scheme not in ("", "grpc", "grpcs") or (scheme == "grpc" and tls.is_given):
         raise errors.InvalidArgument(
             "must be HOST:PORT, grpc://HOST:PORT, or with TLS grpcs://HOST:PORT", "address"
         )
-    # Even loopback goes through a proxy, unless no_proxy has it.
+    # gRPC would use a proxy even for loopback, unless no_proxy names it.
     goes_direct = not use_proxy or is_loopback(host_of(host))
     options = (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(not goes_direct)))
     if scheme == "grpcs" or tls.is_given:
@@ -165,8 +165,9 @@ def error_of(call: Any) -> errors.TandemError:
 
 
 _RESET: Final = "CANCELLED"
-"""What grpc says itself of a stream that was reset, as one is that comes just when its router
-stops. A call that the client or the service cancelled has other words.
+"""The details that gRPC itself gives for a reset stream, as when a router stops at its start.
+
+A call that the client or the service cancelled has other details.
 """
 
 
@@ -176,12 +177,10 @@ def to_error(code: grpc.StatusCode, details: str, trailing: Metadata | None) -> 
     status = _status(metadata.get(_STATUS_KEY))
     retry_after = _retry_after(status, metadata.get(_PUSHBACK_KEY))
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return (
-            errors.TooLarge(details)
-            if retry_after is None
-            else errors.Overloaded(details, retry_after)
-        )
-    if code is grpc.StatusCode.UNAVAILABLE:  # without a hint the router could not be reached
+        if retry_after is None:
+            return errors.TooLarge(details)
+        return errors.Overloaded(details, retry_after)
+    if code is grpc.StatusCode.UNAVAILABLE:  # without a time if the router could not be reached
         return errors.Unavailable(details, retry_after)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return _invalid(status, details)
@@ -194,15 +193,12 @@ _BY_CODE: Final = {grpc.StatusCode[kind.code]: kind for kind in errors.TandemErr
 
 
 def _status(packed: str | bytes | None) -> status_pb2.Status:
-    """Parses the details of an error (google.rpc.Status); empty if there are none."""
-    try:
-        return (
-            status_pb2.Status.FromString(packed)
-            if isinstance(packed, bytes)
-            else status_pb2.Status()
-        )
-    except DecodeError:  # not ours, such as a proxy's; the text of the error remains
-        return status_pb2.Status()
+    """Parses the details of an error (google.rpc.Status); empty for an error without details."""
+    if isinstance(packed, bytes):
+        # Details of another sender, such as a proxy, are dropped; the text of the error remains.
+        with suppress(DecodeError):
+            return status_pb2.Status.FromString(packed)
+    return status_pb2.Status()
 
 
 def _retry_after(status: status_pb2.Status, pushback: str | bytes | None) -> float | None:
@@ -215,7 +211,7 @@ def _retry_after(status: status_pb2.Status, pushback: str | bytes | None) -> flo
 
 
 def _invalid(status: status_pb2.Status, details: str) -> errors.InvalidArgument:
-    """Takes the field from the first violation, without one from the beginning of the text."""
+    """Returns the error with the field of the first violation, or of the beginning of its text."""
     request = error_details_pb2.BadRequest()
     for detail in status.details:
         if detail.Unpack(request) and request.field_violations:
