@@ -1,9 +1,8 @@
-"""Answers the requests of a file in the format of OpenAI's batches, whatever interrupts that: begun
-again, it goes on.
+"""Answers the requests of a file in the format of OpenAI's batches; an interrupted run can continue.
 
-A line of the output is written when its request has been answered, and whole. What a killed run
-leaves is whole lines, in any order, and at most one that is cut, at the end. The next run removes
-that one and answers what has no line.
+A line of the output is written at once, when its request has been answered. A killed run leaves
+complete lines, in any order, and at most one truncated line, at the end. The next run removes that
+line and answers the requests that have no line.
 """
 
 import asyncio
@@ -26,15 +25,15 @@ from ..text_files import number_lines, read_text
 
 _ID: Final = "batch_req_"
 _HEAD: Final = json.dumps({"id": _ID}).removesuffix('"}').encode()  # of each line of the output
-_AGAIN: Final = "; what is answered is kept, and the same command goes on from there"
-_RETRY_SECONDS: Final = 1.0  # where the service names no time
-_BUSY: Final = (429, 502, 503)  # statuses of a service that may take the request later
+_AGAIN: Final = "; the answers so far are kept, and the same command continues from there"
+_RETRY_SECONDS: Final = 1.0  # if the service names no time
+_BUSY: Final = (429, 502, 503)  # statuses of a service that may accept the request later
 
 CustomId = Annotated[str, Field(min_length=1, max_length=512)]
 
 
 class BatchRequest(BaseModel):
-    """Holds a line of the input."""
+    """Describes a line of the input."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -45,7 +44,7 @@ class BatchRequest(BaseModel):
 
 
 class BatchAnswerLine(BaseModel):
-    """Holds what is read again of a line of the output."""
+    """Describes the fields of an output line that a later run reads."""
 
     model_config = ConfigDict(strict=True)
 
@@ -56,7 +55,7 @@ class BatchAnswerLine(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAnswer:
-    """Holds what an endpoint has answered; `body` is its JSON, an error's too."""
+    """Holds the answer of an endpoint; `body` is its JSON, also of an error."""
 
     status: int
     body: object
@@ -75,7 +74,7 @@ class BatchCounts:
 
 
 SendRequest = Callable[[BatchRequest], Awaitable[BatchAnswer]]
-"""Has a request answered. Raises Unavailable if it cannot be sent now."""
+"""Sends a request and returns the answer. Raises Unavailable if it cannot be sent now."""
 
 
 def read_requests(path: Path) -> list[BatchRequest]:
@@ -88,20 +87,19 @@ def read_requests(path: Path) -> list[BatchRequest]:
         first = lines.setdefault(request.custom_id, number)
         if first != number:
             raise InvalidArgument(
-                f"custom_id: {request.custom_id!r} is that of line {first}, too", f"{path}:{number}"
+                f"custom_id: {request.custom_id!r} is already in line {first}", f"{path}:{number}"
             )
     return [request for _, request in numbered]
 
 
 class BatchOutput:
-    """Appends to a file of answers, which nobody else may do meanwhile. A context manager."""
+    """Appends to a file of answers, with an exclusive lock. A context manager."""
 
     def __init__(self, path: Path, requests: Collection[str]) -> None:
-        """Opens the file, removes a last line that is cut, and reads which of `requests`, custom
-        ids, have an answer.
+        """Opens the file, removes a truncated last line, and reads the custom ids with an answer.
 
-        Raises InvalidArgument if it cannot be written, another process writes it, or has lines of
-        something else; it stays as it is then.
+        Raises InvalidArgument if the file cannot be written, another process writes it, or it has
+        other lines than answers to `requests`, which are custom ids. The file is then unchanged.
         """
         self._path = path
         try:
@@ -137,7 +135,7 @@ class BatchOutput:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        with suppress(OSError):  # of a file that is none, such as a pipe
+        with suppress(OSError):  # a pipe cannot be synced
             os.fsync(self._file)
         os.close(self._file)
 
@@ -151,20 +149,14 @@ class BatchOutput:
         except UnicodeDecodeError:
             raise InvalidArgument(f"{self._path}: not UTF-8", "output") from None
         for number, line in number_lines(text, self._path, BatchAnswerLine) if text.strip() else ():
-            if line.custom_id in answered or line.custom_id not in requests:
-                what = (
-                    "has two answers"
-                    if line.custom_id in answered
-                    else "is no request of the input"
-                )
-                raise InvalidArgument(
-                    f"custom_id: {line.custom_id!r} {what}", f"{self._path}:{number}"
-                )
+            found, where = f"custom_id: {line.custom_id!r}", f"{self._path}:{number}"
+            if line.custom_id in answered:
+                raise InvalidArgument(f"{found} has two answers", where)
+            if line.custom_id not in requests:
+                raise InvalidArgument(f"{found} is not in the input", where)
             answered.add(line.custom_id)
         if not (tail.startswith(_HEAD) or _HEAD.startswith(tail)):
-            raise InvalidArgument(
-                f"{self._path}: its last line, which has no end, is no answer", "output"
-            )
+            raise InvalidArgument(f"{self._path}: the last line is not an answer", "output")
         if tail:
             os.ftruncate(self._file, whole)
         return answered
@@ -182,11 +174,11 @@ async def answer_requests(
     patience_seconds: float,
     on_answer: Callable[[], object] = lambda: None,
 ) -> BatchCounts:
-    """Has all requests without an answer answered, `concurrency` at a time; a request that is
-    refused gets the refusal as its answer. A service that is busy or away is asked again,
-    `patience_seconds` long from the first failure on.
+    """Sends all requests without an answer, `concurrency` at a time, and writes the answers.
 
-    Raises Unavailable if it is still away then.
+    The answer to a refused request is the refusal. If the service is busy or cannot be reached, a
+    request is sent again for `patience_seconds` after its first failure; then the function raises
+    Unavailable.
     """
     rest = [request for request in requests if request.custom_id not in output.answered]
     counts = BatchCounts(total=len(requests), skipped=len(requests) - len(rest))
@@ -203,18 +195,19 @@ async def answer_requests(
 
 
 async def _send_patiently(send: SendRequest, request: BatchRequest, seconds: float) -> BatchAnswer:
-    deadline: float | None = (
-        None  # a request may take longer than the patience before its service goes away
-    )
+    # Set at the first failure: before that, a request may take longer than the patience.
+    deadline: float | None = None
     while True:
         try:
             answer = await send(request)
             if answer.status not in _BUSY:
                 return answer
-            reason, delay = f"the service answers {answer.status}", answer.retry_after
+            reason = f"the service answers {answer.status}"
+            retry_after = answer.retry_after
         except Unavailable as error:
-            reason, delay = error.message, error.retry_after
-        delay = _RETRY_SECONDS if delay is None else delay
+            reason = error.message
+            retry_after = error.retry_after
+        delay = _RETRY_SECONDS if retry_after is None else retry_after
         now = time.monotonic()
         deadline = now + seconds if deadline is None else deadline
         if now + delay > deadline:

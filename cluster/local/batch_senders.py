@@ -32,14 +32,13 @@ _PARSERS: Final[Mapping[str, Callable[[bytes, str], OpenAIRequest]]] = {
     "/v1/chat/completions": parse_chat,
 }
 _CONNECT_SECONDS: Final = 10.0
-_GONE_SECONDS: Final = (
-    60  # without a sign of the server's machine; an answer itself may take as long as it takes
-)
+# Without a sign of the server's machine. There is no time limit for an answer.
+_GONE_SECONDS: Final = 60
 _PROBE_SECONDS: Final = 10
 
 
 def engine_sender(service: GenerationService) -> SendRequest:
-    """Returns what has requests answered as the HTTP server of `service` would."""
+    """Returns a function that answers requests like the HTTP server of `service`."""
 
     async def send(request: BatchRequest) -> BatchAnswer:
         request_id = uuid.uuid4().hex
@@ -60,8 +59,9 @@ def engine_sender(service: GenerationService) -> SendRequest:
 
 @asynccontextmanager
 async def service_sender(url: str, api_key: str, tls_ca: Path | None) -> AsyncIterator[SendRequest]:
-    """Yields what posts requests to the server at `url`. Raises InvalidArgument for a CA that
-    cannot be read.
+    """Yields a function that posts requests to the server at `url`.
+
+    Raises InvalidArgument for a CA that cannot be read.
     """
     timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -76,18 +76,19 @@ async def service_sender(url: str, api_key: str, tls_ca: Path | None) -> AsyncIt
             try:
                 async with session.post(url + request.url, json=request.body) as response:
                     text = await response.text()
-                    status, seconds = response.status, response.headers.get("Retry-After", "")
+                    status = response.status
+                    seconds = response.headers.get("Retry-After", "")
                     request_id = response.headers.get(REQUEST_ID, "")
             except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
                 raise InvalidArgument("must be http(s)://HOST:PORT", "--url") from None
             except (aiohttp.ClientError, OSError, TimeoutError):
-                raise Unavailable(f"nobody answers at {url}") from None
+                raise Unavailable(f"no server answers at {url}") from None
             if status == Unauthenticated.http_status:
                 raise Unauthenticated(
                     "the service needs an API key: TANDEM_API_KEY or --api-key-file"
                 )
             if status == PermissionDenied.http_status:
-                raise PermissionDenied("the service does not take these requests")
+                raise PermissionDenied("the key may not send these requests")
             return BatchAnswer(
                 status=status,
                 body=_parse(text, status),
@@ -99,16 +100,15 @@ async def service_sender(url: str, api_key: str, tls_ca: Path | None) -> AsyncIt
 
 
 def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Returns a socket whose connection fails once the machine at its other end is gone."""
+    """Returns a socket whose connection fails when the machine at its other end is gone."""
     family, kind, protocol, *_ = address
     opened = socket.socket(family, kind, protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _GONE_SECONDS // 2)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _GONE_SECONDS // 2 // _PROBE_SECONDS)
-    opened.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _GONE_SECONDS
-    )  # of what was sent
+    # Keepalive probes do not run while sent data is not acknowledged.
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _GONE_SECONDS)
     return opened
 
 
@@ -116,4 +116,4 @@ def _parse(text: str, status: int) -> object:
     try:
         return json.loads(text)
     except ValueError:
-        raise Unavailable(f"the server answers {status} with what is no JSON") from None
+        raise Unavailable(f"the server answers {status} with a body that is not JSON") from None

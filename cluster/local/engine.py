@@ -1,8 +1,7 @@
-"""Runs a worker, and what a router does for its requests, in one event loop: an engine for the
-process that holds it.
+"""Runs a worker and the work of a router in one event loop, for the process that holds them.
 
-The parts are those of the service, but that there is one worker, no server in front of it, and no
-bound on who waits.
+The parts are the same as in a service, but there is one worker, no server, and no bound on waiting
+requests.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ from .ranks import local_ranks
 from .session import LocalChannel
 from .worker import rank_threads, worker_config
 
-_HOST: Final = "127.0.0.1"  # of the ranks of a group; without one there is no port
+_HOST: Final = "127.0.0.1"  # of ranks; a worker of one rank opens no port
 _UNBOUNDED: Final = 1 << 40
 _LONG_SECONDS: Final = 1e8
 _HEALTH_SECONDS: Final = 1.0
@@ -48,9 +47,7 @@ _FAILED: Final = "the engine has failed; make a new one"
 
 
 class LocalEngine:
-    """Generates as a service does. Make one with `start`, end it with `close`; lives in one event
-    loop.
-    """
+    """Generates like a service. Made by `start`, ended by `close`; lives in one event loop."""
 
     def __init__(
         self,
@@ -75,7 +72,8 @@ class LocalEngine:
         )
         self.defaults = defaults
         self._worker = worker
-        self._adapters, self._max_lora_rank = AdapterRegistry(), config.lora.max_lora_rank
+        self._adapters = AdapterRegistry()
+        self._max_lora_rank = config.lora.max_lora_rank
         self._dispatcher = Dispatcher(
             registry,
             admission,
@@ -92,10 +90,9 @@ class LocalEngine:
 
     @classmethod
     async def start(cls, config: TandemConfig, folder: Path) -> Self:
-        """Loads the model in `folder` as `config.decode` says, its ranks but the first as processes
-        of their own.
+        """Loads the model in `folder` by `config.decode`; ranks 1 and up are other processes.
 
-        Raises what `Worker.start` raises, Unavailable if another rank does not start, and
+        Raises the errors of `Worker.start`, Unavailable if another rank does not start, and
         ValueError for a folder without a tokenizer.
         """
         pool = config.decode
@@ -104,8 +101,8 @@ class LocalEngine:
             own = worker_config(
                 config, "decode", str(folder), threads, PeerIdentity.generate(), host=_HOST
             )
-            # A process that waits for its user does no work of its own; the user may read what the
-            # process may.
+            # An idle process should not run test prompts, and its user may load an adapter from any
+            # folder that the process can read.
             own = replace(
                 own, canary_seconds=math.inf, rank=replace(own.rank, adapter_folders=("/",))
             )
@@ -128,15 +125,18 @@ class LocalEngine:
         await self._scope.aclose()
 
     async def prepare(self, request: inference_pb2.GenerateRequest) -> PreparedRequest:
-        """Checks and tokenizes a request. Raises InvalidArgument, NotFound for another model's
-        name, and InternalError once the engine has failed.
+        """Checks and tokenizes a request.
+
+        Raises InvalidArgument, NotFound for another model's name, and InternalError after a failure
+        of the engine.
         """
         self._check_failed()
         return await self.service.accept(request, RequestContext(arrived=time.monotonic()))
 
     async def use_adapter(self, request: LoRARequest) -> str:
-        """Returns the model's name by which requests choose an adapter. Raises InvalidArgument."""
-        name, known = request.lora_name, self._adapters.get(request.lora_name)
+        """Returns the model name that chooses an adapter in requests. Raises InvalidArgument."""
+        name = request.lora_name
+        known = self._adapters.get(name)
         if name in self._model_names:
             raise InvalidArgument(f"{name!r} is the name of the model", "lora_request")
         if known is None or known.folder != str(request.folder):
@@ -148,10 +148,11 @@ class LocalEngine:
     async def messages(
         self, request: PreparedRequest, timeline: inference_pb2.Timeline
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Yields what `GenerationService.run` does. Raises InternalError once the engine has
-        failed.
+        """Yields the messages of `GenerationService.run`.
+
+        Raises InternalError after a failure of the engine.
         """
-        self._check_failed()  # the request would wait for another worker
+        self._check_failed()  # otherwise the request would wait for another worker
         try:
             with tandem_errors_only():
                 async with aclosing(self.service.run(request, timeline)) as messages:
@@ -163,8 +164,9 @@ class LocalEngine:
             raise
 
     async def complete(self, request: PreparedRequest) -> Completion:
-        """Returns the whole completion of a prepared request."""
-        collector, timeline = Collector(), inference_pb2.Timeline()
+        """Returns the completion of a prepared request."""
+        collector = Collector()
+        timeline = inference_pb2.Timeline()
         async with aclosing(self.messages(request, timeline)) as messages:
             async for message in messages:
                 collector.delta(message)
@@ -172,23 +174,22 @@ class LocalEngine:
         return collector.completion()
 
     async def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
-        """Continues a text or token ids, as an AsyncClient does."""
-        return await self.complete(
-            await self.prepare(generate_request(text_prompt(prompt), options))
-        )
+        """Continues a text or token ids, like an AsyncClient."""
+        request = generate_request(text_prompt(prompt), options)
+        return await self.complete(await self.prepare(request))
 
     async def tokenize(self, prompt: str, *, model: str = "") -> list[int]:
-        """Returns the token ids that `generate` sees for a text."""
-        return list(
-            (await self.service.tokenize(tokenize_request(prompt, model, {}), Caller())).token_ids
-        )
+        """Returns the token ids of a text in `generate`."""
+        request = tokenize_request(prompt, model, {})
+        answer = await self.service.tokenize(request, Caller())
+        return list(answer.token_ids)
 
     async def list_models(self) -> list[ModelInfo]:
         """Returns the one model."""
         return list((await self.service.list_models(inference_pb2.ListModelsRequest())).models)
 
     async def status(self) -> worker_pb2.GetStatusResponse:
-        """Returns what the worker holds, and whether its blocks are intact."""
+        """Returns the state of the worker, and the result of its integrity check."""
         return await self._worker.status()
 
     def _check_failed(self) -> None:
@@ -196,7 +197,7 @@ class LocalEngine:
             raise InternalError(_FAILED)
 
     async def _watch(self) -> None:
-        """Ends all requests once the engine has failed or hangs."""
+        """Ends all requests when the engine fails or hangs."""
         while not self._worker.failed.is_set():
             with suppress(RuntimeError):
                 self._worker.check_health()

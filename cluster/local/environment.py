@@ -1,5 +1,6 @@
-"""Says what a process that computes reads from its environment; imports neither Ray nor torch,
-which read it once.
+"""Defines the environment of processes that compute.
+
+Imports neither Ray nor torch, which read the environment once, when they are imported.
 """
 
 from typing import Final
@@ -7,9 +8,10 @@ from typing import Final
 from ..config import PoolConfig
 
 SPINNING: Final = {"GOMP_SPINCOUNT": "3000"}
-"""Between the kernels of a step OpenMP's threads spin for some microseconds, not longer: threads
-that spin on while another process wants the core cost it up to a factor of 10, those that sleep at
-once wake too late.
+"""Lets OpenMP's threads spin for some microseconds between the kernels of a step.
+
+Threads that spin longer, while another process wants the core, slow that process down by up to a
+factor of 10. Threads that sleep at once wake too late.
 """
 
 

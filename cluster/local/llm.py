@@ -3,12 +3,12 @@
     from tandem import LLM, SamplingParams
 
     with LLM("smollm2-135m-instruct") as llm:
-        for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8,
-        temperature=0)):
+        params = SamplingParams(max_tokens=8, temperature=0)
+        for output in llm.generate(["The capital of France is"], params):
             print(output.prompt, output.outputs[0].text)
 
-The engine, the parameters and their bounds are those of the service, and so are the tokens. Errors
-are those of `tandem.errors`. torch is imported when an LLM is made.
+The engine, the parameters, their bounds and the tokens are the same as in a service. Errors are
+those in `tandem.errors`. torch is imported when an LLM is made.
 """
 
 import gc
@@ -47,16 +47,17 @@ PromptText = str | Mapping[str, Any]
 Prompts = PromptText | Sequence[PromptText]
 TokenIds = Sequence[int] | Sequence[Sequence[int]]
 Parameters = Options | Sequence[Options] | None
-"""Sampling parameters: of all prompts, one for each, or the defaults."""
+"""Sampling parameters: the same for all prompts, or one for each; None means the defaults."""
 
 _CHUNK_TOKENS: Final = 512
-"""Of prompts beside sequences that decode: here no one watches each token come."""
+"""Prompt tokens in a step with decodes: larger than in a service, for offline throughput."""
 
 for _name, _value in SPINNING.items():
-    os.environ.setdefault(_name, _value)  # before torch is imported, whose threads read it once
+    # Before torch is imported: its threads read the environment once.
+    os.environ.setdefault(_name, _value)
 
 _LOOK_AHEAD: Final = 2
-"""Requests that are under way at once, for each sequence that the engine runs."""
+"""Concurrent requests for each sequence that the engine can run."""
 
 
 class LocalSettings(TypedDict, total=False):
@@ -86,10 +87,10 @@ class LocalSettings(TypedDict, total=False):
 
 
 class LLM:
-    """Generates with a model in this process. Thread-safe; close it, or use it as a context
-    manager.
+    """Generates with a model in this process. Thread-safe; must be closed, or used in `with`.
 
-    All prompts of a call share one batch, which sequences join and leave as they begin and end.
+    All prompts of a call share one batch; sequences join it at their start and leave it at their
+    end.
     """
 
     def __init__(self, model: str, **settings: Unpack[LocalSettings]) -> None:
@@ -119,11 +120,10 @@ class LLM:
         progress: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[RequestOutput]:
-        """Continues texts, or token ids, in their order, with an adapter if one is named.
-        `progress` shows a bar on a terminal and in notebooks.
+        """Continues texts or token ids; returns the outputs in the order of the prompts.
 
-        Nothing runs before all prompts are checked: InvalidArgument names the one that is wrong, as
-        `prompts[3]`.
+        `lora_request` names an adapter. `progress` shows a bar on a terminal and in notebooks. All
+        prompts are checked before any runs: InvalidArgument names the wrong one, as `prompts[3]`.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise InvalidArgument("give either prompts or prompt_token_ids", "prompts")
@@ -131,7 +131,8 @@ class LLM:
         if isinstance(given, str | Mapping) or (len(given) > 0 and isinstance(given[0], int)):
             given = [given]
         name = "prompts" if prompt_token_ids is None else "prompt_token_ids"
-        texts, made = [], []
+        texts = []
+        made = []
         for i, each in enumerate(given):
             with _naming_prompt(name, i):
                 text, prompt = _read_prompt(each)
@@ -148,8 +149,9 @@ class LLM:
         lora_request: LoRARequest | None = None,
         **options: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
-        """Answers one conversation, or several in their order; otherwise as `generate`. `options`:
-        tools, tool_choice, template_kwargs, continue_final_message, parse_special.
+        """Answers one conversation or several; otherwise like `generate`.
+
+        `options`: tools, tool_choice, template_kwargs, continue_final_message, parse_special.
         """
         if unknown := options.keys() - TemplateOptions.__annotations__.keys():
             raise InvalidArgument("there is no such option here", min(unknown))
@@ -163,9 +165,7 @@ class LLM:
     def stream(
         self, prompt: str | Sequence[int], sampling_params: Options | None = None
     ) -> "LocalStream":
-        """Continues a text or token ids piece by piece: iterate over the result, and close it to
-        end earlier.
-        """
+        """Continues a text or token ids; the result yields the pieces, and `close` ends it early."""
         request = generate_request(text_prompt(prompt), sampling_params or Options())
         return LocalStream(self, self._loop.run(self._engine.prepare(request)))
 
@@ -175,7 +175,7 @@ class LLM:
         sampling_params: Options | None = None,
         **options: Unpack[TemplateOptions],
     ) -> "LocalStream":
-        """Answers a conversation piece by piece, as `stream`."""
+        """Answers a conversation piece by piece, like `stream`."""
         request = generate_request(chat_prompt(messages, options), sampling_params or Options())
         return LocalStream(self, self._loop.run(self._engine.prepare(request)))
 
@@ -187,11 +187,13 @@ class LLM:
         stride: int | None = None,
         progress: bool = True,
     ) -> list[float]:
-        """Returns the perplexity of each text, by the windows of `tandem eval perplexity`: `window`
-        tokens, by default the context less one, and `stride` tokens apart, by default half a
-        window.
+        """Returns the perplexity of each text, in overlapping windows.
+
+        The windows are those of `tandem eval perplexity`: `window` tokens, by default the context
+        less one, and `stride` tokens apart, by default half a window.
         """
-        listed, engine = [texts] if isinstance(texts, str) else texts, self._engine
+        listed = [texts] if isinstance(texts, str) else texts
+        engine = self._engine
 
         async def measure(text: str) -> float:
             found = await measure_perplexity(engine, text, window=window, stride=stride)
@@ -204,9 +206,7 @@ class LLM:
     def answer_batch(
         self, requests: Sequence[BatchRequest], output: BatchOutput, *, progress: bool = True
     ) -> BatchCounts:
-        """Answers those requests of a batch that `output` has no answer of. `tandem batch` does
-        this.
-        """
+        """Answers the requests of a batch that have no answer in `output`, as `tandem batch`."""
         from .batch_senders import engine_sender
 
         with progress_bar("requests", len(requests), shown=progress) as bar:
@@ -222,13 +222,9 @@ class LLM:
             return self._loop.run(work)
 
     def get_default_sampling_params(self) -> Options:
-        """Returns the parameters that the model's generation_config.json names: what is left out
-        has these values.
-        """
-        return cast(
-            Options,
-            {ROWS[field].client_name: value for field, value in self._engine.defaults.items()},
-        )
+        """Returns the defaults of parameters, from the model's generation_config.json."""
+        defaults = self._engine.defaults
+        return cast(Options, {ROWS[field].client_name: defaults[field] for field in defaults})
 
     def close(self) -> None:
         """Ends all requests and frees the model, its processes and its memory. Idempotent."""
@@ -236,7 +232,7 @@ class LLM:
         if running is not None and self._stop.detach():
             _stop(self._loop, running)
         del running
-        gc.collect()  # the parts of an engine know each other
+        gc.collect()  # the parts of an engine refer to each other
 
     def __enter__(self) -> Self:
         return self
@@ -259,15 +255,15 @@ class LLM:
         lora_request: LoRARequest | None,
         texts: Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts, whose argument is called `name`."""
-        given = (
-            parameters
-            if isinstance(parameters, Sequence)
-            else [parameters or Options()] * len(prompts)
-        )
+        """Completes prompts; `name` is the argument that has them."""
+        if isinstance(parameters, Sequence):
+            given = parameters
+        else:
+            given = [parameters or Options()] * len(prompts)
         if len(given) != len(prompts):
             raise InvalidArgument(
-                f"has {len(given)} entries for {len(prompts)} prompts", "sampling_params"
+                f"has {len(given)} entries; it must have one for each of the {len(prompts)} prompts",
+                "sampling_params",
             )
         if lora_request is not None:
             model = self._loop.run(self._engine.use_adapter(lora_request))
@@ -279,8 +275,8 @@ class LLM:
             RequestOutput.from_completion(
                 completion,
                 None if texts is None else texts[i],
-                request.tokens.prompt,
-                request.tokens.stop_token_ids,
+                request.tokens.submit.token_ids,
+                request.tokens.submit.stop_token_ids,
                 has_logprobs=request.wants_logprobs,
             )
             for i, (request, completion) in enumerate(completed)
@@ -293,7 +289,8 @@ class LocalStream:
     def __init__(self, llm: LLM, request: "PreparedRequest") -> None:
         self._llm = llm  # lives as long as its streams
         self._loop = llm._loop
-        self._collector, self._timeline = Collector(), inference_pb2.Timeline()
+        self._collector = Collector()
+        self._timeline = inference_pb2.Timeline()
         self._messages = llm._engine.messages(request, self._timeline)
 
     def __iter__(self) -> Self:
@@ -306,7 +303,7 @@ class LocalStream:
         return self._collector.delta(message)
 
     def completion(self) -> Completion:
-        """Reads the rest of the stream; returns the whole completion."""
+        """Reads the rest of the stream; returns the completion."""
         for _ in self:
             pass
         self._collector.timeline = self._timeline
@@ -368,8 +365,9 @@ def _stop(loop: LoopThread, engine: "LocalEngine") -> None:
 
 
 def _stop_collected(loop: LoopThread, engine: "LocalEngine") -> None:
-    """Stops the engine of an LLM that nobody has closed. Any thread may collect it, one that ends
-    with it too.
+    """Stops the engine of an LLM that was collected without `close`.
+
+    Any thread may collect it, also the engine's own.
     """
     if threading.current_thread() is threading.main_thread():
         _stop(loop, engine)
@@ -384,7 +382,7 @@ async def _answer(
     parameters: Sequence[Options],
     on_done: Callable[[], None],
 ) -> "list[tuple[PreparedRequest, Completion]]":
-    """Checks all prompts, then completes them; `name` is that of their argument."""
+    """Checks all prompts, then completes them; `name` is the argument that has them."""
     prepared = []
     for i, prompt in enumerate(prompts):
         with _naming_prompt(name, i):
@@ -417,20 +415,18 @@ def _naming_arguments(keys: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _naming_prompt(name: str, index: int) -> Iterator[None]:
-    """Has an error name the prompt that it is about."""
+    """Makes an error name the prompt that it is about."""
     try:
         yield
     except InvalidArgument as error:
-        field = (
-            f"{name}[{index}]"
-            if error.field.startswith("prompt")
-            else f"{name}[{index}], {error.field}"
-        )
+        field = f"{name}[{index}]"
+        if not error.field.startswith("prompt"):
+            field = f"{field}, {error.field}"
         raise InvalidArgument(error.message.removeprefix(f"{error.field}: "), field) from error
 
 
 def _read_prompt(given: Any) -> tuple[str | None, inference_pb2.Prompt]:
-    """Returns a prompt of any form, and its text if it has one."""
+    """Converts a prompt of any form; returns its text, or None for token ids, and its message."""
     if isinstance(given, Mapping):
         given = given.get("prompt") or given.get("prompt_token_ids")
     return given if isinstance(given, str) else None, text_prompt(given)

@@ -1,4 +1,4 @@
-"""Runs an event loop in a thread of its own, for callers that block."""
+"""Runs an event loop in a separate thread, for callers that block."""
 
 import asyncio
 import threading
@@ -16,24 +16,22 @@ _END_SECONDS: Final = 30.0
 
 
 class LoopThread:
-    """Runs coroutines for threads that wait for them. Begins when it is made, ends with `stop` or
-    the process.
-    """
+    """Runs coroutines for threads that wait for them, until `stop` or the end of the process."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._lock = (
-            threading.Lock()
-        )  # of the next one: what is enqueued before it is set is cancelled and ends
+        # Guards _stopping: work that is enqueued before it is set will be cancelled and will end.
+        self._lock = threading.Lock()
         self._stopping = False
         self._waiting: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns the result of `work`, which runs in the loop. A caller that is interrupted while
-        it waits, as by KeyboardInterrupt, cancels the work, and goes on when that has ended. Raises
-        Unavailable after `stop`.
+        """Returns the result of `work`, which runs in the loop. Raises Unavailable after `stop`.
+
+        An interrupt of the waiting caller, such as KeyboardInterrupt, cancels the work and is
+        raised when the work has ended.
         """
         ended: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
@@ -51,7 +49,7 @@ class LoopThread:
         try:
             return ended.result()
         except BaseException:
-            with suppress(RuntimeError):  # of a loop that is closed
+            with suppress(RuntimeError):  # the loop may be closed
                 self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
             with suppress(BaseException):
                 ended.result(_END_SECONDS)
@@ -60,7 +58,7 @@ class LoopThread:
             self._waiting.discard(ended)
 
     def stop(self) -> None:
-        """Cancels what runs in the loop, and ends the thread. Idempotent."""
+        """Cancels all work in the loop, and ends the thread. Idempotent."""
         with self._lock:
             if self._stopping:
                 return
@@ -73,12 +71,12 @@ class LoopThread:
             self._thread.join(_END_SECONDS)
             if not self._thread.is_alive():
                 self._loop.close()
-            for each in tuple(self._waiting):  # for work that does not end
+            for each in tuple(self._waiting):  # if the work has not ended
                 each.cancel()
 
 
 async def _cancel_all() -> None:
-    """Cancels all other tasks, such as those that gRPC leaves behind, and waits for their ends."""
+    """Cancels all other tasks, also the ones that gRPC leaves behind, and waits for their ends."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

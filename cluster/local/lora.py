@@ -1,4 +1,4 @@
-"""Names a LoRA adapter in the form of vLLM's."""
+"""Defines the argument that names a LoRA adapter, in the form of vLLM."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """Names an adapter, which is loaded when it is first used."""
+    """Names an adapter, which is loaded at its first use."""
 
     lora_name: str
-    lora_int_id: int = 0  # without effect: adapters are told apart by what they hold
-    lora_path: str = ""  # a folder as peft writes it
+    lora_int_id: int = 0  # has no effect: adapters are identified by their content
+    lora_path: str = ""  # a folder in the format of peft
 
     @property
     def folder(self) -> Path:

@@ -1,4 +1,4 @@
-"""Holds the results of `LLM`, in the form of vLLM's."""
+"""Defines the results of `LLM`, in the form of vLLM."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class RankedLogprob:
     """Holds the log probability of a token that was generated, or could have been."""
 
     logprob: float
-    rank: int  # in the order of the vocabulary; 1 is the likeliest
+    rank: int  # 1 is the likeliest token of the vocabulary
     decoded_token: str
 
 
@@ -35,22 +35,21 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    stop_reason: str | int | None = (
-        None  # the stop string, or the id of the stop token that was asked for
-    )
+    # The stop string, or the id of the requested stop token.
+    stop_reason: str | int | None = None
     cumulative_logprob: float | None = None  # of all tokens, if log probabilities were asked for
     logprobs: list[LogprobsByToken] | None = None  # one for each of token_ids
     tool_calls: tuple[ToolCall, ...] = ()  # their text is not in `text`
     score: float = 0.0  # of a beam search
-    reasoning: str = ""  # what the model thought before it spoke, in a chat; not in `text`
+    reasoning: str = ""  # the model's reasoning before its answer in a chat; not in `text`
 
     @classmethod
     def from_choice(
         cls, index: int, choice: Choice, stop_ids: Collection[int], *, has_logprobs: bool
     ) -> Self:
-        stopped = (
-            choice.token_ids[-1] if choice.token_ids and choice.finish_reason != "length" else None
-        )
+        stopped = None
+        if choice.token_ids and choice.finish_reason != "length":
+            stopped = choice.token_ids[-1]
         known = [each.token.logprob or 0.0 for each in choice.logprobs]
         return cls(
             index=index,
@@ -68,17 +67,16 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """Holds the completions of one prompt, after `best_of` and beam search the best first."""
+    """Holds the completions of one prompt; after `best_of` and beam search the best one first."""
 
     request_id: str
     prompt: str | None  # None if it was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int  # of the prompt, found in the prefix cache
-    timeline: Timeline  # where the time went
-    prompt_logprobs: list[LogprobsByToken | None] | None = (
-        None  # one for each token of the prompt; the first has none
-    )
+    timeline: Timeline  # the time of each part
+    # One for each token of the prompt; None for the first.
+    prompt_logprobs: list[LogprobsByToken | None] | None = None
     finished: bool = True
 
     @classmethod
@@ -91,8 +89,10 @@ class RequestOutput:
         *,
         has_logprobs: bool,
     ) -> Self:
-        """`stop_ids`: tokens that were asked to end completions. `has_logprobs`: of the
-        completions, which without tokens do not show whether they were asked for.
+        """Converts the completion of a client.
+
+        `stop_ids`: requested tokens that end completions. `has_logprobs`: log probabilities of
+        the completions were requested, which a completion without tokens does not show.
         """
         scores = completion.prompt_logprobs
         return cls(
@@ -110,7 +110,7 @@ class RequestOutput:
 
 
 def _by_token(scores: TokenLogprobs) -> LogprobsByToken:
-    """Returns the token itself first, then its alternatives."""
+    """Returns the scores of the token and then of its alternatives."""
     found: LogprobsByToken = {}
     for each in (scores.token, *scores.top):
         if each.logprob is not None:

@@ -1,6 +1,6 @@
-"""Runs the other ranks of a worker as processes of this machine, which end with it.
+"""Runs ranks 1 and up of a worker as processes of this machine, which end with the worker.
 
-python -m tandem.cluster.local.ranks     a rank; reads its configuration from standard input
+`python -m tandem.cluster.local.ranks` runs a rank; it reads its configuration from standard input.
 """
 
 import asyncio
@@ -26,8 +26,10 @@ _END_SECONDS: Final = 5.0
 async def local_ranks(
     config: RankConfig, count: int, environment: Mapping[str, str]
 ) -> AsyncIterator[list[str]]:
-    """Yields the addresses of so many ranks, which wait for rank 0; they end with the context, and
-    with this process however that ends. Raises Unavailable if one does not start.
+    """Yields the addresses of `count` ranks, which wait for rank 0.
+
+    They end with the context, and with this process also if it is killed. Raises Unavailable if one
+    does not start.
     """
     processes: list[Process] = []
     try:
@@ -44,12 +46,11 @@ async def _start(config: RankConfig, environment: Mapping[str, str]) -> Process:
         stdin=PIPE,
         stdout=PIPE,
         env=os.environ | environment,
-        start_new_session=True,  # Ctrl-C in a terminal, or in a notebook, is rank 0's to handle
+        start_new_session=True,  # only rank 0 handles Ctrl-C
     )
     assert process.stdin is not None
-    process.stdin.write(
-        _encode(config).encode() + b"\n"
-    )  # stays open: its end is that of this process
+    # The pipe stays open: its end tells the rank that this process has ended.
+    process.stdin.write(_encode(config).encode() + b"\n")
     return process
 
 
@@ -63,7 +64,7 @@ async def _address(process: Process) -> str:
 
 
 async def _end(process: Process) -> None:
-    """Ends a process; by itself, as far as rank 0 has told it to."""
+    """Closes the pipe to a process, and kills the process if it does not end."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -81,15 +82,13 @@ def _encode(config: RankConfig) -> str:
 
 def _decode(line: str) -> RankConfig:
     values = json.loads(line)
-    identity, transports = (
-        PeerIdentity.from_text(values.pop("identity")),
-        tuple(values.pop("transports")),
-    )
-    return RankConfig(**values, identity=identity, transports=transports)
+    values["identity"] = PeerIdentity.from_text(values["identity"])
+    values["transports"] = tuple(values["transports"])
+    return RankConfig(**values)
 
 
 async def _serve(config: RankConfig) -> None:
-    """Serves until rank 0 ends its stream, or the process that has started this one is gone."""
+    """Serves until rank 0 ends its stream, or the parent process is gone."""
     server = await RankServer.start(config)
     sys.stdout.write(f"{server.address}\n")
     sys.stdout.flush()

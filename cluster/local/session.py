@@ -1,4 +1,4 @@
-"""Joins a router's part and a worker of one process: messages pass as they are, without a port."""
+"""Connects the router's part and a worker of one process, without a port and without copies."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -15,11 +15,11 @@ class LocalChannel:
         self._session: LocalSession | None = None
 
     def stream_stream(self, _method: str, *_: object, **__: object) -> "Callable[[], LocalSession]":
-        """Returns what opens the session, as stubs expect it."""
+        """Returns the function that opens the session, as stubs expect it."""
         return self._open
 
     def unary_unary(self, _method: str, *_: object, **__: object) -> None:
-        """Returns nothing: a router calls no other methods of a worker."""
+        """Returns None: a router calls no other methods of a worker."""
 
     async def close(self) -> None:
         """Ends the session. Idempotent."""
@@ -32,34 +32,34 @@ class LocalChannel:
 
 
 class LocalSession:
-    """A session with a worker of this process, as grpc.aio has a call with streams both ways."""
+    """A session with a worker of this process, in the form of grpc.aio's bidirectional call."""
 
     def __init__(self, worker: Worker) -> None:
         self._commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
-        # One message: what follows while it is not read is joined in the next.
+        # One message: output that follows before it is read is joined in the next one.
         self._responses: asyncio.Queue[worker_pb2.SessionResponse | None] = asyncio.Queue(1)
         self._serving = asyncio.create_task(self._serve(worker))
 
     async def read(self) -> worker_pb2.SessionResponse | None:
-        """Returns the worker's next message; None when it has ended the session."""
+        """Returns the worker's next message; None after the end of the session."""
         return await self._responses.get()
 
     async def write(self, request: worker_pb2.SessionRequest) -> None:
         self._commands.put_nowait(request)
 
     def cancel(self) -> None:
-        """Ends the session; the worker cancels all that came over it. Idempotent."""
+        """Ends the session; the worker cancels all its requests. Idempotent."""
         self._serving.cancel()
 
     async def close(self) -> None:
-        """Ends the session, and waits until the worker has done so."""
+        """Ends the session, and waits for the worker."""
         self.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
 
     async def _serve(self, worker: Worker) -> None:
         try:
             await worker.serve_session(self._read_commands(), self._responses.put)
-        except Exception:  # a defect: nobody may wait for what will not come
+        except Exception:  # a defect; without an end the reader would wait for ever
             await self._responses.put(None)
             raise
         await self._responses.put(None)

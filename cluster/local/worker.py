@@ -1,4 +1,4 @@
-"""Makes a worker's configuration from that of the service. Imports no Ray."""
+"""Derives a worker's configuration from the configuration of the service. Imports no Ray."""
 
 from typing import Final
 
@@ -9,21 +9,24 @@ from ...workers.serve.worker import WorkerConfig
 from ...workers.tp.rank import RankConfig
 from ..config import PoolRole, TandemConfig
 
-# Niceness on CPUs. A prefill step may wait for other processes on its cores; a decode step may not,
-# nor may the threads that communicate.
+# Niceness on CPUs. A prefill step may wait for other processes on its cores; a decode step and
+# the threads that communicate may not.
 _PREFILL_NICE: Final = 10
 _GIB: Final = 1024**3
 
 
 def rank_threads(num_threads: int | None, ranks_per_node: int, num_cpus: float) -> int:
-    """Returns how many threads a rank in this process computes with: `num_threads` if it is given,
-    else its share of the cores that this process may use, at most the `num_cpus` that it has
-    reserved in Ray (below 1: no bound).
+    """Returns the number of threads of a rank in this process.
 
-    More threads than cores would spin against each other: OpenMP loses factors of 5 to 50 that way.
+    This is `num_threads` if it is given. Otherwise it is the rank's share of the cores that this
+    process may use, at most the `num_cpus` that it has reserved in Ray (below 1: no bound). More
+    threads than cores would spin against each other, which slows OpenMP down by a factor of 5 to
+    50.
     """
+    if num_threads:
+        return num_threads
     share = max(1, available_cores() // ranks_per_node)
-    return num_threads or (min(share, int(num_cpus)) if num_cpus >= 1 else share)
+    return min(share, int(num_cpus)) if num_cpus >= 1 else share
 
 
 def worker_config(
@@ -35,8 +38,9 @@ def worker_config(
     *,
     host: str,
 ) -> WorkerConfig:
-    """Returns the configuration of a worker of the pool `role` that serves the model in `folder`
-    and binds `host`.
+    """Returns the configuration of a worker of the pool `role`, which binds `host`.
+
+    `folder` holds the model.
     """
     pool = config.pools[role]
     rank = RankConfig(

@@ -46,7 +46,7 @@ def write(path: Path, *lines: str) -> Path:
     ("lines", "number", "words"),
     [
         (["{"], 1, "Invalid JSON"),
-        ([line(), "", line()], 3, "custom_id: 'a' is that of line 1, too"),
+        ([line(), "", line()], 3, "custom_id: 'a' is already in line 1"),
         ([line(), line("b", method="GET")], 2, "method: "),
         ([line(url="/v1/embeddings")], 1, "url: "),
         ([line(body="x")], 1, "body: "),
@@ -161,7 +161,7 @@ def test_a_run_that_was_cut_at_any_byte_is_completed(
     ("lines", "words"),
     [
         ([line("a")], "response: "),
-        (['{"custom_id": "z", "response": {}, "error": null}'], "'z' is no request of the input"),
+        (['{"custom_id": "z", "response": {}, "error": null}'], "'z' is not in the input"),
         (['{"custom_id": "a", "response": {}, "error": null}'] * 2, "'a' has two answers"),
         (["no json"], "Invalid JSON"),
     ],
@@ -182,7 +182,7 @@ def test_a_file_of_something_else_is_left_as_it_is(
 def test_a_line_without_an_end_that_is_no_answer_is_kept(tmp_path: Path, text: str) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text(text)
-    with pytest.raises(InvalidArgument, match="its last line, which has no end, is no answer"):
+    with pytest.raises(InvalidArgument, match="the last line is not an answer"):
         BatchOutput(path, ["a"])
     assert path.read_text() == text
 
@@ -239,7 +239,7 @@ async def test_a_service_that_stays_away_ends_the_run_and_keeps_what_is_answered
         return await echo(request)
 
     path, wanted = tmp_path / "out.jsonl", requests("a", "b")
-    with pytest.raises(Unavailable, match="nobody answers at URL; what is answered is kept"):
+    with pytest.raises(Unavailable, match="nobody answers at URL; the answers so far are kept"):
         await run(path, wanted, half)
     assert [json.loads(each)["custom_id"] for each in path.read_text().splitlines()] == ["a"]
     assert (await run(path, wanted)).skipped == 1

@@ -207,8 +207,8 @@ def test_a_service_that_is_away_ends_the_command_in_one_line(tmp_path: Path) -> 
     done = run(*command(source, output, "--url", "http://127.0.0.1:9", "--patience", "0"))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "error: nobody answers at http://127.0.0.1:9; what is answered is kept, and the same "
-        "command goes on from there"
+        "error: no server answers at http://127.0.0.1:9; the answers so far are kept, and the same "
+        "command continues from there"
         "\n"
     )
 

@@ -74,15 +74,11 @@ async def test_every_option_reaches_the_service(grpc_service: Service) -> None:
             request_id="mine",
         )
     assert (result.text, result.finish_reason, result.request_id) == ("abcd", "stop", "mine")
-    seen = grpc_service.source.requests[0]
+    seen = grpc_service.source.requests[0].submit
     assert (seen.sampling.temperature, seen.sampling.top_k, seen.sampling.top_p) == (0.0, 5, 0.5)
     assert (seen.sampling.min_p, seen.sampling.seed) == (0.25, 2**64 - 1)
-    assert (seen.max_tokens, seen.stop_token_ids, seen.ignore_eos, len(seen.prompt)) == (
-        6,
-        (1,),
-        True,
-        506,
-    )
+    assert (seen.max_tokens, seen.ignore_eos, len(seen.token_ids)) == (6, True, 506)
+    assert list(seen.stop_token_ids) == [1]
 
 
 async def test_choices_and_logprobs(grpc_service: Service) -> None:
@@ -114,8 +110,8 @@ async def test_beam_search(grpc_service: Service) -> None:
     assert len(found.choices) == 2
     assert all(choice.score < 0 for choice in found.choices)
     (request,) = grpc_service.source.requests
-    assert request.beam_search is not None
-    assert request.beam_search.width == 3
+    assert request.has_beam_search
+    assert request.submit.beam_search.width == 3
 
 
 async def test_stream(grpc_service: Service) -> None:

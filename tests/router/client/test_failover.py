@@ -158,12 +158,12 @@ async def test_a_stream_goes_on_when_its_router_is_lost(blocking: bool, way: str
             routers, key=lambda router: any(request.emitted for request in router.requests)
         )
         (begun,), (resumed,) = first.requests, second.requests
-        assert begun.sampling.seed == resumed.sampling.seed
+        assert begun.submit.sampling.seed == resumed.submit.sampling.seed
         assert all(30 <= len(ids or ()) < 150 for ids in resumed.emitted)
         for choice in range(2):
             indices = [delta.first_index for delta in deltas if delta.choice == choice]
             assert indices == sorted(set(indices))
-        seeded: Options = {**options, "seed": begun.sampling.seed}
+        seeded: Options = {**options, "seed": begun.submit.sampling.seed}
         _, expected = await read([second.address], blocking, seeded, do_nothing)
     assert found.choices == expected.choices
     assert found.prompt_logprobs == expected.prompt_logprobs
