@@ -2,7 +2,7 @@
 
 Installed packages can add more by entry points of the groups `tandem.models` (named by
 architecture, a `ModelFamily`) and `tandem.linear_methods` (named by quant_method, a
-`LinearMethod`). So every process finds them.
+`QuantizationFormat`). So every process finds them.
 """
 
 import sys
@@ -43,11 +43,11 @@ from .models.mixtral import (
 from .models.olmo2 import Olmo2ForCausalLM, parse_olmo2_config
 from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
 from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
-from .quant.base import LinearMethod, LinearMethodOf
-from .quant.compressed_tensors import CompressedTensorsMethod
-from .quant.fp8 import FP8, FbgemmFp8LinearMethod, ModelOptLinearMethod, StoredFp8LinearMethod
-from .quant.gptq import AwqLinearMethod, GptqLinearMethod
-from .quant.integer import BITS, IntegerLinearMethod
+from .quant.base import LinearMethod, LinearMethodOf, QuantizationFormat
+from .quant.compressed_tensors import compressed_tensors_method
+from .quant.gptq import awq_method, gptq_method
+from .quant.integer import BITS, integer_method
+from .quant.stored_fp8 import FP8, fbgemm_fp8_method, fp8_method, modelopt_method
 from .quant.unquantized import UnquantizedLinearMethod
 
 MODELS: Final[dict[str, ModelFamily]] = {
@@ -65,16 +65,16 @@ MODELS: Final[dict[str, ModelFamily]] = {
     "Qwen3MoeForCausalLM": ModelFamily(parse_qwen3_moe_config, Qwen3MoeForCausalLM),
     "GptOssForCausalLM": ModelFamily(parse_gpt_oss_config, GptOssForCausalLM),
 }
-LINEAR_METHODS: Final[dict[str, type[LinearMethod]]] = {
-    **dict.fromkeys(BITS, IntegerLinearMethod),
-    "compressed-tensors": CompressedTensorsMethod,
-    "gptq": GptqLinearMethod,
-    "awq": AwqLinearMethod,
-    FP8: StoredFp8LinearMethod,
-    "fbgemm_fp8": FbgemmFp8LinearMethod,
-    "modelopt": ModelOptLinearMethod,
+LINEAR_METHODS: Final[dict[str, QuantizationFormat]] = {
+    **dict.fromkeys(BITS, integer_method),
+    "compressed-tensors": compressed_tensors_method,
+    "gptq": gptq_method,
+    "awq": awq_method,
+    FP8: fp8_method,
+    "fbgemm_fp8": fbgemm_fp8_method,
+    "modelopt": modelopt_method,
 }
-"""Linear methods by quant_method; the default is `UnquantizedLinearMethod`."""
+"""Formats by quant_method; without one, layers have an `UnquantizedLinearMethod`."""
 ROUNDED: Final = (*BITS, FP8)
 """The formats to which unquantized weights can be rounded when they are loaded."""
 _QUANTIZATION_FILES: Final = (
@@ -150,7 +150,7 @@ def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) ->
         )
 
     def make(name: str) -> LinearMethod:
-        made: LinearMethod = method.for_layer(config.quantization, name)
+        made: LinearMethod = method(config.quantization, name)
         made.batch_invariant = batch_invariant
         return made
 

@@ -205,10 +205,6 @@ def test_an_installed_package_brings_a_family(toy_folder: Path, tmp_path: Path) 
 
 
 class ToyLinearMethod(LinearMethod):
-    @classmethod
-    def for_layer(cls, quantization: Mapping[str, Any], name: str) -> LinearMethod:
-        return UnquantizedLinearMethod() if name in quantization["not_converted"] else cls()
-
     def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
         self.weight = Parameter(*partition.slices("weight"), dtype=torch.int8)
         self.scale = Parameter(*partition.output_slices("scale"), dtype=dtype)
@@ -219,6 +215,11 @@ class ToyLinearMethod(LinearMethod):
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         y = (x @ self._transposed) * self.scale.data
         return y if residual is None else residual + y
+
+
+def toy_method(quantization: Mapping[str, Any], name: str) -> LinearMethod:
+    is_plain = name in quantization["not_converted"]
+    return UnquantizedLinearMethod() if is_plain else ToyLinearMethod()
 
 
 @pytest.fixture
@@ -247,7 +248,7 @@ def test_a_linear_method_from_outside_generates(
 ) -> None:
     with pytest.raises(CheckpointError, match="quant_method: 'toy' is not supported"):
         check_checkpoint(quantized_folder)
-    monkeypatch.setitem(registry.LINEAR_METHODS, "toy", ToyLinearMethod)
+    monkeypatch.setitem(registry.LINEAR_METHODS, "toy", toy_method)
     plain = quantized_folder.parent / "plain"
     expected = reference_greedy(reference(plain), prompt(30), 12)
 
@@ -274,7 +275,7 @@ def test_a_linear_method_from_outside_generates(
 def test_weights_of_another_dtype_than_the_method_s_are_refused(
     quantized_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(registry.LINEAR_METHODS, "toy", ToyLinearMethod)
+    monkeypatch.setitem(registry.LINEAR_METHODS, "toy", toy_method)
     weights = load_file(quantized_folder / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
     save_file(

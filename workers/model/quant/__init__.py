@@ -1,3 +1,1 @@
-"""Holds the linear methods: one file for each form in which a linear layer's weights are kept and
-multiplied.
-"""
+"""Holds the linear methods, and the formats in which checkpoints store linear weights."""

@@ -3,7 +3,7 @@ multiplied.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,17 +16,17 @@ from ..module import Module, Parameter, WeightSlice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPartition:
-    """Describes a rank's part of one or several linear maps that take the same input and lie below
-    each other.
+    """Describes a rank's part of one or several linear maps of the same input.
+
+    The outputs of the maps are concatenated.
     """
 
-    outputs: tuple[
-        tuple[str, int, slice], ...
-    ]  # name in the checkpoint, outputs of the whole map, outputs kept
+    # The name in the checkpoint, the number of outputs of the whole map, and the outputs kept.
+    outputs: tuple[tuple[str, int, slice], ...]
     num_inputs: int  # of the whole map
     inputs: slice = field(default_factory=lambda: slice(None))  # kept
     has_bias: bool = False
-    gated: bool = False  # two maps, gate and up, of which `LinearMethod.apply_gated` is used
+    gated: bool = False  # the maps are gate and up, and `LinearMethod.apply_gated` is used
 
     @property
     def local_shape(self) -> tuple[int, int]:
@@ -36,7 +36,7 @@ class LinearPartition:
 
     @property
     def maps(self) -> dict[str, int]:
-        """Returns the outputs of the whole maps by their names."""
+        """Returns the number of outputs of each whole map by its name."""
         return {name: size for name, size, _ in self.outputs}
 
     def slices(self, suffix: str) -> tuple[WeightSlice, ...]:
@@ -52,96 +52,132 @@ class LinearPartition:
             WeightSlice(f"{name}.{suffix}", (size,), (kept,)) for name, size, kept in self.outputs
         )
 
+    def whole(
+        self,
+        suffixes: Sequence[str],
+        shape: Callable[[int], tuple[int, ...]],
+        dtype: torch.dtype,
+        *,
+        dim: int = 0,
+    ) -> Parameter:
+        """Returns the whole tensors called NAME.suffix, concatenated along `dim`.
+
+        It is for small tensors, which every rank reads as a whole. `shape` maps a map's number of
+        outputs to its tensor's shape. Checkpoints use one of the `suffixes`.
+        """
+        parts = []
+        for name, size in self.maps.items():
+            first, *others = (f"{name}.{suffix}" for suffix in suffixes)
+            parts.append(WeightSlice(first, shape(size), other_names=tuple(others)))
+        return Parameter(*parts, dtype=dtype, dim=dim)
+
+    def by_output(self, blocks: Sequence[torch.Tensor], block: int = 1) -> torch.Tensor:
+        """Maps each map's tensor [blocks of outputs, ...] to one tensor [outputs kept, ...].
+
+        A block has `block` outputs.
+        """
+        by_name = dict(zip(self.maps, blocks, strict=True))
+        rows = [
+            by_name[name][torch.arange(size)[kept] // block] for name, size, kept in self.outputs
+        ]
+        return torch.cat(rows)
+
+    def input_groups(self, size: int | None) -> torch.Tensor:
+        """Returns the group of each input kept, [inputs], for adjacent groups of `size` inputs.
+
+        None: all inputs are one group.
+        """
+        begin, end, _ = self.inputs.indices(self.num_inputs)
+        return torch.arange(begin, end) // (size or self.num_inputs)
+
 
 class LinearMethod(Module, ABC):
-    """Holds the weights of one linear layer and multiplies by them; one instance a layer.
-
-    A quantised format is one subclass, which `registry` finds by `quantization_config.quant_method`
-    of config.json.
-    """
+    """Holds the weights of one linear layer and multiplies by them; one instance per layer."""
 
     batch_invariant = False
-    """Whether on GPUs a row's result must not depend on the number of rows; on CPUs it never does
-    where the kernels of ours are used.
+    """On GPUs, a row's result must not depend on the number of rows.
+
+    On CPUs it never does where our own kernels are used.
     """
 
     fuses_gate = False
-    """Whether `apply_gated` computes outputs of gate and up in turn, 16 of each, and takes its
-    residual so.
+    """`apply_gated` computes outputs of gate and up in turn, 16 of each; its residual is in this
+    order.
     """
-
-    @classmethod
-    def for_layer(cls, quantization: Mapping[str, Any], name: str) -> "LinearMethod":
-        """Returns the method of the layer `name`; `quantization` is the checkpoint's
-        quantization_config. Override it to read settings or to leave some layers to another method.
-        Raises CheckpointError.
-        """
-        return cls()
 
     @abstractmethod
     def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
-        """Sets the layer's parameters as attributes. `dtype` is what the layer computes in."""
+        """Sets the layer's parameters as attributes. The layer computes in `dtype`."""
 
     def tie(self, weight: Parameter) -> bool:
-        """Instead of `create_weights`, takes the weight [outputs, inputs] of an embedding, which
-        keeps it. Returns
-        whether the method can: a format of checkpoints, with parameters of its own, cannot.
+        """Uses the weight [outputs, inputs] of an embedding instead of calling `create_weights`.
+
+        The embedding keeps it. Returns False if the method cannot: a checkpoint format has
+        parameters other than a plain weight.
         """
         return False
 
     def scheme(self) -> str:
-        """Says in a few words how a format of checkpoints keeps the weights, and how they are
-        multiplied; empty for plain ones. `create_weights` has been called.
+        """Describes a checkpoint format and how its weights are multiplied; empty for plain ones.
+
+        Requires a call of `create_weights`.
         """
         return ""
 
     @abstractmethod
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps x [num_tokens, inputs] to [num_tokens, outputs], plus bias and plus `residual` of
-        the result's shape, which may be overwritten.
+        """Maps x [num_tokens, inputs] to [num_tokens, outputs], adding the bias and `residual`.
+
+        `residual` has the result's shape and may be overwritten.
         """
 
     def apply_gated(
         self, x: torch.Tensor, activation: str = "silu", residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Maps x [num_tokens, inputs] to activation(gate) * up, [num_tokens, outputs / 2], for a
-        gated partition; the activation is silu or gelu_tanh. `residual` [num_tokens, outputs] is
-        added to gate and up before; it may be overwritten.
+        """Maps x [num_tokens, inputs] to activation(gate) * up, [num_tokens, outputs / 2].
+
+        The partition must be gated; the activation is silu or gelu_tanh. `residual` [num_tokens,
+        outputs] is added to gate and up before the activation; it may be overwritten.
         """
         return activate_and_mul(self.apply(x, residual), activation)
 
 
 class PlainLinearMethod(LinearMethod):
-    """Loads plain weights; a subclass may give them another form once they are loaded."""
+    """Loads plain weights; a subclass may convert them to another form after loading."""
 
     weight: Parameter  # [outputs, inputs]
     bias: Parameter | None = None  # [outputs]
     _gated = False
 
     def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
-        """See `LinearMethod.create_weights`."""
         self._gated = partition.gated
         self.weight = Parameter(*partition.slices("weight"), dtype=dtype)
         if partition.has_bias:
             self.bias = Parameter(*partition.output_slices("bias"), dtype=dtype)
 
     def tie(self, weight: Parameter) -> bool:
-        """See `LinearMethod.tie`."""
         self.weight = weight
         return True
 
 
 LinearMethodOf = Callable[[str], LinearMethod]
-"""Returns a new method for the layer of this name."""
+"""Creates the linear method of the layer of this name."""
+
+QuantizationFormat = Callable[[Mapping[str, Any], str], LinearMethod]
+"""Creates a layer's linear method from the checkpoint's quantization_config and the layer's name.
+
+It may leave some layers to another method. Raises CheckpointError.
+"""
 
 
 def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Computes activation(gate) * up (SwiGLU and GeGLU, arXiv 2002.05202) of [num_tokens, 2 *
-    size], gate first: [num_tokens, size].
+    """Computes activation(gate) * up: [num_tokens, size].
+
+    `gate_up` is [num_tokens, 2 * size], gate first. SwiGLU and GeGLU: arXiv 2002.05202.
     """
     if native := kernels.of(gate_up):
         return native.silu_mul(gate_up) if activation == "silu" else native.gelu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return (
-        functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
-    ) * up
+    if activation == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh") * up

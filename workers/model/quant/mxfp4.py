@@ -1,5 +1,6 @@
-"""Weights in MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits that share an
-exponent.
+"""Decodes weights in MXFP4 (OCP Microscaling Formats 1.0).
+
+A block of 32 numbers of 4 bits shares an exponent.
 """
 
 from typing import Final
@@ -14,14 +15,13 @@ _BIAS: Final = 127
 
 
 def dequantise(blocks: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Maps blocks [..., num_blocks, 16] and exponents [..., num_blocks], both uint8, to [...,
-    num_blocks * 32].
+    """Maps blocks and exponents to numbers [..., num_blocks * 32].
+
+    Blocks [..., num_blocks, 16] and exponents [..., num_blocks] are uint8.
     """
-    table = torch.tensor(
-        [*_VALUES, *(-value for value in _VALUES)], dtype=torch.float32, device=blocks.device
-    )
-    halves = torch.stack(
-        (blocks & 0x0F, blocks >> 4), dim=-1
-    ).int()  # the lower half of a byte comes first
+    values = [*_VALUES, *(-value for value in _VALUES)]
+    table = torch.tensor(values, dtype=torch.float32, device=blocks.device)
+    # The lower half of a byte comes first.
+    halves = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).int()
     numbers = table[halves].flatten(-2)  # [..., num_blocks, 32]
     return torch.ldexp(numbers, exponents.int()[..., None] - _BIAS).flatten(-2).to(dtype)

@@ -1,6 +1,4 @@
-"""Keeps linear weights as numbers of few bits, each group of inputs with a scale: plain ones are
-rounded to them.
-"""
+"""Multiplies by linear weights in numbers of few bits; rounds plain weights to them."""
 
 from abc import abstractmethod
 from typing import Final, Self
@@ -13,42 +11,48 @@ from ..module import Parameter
 from .base import PlainLinearMethod
 
 Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Numbers [outputs, inputs] uint8, or their bits, and their scales and zeros [outputs, groups];
-None: none, or all the same.
+"""Numbers [outputs, inputs] uint8, or their bits, and their scales and zeros [outputs, groups].
+
+Zeros are None if there are none or all are the same.
 """
 
-_LARGEST_BITS: Final = 8  # of a number, which only the kernels' form has packed
+_LARGEST_BITS: Final = 8  # of a number that is not packed for a kernel
 
 
 class RoundedLinearMethod(PlainLinearMethod):
-    """Computes y = x W^T + b with W as numbers and scales; a subclass is for one kind of numbers.
+    """Computes y = x W^T + b with W as numbers and scales; a subclass defines the kind of numbers.
+
     Plain weights are rounded to nearest when they are loaded (RTN in GPTQ, arXiv 2210.17323).
     """
 
     def __init__(self, bits: int, term_bytes: int) -> None:
-        """`term_bytes` are those of the scale and the zero of a group."""
-        self._bits, self._term_bytes = bits, term_bytes
+        """`term_bytes` is the size of a group's scale and zero."""
+        self._bits = bits
+        self._term_bytes = term_bytes
         self._is_tied = False
 
     @abstractmethod
     def group_size(self, inputs: int) -> int:
-        """Returns the inputs that share a scale."""
+        """Returns the number of inputs that share a scale."""
 
     @abstractmethod
     def can_multiply(self, inputs: int, group_size: int) -> bool:
-        """Returns whether there is a kernel, for bfloat16."""
+        """Returns True if a kernel supports the weight, for inputs in bfloat16."""
 
     @abstractmethod
     def round(self, weight: torch.Tensor, group_size: int) -> Numbers:
-        """Rounds a weight [outputs, inputs]."""
+        """Rounds a weight [outputs, inputs].
+
+        The scale of a group with a weight that is not finite is NaN.
+        """
 
     @abstractmethod
     def restore(self, numbers: Numbers) -> torch.Tensor:
-        """Returns what the numbers stand for: [outputs, inputs] float32."""
+        """Returns the weight that the numbers stand for: [outputs, inputs] float32."""
 
     @abstractmethod
     def pack(self, numbers: Numbers) -> cpu.PackedNumbers:
-        """Returns the numbers as the kernel reads them."""
+        """Returns the numbers in the kernel's form."""
 
     @abstractmethod
     def multiply(
@@ -61,30 +65,29 @@ class RoundedLinearMethod(PlainLinearMethod):
         """Calls the kernel with `_packed` and `_num_outputs`; see `cpu.linear`."""
 
     def take(self, numbers: Numbers, bias: torch.Tensor | None, *, gated: bool) -> Self:
-        """In place of loading a weight, takes numbers for which there is a kernel, and a bias
-        [outputs]. Returns itself, ready to `apply`.
+        """Uses these numbers and a bias [outputs] instead of loading a weight; returns itself.
+
+        A kernel must support the numbers. `apply` may be called at once.
         """
-        self._gated, self._bias, self._uses_kernel = gated, bias, True
+        self._gated = gated
+        self._bias = bias
+        self._uses_kernel = True
         self._keep(numbers)
         return self
 
     def tie(self, weight: Parameter) -> bool:
-        """See `LinearMethod.tie`."""
         self._is_tied = super().tie(weight)
         return self._is_tied
 
     def process_after_load(self) -> None:
-        """Rounds the weight, packs it where there is a kernel for it, and lets go of the plain
-        form.
-        """
+        """Rounds the weight, packs it if a kernel supports it, and drops the plain form."""
         weight = self.weight.data
         del self.weight  # so that its memory is free as soon as it is rounded
         self._bias = self.bias.data if self.bias else None
         inputs = weight.shape[1]
         group_size = self.group_size(inputs)
-        self._uses_kernel = cpu.usable(weight) and self._has_kernel(
-            weight.dtype, inputs, group_size
-        )
+        has_kernel = self._has_kernel(weight.dtype, inputs, group_size)
+        self._uses_kernel = cpu.usable(weight) and has_kernel
         rounded = self.round(weight, group_size)
         del weight
         self._keep(rounded)
@@ -96,17 +99,15 @@ class RoundedLinearMethod(PlainLinearMethod):
         )
         if self.fuses_gate:
             rounded, scales, zeros = numbers
-            alternated = [cpu.alternate(*each.chunk(2)) for each in (rounded, scales)]
             numbers = (
-                alternated[0],
-                alternated[1],
+                cpu.alternate(*rounded.chunk(2)),
+                cpu.alternate(*scales.chunk(2)),
                 None if zeros is None else cpu.alternate(*zeros.chunk(2)),
             )
         self._packed: cpu.PackedNumbers = self.pack(numbers) if self._uses_kernel else numbers
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See `LinearMethod.apply`."""
-        if self.fuses_gate:  # which has neither bias nor residual
+        if self.fuses_gate:  # then there is neither bias nor residual
             return cpu.apart(self.multiply(x))
         if self._uses_kernel:
             return self.multiply(x, self._bias, residual)
@@ -116,34 +117,32 @@ class RoundedLinearMethod(PlainLinearMethod):
     def apply_gated(
         self, x: torch.Tensor, activation: str = "silu", residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `LinearMethod.apply_gated`."""
         if self.fuses_gate:
             return self.multiply(x, None, residual, activation)
         return super().apply_gated(x, activation, residual)
 
     def saved_bytes(self) -> int:
-        """See `Module.saved_bytes`."""
         if self._is_tied:
             return 0
         weight = self.weight.data
         outputs, inputs = weight.shape
         group_size = self.group_size(inputs)
         bits = self._bits if self._has_kernel(weight.dtype, inputs, group_size) else _LARGEST_BITS
-        return weight.nbytes - outputs * (
-            inputs * bits // 8 + self._term_bytes * inputs // group_size
-        )
+        row_bytes = inputs * bits // 8 + self._term_bytes * inputs // group_size
+        return weight.nbytes - outputs * row_bytes
 
     def _has_kernel(self, dtype: torch.dtype, inputs: int, group_size: int) -> bool:
         return dtype is torch.bfloat16 and self.can_multiply(inputs, group_size)
 
 
 def finite_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Returns the scales with 1 for 0, and NaN for what is not finite."""
+    """Returns the scales with 1 in place of 0, and NaN in place of infinity."""
     return scales.where(scales != 0, 1).where(scales.isfinite(), torch.nan)
 
 
 def largest_group(inputs: int, bound: int, unit: int) -> int:
-    """Returns the largest multiple of `unit` that divides the inputs evenly and is not above the
-    bound; all inputs if there is none.
+    """Returns the largest multiple of `unit` up to `bound` that divides the inputs evenly.
+
+    Returns all inputs if there is none.
     """
     return next((size for size in range(bound, 0, -unit) if inputs % size == 0), inputs)

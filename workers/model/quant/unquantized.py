@@ -1,4 +1,4 @@
-"""Keeps linear weights as they are or, in bfloat16 on CPUs, packed for the kernel that reads them."""
+"""Multiplies by plain linear weights, which are packed for a kernel in bfloat16 on CPUs."""
 
 from collections.abc import Callable, Sequence
 from typing import Self
@@ -13,18 +13,20 @@ from .base import LinearPartition, PlainLinearMethod
 _Linear = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
 ]
-"""Maps x, weight, bias and residual as `kernels.triton.linear.linear`."""
+"""Maps x, weight, bias and residual like `kernels.triton.linear.linear`."""
 
 
 class UnquantizedLinearMethod(PlainLinearMethod):
-    """Computes y = x W^T + b. In bfloat16 on CPUs the weight is packed once: for our own kernel
-    where the processor suits it, else in oneDNN's blocked form.
+    """Computes y = x W^T + b.
+
+    In bfloat16 on CPUs the weight is packed once: for our own kernel if it supports the processor,
+    else in oneDNN's blocked form.
     """
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: see `LinearMethod.batch_invariant`."""
         self.batch_invariant = batch_invariant
-        self._uses_kernel = self._uses_onednn = False
+        self._uses_kernel = False
+        self._uses_onednn = False
         self._invariant_linear: _Linear | None = None
 
     @classmethod
@@ -36,14 +38,16 @@ class UnquantizedLinearMethod(PlainLinearMethod):
         batch_invariant: bool = False,
         gated: bool = False,
     ) -> Self:
-        """Returns a method over weight [outputs, inputs], which may be overwritten, and bias
-        [outputs], ready to `apply`.
+        """Returns a method with a loaded weight [outputs, inputs] and bias [outputs].
+
+        The weight may be overwritten. `apply` may be called at once.
         """
         method = cls(batch_invariant=batch_invariant)
-        whole = (("", len(weight), slice(None)),)
-        has_bias = bias is not None
         partition = LinearPartition(
-            outputs=whole, num_inputs=weight.shape[1], has_bias=has_bias, gated=gated
+            outputs=(("", len(weight), slice(None)),),
+            num_inputs=weight.shape[1],
+            has_bias=bias is not None,
+            gated=gated,
         )
         method.create_weights(partition, weight.dtype)
         for parameter, data in zip(method.parameters(), (weight, bias), strict=False):
@@ -53,35 +57,33 @@ class UnquantizedLinearMethod(PlainLinearMethod):
         return method
 
     def process_after_load(self) -> None:
-        """Packs the weight where that is faster, and then lets go of the plain form."""
+        """Packs the weight if a packed form is faster, and drops the plain form."""
         weight = self.weight.data
         self._num_outputs = weight.shape[0]
         self._bias = self.bias.data if self.bias else None
         self._uses_kernel = cpu.can_multiply(weight)
         self._uses_onednn = not self._uses_kernel and _onednn_can_pack(weight)
         if self.batch_invariant and kernels.on_gpu(weight):
-            from ..kernels.triton.linear import linear  # with Triton
+            from ..kernels.triton.linear import linear  # imports Triton
 
             self._invariant_linear = linear
         self.fuses_gate = (
             self._gated and self._bias is None and cpu.can_gate(weight[: len(weight) // 2])
         )
         if self.fuses_gate:
-            weight.copy_(
-                cpu.alternate(*weight.chunk(2))
-            )  # not rebound: the packed form then fills the copy's hole
+            # Not rebound: the packed form then fills the hole of the copy.
+            weight.copy_(cpu.alternate(*weight.chunk(2)))
         if self._uses_kernel:
             self._matrix = cpu.pack_linear(weight)
+        elif self._uses_onednn:
+            self._matrix = torch.ops.mkldnn._reorder_linear_weight(weight)
         else:
-            self._matrix = (
-                torch.ops.mkldnn._reorder_linear_weight(weight) if self._uses_onednn else weight
-            )
+            self._matrix = weight
         if self._matrix is not weight:
             del self.weight
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See `LinearMethod.apply`."""
-        if self.fuses_gate:  # which has neither bias nor residual
+        if self.fuses_gate:  # then there is neither bias nor residual
             return cpu.apart(cpu.linear(x, self._matrix, self._num_outputs))
         if self._uses_kernel:
             return cpu.linear(x, self._matrix, self._num_outputs, self._bias, residual)
@@ -96,7 +98,6 @@ class UnquantizedLinearMethod(PlainLinearMethod):
     def apply_gated(
         self, x: torch.Tensor, activation: str = "silu", residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `LinearMethod.apply_gated`."""
         if self.fuses_gate:
             return cpu.linear(x, self._matrix, self._num_outputs, None, residual, activation)
         return super().apply_gated(x, activation, residual)
@@ -114,7 +115,10 @@ def _onednn_can_pack(weight: torch.Tensor) -> bool:
 def _onednn_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Maps x [num_tokens, inputs] to [num_tokens, outputs]; `weight` is in oneDNN's blocked form."""
+    """Maps x [num_tokens, inputs] to [num_tokens, outputs].
+
+    `weight` is in oneDNN's blocked form.
+    """
     no_scalars: Sequence[float] = []
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
         x, weight, bias, "none", no_scalars, ""
