@@ -36,7 +36,7 @@ from .members import Continuity, Members, RouterInfo
 from .ranks import node_host, ray_dashboard_url, start_ranks
 from .status import WorkerStatuses, describe_routers, drain_workers
 from .telemetry.logs import write_json_logs
-from .telemetry.ray_metrics import RayMetrics, report_metrics
+from .telemetry.ray_metrics import RayMetrics, keep_reporting
 
 if TYPE_CHECKING:
     from ...workers.serve.worker import Worker
@@ -154,7 +154,7 @@ class WorkerPool(Replica):
             worker.stop,
             self._exit_on_failure(worker),
             self._heartbeat(worker),
-            report_metrics(worker),
+            keep_reporting(worker.report_metrics),
         )
 
     def check_health(self) -> None:

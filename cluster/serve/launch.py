@@ -31,12 +31,12 @@ from .ranks import ray_dashboard_url
 from .ray_internals import begin_delete, serve_http_address
 from .ray_session import has_ended, in_one_line, joined_ray, local_ray
 from .redeploy import (
-    SuccessorWatch,
     applications_of,
     is_replaced,
     retire,
     running_application,
     take_over,
+    watched_successor,
 )
 from .serve_app import build_app, count_routers
 from .status import following
@@ -101,7 +101,7 @@ class Service:
             stack.callback(os.close, replaced)
             if not self.ray_processes:  # a local Ray ends with this command: nothing replaces it
                 notify = partial(os.eventfd_write, replaced, 1)
-                stack.callback(SuccessorWatch(self.config.name, self.application, notify).stop)
+                stack.enter_context(watched_successor(self.config.name, self.application, notify))
             files = [replaced]
             for process in self.ray_processes:
                 files.append(os.pidfd_open(process.pid))

@@ -10,8 +10,8 @@ meanwhile: see `ports.PortClaim`.
 import hmac
 import logging
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -161,31 +161,30 @@ def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> N
     log.warning("the service that is replaced takes long to end")
 
 
-class SuccessorWatch:
-    """Calls `on_replaced` once a later application of the service has replaced this one.
+@contextmanager
+def watched_successor(
+    service: str, application: str, on_replaced: Callable[[], object]
+) -> Iterator[None]:
+    """Calls `on_replaced` once a later application of the service replaces this one.
 
-    Checks in a thread: calls to a Ray that has died never end.
+    Checks in a thread while the context is open: calls to a Ray that has died never end.
     """
+    stopped = threading.Event()
 
-    def __init__(self, service: str, application: str, on_replaced: Callable[[], object]) -> None:
-        self._service = service
-        self._application = application
-        self._on_replaced = on_replaced
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tandem-successor", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stops checking; waits a while for the last check."""
-        self._stopped.set()
-        self._thread.join(_CHECK_SECONDS)
-
-    def _run(self) -> None:
-        while not self._stopped.wait(_CHECK_SECONDS):
+    def check() -> None:
+        while not stopped.wait(_CHECK_SECONDS):
             with suppress(Exception):  # Ray may raise any exception while parts of it are away
-                if is_replaced(self._service, self._application) and not self._stopped.is_set():
-                    self._on_replaced()
+                if is_replaced(service, application) and not stopped.is_set():
+                    on_replaced()
                     return
+
+    thread = threading.Thread(target=check, name="tandem-successor", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join(_CHECK_SECONDS)
 
 
 def is_replaced(service: str, application: str) -> bool:

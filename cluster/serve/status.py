@@ -116,7 +116,14 @@ async def drain_workers(
 
     Returns the number of requests left at each worker, None for one that does not answer.
     """
-    return await asyncio.gather(*(_drain(address, timeout, identity) for address in addresses))
+    answers: list[worker_pb2.DrainResponse | None] = await _call_workers(
+        "Drain",
+        worker_pb2.DrainRequest(timeout_seconds=timeout),
+        addresses,
+        identity,
+        timeout=timeout + _DRAIN_ANSWER_SECONDS,
+    )
+    return [None if answer is None else answer.num_requests for answer in answers]
 
 
 async def load_on_workers(
@@ -127,38 +134,39 @@ async def load_on_workers(
     Workers that do not answer load it with their first request. Raises InvalidArgument with the
     first reason why a worker cannot load it, Unavailable if no worker answers.
     """
-    message = adapter.message()
-    reasons = await asyncio.gather(*(_load(address, message, identity) for address in addresses))
-    if found := next(filter(None, reasons), ""):
-        raise InvalidArgument(found.removeprefix("adapter: "), "lora_path")
-    if all(reason is None for reason in reasons):
+    answers: list[worker_pb2.LoadAdapterResponse | None] = await _call_workers(
+        "LoadAdapter",
+        worker_pb2.LoadAdapterRequest(adapter=adapter.message()),
+        addresses,
+        identity,
+        timeout=_LOAD_SECONDS,
+    )
+    answered = [answer.error for answer in answers if answer is not None]
+    if reason := next(filter(None, answered), ""):
+        raise InvalidArgument(reason.removeprefix("adapter: "), "lora_path")
+    if not answered:
         raise Unavailable("no worker could be asked to load the adapter")
 
 
-async def _load(address: str, adapter: worker_pb2.Adapter, identity: PeerIdentity) -> str | None:
-    async with PeerChannel(address, identity) as channel:
-        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-        try:
-            request = worker_pb2.LoadAdapterRequest(adapter=adapter)
-            response: worker_pb2.LoadAdapterResponse = await stub.LoadAdapter(
-                request, timeout=_LOAD_SECONDS
-            )
-        except grpc.aio.AioRpcError:
-            return None
-    return response.error
+async def _call_workers(
+    method: str,
+    request: Message,
+    addresses: Sequence[str],
+    identity: PeerIdentity,
+    *,
+    timeout: float,
+) -> list[Any]:
+    """Calls a method of each worker; returns the responses, None for each that does not answer."""
 
+    async def call(address: str) -> Any:
+        async with PeerChannel(address, identity) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                return await getattr(stub, method)(request, timeout=timeout)
+            except grpc.aio.AioRpcError:
+                return None
 
-async def _drain(address: str, timeout: float, identity: PeerIdentity) -> int | None:
-    async with PeerChannel(address, identity) as channel:
-        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-        try:
-            request = worker_pb2.DrainRequest(timeout_seconds=timeout)
-            response: worker_pb2.DrainResponse = await stub.Drain(
-                request, timeout=timeout + _DRAIN_ANSWER_SECONDS
-            )
-        except grpc.aio.AioRpcError:
-            return None
-    return response.num_requests
+    return await asyncio.gather(*map(call, addresses))
 
 
 async def _describe(worker: worker_pb2.WorkerInfo, channel: PeerChannel) -> dict[str, Any]:

@@ -49,13 +49,13 @@ class RouterMonitor:
 
         `spans` records each request at its end, `logs_requests` logs it.
         """
-        self._figures = PrometheusMetrics(model_name) if counts else None
+        self._prometheus = PrometheusMetrics(model_name) if counts else None
         self._spans = spans
-        self.metrics: Metrics = self._figures or NULL_METRICS
+        self.metrics: Metrics = self._prometheus or NULL_METRICS
         observers: list[Observer] = [log_request] if logs_requests else []
         observers += [spans.record] if spans else []
         self.telemetry = RequestTelemetry(self.metrics, observers)
-        render = None if self._figures is None else self._figures.render
+        render = None if self._prometheus is None else self._prometheus.render
         self.ops = OpsServer(render, CONTENT_TYPE, browsers)
 
     def watch(self, admission: Admission, dispatcher: Dispatcher, registry: WorkerRegistry) -> None:
@@ -65,9 +65,9 @@ class RouterMonitor:
         number. Every router knows all workers: for gauges of workers the maximum over routers is
         right, not the sum.
         """
-        if self._figures is not None:
-            self._figures.before_each_scrape(self.telemetry.count_running)
-            self._figures.before_each_scrape(lambda: self._read(admission, dispatcher, registry))
+        if self._prometheus is not None:
+            self._prometheus.before_each_scrape(self.telemetry.count_running)
+            self._prometheus.before_each_scrape(lambda: self._read(admission, dispatcher, registry))
 
     async def close(self) -> None:
         """Stops the server if it has started, and exports the last spans."""

@@ -1,8 +1,9 @@
 """Passes the metrics of a worker to Ray; Ray's agent on each node serves them with Ray's own."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from itertools import count
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -13,16 +14,10 @@ _SECONDS: Final = 5.0  # between two reports; Ray's agent collects them every te
 _INTEGRITY_BEATS: Final = 3  # every third report checks the integrity, which takes up to 10 ms
 
 
-class Reporter(Protocol):
-    """A worker that reports metrics."""
-
-    async def report_metrics(self, with_integrity: bool) -> None: ...
-
-
-async def report_metrics(worker: Reporter) -> None:
-    """Makes a worker report its metrics every few seconds, without end."""
+async def keep_reporting(report: Callable[[bool], Awaitable[None]]) -> None:
+    """Calls a worker's `report_metrics`, with or without the integrity, without end."""
     for beat in count():
-        await worker.report_metrics(with_integrity=beat % _INTEGRITY_BEATS == 0)
+        await report(beat % _INTEGRITY_BEATS == 0)
         await asyncio.sleep(_SECONDS)
 
 
