@@ -1,7 +1,6 @@
-"""Knows the LoRA adapters that a service answers with, and loads and unloads them while it runs.
+"""Registers the LoRA adapters of a service, and loads and unloads them while it runs.
 
-Knows nothing of what is in an adapter's folder: who makes the service says how to read and to try
-one.
+Knows nothing of the files of an adapter: its owner passes the functions that read and try one.
 """
 
 import asyncio
@@ -18,50 +17,46 @@ from .auth.authenticator import Caller
 from .request import LoraAdapter
 
 MAX_ADAPTERS: Final = 1_024
-"""Names at a time, and as many that were unloaded."""
+"""The maximum of served adapters, and of remembered names that were unloaded."""
 
 _NAME: Final = r"^[a-zA-Z0-9_][a-zA-Z0-9_.:/@+-]{0,127}$"
 
 AdapterName = Annotated[str, Field(pattern=_NAME)]
 
 Shared = Mapping[str, tuple[int, LoraAdapter | None]]
-"""By name the number of the last change, and what it has made of the name; None if it was unloaded.
-"""
+"""By name: the number of its last change, and the adapter; None if it was unloaded."""
 
 
 class LoraConfig(BaseModel):
-    """Configures LoRA adapters: how many, how large, and which may be loaded while the service
-    runs.
-    """
+    """Configures LoRA adapters."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    max_loras: int = Field(default=8, ge=1, le=1024)  # that a worker holds at once
+    max_loras: int = Field(default=8, ge=1, le=1024)  # adapters that a worker holds at once
     max_lora_rank: int = Field(default=64, ge=1, le=1024)
-    # Operators may load adapters from the folders below this one, which is at the same path on
-    # every node; None: nobody may load any.
+    # Operators may load adapters from the folders below this one, which has the same path on every
+    # node; None: adapters cannot be loaded while the service runs.
     folder: (
         Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(os.path.abspath)] | None
     ) = None
 
 
 class AdapterRegistry:
-    """Holds the adapters of a service by name, as one of its routers knows them. Routers share what
-    was loaded and
-    unloaded while they run: of two changes of a name the one with the higher number counts. Awaits
-    nothing.
+    """Holds the adapters of a service by name, as one of its routers knows them.
+
+    Routers share the changes that they make while they run; of two changes of a name the one with
+    the higher number counts. Awaits nothing.
     """
 
     def __init__(self, configured: Iterable[LoraAdapter] = ()) -> None:
-        self.on_news: Callable[[], object] = lambda: (
-            None
-        )  # called after a change of this router's own
+        # Called after a change that this router has made.
+        self.on_news: Callable[[], object] = lambda: None
         self._configured = {adapter.name: adapter for adapter in configured}
         self._changes: dict[str, tuple[int, LoraAdapter | None]] = {}
 
     @property
     def adapters(self) -> list[LoraAdapter]:
-        """All adapters that are served, by name."""
+        """All served adapters, ordered by name."""
         found = self._configured | {
             name: adapter for name, (_, adapter) in self._changes.items() if adapter
         }
@@ -69,25 +64,25 @@ class AdapterRegistry:
         return [found[name] for name in sorted(found.keys() - unloaded)]
 
     def get(self, name: str) -> LoraAdapter | None:
-        """Returns the adapter of this name, None if there is none."""
+        """Returns the adapter of this name; None if it is not served."""
         return self._changes[name][1] if name in self._changes else self._configured.get(name)
 
     def put(self, adapter: LoraAdapter) -> None:
-        """Serves an adapter from now on. Raises Overloaded if there are too many."""
+        """Begins to serve an adapter. Raises Overloaded if there are too many."""
         if len(self.adapters) >= MAX_ADAPTERS:
             raise Overloaded(f"{MAX_ADAPTERS} adapters are served; unload one first")
         self._change(adapter.name, adapter)
 
     def remove(self, name: str) -> None:
-        """Serves an adapter no more; requests with it that run go on."""
+        """Stops serving an adapter; its running requests finish."""
         self._change(name, None)
 
     def shared(self) -> Shared:
-        """Returns what other routers should know."""
+        """Returns the changes, for other routers."""
         return dict(self._changes)
 
     def learn(self, shared: Shared) -> bool:
-        """Takes over what another router's `shared` has returned. Returns whether anything was new."""
+        """Applies another router's changes. Returns True if any was new."""
         newer = {
             name: change
             for name, change in shared.items()
@@ -104,9 +99,7 @@ class AdapterRegistry:
         self.on_news()
 
     def _forget(self) -> None:
-        """Forgets the oldest that were unloaded and are not configured, which every router has
-        learned long ago.
-        """
+        """Forgets the oldest unloaded adapters, unless configured: all routers know of them."""
         unloaded = [
             (number, name)
             for name, (number, adapter) in self._changes.items()
@@ -124,7 +117,7 @@ def _order(change: tuple[int, LoraAdapter | None] | None) -> tuple[int, bytes]:
 
 
 class AdapterAdmin:
-    """Loads and unloads adapters for callers who may."""
+    """Loads and unloads adapters for callers that are allowed to."""
 
     def __init__(
         self,
@@ -134,9 +127,10 @@ class AdapterAdmin:
         read: Callable[[str, Path], LoraAdapter] = lambda name, folder: _refuse(),
         try_on_workers: Callable[[LoraAdapter], Awaitable[None]] = lambda adapter: _refuse(),
     ) -> None:
-        """Only from folders below `folder`, which is None where nobody may load any. `read` returns
-        the adapter of a name in a folder, in a thread; `try_on_workers` has the workers load it.
-        Both raise InvalidArgument for one that cannot be used.
+        """Loads adapters from folders below `folder`; without it, loads none.
+
+        `read` runs in a thread and returns the adapter in a folder; `try_on_workers` makes the
+        workers load it. Both raise InvalidArgument for an adapter that cannot be used.
         """
         self.registry = registry
         self._folder = None if folder is None else Path(folder).resolve()
@@ -145,9 +139,10 @@ class AdapterAdmin:
         self._changing = asyncio.Lock()
 
     async def load(self, caller: Caller, name: str, path: str, taken: Collection[str] = ()) -> None:
-        """Serves the adapter in the folder `path`, absolute or below the configured one, as `name`,
-        which must not be one of those `taken`. Raises PermissionDenied, InvalidArgument or
-        Overloaded.
+        """Begins to serve the adapter in the folder `path` as `name`.
+
+        `path` is absolute or relative to the configured folder, and lies below it; `name` must not
+        be in `taken`. Raises PermissionDenied, InvalidArgument or Overloaded.
         """
         root = self._root(caller)
         if not re.fullmatch(_NAME, name):
@@ -163,8 +158,9 @@ class AdapterAdmin:
             self.registry.put(adapter)
 
     async def unload(self, caller: Caller, name: str) -> None:
-        """Serves an adapter no more; requests with it that run go on. Raises PermissionDenied or
-        NotFound.
+        """Stops serving an adapter; its running requests finish.
+
+        Raises PermissionDenied or NotFound.
         """
         self._root(caller)
         async with self._changing:
@@ -173,8 +169,8 @@ class AdapterAdmin:
             self.registry.remove(name)
 
     def _root(self, caller: Caller) -> Path:
-        """Returns the folder below which adapters may lie. Raises PermissionDenied unless the
-        caller may change any.
+        """Returns the configured folder. Raises PermissionDenied unless the caller may change
+        adapters.
         """
         if self._folder is None:
             _refuse()
@@ -188,9 +184,7 @@ def _refuse() -> NoReturn:
 
 
 def _below(root: Path, path: str) -> Path:
-    """Returns the folder that a path names, which links may not lead out of `root`. Raises
-    InvalidArgument.
-    """
+    """Resolves `path`. Raises InvalidArgument unless it is a folder below `root`, also by links."""
     wrong = InvalidArgument(
         "must name a folder below the one that is configured (lora.folder)", "lora_path"
     )

@@ -11,14 +11,12 @@ _T = TypeVar("_T")
 
 
 def deadline_passed() -> DeadlineExceeded:
-    """Returns the error of a request that misses its deadline."""
+    """Returns the error of a request whose deadline has passed."""
     return DeadlineExceeded("the request's deadline passed")
 
 
 async def before(deadline: float | None, result: Awaitable[_T]) -> _T:
-    """Awaits `result`; cancels it and raises DeadlineExceeded when time.monotonic() reaches
-    `deadline`, if any.
-    """
+    """Awaits `result`. Cancels it and raises DeadlineExceeded at `deadline` (time.monotonic())."""
     if deadline is None:
         return await result
     scope = asyncio.timeout(deadline - time.monotonic())

@@ -1,14 +1,14 @@
-"""Orders what waits: a bounded queue, by priority, then fair among tenants, then first come, first
-served.
+"""A bounded queue: by priority, then fair among tenants, then first come, first served.
 
-Fair means first that the tenant goes next of which least runs: so of two that wait none holds more
-than half for long, however long its requests run (max-min fairness). Between tenants of which as
-much runs it is start-time fair queueing (Goyal et al., 1996) on tokens with equal weights: every
-tenant of a priority has a tag, the tokens that it was served so far; the least tag is next. A
-tenant that was away continues at the present tag of its priority: it gets no credit. When the queue
-is full, the tenant with the longest backlog gives way to one with a shorter one (longest queue
-drop, Suter et al., 1998), and a lower priority to a higher. Every operation is O(log n). Knows
-nothing of time and I/O.
+The next tenant is the one of which least runs, so that of two waiting tenants none holds more than
+half for long, however long its requests run (max-min fairness). Between tenants of which as much
+runs, the queue is a start-time fair queue (Goyal et al., 1996) on tokens with equal weights: every
+tenant of a priority has a tag, the number of its tokens that were served, and the least tag is
+next. A tenant that comes back begins at the present tag of its priority: it gets no credit.
+
+When the queue is full, the tenant with the longest backlog gives way to one with a shorter backlog
+(longest queue drop, Suter et al., 1998), and a lower priority to a higher one. Every operation is
+O(log n). Knows nothing of time and I/O.
 """
 
 import heapq
@@ -19,20 +19,18 @@ from itertools import count
 from typing import Final, Generic, TypeVar
 
 _MAX_IDLE_TENANTS: Final = 4_096
-"""Tenants without a backlog, of one priority, whose tags are remembered; then those served least
-are forgotten.
-"""
+"""Idle tenants of one priority whose tags are kept; beyond it, the smallest tags are forgotten."""
 
 _Backlog = tuple[int, str]  # priority, tenant
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class QueueEntry:
-    """Stands for work that waits. Entries compare by identity."""
+    """One waiting piece of work. Entries compare by identity."""
 
     tenant: str
     priority: int
-    num_tokens: int  # of work, at least 1
+    num_tokens: int  # its work, at least 1
 
 
 T = TypeVar("T", bound=QueueEntry)
@@ -40,7 +38,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Ranking(Generic[K]):
-    """Keeps keys by rank, the least first; of equal ranks the one put first. O(log n), amortised."""
+    """Orders keys by rank, then by the time of `put`. O(log n), amortised."""
 
     def __init__(self) -> None:
         self._ranks: dict[K, tuple[tuple[float, ...], int]] = {}
@@ -48,7 +46,7 @@ class Ranking(Generic[K]):
         self._count = count()
 
     def put(self, key: K, *rank: float) -> None:
-        """Gives the key a rank, in place of the one it had."""
+        """Sets the rank of a key."""
         ranked = self._ranks[key] = (rank, next(self._count))
         heapq.heappush(self._heap, (*ranked, key))
         if len(self._heap) > 2 * len(self._ranks) + 16:
@@ -60,7 +58,7 @@ class Ranking(Generic[K]):
         self._ranks.pop(key, None)
 
     def first(self) -> K | None:
-        """Returns the key of the least rank; None if there is none."""
+        """Returns the key of the least rank; None if there are no keys."""
         while self._heap:
             rank, number, key = self._heap[0]
             if self._ranks.get(key) == (rank, number):
@@ -70,29 +68,25 @@ class Ranking(Generic[K]):
 
 
 class FairQueue(Generic[T]):
-    """Holds at most `max_requests` entries of at most `max_tokens` tokens; one that is larger may
-    only wait alone.
-    """
+    """Holds at most `max_requests` entries and `max_tokens` tokens; a larger entry waits alone."""
 
     def __init__(self, *, max_tokens: int, max_requests: int) -> None:
         self._max_tokens = max_tokens
         self._max_requests = max_requests
         self.num_tokens = 0  # of all entries
         self._num_requests = 0
-        self._backlogs: dict[_Backlog, OrderedDict[T, None]] = {}  # none is empty
+        self._backlogs: dict[_Backlog, OrderedDict[T, None]] = {}  # not empty
         self._backlog_tokens: Counter[_Backlog] = Counter()
-        self._running: dict[str, float] = {}  # of each tenant, how much; only what is above 0
-        self._turns: Ranking[_Backlog] = (
-            Ranking()
-        )  # the highest priority first, then the least running, then the tag
-        self._longest: Ranking[_Backlog] = (
-            Ranking()
-        )  # the lowest priority first, then the largest share
-        # By priority, while it has a backlog.
+        self._running: dict[str, float] = {}  # the amount of each tenant that runs, if above 0
+        # The highest priority first, then the least running, then the least tag.
+        self._turns: Ranking[_Backlog] = Ranking()
+        # The lowest priority first, then the largest share.
+        self._longest: Ranking[_Backlog] = Ranking()
+        # By priority, while it has a backlog:
         self._tokens: Counter[int] = Counter()
         self._num_backlogs: Counter[int] = Counter()
-        self._tags: dict[int, dict[str, float]] = {}  # of tenants, without a backlog too
-        self._present: dict[int, float] = {}  # the tag of the tenant that was served last
+        self._tags: dict[int, dict[str, float]] = {}  # also of tenants without a backlog
+        self._present: dict[int, float] = {}  # the tag of the last served tenant
 
     def __len__(self) -> int:
         return self._num_requests
@@ -102,10 +96,11 @@ class FairQueue(Generic[T]):
         return (entry for backlog in self._backlogs.values() for entry in backlog)
 
     def displaced_by(self, entry: QueueEntry) -> list[T] | None:
-        """Returns the entries that `push` would remove for it: the last ones of the longest backlog
-        of the lowest priority, as many as the bounds ask for. None if it has no place: they would
-        not be enough, or their tenant would then have less than that of an entry of the same
-        priority.
+        """Returns the entries that `push` would remove for `entry`; None if it has no place.
+
+        They are the last ones of the longest backlog of the lowest priority, as many as the bounds
+        demand. The entry has no place if they are not enough, or if it has the same priority and
+        their tenant would have less than its own tenant.
         """
         excess_tokens = self.num_tokens + entry.num_tokens - self._max_tokens
         excess_requests = self._num_requests + 1 - self._max_requests
@@ -115,7 +110,8 @@ class FairQueue(Generic[T]):
         if longest[0] > entry.priority:
             return None
         floor = self._share(self._key(entry), entry) if longest[0] == entry.priority else 0.0
-        share, found = self._share(longest), []
+        share = self._share(longest)
+        found = []
         for victim in reversed(self._backlogs[longest]):
             if share <= floor * (1 + 1e-9):
                 return None
@@ -128,8 +124,9 @@ class FairQueue(Generic[T]):
         return None
 
     def push(self, entry: T) -> list[T] | None:
-        """Adds an entry and returns those that were removed for it; None, having done nothing, if
-        it has no place.
+        """Adds an entry and returns the entries removed for it.
+
+        Returns None, without any change, if it has no place.
         """
         displaced = self.displaced_by(entry)
         if displaced is None:
@@ -150,7 +147,7 @@ class FairQueue(Generic[T]):
         return displaced
 
     def set_running(self, tenant: str, amount: float) -> None:
-        """Notes how much of a tenant runs, in whatever unit."""
+        """Sets the amount of a tenant that runs, in the unit of all tenants."""
         if amount > 0:
             self._running[tenant] = amount
         else:
@@ -160,12 +157,12 @@ class FairQueue(Generic[T]):
                 self._put_turn((priority, tenant))
 
     def first(self) -> T | None:
-        """Returns the entry that is next; None if the queue is empty."""
+        """Returns the next entry; None if the queue is empty."""
         key = self._turns.first()
         return None if key is None else next(iter(self._backlogs[key]))
 
     def pop(self) -> T:
-        """Removes the entry that is next. Raises IndexError if there is none."""
+        """Removes and returns the next entry. Raises IndexError if the queue is empty."""
         entry = self.first()
         if entry is None:
             raise IndexError("the queue is empty")
@@ -177,9 +174,7 @@ class FairQueue(Generic[T]):
         return entry
 
     def charge(self, entry: T, num_tokens: int) -> None:
-        """Counts that an entry was more work than its `num_tokens` said, or less. Call it after
-        `pop`.
-        """
+        """Corrects the work of an entry by `num_tokens`, more or less, after `pop`."""
         tags = self._tags.get(entry.priority, {})
         if entry.tenant in tags:
             tags[entry.tenant] += num_tokens
@@ -187,10 +182,9 @@ class FairQueue(Generic[T]):
             self._put_turn(self._key(entry))
 
     def remove(self, entry: T) -> None:
-        """Removes an entry, wherever it is in the queue; its tenant is not charged for it.
-        Idempotent.
-        """
-        key, priority = self._key(entry), entry.priority
+        """Removes an entry from anywhere in the queue, without a charge. Idempotent."""
+        key = self._key(entry)
+        priority = entry.priority
         backlog = self._backlogs.get(key, OrderedDict())
         if entry not in backlog:
             return
@@ -212,10 +206,12 @@ class FairQueue(Generic[T]):
                 del tags[tenant]
 
     def tokens_ahead(self, entry: QueueEntry) -> int:
-        """Estimates the tokens of work that go before a new entry, if nothing else comes: of each
-        other tenant no more than of its own.
+        """Estimates the tokens that are served before a new entry if nothing else comes.
+
+        Each other tenant counts with at most the tokens of the entry's tenant.
         """
-        key, priority = self._key(entry), entry.priority
+        key = self._key(entry)
+        priority = entry.priority
         higher = sum(num_tokens for other, num_tokens in self._tokens.items() if other > priority)
         own = self._backlog_tokens[key]
         num_others = self._num_backlogs[priority] - (key in self._backlogs)
@@ -233,16 +229,17 @@ class FairQueue(Generic[T]):
         return entry.priority, entry.tenant
 
     def _share(self, key: _Backlog, new: QueueEntry | None = None) -> float:
-        """Returns the part of the queue's two bounds that a backlog takes, with a new entry if
-        given, added up.
-        """
-        num_tokens, num_requests = self._backlog_tokens[key], len(self._backlogs.get(key, ()))
+        """Returns a backlog's shares of the two bounds, added up; with the entry `new` if given."""
+        num_tokens = self._backlog_tokens[key]
+        num_requests = len(self._backlogs.get(key, ()))
         if new is not None:
-            num_tokens, num_requests = num_tokens + new.num_tokens, num_requests + 1
+            num_tokens += new.num_tokens
+            num_requests += 1
         return num_tokens / self._max_tokens + num_requests / self._max_requests
 
     def _count(self, entry: T, sign: int) -> None:
-        key, num_tokens = self._key(entry), sign * entry.num_tokens
+        key = self._key(entry)
+        num_tokens = sign * entry.num_tokens
         self._num_requests += sign
         self.num_tokens += num_tokens
         self._tokens[entry.priority] += num_tokens

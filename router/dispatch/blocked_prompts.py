@@ -1,6 +1,4 @@
-"""Remembers the requests that have crashed two workers, and lets routers share that. Awaits
-nothing.
-"""
+"""Blocks requests that have crashed two workers; routers share the list. Awaits nothing."""
 
 import hashlib
 import time
@@ -12,21 +10,21 @@ from ..request import TokenRequest
 
 BLOCKED_SECONDS: Final = 600.0  # how long such a request is refused
 MAX_BLOCKED: Final = 512
-"""Requests at a time. The oldest gives way to one that is blocked here; one that others report
-finds room or not.
+"""Blocked requests of one holder. A request that is blocked here replaces the oldest; a reported
+one is dropped if there is no room.
 """
 
 LEAST_SHARED_SECONDS: Final = 15.0
-"""What ends sooner is not reported: a holder that has just forgotten it would learn it again from
-one whose clock began a message later.
+"""Entries that end sooner are not reported. Otherwise a holder that has just forgotten an entry
+would learn it again from another one, whose clock started a message later.
 """
 
 
 def hash_request(request: TokenRequest) -> bytes:
     """Returns the hash of tenant, adapter, prompt and parameters.
 
-    A request may crash workers if another one with the same hash has. The seed does not count: it
-    is another one each time a client asks again.
+    If a request has crashed workers, another one with the same hash may do so. The seed is not
+    hashed, since a client that repeats a request gets another one.
     """
     content = worker_pb2.Submit()
     content.CopyFrom(request.submit)
@@ -41,17 +39,17 @@ def hash_request(request: TokenRequest) -> bytes:
 class BlockedPrompts:
     """Holds the hashes of blocked requests, see `hash_request`.
 
-    Clocks of hosts differ, so holders exchange the seconds that are left."""
+    Holders exchange the seconds that are left, since the clocks of hosts differ.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.on_news: Callable[[], object] = lambda: (
-            None
-        )  # called after a blocked prompt of this router's own
+        # Called after this router has blocked a request.
+        self.on_news: Callable[[], object] = lambda: None
         self._clock = clock
         self._until: dict[bytes, float] = {}  # by the hash of the request
 
     def block(self, request: TokenRequest) -> None:
-        """Has requests like this one refused for a while."""
+        """Blocks requests like this one for BLOCKED_SECONDS."""
         self._forget_ended()
         content = hash_request(request)
         self._until.pop(content, None)
@@ -61,13 +59,11 @@ class BlockedPrompts:
         self.on_news()
 
     def is_blocked(self, request: TokenRequest) -> bool:
-        """Returns whether requests like this one are refused now."""
+        """Returns True if requests like this one are refused now."""
         return bool(self._until) and self._until.get(hash_request(request), 0.0) > self._clock()
 
     def remaining(self) -> dict[bytes, float]:
-        """Returns what others should know: for how many more seconds each request is refused, by
-        its hash.
-        """
+        """Returns the seconds for which each request is still blocked, by hash, for others."""
         now = self._clock()
         return {
             content: until - now
@@ -76,9 +72,9 @@ class BlockedPrompts:
         }
 
     def learn(self, remaining: Mapping[bytes, float]) -> bool:
-        """Takes over what another holder's `remaining` has returned, as far as there is room.
-        Returns whether anything was new. What is known already keeps its end, or each exchange
-        would prolong it by the time that it takes.
+        """Adds another holder's `remaining` while there is room. Returns True if any was new.
+
+        Known entries keep their end; otherwise each exchange would prolong them by its own time.
         """
         self._forget_ended()
         now, num_known = self._clock(), len(self._until)

@@ -1,4 +1,4 @@
-"""Defines why an attempt ends before its time, and who is blamed for it."""
+"""Defines the causes of interruptions."""
 
 from enum import Enum
 from typing import Final
@@ -7,29 +7,30 @@ from ...proto import worker_pb2
 
 
 class Cause(Enum):
-    """Why choices of an attempt were interrupted. The values tell who is blamed: whether the
-    request avoids the worker for a while, and whether the request itself may be at fault.
+    """The cause of an interruption of choices.
+
+    Its two flags: the request avoids the worker for a while; the request itself may be at fault.
     """
 
-    INVALID = ("invalid", False, True)  # the worker refused the request: another would, too
-    FULL = ("full", True, False)  # the worker's queue or KV budget is full
-    GONE = (
-        "gone",
-        True,
-        False,
-    )  # the worker drains, has left, or was lost before it can have begun with the request
-    CRASH = ("crash", True, True)  # the worker was lost after it may have begun
-    TRANSFER = (
-        "transfer",
-        False,
-        False,
-    )  # the KV cache could not be fetched; which side failed is not known
-    PREEMPTED = ("preempted", False, False)  # the worker needed the blocks for older sequences
-    SUSPENDED = ("suspended", True, False)  # the worker drains, and holds the KV cache for another
-    # The model computed NaN or infinity. A second report of the same request ends it; it has harmed
-    # no worker, so it is no candidate, see PoisonGuard.
+    # The worker refused the request; another one would do the same.
+    INVALID = ("invalid", False, True)
+    # The worker's queue or KV cache is full.
+    FULL = ("full", True, False)
+    # The worker drains, has left, or was lost before it can have begun to compute the request.
+    GONE = ("gone", True, False)
+    # The worker was lost after it may have begun.
+    CRASH = ("crash", True, True)
+    # The KV cache could not be fetched, by the fault of either side.
+    TRANSFER = ("transfer", False, False)
+    # The worker needed the blocks for older sequences.
+    PREEMPTED = ("preempted", False, False)
+    # The worker drains, and holds the KV cache for another one.
+    SUSPENDED = ("suspended", True, False)
+    # The model computed NaN or infinity. A second report of the same request ends it. It has not
+    # harmed the worker, so it is no candidate of the PoisonGuard.
     NOT_FINITE = ("not_finite", True, False)
-    UNABLE = ("unable", True, False)  # the worker cannot serve the request, by a fault of its own
+    # The worker cannot serve the request, by its own fault.
+    UNABLE = ("unable", True, False)
 
     def __init__(self, _name: str, avoids_worker: bool, counts_crash: bool) -> None:
         self.avoids_worker = avoids_worker
@@ -45,6 +46,4 @@ CAUSES: Final = {
     worker_pb2.FAILURE_KIND_NOT_FINITE: Cause.NOT_FINITE,
     worker_pb2.FAILURE_KIND_UNABLE: Cause.UNABLE,
 }
-"""By what a worker reports. A failure of another kind, such as the loss of a worker, is a crash or
-a leave.
-"""
+"""The causes that a worker reports. Any other failure, such as its loss, is CRASH or GONE."""

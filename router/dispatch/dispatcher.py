@@ -1,4 +1,4 @@
-"""Dispatches requests to workers, and continues them when workers fail. Knows token ids, not text."""
+"""Dispatches requests to workers and continues them when workers fail. Knows ids, not text."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection
@@ -22,8 +22,7 @@ from .request_timer import RequestTimer
 from .worker_client import Connect, WorkerClient, WorkerKey, WorkerStream
 
 PROBE_SECONDS: Final = 0.5
-"""How often a worker whose session has broken is connected to, until that succeeds or it has left.
-"""
+"""The time between attempts to reconnect to a worker after its session has broken."""
 
 _STOPPING: Final = "the service is stopping"
 
@@ -31,9 +30,8 @@ _STOPPING: Final = "the service is stopping"
 class Dispatcher:
     """Generates tokens on the workers of a registry: the TokenSource of the service.
 
-    Needs to know nothing of other routers but their blocked_prompts. A worker tells requests apart by
-    their session, and a session is one router's; request ids only have to be unique within a
-    router.
+    It needs nothing from other routers except their blocked prompts. Each session belongs to one
+    router, so request ids must be unique only within a router.
     """
 
     def __init__(
@@ -47,9 +45,11 @@ class Dispatcher:
         blocked_prompts: BlockedPrompts | None = None,
         connect: Connect = PeerChannel,
     ) -> None:
-        """`admission` decides when a request may start; None: one with the default bounds. An
-        interrupted request waits `park_seconds` for a worker that can take it. `blocked_prompts`: of
-        all routers; None: this one keeps its own. `connect` makes the channel to each worker.
+        """Without `admission`, one with the default bounds decides when a request may start.
+
+        An interrupted request waits `park_seconds` for a worker that can take it. All routers share
+        `blocked_prompts`; without it, this router keeps a list for itself. `connect` makes the
+        channel to each worker.
         """
         self._metrics = metrics
         self._registry = registry
@@ -65,17 +65,18 @@ class Dispatcher:
     def generate(
         self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
     ) -> AsyncGenerator[TokenDelta, None]:
-        """See TokenSource. Raises Unavailable without a worker, Overloaded when all are full,
-        InternalError when the request has crashed workers, see PoisonGuard.
+        """Yields the tokens of one request, see TokenSource.
+
+        Raises Unavailable if there is no worker, Overloaded if all are full, and InternalError if
+        the request has crashed workers, see PoisonGuard.
         """
-        wake, timer = Wakeup(), RequestTimer(request, timeline, self._metrics)
-        send = partial(self._send, wake)
+        wake = Wakeup()
         execution = RequestExecution(
             request,
             ended,
-            send=send,
+            send=partial(self._send, wake),
             registry=self._registry,
-            timer=timer,
+            timer=RequestTimer(request, timeline, self._metrics),
             poison_guard=self._poison_guard,
             park_seconds=self._park_seconds,
             wake=wake.set,
@@ -85,19 +86,15 @@ class Dispatcher:
 
     @property
     def num_parked(self) -> int:
-        """Requests that were interrupted and wait for a worker."""
+        """The number of interrupted requests that wait for a worker."""
         return sum(execution.wake_at is not None for execution in self._running)
 
     def announce_stop(self) -> None:
-        """Has requests read that the service is stopping if workers, which stop too, can take them
-        no more.
-        """
+        """Fails requests that find no worker with `the service is stopping` from now on."""
         self._registry.absence = _STOPPING
 
     def stop(self) -> None:
-        """Ends all requests, those that wait for admission and those that come later too, with
-        Unavailable.
-        """
+        """Ends all running, waiting and later requests with Unavailable."""
         self._closed = True
         error = Unavailable(_STOPPING)
         self._admission.stop(error)
@@ -105,7 +102,7 @@ class Dispatcher:
             execution.fail(error)
 
     async def close(self) -> None:
-        """Ends all requests, and all sessions: the workers cancel what came over them."""
+        """Ends all requests and all sessions; the workers cancel the requests of a session."""
         self.stop()
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         self._clients.clear()
@@ -113,8 +110,10 @@ class Dispatcher:
     def _send(
         self, wake: asyncio.Event, worker_id: str, submit: worker_pb2.Submit
     ) -> WorkerStream | None:
-        """Submits over the session with the worker, opening one if there is none. Returns None if
-        the worker has left the registry or is lost. Raises Unavailable after `close`.
+        """Submits over the session with the worker, which is opened if there is none.
+
+        Returns None if the worker has left the registry or is lost. Raises Unavailable after
+        `stop`.
         """
         if self._closed:
             raise Unavailable(_STOPPING)
@@ -144,13 +143,13 @@ class Dispatcher:
         return client
 
     def _lost(self, worker: WorkerKey) -> None:
-        """Has no request placed on a worker whose session has broken before another session brings
-        its first message. The directory lists a dead worker for seconds, in which every request
-        placed there would lose time.
+        """Keeps requests from a worker with a broken session until a new session brings a message.
+
+        The directory lists a dead worker for seconds; every request placed there would lose time.
         """
         self._registry.session_lost(*worker)
         if not self._closed:
-            client = self._clients.get(worker)  # that of a probe has heard nothing
+            client = self._clients.get(worker)  # the client of a probe has not heard anything
             delay = 0 if client is not None and client.heard else PROBE_SECONDS
             if client is not None and client.was_lost:
                 self._metrics.add(LOST_WORKERS)

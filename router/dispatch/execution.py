@@ -76,6 +76,7 @@ class RequestExecution:
         """
         self._request = request
         self._num_choices = request.submit.num_choices
+        self._is_beam = request.has_beam_search
         self._ended = ended
         self._send = send
         self._registry = registry
@@ -290,7 +291,7 @@ class RequestExecution:
             if self._has_prompt_logprobs:
                 delta = replace(delta, prompt_logprobs=())
             self._has_prompt_logprobs = True
-        if not self._request.has_beam_search:
+        if not self._is_beam:
             return delta
         if delta.choice in self._finished:
             return None
@@ -441,7 +442,7 @@ class RequestExecution:
             suspended.cancel()
             parked.suspended = None
         is_untouched = len(choices) == self._num_choices and not any(self._emitted)
-        if choices and (self._request.has_beam_search or is_untouched):
+        if choices and (self._is_beam or is_untouched):
             return frozenset() if self._start(None) else choices
         return frozenset(choice for choice in sorted(choices) if not self._start(choice))
 

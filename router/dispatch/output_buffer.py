@@ -1,6 +1,4 @@
-"""Keeps a request going whose caller is busy elsewhere, such as with a client that does not read
-its stream.
-"""
+"""Buffers a request's output while its caller is away, such as sending to a slow client."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -12,9 +10,7 @@ from ...proto.limits import MAX_UNREAD_BYTES
 from ..request import TokenDelta, merge_deltas
 
 _AWAY_SECONDS: Final = 0.1
-"""How often what has come is looked at in the caller's place; tokens that come meanwhile are
-merged.
-"""
+"""How often the output is collected while the caller is away."""
 
 _DELTA_BYTES: Final = 256
 _SCORE_BYTES: Final = 128
@@ -22,9 +18,7 @@ _ALTERNATIVE_BYTES: Final = 16
 
 
 class Wakeup(asyncio.Event):
-    """Wakes the caller of a request when something may have come; while nobody waits, calls
-    `on_away` now and then.
-    """
+    """Wakes the caller of a request when output may have come; calls `on_away` if it is away."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,28 +27,28 @@ class Wakeup(asyncio.Event):
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, on_away: Callable[[], None]) -> None:
-        """Has `on_away` called, until `close`."""
+        """Sets the function to call while the caller is away, until `close`."""
         self._on_away = on_away
 
     def close(self) -> None:
-        """Calls nothing any more. Idempotent."""
+        """Stops calling `on_away`. Idempotent."""
         self._on_away = None
         if self._timer is not None:
             self._timer.cancel()
 
     def set(self) -> None:
-        """Wakes the caller, who may come later."""
+        """Wakes the caller, now or when it calls `sleep`."""
         super().set()
         if not self._is_awaited and self._timer is None and self._on_away is not None:
             self._timer = asyncio.get_running_loop().call_later(_AWAY_SECONDS, self._away)
 
     async def sleep(self, seconds: float | None) -> None:
-        """Waits until something may have come, or for so long at most; then forgets it."""
+        """Waits until `set` is called, at most for `seconds`; then clears the event."""
         self._is_awaited = True
+        # A timeout costs time for each token, so there is one only if it is needed.
+        bound = nullcontext() if seconds is None else asyncio.timeout(seconds)
         try:
-            async with (
-                nullcontext() if seconds is None else asyncio.timeout(seconds)
-            ):  # which costs, for each token
+            async with bound:
                 await self.wait()
         except TimeoutError:
             pass
@@ -69,15 +63,13 @@ class Wakeup(asyncio.Event):
 
 
 class OutputBuffer:
-    """Holds the deltas that the caller has not taken yet; of one choice, those that follow each
-    other become one.
-    """
+    """Holds the deltas that the caller has not taken; merges consecutive ones of a choice."""
 
     def __init__(self, max_bytes: int = MAX_UNREAD_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._num_bytes = 0  # about as much memory as they take
+        self._num_bytes = 0  # an estimate of their memory
         self._runs: list[list[TokenDelta]] = []
-        self._last: dict[int, list[TokenDelta]] = {}  # by choice: of `_runs`
+        self._last: dict[int, list[TokenDelta]] = {}  # the last run of each choice
 
     def put(self, delta: TokenDelta) -> None:
         """Adds a delta."""
@@ -95,11 +87,14 @@ class OutputBuffer:
             self._runs.append(run)
 
     def take(self) -> Iterator[TokenDelta]:
-        """Yields all deltas, and holds none of them any more."""
-        runs, self._runs, self._last, self._num_bytes = self._runs, [], {}, 0
+        """Removes and yields all deltas."""
+        runs = self._runs
+        self._runs = []
+        self._last = {}
+        self._num_bytes = 0
         return map(merge_deltas, runs)
 
     def check_size(self) -> None:
-        """Raises Cancelled if more waits than a client may leave unread."""
+        """Raises Cancelled if the deltas exceed the size that a client may leave unread."""
         if self._num_bytes > self._max_bytes:
             raise Cancelled(f"more than {self._max_bytes} bytes of the answer were left unread")

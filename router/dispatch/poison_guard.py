@@ -1,5 +1,6 @@
-"""Keeps requests that may crash workers from taking others along, and tells which one did. Awaits
-nothing.
+"""Finds the request that crashes workers, and keeps it from other requests' workers meanwhile.
+
+Awaits nothing.
 """
 
 import math
@@ -12,51 +13,52 @@ from ..scheduling.policy import Placement
 from .blocked_prompts import BlockedPrompts
 
 SOLO_RUN_SECONDS: Final = 15.0
-"""How long a first solo run keeps other candidates from a worker, such as one of a very long prompt."""
+"""How long a first solo run, such as that of a very long prompt, keeps other candidates away."""
 
 _MAX_WAITING: Final = 3
-"""Suspects that wait for one worker before others go elsewhere: mostly it has their prompts cached,
-and a prompt takes about as long as so many solo runs of cached ones.
+"""Candidates that wait for one worker before others go elsewhere. The worker has most of their
+prompts cached, and to compute a prompt elsewhere takes about as long as three such solo runs.
 """
 
 _REPORT_SECONDS: Final = 1.0
-"""Within so long all requests of a crashed worker report that. One that does so later may be
-suspected in vain.
+"""Within this time all requests of a crashed worker report the crash. A later report may make a
+request a candidate in vain.
 """
 
 
 @dataclass(slots=True, eq=False)
 class _Candidate:
-    """Holds what is known of a candidate."""
+    """Holds the state of one candidate."""
 
     wake: Callable[[], object]
-    crashes: set[tuple[str, int]] = field(default_factory=set)  # of which workers it is suspected
-    worker_id: str | None = None  # where it is on solo run
-    since: float = 0.0
-    refused: set[str] = field(default_factory=set)  # where it may have its solo run later
+    crashes: set[tuple[str, int]] = field(default_factory=set)  # workers it may have crashed
+    worker_id: str | None = None  # where it is on its solo run
+    since: float = 0.0  # when that began
+    refused: set[str] = field(default_factory=set)  # workers that were busy with another solo run
 
     @property
     def ends(self) -> float:
-        """When its solo run keeps others away no more. It lasts twice as long after each crash, so
-        that at last even a slow one has been alone.
+        """When its solo run keeps others away no more.
+
+        The time doubles with each crash, so even a slow candidate is alone at last.
         """
         return self.since + SOLO_RUN_SECONDS * 2.0 ** (len(self.crashes) - 1)
 
 
 class PoisonGuard:
-    """Has requests whose worker has crashed tried: each is alone, of all candidates, at the worker
-    that computes it, until it has proved that it does no harm. Others than candidates run there, too.
+    """Makes the requests of a crashed worker candidates, and tries each of them alone.
 
-    After a crash any of the worker's requests may be at fault, or none. A worker tries one candidate
-    at a time, all workers try at once, so the candidate that crashes its worker is known: it is
-    blocked, and all others lose nothing but time. A request that kills its workers costs two of
-    them, whatever else happens. One that does not is blocked only if the second worker is killed
-    by something else in its solo run there, which mostly takes tenths of a second.
+    After a crash any of the worker's requests may be at fault, or none. Each becomes a candidate
+    and continues in a solo run: no other candidate is at its worker until it is proven there.
+    Requests that are no candidates run there as well. If a worker crashes in a solo run, the
+    candidate is blocked; all others lose only time. All workers have solo runs at the same time.
 
-    Several candidates at a worker (a bisection) would cost further workers to find the one. And that
-    a request has
-    decoded for long is no proof: it may do harm at a certain length, which it has wherever it goes
-    on.
+    A request that crashes its workers costs two of them in every case. A harmless request is
+    blocked only if something else crashes its second worker during its solo run, which takes tenths
+    of a second in most cases.
+
+    Several candidates at one worker (a bisection) would cost more workers. A long decode proves
+    nothing: a request may crash its worker at a certain length, wherever it continues.
     """
 
     def __init__(
@@ -67,13 +69,10 @@ class PoisonGuard:
     ) -> None:
         self.blocked_prompts = blocked_prompts or BlockedPrompts(clock)
         self._clock = clock
-        self._candidates: dict[Hashable, _Candidate] = {}  # the longest first
-        self._solo_runs: dict[
-            str, dict[Hashable, _Candidate]
-        ] = {}  # those that are on solo run, by worker id
-        self._crashes: dict[
-            tuple[str, int], tuple[frozenset[Hashable], float]
-        ] = {}  # who was on solo run there, and when
+        self._candidates: dict[Hashable, _Candidate] = {}  # the oldest first
+        self._solo_runs: dict[str, dict[Hashable, _Candidate]] = {}  # by worker id
+        # By worker: the candidates on a solo run there when it crashed, and the time.
+        self._crashes: dict[tuple[str, int], tuple[frozenset[Hashable], float]] = {}
 
     def __contains__(self, candidate: Hashable) -> bool:
         return candidate in self._candidates
@@ -86,22 +85,23 @@ class PoisonGuard:
         *,
         is_proven: bool = False,
     ) -> bool:
-        """Notes that a worker (id, epoch) has crashed that may have begun with a request. Returns
-        whether that alone can be at fault; else makes it a candidate, unless another one was on solo run
-        there and this is proven to do no harm there. `wake` is called when a candidate may go on.
+        """Counts a crash of a worker (id, epoch) that may have begun to compute a request.
+
+        Returns True if only the request can be at fault. Otherwise it becomes a candidate, unless
+        another one was on its solo run there and this one is proven there. `wake` is called when
+        the candidate may continue.
         """
         now = self._clock()
         self._crashes = {
             key: crash for key, crash in self._crashes.items() if crash[1] > now - _REPORT_SECONDS
         }
-        # What the first one to report finds counts for all: who is on solo run there changes with
-        # each.
-        tried, _ = self._crashes.setdefault(
+        # The first report counts for all, since each report changes the solo runs.
+        solo, _ = self._crashes.setdefault(
             worker, (frozenset(self._solo_runs.get(worker[0], ())), now)
         )
-        if tried == {candidate} and not is_proven:
+        if solo == {candidate} and not is_proven:
             return True
-        if not tried or candidate in tried or not is_proven:
+        if not solo or candidate in solo or not is_proven:
             entry = self._candidates.setdefault(candidate, _Candidate(wake))
             entry.crashes.add(worker)
             if entry.worker_id == worker[0]:
@@ -109,8 +109,10 @@ class PoisonGuard:
         return False
 
     def may_start(self, candidate: Hashable, worker_id: str) -> bool:
-        """Begins the solo run of a candidate at a worker, unless it is on solo run elsewhere or another one
-        is there. Returns whether the worker may compute the request: always if it is no candidate.
+        """Begins the solo run of a candidate at a worker. Returns True if it may compute there.
+
+        It may not while it is on a solo run elsewhere, or another candidate is on one there.
+        Requests that are no candidates always may.
         """
         entry = self._candidates.get(candidate)
         if entry is None or entry.worker_id == worker_id:
@@ -129,9 +131,9 @@ class PoisonGuard:
         find: Callable[[Collection[str]], Placement | None],
         avoid: Collection[str],
     ) -> Placement | None:
-        """Returns the best placement whose first worker may compute the request now, see `may_start`.
-        `find` returns the best one without some workers, at first `avoid`. Any placement will do if
-        it is no candidate.
+        """Returns the best placement whose first worker may compute the request, see `may_start`.
+
+        `find` returns the best placement without the given workers, at first `avoid`.
         """
         crowded = set(avoid)
         while (placement := find(crowded)) is not None:
@@ -145,26 +147,21 @@ class PoisonGuard:
         return None
 
     def may_ask(self, candidate: Hashable) -> bool:
-        """Returns whether it is worth while to look for a worker: a candidate that has been refused
-        waits.
-        """
+        """Returns True if `place` may succeed: not while all workers that refused are busy."""
         entry = self._candidates.get(candidate)
         if entry is None or not entry.refused:
             return True
         return entry.worker_id is None and not all(map(self._is_taken, entry.refused))
 
     def look_elsewhere(self, candidate: Hashable) -> None:
-        """Forgets where a candidate was refused: something has happened, and it may be sent to other
-        workers now.
-        """
+        """Forgets the workers that refused a candidate, since after an event it may use others."""
         if candidate in self._candidates:
             self._candidates[candidate].refused.clear()
 
     def waits_until(self, candidate: Hashable) -> float:
-        """Returns when to ask again at the latest for a candidate that has been refused; infinite for
-        others.
-        """
-        entry, now = self._candidates.get(candidate), self._clock()
+        """Returns the latest time to ask again for a refused candidate; infinity for others."""
+        entry = self._candidates.get(candidate)
+        now = self._clock()
         if entry is None or entry.worker_id is not None:
             return math.inf
         ends = [
@@ -174,9 +171,7 @@ class PoisonGuard:
         return min((end for end in ends if end > now), default=math.inf)
 
     def keep(self, candidate: Hashable, worker_ids: Collection[str]) -> None:
-        """Ends the solo run of a candidate unless it is at one of these workers; those that it kept away
-        may go on.
-        """
+        """Ends the solo run of a candidate unless it is at one of these workers; wakes others."""
         entry = self._candidates.get(candidate)
         if entry is None or entry.worker_id is None or entry.worker_id in worker_ids:
             return
@@ -185,15 +180,12 @@ class PoisonGuard:
         if not self._solo_runs[worker_id]:
             del self._solo_runs[worker_id]
         for other in self._candidates.values():
-            if (
-                worker_id in other.refused or other is entry
-            ):  # its next worker, or choice, waits for that
+            # The candidate's next worker, or its next choice, may wait for this as well.
+            if worker_id in other.refused or other is entry:
                 other.wake()
 
     def leave(self, candidate: Hashable) -> None:
-        """Clears a candidate, or forgets one that has ended; those that it kept away may go on.
-        Idempotent.
-        """
+        """Removes a candidate that is cleared or has ended; wakes others. Idempotent."""
         self.keep(candidate, ())
         self._candidates.pop(candidate, None)
 

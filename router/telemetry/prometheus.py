@@ -1,4 +1,4 @@
-"""Keeps the figures of a router and writes them as Prometheus reads them."""
+"""Holds the metrics of a router and writes them in the Prometheus text format."""
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate, product
@@ -13,15 +13,16 @@ from ...proto.metrics import METRICS, BucketCounts, Metric
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-_ENGINE: Final = "0"  # the label of vLLM's metrics that tells several engines of a server apart
+_ENGINE: Final = "0"  # vLLM's label for one of several engines of a server
 _Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 _Labels = tuple[str, ...]
 
 
 class PrometheusMetrics(Collector):
-    """Is a `Metrics` whose figures are plain numbers of one event loop: no lock, where
-    prometheus_client takes two for each count. What has no figure yet is 0, as far as the values of
-    its labels are known.
+    """Implements `Metrics` with plain numbers of one event loop.
+
+    It needs no lock; prometheus_client takes two for each count. A series whose label values are
+    known begins at 0.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -43,27 +44,26 @@ class PrometheusMetrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
-        """See Metrics."""
-        key, values = _key(metric, labels), self._numbers[metric]
+        key = _key(metric, labels)
+        values = self._numbers[metric]
         values[key] = values.get(key, 0.0) + amount
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
-        """See Metrics."""
         self._numbers[metric][_key(metric, labels)] = value
 
     def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
-        """See Metrics."""
-        key, histograms = _key(metric, labels), self._histograms[metric]
+        key = _key(metric, labels)
+        histograms = self._histograms[metric]
         if key not in histograms:
             histograms[key] = BucketCounts(metric.buckets)
         histograms[key].observe(value, count)
 
     def before_each_scrape(self, refresh: Callable[[], object]) -> None:
-        """Has `refresh` called, which brings up to date what is cheaper to read than to count."""
+        """Adds a function that sets the metrics that are cheaper to read than to count."""
         self._refresh.append(refresh)
 
     def render(self) -> bytes:
-        """Returns the page, of CONTENT_TYPE."""
+        """Returns the page, in CONTENT_TYPE."""
         for refresh in self._refresh:
             refresh()
         return generate_latest(self._registry)
@@ -91,12 +91,10 @@ class PrometheusMetrics(Collector):
             yield histogram
 
     def _constant(self, metric: Metric) -> dict[str, str]:
-        """Returns the labels that every series has."""
+        """Returns the labels that all series of the metric have."""
         return {"model_name": self._model_name} | ({"engine": _ENGINE} if metric.is_vllm else {})
 
 
 def _key(metric: Metric, labels: dict[str, str]) -> _Labels:
-    """Returns the values of the labels in the table's order. Raises KeyError for a label that is
-    missing.
-    """
+    """Returns the values of the labels in the metric's order. Raises KeyError if one is missing."""
     return tuple([labels[name] for name in metric.labels])

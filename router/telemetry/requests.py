@@ -1,8 +1,6 @@
-"""Follows each request from its start to its end, for metrics, traces, lines of log and the
-console.
+"""Follows requests from start to end, for metrics, traces, log lines and the console.
 
-Costs nothing for a token: what a request has generated is read when somebody asks, and when it
-ends.
+A token costs nothing here: the tokens of a request are read on demand and at its end.
 """
 
 import asyncio
@@ -39,7 +37,7 @@ from ...proto.metrics import (
 from .trace import TraceContext
 
 PARTS: Final = ("tokenize", "queue", "dispatch", "restore", "prefill", "kv_transfer", "decode")
-"""The parts of a timeline, which add up, in the order in which a request goes through them."""
+"""The parts of a timeline in their order; they add up to the time of the request."""
 
 _REASONS: Final = {
     inference_pb2.FINISH_REASON_LENGTH: "length",
@@ -50,14 +48,14 @@ _FINISHED_LABELS: Final = {"tool_calls": "stop"}  # as in vLLM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFacts:
-    """Holds what is known of a request when it starts. Nothing of its text."""
+    """Holds the facts that are known when a request starts, without its text."""
 
     request_id: str  # as the client knows it
     arrived: float  # by time.monotonic()
     began: float  # the same moment, by time.time()
     num_prompt: int  # tokens
-    num_choices: int  # that are to be answered
-    max_tokens: int  # of each
+    num_choices: int  # in the answer
+    max_tokens: int  # of each choice
     model: str = ""
     tenant: str = ""
     is_chat: bool = False
@@ -68,18 +66,16 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRequest:
-    """Holds what there is to tell of a request that has ended. `finish_reasons` has one for each
-    choice that was to be
-    answered: stop, length, tool_calls, abort or error.
-    """
+    """Describes a request that has ended."""
 
     facts: RequestFacts
     timeline: inference_pb2.Timeline
     num_generated: int  # tokens of all choices that this service generated
     longest_choice: int  # most of these tokens in one choice
+    # Of each choice of the answer: stop, length, tool_calls, abort or error.
     finish_reasons: tuple[str, ...]
-    error: str = ""  # the gRPC code of what has ended it; CANCELLED if the client has left
-    was_refused: bool = False  # before it began, which is counted where it was refused
+    error: str = ""  # the gRPC code of the error that ended it; CANCELLED if the client left
+    was_refused: bool = False  # before it began; admission counts it
 
     @property
     def is_complete(self) -> bool:
@@ -90,7 +86,7 @@ Observer = Callable[[EndedRequest], None]
 
 
 class RequestProgress(Protocol):
-    """Tells how far a request is, at any time."""
+    """Reports the progress of a request at any time."""
 
     @property
     def num_generated(self) -> int: ...
@@ -104,7 +100,7 @@ class RequestProgress(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class RequestTotals:
-    """Sums over requests of a router, those that run too."""
+    """Sums over the requests of a router, including those that run."""
 
     begun: int = 0
     ended: int = 0
@@ -122,7 +118,7 @@ class RequestTotals:
 
 
 class RunningRequest:
-    """Tells how far one request is. `timeline` is filled meanwhile."""
+    """Follows one request, whose `timeline` is filled meanwhile."""
 
     __slots__ = ("_has_begun", "_num_counted", "_outputs", "facts", "timeline")
 
@@ -137,12 +133,13 @@ class RunningRequest:
 
     @property
     def num_generated(self) -> int:
-        """Returns the tokens until now."""
+        """The number of tokens until now."""
         return self._outputs.num_generated
 
     def take_new(self, is_over: bool = False) -> tuple[int, int]:
-        """Returns the tokens of prompt and answer that are new since the last call: those of the
-        prompt with the first token, or when the request `is_over`.
+        """Returns the new tokens of prompt and answer since the last call.
+
+        The tokens of the prompt count with the first token, or when the request `is_over`.
         """
         num_new = max(self.num_generated - self._num_counted, 0)
         self._num_counted += num_new
@@ -152,52 +149,48 @@ class RunningRequest:
         return self.facts.num_prompt, num_new
 
     def end(self, error: BaseException | None) -> EndedRequest:
-        """Returns the request as it has ended; its tokens are counted."""
+        """Returns the description of the ended request; call `take_new` before."""
         has_left = isinstance(error, asyncio.CancelledError | GeneratorExit | Cancelled)
-        known = [_REASONS.get(reason, "stop") for reason in self._outputs.finish_reasons]
-        rest = "abort" if has_left else "error"
-        reasons = (
-            [*known, *[rest] * (self.facts.num_choices - len(known))]
-            if error is not None
-            else known
-        )
+        reasons = [_REASONS.get(reason, "stop") for reason in self._outputs.finish_reasons]
+        code = ""
+        if error is not None:
+            code = "CANCELLED" if has_left else getattr(error, "code", "INTERNAL")
+            num_open = self.facts.num_choices - len(reasons)
+            reasons += ["abort" if has_left else "error"] * num_open
         return EndedRequest(
             facts=self.facts,
             timeline=self.timeline,
             num_generated=self._num_counted,
             longest_choice=self._outputs.longest_choice,
             finish_reasons=tuple(reasons[: self.facts.num_choices]),
-            error=""
-            if error is None
-            else "CANCELLED"
-            if has_left
-            else getattr(error, "code", "INTERNAL"),
+            error=code,
             was_refused=isinstance(error, Overloaded) and not self._has_begun,
         )
 
 
 class RequestTelemetry:
-    """Follows the requests that run. Lives in one event loop."""
+    """Follows the running requests of one event loop."""
 
     def __init__(self, metrics: Metrics = NULL_METRICS, observers: Sequence[Observer] = ()) -> None:
-        """`observers` are called with each request at its end, and may become more; none may raise."""
+        """Calls `observers` with each ended request; they may be added later and must not raise."""
         self.metrics = metrics
         self.observers = list(observers)
         self.totals = RequestTotals()
-        self._new_totals: dict[str, RequestTotals] = {}  # by tenant, since `take_totals`
+        self._new_totals: dict[str, RequestTotals] = {}  # by tenant, since the last `take_totals`
         self._running: dict[RunningRequest, None] = {}
 
     @property
     def running(self) -> Collection[RunningRequest]:
-        """Returns the requests that run, the oldest first."""
+        """The running requests, the oldest first."""
         return self._running.keys()
 
     @contextmanager
     def track(
         self, facts: RequestFacts, timeline: inference_pb2.Timeline, outputs: RequestProgress
     ) -> Iterator[None]:
-        """Follows a request while the context is open; it ends with what is raised there. At its
-        end `timeline` is filled in.
+        """Follows a request while the context is open; an exception there is the request's error.
+
+        `timeline` must be complete when the context ends.
         """
         running = RunningRequest(facts, timeline, outputs)
         self._running[running] = None
@@ -214,14 +207,12 @@ class RequestTelemetry:
             error = None  # this frame is part of its traceback
 
     def count_running(self) -> None:
-        """Counts the tokens that the running requests have generated until now; what is left, at
-        their end.
-        """
+        """Counts the tokens of running requests until now; the others are counted at the end."""
         for running in self._running:
             self._count(running)
 
     def take_totals(self) -> dict[str, RequestTotals]:
-        """Returns the sums of each tenant that has had any since the last call, and starts anew."""
+        """Removes and returns the sums since the last call, by tenant."""
         taken, self._new_totals = self._new_totals, {}
         return taken
 

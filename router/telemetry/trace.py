@@ -1,4 +1,4 @@
-"""Reads the trace that a request belongs to: the header `traceparent` of W3C Trace Context."""
+"""Parses the `traceparent` header (W3C Trace Context), which names the trace of a request."""
 
 import re
 from contextvars import ContextVar
@@ -8,7 +8,7 @@ from typing import Final
 TRACEPARENT: Final = "traceparent"
 
 CURRENT_REQUEST: Final = ContextVar("request", default=("", ""))
-"""The id and the trace id of the request that the running task is about, for its lines of log."""
+"""The request id and trace id of the running task, for its log lines."""
 
 _FORM: Final = re.compile(
     r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII
@@ -18,7 +18,7 @@ _MAX_LENGTH: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceContext:
-    """Names a span of the caller, of which a request's span is a child."""
+    """Names the caller's span, which is the parent of the request's span."""
 
     trace_id: str  # 32 hex digits
     span_id: str  # 16 hex digits
@@ -26,7 +26,7 @@ class TraceContext:
 
 
 def parse_traceparent(header: str | bytes | None) -> TraceContext | None:
-    """Returns what a header says; None without one, and, as W3C asks, for one that is wrong."""
+    """Returns the caller's span; None without a header and, as W3C demands, for an invalid one."""
     text = header.decode("latin-1") if isinstance(header, bytes) else header
     found = _FORM.fullmatch(text.strip()) if text and len(text) <= _MAX_LENGTH else None
     if found is None:
