@@ -1,9 +1,8 @@
-"""Formats in which chat models write calls of tools and what they think. Their names are vLLM's.
+"""Formats in which chat models write tool calls and reasoning. Their names are vLLM's.
 
-A chat template tells its model's format by a text that only such templates have. Where calls and
-thoughts begin and end is declared as transformers' response templates declare it; Hermes and Llama
-3 have parsers of their own in output/tool_parser.py, which take a tag for text where it is part of
-an argument.
+A chat template shows its model's format by a text that only such templates have. Most formats
+declare where calls and reasoning begin and end in the form of transformers' response templates.
+Hermes and Llama 3 have parsers in output/tool_parser.py, because a tag in an argument is text.
 
 Knows nothing of tokens.
 """
@@ -14,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
-"""Tags that Hermes models write around a tool call. Text even where a tokenizer has them as special
-tokens.
-"""
+"""Tags around a tool call of Hermes models; text, even if the tokenizer has them as special tokens."""
 
 PYTHON_TAG: Final = "<|python_tag|>"
 AUTO: Final = "auto"
@@ -43,8 +40,10 @@ ReasoningParserName = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallGrammar:
-    """Holds the texts around a demanded call and between calls: those that may be special tokens by
-    themselves. `%s` stands for the tool's name, `%j` for it in JSON.
+    """Holds the texts around a demanded call and between calls.
+
+    A text that may be a special token is separate. `%s` stands for the tool's name, `%j` for the
+    name in JSON.
     """
 
     begin: tuple[str, ...] = ()
@@ -52,28 +51,29 @@ class CallGrammar:
     head: tuple[str, ...] = ('{"name": %j, "arguments": ',)
     tail: tuple[str, ...] = ("}",)
     close: tuple[str, ...] = ()
-    between: tuple[str, ...] | None = ()  # None: there is one call only
+    between: tuple[str, ...] | None = ()  # None: only one call
     end: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """Holds one format of calls or of thoughts."""
+    """Holds one format of calls or of reasoning."""
 
-    signs: tuple[str, ...]  # texts, of which a template of this format has one
-    markup: tuple[str, ...] = ()  # texts that may be special tokens, and are no text of the answer
+    signs: tuple[str, ...]  # a template of this format has one of these texts
+    markup: tuple[str, ...] = ()  # texts that may be special tokens; not part of the content
     fields: Mapping[str, Any] = field(default_factory=dict)  # of a response template
     grammar: CallGrammar | None = None  # None: calls cannot be demanded
 
 
 _RAW: Final = {"content": "text", "content_args": {"strip": False}}
 CONTENT: Final = {"content": _RAW}
-"""What is neither a call nor a thought."""
+"""The text outside calls and reasoning."""
 
 
 def _calls(begin: str, *ends: str, **captured: str) -> dict[str, Any]:
-    """Declares calls, from the pattern `begin` to one of the texts `ends`, or to the end of the
-    answer; as they were written.
+    """Declares calls as raw text, from the pattern `begin` to one of the texts `ends`.
+
+    Without `ends` a call goes to the end of the answer.
     """
     made = {"open": "{open}", "body": "{content}"} | captured
     close = {"close": list(ends)} if ends else {}
@@ -88,7 +88,7 @@ def _calls(begin: str, *ends: str, **captured: str) -> dict[str, Any]:
     }
 
 
-def _thoughts(begin: str, end: str) -> dict[str, Any]:
+def _reasoning(begin: str, end: str) -> dict[str, Any]:
     return {"reasoning": {"open_pattern": begin, "close_pattern": end, **_RAW}}
 
 
@@ -96,7 +96,7 @@ def _answer(begin: str, end: str) -> dict[str, Any]:
     return {"answer": {"open_pattern": begin, "close_pattern": end, **_RAW}}
 
 
-_SPACE: Final = r"\s{0,4}"  # bounded, so that no pattern takes long of much white space
+_SPACE: Final = r"\s{0,4}"  # bounded, so that much white space does not slow a pattern down
 _TURN: Final = rf"(?:<\|start\|>assistant{_SPACE})?"
 _CHANNEL: Final = r"(?:<\|channel\|>(?:commentary|analysis))?"
 _MESSAGE: Final = rf"{_SPACE}(?:<\|constrain\|>\w{{1,16}}{_SPACE})?<\|message\|>"
@@ -115,7 +115,7 @@ _HERMES_GRAMMAR: Final = CallGrammar(
 )
 
 CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
-    "qwen3_coder": ChatFormat(  # calls that are demanded are written as Hermes's
+    "qwen3_coder": ChatFormat(  # a demanded call is written in Hermes's format
         signs=("<function=",),
         markup=CALL_MARKUP,
         fields=_calls(*CALL_MARKUP),
@@ -200,18 +200,18 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         grammar=CallGrammar(head=('{"name": %j, "parameters": ',), between=("; ",)),
     ),
 }
-"""By name; of those that a template has the sign of, the first counts."""
+"""By name; the first format whose sign a template has counts."""
 
 REASONING_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "qwen3": ChatFormat(
         signs=("<think>", "</think>"),
         markup=("<think>", "</think>"),
-        fields=_thoughts(r"<think>\n?", r"\n?</think>\n{0,2}"),
+        fields=_reasoning(r"<think>\n?", r"\n?</think>\n{0,2}"),
     ),
     "openai_gptoss": ChatFormat(
         signs=("<|channel|>analysis",),
         markup=_HARMONY,
-        fields=_thoughts(
+        fields=_reasoning(
             rf"{_TURN}<\|channel\|>analysis{_SPACE}<\|message\|>", r"<\|end\|>|<\|return\|>"
         )
         | _answer(
@@ -221,38 +221,35 @@ REASONING_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "mistral": ChatFormat(
         signs=("[THINK]",),
         markup=("[THINK]", "[/THINK]"),
-        fields=_thoughts(r"\[THINK\]\n?", r"\n?\[/THINK\]\n{0,2}"),
+        fields=_reasoning(r"\[THINK\]\n?", r"\n?\[/THINK\]\n{0,2}"),
     ),
     "gemma4": ChatFormat(
         signs=("<|channel>thought",),
         markup=("<|channel>", "<channel|>"),
-        fields=_thoughts(r"<\|channel>thought\n?", r"\n?<channel\|>\n{0,2}"),
+        fields=_reasoning(r"<\|channel>thought\n?", r"\n?<channel\|>\n{0,2}"),
     ),
     "cohere_command3": ChatFormat(
         signs=("<|START_THINKING|>",),
         markup=("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-        fields=_thoughts(r"<\|START_THINKING\|>", r"<\|END_THINKING\|>")
+        fields=_reasoning(r"<\|START_THINKING\|>", r"<\|END_THINKING\|>")
         | _answer(r"<\|START_RESPONSE\|>", r"<\|END_RESPONSE\|>"),
     ),
-    "deepseek_r1": ChatFormat(  # begins in thought, whatever the template says: only by name
+    # Every answer begins with reasoning, with or without a tag, so no template shows this format.
+    "deepseek_r1": ChatFormat(
         signs=(),
         markup=("<think>", "</think>"),
-        fields=_thoughts(
-            r"<think>\n?(?:<think>\n?)?", r"\n?</think>\n{0,2}"
-        ),  # its own sign, or the prompt's alone
+        fields=_reasoning(r"<think>\n?(?:<think>\n?)?", r"\n?</think>\n{0,2}"),
     ),
 }
 
 
 def call_format(template: str, name: str = AUTO) -> str:
-    """Returns the name of the format of calls that a chat template teaches; Hermes's where it
-    teaches none that is known.
-    """
+    """Returns the name of a chat template's format of calls; Hermes's if it shows no known one."""
     return _found(CALL_FORMATS, template, name) or "hermes"
 
 
 def reasoning_format(template: str, name: str = AUTO) -> str:
-    """Returns the name of the format of thoughts that a chat template knows; "" if it knows none."""
+    """Returns the name of a chat template's format of reasoning; "" if it shows no known one."""
     return _found(REASONING_FORMATS, template, name)
 
 
@@ -266,5 +263,5 @@ def _found(formats: Mapping[str, ChatFormat], template: str, name: str) -> str:
 
 
 def grammar_texts(texts: Iterable[str], tool_name: str = "") -> list[str]:
-    """Returns texts of a CallGrammar for one tool."""
+    """Returns texts of a CallGrammar with the name of a tool."""
     return [text.replace("%s", tool_name).replace("%j", json.dumps(tool_name)) for text in texts]

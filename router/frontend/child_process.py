@@ -1,5 +1,6 @@
-"""Asks a process of its own, which is killed when it takes too long: whatever it is asked stops
-nobody else.
+"""Asks a separate process, which is killed if an answer takes too long.
+
+So a request that never ends costs other requests of this process nothing.
 """
 
 import signal
@@ -10,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from threading import Lock
 from typing import Final
 
@@ -18,12 +20,12 @@ _LENGTH_BYTES: Final = 8  # before each message, big-endian
 _CHUNK_BYTES: Final = 2**20
 
 
-def answer_requests(answer: Callable[[bytes], bytes]) -> None:
-    """Answers one request after the other, as the `main` of a `ChildProcess`, until the other end
-    is closed.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the service's to handle
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
+def main() -> None:
+    """Answers one request after the other, in the child process, until the other end closes."""
+    module, descriptor = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service itself handles Ctrl-C
+    answer: Callable[[bytes], bytes] = import_module(f"{__package__}.{module}").make_answer()
+    with socket.socket(fileno=int(descriptor)) as connection:
         _send(connection, b"ready", None)
         while True:
             try:
@@ -34,16 +36,17 @@ def answer_requests(answer: Callable[[bytes], bytes]) -> None:
 
 
 class ChildProcess:
-    """Answers one request after the other, in a process that begins with `start` or the first of
-    them and ends with this object. Thread-safe.
+    """Answers one request after the other in a child process. Thread-safe.
+
+    The process begins with `start` or the first request, and ends with this object.
     """
 
     def __init__(self, module: str) -> None:
-        """`module`, in this folder, calls `answer_requests`."""
+        """`module`: a module of this folder, whose `make_answer` returns the answering function."""
         self._module = module
         self._lock = Lock()
         self._connection: socket.socket | None = None
-        self.is_ready = False  # to answer; the process begins with imports that take a second
+        self.is_ready = False  # the process can answer; its imports take a second
         self._end: Callable[[], object] = lambda: None
 
     def start(self) -> None:
@@ -53,16 +56,18 @@ class ChildProcess:
                 self._start()
 
     def wait(self) -> None:
-        """Waits until the process can answer, so that no request does; starts it if it is not
-        there. Raises ChildProcessError or EOFError if it does not come so far.
+        """Starts the process if necessary, and waits until it can answer.
+
+        Raises ChildProcessError if the process does not start in time, and EOFError if it ends.
         """
         with self._lock, self._dropped_on_error():
             self._ready()
 
     def ask(self, request: bytes, seconds: float) -> bytes:
-        """Returns the reply. Raises TimeoutError if sending the request and receiving the reply
-        take longer together, ChildProcessError if the process does not start, and EOFError if the
-        request ends it.
+        """Returns the reply to a request.
+
+        Raises TimeoutError if sending the request and receiving the reply together take more than
+        `seconds`, ChildProcessError if the process does not start, and EOFError if it ends.
         """
         with self._lock, self._dropped_on_error():
             connection = self._ready()
@@ -83,7 +88,7 @@ class ChildProcess:
 
     @contextmanager
     def _dropped_on_error(self) -> Iterator[None]:
-        """Ends the process if what is done with it fails."""
+        """Ends the process if the block fails."""
         try:
             yield
         except ConnectionError:
@@ -100,32 +105,23 @@ class ChildProcess:
     def _start(self) -> socket.socket:
         self._connection, theirs = socket.socketpair()
         with theirs:
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                f"{__package__}.{self._module}",
-                str(theirs.fileno()),
-            ]
+            command = [sys.executable, "-P", "-m", __name__, self._module, str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self._end = weakref.finalize(self, _end, process, self._connection)
         return self._connection
 
 
 def _send(connection: socket.socket, message: bytes, deadline: float | None) -> None:
-    """Sends a message. Raises TimeoutError at `deadline`, a time of time.monotonic(); None: waits
-    for as long as it takes.
-    """
+    """Sends a message. Raises TimeoutError at `deadline`, a time of time.monotonic(), if any."""
+    # The timeout bounds the whole call.
     connection.settimeout(_remaining(deadline))
-    connection.sendall(
-        len(message).to_bytes(_LENGTH_BYTES)
-    )  # the timeout is that of the whole call
+    connection.sendall(len(message).to_bytes(_LENGTH_BYTES))
     connection.settimeout(_remaining(deadline))
     connection.sendall(message)
 
 
 def _receive(connection: socket.socket, deadline: float | None) -> bytes:
-    """Receives a message. Raises TimeoutError likewise, and EOFError if the other end is closed."""
+    """Receives a message. Raises TimeoutError at `deadline`, and EOFError at the end."""
     length = int.from_bytes(_receive_bytes(connection, _LENGTH_BYTES, deadline))
     return _receive_bytes(connection, length, deadline)
 
@@ -142,7 +138,7 @@ def _receive_bytes(connection: socket.socket, length: int, deadline: float | Non
 
 
 def _remaining(deadline: float | None) -> float | None:
-    """Returns the seconds that are left. Raises TimeoutError if there are none."""
+    """Returns the seconds until the deadline, None without one. Raises TimeoutError after it."""
     if deadline is None:
         return None
     remaining = deadline - time.monotonic()
@@ -155,3 +151,7 @@ def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
     connection.close()
     process.kill()
     process.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -7,12 +7,14 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NoReturn
 from weakref import WeakValueDictionary
 
 import llguidance
 
 from ...proto import inference_pb2, limits
+from ...proto.deep_stack import on_deep_stack
 from ...proto.errors import InvalidArgument, Overloaded, Unavailable
 from .child_process import ChildProcess
 from .fair_threads import FairThreads
@@ -34,7 +36,7 @@ _CACHE_CHARACTERS: Final = 8 * 2**20
 _MAX_REWRITTEN: Final = 2 * limits.MAX_GRAMMAR_CHARACTERS
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
-_CHILD: Final = ChildProcess("grammar_process")
+_CHILD: Final = ChildProcess("constraint")
 _CHECKS: Final = FairThreads("tandem-grammars", 1)
 """Of all models of this process. Nothing else uses this thread: no other work may wait for a slow
 grammar.
@@ -143,6 +145,16 @@ def _check_size(constraint: inference_pb2.Constraint, field: str) -> None:
         raise InvalidArgument(
             f"has {size} characters; 1 to {limits.MAX_GRAMMAR_CHARACTERS} are taken", field
         )
+
+
+def make_answer() -> Callable[[bytes], bytes]:
+    """Returns the function that checks constraints in the child process."""
+
+    def answer(request: bytes) -> bytes:
+        constraint = inference_pb2.Constraint.FromString(request)
+        return json.dumps(on_deep_stack(partial(check_constraint, constraint))).encode()
+
+    return answer
 
 
 def check_constraint(constraint: inference_pb2.Constraint) -> tuple[str, str]:

@@ -32,7 +32,7 @@ LONG_FROM: Final = 65_536
 
 _MAX_TASKS: Final = 1_024
 _MAX_SIZE: Final = 32 * 2**20
-"""Of all texts that wait: about half a minute of work for one thread."""
+"""Of all waiting texts: about half a minute of work for one thread."""
 
 _MAX_SECONDS: Final = 60.0
 _RETURN_SECONDS: Final = 5.0
@@ -47,14 +47,14 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Task(QueueEntry):
-    """Work that waits."""
+    """Waiting work."""
 
     work: Callable[[], Any]
     result: "Future[Any]"
 
 
 class FairThreads:
-    """Runs work in at most `num_threads` threads. Thread-safe, and usable from several event loops."""
+    """Runs work in a bounded number of threads. Thread-safe, and usable from several event loops."""
 
     def __init__(
         self,
@@ -67,23 +67,23 @@ class FairThreads:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`max_tasks` and `max_size` bound what waits; `max_seconds` bounds the wait for a result."""
+        """`max_tasks` and `max_size` bound the queue; `max_seconds` bounds the wait for a result."""
         self._num_threads = num_threads
         self._max_seconds = max_seconds
         self._clock = clock
         self._sleep = sleep
         self._queue: FairQueue[_Task] = FairQueue(max_tokens=max_size, max_requests=max_tasks)
         self._running: Counter[str] = Counter()  # tasks, by caller
-        self._num_active = 0  # threads that look for work
+        self._num_active = 0  # threads that run or look for work
         self._lock = Lock()  # of the queue and both counts
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(self, turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
-        """Returns the result of `work` with these arguments. `turn` names the caller, whose tasks
-        run one after another while others wait; `size`: characters or bytes.
+        """Returns the result of `work` with these arguments; `size` in characters or bytes.
 
-        Raises what `work` raises, and Overloaded if the queue is full or the result takes too long.
-        If the caller is cancelled, work that waits does not run.
+        `turn` names the caller; its tasks run one after another while others wait. Raises any error
+        of `work`, and Overloaded if the queue is full or the result takes too long. If the caller is
+        cancelled, its waiting work does not run.
         """
         result: Future[_T] = Future()
         task = _Task(
@@ -121,8 +121,11 @@ class FairThreads:
             self._threads.submit(self._work)
 
     def _work(self) -> None:
-        """Runs one task after another until none waits. After a task it rests for as long as the task took, so that
-        texts take at most half of a core from the event loop and from the workers of this machine."""
+        """Runs one task after another until none waits.
+
+        It rests after each task for as long as the task took. So texts take at most half of a core
+        from the event loop and from the workers of this machine.
+        """
         while (task := self._begin_next()) is not None:
             began = self._clock()
             try:
@@ -136,7 +139,7 @@ class FairThreads:
                 self._sleep(min(seconds, _MAX_REST_SECONDS))
 
     def _begin_next(self) -> _Task | None:
-        """Takes the task that is next. Without one the thread counts as free."""
+        """Takes the next task. Without one the thread counts as free."""
         with self._lock:
             while self._queue:
                 task = self._queue.pop()
@@ -160,9 +163,7 @@ class FairThreads:
             del self._running[tenant]
 
     def _overloaded(self, message: str) -> Overloaded:
-        """Returns the error of a task without a place or a turn; the caller may come again when the
-        queue is empty.
-        """
+        """Returns the error for a refused task; the caller may retry when the queue is empty."""
         seconds = self._queue.num_tokens * _MICROSECOND / self._num_threads
         return Overloaded(
             f"{message}; send fewer or shorter prompts at a time",
@@ -171,18 +172,14 @@ class FairThreads:
 
 
 class _FreedMemory:
-    """Returns freed memory to the system a while after work on large texts, of which glibc would
-    keep most.
-    """
+    """Returns freed memory to the system after work on large texts; glibc would keep most of it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._timer: threading.Timer | None = None
 
     def release_later(self) -> None:
-        """Returns memory in some seconds, when the results of the work are gone, too. Idempotent
-        until then.
-        """
+        """Returns memory in some seconds, when the results are freed. Idempotent until then."""
         with self._lock:
             if self._timer is None:
                 self._timer = threading.Timer(_RETURN_SECONDS, self._trim)

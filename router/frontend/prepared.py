@@ -1,4 +1,4 @@
-"""Holds requests that are checked and tokenized, and resumes those that have begun elsewhere."""
+"""Holds checked and tokenized requests, and resumes those that began elsewhere."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,64 +14,54 @@ from .tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """Holds a checked request: what is generated, and how it is answered."""
+    """Holds a checked request: the tokens to generate, and the form of the answer."""
 
     request_id: str  # as the client knows it
     model: str  # its name
     tokens: TokenRequest
-    num_answers: int  # completions to answer, the best of those generated
+    num_answers: int  # completions that are answered: the best of the generated ones
     tokenizer: Tokenizer
     stop: tuple[str, ...]
-    stop_tokens: Mapping[
-        int, str
-    ]  # stop strings that are special tokens, by token: they never are in the text
-    wants_logprobs: bool  # the client; ranking by best_of needs them, too
+    stop_tokens: Mapping[int, str]  # stop strings that are special tokens, so never in the text
+    wants_logprobs: bool  # the client does; best_of needs them without that
     echo: str  # the prompt's text, if it is to be repeated
     is_empty: bool  # max_tokens is 0: the one token that is generated is not answered
     chat: inference_pb2.Chat | None
-    quota: Quota = field(default_factory=Quota)  # that the completions count against
-    resume: ResumeBinding | None = (
-        None  # what its resume tokens or event ids bind; None: it has none
-    )
+    quota: Quota = field(default_factory=Quota)  # it pays for the completions
+    resume: ResumeBinding | None = None  # of its resume tokens or event ids; None: it has none
     has_event_ids: bool = False  # instead of resume tokens
-    event: EventIdContent | None = None  # after which it is resumed; of an HTTP stream
-    # By choice, what the client has, if it was begun elsewhere and the ids are known; others are in
-    # `event`.
+    event: EventIdContent | None = None  # the event after which an HTTP stream is resumed
+    # Of a request that began elsewhere, if the ids are known: by choice, the client's part.
     progress: Mapping[int, ChoiceProgress] = field(default_factory=dict)
-    num_brought: int | None = (
-        None  # tokens that the client has of an answer that was begun elsewhere
-    )
-    cached_tokens: int | None = (
-        None  # of the prompt when it was computed first, if that was elsewhere
-    )
+    num_brought: int | None = None  # tokens that the client has, if the request began elsewhere
+    cached_tokens: int | None = None  # of the prompt at first, if the request began elsewhere
     trace: TraceContext | None = None
 
     @property
     def marks(self) -> Mapping[int, ChoiceMark]:
-        """By choice, how much the client has of what is to be computed again."""
+        """By choice, how much the client has of the choices that are computed again."""
         return self.event.marks if self.event is not None and self.event.ids is None else {}
 
     @property
     def num_restored(self) -> int:
-        """Tokens that were generated elsewhere and are computed again as a part of the prompt."""
+        """The number of tokens from elsewhere that are computed again with the prompt."""
         return sum(len(ids) for ids in self.tokens.emitted if ids)
 
     def give_back(self) -> None:
-        """Has the resumption not count, since the service could not begin with it."""
+        """Takes back the count of the resumption, which the service could not begin."""
         if self.resume is not None and self.num_brought is not None:
             self.resume.policy.give_back(self.resume.answer, self.num_brought)
 
     @property
     def is_held(self) -> bool:
-        """Whether nothing is answered before all completions have ended."""
+        """True if nothing is answered before all completions have ended."""
         return self.tokens.submit.num_choices > self.num_answers or self.tokens.has_beam_search
 
 
 def resumed(
     prepared: PreparedRequest, given: Sequence[inference_pb2.ResumedChoice]
 ) -> PreparedRequest:
-    """Resumes a request with the ids and the resume tokens that its client brings. Raises
-    InvalidArgument."""
+    """Resumes a request with the client's ids and resume tokens. Raises InvalidArgument."""
     binding = _bound(prepared)
     key, policy = binding.key, binding.policy
     found = check_resume(given, key, policy, binding.digest, prepared.num_answers)
@@ -115,8 +105,10 @@ def _bound(prepared: PreparedRequest) -> ResumeBinding:
 def _begun(
     prepared: PreparedRequest, answer: bytes, seed: int, *, is_first: bool
 ) -> PreparedRequest:
-    """Returns the request as one that has begun elsewhere. Its first resumption goes ahead of the
-    requests of its priority; whoever repeats it waits as others do."""
+    """Returns the request as one that began elsewhere.
+
+    The first resumption is served before other requests of its priority; a repetition is not.
+    """
     submit = prepared.tokens.submit
     submit.sampling.seed = seed
     submit.turn = worker_pb2.TURN_FIRST_OF_PRIORITY if is_first else worker_pb2.TURN_IN_ORDER
@@ -127,9 +119,9 @@ def _begun(
 
 
 def _restored(prepared: PreparedRequest, progress: Mapping[int, ChoiceProgress]) -> PreparedRequest:
-    """Returns the request with what its client has of each choice."""
+    """Returns the request with the client's part of each choice."""
     tokens = prepared.tokens
-    if not prepared.is_held:  # else it starts again, with the same seed
+    if not prepared.is_held:  # otherwise it starts again, with the same seed
         choices = [progress.get(choice) for choice in range(tokens.submit.num_choices)]
         emitted = tuple(
             () if each is None else None if each.has_ended else each.ids for each in choices

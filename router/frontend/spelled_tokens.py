@@ -1,14 +1,14 @@
-"""Keeps special tokens text where a caller spells them, so that no text of a chat becomes a role.
+"""Encodes special tokens that a caller spells as text, so that no text of a chat becomes a role.
 
-A chat template writes special tokens around texts that callers send, and a tokenizer cannot tell
-who wrote them. So the callers' spellings are disguised before the template renders them: one
-character of each is replaced by a private-use character that occurs nowhere else, which leaves
-lengths, spaces and JSON as they are. What is then spelled in the rendered text are the template's
-own tokens. These are renamed, the escaper is taken off, and the whole text is encoded once, by a
-copy of the tokenizer that knows the special tokens by their new names only: pre-tokenization sees
-the very text, so a chat without such spellings has the same ids either way.
+A chat template writes special tokens around the callers' texts, and a tokenizer cannot tell who
+wrote them. So the callers' spellings are escaped before the template renders them: one character of
+each is replaced by a private-use character that occurs nowhere else. That keeps lengths, spaces and
+JSON as they are. All tokens that the rendered text then spells are the template's. They get new
+names, the escaped characters are put back, and the whole text is encoded once, by a copy of the
+tokenizer that knows the special tokens by the new names only. Pre-tokenization sees the original
+text, so a chat without such spellings has the same ids either way.
 
-Knows nothing of chats but that they are JSON.
+Knows nothing of chats except that they are JSON.
 """
 
 import json
@@ -26,12 +26,10 @@ from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_TOKENS
 
 _PIECE_CHARACTERS: Final = 8_192
-"""Of a long text, for one call of `re` or `str`, which never gives up the interpreter's lock (GIL):
-below 2 ms.
-"""
+"""Of one call of `re` or `str`, which holds the interpreter's lock (GIL): below 2 ms."""
 
 _PAUSE_SECONDS: Final = 1e-6
-"""Between two pieces. Without a pause a thread that waits for the lock gets it after 5 ms only."""
+"""Between two pieces. Without a pause, a thread that waits for the lock gets it after 5 ms."""
 
 _PRIVATE_USE: Final = range(0xE000, 0xF900)
 _PRIVATE_CHARACTER: Final = re.compile("[\ue000-\uf8ff]")
@@ -42,20 +40,17 @@ _FIELD: Final = "prompt.chat"
 
 
 def encode_text(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Returns the token ids of a text. Raises InvalidArgument if there are more than a prompt may
-    have.
+    """Returns the token ids of a text. Raises InvalidArgument if they are too many for a prompt.
 
-    Other threads run meanwhile: `encode_batch_fast` gives up the interpreter's lock, `encode` holds
-    it.
+    Other threads run meanwhile: `encode_batch_fast` releases the interpreter's lock, `encode` does
+    not.
     """
     (found,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return _ids_of(found)
 
 
 def _ids_of(encoding: Encoding) -> list[int]:
-    """Returns the token ids. Raises InvalidArgument for more than a prompt may have: a list of
-    millions takes long.
-    """
+    """Returns the token ids. Raises InvalidArgument, before it makes a list of millions of ids."""
     if len(encoding) > MAX_TOKENS:
         raise InvalidArgument(f"has {len(encoding)} tokens; the maximum is {MAX_TOKENS}", "prompt")
     ids: list[int] = encoding.ids
@@ -63,9 +58,7 @@ def _ids_of(encoding: Encoding) -> list[int]:
 
 
 class Spellings:
-    """Finds the tokens of a list in texts: whole ones, and at a text's ends parts that a neighbour
-    may complete.
-    """
+    """Finds tokens in texts: whole tokens, and at a text's ends parts that a neighbour may complete."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         found = sorted({token for token in tokens if token.strip()}, key=len, reverse=True)
@@ -75,7 +68,7 @@ class Spellings:
         self._longest = len(found[0]) if found else 0
 
     def positions(self, text: str) -> set[int]:
-        """Returns one position in each spelling, also in overlapping ones."""
+        """Returns one position in each spelling; spellings may overlap."""
         positions = {_solid(text, begin) for begin in self._begins_in(text)}
         end = len(text.rstrip())  # a template may trim
         first = len(text) - len(text.lstrip())
@@ -87,28 +80,27 @@ class Spellings:
         return positions
 
     def _begins_in(self, text: str) -> Iterator[int]:
-        """Yields where whole tokens begin. Searches piece by piece, and other threads run between
-        two pieces.
-        """
+        """Yields where whole tokens begin. Other threads run between two pieces of the search."""
         for begin, end in _pieces(text):
             while match := self._pattern.search(text, begin, end + self._longest):
                 begin = match.start() + 1
                 if begin > end:
-                    break  # the next piece finds it, too
+                    break  # the next piece finds it as well
                 yield match.start()
 
 
 class SpecialTokenEscaper:
-    """Replaces a character of each spelling in the texts of one chat, and puts it back."""
+    """Escapes the spellings of tokens in the texts of one chat, and restores them."""
 
     def __init__(self, everything: str) -> None:
-        """`everything`: the chat as JSON, of which no character may stand for another."""
+        """`everything`: the chat as JSON, of which no character may be a replacement."""
         self._everything = everything
-        self._of_character: dict[str, str] = {}
+        self._replacements: dict[str, str] = {}  # by original character
 
     def escape(self, value: Any, spellings: Spellings) -> Any:
-        """Returns a JSON value with all its texts and keys disguised. Raises InvalidArgument if
-        characters run out.
+        """Returns a JSON value with all its texts and keys escaped.
+
+        Raises InvalidArgument if there are no free characters left.
         """
         match value:
             case str():
@@ -123,20 +115,18 @@ class SpecialTokenEscaper:
         return value
 
     def unescape(self, text: str) -> str:
-        """Returns the text as it was."""
-        characters = {
-            ord(stand_in): character for character, stand_in in self._of_character.items()
+        """Returns the original text."""
+        originals = {
+            ord(replacement): character for character, replacement in self._replacements.items()
         }
-        return (
-            "".join(text[begin:end].translate(characters) for begin, end in _pieces(text))
-            if characters
-            else text
-        )
+        if not originals:
+            return text
+        return "".join(text[begin:end].translate(originals) for begin, end in _pieces(text))
 
     @property
     def is_active(self) -> bool:
-        """Whether anything has been replaced."""
-        return bool(self._of_character)
+        """True if a character was replaced."""
+        return bool(self._replacements)
 
     def _text(self, text: str, spellings: Spellings) -> str:
         positions = spellings.positions(text)
@@ -144,36 +134,37 @@ class SpecialTokenEscaper:
             return text
         characters = list(text)
         for position in positions:
-            characters[position] = self._stand_in(characters[position])
+            characters[position] = self._replacement(characters[position])
         return "".join(characters)
 
     @cached_property
     def _free(self) -> Iterator[str]:
-        """The private-use characters that the chat does not have."""
+        """The private-use characters that do not occur in the chat."""
         used = set[str]()
         for begin, end in _pieces(self._everything):
             used.update(_PRIVATE_CHARACTER.findall(self._everything, begin, end))
         return (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
 
-    def _stand_in(self, character: str) -> str:
-        if character not in self._of_character:
-            stand_in = next(self._free, None)
-            if stand_in is None:
+    def _replacement(self, character: str) -> str:
+        if character not in self._replacements:
+            free = next(self._free, None)
+            if free is None:
                 raise InvalidArgument(
                     "has every private-use character, beside the spelling of a special token",
                     _FIELD,
                 )
-            self._of_character[character] = stand_in
-        return self._of_character[character]
+            self._replacements[character] = free
+        return self._replacements[character]
 
 
 class LiteralEncoder:
-    """Encodes texts in which some tokens are structure and some only spelled. Immutable and
-    thread-safe.
+    """Encodes texts in which some tokens are structure and some are only spelled.
+
+    Immutable and thread-safe.
     """
 
     def __init__(self, backend: Backend, tokens: Mapping[int, str]) -> None:
-        """`tokens`: by id, those that may only be structure."""
+        """`tokens`: by id, the tokens that may only be structure."""
         self._backend = backend
         self._tokens = tokens
         self._names = {
@@ -181,21 +172,22 @@ class LiteralEncoder:
         }
 
     def encode(self, rendered: str, escaper: SpecialTokenEscaper) -> list[int]:
-        """Returns the ids of a rendered text: tokens that it spells are structure, those in
-        escaper are text.
+        """Returns the ids of a rendered text: spelled tokens are structure, escaped ones are text.
 
-        Raises InvalidArgument if the tokenizer has no other way to write one of them.
+        Raises InvalidArgument if the tokenizer has no other way to write an escaped token.
         """
         (found,) = self._backend.encode_batch([rendered], add_special_tokens=False)
-        pieces, structure, end = [], [], 0
+        pieces = []
+        structure = []
+        end = 0
         for index, token in enumerate(_ids_of(found)):
             if token not in self._tokens:
                 continue
-            # Of few tokens; a list of the offsets of all takes long.
+            # For few tokens only: a list of all offsets takes long.
             begin, until = found.token_to_chars(index) or (end, end)
             spelled = rendered[begin:until]
-            # Another text that a normalizer turns into a token, such as one in full-width letters,
-            # is only spelled.
+            # A normalizer may turn another text into a token, such as a text in full-width letters.
+            # That text is only spelled.
             if spelled.strip() == self._tokens[token].strip():
                 pieces += [
                     escaper.unescape(rendered[end:begin]),
@@ -219,14 +211,15 @@ class LiteralEncoder:
         return ids
 
     def prepare(self) -> None:
-        """Makes the copy of the tokenizer, which holds the interpreter's lock for a second if the
-        vocabulary is large.
+        """Makes the copy of the tokenizer.
+
+        With a large vocabulary that holds the interpreter's lock for a second.
         """
         _ = self._ids
 
     @cached_property
     def _copy(self) -> Backend:
-        """The tokenizer with other names for the tokens. It takes as much memory again."""
+        """The tokenizer with other names for the tokens; it takes the same memory again."""
         tree = json.loads(self._backend.to_str())
         tree["post_processor"] = None
         names = {self._tokens[token]: name for token, name in self._names.items()}
@@ -242,7 +235,7 @@ class LiteralEncoder:
 
     @cached_property
     def _ids(self) -> dict[int, int]:
-        """The ids of the added tokens, by those that the copy gives them."""
+        """The ids of the added tokens, by the ids of the copy."""
         added = {
             token: text.content for token, text in self._backend.get_added_tokens_decoder().items()
         } | self._names
@@ -251,9 +244,7 @@ class LiteralEncoder:
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Renames tokens in a vocabulary, so that no text becomes one of them, but those that merges
-    make.
-    """
+    """Renames tokens in a vocabulary, so that no text becomes one; not tokens that merges make."""
     merges: Sequence[Any] = model.get("merges") or ()
     pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges)
     made = {part for left, right in pairs for part in (left, right, left + right) if part in names}
@@ -268,9 +259,10 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
 
 
 def _pattern_of(tokens: Iterable[str]) -> str:
-    """Returns a pattern of texts, of which those with the same beginning share it: a search then
-    tries one branch at each character, not one for each token. A text that begins with another one
-    of them needs no branch of its own.
+    """Returns a pattern that matches the texts, in which texts with the same beginning share it.
+
+    A search then tries one branch at each character, not one for each token. A text that begins
+    with another one of the texts needs no branch.
     """
     found = list[str]()
     for token in sorted(tokens):
@@ -278,7 +270,7 @@ def _pattern_of(tokens: Iterable[str]) -> str:
             found.append(token)
     if len(found) == 1:
         return re.escape(found[0])
-    # Of the first and the last in order, hence of all.
+    # The first and the last text in order differ where any two do.
     shared = next(i for i, (a, b) in enumerate(zip(found[0], found[-1], strict=False)) if a != b)
     rests = (token[shared:] for token in found)
     branches = (_pattern_of(rest) for _, rest in groupby(rests, key=lambda rest: rest[0]))
@@ -286,7 +278,7 @@ def _pattern_of(tokens: Iterable[str]) -> str:
 
 
 def _pieces(text: str) -> Iterator[tuple[int, int]]:
-    """Yields where the pieces of a text begin and end. Lets other threads run between two of them."""
+    """Yields where the pieces of a text begin and end; other threads run between two pieces."""
     for begin in range(0, len(text), _PIECE_CHARACTERS):
         if begin:
             time.sleep(_PAUSE_SECONDS)
@@ -294,6 +286,6 @@ def _pieces(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _solid(text: str, begin: int) -> int:
-    """Returns the first position from `begin` that is no space, which a template could trim."""
+    """Returns the first position from `begin` that is not a space: a template may trim spaces."""
     match = _SOLID.search(text, begin)
     return match.start() if match else begin

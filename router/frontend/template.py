@@ -1,9 +1,7 @@
-"""Renders chat templates, which are Jinja programs of models, within bounds of time, memory and
-size.
+"""Renders chat templates, which are Jinja programs of models, within bounds of time and memory.
 
-They run in a process of its own, which is killed when a template takes too long. So whatever a
-template does, for any messages, it stops nobody's tokens and takes no memory of the router's. Knows
-nothing of tokens.
+They run in a child process, which is killed when a template takes too long. So no template can
+stop the streams of other requests or fill the memory of the router. Knows nothing of tokens.
 """
 
 import json
@@ -17,19 +15,20 @@ _NO_PROCESS: Final = "chat templates cannot be rendered now"
 
 
 class TemplateRenderer:
-    """Renders one template after the other, in a process that begins with `start` or the first of
-    them and ends with this object. Thread-safe.
+    """Renders one template after the other in a child process. Thread-safe.
+
+    The process begins with `start` or the first template, and ends with this object.
     """
 
     def __init__(self) -> None:
         self._child = ChildProcess("template_process")
 
     def render(self, variables: Mapping[str, Any], *, max_characters: int, seconds: float) -> str:
-        """Renders by transformers' render_jinja_template, whose arguments `variables` are, in plain
-        JSON values.
+        """Renders by transformers' render_jinja_template.
 
-        Raises InvalidArgument if the template refuses them, writes too much or does not end in
-        time, and Unavailable if the process does not start.
+        `variables` are its arguments, as plain JSON values. Raises InvalidArgument if the template
+        refuses them, writes too much or does not end in time, and Unavailable if the process does
+        not start.
         """
         reply: dict[str, str] = {}
         try:
@@ -53,7 +52,7 @@ class TemplateRenderer:
         self._child.start()
 
     def wait(self) -> None:
-        """Waits until the process can render, so that no chat does. Raises Unavailable."""
+        """Waits until the process can render. Raises Unavailable if it does not start."""
         try:
             self._child.wait()
         except (ChildProcessError, EOFError):

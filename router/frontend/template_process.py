@@ -1,12 +1,12 @@
-"""Renders chat templates by transformers, in a process of its own that template.py starts.
+"""Renders chat templates by transformers, in a child process that template.py starts.
 
-Some templates take a message's content as a list of parts, and would leave a plain text out without
-a word. Which form a template takes is tried out, for each role. Knows nothing of tokens.
+Some templates expect a message's content as a list of parts, and silently leave out a plain text.
+So each template is first tried with both forms, for each role. Knows nothing of tokens.
 """
 
 import json
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -14,15 +14,13 @@ import psutil
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .child_process import answer_requests
-
-_MEMORY_BYTES: Final = 2**28  # of all renderings, beside what transformers takes
+_MEMORY_BYTES: Final = 2**28  # of all renderings, beyond the memory of transformers
 _MAX_REASON: Final = 200
-_MAX_TRIED: Final = 64  # templates and roles whose form of content is kept
+_MAX_TRIED: Final = 64  # templates and roles whose form of content is remembered
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _OTHER_ROLE: Final = "other"
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
-_MARK: Final = "tandem-content-mark"  # that no template writes by itself
+_MARK: Final = "tandem-content-mark"  # no template writes this text by itself
 _CALL: Final = {
     "id": "call00000",
     "type": "function",
@@ -30,40 +28,35 @@ _CALL: Final = {
 }
 
 
-def main() -> None:
-    """Renders within bounded memory."""
+def make_answer() -> Callable[[bytes], bytes]:
+    """Bounds the memory of this process; returns the function that renders in it."""
     most = psutil.Process().memory_info().vms + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    answer_requests(lambda request: json.dumps(_render(*json.loads(request))).encode())
+    return lambda request: json.dumps(_render(*json.loads(request))).encode()
 
 
 def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]:
-    """Returns the text, or the reason why there is none and the field at fault. A template can
-    raise anything.
-    """
+    """Returns the text, or the reason why there is none and the field at fault."""
     try:
         texts: Any = render_jinja_template(**_with_parts(variables))[0]
         if len(texts[0]) <= max_characters:
             return {"text": texts[0]}
     except MemoryError:
         pass
-    except Exception as error:
+    except Exception as error:  # a template can raise anything
         if str(error).startswith("continue_final_message"):  # by transformers
             return {
                 "reason": "does not repeat the last message",
                 "field": "prompt.chat.continue_final_message",
             }
-        said = (
-            f": {str(error)[:_MAX_REASON]}" if type(error) is TemplateError else ""
-        )  # by raise_exception
-        return {"reason": f"refuses these messages{said}"}
+        if type(error) is TemplateError:  # by raise_exception, with a reason
+            return {"reason": f"refuses these messages: {str(error)[:_MAX_REASON]}"}
+        return {"reason": "refuses these messages"}
     return {"reason": f"renders more than {max_characters} characters for these messages"}
 
 
 def _with_parts(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the variables with the content of messages as a list of one part, where the template
-    takes that.
-    """
+    """Returns the variables, with contents as lists of one part where the template expects that."""
     source = str(variables["chat_template"])
     tokens = tuple((name, str(variables[name])) for name in _TOKENS if name in variables)
     takes_parts = {
@@ -82,9 +75,7 @@ def _known_roles(conversations: list[list[dict[str, Any]]]) -> set[str]:
 
 
 def _known_role(message: dict[str, Any]) -> str:
-    """Returns the role under which a message's form is tried: a client may make up any number of
-    others.
-    """
+    """Returns the role under which a message's form is tried, one of few: clients invent roles."""
     role = message.get("role")
     return role if role in _ROLES else _OTHER_ROLE
 
@@ -96,10 +87,9 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(_MAX_TRIED)
 def _takes_parts(source: str, tokens: tuple[tuple[str, str], ...], role: str) -> bool:
-    """Returns whether a template writes the content of a role's messages only if that is a list of
-    parts.
+    """Returns True if a template writes the content of a role's messages only as a list of parts.
 
-    `tokens` are its variables for special tokens.
+    `tokens`: the template's variables for special tokens.
     """
     for as_parts in (False, True):
         message: dict[str, Any] = {
@@ -132,7 +122,3 @@ def _takes_parts(source: str, tokens: tuple[tuple[str, str], ...], role: str) ->
         if _MARK in texts[0]:
             return as_parts
     return False
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
-"""Encodes texts and chats to token ids and decodes them, by the model folder's tokenizer.json and
-chat template.
+"""Encodes texts and chats to token ids and decodes them.
 
-Imports neither torch nor code from the model's folder.
+Uses tokenizer.json and the chat template of the model folder. Imports neither torch nor code from
+the model folder.
 """
 
 import asyncio
@@ -15,8 +15,7 @@ from typing import Any, Final
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-# Not `transformers.AutoTokenizer`: that import alone loads torch. Both end in the same
-# tokenizer.json.
+# Not `transformers.AutoTokenizer`: that import loads torch. Both read the same tokenizer.json.
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
@@ -32,13 +31,14 @@ from .template import TemplateRenderer
 
 _TEMPLATE_SECONDS = 5.0
 _RENDERER: Final = TemplateRenderer()
-"""Of all models of this process: it keeps nothing of theirs."""
+"""Shared by all models of this process; it keeps no state of a model."""
 
 _RENDERINGS: Final = FairThreads("tandem-templates", 1)  # the renderer takes one chat at a time
 
 _TRUSTED_ROLES: Final = ("assistant", "system", "developer")
-"""Whose messages may have what is no special token, but which templates write, such as <think>: the
-model wrote them, or the service's operator.
+"""Roles whose messages may have markup of templates that is not a special token, such as <think>.
+
+The model wrote these messages, or the operator of the service.
 """
 
 _PROBE: Final = inference_pb2.Chat(
@@ -50,20 +50,17 @@ _INFILL_MARKS: Final = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder (arXiv 2305.06161), Granite Code
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
 )
-"""Tokens before a prefix, before its suffix, and before what fills the gap (arXiv 2207.14255,
-prefix first).
-"""
+"""Tokens before a prefix, its suffix and the text between them (arXiv 2207.14255, prefix first)."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-_WORD_START = "\u2581"  # what SentencePiece writes for a space
-
+_WORD_START = "\u2581"  # SentencePiece writes it for a space
 
 _BYTE_OF_CHARACTER: Final = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 """The byte that each printable character of byte-level tokenizers stands for."""
 
 
 class Tokenizer:
-    """Encodes and decodes for one model. Immutable after construction and thread-safe."""
+    """Encodes and decodes for one model. Immutable after construction, and thread-safe."""
 
     def __init__(
         self,
@@ -72,21 +69,21 @@ class Tokenizer:
         tool_call_parser: str = AUTO,
         reasoning_parser: str = AUTO,
     ) -> None:
-        """Takes ownership of `tokenizer`. `vocab_size`: rows of the model's embedding, if they are
-        known. The parsers are names of formats (chat_formats.py).
+        """Takes ownership of `tokenizer`.
+
+        `vocab_size`: rows of the model's embedding, if known. The parsers are names of formats
+        (chat_formats.py).
         """
         self._template = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        # The file may ask for truncation or padding of training batches; encode() alone obeys it,
-        # so switch it off.
+        # The file may ask for truncation or padding, for training batches; encode() would obey.
         self._backend.no_truncation()
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self._added = {token: text.content for token, text in added.items()}
         self._added_ids = {text: token for token, text in self._added.items()}
-        special = {token for token, text in added.items() if text.special} | set(
-            tokenizer.all_special_ids
-        )
+        special = {token for token, text in added.items() if text.special}
+        special |= set(tokenizer.all_special_ids)
         self.special_markup: frozenset[str] = frozenset(
             self._added.get(token, "") for token in special
         )
@@ -94,7 +91,7 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(
             token for token in special if self._added.get(token) not in CALL_MARKUP
         )
-        """Tokens without a text of their own."""
+        """Tokens that are not part of a decoded text."""
         self.vocab_size: int = (
             vocab_size or max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         )
@@ -103,18 +100,17 @@ class Tokenizer:
             self.chat_template(tools=False), reasoning_parser
         )
         decoder = self._backend.decoder
-        self._byte_level = (
-            decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-        )  # JSON, of sequences too
+        # The state is JSON and shows a decoder within a sequence as well.
+        self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     @classmethod
     def load(
         cls, folder: Path, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
     ) -> "Tokenizer":
-        """Reads tokenizer.json, which may be in the cache, see `tokenizer_file`, and of a local
-        model folder tokenizer_config.json, the chat template and config.json.
+        """Reads the tokenizer of a local model folder: tokenizer.json, templates, configurations.
 
-        Raises ValueError, in one line, if the folder has no tokenizer.json or it cannot be read.
+        tokenizer.json may be in the cache (`tokenizer_file`). Raises ValueError, in one line, if
+        the folder has no tokenizer.json or it cannot be read.
         """
         file = tokenizer_file(folder)
         if not file.is_file():
@@ -135,17 +131,19 @@ class Tokenizer:
         )
 
     async def wait_for_chats(self) -> None:
-        """Waits until chats can be rendered at once, if the model has a template for them. Raises
-        Unavailable.
+        """Waits until chats can be rendered at once, if the model has a chat template.
+
+        Raises Unavailable if the process of the templates does not start.
         """
         if self._template.chat_template is not None:
             await asyncio.to_thread(self._spelled[2].prepare)
             await asyncio.to_thread(_RENDERER.wait)
 
     def check_chat_template(self) -> None:
-        """Renders a chat of one message, if the model has a template. Raises ValueError, in one
-        line, for one that cannot be rendered; one that refuses the message by words of its own is
-        good.
+        """Renders a chat of one message, if the model has a template.
+
+        Raises ValueError, in one line, if that fails. A template that refuses the message with a
+        reason passes.
         """
         try:
             self._render(_PROBE, template_variables(_PROBE))
@@ -155,8 +153,9 @@ class Tokenizer:
                 raise ValueError(f"{reason}: it cannot render a chat of one message") from None
 
     def chat_template(self, tools: bool) -> str:
-        """Returns the source of the chat template, of that for tools where the model has a separate
-        one; "" if none.
+        """Returns the source of the chat template; "" without one.
+
+        A model may have a separate template for chats with `tools`.
         """
         if self._template.chat_template is None:
             return ""
@@ -166,37 +165,36 @@ class Tokenizer:
             return ""
 
     def ids_of(self, texts: Iterable[str]) -> frozenset[int]:
-        """Returns the tokens that are one of these texts each."""
+        """Returns the ids of the added tokens among these texts."""
         return frozenset(self._added_ids[text] for text in texts if text in self._added_ids)
 
     def infill(self, prefix: str, suffix: str) -> str:
-        """Returns the prompt for what lies between two texts. Raises InvalidArgument if the model
-        has no tokens for it.
+        """Returns the prompt whose completion lies between `prefix` and `suffix`.
+
+        Raises InvalidArgument if the model has no tokens for it.
         """
         for before, hole, middle in _INFILL_MARKS:
             if self._added_ids.keys() >= {before, hole, middle}:
                 return f"{before}{prefix}{hole}{suffix}{middle}"
         raise InvalidArgument(
-            "the model has no tokens for filling in; send what comes before as the prompt, or ask "
-            "in a chat",
+            "the model has no tokens for filling in; send the prefix alone, or ask in a chat",
             "prompt.suffix",
         )
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, turn: str = ""
     ) -> list[int]:
-        """Returns the token ids of `text`, by default with the special tokens that the tokenizer
-        adds itself.
+        """Returns the token ids of `text`, by default with the tokenizer's own special tokens.
 
-        Long texts wait for the `turn` of their caller, see FairThreads.run. Raises InvalidArgument
-        if the text has too many tokens, and Overloaded if too many texts wait.
+        Long texts wait for the `turn` of their caller (FairThreads.run). Raises InvalidArgument if
+        the text has too many tokens, and Overloaded if too many texts wait.
         """
         return await TOKENIZING.run(turn, len(text), self._encode, text, add_special_tokens)
 
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, turn: str = ""
     ) -> list[list[int]]:
-        """Returns the token ids of each text likewise; all texts together take one turn."""
+        """Returns the token ids of each text, as `encode` does, in one turn for all texts."""
 
         def encode() -> list[list[int]]:
             return [self._encode(text, add_special_tokens) for text in texts]
@@ -204,48 +202,47 @@ class Tokenizer:
         return await TOKENIZING.run(turn, sum(map(len, texts)), encode)
 
     async def encode_chat(self, chat: inference_pb2.Chat, turn: str = "") -> list[int]:
-        """Returns the token ids of a checked chat as the model's template renders it, with the
-        opening of the assistant's answer, or up to the end of the last message where that is to be
-        continued.
+        """Returns the token ids of a checked chat as the model's template renders it.
 
-        The chat waits for the `turn` of its caller. Raises InvalidArgument if the model has no chat
-        template, or the template refuses the messages, renders too many characters, or does not end
-        within 5 seconds, and Overloaded if too many chats wait.
+        The ids end with the opening of the assistant's answer, or with the last message if that is
+        to be continued. The chat waits for the `turn` of its caller. Raises InvalidArgument if the
+        model has no chat template, or if the template refuses the messages, renders too many
+        characters or takes more than 5 seconds, and Overloaded if too many chats wait.
         """
-        # Always in a thread, which waits for the template's process.
+        # Always in a thread, because the renderer waits for another process.
         num_characters, encode = await _RENDERINGS.run(
             turn, chat.ByteSize(), self._render_chat, chat
         )
         return await TOKENIZING.run(turn, num_characters, encode)
 
     async def detokenize(self, ids: Sequence[int], turn: str = "") -> str:
-        """Returns the text of `ids` with the names of special tokens. Long lists wait for the
-        `turn` of their caller.
+        """Returns the text of `ids` with the names of special tokens.
+
+        Long lists wait for the `turn` of their caller.
         """
         decode = partial(self.decode, ids, skip_special=False)
         return await TOKENIZING.run(turn, len(ids), decode)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Returns the text of `ids`, by default without special tokens; a cut character decodes to
-        U+FFFD.
+        """Returns the text of `ids`, by default without special tokens.
+
+        A cut character decodes to U+FFFD.
         """
-        shown = (
-            [token for token in ids if token not in self.special_ids] if skip_special else list(ids)
-        )
+        shown = list(ids)
+        if skip_special:
+            shown = [token for token in shown if token not in self.special_ids]
         if len(shown) < TOKENIZING.thread_from:
             text: str = self._backend.decode(shown, skip_special_tokens=False)
-        else:  # gives up the interpreter's lock, which `decode` holds
+        else:  # releases the interpreter's lock, which `decode` holds
             (text,) = self._backend.decode_batch([shown], skip_special_tokens=False)
         return text
 
     async def text_of_prompt(self, ids: Sequence[int], turn: str = "") -> str:
-        """Returns the text whose ids these are, as `detokenize` does, without the special tokens
-        before it that the tokenizer adds itself.
-        """
+        """Returns the text of `ids` without the special tokens that the tokenizer puts first."""
         added = self._added_before
-        return await self.detokenize(
-            ids[len(added) :] if list(ids[: len(added)]) == added else ids, turn
-        )
+        if list(ids[: len(added)]) == added:
+            ids = ids[len(added) :]
+        return await self.detokenize(ids, turn)
 
     @cached_property
     def _added_before(self) -> list[int]:
@@ -255,9 +252,7 @@ class Tokenizer:
         return ids[:first]
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes of a token; those of a special token are its name, of an unused id
-        none.
-        """
+        """Returns the bytes of a token: a special token's name, b"" for an unused id."""
         if token in self._added:
             return self._added[token].encode()
         piece: str | None = self._backend.id_to_token(token)
@@ -276,14 +271,12 @@ class Tokenizer:
         return encode_text(self._backend, text, add_special_tokens=add_special_tokens)
 
     def _render_chat(self, chat: inference_pb2.Chat) -> tuple[int, Callable[[], list[int]]]:
-        """Renders a chat. Returns how many characters the text has, and what encodes it."""
+        """Renders a chat; returns the number of characters and a function that encodes them."""
         template = self.chat_template(tools=bool(active_tools(chat)))
         variables = with_developer_as_system(template_variables(chat), template)
         if chat.parse_special:
             rendered = self._render(chat, variables)
-            return len(rendered), partial(
-                self._encode, rendered, False
-            )  # the template has written special tokens
+            return len(rendered), partial(self._encode, rendered, False)
         escaper = SpecialTokenEscaper(json.dumps(variables, ensure_ascii=False))
         special, control, encoder = self._spelled
         (messages,) = variables.pop("conversations")
@@ -299,9 +292,7 @@ class Tokenizer:
 
     @cached_property
     def _spelled(self) -> tuple[Spellings, Spellings, LiteralEncoder]:
-        """Special tokens; these and whatever else the templates write as one token; the encoder of
-        both.
-        """
+        """Finders of special tokens and of all tokens that templates write, and their encoder."""
         special = {token: text for token, text in self._added.items() if token in self.special_ids}
         templates = self.chat_template(tools=False) + self.chat_template(tools=True)
         written = {
@@ -318,7 +309,7 @@ class Tokenizer:
 
     @cached_property
     def _normalizes_special(self) -> bool:
-        """Whether a text other than its name may become a special token."""
+        """True if a text other than its name may become a special token."""
         added = self._backend.get_added_tokens_decoder()
         return self._backend.normalizer is not None and any(
             text.special and text.normalized for text in added.values()
@@ -337,8 +328,9 @@ class Tokenizer:
 
 
 def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
-    """Returns a tokenizer for benchmarks and tests: token ids are bytes, 256 ends a sequence and
-    257 begins one.
+    """Returns a tokenizer for benchmarks and tests.
+
+    Token ids are bytes; 256 ends a sequence and 257 begins one.
     """
     backend = Backend(models.BPE(vocab=_BYTE_OF_CHARACTER, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -356,7 +348,7 @@ def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
 
 
 def _processor_template(path: Path) -> str | None:
-    """Reads the chat template that older processors have in a file of its own."""
+    """Reads the separate file in which older processors keep the chat template."""
     if not path.is_file():
         return None
     try:

@@ -1,6 +1,4 @@
-"""Makes the grammar that demands a call of a tool, in the format that the model's chat template
-teaches.
-"""
+"""Makes the grammar that demands a tool call, in the format of the model's chat template."""
 
 import json
 from collections.abc import Iterable
@@ -17,9 +15,10 @@ from .tokenizer import Tokenizer
 def tool_call_constraint(
     chat: inference_pb2.Chat, tokenizer: Tokenizer
 ) -> inference_pb2.Constraint | None:
-    """Returns the grammar of one or more tool calls, or of one call of the named tool or where the
-    answer ends after one; None if the checked chat demands no call. Raises InvalidArgument if the
-    tools are too large together, or the format has no grammar.
+    """Returns the grammar of the tool calls that a checked chat demands; None if it demands none.
+
+    It allows one or more calls; only one call if the chat names the tool or allows a single call.
+    Raises InvalidArgument if the tools are too large together, or if the format has no grammar.
     """
     if not must_call(chat):
         return None
@@ -42,7 +41,7 @@ def tool_call_constraint(
         "object: " + " | ".join(f"call_{i}" for i in range(len(tools))),
     ]
     for i, tool in enumerate(tools):
-        # The schema is a document of its own, so that its references stay right.
+        # Each schema stays a separate document, so its references stay valid.
         try:
             readable_schema = readable(close_objects(parameters_schema(tool)))
         except ValueError as error:
@@ -57,12 +56,13 @@ def tool_call_constraint(
     grammar = "\n".join(rules)
     if len(grammar) > limits.MAX_GRAMMAR_CHARACTERS:
         raise InvalidArgument(
-            f"the grammar of their calls has more than {limits.MAX_GRAMMAR_CHARACTERS} characters",
+            f"the grammar of their calls has {len(grammar)} characters; the maximum is "
+            f"{limits.MAX_GRAMMAR_CHARACTERS}",
             "prompt.chat.tools",
         )
     return inference_pb2.Constraint(grammar=grammar)
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """Returns the text as a grammar names it; a special token is no text to llguidance."""
+    """Returns the text as a literal of the grammar; llguidance writes special tokens unquoted."""
     return text if text in tokenizer.special_markup else json.dumps(text)

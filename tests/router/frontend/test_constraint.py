@@ -208,7 +208,7 @@ SLOW = "start: " + " | ".join(f'"{number}"' for number in range(10_000))
 
 async def test_a_slow_grammar_is_given_up_and_its_check_ends() -> None:
     """The process that checks it is killed; the next grammar is checked in another."""
-    child = ChildProcess("grammar_process")
+    child = ChildProcess("constraint")
     hurried = GrammarValidator(seconds=60, ask=lambda request, _: child.ask(request, 0.0))
     with pytest.raises(Overloaded, match="took more than"):
         await hurried.validate(inference_pb2.Constraint(grammar=SLOW))
