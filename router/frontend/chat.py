@@ -1,5 +1,4 @@
-"""Checks the messages, tools and template variables of a chat, and puts them into the form that
-chat templates take.
+"""Checks a chat and converts its messages, tools and variables to the form of chat templates.
 
 Knows nothing of tokens.
 """
@@ -20,33 +19,31 @@ _TOOL_NAME: Final = re.compile(rf"[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTER
 
 _NAMES_DEVELOPER: Final = re.compile(r"""["']developer["']""")
 
-_RESERVED: Final = frozenset(
+_TEMPLATE_NAMES: Final = frozenset(
     (
-        *(
-            "messages",
-            "tools",
-            "add_generation_prompt",
-            "continue_final_message",
-            "raise_exception",
-            "strftime_now",
-        ),
-        *(
-            "conversations",
-            "chat_template",
-            "return_assistant_tokens_mask",
-        ),  # arguments beside the variables
-        *DEFAULT_NAMESPACE,
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "raise_exception",
+        "strftime_now",
     )
 )
+_ARGUMENT_NAMES: Final = frozenset(
+    ("conversations", "chat_template", "return_assistant_tokens_mask")
+)
+_RESERVED: Final = _TEMPLATE_NAMES | _ARGUMENT_NAMES | DEFAULT_NAMESPACE.keys()
+"""Names that a client's variables must not have."""
 
 
 def check_chat(chat: inference_pb2.Chat) -> None:
-    """Checks every bound. Raises InvalidArgument, which names the field by its path
-    (`prompt.chat.tools[0].name`).
+    """Checks every bound of a chat.
+
+    Raises InvalidArgument, which names the field by its path (`prompt.chat.tools[0].name`).
     """
     if not 1 <= len(chat.messages) <= limits.MAX_CHAT_MESSAGES:
         raise InvalidArgument(
-            f"has {len(chat.messages)} messages; 1 to {limits.MAX_CHAT_MESSAGES} are taken",
+            f"has {len(chat.messages)} messages; it must have 1 to {limits.MAX_CHAT_MESSAGES}",
             f"{_PATH}.messages",
         )
     for i, message in enumerate(chat.messages):
@@ -65,7 +62,7 @@ def active_tools(chat: inference_pb2.Chat) -> list[inference_pb2.Tool]:
 
 
 def must_call(chat: inference_pb2.Chat) -> bool:
-    """Returns whether the answer has to be a tool call."""
+    """Returns True if the answer must be a tool call."""
     return chat.tool_choice.mode in (
         inference_pb2.ToolChoice.MODE_REQUIRED,
         inference_pb2.ToolChoice.MODE_NAMED,
@@ -85,14 +82,12 @@ def template_kwargs(chat: inference_pb2.Chat) -> dict[str, Any]:
         raise InvalidArgument("must be a JSON object", field)
     for name in given:
         if name in _RESERVED:
-            raise InvalidArgument(f"{name!r} is a name that the service itself sets", field)
+            raise InvalidArgument(f"{name!r} is reserved; the service sets it", field)
     return given
 
 
 def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
-    """Returns the template's variables for a checked chat, as arguments of transformers'
-    render_jinja_template.
-    """
+    """Returns the arguments of transformers' render_jinja_template for a checked chat."""
     return {
         **template_kwargs(chat),
         "conversations": [[_template_message(message) for message in chat.messages]],
@@ -103,8 +98,9 @@ def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
 
 
 def with_developer_as_system(variables: dict[str, Any], template: str) -> dict[str, Any]:
-    """Returns the variables for a template that does not name the role developer: it is what system
-    was before.
+    """Returns the variables with role system instead of developer if the template lacks developer.
+
+    OpenAI renamed the role system to developer.
     """
     if _NAMES_DEVELOPER.search(template):
         return variables
@@ -134,14 +130,11 @@ def parameters_schema(tool: inference_pb2.Tool) -> dict[str, Any]:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Parses a JSON object; returns None if `text` is none, or none that can be written as JSON and
-    UTF-8 again.
-    """
+    """Parses a JSON object; returns None if `text` is not one, or if it has no valid JSON form."""
     try:
         value = json.loads(text)
-        json.dumps(
-            value, ensure_ascii=False, allow_nan=False
-        ).encode()  # no NaN, no infinity, no lone surrogate
+        # Fails for NaN, infinities and lone surrogates.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):  # JSONDecodeError and UnicodeEncodeError are ValueErrors
         return None
     return value if isinstance(value, dict) else None
@@ -161,8 +154,7 @@ def _template_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
 
 
 def _template_call(call: inference_pb2.ToolCall) -> Mapping[str, Any]:
-    # Templates write the arguments by `tojson`, so they need an object; arguments that are no JSON
-    # stay text.
+    # Templates write the arguments by `tojson`, so they need an object. Invalid JSON stays text.
     arguments = json_object(call.arguments or "{}")
     function = {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -175,7 +167,7 @@ def _check_message(message: inference_pb2.ChatMessage, path: str) -> None:
         len(message.tool_call_id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_call_id"
     )
     if message.tool_calls and message.role != "assistant":
-        raise InvalidArgument("go with role assistant only", f"{path}.tool_calls")
+        raise InvalidArgument("only allowed with role assistant", f"{path}.tool_calls")
     check_count(len(message.tool_calls), limits.MAX_TOOL_CALLS, "calls", f"{path}.tool_calls")
     for i, call in enumerate(message.tool_calls):
         check_count(
@@ -191,7 +183,7 @@ def _check_tools(chat: inference_pb2.Chat) -> None:
         path = f"{_PATH}.tools[{i}]"
         _check_tool_name(tool.name, f"{path}.name")
         if tool.name in names:
-            raise InvalidArgument(f"{tool.name!r} is the name of another tool, too", f"{path}.name")
+            raise InvalidArgument(f"{tool.name!r} is already the name of a tool", f"{path}.name")
         names.add(tool.name)
         check_count(
             len(tool.parameters), limits.MAX_GRAMMAR_CHARACTERS, "characters", f"{path}.parameters"
@@ -206,37 +198,34 @@ def _check_tool_choice(chat: inference_pb2.Chat) -> None:
     if choice.mode not in inference_pb2.ToolChoice.Mode.values():
         raise InvalidArgument(f"{choice.mode} is not a mode", f"{path}.mode")
     if must_call(chat) and not chat.tools:
-        raise InvalidArgument("demands a call, but there are no tools", path)
+        raise InvalidArgument("demands a call, but the chat has no tools", path)
     named = choice.mode == inference_pb2.ToolChoice.MODE_NAMED
     if named and choice.name not in {tool.name for tool in chat.tools}:
         raise InvalidArgument("must be the name of one of the tools", f"{path}.name")
     if choice.name and not named:
-        raise InvalidArgument("goes with MODE_NAMED only", f"{path}.name")
+        raise InvalidArgument("only allowed with MODE_NAMED", f"{path}.name")
 
 
 def _check_continuation(chat: inference_pb2.Chat) -> None:
-    path, last = f"{_PATH}.continue_final_message", chat.messages[-1]
+    path = f"{_PATH}.continue_final_message"
+    last = chat.messages[-1]
     if last.role != "assistant" or last.tool_calls:
         raise InvalidArgument("the last message must be a text of the assistant", path)
     if must_call(chat):
-        raise InvalidArgument("does not go with a tool_choice that demands a call", path)
+        raise InvalidArgument("not allowed with a tool_choice that demands a call", path)
 
 
 def _check_tool_name(name: str, field: str) -> None:
     if not _TOOL_NAME.fullmatch(name):
         raise InvalidArgument(
-            f"must have 1 to {limits.MAX_NAME_CHARACTERS} characters, letters, digits and any of "
-            "_.:/-",
+            f"must have 1 to {limits.MAX_NAME_CHARACTERS} characters: letters, digits and _.:/-",
             field,
         )
 
 
 def _num_characters(chat: inference_pb2.Chat) -> int:
-    """Counts all text that may go into the prompt."""
+    """Counts the characters of all text that may go into the prompt."""
     contents = sum(len(message.content) + len(message.reasoning) for message in chat.messages)
     arguments = sum(len(call.arguments) for message in chat.messages for call in message.tool_calls)
-    return (
-        contents
-        + arguments
-        + sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)
-    )
+    tools = sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)
+    return contents + arguments + tools

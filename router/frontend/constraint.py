@@ -1,5 +1,6 @@
-"""Turns constraints into grammars of llguidance and checks them, in a process that is killed if
-that takes too long.
+"""Turns constraints into grammars of llguidance, and checks them in a child process.
+
+The process is killed if a check takes too long.
 """
 
 import asyncio
@@ -21,32 +22,31 @@ from .fair_threads import FairThreads
 from .json_schemas import readable
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Options of llguidance: the separators of Python's json. Free white space would let a model write
-it for ever.
+"""Options of llguidance: the separators of Python's json.
+
+With free white space a model could write white space for ever.
 """
 
 _VALIDATE_SECONDS: Final = 5.0
-_MAX_WAITS: Final = 3  # times as long, for the checks of others
+_MAX_WAITS: Final = 3  # times _VALIDATE_SECONDS, to wait for other checks
 _MAX_REASON: Final = 200
-_MAX_DIGITS: Final = 309  # as many as the largest float64 has
+_MAX_DIGITS: Final = 309  # of the largest float64
 _CACHE_CHARACTERS: Final = 8 * 2**20
-"""Of all remembered grammars and their constraints together; the same schemas come again and again.
-"""
+"""Of all remembered grammars and their constraints; clients send the same schemas repeatedly."""
 
 _MAX_REWRITTEN: Final = 2 * limits.MAX_GRAMMAR_CHARACTERS
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 _CHILD: Final = ChildProcess("constraint")
 _CHECKS: Final = FairThreads("tandem-grammars", 1)
-"""Of all models of this process. Nothing else uses this thread: no other work may wait for a slow
-grammar.
-"""
+"""Shared by all models. Nothing else uses this thread: no other work waits for a slow grammar."""
 
 
 class GrammarValidator:
-    """Turns the constraints of one model's requests into grammars; remembers those that are good.
+    """Turns the constraints of one model's requests into grammars; remembers the valid ones.
 
-    The check needs no tokenizer: the matcher, which does, is made by the worker alone."""
+    The check needs no tokenizer. The matcher needs one, so only workers make it.
+    """
 
     def __init__(
         self,
@@ -54,15 +54,16 @@ class GrammarValidator:
         seconds: float = _VALIDATE_SECONDS,
         ask: Callable[[bytes, float], bytes] = _CHILD.ask,
     ) -> None:
-        """`capacity`: of the cache, characters of constraints and grammars; `seconds`: that one
-        check may take; `ask`: see ChildProcess.
+        """`ask`: as ChildProcess.ask.
+
+        `capacity`: characters of constraints and grammars in the cache. `seconds`: for one check.
         """
         self._ask = ask
         self._capacity = capacity
         self._seconds = seconds
         self._size = 0
-        # The grammar by caller and constraint, the longest unused first. The caller's salt is part
-        # of the key: nobody notices by the time what others have checked.
+        # The grammar by salt and constraint, the least recently used first. The salt keeps a caller
+        # from learning by the time of a check which constraints other callers send.
         self._cache: OrderedDict[tuple[bytes, bytes], str] = OrderedDict()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of tenants
 
@@ -73,12 +74,12 @@ class GrammarValidator:
         tenant: str = "",
         salt: bytes = b"",
     ) -> str:
-        """Returns the grammar of a constraint, as llguidance reads it. Checks of one tenant take
-        turns, so that those of another wait for one of them at most. Callers with the same `salt`
-        share what is remembered.
+        """Returns the grammar of a constraint in the format of llguidance.
 
-        Raises InvalidArgument, which names `field` or else the constraint's own
-        (`constraint.json_schema`), with a short reason, and Overloaded if the check takes too long.
+        Checks of one tenant take turns, so a check of another tenant waits for one of them at most.
+        Callers with the same `salt` share the cache. Raises InvalidArgument with a short reason,
+        which names `field` or the constraint's own field (`constraint.json_schema`), Overloaded if
+        the check takes too long, and Unavailable if the child process does not start.
         """
         kind = constraint.WhichOneof("kind")
         if kind is None:
@@ -88,7 +89,7 @@ class GrammarValidator:
             )
         field = field or f"constraint.{kind}"
         serialized = constraint.SerializeToString(deterministic=True)
-        key = salt, serialized
+        key = (salt, serialized)
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
@@ -124,6 +125,7 @@ class GrammarValidator:
 
 
 def _check_size(constraint: inference_pb2.Constraint, field: str) -> None:
+    """Raises InvalidArgument if the constraint is empty or too large."""
     kind = constraint.WhichOneof("kind") or ""
     if kind == "json_object":
         if not constraint.json_object:
@@ -134,7 +136,7 @@ def _check_size(constraint: inference_pb2.Constraint, field: str) -> None:
         size = sum(map(len, texts))
         if not 1 <= len(texts) <= limits.MAX_CONSTRAINT_CHOICES:
             raise InvalidArgument(
-                f"has {len(texts)} texts; 1 to {limits.MAX_CONSTRAINT_CHOICES} are taken", field
+                f"has {len(texts)} texts; it must have 1 to {limits.MAX_CONSTRAINT_CHOICES}", field
             )
         for i, text in enumerate(texts):
             if not text:
@@ -143,7 +145,7 @@ def _check_size(constraint: inference_pb2.Constraint, field: str) -> None:
         size = len(getattr(constraint, kind))
     if not 1 <= size <= limits.MAX_GRAMMAR_CHARACTERS:
         raise InvalidArgument(
-            f"has {size} characters; 1 to {limits.MAX_GRAMMAR_CHARACTERS} are taken", field
+            f"has {size} characters; it must have 1 to {limits.MAX_GRAMMAR_CHARACTERS}", field
         )
 
 
@@ -158,7 +160,7 @@ def make_answer() -> Callable[[bytes], bytes]:
 
 
 def check_constraint(constraint: inference_pb2.Constraint) -> tuple[str, str]:
-    """Returns the grammar, and the reason why llguidance refuses it, or ""."""
+    """Returns the grammar, and the reason why it is refused; "" if it is valid."""
     try:
         grammar = _grammar(constraint)
     except ValueError as error:
@@ -187,8 +189,9 @@ def _grammar(constraint: inference_pb2.Constraint) -> str:
 
 
 def _schema(text: str) -> str:
-    """Parses and writes the schema anew: llguidance pastes the text into a document of its own.
-    Raises ValueError.
+    """Parses a schema and writes it anew, since llguidance pastes the text into a document.
+
+    Raises ValueError with the reason why the schema is refused.
     """
     try:
         schema = json.loads(text, parse_constant=_no_number, parse_int=_integer)
@@ -199,19 +202,18 @@ def _schema(text: str) -> str:
             f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}"
         ) from None
     if schema is False:
-        raise ValueError("nothing matches it")
+        raise ValueError("matches nothing")
     if schema is not True and not isinstance(schema, dict):
         raise ValueError("must be a JSON object or boolean")
     schema = readable(schema)
     try:
-        # As short as it came: in ASCII an emoji takes twelve characters, and workers bound what
-        # they take.
+        # In ASCII an emoji takes twelve characters, and workers bound the length of grammars.
         styled = ({} if schema is True else schema) | {"x-guidance": JSON_STYLE}
         text = json.dumps(styled, allow_nan=False, ensure_ascii=False)
     except ValueError:
         raise ValueError("has a number that is too large") from None
     if len(text) > _MAX_REWRITTEN:
-        raise ValueError("is too large once its keywords are expressed by others")
+        raise ValueError("is too large once its keywords are rewritten")
     if not text.isascii() and _SURROGATE.search(text):
         raise ValueError("has half of a character (a lone surrogate)")
     return text
@@ -228,9 +230,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _short(message: str) -> str:
-    """Returns the reason without the excerpt of the grammar that may follow it, at most 200
-    characters.
-    """
+    """Returns at most 200 characters of the reason, without the excerpt of the grammar after it."""
     lines = [line.strip() for line in message.splitlines()]
     excerpt = next(
         (i for i, line in enumerate(lines) if i and line[:1].isdigit() and " | " in line),

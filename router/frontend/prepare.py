@@ -1,6 +1,4 @@
-"""Turns a request as it came into one that the dispatcher takes: checked, the prompt in tokens,
-defaults set.
-"""
+"""Prepares a request for the dispatcher: checks it, tokenizes the prompt and sets defaults."""
 
 import asyncio
 import secrets
@@ -40,7 +38,7 @@ from .validation import (
 )
 
 _BYTES_PER_TOKEN: Final = 4  # of typical text
-_DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's and vLLM's, of all that is no chat
+_DEFAULT_COMPLETION_TOKENS: Final = 16  # as in OpenAI and vLLM, except for chats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,28 +48,24 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     context_tokens: int  # the longest prompt plus completion
-    defaults: Mapping[str, float] = field(
-        default_factory=dict
-    )  # by field, where it has its own; of a request's unset ones
+    # The model's values of fields that a request does not set, by field.
+    defaults: Mapping[str, float] = field(default_factory=dict)
     grammars: GrammarValidator = field(default_factory=GrammarValidator)
-    adapter: LoraAdapter | None = None  # that is added to its weights
+    adapter: LoraAdapter | None = None  # added to the weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """Holds what a request says outside its message. Times are those of time.monotonic()."""
+    """Holds the data of a request outside its message. Times are those of time.monotonic()."""
 
     arrived: float  # when the server had the request
     deadline: float | None = None  # when the answer must have ended
     caller: Caller = field(default_factory=Caller)
-    is_resumable: bool = False  # whether the answer's messages have resume tokens
-    # Of the event after which an HTTP stream is resumed; "": it begins, and its events have ids,
-    # too.
+    is_resumable: bool = False  # the answer's messages have resume tokens
+    # The event after which an HTTP stream is resumed. "": a new stream whose events have ids.
     event_id: str | None = None
-    trace: TraceContext | None = None  # that the caller follows the request in
-    reduces_max_tokens: bool = (
-        False  # to what the prompt leaves of the context, where the API does so
-    )
+    trace: TraceContext | None = None  # the caller's
+    reduces_max_tokens: bool = False  # to the rest of the context, as some APIs do
 
 
 async def prepare(
@@ -83,14 +77,13 @@ async def prepare(
     resume_key: ResumeKey | None = None,
     resume_policy: ResumePolicy | None = None,
 ) -> PreparedRequest:
-    """Checks and tokenizes `request`. `admit` is called once all is checked that needs no tokens.
-    `resume_key`: of resume tokens and event ids, if the answer is to have them; `resume_policy`: of
-    all requests.
+    """Checks and tokenizes `request`; calls `admit` after the checks that need no tokens.
 
-    Without `stopping.max_tokens` the completion of a text may have 16 tokens, the answer to a chat
-    any number, as far as the context and the model's own default go. Raises InvalidArgument, which
-    names the field by its path in the message (`sampling.temperature`) and the bound, and
-    Overloaded if a grammar takes too long to check.
+    `resume_key`: of resume tokens and event ids, if the answer is to have them. `resume_policy`:
+    shared by all requests. Without `stopping.max_tokens` the completion of a text may have 16
+    tokens, and the answer to a chat any number within the context and the model's default. Raises
+    InvalidArgument, which names the field by its path in the message (`sampling.temperature`) and
+    the bound, and Overloaded if a grammar takes too long to check.
     """
     tokenizer = model.tokenizer
     check_parameters(request, tokenizer.vocab_size)
@@ -100,9 +93,7 @@ async def prepare(
     ids = await encode_prompt(request.prompt, tokenizer, context.caller)
     if not ids:
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
-    if not request.prompt.HasField(
-        "token_ids"
-    ):  # which are checked; added tokens may lie beyond the embedding
+    if not request.prompt.HasField("token_ids"):  # added tokens may lie beyond the embedding
         await CHECKING.run(turn, len(ids), check_token_ids, ids, tokenizer.vocab_size, "prompt")
     bad_words = await _encode_bad_words(request.sampling, tokenizer, turn)
     grammar = await _grammar(request, model, context.caller)
@@ -155,15 +146,16 @@ async def prepare(
 
 
 async def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer, turn: str = "") -> None:
-    """Checks the bounds that need no encoding, of a long prompt in a thread and in its caller's
-    turn. Raises InvalidArgument and Overloaded.
+    """Checks the bounds that need no encoding; a long prompt waits for its caller's `turn`.
+
+    Raises InvalidArgument, and Overloaded if too many prompts wait.
     """
     await CHECKING.run(turn, prompt.ByteSize(), _check_prompt, prompt, tokenizer)
 
 
 def _check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
     if prompt.suffix and not prompt.HasField("text"):
-        raise InvalidArgument("goes with a prompt of text only", "prompt.suffix")
+        raise InvalidArgument("only allowed with a prompt of text", "prompt.suffix")
     match prompt.WhichOneof("kind"):
         case "text":
             num_characters = len(prompt.text) + len(prompt.suffix)
@@ -184,11 +176,10 @@ async def encode_prompt(
     *,
     add_special_tokens: bool = True,
 ) -> list[int]:
-    """Returns the token ids of a checked prompt of any kind, and charges the caller for them,
-    whatever becomes of them; for a prompt that is refused or cancelled by its size.
+    """Returns the token ids of a checked prompt of any kind, and charges the caller for them.
 
-    Raises InvalidArgument if the chat template refuses it, and Overloaded if the caller has no
-    tokens left or too much waits to be tokenized.
+    A prompt that is refused or cancelled is charged by its size. Raises InvalidArgument if the chat
+    template refuses it, and Overloaded if the caller has no tokens left or if too many texts wait.
     """
     caller.quota.check_tokens()
     try:
@@ -201,7 +192,7 @@ async def encode_prompt(
             ids = await tokenizer.encode_chat(prompt.chat, caller.turn)
         else:
             ids = list(prompt.token_ids.ids)
-    except (InvalidArgument, asyncio.CancelledError):  # it was work, too
+    except (InvalidArgument, asyncio.CancelledError):  # the work was done
         caller.quota.take_tokens(prompt.ByteSize() // _BYTES_PER_TOKEN)
         raise
     caller.quota.take_tokens(len(ids))
@@ -219,10 +210,7 @@ def _submit(
     num_choices = num_generated(request)
     needs_logprobs = request.HasField("logprobs") or num_choices > num_answers(request)
     return worker_pb2.Submit(
-        # Clients may use an id twice at the same time; routers and workers need a unique one.
-        request_id=f"{request.request_id}.{secrets.token_hex(8)}"
-        if request.request_id
-        else uuid.uuid4().hex,
+        request_id=_unique_id(request.request_id),
         token_ids=prompt,
         max_tokens=max(max_tokens, 1),
         sampling=complete_sampling(request, model.defaults),
@@ -240,32 +228,38 @@ def _submit(
     )
 
 
+def _unique_id(request_id: str) -> str:
+    """Returns an id for routers and workers: clients may use an id twice at the same time."""
+    return f"{request_id}.{secrets.token_hex(8)}" if request_id else uuid.uuid4().hex
+
+
 async def _grammar(
     request: inference_pb2.GenerateRequest, model: ServedModel, caller: Caller
 ) -> str:
-    """Returns the grammar that the constraint, or else the tool choice of a checked chat, demands;
-    "" for none.
-    """
-    constraint, field = request.constraint if request.HasField("constraint") else None, ""
+    """Returns the grammar of the constraint or of the demanded tool calls; "" without either."""
+    constraint = request.constraint if request.HasField("constraint") else None
+    field = ""
     chat = request.prompt.chat if request.prompt.HasField("chat") else None
     if chat is not None and (calls := tool_call_constraint(chat, model.tokenizer)):
         for name in ("constraint", "beam_search"):
             if request.HasField(name):
-                raise InvalidArgument("does not go with a tool_choice that demands a call", name)
-        constraint, field = calls, "prompt.chat.tools"
+                raise InvalidArgument("not allowed with a tool_choice that demands a call", name)
+        constraint = calls
+        field = "prompt.chat.tools"
     if constraint is None:
         return ""
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request.stopping, name):
             raise InvalidArgument(
-                "does not go with a constraint, which determines the end itself", f"stopping.{name}"
+                "not allowed with a constraint, which determines the end", f"stopping.{name}"
             )
     return await model.grammars.validate(constraint, field, caller.turn, caller.cache_salt)
 
 
 def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -> dict[int, str]:
-    """Returns the stop strings that are special tokens, by token. Raises InvalidArgument if there
-    are too many tokens to stop at.
+    """Returns the stop strings that are special tokens, by token.
+
+    Raises InvalidArgument if there are too many tokens to stop at.
     """
     found = {
         token: text
@@ -284,14 +278,15 @@ def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -
 async def _encode_bad_words(
     sampling: inference_pb2.SamplingParams, tokenizer: Tokenizer, turn: str
 ) -> list[inference_pb2.TokenIds]:
-    """Encodes each text with and without a space before: tokenizers distinguish the first word of a
-    text.
+    """Encodes each text with and without a leading space.
+
+    Tokenizers distinguish the first word of a text.
     """
     texts = [text for word in sampling.bad_words for text in (word, f" {word.lstrip()}")]
     found: dict[tuple[int, ...], None] = {}
     for i, ids in enumerate(await tokenizer.encode_all(texts, add_special_tokens=False, turn=turn)):
         check_count(len(ids), limits.MAX_BAD_WORD_TOKENS, "tokens", f"sampling.bad_words[{i // 2}]")
-        if ids and max(ids) < tokenizer.vocab_size:  # what lies beyond is never generated
+        if ids and max(ids) < tokenizer.vocab_size:  # ids beyond are never generated
             found[tuple(ids)] = None
     return [inference_pb2.TokenIds(ids=word) for word in found]
 
@@ -301,9 +296,9 @@ def _fit_context(
 ) -> tuple[list[int], int]:
     """Makes prompt and completion fit the context; returns the prompt and max_tokens.
 
-    A completion length that the client asked for is kept or refused. If `reduces`, and the prompt
-    is not to be cut, one that fits the context alone becomes what the prompt leaves of it. Raises
-    InvalidArgument.
+    A max_tokens of the client is kept or refused. If `reduces`, and the prompt is not to be cut, a
+    max_tokens that fits the context is reduced to the rest after the prompt. Raises
+    InvalidArgument if they do not fit.
     """
     context = model.context_tokens
     explicit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
@@ -324,9 +319,9 @@ def _fit_context(
             raise InvalidArgument(_too_long(len(ids), least, context), "prompt")
         ids = ids[least - context :]
     rest = context - len(ids)
-    max_tokens = min(
-        _default_max_tokens(request, model, rest) if explicit is None else explicit, rest
-    )
+    if explicit is None:
+        explicit = _default_max_tokens(request, model, rest)
+    max_tokens = min(explicit, rest)
     if request.stopping.min_tokens > max_tokens:
         raise InvalidArgument(
             f"must be at most max_tokens, which is {max_tokens}", "stopping.min_tokens"
@@ -335,7 +330,10 @@ def _fit_context(
 
 
 def _too_long(num_prompt: int, num_generated: int, context: int) -> str:
-    found = f"{num_prompt} prompt tokens and {num_generated} to generate do not fit the context of {context} tokens"
+    found = (
+        f"{num_prompt} prompt tokens and {num_generated} to generate do not fit the context of "
+        f"{context} tokens"
+    )
     if num_prompt < context:
         return f"{found}; ask for at most {context - num_prompt}"
     return f"{found}; shorten the prompt"

@@ -1,7 +1,7 @@
-"""Checks the parameters of a request against the table (proto/parameters.py) and each other, and
-sets defaults.
+"""Checks the parameters of a request, and sets defaults.
 
-Knows nothing of tokens but the size of the vocabulary.
+Checks each parameter by the table in proto/parameters.py, and combinations here. Knows nothing of
+tokens except the size of the vocabulary.
 """
 
 import secrets
@@ -24,8 +24,9 @@ _BEAM_SEARCH: Final = parameters_of("beam_search")
 
 
 def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) -> None:
-    """Checks everything but prompt and constraint. Raises InvalidArgument, which names the field
-    and the bound.
+    """Checks everything except the prompt and the constraint.
+
+    Raises InvalidArgument, which names the field and the bound.
     """
     check_request_id(request.request_id)
     max_tokens = ROWS["stopping.max_tokens"]
@@ -39,10 +40,10 @@ def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) ->
     for name in ("truncate_prompt", "truncate_prompt_tokens"):
         if getattr(request, name) and request.prompt.suffix:
             raise InvalidArgument(
-                "does not go with a suffix, whose first token would be cut off", name
+                "not allowed with a suffix, whose first token would be cut off", name
             )
     if request.echo and request.prompt.HasField("chat"):
-        raise InvalidArgument("does not go with a chat", "echo")
+        raise InvalidArgument("not allowed with a chat", "echo")
     if request.best_of and request.best_of < num_answers(request):
         raise InvalidArgument(f"must be at least n, which is {num_answers(request)}", "best_of")
     if request.HasField("beam_search"):
@@ -52,50 +53,43 @@ def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) ->
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidArgument unless `request_id` is short, printable ASCII (it goes into logs and
-    headers).
-    """
+    """Raises InvalidArgument unless `request_id` is short printable ASCII, for logs and headers."""
     check_value(ROWS["request_id"], request_id, "request_id")
     if not (request_id.isascii() and request_id.isprintable()):
         raise InvalidArgument("must be printable ASCII", "request_id")
 
 
 def num_answers(request: inference_pb2.GenerateRequest) -> int:
-    """Returns how many completions are answered."""
+    """Returns the number of completions that are answered."""
     return request.n or 1
 
 
 def num_generated(request: inference_pb2.GenerateRequest) -> int:
-    """Returns how many completions are generated; the best of them are answered."""
+    """Returns the number of completions that are generated; the best of them are answered."""
     return request.best_of or num_answers(request)
 
 
 def check_num_sequences(num_prompts: int, request: inference_pb2.GenerateRequest) -> None:
-    """Raises InvalidArgument if so many prompts with checked parameters ask for too many
-    completions together.
-    """
-    if request.pooling or (
-        request.stopping.HasField("max_tokens") and not request.stopping.max_tokens
-    ):
+    """Raises InvalidArgument if prompts with checked parameters ask for too many completions."""
+    has_no_tokens = request.stopping.HasField("max_tokens") and not request.stopping.max_tokens
+    if request.pooling or has_no_tokens:
         return  # nothing is generated
     count = num_prompts * max(num_generated(request), request.beam_search.width)
     if count > limits.MAX_ANSWER_SEQUENCES:
-        field = (
-            "beam_search.width"
-            if request.HasField("beam_search")
-            else "best_of"
-            if request.best_of
-            else "n"
-        )
+        field = "n"
+        if request.HasField("beam_search"):
+            field = "beam_search.width"
+        elif request.best_of:
+            field = "best_of"
         raise InvalidArgument(
-            f"asks for {count} completions of {num_prompts} prompts; at most "
-            f"{limits.MAX_ANSWER_SEQUENCES} together",
+            f"asks for {count} completions of {num_prompts} prompts; the maximum is "
+            f"{limits.MAX_ANSWER_SEQUENCES}",
             field,
         )
 
 
 def answer_size(request: inference_pb2.GenerateRequest, num_prompt: int, max_tokens: int) -> int:
-    """Returns what an answer of `max_tokens` tokens counts towards MAX_ANSWER_SIZE."""
+    """Returns the size of an answer of `max_tokens` tokens, in the unit of MAX_ANSWER_SIZE."""
     size = limits.LOGPROB_SIZE * (1 + request.logprobs) if request.HasField("logprobs") else 1
     prompt_size = (
         limits.LOGPROB_SIZE * (1 + request.prompt_logprobs)
@@ -106,13 +100,12 @@ def answer_size(request: inference_pb2.GenerateRequest, num_prompt: int, max_tok
 
 
 def check_answer_size(size: int, request: inference_pb2.GenerateRequest) -> None:
-    """Raises InvalidArgument if an answer, or all answers of a body together, may become too large."""
+    """Raises InvalidArgument if an answer, or all answers of a body, may become too large."""
     if size > limits.MAX_ANSWER_SIZE:
         names = [name for name in ("logprobs", "prompt_logprobs") if request.HasField(name)]
         raise InvalidArgument(
             f"prompts x n x max_tokens, times {limits.LOGPROB_SIZE} for each log probability, may "
-            f"be {size} in this "
-            f"answer; at most {limits.MAX_ANSWER_SIZE}",
+            f"be {size} in this answer; the maximum is {limits.MAX_ANSWER_SIZE}",
             names[0] if names else "stopping.max_tokens",
         )
 
@@ -120,9 +113,10 @@ def check_answer_size(size: int, request: inference_pb2.GenerateRequest) -> None
 def complete_sampling(
     request: inference_pb2.GenerateRequest, defaults: Mapping[str, float]
 ) -> inference_pb2.SamplingParams:
-    """Returns a copy of the checked parameters with every field set, the seed too, but without
-    bad_words. `defaults` are the model's, by field; a beam search, which samples nothing, has none
-    of them.
+    """Returns a copy of the checked parameters with every field set, except bad_words.
+
+    A missing seed is drawn at random. `defaults`: the model's, by field; they do not apply to a beam
+    search, which samples nothing.
     """
     values = _complete(request.sampling, _SAMPLING)
     if not request.HasField("beam_search"):
@@ -139,16 +133,14 @@ def complete_sampling(
 
 
 def complete_beam_search(request: inference_pb2.GenerateRequest) -> inference_pb2.BeamSearch | None:
-    """Returns a copy of the checked parameters with every field set; None if the request does not
-    search.
-    """
+    """Returns a copy of the checked beam search with every field set; None without one."""
     if not request.HasField("beam_search"):
         return None
     return inference_pb2.BeamSearch(**_complete(request.beam_search, _BEAM_SEARCH))
 
 
 def _complete(given: Any, rows: Iterable[RequestParameter]) -> dict[str, Any]:
-    """Returns the values of all fields, those that are set or their defaults; -0.0 becomes 0.0."""
+    """Returns the values of all fields, set or default; -0.0 becomes 0.0."""
     return {
         row.leaf: value_of(given, row) + 0.0 if row.kind == "float" else value_of(given, row)
         for row in rows
@@ -157,36 +149,35 @@ def _complete(given: Any, rows: Iterable[RequestParameter]) -> dict[str, Any]:
 
 def _check_pooling(request: inference_pb2.GenerateRequest) -> None:
     if request.pooling not in inference_pb2.Pooling.values():
-        raise InvalidArgument(f"{request.pooling} is not a way to pool", "pooling")
+        raise InvalidArgument(f"unknown pooling value {request.pooling}", "pooling")
     given = [
         name
         for name in ("beam_search", "constraint", "logprobs", "prompt_logprobs")
         if request.HasField(name)
     ]
-    given += [
-        name
-        for name in ("n", "best_of", "echo")
-        if getattr(request, name) > 1 or getattr(request, name) is True
-    ]
-    given += ["stopping.max_tokens"] * bool(request.stopping.max_tokens) + ["resume"] * bool(
-        request.resume
-    )
+    given += [name for name in ("n", "best_of") if getattr(request, name) > 1]
+    if request.echo:
+        given.append("echo")
+    if request.stopping.max_tokens:
+        given.append("stopping.max_tokens")
+    if request.resume:
+        given.append("resume")
     if given:
-        raise InvalidArgument("does not go with pooling, which generates nothing", given[0])
+        raise InvalidArgument("not allowed with pooling, which generates nothing", given[0])
 
 
 def _check_beam_search(request: inference_pb2.GenerateRequest) -> None:
     if set_fields := [descriptor.name for descriptor, _ in request.sampling.ListFields()]:
         raise InvalidArgument(
-            "does not go with beam_search, which samples nothing", f"sampling.{set_fields[0]}"
+            "not allowed with beam_search, which samples nothing", f"sampling.{set_fields[0]}"
         )
     if request.best_of:
         raise InvalidArgument(
-            "does not go with beam_search, which answers the n best anyway", "best_of"
+            "not allowed with beam_search, which answers the n best anyway", "best_of"
         )
     for name in ("constraint", "logprobs", "prompt_logprobs"):
         if request.HasField(name):
-            raise InvalidArgument("does not go with beam_search", name)
+            raise InvalidArgument("not allowed with beam_search", name)
     if request.n > request.beam_search.width:
         raise InvalidArgument(
             f"must be at most beam_search.width, which is {request.beam_search.width}", "n"

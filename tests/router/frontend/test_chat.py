@@ -86,7 +86,7 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
             ]
         ),
         "messages[0].tool_calls",
-        "assistant only",
+        "role assistant",
     ),
     (
         chat(
@@ -103,7 +103,7 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
     (chat(tools=[tool(), tool("")]), "tools[1].name", "1 to 64"),
     (chat(tools=[tool(NAME + "n")]), "tools[0].name", "1 to 64"),
     (chat(tools=[tool('f"')]), "tools[0].name", "letters"),
-    (chat(tools=[tool(), tool()]), "tools[1].name", "another tool"),
+    (chat(tools=[tool(), tool()]), "tools[1].name", "already the name of a tool"),
     (
         chat(tools=[tool(parameters="x" * (limits.MAX_GRAMMAR_CHARACTERS + 1))]),
         "tools[0].parameters",

@@ -104,7 +104,7 @@ DEEP = '{"type": "array", "items":' * 5_000 + "{}" + "}" * 5_000
         ({"json_schema": '{} }, {"lark_grammar": "x"'}, "constraint.json_schema", "not JSON"),
         ({"json_schema": "[1]"}, "constraint.json_schema", "object or boolean"),
         ({"json_schema": "1"}, "constraint.json_schema", "object or boolean"),
-        ({"json_schema": "false"}, "constraint.json_schema", "nothing matches"),
+        ({"json_schema": "false"}, "constraint.json_schema", "matches nothing"),
         ({"json_schema": '{"const": NaN}'}, "constraint.json_schema", "NaN"),
         ({"json_schema": '{"const": 1e999}'}, "constraint.json_schema", "too large"),
         ({"json_schema": '{"const": %s}' % ("9" * 5_000)}, "constraint.json_schema", "too large"),

@@ -266,7 +266,7 @@ def test_no_constraint_where_the_model_decides() -> None:
 def test_tools_that_are_too_large_together() -> None:
     parameters = json.dumps({"description": "x" * (limits.MAX_GRAMMAR_CHARACTERS - 100)})
     tools = [inference_pb2.Tool(name=name, parameters=parameters) for name in ("a", "b")]
-    with pytest.raises(InvalidArgument, match="131072 characters") as caught:
+    with pytest.raises(InvalidArgument, match="the maximum is 131072") as caught:
         tool_call_constraint(chat(MODES.MODE_REQUIRED, tools=tools), byte_tokenizer())
     assert caught.value.field == "prompt.chat.tools"
 
