@@ -221,7 +221,7 @@ class GenerationService:
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def list_models(
-        self, _request: inference_pb2.ListModelsRequest
+        self, _request: inference_pb2.ListModelsRequest, _caller: Caller | None = None
     ) -> inference_pb2.ListModelsResponse:
         """Returns the names of all models and their context lengths."""
         models = [

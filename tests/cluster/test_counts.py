@@ -177,7 +177,7 @@ def check(page: MetricsPage, counts: Counts) -> None:
 def check_console(router: RouterRuntime, page: MetricsPage) -> None:
     """Fails unless the console's samples of the router add up to its counters."""
     router.console.sample()
-    samples = [each.of_all() for each in router.console.log.samples.after(0)]
+    samples = [each.of_all() for _, each in router.console.log.samples.after(0)]
     assert sum(sample["tokens"] for sample in samples) == page.value("vllm:generation_tokens_total")
     assert sum(sample["prompt_tokens"] for sample in samples) == page.value(
         "vllm:prompt_tokens_total"

@@ -1,8 +1,7 @@
-"""Gathers what the console shows: the service as its status page has it, and the requests of this
-router.
+"""Gathers the data of the console: the state of the service, and the requests of this router.
 
-Who polls says what he has, by a cursor, and gets what is new. The service is described once for all
-who poll; what a caller may see of requests depends on his key.
+A poll names the items that the page has by a cursor, and gets the newer ones. All polls share one
+description of the service. The requests in an answer depend on the caller's key.
 """
 
 import asyncio
@@ -18,45 +17,40 @@ from ....proto.errors import InvalidArgument
 from ....proto.shared_result import SharedResult
 from ...auth.authenticator import Caller
 from ...telemetry.requests import RequestTelemetry
-from .request_log import FIRST_NUMBER, RequestLog, RequestSample, describe
+from .request_log import FIRST_NUMBER, RequestLog, describe
 
 SAMPLE_SECONDS: Final = 1.0
 MAX_RUNNING: Final = 64
-"""Requests that run, of which one answer tells; it has the number of all."""
+"""Running requests that one answer lists; it also has the number of all."""
 
 _WORKER_FACTS: Final = {
-    *(
-        "id",
-        "worker_id",
-        "role",
-        "state",
-        "draining",
-        "integrity_ok",
-        "epoch",
-        "address",
-        "tp",
-        "transports",
-    ),
-    *(
-        "kv_bytes_per_token",
-        "block_size",
-        "context_tokens",
-        "max_sequences",
-        "mixed_chunk_tokens",
-        "layout",
-    ),
+    "id",
+    "worker_id",
+    "role",
+    "state",
+    "draining",
+    "integrity_ok",
+    "epoch",
+    "address",
+    "tp",
+    "transports",
+    "kv_bytes_per_token",
+    "block_size",
+    "context_tokens",
+    "max_sequences",
+    "mixed_chunk_tokens",
+    "layout",
     "application",
 }
-"""What a caller who does not see the requests of all tenants is told of a worker: nothing that
-changes with them.
+"""The fields of a worker that every caller sees. They do not change with requests, of which some
+belong to other tenants.
 """
 
 _CURSOR: Final = re.compile(r"([0-9a-f]{8})\.([0-9]{1,15})")
-_NO_SERVICE: Final = "null"
 
 
 class ConsoleFeed:
-    """Answers the page's polls, from `run` on. Lives in one event loop."""
+    """Answers the polls of the page, while `run` runs. Lives in one event loop."""
 
     def __init__(
         self,
@@ -64,15 +58,16 @@ class ConsoleFeed:
         describe_service: Callable[[], Awaitable[dict[str, Any]]] | None = None,
         workers: Callable[[], Iterable[worker_pb2.WorkerInfo]] = lambda: (),
     ) -> None:
-        """`telemetry` follows the requests of the router. `describe_service`: what the status page
-        shows; None: nothing
-        is known of the service. `workers`: those that the router knows.
+        """`telemetry` follows the requests of the router.
+
+        `describe_service` returns the content of the status page; None: the console shows no
+        service. `workers` returns the workers that the router knows.
         """
         self.log = RequestLog(telemetry)
         self._workers = workers
         self._known: Mapping[str, worker_pb2.WorkerInfo] | None = None
-        self._start = secrets.token_hex(4)  # numbers of another process mean nothing here
-        # By whether the caller sees the requests of all tenants.
+        self._start = secrets.token_hex(4)  # tells cursors of another process apart
+        # JSON by Caller.sees_all.
         self._described: SharedResult[dict[bool, str]] = SharedResult(
             lambda: _encode(describe_service), SAMPLE_SECONDS
         )
@@ -84,35 +79,34 @@ class ConsoleFeed:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def sample(self) -> None:
-        """Takes one sample of requests, and notes what has changed among the workers."""
+        """Takes one sample of the requests, and adds events for changes of the workers."""
         self.log.sample()
         workers = {each.worker_id: each for each in self._workers()}
         if self._known is not None:
             now = round(time.time(), 1)
             for event in worker_changes(self._known, workers):
-                self.log.note({"time": now, "kind": "worker", **event})
+                self.log.events.add({"time": now, "kind": "worker", **event})
         self._known = workers
 
     async def answer(self, cursor: str, caller: Caller) -> bytes:
-        """Returns JSON: the service, the requests that run, and of the rest what is newer than
-        `cursor`, which is empty or of an earlier answer.
+        """Returns JSON: the service, the running requests, and the other items after `cursor`.
 
-        Raises InvalidArgument.
+        `cursor`: of an earlier answer, or "". Raises InvalidArgument.
         """
         described = await self._described.get()
-        log, now = self.log, time.monotonic()
+        log = self.log
+        now = time.monotonic()
         number = self._parse(cursor, next(log.numbers))
         running = [each for each in log.running if _sees(caller, each.facts.tenant)]
-        ended = [
-            each for each in log.ended.numbered_after(number) if _sees(caller, each[1]["tenant"])
-        ]
+        ended = [each for each in log.ended.after(number) if _sees(caller, each[1]["tenant"])]
         events = [
-            each for each in log.events.numbered_after(number) if _sees_event(caller, each[1])
+            each
+            for each in log.events.after(number)
+            if each[1]["kind"] == "worker" or _sees(caller, each[1]["tenant"])
         ]
-        samples = log.samples.numbered_after(number)
-        last = max(
-            (each for each, _ in (*ended, *events, *samples)), default=number
-        )  # of what he sees
+        samples = log.samples.after(number)
+        # Only items that the caller sees may move the cursor.
+        last = max((each for each, _ in (*ended, *events, *samples)), default=number)
         found = {
             "cursor": f"{self._start}.{last}",
             "is_whole": number == 0,
@@ -126,13 +120,16 @@ class ConsoleFeed:
             "running": [describe(each, now) for each in running[-MAX_RUNNING:]],
             "ended": [each for _, each in ended],
             "events": [each for _, each in events],
-            "samples": [_sample_for(caller, each) for _, each in samples],
+            "samples": [
+                each.of_all() if caller.sees_all else each.of(caller.tenant) for _, each in samples
+            ],
         }
         return f'{{"service": {described[caller.sees_all]}, {json.dumps(found)[1:]}'.encode()
 
     def _parse(self, cursor: str, last: int) -> int:
-        """Returns the number of the last item that the caller has, 0 if it has none of this
-        process, whose items have numbers up to `last`.
+        """Returns the number of the last item that the caller has, 0 if it has none.
+
+        `last`: the greatest number that this process has given to an item.
         """
         if not cursor:
             return 0
@@ -146,9 +143,7 @@ class ConsoleFeed:
 def worker_changes(
     before: Mapping[str, worker_pb2.WorkerInfo], after: Mapping[str, worker_pb2.WorkerInfo]
 ) -> list[dict[str, str]]:
-    """Returns what has happened to workers between two lists of them: each worker, and joined,
-    left, restarted or draining.
-    """
+    """Returns an event for each worker that has joined, left, restarted or begun to drain."""
     found = []
     for worker_id in sorted(before.keys() | after.keys()):
         old, new = before.get(worker_id), after.get(worker_id)
@@ -167,18 +162,8 @@ def _sees(caller: Caller, tenant: str) -> bool:
     return caller.sees_all or (caller.tenant == tenant != "")
 
 
-def _sees_event(caller: Caller, event: Mapping[str, Any]) -> bool:
-    return event["kind"] == "worker" or _sees(caller, event["tenant"])
-
-
-def _sample_for(caller: Caller, sample: RequestSample) -> dict[str, Any]:
-    return sample.of_all() if caller.sees_all else sample.of(caller.tenant)
-
-
 def without_loads(service: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the description of a service without what tells how busy its workers are, and with
-    whose requests.
-    """
+    """Returns the description of a service without the fields that depend on its requests."""
     workers = [
         {name: each[name] for name in each if name in _WORKER_FACTS} for each in service["workers"]
     ]
@@ -189,6 +174,6 @@ async def _encode(
     describe_service: Callable[[], Awaitable[dict[str, Any]]] | None,
 ) -> dict[bool, str]:
     if describe_service is None:
-        return dict.fromkeys((True, False), _NO_SERVICE)
+        return {True: "null", False: "null"}
     service = await describe_service()
     return {True: json.dumps(service), False: json.dumps(without_loads(service))}

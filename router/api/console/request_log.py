@@ -1,8 +1,7 @@
-"""Remembers the requests of a router for the console: those that run, and the last ones that have
-ended.
+"""Remembers the running and the last ended requests of a router for the console.
 
-Of a request it holds names, counts and times, never a prompt, a token or a key. Nothing is computed
-for a token: what a request has done until now is read when somebody asks.
+The log holds names, counts and times of a request, never a prompt, a token or a key. It costs
+nothing for a token: the progress of a request is read at each poll.
 """
 
 import time
@@ -31,10 +30,12 @@ _T = TypeVar("_T")
 
 
 def clock_numbers(clock: Callable[[], float] = time.monotonic) -> Iterator[int]:
-    """Yields numbers that grow and tell the time alone, in microseconds, not how many there were
-    before: a caller who sees some of the items must not learn how many he does not see.
+    """Yields growing numbers that depend on the time, in microseconds, and not on their count.
+
+    So a caller that may see only some of the items does not learn how many others there are.
     """
-    start, number = clock(), FIRST_NUMBER - 1
+    start = clock()
+    number = FIRST_NUMBER - 1
     while True:
         number = max(number + 1, FIRST_NUMBER + round((clock() - start) * 1e6))
         yield number
@@ -42,30 +43,31 @@ def clock_numbers(clock: Callable[[], float] = time.monotonic) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSample:
-    """Holds what has happened to the requests of a router in about a second."""
+    """Holds the sums over the requests of a router for about one second."""
 
     time: float  # by time.time()
-    seconds: float  # since the sample before
+    seconds: float  # since the last sample
     total: Mapping[str, Any]
-    tenants: Mapping[str, Mapping[str, Any]]  # the part of each tenant that has had any
+    tenants: Mapping[str, Mapping[str, Any]]  # of each tenant with requests
 
     def of_all(self) -> dict[str, Any]:
         """Returns the sums of all requests as plain data."""
         return {"time": self.time, "seconds": self.seconds, **self.total}
 
     def of(self, tenant: str) -> dict[str, Any]:
-        """Returns the sums of one tenant's requests as plain data; callers without a key are no
-        tenant.
+        """Returns the sums of one tenant's requests as plain data.
+
+        A caller without a key has tenant "" and no requests.
         """
         own = self.tenants.get(tenant, _NOTHING) if tenant else _NOTHING
         return {"time": self.time, "seconds": self.seconds, **own}
 
 
 class Ring(Generic[_T]):
-    """Holds the last items, each with a number that grows."""
+    """Holds the last items, each with a number greater than those before."""
 
     def __init__(self, size: int, numbers: Iterator[int]) -> None:
-        """`numbers`: shared by all rings of which one cursor tells what has been read."""
+        """`numbers`: shared by all rings that one cursor covers."""
         self._items: deque[tuple[int, _T]] = deque(maxlen=size)
         self._numbers = numbers
 
@@ -73,46 +75,40 @@ class Ring(Generic[_T]):
         """Adds an item."""
         self._items.append((next(self._numbers), item))
 
-    def after(self, number: int) -> list[_T]:
-        """Returns the items with greater numbers, the oldest first."""
-        return [item for _, item in self.numbered_after(number)]
-
-    def numbered_after(self, number: int) -> list[tuple[int, _T]]:
-        """Returns the same, each with its number."""
+    def after(self, number: int) -> list[tuple[int, _T]]:
+        """Returns the items with greater numbers, each with its number, the oldest first."""
         return list(takewhile(lambda each: each[0] > number, reversed(self._items)))[::-1]
 
 
 class RequestLog:
-    """Holds what the console shows of requests. `sample` is to be called once a second; it reads
-    what has come since.
+    """Holds the requests that the console shows. The owner calls `sample` once a second.
 
     Lives in one event loop.
     """
 
     def __init__(self, telemetry: RequestTelemetry) -> None:
-        self.numbers = clock_numbers()  # each greater than those of the items before
+        self.numbers = clock_numbers()
         self.ended: Ring[dict[str, Any]] = Ring(MAX_ENDED, self.numbers)
         self.events: Ring[dict[str, Any]] = Ring(MAX_EVENTS, self.numbers)
         self.samples: Ring[RequestSample] = Ring(MAX_SAMPLES, self.numbers)
         self._telemetry = telemetry
         telemetry.take_totals()
         self._sampled = time.monotonic()
-        self._ttfts: deque[tuple[str, float]] = deque(
-            maxlen=_MAX_TIMES
-        )  # with the tenant, since the last sample
+        # Tenants and seconds, since the last sample.
+        self._ttfts: deque[tuple[str, float]] = deque(maxlen=_MAX_TIMES)
         self._tpots: deque[tuple[str, float]] = deque(maxlen=_MAX_TIMES)
         telemetry.observers.append(self._add_ended)
 
     @property
     def running(self) -> Collection[RunningRequest]:
-        """Returns the requests that run, the oldest first."""
+        """The running requests, the oldest first."""
         return self._telemetry.running
 
     def sample(self) -> None:
-        """Adds what has happened since the last sample."""
+        """Adds a sample of the time since the last one."""
         self._telemetry.count_running()
         for request in self.running:
-            self._note_news(request)
+            self._add_news(request)
         parts: defaultdict[str, _Part] = defaultdict(_Part)
         for tenant, totals in self._telemetry.take_totals().items():
             parts[tenant].totals = totals
@@ -138,21 +134,16 @@ class RequestLog:
         self._ttfts.clear()
         self._tpots.clear()
 
-    def note(self, event: dict[str, Any]) -> None:
-        """Adds an event."""
-        self.events.add(event)
-
     def _add_ended(self, request: EndedRequest) -> None:
-        self._note_news(request)
+        self._add_news(request)
         if request.timeline.tpot_seconds:
             self._tpots.append((request.facts.tenant, request.timeline.tpot_seconds))
         self.ended.add(describe(request, time.monotonic()))
 
-    def _note_news(self, request: RunningRequest | EndedRequest) -> None:
-        """Notes the first token of a request, and what has interrupted it, if that was since the
-        last sample.
-        """
-        facts, timeline = request.facts, request.timeline
+    def _add_news(self, request: RunningRequest | EndedRequest) -> None:
+        """Adds the first token and the interruptions of a request since the last sample."""
+        facts = request.facts
+        timeline = request.timeline
         since = self._sampled - facts.arrived
         if request.num_generated and timeline.ttft_seconds > since:
             self._ttfts.append((facts.tenant, timeline.ttft_seconds))
@@ -160,27 +151,27 @@ class RequestLog:
             if each.at_seconds > since:
                 event = {"kind": "request", "cause": each.cause, "worker": each.worker}
                 event |= {"request": facts.request_id, "tenant": facts.tenant}
-                self.note({"time": round(facts.began + each.at_seconds, 3), **event})
+                self.events.add({"time": round(facts.began + each.at_seconds, 3), **event})
 
 
 @dataclass(slots=True)
 class _Part:
-    """Collects what has happened to some of the requests since the last sample."""
+    """Sums over some of the requests since the last sample."""
 
     totals: RequestTotals = field(default_factory=RequestTotals)
-    states: list[str] = field(default_factory=list)  # of those that run
+    states: list[str] = field(default_factory=list)  # of running requests
     ttfts: list[float] = field(default_factory=list)
     tpots: list[float] = field(default_factory=list)
 
     def add(self, other: "_Part") -> None:
-        """Adds what has happened to other requests."""
+        """Adds the sums over other requests."""
         self.totals.add(other.totals)
         self.states += other.states
         self.ttfts += other.ttfts
         self.tpots += other.tpots
 
     def describe(self) -> dict[str, Any]:
-        """Returns it as plain data."""
+        """Returns the sums as plain data."""
         return {
             "running": len(self.states),
             "queued": self.states.count("queued"),
@@ -191,7 +182,7 @@ class _Part:
 
 
 def state_of(request: RunningRequest) -> str:
-    """Returns where a request is: queued, prefill or decode."""
+    """Returns the state of a request: queued, prefill or decode."""
     if not request.timeline.attempts:
         return "queued"
     return "decode" if request.timeline.ttft_seconds else "prefill"
@@ -199,8 +190,13 @@ def state_of(request: RunningRequest) -> str:
 
 def describe(request: RunningRequest | EndedRequest, now: float) -> dict[str, Any]:
     """Returns a request as plain data, times in seconds. `now`: by time.monotonic()."""
-    facts, timeline = request.facts, request.timeline
-    finish = _finish(request) if isinstance(request, EndedRequest) else ""
+    facts = request.facts
+    timeline = request.timeline
+    finish = ""
+    stages: list[float] = []
+    if isinstance(request, EndedRequest):
+        finish = _finish(request)
+        stages = [round(getattr(timeline, f"{part}_seconds"), 6) for part in PARTS]
     return {
         "id": facts.request_id,
         "tenant": facts.tenant,
@@ -219,9 +215,7 @@ def describe(request: RunningRequest | EndedRequest, now: float) -> dict[str, An
         "ttft": round(timeline.ttft_seconds, 6),
         "tpot": round(timeline.tpot_seconds, 6),
         "total": round(timeline.end_to_end_seconds or now - facts.arrived, 6),
-        "stages": [round(getattr(timeline, f"{part}_seconds"), 6) for part in PARTS]
-        if finish
-        else [],
+        "stages": stages,
         "interruptions": [
             [round(each.at_seconds, 3), each.cause, each.worker] for each in timeline.interruptions
         ],

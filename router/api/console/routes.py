@@ -1,7 +1,7 @@
 """Serves the console: one page with its styles and modules, and the data that it polls.
 
-The page is the same for everybody and says nothing about the service; it runs no script but its own
-files, and loads nothing from elsewhere.
+The page is the same for everybody and holds nothing about the service. It runs only the scripts of
+this folder, and loads nothing from other hosts.
 """
 
 import hashlib
@@ -31,9 +31,15 @@ _FILES: Final = sorted(
 _POLICY: Final = "; ".join(
     (
         "default-src 'none'",
-        *(f"{kind}-src 'self'" for kind in ("script", "style", "img", "connect")),
-        *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
-        *("require-trusted-types-for 'script'", "trusted-types 'none'"),
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
     )
 )
 _HEADERS: Final = {
@@ -44,12 +50,11 @@ _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
 }
 
-
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def console_endpoints(feed: ConsoleFeed) -> dict[str, Endpoint]:
-    """Returns what answers each path of the page and of its data."""
+    """Returns the endpoints of the page's files and of its data, by path."""
 
     async def data(request: Request) -> Response:
         headers = _HEADERS | {"Cache-Control": "no-store"}
@@ -64,14 +69,12 @@ def console_endpoints(feed: ConsoleFeed) -> dict[str, Endpoint]:
 
 def _file_endpoint(file: Path) -> Endpoint:
     content = file.read_bytes()
-    headers = (
-        _HEADERS
-        | {
-            "Content-Type": _MEDIA_TYPES[file.suffix],
-            "Cache-Control": "no-cache",  # asks each time whether it has changed
-            "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
-        }
-    )
+    headers = {
+        **_HEADERS,
+        "Content-Type": _MEDIA_TYPES[file.suffix],
+        "Cache-Control": "no-cache",  # browsers ask each time if the file has changed
+        "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
+    }
 
     async def answer(request: Request) -> Response:
         if request.headers.get("if-none-match") == headers["ETag"]:
@@ -86,4 +89,4 @@ def _path_of(file: Path) -> str:
 
 
 STATIC_PATHS: Final = frozenset(map(_path_of, _FILES))
-"""What needs no key."""
+"""The paths that need no key."""

@@ -1,5 +1,6 @@
-"""Writes a line to the logger `tandem.audit` for each call that is refused: who, where and why, but
-nothing of its content.
+"""Writes a line to the logger `tandem.audit` for each refused call.
+
+The line names the API, the client's address, the key and the reason, but nothing of the content.
 """
 
 import json
@@ -15,12 +16,13 @@ _log = logging.getLogger("tandem.audit")
 
 LINES_PER_SECOND: Final = 20.0
 MAX_BURST: Final = 100.0
-"""Lines. A flood of calls that are refused may fill neither the disk nor the event loop."""
+"""Lines. With a limit, a flood of refused calls fills neither the disk nor the event loop."""
 
 
 class AuditLog:
-    """Writes at most LINES_PER_SECOND lines, and MAX_BURST after a silence; the next line counts
-    those left out.
+    """Writes at most LINES_PER_SECOND lines, or MAX_BURST after a silence.
+
+    After lines were left out, the next line has their number.
     """
 
     def __init__(
@@ -33,14 +35,16 @@ class AuditLog:
         self._left_out = 0
 
     def failed(self, api: Literal["grpc", "http"], reason: str) -> None:
-        """Counts one call that ends with an error, of whatever kind."""
+        """Counts one call that ends with an error."""
         self._metrics.add(ERRORS, api=api, code=reason)
 
     def refused(
         self, api: Literal["grpc", "http"], peer: str, reason: str, key_name: str = ""
     ) -> None:
-        """Reports one call. `peer`: an address; `reason`: a gRPC status code or HTTP status;
-        `key_name`: of the API key, if that is known.
+        """Reports one refused call.
+
+        `peer`: an address; `reason`: a gRPC status code or an HTTP status; `key_name`: of the API
+        key, "" if the call has no valid key.
         """
         now = self._clock()
         self._allowance = min(MAX_BURST, self._allowance + (now - self._last) * LINES_PER_SECOND)
@@ -63,5 +67,5 @@ class AuditLog:
 
 
 def is_refusal(http_status: int) -> bool:
-    """Returns whether an answer of this status refuses the call; 499 is a client that has left."""
+    """Returns True if a response of this status refuses the call; 499 is a client that has left."""
     return 400 <= http_status < 499

@@ -1,24 +1,24 @@
-"""Bounds what HTTP connections may take: time to send a request, time to read the answer, and their
-number.
+"""Bounds HTTP connections: the time to send a request, the time to read the answer, their number.
 
-uvicorn bounds an idle connection only. What is here concerns bytes and time; the app sees whole
+uvicorn bounds idle connections only. This module deals with bytes and time; the app gets whole
 requests.
 
-A connection is always in one of four states, and waits for its client in each but the second:
+A connection is always in one of four states. It waits for its client in each but ANSWERING:
 
-    state        until                                 bounded by
-    HEAD         the head of a request is complete     head_seconds
-    ANSWERING    all whole requests are answered       the app, and stall_seconds if the client does
-    not read BODY         the body of a request is complete     request_seconds
-    IDLE         a byte comes                          uvicorn's timeout_keep_alive
+    state        until                                bounded by
+    HEAD         the head of a request is complete    head_seconds
+    ANSWERING    all whole requests are answered      the app; stall_seconds if the client reads not
+    BODY         the body of a request is complete    request_seconds
+    IDLE         a byte comes                         uvicorn's timeout_keep_alive
 """
 
 import asyncio
 import enum
 import secrets
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,34 +33,25 @@ from ....proto.limits import (
 from .audit import AuditLog
 
 CONNECTION_STATE: Final = "connection"
-"""The key of a request's state under which the app finds a name that no other connection has or
-will have.
-"""
-
-_HEAD_SECONDS: Final = 10.0
-"""For the head of a request, from the begin of the connection or from its first byte; and for TLS
-before it.
-"""
+"""The key of a request's state that holds the connection's name, which no other connection gets."""
 
 _LEAST_PROGRESS_BYTES: Final = 4_096
-"""That a client takes of its answer in `stall_seconds`, or it is cut."""
-
-
-class Abortable(Protocol):
-    """Is a connection, at whatever stage."""
-
-    def abort(self) -> None:
-        """Ends it at once."""
-
+"""A client that reads less of its answer in `stall_seconds` is disconnected."""
 
 _PARSED_BYTES: Final = 256
-"""Bytes that are parsed at a time. A pipeline is parsed no further than to the first request that
-has to wait, so this bounds the number of requests that wait in memory.
+"""Bytes that are parsed at a time. Parsing of a pipeline stops at the first request that has to
+wait, so this bounds the number of requests that wait in memory.
 """
 
 _PIPELINE_SECONDS: Final = 0.005
-"""Between the starts of two pipelined requests of all connections. A client that pipelines
-thousands of requests on each of its connections takes a part of the event loop's time only.
+"""The least time between the starts of two pipelined requests of all connections. A client that
+pipelines thousands of requests on each of its connections gets only a part of the event loop's
+time.
+"""
+
+Abort: TypeAlias = Callable[[], object]
+"""Ends a connection at once, before or after its TLS handshake. Two connections have two of them,
+so it identifies the connection in ConnectionBounds.
 """
 
 
@@ -73,59 +64,53 @@ class _State(enum.Enum):
 
 @dataclass(kw_only=True)
 class ConnectionBounds:
-    """Holds the bounds of a server, and its connections as far as the bounds need them."""
+    """Holds the bounds of a server, and the connections that they apply to."""
 
     stall_seconds: float = STALL_SECONDS
-    head_seconds: float = _HEAD_SECONDS
-    request_seconds: float = (
-        70.0  # for a whole request; the app answers one whose body takes a minute
-    )
+    # From the start of the connection, or from the first byte; the TLS handshake has as long.
+    head_seconds: float = 10.0
+    # For a whole request. Longer than the app waits for a body, so that the app answers first.
+    request_seconds: float = 70.0
     idle_seconds: float = 300.0  # of a gRPC connection without a call; its client connects anew
     max_connections: int = MAX_CONNECTIONS
     max_per_address: int = MAX_CONNECTIONS_PER_ADDRESS  # HTTP connections, gRPC calls
-    answers_give_way: bool = (
-        False  # a connection that is being answered may be ended for a new one, too
-    )
+    answers_give_way: bool = False  # a new connection may also end one that is being answered
     per_address: Counter[str] = field(default_factory=Counter)
     num_connections: int = 0
-    # Of each address, the connections that wait for their clients; the one that has waited for
-    # longest first.
-    idle: defaultdict[str, OrderedDict[Abortable, None]] = field(
+    # By address, the connections that wait for their clients; the longest waiting one first.
+    idle: defaultdict[str, OrderedDict[Abort, None]] = field(
         default_factory=lambda: defaultdict(OrderedDict)
     )
     next_start: float = 0.0  # of a pipelined request, on the event loop's clock
 
-    def enter(self, address: str, connection: Abortable) -> None:
-        """Counts a connection, which waits for its client. If that is one too many, of its address
-        or of all, the one
-        that has waited for longest ends: of that address, or of the address that has the most
-        connections.
+    def enter(self, address: str, abort: Abort) -> None:
+        """Counts a new connection, which waits for its client, and may end an older one.
+
+        If its address has too many connections, the longest waiting one of the address ends. If the
+        server has too many, the longest waiting one of the address with most connections ends.
         """
         self.num_connections += 1
         self.per_address[address] += 1
-        self.set_idle(address, connection, True)
+        self.set_idle(address, abort, True)
         if self.per_address[address] > self.max_per_address:
-            next(iter(self.idle[address])).abort()
+            self._end_longest_idle(address)
         elif self.num_connections > self.max_connections:
-            busiest = max(self.idle, key=self.per_address.__getitem__)
-            next(iter(self.idle[busiest])).abort()
+            self._end_longest_idle(max(self.idle, key=self.per_address.__getitem__))
 
-    def leave(self, address: str, connection: Abortable) -> None:
+    def leave(self, address: str, abort: Abort) -> None:
         """Forgets a connection that has ended."""
-        self.set_idle(address, connection, False)
+        self.set_idle(address, abort, False)
         self.num_connections -= 1
         self.per_address[address] -= 1
         if not self.per_address[address]:
             del self.per_address[address]
 
-    def set_idle(self, address: str, connection: Abortable, is_idle: bool) -> None:
-        """Notes that a connection waits for its client from now on, or that its client waits for
-        the server.
-        """
+    def set_idle(self, address: str, abort: Abort, is_idle: bool) -> None:
+        """Records that a connection waits for its client from now on, or no longer does."""
         idle = self.idle[address]
-        idle.pop(connection, None)
+        idle.pop(abort, None)
         if is_idle:
-            idle[connection] = None
+            idle[abort] = None
         elif not idle:
             del self.idle[address]
 
@@ -134,62 +119,62 @@ class ConnectionBounds:
         self.next_start = max(self.next_start + _PIPELINE_SECONDS, now)
         return self.next_start
 
+    def _end_longest_idle(self, address: str) -> None:
+        abort = next(iter(self.idle[address]))
+        abort()
+
 
 class HttpConnection(HttpToolsProtocol):
-    """Serves one connection. When there are too many, one that waits for its client gives way to a
-    new one.
-    """
+    """Serves one connection, which may end for a new one while it waits for its client."""
 
     def __init__(
         self, *args: Any, bounds: ConnectionBounds, audit: AuditLog | None = None, **kwargs: Any
     ) -> None:
-        """Takes uvicorn's arguments, the bounds that all connections of a server share, and what is
-        told of requests that are none.
+        """Takes uvicorn's arguments, the bounds of all connections of a server, and its audit log.
+
+        The audit log gets the requests that cannot be parsed, which the app never sees.
         """
         super().__init__(*args, **kwargs)
         self._bounds = bounds
         self._audit = audit
         self._address = ""
-        self._part = (
-            _State.HEAD
-        )  # what comes next from the client: HEAD, BODY, or IDLE if no request has begun
+        # The next part of a request that comes: HEAD, BODY, or IDLE if no request has begun.
+        self._part = _State.HEAD
         self._timed: _State | None = None  # the state that the timer is for
-        self._is_idle = True  # waits for its client, as the bounds know
+        self._is_idle = True  # waits for its client; as last reported to the bounds
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._num_unwritten = 0  # bytes, when the timer was set
-        self._has_resumed = False  # since then
-        self._head_bytes = 0  # since the last head or part of a body: of a head, or of trailers
+        self._num_unwritten = 0  # bytes, when the write timer was set
+        self._has_resumed = False  # since the write timer was set
+        # Of a head or of trailers: bytes since the end of the last head or the last part of a body.
+        self._head_bytes = 0
         self._name = secrets.token_hex(16)  # an address and a port belong to another client later
-        self._unparsed = b""  # a pipeline, from the first request on that is not parsed yet
-        # nothing more is read: the connection ends with the answers to the requests so far
+        self._unparsed = b""  # a pipeline, from the first unparsed request on
+        # Nothing more is read: the connection ends with the answers to the requests so far.
         self._is_last = False
-        self._answered: RequestResponseCycle | None = (
-            None  # the request that the app has been started for last
-        )
-        self._is_pipelined = (
-            False  # the request that is started now has waited for the answer before it
-        )
-        self._has_turn = True  # a pipelined request waits for none
+        self._answered: RequestResponseCycle | None = None  # the last request that the app got
+        # The request that starts now has waited for the answer to the request before it.
+        self._is_pipelined = False
+        self._has_turn = True  # False while a pipelined request waits for its start
 
     def abort(self) -> None:
-        """See Abortable."""
+        """Ends the connection at once."""
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
-        self._bounds.enter(self._address, self)
+        self._bounds.enter(self._address, self.abort)
         self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._bounds.leave(self._address, self)
+        self._bounds.leave(self._address, self.abort)
         for timer in (self._timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
         self._unparsed = b""
         if self._answered is not None and not self._answered.response_complete:
-            # uvicorn tells the last request of a pipeline only.
+            # uvicorn notifies only the last request of a pipeline.
             self._answered.disconnected = True
             self._answered.message_event.set()
         super().connection_lost(exc)
@@ -207,10 +192,10 @@ class HttpConnection(HttpToolsProtocol):
         self._parse()
 
     def send_400_response(self, msg: str) -> None:
-        if self._audit is not None:  # the app never hears of it
+        if self._audit is not None:
             self._audit.failed("http", "400")
             self._audit.refused("http", self._address, "400")
-        if self._state() is _State.ANSWERING:  # what follows the whole requests is no request
+        if self._state() is _State.ANSWERING:  # the whole requests are followed by other bytes
             self._is_last = True
             self.cycle.keep_alive = False
             return
@@ -220,11 +205,13 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"][CONNECTION_STATE] = self._name
-        self._part, self._timed = _State.HEAD, None
+        self._part = _State.HEAD
+        self._timed = None
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
-        self._part, self._timed = _State.BODY, None
+        self._part = _State.BODY
+        self._timed = None
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -239,11 +226,11 @@ class HttpConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._watch_writes()
         if not self.pipeline:
-            self.cycle.body.clear()  # of a request whose body the app has not read
+            self.cycle.body.clear()  # the app may not have read it
         self._is_pipelined = True
         super().on_response_complete()
         self._is_pipelined = False
-        self._unset_keepalive_if_required()  # the timer is one of ours
+        self._unset_keepalive_if_required()  # our own timer bounds an idle connection
         self._parse()
 
     def pause_writing(self) -> None:
@@ -257,9 +244,9 @@ class HttpConnection(HttpToolsProtocol):
         self._update()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Starts the app for a request, for a pipelined one in its turn."""
+        """Starts the app for a request; a pipelined request waits for its turn."""
         if cycle.scope["http_version"] < "1.1":
-            app = _Unchunked(app, cycle)
+            app = _unchunked(app, cycle)
         self._answered = cycle
         if self._is_pipelined:
             self._has_turn = False
@@ -275,10 +262,9 @@ class HttpConnection(HttpToolsProtocol):
             self._update()
 
     def _parse(self) -> None:
-        """Parses what has come, no further than to the first request that waits for the answer to
-        another.
-        """
-        start, size = 0, len(self._unparsed)
+        """Parses the received bytes, up to the first request that waits for another's answer."""
+        start = 0
+        size = len(self._unparsed)
         while start < size and not (self.pipeline or self._is_last or self.transport.is_closing()):
             part = self._unparsed[start : start + _PARSED_BYTES]
             start += len(part)
@@ -298,20 +284,19 @@ class HttpConnection(HttpToolsProtocol):
         return self._part
 
     def _update(self) -> None:
-        """Sets the timer of the state, if it is another state than before, and notes whether the
-        connection waits for its client.
-        """
+        """Sets the timer of a new state, and reports to the bounds if the connection is idle."""
         state = self._state()
         is_answered = state is _State.ANSWERING and self._has_turn and not self.flow.write_paused
         is_idle = not is_answered or self._bounds.answers_give_way
         if state is self._timed and is_idle == self._is_idle:
             return
-        if state is not self._timed and self._timer is not None:
-            self._timer.cancel()
         if state is not self._timed:
+            if self._timer is not None:
+                self._timer.cancel()
             self._timer = self._timer_of(state)
-        self._timed, self._is_idle = state, is_idle
-        self._bounds.set_idle(self._address, self, is_idle)
+        self._timed = state
+        self._is_idle = is_idle
+        self._bounds.set_idle(self._address, self.abort, is_idle)
 
     def _timer_of(self, state: _State) -> asyncio.TimerHandle | None:
         match state:
@@ -327,7 +312,7 @@ class HttpConnection(HttpToolsProtocol):
                 return None
 
     def _watch_writes(self) -> None:
-        """Looks from now on whether the client takes what is written, until it has taken all."""
+        """Checks from now on that the client reads the written bytes, until it has read all."""
         if self._write_timer is None and self.transport.get_write_buffer_size():
             self._num_unwritten = self.transport.get_write_buffer_size()
             self._has_resumed = False
@@ -344,25 +329,25 @@ class HttpConnection(HttpToolsProtocol):
             self._watch_writes()
 
 
-class _Unchunked:
-    """Answers a request of HTTP/1.0, which knows no chunks: the end of the connection ends the
-    body.
+def _unchunked(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """Wraps the app for a request of HTTP/1.0, which has no chunks.
+
+    The end of the connection ends the body.
     """
 
-    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
-        self._app = app
-        self._cycle = cycle
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         has_length = True
 
         async def send_unchunked(message: Message) -> None:
             nonlocal has_length
             if message["type"] == "http.response.start":
                 has_length = "content-length" in Headers(raw=message["headers"])
-            if not has_length:  # for uvicorn, each part of the body is as long as it was to be
-                self._cycle.chunked_encoding = False
-                self._cycle.expected_content_length = len(message.get("body", b""))
+            if not has_length:
+                # uvicorn compares the body with this length: here each part has the right one.
+                cycle.chunked_encoding = False
+                cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 
-        await self._app(scope, receive, send_unchunked)
+        await app(scope, receive, send_unchunked)
+
+    return answer

@@ -4,8 +4,8 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from operator import methodcaller
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import unquote
@@ -26,14 +26,7 @@ from ....proto.errors import (
     TandemError,
     Unauthenticated,
 )
-from ....proto.limits import (
-    MAX_CONNECTIONS,
-    MAX_CONNECTIONS_PER_ADDRESS,
-    MAX_MESSAGE_BYTES,
-    MAX_METADATA_BYTES,
-    MAX_STREAMS_PER_CONNECTION,
-    STALL_SECONDS,
-)
+from ....proto.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, MAX_STREAMS_PER_CONNECTION
 from ....proto.strangers import StrangerSweep
 from ...auth.authenticator import Authenticator, Caller
 from ...auth.tls import ServerTls
@@ -43,6 +36,7 @@ from ...telemetry.trace import TRACEPARENT, parse_traceparent
 from ..large_messages import parse_message
 from ..service import GenerationService, tandem_errors_only
 from .audit import AuditLog, is_refusal
+from .connection import ConnectionBounds
 from .health import HealthStatus
 from .stall import StallTimer
 
@@ -53,7 +47,7 @@ DETAILS_KEY = "grpc-status-details-bin"
 AUTHORIZATION_KEY = "authorization"
 _HEALTH = f"/{health.SERVICE_NAME}/"
 
-_PROMPT_LOGPROBS_PER_MESSAGE = 2_048  # with 20 alternatives each 1 MB
+_PROMPT_LOGPROBS_PER_MESSAGE = 2_048  # 1 MB if each has 20 alternatives
 
 _Context = grpc.aio.ServicerContext[bytes, Any]
 _M = TypeVar("_M", bound=Message)
@@ -61,17 +55,16 @@ _serialize: Callable[[Message], bytes] = methodcaller("SerializeToString")
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    (
-        "grpc.keepalive_time_ms",
-        20_000,
-    ),  # the blocks of a client whose machine is gone are freed within half a minute
+    # The blocks of a client whose machine has failed are freed within half a minute.
+    ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 2),
     ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-    ("grpc.max_connection_age_ms", 3_600_000),  # its streams then have as long to end
+    # After an hour, the streams of a connection have another hour to end.
+    ("grpc.max_connection_age_ms", 3_600_000),
     ("grpc.max_connection_age_grace_ms", 3_600_000),
 ]
 
@@ -86,29 +79,23 @@ class GrpcServer:
         reflection: bool,
         compression: grpc.Compression = grpc.Compression.NoCompression,
         audit: AuditLog | None = None,
-        stall_seconds: float = STALL_SECONDS,
-        head_seconds: float = 10.0,
-        message_seconds: float = 70.0,
-        idle_seconds: float = 300.0,
-        max_connections: int = MAX_CONNECTIONS,
-        max_calls_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+        bounds: ConnectionBounds | None = None,
         authenticator: Authenticator | None = None,
         tls: ServerTls | None = None,
         shares_port: bool = False,
     ) -> None:
-        """`compression`: of responses, to clients that accept it. Requests may come in any
-        compression of gRPC; their size is that of the unpacked message, for which a call has
-        `message_seconds`. Without an `authenticator` everyone is let in, without `tls` all is in
-        plaintext. Unless `shares_port`, a second server on the port fails instead of receiving half
-        of the requests.
+        """`compression`: of responses, to clients that accept it; `bounds`: None: the default ones.
+
+        Requests may use any compression of gRPC; their size is the size of the unpacked message.
+        Without an `authenticator`, the server needs no key; without `tls`, it serves plaintext.
+        Unless `shares_port`, a second server on the port fails instead of receiving half of the
+        requests.
         """
         self._service = service
         self._audit = audit or AuditLog()
-        self._stall_seconds = stall_seconds
-        self._message_seconds = message_seconds
-        self._max_calls_per_address = max_calls_per_address
-        self._sweep = StrangerSweep(max_connections)
-        self._calls: Counter[str] = Counter()  # under way, by address
+        self._bounds = bounds or ConnectionBounds()
+        self._sweep = StrangerSweep(self._bounds.max_connections)
+        self._calls: Counter[str] = Counter()  # running, by address
         self._health_calls: Counter[str] = Counter()
         self._tls = tls
         self._health = HealthStatus(("", SERVICE))
@@ -117,12 +104,11 @@ class GrpcServer:
             interceptors=[_KeyInterceptor(self._authenticator, self._audit)],
             options=[
                 *_OPTIONS,
-                # A client has so long for the begin of HTTP/2. gRPC tells nobody of a connection,
-                # so the bound by address is one of calls; it refuses new connections when there are
-                # too many.
-                ("grpc.server_handshake_timeout_ms", round(1_000 * head_seconds)),
-                ("grpc.max_connection_idle_ms", round(1_000 * idle_seconds)),
-                ("grpc.max_allowed_incoming_connections", max_connections),
+                # gRPC does not report connections to Python. So the bound by address counts calls,
+                # and gRPC refuses new connections above a maximum of all.
+                ("grpc.max_allowed_incoming_connections", self._bounds.max_connections),
+                ("grpc.server_handshake_timeout_ms", round(1_000 * self._bounds.head_seconds)),
+                ("grpc.max_connection_idle_ms", round(1_000 * self._bounds.idle_seconds)),
                 ("grpc.so_reuseport", shares_port),
             ],
             compression=compression,
@@ -135,7 +121,8 @@ class GrpcServer:
     async def start(self, address: str) -> str:
         """Listens on HOST:PORT (port 0: a free one); returns the address with the real port.
 
-        Raises RuntimeError if the port is taken."""
+        Raises RuntimeError if the port is taken.
+        """
         try:
             if self._tls is None:
                 port = self._server.add_insecure_port(address)
@@ -150,64 +137,64 @@ class GrpcServer:
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets what grpc.health.v1 answers, for the server and for the service."""
+        """Sets the status in grpc.health.v1, for the server and for the service."""
         self._health.set(serving)
 
     async def stop(self, grace: float) -> None:
-        """Accepts no more requests; cancels those that still run after `grace` seconds."""
+        """Accepts no more requests; cancels requests that still run after `grace` seconds."""
         self._health.end()
         await self._server.stop(grace)
         self._sweep.stop()
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        # No deserializer: grpc answers UNKNOWN to bytes that are no message, we INVALID_ARGUMENT.
-        # All take streams of
-        # messages: for a single one grpc waits without end, before any code of ours knows of the
-        # call.
-        service, unary = self._service, self._unary
+        # No deserializer: for bytes that are no message, grpc answers UNKNOWN, our parser
+        # INVALID_ARGUMENT. All methods take streams of messages: for a single message grpc waits
+        # without a limit, before it calls any code of ours.
+        service = self._service
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
                 "Generate": grpc.stream_stream_rpc_method_handler(self._generate, None, _serialize),
-                "Detokenize": self._unary_by(inference_pb2.DetokenizeRequest, service.detokenize),
-                "Tokenize": self._unary_by(inference_pb2.TokenizeRequest, service.tokenize),
-                "ListModels": unary(inference_pb2.ListModelsRequest, service.list_models),
-                "LoadLoraAdapter": self._unary_by(
+                "Detokenize": self._unary(inference_pb2.DetokenizeRequest, service.detokenize),
+                "Tokenize": self._unary(inference_pb2.TokenizeRequest, service.tokenize),
+                "ListModels": self._unary(inference_pb2.ListModelsRequest, service.list_models),
+                "LoadLoraAdapter": self._unary(
                     inference_pb2.LoadLoraAdapterRequest, service.load_adapter
                 ),
-                "UnloadLoraAdapter": self._unary_by(
+                "UnloadLoraAdapter": self._unary(
                     inference_pb2.UnloadLoraAdapterRequest, service.unload_adapter
                 ),
             },
         )
 
     def _health_handlers(self) -> grpc.GenericRpcHandler:
-        """Makes the handlers of grpc.health.v1. They need no key, and bound calls of an address by
-        themselves, so that probes are answered whatever else it calls.
+        """Makes the handlers of grpc.health.v1, which need no key.
+
+        They have their own count of calls by address, so that probes get an answer even if other
+        calls of the address reach the limit.
         """
 
-        async def read(context: _Context) -> health_pb2.HealthCheckRequest:
-            return await self._read(health_pb2.HealthCheckRequest, context)
-
-        async def check(_messages: object, context: _Context) -> Message:
+        @asynccontextmanager
+        async def received(context: _Context) -> AsyncIterator[health_pb2.HealthCheckRequest]:
             try:
-                with _counted(self._health_calls, context, self._max_calls_per_address):
-                    answer: Message = self._health.check(await read(context))
-                    return answer
+                with _counted(self._health_calls, context, self._bounds.max_per_address):
+                    yield await self._read(health_pb2.HealthCheckRequest, context)
             except TandemError as error:
                 await _abort(context, error, inference_pb2.Timeline(), self._audit)
+
+        async def check(_messages: object, context: _Context) -> Message:
+            async with received(context) as request:
+                answer: Message = self._health.check(request)
+            return answer
 
         async def watch(_messages: object, context: _Context) -> None:
             async def write(answer: Message) -> None:
-                with StallTimer(self._stall_seconds) as writes:
+                with StallTimer(self._bounds.stall_seconds) as writes:
                     writes.begin()
                     await context.write(answer)
 
-            try:
-                with _counted(self._health_calls, context, self._max_calls_per_address):
-                    await self._health.watch(await read(context), write)
-            except TandemError as error:
-                await _abort(context, error, inference_pb2.Timeline(), self._audit)
+            async with received(context) as request:
+                await self._health.watch(request, write)
 
         handlers: dict[str, Any] = {
             "Check": grpc.stream_unary_rpc_method_handler(check, None, _serialize),
@@ -220,23 +207,22 @@ class GrpcServer:
         try:
             with tandem_errors_only(), self._call(context) as caller:
                 message = await self._read(inference_pb2.GenerateRequest, context, caller.turn)
-                arrived, remaining = time.monotonic(), context.time_remaining()
-                deadline = None if remaining is None else arrived + remaining
+                arrived = time.monotonic()
+                remaining = context.time_remaining()
+                trace = _metadata_value(context.invocation_metadata(), TRACEPARENT)
                 request = await self._service.accept(
                     message,
                     RequestContext(
                         arrived=arrived,
-                        deadline=deadline,
+                        deadline=None if remaining is None else arrived + remaining,
                         caller=caller,
                         is_resumable=True,
-                        trace=parse_traceparent(
-                            _metadata_value(context.invocation_metadata(), TRACEPARENT)
-                        ),
+                        trace=parse_traceparent(trace),
                     ),
                 )
-                # grpc cancels this task when the client goes; the scope then closes the generator
+                # grpc cancels this task when the client leaves. The scope then closes the generator
                 # at once.
-                with StallTimer(self._stall_seconds) as writes:
+                with StallTimer(self._bounds.stall_seconds) as writes:
                     async with aclosing(self._service.run(request, timeline)) as answers:
                         async for answer in answers:
                             for part in _split_prompt_logprobs(answer):
@@ -248,15 +234,9 @@ class GrpcServer:
         context.set_trailing_metadata(_timeline_metadata(timeline))
 
     def _unary(
-        self, kind: type[_M], method: Callable[[_M], Awaitable[Message]]
-    ) -> "grpc.RpcMethodHandler[Any, Message]":
-        """Makes the handler of an RPC with one request of this kind and one response."""
-        return self._unary_by(kind, lambda request, _caller: method(request))
-
-    def _unary_by(
         self, kind: type[_M], method: Callable[[_M, Caller], Awaitable[Message]]
     ) -> "grpc.RpcMethodHandler[Any, Message]":
-        """Makes one likewise whose response depends on the caller."""
+        """Makes the handler of an RPC with one request of this kind and one response."""
 
         async def respond(_messages: object, context: _Context) -> Message:
             try:
@@ -271,38 +251,38 @@ class GrpcServer:
 
     @contextmanager
     def _call(self, context: _Context) -> Iterator[Caller]:
-        """Counts a call among those of its address and of its key, from before its message is read
-        to its end; returns who calls. Raises Unauthenticated, and Overloaded if it is one too many.
+        """Counts a call for its address and its key until it ends; yields the caller.
+
+        Begins before the message is read. Raises Unauthenticated, or Overloaded above a limit.
         """
-        with _counted(self._calls, context, self._max_calls_per_address):
+        with _counted(self._calls, context, self._bounds.max_per_address):
             caller = self._caller(context)
             self._sweep.admit(context.peer())
             with caller.quota.call():
                 yield caller
 
     async def _read(self, kind: type[_M], context: _Context, turn: str = "") -> _M:
-        """Reads the message of a call. Raises InvalidArgument, and DeadlineExceeded if it does not
-        come.
-        """
+        """Reads the message of a call. Raises InvalidArgument or DeadlineExceeded."""
+        seconds = self._bounds.request_seconds
         try:
-            async with asyncio.timeout(self._message_seconds):
+            async with asyncio.timeout(seconds):
                 body: Any = await context.read()
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the message did not arrive within {self._message_seconds:g} seconds"
+                f"the message did not arrive within {seconds:g} seconds"
             ) from None
         if body is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")
         return await PARSING.run(turn, len(body), parse_message, kind, body)
 
     def _caller(self, context: _Context) -> Caller:
-        # gRPC names connections by address and port alone, which belong to another client later:
-        # each call is apart.
+        # gRPC names connections only by address and port, which belong to another client later. So
+        # each call counts as a connection.
         authorization = _authorization(context.invocation_metadata())
         return self._authenticator.caller(authorization, secrets.token_hex(16), context.peer())
 
     def _key_name(self, context: _Context) -> str:
-        with suppress(Unauthenticated):  # a key that has expired since
+        with suppress(Unauthenticated):  # the key may have expired since
             return self._caller(context).key_name
         return ""
 
@@ -321,7 +301,6 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """See grpc.aio.ServerInterceptor."""
         if not handler_call_details.method.startswith(_HEALTH):
             try:
                 self._authenticator.caller(
@@ -334,7 +313,7 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
 
 @contextmanager
 def _counted(calls: Counter[str], context: _Context, most: int) -> Iterator[None]:
-    """Counts a call among those of its address. Raises Overloaded if it is one too many."""
+    """Counts a call for its address until it ends. Raises Overloaded above `most` calls."""
     address = _peer_address(context)
     if calls[address] >= most:
         raise Overloaded(f"the limit of {most} calls at a time of one address is reached")
@@ -351,7 +330,7 @@ def _refusal(error: TandemError, audit: AuditLog) -> "grpc.RpcMethodHandler[Any,
     async def refuse(_messages: object, context: _Context) -> None:
         await _abort(context, error, inference_pb2.Timeline(), audit)
 
-    # Of this kind because grpc reads no message for it; it fits every call.
+    # grpc reads no message for a handler of this kind, which fits every call.
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
@@ -409,8 +388,9 @@ def _peer_address(context: _Context) -> str:
 def _split_prompt_logprobs(
     message: inference_pb2.GenerateResponse,
 ) -> Iterator[inference_pb2.GenerateResponse]:
-    """Yields the message, after others into which most of its prompt log probabilities are moved if
-    it has many: the limit of gRPC's clients is 4 MB.
+    """Yields the message in parts of at most _PROMPT_LOGPROBS_PER_MESSAGE prompt log probabilities.
+
+    The last part is the message itself, with the rest. gRPC clients refuse messages above 4 MB.
     """
     while len(message.prompt_logprobs) > _PROMPT_LOGPROBS_PER_MESSAGE:
         yield inference_pb2.GenerateResponse(
@@ -424,6 +404,6 @@ def _split_prompt_logprobs(
 
 
 def _timeline_metadata(timeline: inference_pb2.Timeline) -> tuple[tuple[str, str | bytes], ...]:
-    if not timeline.request_id:  # refused before it was accepted
+    if not timeline.request_id:  # the request was never accepted
         return ()
     return ((TIMELINE_KEY, timeline.SerializeToString()),)

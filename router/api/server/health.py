@@ -1,7 +1,7 @@
 """Answers grpc.health.v1.
 
-grpc_health's own servicer holds a lock while it writes to a watcher: one that takes nothing, and
-needs no key, would keep the status from ever changing.
+The servicer of grpc_health holds a lock while it writes to a watcher. A watcher needs no key; if it
+read nothing, the status could never change.
 """
 
 import asyncio
@@ -15,23 +15,25 @@ _Answer = health_pb2.HealthCheckResponse
 
 
 class HealthStatus:
-    """Holds whether a server and its services are serving. Lives in one event loop."""
+    """Holds the status of a server and of its services. Lives in one event loop."""
 
     def __init__(self, services: Collection[str]) -> None:
-        """`services`: whose status is asked for; "" is the server."""
+        """`services`: the names that clients may ask for; "" is the server."""
         self._services = frozenset(services)
-        self._is_serving = self._is_over = False
-        self._changed = asyncio.Event()  # another one after each change
+        self._is_serving = False
+        self._is_over = False
+        self._changed = asyncio.Event()  # replaced at each change
 
     def set(self, serving: bool) -> None:
-        """Sets the status of all."""
+        """Sets the status of the server and of all services."""
         if not self._is_over and serving != self._is_serving:
             self._is_serving = serving
             self._report()
 
     def end(self) -> None:
-        """Sets it to not serving, for good; who watches is told so, and that is the last."""
-        self._is_over, self._is_serving = True, False
+        """Sets the status to not serving for good; watchers get it as their last message."""
+        self._is_over = True
+        self._is_serving = False
         self._report()
 
     def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
@@ -45,10 +47,11 @@ class HealthStatus:
         request: health_pb2.HealthCheckRequest,
         write: Callable[[health_pb2.HealthCheckResponse], Awaitable[object]],
     ) -> None:
-        """Writes the status of a service, and again when it has changed, until `end`."""
+        """Writes the status of a service, now and after each change, until `end`."""
         last = None
         while True:
-            changed, is_over = self._changed, self._is_over
+            changed = self._changed
+            is_over = self._is_over
             status = self._status(request.service)
             if status != last:
                 await write(_Answer(status=status))

@@ -5,42 +5,36 @@ import time
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
-from typing import Any, Final, cast
+from typing import Any, Final
 
-import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....proto.errors import NotFound, TandemError, Unavailable
 from ....proto.parameters import ROWS
-from ...auth.authenticator import Authenticator, Caller
+from ...auth.authenticator import Authenticator
 from ...auth.tls import ServerTls
 from ...frontend.prepare import ServedModel
 from ..anthropic.answers import ANTHROPIC_FORM, anthropic_plain_error
 from ..browsers import BrowserRules
-from ..canonical import canonical
 from ..console.feed import ConsoleFeed
 from ..console.routes import console_endpoints
 from ..openai.answers import error_response, plain_error
-from ..openai.openapi import MAX_TOKENS, MODEL_NAME, REQUEST_ID, Operation, document, ok
+from ..openai.openapi import MODEL_NAME, Operation, document, ok
 from ..openai.parsing import http_field
 from ..openai.respond import respond
 from ..openai.streaming import OPENAI_FORM, AnswerForm
 from ..service import GenerationService
-from .audit import AuditLog, is_refusal
-from .connection import ConnectionBounds, HttpConnection
-from .gate import KeyGate
+from .audit import AuditLog
+from .connection import ConnectionBounds
+from .gate import browser_gate, key_gate
 from .http_operations import ANTHROPIC_PATH, POSTS
 from .listener import HttpListener
 
 _VERSION: Final = version("tandem-llm")
-_MAX_IDLE_SECONDS: Final = 60  # a connection without a request
 _MAX_PATH: Final = 80  # characters that an error repeats
 
 
@@ -57,51 +51,35 @@ class HttpServer:
         tls: ServerTls | None = None,
         console: ConsoleFeed | None = None,
     ) -> None:
-        """`bounds`: of its connections; None: the default ones. Without an `authenticator` everyone
-        is let in, without `tls` all is in plaintext, without a `console` that knows nothing of
-        workers.
+        """`bounds`: of its connections; None: the default ones.
+
+        Without an `authenticator`, the server needs no key; without `tls`, it serves plaintext;
+        without a `console`, its page shows no workers.
         """
         self._service = service
         self._console = console or ConsoleFeed(service.telemetry)
         self._serving = False
         self._has_served = False  # was ready at least once
         self._started_at = int(time.time())
-        # uvicorn's own configuration of logging would close the handlers of the whole process, and
-        # with Ray Serve's a replica cannot answer a controller that restarts, which then stops it.
-        audit, bounds = audit or AuditLog(), bounds or ConnectionBounds()
-        config = uvicorn.Config(
-            _Gate(
-                KeyGate(self._app(), authenticator or Authenticator(), _refusal), browsers, audit
-            ),
-            lifespan="off",
-            log_config=None,
-            log_level="error",  # its warnings are of what clients send, as often as they like
-            access_log=False,
-            # X-Forwarded-For, by which a local client could give itself any address
-            proxy_headers=False,
-            timeout_keep_alive=_MAX_IDLE_SECONDS,
-            http=cast(Any, partial(HttpConnection, bounds=bounds, audit=audit)),
-            ws="none",
-        )
-        self._listener = HttpListener(config, bounds, None if tls is None else tls.http_context)
+        audit = audit or AuditLog()
+        app = key_gate(self._app(), authenticator or Authenticator(), _refusal)
+        app = browser_gate(app, browsers, audit, _refusal)
+        self._listener = HttpListener(app, bounds, audit, tls.http_context if tls else None)
 
     async def start(self, address: str, *, shares_port: bool = False) -> str:
-        """Listens on HOST:PORT (port 0: a free one); returns the address with the real port. With
-        `shares_port` others may listen there, too, who say the same.
-
-        Raises OSError if the port is taken.
-        """
+        """Listens on HOST:PORT as HttpListener.start does."""
         return await self._listener.start(address, shares_port=shares_port)
 
     def set_serving(self, serving: bool) -> None:
-        """Sets what /health answers. /v1/models, which clients wait for as well, is answered from
-        the first time on.
+        """Sets the answer of /health.
+
+        Some clients wait for /v1/models instead, which answers once `serving` has been True.
         """
         self._serving = serving
         self._has_served |= serving
 
     async def stop(self, grace: float) -> None:
-        """Accepts no more requests; cancels those that still run after `grace` seconds."""
+        """Accepts no more requests; cancels requests that still run after `grace` seconds."""
         self._serving = False
         await self._listener.stop(grace)
 
@@ -136,8 +114,8 @@ class HttpServer:
         for path, (_, answer) in POSTS.items():
             endpoint = partial(respond, answer=partial(answer, self._service), form=_form(path))
             routes.append(Route(path, endpoint, methods=["POST"]))
-        for path, endpoint in console_endpoints(self._console).items():
-            routes.append(Route(path, endpoint))
+        for path, page in console_endpoints(self._console).items():
+            routes.append(Route(path, page))
 
         @cache
         def content() -> bytes:
@@ -190,56 +168,12 @@ class HttpServer:
         return names | {"default_sampling_params": defaults}
 
 
-class _Gate:
-    """Refuses requests of pages that may not use the service, before they reach the app, and
-    reports all that are refused.
-    """
-
-    def __init__(self, app: ASGIApp, browsers: BrowserRules, audit: AuditLog) -> None:
-        self._browsers = browsers
-        self._audit = audit
-        self._app = app
-        if browsers.cors_origins:
-            self._app = CORSMiddleware(
-                app,
-                allow_origins=browsers.cors_origins,
-                allow_methods=("GET", "HEAD", "POST"),
-                allow_headers=("*",),
-                allow_private_network=True,
-                expose_headers=(REQUEST_ID, MAX_TOKENS, "Retry-After"),
-            )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def report(message: Message) -> None:
-            status = message["status"] if message["type"] == "http.response.start" else 200
-            if status >= 400:
-                self._audit.failed("http", str(status))
-            if is_refusal(status):
-                caller = scope.get("state", {}).get(
-                    "caller", Caller()
-                )  # of a key, if one was shown
-                self._audit.refused(
-                    "http", (scope["client"] or ("",))[0], str(status), caller.key_name
-                )
-            await send(message)
-
-        scope = canonical(scope)
-        try:
-            self._browsers.check(Headers(scope=scope))
-        except TandemError as error:
-            response = _refusal(scope["path"], error)
-            response.headers["Connection"] = "close"  # the body is not read
-            await response(scope, receive, report)
-        else:
-            await self._app(scope, receive, report)
-
-
 def _not_ready() -> JSONResponse:
     return error_response(Unavailable("the service is not ready"))
 
 
 def _refusal(path: str, error: TandemError) -> JSONResponse:
-    """Returns the response to a request that is refused before it is parsed."""
+    """Returns the response to a request that is refused before its body is parsed."""
     return _form(path).error_response(error, http_field)
 
 

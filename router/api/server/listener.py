@@ -8,85 +8,95 @@ import ssl
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, cast
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from ....proto.addresses import listen
-from .connection import ConnectionBounds
+from .audit import AuditLog
+from .connection import ConnectionBounds, HttpConnection
+
+_MAX_IDLE_SECONDS: Final = 60  # of a connection without a request
 
 _BUSY: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _BUSY_SECONDS: Final = 1.0
-"""After which a connection is accepted again when there was no file or memory left for one; as
-asyncio does.
-"""
+"""The pause after an error of _BUSY, before the next connection is accepted; as in asyncio."""
 
 _FIRST_REQUEST_SECONDS: Final = 0.5
-"""In which a connection that was accepted last may send its request before the server closes what
-has none.
-"""
+"""While the server stops, the last accepted connections have this time to send a request."""
 
 _HANDSHAKE_SECONDS: Final = 0.1
-"""In which connections whose handshake has begun with a listener reach it before it is closed."""
+"""A listener stays open for this time, so that connections reach it whose handshake has begun."""
 
 _SO_ATTACH_REUSEPORT_CBPF: Final = 51  # Linux
 
 
-class HttpListener:
-    """Listens from `start` to `stop`."""
+class HttpListener(uvicorn.Server):
+    """Listens from `start` to `stop`. Does not touch the signal handlers of the process."""
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: ASGIApp,
         bounds: ConnectionBounds | None = None,
+        audit: AuditLog | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """With `tls`, `bounds` hold for connections from before their handshakes on."""
-        self._server = _Server(config, bounds or ConnectionBounds(), tls)
+        """`bounds`: of the connections, with `tls` from before their handshakes on. `audit` gets
+        the requests that cannot be parsed.
+        """
+        self._bounds = bounds or ConnectionBounds()
+        self._tls = tls
+        self._is_listening = asyncio.Event()
+        self._listeners: list[socket.socket] = []
+        self._acceptors: list[_TlsAcceptor] = []
+        super().__init__(
+            uvicorn.Config(
+                app,
+                interface="asgi3",
+                lifespan="off",
+                # uvicorn's own configuration of logging would close the handlers of the whole
+                # process. With those of Ray Serve closed, a replica cannot answer a controller that
+                # restarts, which then stops the replica.
+                log_config=None,
+                log_level="error",  # clients cause its warnings, without a limit
+                access_log=False,
+                proxy_headers=False,  # by X-Forwarded-For, a client could choose its address
+                timeout_keep_alive=_MAX_IDLE_SECONDS,
+                http=cast(Any, partial(HttpConnection, bounds=self._bounds, audit=audit)),
+                ws="none",
+            )
+        )
 
     async def start(self, address: str, *, shares_port: bool = False) -> str:
-        """Listens on HOST:PORT (port 0: a free one); returns the address with the real port. With
-        `shares_port` others may listen there, too, who say the same.
+        """Listens on HOST:PORT (port 0: a free one); returns the address with the real port.
 
-        Raises OSError if the port is taken.
+        With `shares_port`, other listeners with `shares_port` may use the same port. Raises OSError
+        if the port is taken.
         """
         host, _, port = address.rpartition(":")
         listener = listen(host, int(port), backlog=2_048, reuse_port=shares_port)
-        # asyncio does this for its own listeners only; without it each event of a stream waits 40
-        # ms for an ACK.
+        # asyncio does this for its own listeners only. Without it each event of a stream waits
+        # 40 ms for an ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._running = asyncio.create_task(
-            self._server.serve(sockets=[listener]), name="http server"
-        )
-        await self._server.ready.wait()
+        self._running = asyncio.create_task(self.serve(sockets=[listener]), name="http server")
+        await self._is_listening.wait()
         return f"{host}:{listener.getsockname()[1]}"
 
     async def stop(self, grace: float) -> None:
-        """Accepts no more connections, then no more requests; cancels those that still run after
-        `grace` seconds.
+        """Accepts no more connections, then no more requests.
+
+        Cancels requests that still run after `grace` seconds.
         """
-        await self._server.stop_accepting(min(grace, _FIRST_REQUEST_SECONDS))
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace))
-        self._server.should_exit = True
+        await self._stop_accepting()
+        await asyncio.sleep(min(grace, _FIRST_REQUEST_SECONDS))
+        self.config.timeout_graceful_shutdown = max(1, round(grace))
+        self.should_exit = True
         await self._running
-        cancelled = self._server.server_state.tasks
+        cancelled = self.server_state.tasks
         if cancelled:
             await asyncio.wait(cancelled)
-
-
-class _Server(uvicorn.Server):
-    """Leaves the process's signals alone and sets `ready` when it listens."""
-
-    def __init__(
-        self, config: uvicorn.Config, bounds: ConnectionBounds, tls: ssl.SSLContext | None
-    ) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-        self._bounds = bounds
-        self._tls = tls
-        self._listeners: list[socket.socket] = []
-        self._acceptors: list[_TlsAcceptor] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._listeners = sockets or []
@@ -99,17 +109,21 @@ class _Server(uvicorn.Server):
                 for each in self._listeners
             ]
             self.servers = cast(list[Any], self._acceptors)
-        self.ready.set()
+        self._is_listening.set()
 
-    async def stop_accepting(self, seconds: float) -> None:
-        """Closes the listeners, once other processes that share their ports get the new
-        connections: one that waits in a listener that is closed is reset. Then waits so long for
-            the requests of those accepted last.
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def _stop_accepting(self) -> None:
+        """Closes the listeners, once other processes that share their ports get new connections.
+
+        The kernel resets connections that wait in a closed listener.
         """
         are_shared = [_yield_port(each) for each in self._listeners]
         if any(are_shared):
             await asyncio.sleep(_HANDSHAKE_SECONDS)
-        for _ in range(2):  # the loop accepts all that wait
+        for _ in range(2):  # the loop accepts all waiting connections
             await asyncio.sleep(0)
         for each in self.servers:
             if isinstance(each, asyncio.Server):
@@ -118,7 +132,6 @@ class _Server(uvicorn.Server):
             acceptor.stop_accepting()
         for listener in self._listeners:
             listener.close()
-        await asyncio.sleep(seconds)
 
     def _connection(self) -> asyncio.Protocol:
         kind: Any = self.config.http_protocol_class
@@ -127,15 +140,12 @@ class _Server(uvicorn.Server):
         )
         return made
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
 
 def _yield_port(listener: socket.socket) -> bool:
-    """Has the kernel give new connections to the second of the sockets that share the listener's
-    port, in the order in which they began to listen; if there is no second one, to the first as
-    before. Returns whether it does.
+    """Makes the kernel give new connections to another listener that shares the port.
+
+    Of these listeners, the second gets them, in the order in which they began to listen; a single
+    one keeps them. Returns False if the port is not shared.
     """
     program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 1))  # BPF_RET, of index 1
     try:
@@ -144,26 +154,16 @@ def _yield_port(listener: socket.socket) -> bool:
             _SO_ATTACH_REUSEPORT_CBPF,
             struct.pack("HP", 1, ctypes.addressof(program)),
         )
-    except OSError:  # the port is not shared, or the kernel knows no such programs
+    except OSError:  # also if the kernel lacks such programs
         return False
     return True
 
 
-@dataclass(eq=False)
-class _Handshake:
-    """Is a connection before the end of its TLS handshake."""
-
-    task: asyncio.Task[None]
-
-    def abort(self) -> None:
-        """See Abortable."""
-        self.task.cancel()
-
-
 class _TlsAcceptor:
-    """Accepts connections, until `close`, and begins with each when its TLS handshake has ended.
+    """Accepts connections until `close`, and starts each when its TLS handshake has ended.
 
-    asyncio's own servers tell nobody of a connection before that, and leave it a minute."""
+    asyncio's own servers report no connection before that, and allow a minute for a handshake.
+    """
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class _TlsAcceptor:
         context: ssl.SSLContext,
         bounds: ConnectionBounds,
     ) -> None:
-        self._listener = listener.dup()  # who waits for it closes it
+        self._listener = listener.dup()  # `_accept` closes it
         self._listener.setblocking(False)
         self._make_connection = make_connection
         self._context = context
@@ -181,16 +181,16 @@ class _TlsAcceptor:
         self._accepting = asyncio.create_task(self._accept(), name="tls acceptor")
 
     def stop_accepting(self) -> None:
-        """Begins with no further connection; handshakes go on."""
+        """Accepts no further connection; handshakes continue."""
         self._accepting.cancel()
 
     def close(self) -> None:
-        """Begins with no further connection, and gives up those in their handshakes."""
+        """Accepts no further connection, and cancels the handshakes."""
         for task in (self._accepting, *self._handshakes):
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Waits until nothing is left of what `close` has ended."""
+        """Waits for the tasks that `close` cancels."""
         await asyncio.wait({self._accepting, *self._handshakes})
 
     async def _accept(self) -> None:
@@ -206,17 +206,16 @@ class _TlsAcceptor:
                     task.add_done_callback(self._handshakes.discard)
 
     async def _shake_hands(self, accepted: socket.socket, address: str) -> None:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        task = asyncio.current_task()
         assert task is not None
-        handshake = _Handshake(task)
-        self._bounds.enter(address, handshake)
+        self._bounds.enter(address, task.cancel)
         try:
-            with suppress(OSError):  # TLS's own errors, too
-                await loop.connect_accepted_socket(
+            with suppress(OSError):  # TLS errors are OSErrors
+                await asyncio.get_running_loop().connect_accepted_socket(
                     self._make_connection,
                     accepted,
                     ssl=self._context,
                     ssl_handshake_timeout=self._bounds.head_seconds,
                 )
         finally:
-            self._bounds.leave(address, handshake)
+            self._bounds.leave(address, task.cancel)

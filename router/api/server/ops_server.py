@@ -1,14 +1,11 @@
-"""Serves what operators and their machines ask a router: /metrics, /live and /ready, on a port of
-its own.
+"""Serves the pages /metrics, /live and /ready of a router, for operators, on a port of their own.
 
-No key is needed, and nothing of a request is told. Knows nothing of what it serves.
+The pages need no key and show nothing of a request.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Final, cast
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -20,17 +17,20 @@ from ....proto.errors import TandemError
 from ....proto.shared_result import SharedResult
 from ..browsers import BrowserRules
 from ..canonical import canonical
-from .connection import ConnectionBounds, HttpConnection
+from .connection import ConnectionBounds
 from .listener import HttpListener
 
-_MAX_IDLE_SECONDS: Final = 60
-_MAX_CONNECTIONS: Final = 64  # at a time; for a further one, one is ended, of whoever has the most
+_MAX_CONNECTIONS: Final = 64
 _REQUEST_SECONDS: Final = 10.0  # for a whole request
-_SHARE: Final = 0.25  # of the event loop's time, that the figures may take, for whoever asks
+_SHARE: Final = 0.25  # of the event loop's time that rendering of the metrics may take
 
 
 class OpsServer:
-    """Serves from `start` to `stop`. `reason` says why the router is not ready; "" when it is."""
+    """Serves from `start` to `stop`.
+
+    `reason` says why the router is not ready, "" if it is ready. `failure` says why the router is
+    neither ready nor live for good, "" if it is live.
+    """
 
     def __init__(
         self,
@@ -38,45 +38,31 @@ class OpsServer:
         content_type: str,
         browsers: BrowserRules = BrowserRules(),
     ) -> None:
-        """`metrics` renders the page /metrics; None: there is none. `browsers`: a page in one must
-        not read it by DNS rebinding.
+        """`metrics` renders the page /metrics; None: there is no such page.
+
+        `browsers` keeps pages in browsers from reading the server by DNS rebinding.
         """
         self.reason = "starting"
+        self.failure = ""
         self._has_started = False
-        self.failure = ""  # for good: neither ready nor live
-        self._metrics = SharedResult(partial(_render, metrics), share=_SHARE) if metrics else None
-        self._content_type = content_type
         self._browsers = browsers
         pages = {"/live": self._live, "/ready": self._ready}
         if metrics is not None:
-            pages["/metrics"] = self._scrape
-        self._app = Starlette(
-            routes=[Route(path, page, methods=["GET"]) for path, page in pages.items()]
-        )
+            pages["/metrics"] = _metrics_page(metrics, content_type)
+        self._app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
         self._app.router.redirect_slashes = False
-        # Probes are answered whatever strangers open: who finds a router not live ends it.
+        # A probe must get its answer even if strangers hold all connections: a router that does not
+        # seem live is killed. So a new connection always ends an older one.
         bounds = ConnectionBounds(
             request_seconds=_REQUEST_SECONDS,
             max_connections=_MAX_CONNECTIONS,
             max_per_address=_MAX_CONNECTIONS,
             answers_give_way=True,
         )
-        config = uvicorn.Config(
-            self._checked,
-            interface="asgi3",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            timeout_keep_alive=_MAX_IDLE_SECONDS,
-            http=cast(Any, partial(HttpConnection, bounds=bounds)),
-            ws="none",
-        )
-        self._listener = HttpListener(config)
+        self._listener = HttpListener(self._checked, bounds)
 
     async def start(self, address: str, *, shares_port: bool = False) -> str:
-        """See HttpListener.start."""
+        """Listens on HOST:PORT as HttpListener.start does."""
         bound = await self._listener.start(address, shares_port=shares_port)
         self._has_started = True
         return bound
@@ -94,21 +80,25 @@ class OpsServer:
         else:
             await self._app(canonical(scope), receive, send)
 
-    async def _scrape(self, _request: Request) -> Response:
-        assert self._metrics is not None  # else there is no route
-        return Response(await self._metrics.get(), headers={"content-type": self._content_type})
-
     async def _live(self, _request: Request) -> Response:
-        """Answers as long as this process works."""
         return _state(self.failure)
 
     async def _ready(self, _request: Request) -> Response:
-        """Answers 200 while the router takes requests."""
         return _state(self.failure or self.reason)
 
 
-async def _render(metrics: Callable[[], bytes]) -> bytes:
-    return metrics()
+def _metrics_page(
+    metrics: Callable[[], bytes], content_type: str
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    async def render() -> bytes:
+        return metrics()
+
+    shared = SharedResult(render, share=_SHARE)
+
+    async def answer(_request: Request) -> Response:
+        return Response(await shared.get(), headers={"content-type": content_type})
+
+    return answer
 
 
 def _state(reason: str) -> Response:

@@ -16,16 +16,14 @@ from .http_server import HttpServer
 
 
 class ApiServers:
-    """Holds both servers of one GenerationService, made by `start`; not serving until
-    `set_serving`.
-    """
+    """Holds both servers of one GenerationService. `start` makes them; `set_serving` opens them."""
 
     def __init__(
         self, grpc_server: GrpcServer, http_server: HttpServer, grpc_address: str, http_address: str
     ) -> None:
         self._grpc = grpc_server
         self._http = http_server
-        self.grpc_address = grpc_address  # HOST:PORT, the port that was really bound
+        self.grpc_address = grpc_address  # HOST:PORT, with the real port
         self.http_address = http_address
 
     @classmethod
@@ -44,27 +42,24 @@ class ApiServers:
         console: ConsoleFeed | None = None,
         shares_ports: bool = False,
     ) -> "ApiServers":
-        """Listens on both addresses, HOST:PORT; port 0 takes a free one. `compression` is that of
-        gRPC responses, `browsers` holds for HTTP, `bounds` are those of connections. Without an
-        `authenticator` everyone is let in, without `tls` all is in plaintext, without a `console`
-        its page knows nothing of workers. With `shares_ports` others may listen there, too, who say
-        the same.
+        """Listens on both addresses, HOST:PORT; port 0 takes a free one.
+
+        `compression`: of gRPC responses; `browsers`: for HTTP; `bounds`: of connections. Without an
+        `authenticator`, the servers need no key; without `tls`, they serve plaintext; without a
+        `console`, its page shows no workers. With `shares_ports`, other servers with `shares_ports`
+        may use the same ports.
 
         Raises OSError or RuntimeError if a port is taken; then neither server runs.
         """
         audit = AuditLog(metrics=service.metrics)
-        bounds, authenticator = bounds or ConnectionBounds(), authenticator or Authenticator()
+        bounds = bounds or ConnectionBounds()
+        authenticator = authenticator or Authenticator()
         grpc_server = GrpcServer(
             service,
             reflection=reflection,
             compression=compression,
             audit=audit,
-            stall_seconds=bounds.stall_seconds,
-            head_seconds=bounds.head_seconds,
-            message_seconds=bounds.request_seconds,
-            idle_seconds=bounds.idle_seconds,
-            max_connections=bounds.max_connections,
-            max_calls_per_address=bounds.max_per_address,
+            bounds=bounds,
             authenticator=authenticator,
             tls=tls,
             shares_port=shares_ports,
@@ -79,10 +74,10 @@ class ApiServers:
         return cls(grpc_server, http_server, bound_grpc, bound_http)
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets what the health checks of both servers answer."""
+        """Sets the answers of the health checks of both servers."""
         self._http.set_serving(serving)
         await self._grpc.set_serving(serving)
 
     async def stop(self, grace: float) -> None:
-        """Accepts no more requests; cancels those that still run after `grace` seconds."""
+        """Accepts no more requests; cancels requests that still run after `grace` seconds."""
         await asyncio.gather(self._grpc.stop(grace), self._http.stop(grace))

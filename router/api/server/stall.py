@@ -1,4 +1,4 @@
-"""Ends streams whose clients do not take what is written."""
+"""Ends streams whose clients do not read."""
 
 import asyncio
 from types import TracebackType
@@ -8,14 +8,15 @@ from ....proto.limits import STALL_SECONDS
 
 
 class StallTimer:
-    """Scope of one stream's writes, each between `begin` and `end`: one that takes too long is
-    cancelled, and the scope raises Cancelled. One timer for the stream costs less than one for each
-    write.
+    """Scope of the writes of one stream, each between `begin` and `end`.
+
+    If a write takes longer than `seconds`, the scope cancels it and raises Cancelled. One timer for
+    the stream costs less than a timer for each write.
     """
 
     def __init__(self, seconds: float = STALL_SECONDS) -> None:
         self._seconds = seconds
-        self._since: float | None = None  # when the write under way began
+        self._since: float | None = None  # the start of the current write
         self._has_expired = False
 
     def __enter__(self) -> "StallTimer":
@@ -33,19 +34,17 @@ class StallTimer:
         _trace: TracebackType | None,
     ) -> None:
         self._timer.cancel()
-        if (
-            self._has_expired
-            and isinstance(error, asyncio.CancelledError)
-            and not self._task.uncancel()
-        ):
-            raise Cancelled(f"the client has taken nothing for {self._seconds:g} seconds") from None
+        if not self._has_expired or not isinstance(error, asyncio.CancelledError):
+            return
+        if not self._task.uncancel():  # nobody else has cancelled the task
+            raise Cancelled(f"the client has read nothing for {self._seconds:g} seconds") from None
 
     def begin(self) -> None:
-        """Marks the begin of a write."""
+        """Marks the start of a write."""
         self._since = self._loop.time()
 
     def end(self) -> None:
-        """Marks its end."""
+        """Marks the end of the write."""
         self._since = None
 
     def _check(self) -> None:

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.proto.limits import MAX_MESSAGE_BYTES
-from tandem.router.api.server import http_server
+from tandem.router.api.server import listener
 from tandem.router.api.server.connection import ConnectionBounds, HttpConnection
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
@@ -87,7 +87,7 @@ async def test_who_reads_a_cut_stream_later_learns_why(model: ServedModel) -> No
             call = stub.Generate(request)
             await source.wait_running(1)
             await source.wait_running(0)
-            with pytest.raises(grpc.aio.AioRpcError, match="the client has taken nothing for"):
+            with pytest.raises(grpc.aio.AioRpcError, match="the client has read nothing for"):
                 _ = [message async for message in call]
             assert await call.code() is grpc.StatusCode.CANCELLED
 
@@ -219,7 +219,7 @@ async def answer_of(streams: Streams) -> bytes:
 
 def only_connection(servers: ApiServers) -> HttpConnection:
     """Returns the one HTTP connection that is open."""
-    (connection,) = servers._http._listener._server.server_state.connections
+    (connection,) = servers._http._listener.server_state.connections
     assert isinstance(connection, HttpConnection)
     return connection
 
@@ -278,7 +278,7 @@ async def test_a_connection_whose_body_ended_after_the_answer_is_used_again_or_e
 async def test_a_connection_whose_body_ended_after_the_answer_has_the_time_of_an_idle_one(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "_MAX_IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "_MAX_IDLE_SECONDS", 0.3)
     async with serving(model, ConnectionBounds()) as (servers, _), AsyncExitStack() as scope:
         reader, _ = await late_body(scope, servers.http_address)
         assert await reader.read() == b""
@@ -369,9 +369,9 @@ def test_the_address_with_the_most_connections_gives_way() -> None:
 
     bounds = ConnectionBounds(max_connections=4)
     good, bad = Ended(), [Ended() for _ in range(4)]
-    bounds.enter("10.0.0.1", good)
+    bounds.enter("10.0.0.1", good.abort)
     for each in bad:
-        bounds.enter("10.0.0.2", each)
+        bounds.enter("10.0.0.2", each.abort)
     assert [each.is_ended for each in (good, *bad)] == [False, True, False, False, False]
 
 

@@ -330,7 +330,7 @@ async def test_callers_without_a_key_see_no_requests_but_on_loopback(
         generation, source, feed, Authenticator(share_anonymous_prefixes=False)
     ):
         await client.post(TEXT, json=body(TEXT, max_tokens=2))
-        feed.log.note({"kind": "request", "tenant": "", "worker": "w", "cause": "crash"})
+        feed.log.events.add({"kind": "request", "tenant": "", "worker": "w", "cause": "crash"})
         found = await data(client)
         assert (found["ended"], found["events"]) == ([], [])
         feed.sample()
@@ -419,7 +419,7 @@ def test_interruptions_become_events_once() -> None:
         timeline.interruptions.add(
             cause="crash", worker="d3", at_seconds=time.monotonic() - arrived
         )
-    events = log.events.after(0)
+    events = [each for _, each in log.events.after(0)]
     assert [each["worker"] for each in events] == ["d1", "d2", "d3"]
     assert {(each["cause"], each["request"], each["tenant"]) for each in events} == {
         ("crash", "r", "ada")

@@ -576,7 +576,7 @@ async def test_events_leave_at_once(model: ServedModel) -> None:
     address = await server.start("127.0.0.1:0")
     async with httpx.AsyncClient() as http:
         await http.get(f"http://{address}/health")
-        (connection,) = server._listener._server.server_state.connections
+        (connection,) = server._listener.server_state.connections
         transport = connection.transport
         assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     await server.stop(0)

@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-import uvicorn
 
 from tandem.router.api.server.listener import HttpListener
 
@@ -20,7 +19,7 @@ def listener(name: bytes) -> HttpListener:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": name})
 
-    return HttpListener(uvicorn.Config(app, lifespan="off", log_config=None))
+    return HttpListener(app)
 
 
 async def ask(address: str) -> bytes:

@@ -34,7 +34,7 @@ _server = HttpServer(GenerationService([_model], _source))
 _settings = {"generation": {"allow-x00": True, "max-examples": EXAMPLES}}
 schema = schemathesis.openapi.from_asgi(
     "/openapi.json",
-    _server._listener._server.config.app,
+    _server._listener.config.app,
     headers={"host": "localhost"},
     config=SchemathesisConfig.from_dict(_settings),
 )
