@@ -194,7 +194,8 @@ def _check_tools(chat: inference_pb2.Chat) -> None:
 
 
 def _check_tool_choice(chat: inference_pb2.Chat) -> None:
-    choice, path = chat.tool_choice, f"{_PATH}.tool_choice"
+    choice = chat.tool_choice
+    path = f"{_PATH}.tool_choice"
     if choice.mode not in inference_pb2.ToolChoice.Mode.values():
         raise InvalidArgument(f"{choice.mode} is not a mode", f"{path}.mode")
     if must_call(chat) and not chat.tools:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
-"""Tags around a tool call of Hermes models; text, even if the tokenizer has them as special tokens."""
+"""Tags around a tool call of Hermes models; text even if the tokenizer has them as special."""
 
 PYTHON_TAG: Final = "<|python_tag|>"
 AUTO: Final = "auto"

@@ -1,10 +1,10 @@
-"""Runs CPU-bound work in threads in which callers take turns, if it is too large for the event loop.
+"""Runs CPU-bound work in threads in which callers take turns.
 
-The next work is that of the caller that has used these threads for the least time
-(../fair_queue.py). So a caller with much work delays another caller by the work that runs at that
-moment, not by the work that waits. A text's characters count as microseconds until its work has
-been measured; tokenizing a text takes about that long. The queue is bounded: when it is full, the
-caller with the longest backlog is refused.
+The caller that has used these threads for the least time is next (../fair_queue.py). So a caller
+with much work delays another caller by the work that runs at that moment, not by its waiting work.
+A text's characters count as microseconds until its work has been measured; tokenizing a text takes
+about that long. The queue is bounded: when it is full, the caller with the longest backlog is
+refused.
 
 The end of this file lists the kinds of work, each with the size from which it leaves the event
 loop. Knows nothing of tokens and templates.
@@ -54,7 +54,7 @@ class _Task(QueueEntry):
 
 
 class FairThreads:
-    """Runs work in a bounded number of threads. Thread-safe, and usable from several event loops."""
+    """Runs work in a bounded number of threads. Thread-safe; several event loops may use it."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class FairThreads:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`max_tasks` and `max_size` bound the queue; `max_seconds` bounds the wait for a result."""
+        """`max_tasks` and `max_size` bound the queue, `max_seconds` the wait for a result."""
         self._num_threads = num_threads
         self._max_seconds = max_seconds
         self._clock = clock
@@ -82,8 +82,8 @@ class FairThreads:
         """Returns the result of `work` with these arguments; `size` in characters or bytes.
 
         `turn` names the caller; its tasks run one after another while others wait. Raises any error
-        of `work`, and Overloaded if the queue is full or the result takes too long. If the caller is
-        cancelled, its waiting work does not run.
+        of `work`, and Overloaded if the queue is full or the result takes too long. If the caller
+        is cancelled, its waiting work does not run.
         """
         result: Future[_T] = Future()
         task = _Task(
@@ -215,7 +215,7 @@ class SizedWork:
     long_threads: FairThreads | None = None  # from LONG_FROM on; None: the same threads
 
     async def run(self, turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
-        """Returns the result of `work` with these arguments; `turn` and errors as in FairThreads."""
+        """Returns the result of `work` with these arguments; `turn`, errors: as FairThreads.run."""
         if size < self.thread_from:
             return work(*args)
         threads = self.long_threads if size >= LONG_FROM and self.long_threads else self.threads

@@ -32,7 +32,7 @@ _SCHEMAS: Final = (
     "then",
     "else",
 )
-"""Keywords whose values are schemas by name, lists of schemas, or a schema; `items` may be a list."""
+"""Keywords whose values are schemas by name, lists of schemas, or a schema (`items`: both)."""
 
 _REFERENCES: Final = ("$ref", "$dynamicRef", "anyOf", "oneOf", "if", "dependentSchemas")
 _SAYS_MORE: Final = (

@@ -123,10 +123,15 @@ def _restored(prepared: PreparedRequest, progress: Mapping[int, ChoiceProgress])
     tokens = prepared.tokens
     if not prepared.is_held:  # otherwise it starts again, with the same seed
         choices = [progress.get(choice) for choice in range(tokens.submit.num_choices)]
-        emitted = tuple(
-            () if each is None else None if each.has_ended else each.ids for each in choices
-        )
+        emitted = tuple(_emitted(each) for each in choices)
         if 0 in progress:  # the first message of choice 0 had them
             tokens.submit.ClearField("prompt_logprobs")
         tokens = replace(tokens, emitted=emitted)
     return replace(prepared, tokens=tokens, progress=progress)
+
+
+def _emitted(progress: ChoiceProgress | None) -> tuple[int, ...] | None:
+    """Returns the client's ids of a choice; None if the choice has ended."""
+    if progress is None:
+        return ()
+    return None if progress.has_ended else progress.ids

@@ -18,7 +18,7 @@ _MAX_LOOKAHEADS: Final = 16  # of one pattern
 _DECIMAL_WIDTH: Final = re.compile(
     r"\(\?=\[\\d\.\]\{1,(\d{1,2})\}0\*\$\)\\d(?:\*|\{0,(\d+)\})\\\.\\d(?:\*|\{0,(\d+)\})0\*\$"
 )
-"""pydantic's pattern of decimals with a number of digits; the lookahead counts them and the point."""
+"""pydantic's pattern of decimals with a number of digits; its lookahead counts them."""
 
 
 def without_lookarounds(pattern: str) -> list[str]:
@@ -37,7 +37,8 @@ def _decimal(match: re.Match[str]) -> str:
     It has an alternative for each number of digits before the point.
     """
     most = int(match[1]) - 1
-    before, after = match[2], match[3]
+    before = match[2]
+    after = match[3]
     if before is not None and after is not None:
         rest = min(int(after), max(most - int(before), 0))
         return rf"\d{{0,{before}}}\.\d{{0,{rest}}}0*$"

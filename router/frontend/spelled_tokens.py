@@ -34,7 +34,8 @@ _PAUSE_SECONDS: Final = 1e-6
 _PRIVATE_USE: Final = range(0xE000, 0xF900)
 _PRIVATE_CHARACTER: Final = re.compile("[\ue000-\uf8ff]")
 _RENAMED: Final = 0xF0000  # the first character of the private-use planes
-_OPEN, _CLOSE = "\U0010fffe", "\U0010ffff"  # around a new name; noncharacters
+_OPEN: Final = "\U0010fffe"  # before a new name; a noncharacter, as is _CLOSE
+_CLOSE: Final = "\U0010ffff"
 _SOLID: Final = re.compile(r"\S")
 _FIELD: Final = "prompt.chat"
 
@@ -58,7 +59,7 @@ def _ids_of(encoding: Encoding) -> list[int]:
 
 
 class Spellings:
-    """Finds tokens in texts: whole tokens, and at a text's ends parts that a neighbour may complete."""
+    """Finds tokens in texts: whole ones, and at a text's ends parts of them."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         found = sorted({token for token in tokens if token.strip()}, key=len, reverse=True)

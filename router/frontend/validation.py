@@ -115,8 +115,8 @@ def complete_sampling(
 ) -> inference_pb2.SamplingParams:
     """Returns a copy of the checked parameters with every field set, except bad_words.
 
-    A missing seed is drawn at random. `defaults`: the model's, by field; they do not apply to a beam
-    search, which samples nothing.
+    A missing seed is drawn at random. `defaults`: the model's, by field; they do not apply to a
+    beam search, which samples nothing.
     """
     values = _complete(request.sampling, _SAMPLING)
     if not request.HasField("beam_search"):

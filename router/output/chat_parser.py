@@ -137,7 +137,7 @@ class ChatParser:
         return ChatDelta(text=text, reasoning=delta.reasoning, calls=tuple(calls))
 
     def _note(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Follows whether the answer is within reasoning."""
+        """Updates `is_reasoning`."""
         for event in events:
             if event["field"] == "reasoning" and event["type"] != "region_chunk":
                 self.is_reasoning = event["type"] == "region_open"
@@ -153,7 +153,8 @@ class ChatParser:
             ]
         except (ValueError, RecursionError):
             return []
-        return [] if None in found else [call for call in found if call is not None]
+        calls = [call for call in found if call is not None]
+        return calls if len(calls) == len(found) else []
 
 
 @cache
@@ -161,7 +162,7 @@ def _response_template(
     reasoning: str, calls: str
 ) -> tuple[ResponseTemplate | None, frozenset[str]]:
     """Returns the declaration of two formats, None if it declares nothing, and their markup."""
-    # The format of reasoning comes last: its fields for text replace those of the call format.
+    # The format of reasoning comes last: its fields for text replace the call format's.
     found = (CALL_FORMATS.get(calls), REASONING_FORMATS.get(reasoning))
     forms = [form for form in found if form is not None]
     fields = {name: each for form in forms for name, each in form.fields.items()}

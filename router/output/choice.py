@@ -102,7 +102,8 @@ class ChoiceOutput:
 
         If the texts are to be parsed, there is one for each id, and one more for the end.
         """
-        ids, reason = delta.ids, delta.finish_reason
+        ids = delta.ids
+        reason = delta.finish_reason
         if self._request.is_empty:
             return (), [], inference_pb2.FINISH_REASON_LENGTH
         shown = ids[:-1] if reason == _STOP else ids  # the stop token has no text

@@ -7,7 +7,7 @@ from ..frontend.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 16
-"""A character has at most 4 bytes, hence tokens. Bytes are not text if no more tokens complete it."""
+"""A character has at most 4 bytes, hence tokens; more tokens do not complete a character."""
 _MAX_CONTEXT_TOKENS = 8
 
 

@@ -6,7 +6,7 @@ from ...proto import inference_pb2
 
 
 class JoinedAnswer:
-    """Joins the messages of one prompt; it keeps one message of each completion, not of each token."""
+    """Joins the messages of one prompt; keeps one message of each completion, not of each token."""
 
     def __init__(self) -> None:
         self._choices: dict[int, _JoinedChoice] = {}
@@ -47,6 +47,6 @@ class _JoinedChoice:
     def message(self) -> inference_pb2.GenerateResponse:
         self._message.text = self._text.getvalue()
         self._message.reasoning = self._reasoning.getvalue()
-        self._message.ClearField("first_index")  # that of the last part
+        self._message.ClearField("first_index")  # of the last part
         self._message.ClearField("usage")
         return self._message

@@ -6,6 +6,7 @@ Knows nothing of dispatch and of APIs.
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError, TandemError
@@ -105,9 +106,9 @@ class OutputProcessor:
 
     async def _take_prompt(self, scores: Sequence[worker_pb2.TokenScores]) -> None:
         """Takes the scores of the prompt after its first token."""
-        tokenizer, prompt = self._request.tokenizer, self._request.tokens.submit.token_ids
-        made = SCORING.run("", len(scores), prompt_logprobs, tokenizer, prompt, scores)
-        self._prompt_logprobs = await made
+        prompt = self._request.tokens.submit.token_ids
+        make = partial(prompt_logprobs, self._request.tokenizer, prompt, scores)
+        self._prompt_logprobs = await SCORING.run("", len(scores), make)
 
     def _note(self, delta: TokenDelta, message: inference_pb2.GenerateResponse) -> None:
         """Adds the prompt's log probabilities to a message; notes the end of its choice."""
@@ -188,7 +189,8 @@ class OutputProcessor:
         if not self._has_begun:
             self._has_begun = True
             self._cached_tokens = message.cached_tokens = self._num_cached()
-        binding, number = self._request.resume, message.choice
+        binding = self._request.resume
+        number = message.choice
         if binding is None or self._request.has_event_ids:
             return message
         signer = self._signers.get(number)

@@ -18,7 +18,7 @@ from ..frontend.chat_formats import CALL_MARKUP, PYTHON_TAG
 from ..frontend.tokenizer import Tokenizer
 
 _OPEN, _CLOSE = CALL_MARKUP
-_BETWEEN: Final = ";,"  # what Llama models write between two calls
+_BETWEEN: Final = ";,"  # Llama models write these between two calls
 _SPACE: Final = " \t\r\n"
 _JSON_MARKS: Final = re.compile(r'\\(?:.|\Z)|["{}]', re.DOTALL)  # an escaped character, or a mark
 

@@ -103,7 +103,7 @@ def digest_request(
 ) -> bytes:
     """Returns a hash of everything that determines the answer, except a random seed.
 
-    `prompt` and `max_tokens` are those of the prepared request. `salt`: further text that must be
+    `prompt` and `max_tokens` belong to the prepared request. `salt`: further text that must be
     the same; it has the model's name, which the request may leave out.
     """
     bound = inference_pb2.GenerateRequest()
