@@ -1,7 +1,7 @@
-"""Reads the configuration of a service: a YAML file and flags in, a frozen tree of checked values
-out.
+"""Reads the configuration of a service from a YAML file and flags, as a frozen tree of values.
 
-Does not import Ray: the deployments (`app.py`) and the launcher (`launch.py`) read from it.
+Does not import Ray: the deployments (`app.py`) and the launcher (`launch.py`) read from it. One
+file because operators look up every value of the configuration here.
 """
 
 import difflib
@@ -28,21 +28,14 @@ from .scaling.config import SERVE_CONFIG_ONLY, ScalingConfig
 from .settings import NULL, split_aliases
 from .text_files import read_yaml
 
-STOP_MARGIN_SECONDS: Final = 2.0  # beyond grace_seconds, for a replica to stop
+STOP_MARGIN_SECONDS: Final = 2.0  # a replica has this time beyond grace_seconds to stop
 
 
 def _check_transport(name: str) -> str:
-    """Returns the name of a transport of KV cache. Workers import it; here it need only be
-    installed.
-    """
-    # Not imported from the registry of transports: that takes torch.
-    known = [
-        "shared",
-        "gloo",
-        "nccl",
-        "nixl",
-        *sorted(entry_points(group="tandem.kv_connectors").names),
-    ]
+    """Returns the name of an installed transport of KV cache, which workers import."""
+    # Not taken from the registry of transports, which imports torch.
+    known = ["shared", "gloo", "nccl", "nixl"]
+    known += sorted(entry_points(group="tandem.kv_connectors").names)
     if name not in known:
         raise PydanticCustomError(
             "transport", "Name should be one of {known}", {"known": ", ".join(known)}
@@ -77,16 +70,15 @@ class PeerTlsConfig(BaseModel):
 
     model_config = SECTION
 
-    # cluster: certificates that are made when the service is launched; files: those named here.
-    # None: plaintext if all nodes are loopback, else cluster.
+    # cluster: certificates are made when the service is launched. files: the files named here.
+    # None: plaintext if all nodes are loopback, otherwise cluster.
     mode: Literal["none", "cluster", "files"] | None = None
-    # PEM, read where `tandem serve` runs.
+    # PEM files, read where `tandem serve` runs.
     ca: str | None = Field(default=None, min_length=1, max_length=4096)
     certificate: str | None = Field(default=None, min_length=1, max_length=4096)
     key: str | None = Field(default=None, min_length=1, max_length=4096)
-    name: str = Field(
-        default="tandem-peer", pattern=r"^[a-z0-9.-]{1,253}$"
-    )  # for which the certificate is
+    # The host name in the certificate.
+    name: str = Field(default="tandem-peer", pattern=r"^[a-z0-9.-]{1,253}$")
 
     @model_validator(mode="after")
     def _has_its_files(self) -> Self:
@@ -99,64 +91,62 @@ class PeerTlsConfig(BaseModel):
 
 
 class TracingConfig(BaseModel):
-    """Configures where spans of requests go, over OTLP; needs the extra `otel`."""
+    """Configures the export of request spans over OTLP; needs the extra `otel`."""
 
     model_config = SECTION
 
-    endpoint: Annotated[str, Field(max_length=2048, pattern=r"^https?://[^/ ]+")] | None = (
-        None  # with /v1/traces
-    )
-    sample_ratio: float = Field(default=1.0, ge=0, le=1)  # of requests whose caller has not decided
+    # The whole URL, with /v1/traces.
+    endpoint: Annotated[str, Field(max_length=2048, pattern=r"^https?://[^/ ]+")] | None = None
+    # Of requests whose caller has not decided.
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
 
 
 class RouterConfig(BaseModel):
-    """Configures the routers: how many, the ports of their API servers, the bounds of the queue,
-    where they may run.
-    """
+    """Configures the routers: their number, ports, queue bounds, connections and nodes."""
 
     model_config = SECTION
 
-    replicas: int | None = Field(
-        default=None, ge=1, le=256
-    )  # None: 1 on a local Ray, one a node on a cluster
-    # The interface that the API servers bind. None: as all servers. Clients and the directory are
-    # told the address that `host` gives, so with 0.0.0.0 it is that of the node, and loopback
-    # reaches them, too.
+    # None: 1 on a local Ray, one for each node on a cluster.
+    replicas: int | None = Field(default=None, ge=1, le=256)
+    # The interface that the API servers bind; None: `host`. Clients and the directory get the
+    # address that follows from `host`: with `bind` 0.0.0.0 the node's address, and loopback works
+    # beside it.
     bind: Host | None = None
-    # Ports of each router; 0 takes a free one. A router whose node has another router on them takes
-    # the next ones.
+    # Ports of each router; 0 takes a free one. If another router of the node has these ports, the
+    # router takes the next ones.
     grpc_port: Port = 50_051
     http_port: Port = 8_080
-    ops_port: Port = 9_464  # of /metrics, /live and /ready; if another program has it, any free one
-    tls: TlsConfig | None = None  # None: in plaintext
+    # Of /metrics, /live and /ready. If another program has the port, the router takes a free one.
+    ops_port: Port = 9_464
+    tls: TlsConfig | None = None  # None: plaintext
     reflection: bool = False
-    # Of gRPC responses, to clients that accept it. Token messages are small: compression costs more
-    # time than it saves, except on slow links.
+    # Of gRPC responses, for clients that accept it. Token messages are small: compression costs
+    # more time than it saves, except on slow links.
     compression: Literal["none", "gzip"] = "none"
-    # A prompt of which a decode worker lacks no more may be computed there, if that is predicted to
-    # be faster; 0 is never. So few tokens hide behind the weights that a decode step reads anyway,
-    # or are two steps' chunks on CPUs.
+    # A decode worker that lacks at most this number of a prompt's tokens may compute them, if that
+    # is predicted to be faster; 0: never. A small chunk hides behind the weights that a decode
+    # step reads anyway; on CPUs 64 tokens are the chunks of two steps.
     local_prefill_tokens: int = Field(default=64, ge=0, le=1_048_576)
-    # Of waiting requests, and of their tokens: prompts, and what they are expected to generate.
+    # Bounds of waiting requests, and of their tokens: prompts plus expected completions.
     max_queued_requests: int = Field(default=1_024, ge=1, le=1_048_576)
     max_queued_tokens: int = Field(default=1_048_576, ge=1, le=1_073_741_824)
     max_queue_seconds: float = Field(
         default=30.0, ge=0.01, le=86_400, description=QUEUE_SECONDS_HELP
     )
-    # How long a request that has lost its worker waits for one that can take it.
+    # The time that a request whose worker was lost waits for another worker.
     park_seconds: float = Field(default=30.0, ge=0, le=3600)
-    # How long a client may resume a stream after what it got of it last, here or at another router.
+    # The time after the last received message in which a client may resume a stream, at any router.
     resume_seconds: float = Field(default=RESUME_SECONDS, ge=1, le=86_400)
-    # Names by which clients reach the status page and, where no key is needed, the HTTP server,
-    # beside addresses and localhost; "*": any. Pages in browsers get in by DNS rebinding otherwise.
+    # Host names, beside addresses and localhost, by which clients reach the status page and, in a
+    # service without keys, the HTTP server; "*": any. They keep out pages that use DNS rebinding.
     host_names: HostNames = ()
-    # Of pages that may use the HTTP server, such as https://chat.example.com; "*": any.
+    # Origins of pages that may use the HTTP server, such as https://chat.example.com; "*": any.
     cors_origins: CorsOrigins = ()
-    # After how long without progress a client that does not read its stream is cut.
+    # A client that does not read its stream is disconnected after this time without progress.
     stall_seconds: float = Field(default=STALL_SECONDS, ge=0.1, le=3600)
-    # Of each API server. When there are too many, HTTP ends one without a request for a new one;
-    # gRPC refuses new ones, and by address it bounds calls instead. Clients behind a proxy have one
-    # address.
+    # Of each API server. At the bound, HTTP closes an idle connection for a new one, and gRPC
+    # refuses new ones. For an address gRPC bounds calls instead of connections. Clients behind a
+    # proxy share one address.
     max_connections: int = Field(default=MAX_CONNECTIONS, ge=1, le=1_048_576)
     max_connections_per_address: int = Field(
         default=MAX_CONNECTIONS_PER_ADDRESS, ge=1, le=1_048_576
@@ -167,41 +157,35 @@ class RouterConfig(BaseModel):
 
 
 class PoolConfig(BaseModel):
-    """Configures one pool of workers: how many, how each is split, its budgets, and where it may
-    run.
-    """
+    """Configures one pool of workers: their number, ranks, budgets and nodes."""
 
     model_config = SECTION
 
-    replicas: int = Field(default=1, ge=0, le=256)  # with `autoscaling` the fewest
+    replicas: int = Field(default=1, ge=0, le=256)  # with `autoscaling` the minimum
     autoscaling: ScalingConfig | None = None  # None: always `replicas` workers
     tp: int = Field(default=1, ge=1, le=64)  # ranks of a worker, which share the model
-    # Where the ranks of a worker may be: Ray's strategies for placement groups. STRICT_PACK is one
-    # node.
+    # Ray's strategy for the nodes of a worker's ranks; STRICT_PACK: one node.
     placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
-    num_threads: int | None = Field(
-        default=None, ge=1, le=1024
-    )  # of each rank; None shares its node's cores evenly
+    # Of each rank; None: an equal share of its node's cores.
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
     block_size: int = Field(default=16, ge=1, le=1024)  # tokens
-    kv_cache_gb: float = Field(
-        default=1.0, ge=0.001, le=4096
-    )  # GiB of each rank's memory; its heads of every token
-    kv_host_gb: float = Field(
-        default=0.0, ge=0, le=4096
-    )  # GiB of each rank's host memory, for what leaves that cache
-    # A folder on every node of the pool, and GiB of its disk for each worker, which keep KV cache
+    # GiB of each rank's memory, which holds the rank's heads of every token.
+    kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)
+    # GiB of each rank's host memory, for blocks that leave that cache.
+    kv_host_gb: float = Field(default=0.0, ge=0, le=4096)
+    # A folder on every node of the pool, and GiB of its disk for each worker; they keep KV cache
     # beyond a restart.
     kv_disk: AbsolutePath | None = None
     kv_disk_gb: float = Field(default=0.0, ge=0, le=1_048_576)
-    # Of prompts, computed in one step. None is 2048, on CPUs 512, with one thread 128.
+    # Prompt tokens in one step. None: 2048, on CPUs 512, with one thread 128.
     chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
-    # The same at most beside sequences that decode, which wait for it; with few a third. None is
-    # 1024, on CPUs 40.
+    # The maximum of prompt tokens in a step with decodes, which wait for them; with few sequences a
+    # third. None: 1024, on CPUs 40.
     mixed_chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     max_sequences: int = Field(default=64, ge=1, le=65_536)
-    num_cpus: float = Field(default=0.0, ge=0, le=1024)  # what a replica reserves in Ray
+    num_cpus: float = Field(default=0.0, ge=0, le=1024)  # that a replica reserves in Ray
     resources: Resources = {}  # custom Ray resources of a replica
-    labels: Labels = {}  # of the Ray nodes on which it may run
+    labels: Labels = {}  # of the Ray nodes on which a replica may run
 
     @property
     def max_replicas(self) -> int:
@@ -209,7 +193,7 @@ class PoolConfig(BaseModel):
 
     @property
     def num_ranks(self) -> int:
-        """Returns the number of ranks of all workers, when there are most."""
+        """Returns the number of ranks of the maximum of workers."""
         return self.max_replicas * self.tp
 
 
@@ -218,67 +202,60 @@ class TandemConfig(BaseModel):
 
     model_config = SECTION
 
-    model: str = Field(
-        min_length=1, max_length=4096
-    )  # a demo model's name, a local folder or a hub id
+    # A built-in model's name, a local folder, a GGUF file or a hub id.
+    model: str = Field(min_length=1, max_length=4096)
     served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
     name: str = Field(default="tandem", pattern=r"^[a-z][a-z0-9-]{0,62}$")
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    quantization: Quantization | None = None  # of plain weights, when they are loaded
-    kv_cache_dtype: KvCacheDtype = (
-        "auto"  # auto: dtype; others have a scale for each token and KV head
-    )
+    # Of weights that are not quantized in the checkpoint, when they are loaded.
+    quantization: Quantization | None = None
+    # auto: dtype. The others have a scale for each token and KV head.
+    kv_cache_dtype: KvCacheDtype = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
-    # exact: a token's logits do not depend on batch and chunks, so that a stream which is computed
-    # again after a fault goes on with the same tokens. CPUs always compute so where our kernels
-    # run; on GPUs it takes slower kernels.
+    # exact: a token's logits do not depend on batch and chunks, so a stream that is computed again
+    # after a fault continues with the same tokens. Our kernels for CPUs are always exact; on GPUs
+    # exact kernels are slower.
     numerics: Literal["exact", "fast"] = "fast"
-    model_impl: ModelImpl = "auto"  # whose code computes; see docs/transformers.md
-    generation_config: Literal["auto", "none"] = (
-        "auto"  # auto: the model's own file has the defaults of requests
-    )
+    model_impl: ModelImpl = "auto"  # the code that computes; see docs/transformers.md
+    # auto: defaults of requests come from the model's generation_config.json.
+    generation_config: Literal["auto", "none"] = "auto"
     context_tokens: int | None = Field(
         default=None, ge=2, le=1_048_576
-    )  # None takes the model's own
+    )  # None: the model's context
     prefix_caching: bool = True
-    tool_call_parser: ToolCallParserName = "auto"  # by the chat template; as vLLM names them
+    # With vLLM's names; auto finds the parser in the chat template.
+    tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
     speculative: SpeculativeConfig | None = None  # None: a step makes one token of a sequence
-    # Transports of KV cache between workers, preferred to gRPC in this order; each two take the
-    # first that both can use. None is shared memory (within a host) on CPUs, and only gRPC on GPUs
-    # until NCCL has been measured on some.
+    # Transports of KV cache between workers, preferred to gRPC in this order; two workers use the
+    # first that both have. None: shared memory (within a host) on CPUs, and only gRPC on GPUs.
     kv_transports: Transports | None = None
     lease_seconds: float = Field(default=30.0, ge=0.1, le=3600)
-    grace_seconds: float = Field(
-        default=3.0, ge=0, le=3600
-    )  # that running streams have to end when the service stops
-    start_seconds: float = Field(default=300.0, ge=1, le=86_400)  # how long a start may take
-    # After how long without a heartbeat a rank is lost, and its worker with it. One that dies
-    # breaks its connection and is noticed at once; one that is only paused, as with its virtual
+    # The time in which running streams may end when the service stops.
+    grace_seconds: float = Field(default=3.0, ge=0, le=3600)
+    start_seconds: float = Field(default=300.0, ge=1, le=86_400)  # the maximum for a start
+    # After this time without a heartbeat a rank is lost, and its worker with it. A dead rank is
+    # noticed at once by its broken connection; a rank that is only paused, as with its virtual
     # machine, should not cost a reload.
     silence_seconds: float = Field(default=5.0, ge=0.5, le=3600)
-    # After how long without progress an engine is taken to hang, and its worker is replaced.
-    # Progress is a quarter of the model's layers in a step on CPUs, and a whole step on GPUs.
-    # Compilation and warm-up come before.
+    # After this time without progress an engine is considered to hang, and its worker is replaced.
+    # Progress is a quarter of the model's layers in a step on CPUs, and a whole step on GPUs. The
+    # time for compilation and warm-up does not count.
     hang_seconds: float = Field(default=10.0, ge=1, le=3600)
-    host: Host | None = (
-        # that all servers bind; None: loopback on a local Ray, the node's address on a cluster
-        None
-    )
-    # Serve's HTTP proxy (/-/healthz, the status page under /NAME). None: 8000, on a local Ray a
-    # free one if need be.
+    # The interface that all servers bind; None: loopback on a local Ray, the node's address on a
+    # cluster.
+    host: Host | None = None
+    # Of Serve's HTTP proxy (/-/healthz, the status page at /NAME). None: 8000, or on a local Ray a
+    # free port if 8000 is taken.
     status_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
     dashboard: bool = False
-    identity_file: AbsolutePath | None = (
-        None  # of `tandem key identity`; None: made when the service is launched
-    )
-    metrics: bool = True  # False counts nothing, to measure what it costs
-    log_format: Literal["text", "json"] = (
-        "text"  # json: a line for each request, and the request's id in all lines
-    )
-    adapters: Annotated[
-        dict[AdapterName, AbsolutePath], Field(max_length=MAX_ADAPTERS)
-    ] = {}  # LoRA, folders by name
+    # A file of `tandem key identity`; None: an identity is made when the service is launched.
+    identity_file: AbsolutePath | None = None
+    metrics: bool = True  # False counts nothing, to measure the cost of counting
+    # json: a line for each request, and the request's id in all lines.
+    log_format: Literal["text", "json"] = "text"
+    # Folders of LoRA adapters, by name.
+    adapters: Annotated[dict[AdapterName, AbsolutePath], Field(max_length=MAX_ADAPTERS)] = {}
     lora: LoraConfig = LoraConfig()
     tracing: TracingConfig = TracingConfig()
     auth: AuthConfig = AuthConfig()
@@ -293,33 +270,31 @@ class TandemConfig(BaseModel):
             raise ValueError("decode.replicas: must be at least 1, got 0")
         if self.identity_file is not None and self.peer_tls.mode is not None:
             raise ValueError(
-                "peer_tls.mode: does not go with identity_file, which holds the certificates"
+                "peer_tls.mode: cannot be set together with identity_file, which holds the "
+                "certificates"
             )
         if self.quantization is not None and self.device == "cuda" and self.numerics == "exact":
-            raise ValueError(
-                "quantization: does not go with numerics exact on cuda, where it has no kernel for "
-                "that"
-            )
+            raise ValueError("quantization: has no exact kernel on cuda; set numerics to fast")
         if self.kv_cache_dtype != "auto" and self.device == "cuda":
             raise ValueError(
-                f"kv_cache_dtype: {self.kv_cache_dtype} has kernels on cpu only, on cuda it must "
+                f"kv_cache_dtype: {self.kv_cache_dtype} has kernels on cpu only; on cuda it must "
                 "be auto"
             )
         for name in (self.served_name, *self.aliases):
             if name in self.adapters:
-                raise ValueError(f"adapters.{name}: is the name of the model")
+                raise ValueError(f"adapters.{name}: the model has this name; choose another one")
         for role, pool in self.pools.items():
             for setting in ("kv_host_gb", "kv_disk"):
                 if getattr(pool, setting) and not self.prefix_caching:
                     raise ValueError(f"{role}.{setting}: needs prefix_caching")
             if (pool.kv_disk is None) != (pool.kv_disk_gb == 0):
-                raise ValueError(f"{role}.kv_disk: goes with kv_disk_gb above 0, and that with it")
+                raise ValueError(f"{role}.kv_disk: must be set together with kv_disk_gb above 0")
             if pool.autoscaling is not None:
                 pool.autoscaling.check(role, pool.replicas)
         return self
 
     def check_sizes_are_fixed(self) -> None:
-        """Raises InvalidArgument if a pool is to follow its load, for those who cannot do that."""
+        """Raises InvalidArgument if a pool has autoscaling, which not every launcher supports."""
         if any(pool.autoscaling is not None for pool in self.pools.values()):
             raise InvalidArgument(SERVE_CONFIG_ONLY, "autoscaling")
 
@@ -331,9 +306,9 @@ class TandemConfig(BaseModel):
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Returns the other names of the model: what the service was given, a folder's path or a
-        hub id, as clients of other servers ask for it. Of a path both with and without the slash at
-        its end.
+        """Returns the other names of the model, which clients of other servers use.
+
+        These are the path or the hub id in `model`; a path with and without the slash at its end.
         """
         given = dict.fromkeys(
             (self.model, self.model.rstrip("/"), re.sub(_REVISION, r"\1", self.model))
@@ -350,11 +325,9 @@ class TandemConfig(BaseModel):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        return (
-            (("shared",) if self.device == "cpu" else ())
-            if self.kv_transports is None
-            else self.kv_transports
-        )
+        if self.kv_transports is not None:
+            return self.kv_transports
+        return ("shared",) if self.device == "cpu" else ()
 
     def chunk_tokens(self, pool: PoolConfig, num_threads: int) -> int:
         return pool.chunk_tokens or default_chunk_tokens(self.device, num_threads * pool.tp)
@@ -365,13 +338,13 @@ class TandemConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOffer:
-    """Describes what a node of the cluster has to offer."""
+    """Describes the resources and labels of a node of the cluster."""
 
     resources: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def takes(self, section: RouterConfig | PoolConfig) -> bool:
-        """Returns whether replicas of this section may run here."""
+        """Returns True if replicas of this section may run here."""
         has_resources = all(
             self.resources.get(name, 0) >= amount for name, amount in section.resources.items()
         )
@@ -379,11 +352,11 @@ class NodeOffer:
 
 
 def ranks_per_node(config: TandemConfig, pool: PoolConfig, nodes: Sequence[NodeOffer]) -> int:
-    """Returns how many ranks of both pools may share a node that runs ranks of `pool`: the share of
-    its cores that one rank may take is one in so many.
+    """Returns the greatest number of ranks of both pools on a node that runs ranks of `pool`.
 
-    Workers are expected to spread evenly over the nodes that their pool may have, the ranks of one
-    worker to stay together unless its placement spreads them.
+    A rank may use the node's cores divided by this number. Workers are expected to spread evenly
+    over the nodes of their pool; the ranks of a worker stay together unless its placement spreads
+    them.
     """
     num_ranks = [0] * len(nodes)
     for each in (config.prefill, config.decode):
@@ -397,13 +370,14 @@ def ranks_per_node(config: TandemConfig, pool: PoolConfig, nodes: Sequence[NodeO
 
 
 def check_interface(auth: AuthConfig, host: str) -> None:
-    """Raises InvalidArgument if routers may not listen on this interface: without keys only
-    loopback is safe.
+    """Raises InvalidArgument if routers may not listen on this interface.
+
+    Without keys only loopback is safe.
     """
     if auth.keys_file is None and not auth.allow_anonymous and not is_loopback(host):
         raise InvalidArgument(
-            f"{host} is not loopback, and whoever reaches it could use the service without a key; "
-            "set auth.keys_file (--api-keys), or else auth.allow_anonymous (--allow-anonymous)",
+            f"{host} is not loopback: everybody who reaches it could use the service without a "
+            "key; set auth.keys_file (--api-keys) or auth.allow_anonymous (--allow-anonymous)",
             "host",
         )
 
@@ -443,7 +417,7 @@ def _put(tree: dict[str, Any], key: str, value: object) -> None:
 
 
 def _line(entry: Mapping[str, Any]) -> str:
-    """Returns one validation error as "dotted.key: what is wrong"."""
+    """Returns one validation error as "dotted.key: reason"."""
     path = tuple(entry["loc"])
     match entry["type"]:
         case "value_error":
@@ -457,12 +431,14 @@ def _line(entry: Mapping[str, Any]) -> str:
         case "tuple_type":
             text = f"must be a list, got {_shorten(entry['input'])}"
         case _:  # pydantic's "Input should be ..." or "String should have ...", with the bound
-            text = f"{re.sub(r'^[A-Z][a-z]+ should', 'must', entry['msg'])}, got {_shorten(entry['input'])}"
+            bound = re.sub(r"^[A-Z][a-z]+ should", "must", entry["msg"])
+            text = f"{bound}, got {_shorten(entry['input'])}"
     return f"{'.'.join(map(str, path))}: {text}"
 
 
 def _shorten(value: object) -> str:
-    return text if len(text := repr(value)) <= 80 else text[:77] + "..."
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _suggestion(path: tuple[int | str, ...]) -> str:

@@ -9,14 +9,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-_CHARACTERS: Final = 150  # of a line where there is no terminal to fit into
+_CHARACTERS: Final = 150  # in a line if there is no terminal
 
 
 def make_table(
     *texts: str | Column, numbers: Iterable[str] = (), title: str | None = None, boxed: bool = True
 ) -> Table:
-    """Returns a table without rows that has columns of `texts`, then right-justified ones of
-    `numbers`, which a narrow terminal may fold if there is no box.
+    """Returns a table without rows, with columns for `texts`, then right-justified for `numbers`.
+
+    A narrow terminal may fold the columns of numbers in a table without a box.
     """
     columns = [Column(name, justify="right", no_wrap=boxed) for name in numbers]
     table = Table(
@@ -28,15 +29,16 @@ def make_table(
 
 
 def table_console(*, stderr: bool = False) -> Console:
-    """Returns a console that is wide enough for tables."""
+    """Returns a console, which is wide enough for tables if there is no terminal."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return Console(stderr=stderr, highlight=False, width=None if is_terminal else _CHARACTERS)
 
 
 @contextmanager
-def progress_bar(what: str, total: int | None = None, *, shown: bool = True) -> Iterator[Progress]:
-    """Shows a progress bar on stderr, if that is a terminal or a notebook, and removes it at the
-    end.
+def progress_bar(noun: str, total: int | None = None, *, shown: bool = True) -> Iterator[Progress]:
+    """Shows a progress bar on stderr, on a terminal or in a notebook, until the end of the block.
+
+    `noun` names the units that are counted.
     """
     console = Console(stderr=True)
     columns = (
@@ -47,5 +49,5 @@ def progress_bar(what: str, total: int | None = None, *, shown: bool = True) -> 
     )
     disabled = not (shown and (console.is_terminal or console.is_jupyter))
     with Progress(*columns, console=console, transient=True, disable=disabled) as bar:
-        bar.add_task(what, total=total)
+        bar.add_task(noun, total=total)
         yield bar

@@ -1,5 +1,6 @@
-"""Reads and writes the text files that commands name, and parses YAML and lines of JSON. Files and
-lines are named in errors.
+"""Reads and writes the text files that commands name, and parses YAML and lines of JSON.
+
+Errors name the file and the line.
 """
 
 import ssl
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ..proto.errors import InvalidArgument
 
 MAX_FILE_BYTES: Final = 1024 * 1024  # of YAML
-_MAX_KEY: Final = 80  # characters, in an error
+_MAX_KEY: Final = 80  # characters of a key in an error
 
 _Line = TypeVar("_Line", bound=BaseModel)
 
@@ -37,18 +38,18 @@ def write_text(path: Path, text: str, option: str, mode: Literal["w", "a"] = "w"
 
 
 def parse_lines(text: str, path: Path, line_type: type[_Line]) -> list[_Line]:
-    """Returns the lines of a file of JSON objects, without the empty ones. Raises InvalidArgument,
-    which names the line of `path`, also for a file without lines.
+    """Returns the lines of a file of JSON objects, without the empty ones.
+
+    Raises InvalidArgument, which names the line of `path`, also for a file without lines.
     """
     return [line for _, line in number_lines(text, path, line_type)]
 
 
 def number_lines(text: str, path: Path, line_type: type[_Line]) -> list[tuple[int, _Line]]:
-    """Returns what `parse_lines` does, each line with its number in the file, from 1 on."""
+    """Returns the lines as `parse_lines`, each with its number in the file, from 1 on."""
     parsed = []
-    for number, line in enumerate(
-        text.split("\n"), 1
-    ):  # strings in JSON may have other line separators
+    # Not splitlines: strings in JSON may have other line separators.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -62,8 +63,9 @@ def number_lines(text: str, path: Path, line_type: type[_Line]) -> list[tuple[in
 
 
 def read_trust(path: Path | None, option: str) -> ssl.SSLContext | bool:
-    """Returns the certificates that a client takes, as aiohttp wants them: those under the CA that
-    an option names, or else those of the system. Raises InvalidArgument.
+    """Returns aiohttp's `ssl` for the CA that an option names, or for the system's CAs.
+
+    Raises InvalidArgument.
     """
     if path is None:
         return True
@@ -74,11 +76,12 @@ def read_trust(path: Path | None, option: str) -> ssl.SSLContext | bool:
 
 
 def _check_keys(root: yaml.Node | None, path: Path) -> None:
-    """Raises InvalidArgument for a key that a mapping has twice, of which YAML's readers keep the
-    last one silently.
+    """Raises InvalidArgument for a key that a mapping has twice.
+
+    Readers of YAML would silently keep the last one.
     """
     found: list[yaml.Node] = [root] if root else []
-    seen = set()  # nodes that aliases name again
+    seen = set()  # aliases name a node again
     while found:
         node = found.pop()
         if id(node) in seen or isinstance(node, yaml.ScalarNode):
@@ -101,13 +104,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise InvalidArgument(f"{path}: must be at most {MAX_FILE_BYTES} bytes")
+            raise InvalidArgument(f"{path}: must have at most {MAX_FILE_BYTES} bytes")
         _check_keys(yaml.compose(data, Loader=yaml.SafeLoader), path)
         tree = yaml.safe_load(data)
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror or 'cannot be read'}") from None
     # PyYAML raises the last three for scalars that only look like a date or a number, and for tags
-    # that do not fit.
+    # of another type.
     except (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark is not None else ""

@@ -1,6 +1,4 @@
-"""Prints completions: streamed, as a table of log probabilities, as JSON, and where their time
-went.
-"""
+"""Prints completions: streamed, as tables of log probabilities and times, and as JSON."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -27,8 +25,9 @@ _TIMES: Final = _PARTS | {
 
 
 def print_stream(stream: Stream) -> None:
-    """Prints the text of the first choice as it is streamed. Raises a TandemError, after a line end
-    if any text has been printed.
+    """Prints the text of the first choice as it is streamed.
+
+    Raises a TandemError, after a line end if any text has been printed.
     """
     printed = False
     try:
@@ -44,7 +43,7 @@ def print_stream(stream: Stream) -> None:
 
 
 def print_choices(completion: Completion, scored: bool) -> None:
-    """Prints every choice below a line with its number; `scored`: and its score."""
+    """Prints every choice below a line with its number, and with its score if `scored`."""
     for index, choice in enumerate(completion.choices):
         score = f", score {choice.score:.4f}" if scored else ""
         typer.echo(f"--- {index} ({choice.finish_reason}{score})")
@@ -58,7 +57,7 @@ def print_timeline(timeline: Timeline | None) -> None:
 
 
 def print_logprobs(completion: Completion) -> None:
-    """Prints tables on stderr: of the prompt if it was requested, and of each choice."""
+    """Prints the requested tables on stderr: one for the prompt and one for each choice."""
     console = table_console(stderr=True)
     if completion.prompt_logprobs:
         console.print(_logprob_table("prompt", completion.prompt_logprobs))
@@ -69,7 +68,7 @@ def print_logprobs(completion: Completion) -> None:
 
 
 def completion_json(completion: Completion) -> dict[str, Any]:
-    """Returns the whole completion as one object; log probabilities are null where there are none."""
+    """Returns the completion as one object; a missing log probability is null."""
     return {
         "request_id": completion.request_id,
         "choices": [_choice_json(choice) for choice in completion.choices],
@@ -96,12 +95,12 @@ def _logprob_json(given: Logprob) -> dict[str, Any]:
 
 
 def _logprob_table(title: str, tokens: Sequence[TokenLogprobs]) -> Table:
-    """Returns a table with one line for each token, and the alternatives to its right."""
+    """Returns a table with a line for each token; alternatives stand to its right."""
     table = make_table("token", numbers=["logprob"], title=title)
     for place in range(max(len(each.top) for each in tokens)):
         table.add_column(f"top {place + 1}", no_wrap=True)
     for each in tokens:
-        # Text, not str: rich would read markup in a token.
+        # Text, because rich would read a str as markup.
         table.add_row(
             Text(repr(each.token.text)),
             _number(each.token),
@@ -115,11 +114,10 @@ def _number(given: Logprob) -> str:
 
 
 def timeline_table(rows: Iterable[tuple[str, inference_pb2.Timeline]]) -> Table:
-    """Returns a table with one line for each named request. Times are in ms; those from tokenize to
-    decode add up to total.
+    """Returns a table with a line for each named request. Times are in ms.
 
-    The KV columns are the bytes moved, the rate while they were moving, and how long the request
-    waited for them; "by" is the transport.
+    The times from tokenize to decode add up to total. The KV columns have the bytes moved, the rate
+    while they were moving, and the time that the request waited for them; "by" is the transport.
     """
     numbers = (*_TIMES, "KV MB", "KV GB/s", "by", "prompt", "cached", "tokens")
     table = make_table("request", numbers=numbers, title="Where the time went (ms)")

@@ -21,9 +21,9 @@ def batch(
     requests: Annotated[
         Path, typer.Argument(metavar="INPUT", help="JSONL in the format of OpenAI's batches.")
     ],
-    output: Annotated[Path, typer.Argument(help="JSONL; what it has already is kept.")],
+    output: Annotated[Path, typer.Argument(help="JSONL; answers in it are kept.")],
     model: Annotated[
-        str | None, typer.Option(help="Run this model here: what `tandem serve` takes.")
+        str | None, typer.Option(help="Run this model here, named as for `tandem serve`.")
     ] = None,
     url: Annotated[
         str | None,
@@ -32,7 +32,7 @@ def batch(
             f"HTTP API; without --model by default {o.URL_VARIABLE}."
         ),
     ] = None,
-    tp: Annotated[int, typer.Option(help="With --model: processes that share it.")] = 1,
+    tp: Annotated[int, typer.Option(help="With --model: processes that share the model.")] = 1,
     dtype: Annotated[
         str, typer.Option(help="With --model: float32, bfloat16 or float16.")
     ] = "bfloat16",
@@ -41,14 +41,14 @@ def batch(
         float, typer.Option(help="With --model: GiB of KV cache of each process.")
     ] = 1.0,
     context_tokens: Annotated[
-        int | None, typer.Option(help="With --model: of a prompt and its completion.")
+        int | None, typer.Option(help="With --model: the longest prompt plus completion.")
     ] = None,
     max_sequences: Annotated[int, typer.Option(help="With --model: sequences in one batch.")] = 64,
     served_model_name: Annotated[
-        str | None, typer.Option(help="With --model: its name in the requests.")
+        str | None, typer.Option(help="With --model: the model's name in the requests.")
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, help="With --url: requests under way at once.")
+        int, typer.Option(min=1, help="With --url: concurrent requests.")
     ] = _CONCURRENCY,
     patience: Annotated[
         float, typer.Option(min=0, help="With --url: seconds to wait for a busy service.")
@@ -56,12 +56,12 @@ def batch(
     api_key_file: o.ApiKeyFile = None,
     tls_ca: o.TlsCa = None,
 ) -> None:
-    """Answer the requests of INPUT, each by a line of OUTPUT, in the order in which they end.
+    """Answer the requests of INPUT; each answer is a line of OUTPUT, in the order of completion.
 
     A line of INPUT: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body":
     {...}}; the other url is /v1/completions. A line of OUTPUT has the custom_id, and a response
-    with status_code and body, also of a request that is refused. A command that was interrupted or
-    killed goes on when it is given again: no request is answered twice, none is lost.
+    with status_code and body, also for a refused request. An interrupted or killed command
+    continues when it is run again: each request is answered once.
     """
     if model is None and url is None:
         url = os.environ.get(o.URL_VARIABLE)
@@ -98,7 +98,7 @@ def batch(
                 counts = llm.answer_batch(found, answers)
     typer.echo(
         f"{counts.total} requests: {counts.skipped} answered before, {counts.answered} now, "
-        f"{counts.failed} of these by an error",
+        f"{counts.failed} of these with an error",
         err=True,
     )
 

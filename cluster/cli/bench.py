@@ -36,20 +36,21 @@ TTFT        first token's arrival minus the sending of the request
 end to end  last token's arrival minus the sending of the request
 TPOT        (end to end - TTFT) / (output tokens - 1), one value a request
 ITL         gap between successive chunks that bear tokens, one value a gap,
-            however many tokens the chunk has, as in vllm bench serve
+            for any number of tokens in the chunk, as in vllm bench serve
 throughput  requests, output tokens, prompt and output tokens of completed
             requests / duration: first request's start to last one's end
-threads     of other processes of this machine that had a quarter of a core or
-            more in the last round, by process: what each server computed with
+threads     of other processes of this machine that used a quarter of a core or
+            more in the last round, by process: the threads of each server
 refusal     answer RESOURCE_EXHAUSTED or 429 minus the sending of the request
 goodput     requests/s that complete within every limit of --slo; a failure
             is a miss; slo_attainment is their share of all requests
 quantiles   over all values of a round, interpolated; several rounds: the
             median of each figure over the rounds
 
-Latencies are those of completed requests. Over HTTP, events that arrive in one read have one time. Tokens are
-counted by the server (usage); where it sends none, a chunk is a token. A request fails if its answer has an error,
-ends early, has no token or takes longer than --timeout. Prompts are sent with temperature 0.
+Latencies are of completed requests. Over HTTP, events that arrive in one read have one time.
+Tokens are counted by the server (usage); without usage, a chunk is a token. A request fails if its
+answer has an error, ends early, has no token or takes longer than --timeout. Prompts are sent with
+temperature 0.
 """
 
 
@@ -68,7 +69,7 @@ def bench(
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="A file with the API key for --url; else TANDEM_API_KEY. A peer gets none."
+            help="A file with the API key for --url; otherwise TANDEM_API_KEY. A peer gets no key."
         ),
     ] = None,
     tls_ca: Annotated[
@@ -81,7 +82,7 @@ def bench(
         int | None, typer.Option(help="Rounds of each server; with a peer 3, else 1.")
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(help="Closed loop: requests under way at any time.")
+        int | None, typer.Option(help="Closed loop: concurrent requests.")
     ] = None,
     rate: Annotated[
         float | None, typer.Option(help="Open loop: requests/s, with Poisson arrivals.")
@@ -89,24 +90,28 @@ def bench(
     num_prompts: Annotated[
         int | None,
         typer.Option(
-            help=f"Requests in a round; else until --seconds, or the file once, or {DEFAULT_NUM_PROMPTS}."
+            help="Requests in a round; by default until --seconds, or the file once, or "
+            f"{DEFAULT_NUM_PROMPTS}."
         ),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="No request of a round starts after so many seconds.")
+        float | None,
+        typer.Option(help="No request of a round starts after this number of seconds."),
     ] = None,
-    warmup: Annotated[int, typer.Option(help="Requests before the first round, not measured.")] = 1,
+    warmup: Annotated[
+        int, typer.Option(help="Requests before the first round, which are not measured.")
+    ] = 1,
     timeout: Annotated[
-        float, typer.Option(help="Seconds for one request; then it counts as failed.")
+        float, typer.Option(help="The maximum of seconds for one request; a longer one fails.")
     ] = 300.0,
     workload: Annotated[str, typer.Option(help="random, shared-prefix or file.")] = "random",
     input_len: Annotated[int, typer.Option(help="Random tokens of a prompt.")] = 128,
     output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
     prefix_len: Annotated[
-        int, typer.Option(help="shared-prefix: tokens before them, the same in all prompts.")
+        int, typer.Option(help="shared-prefix: tokens before them that all prompts share.")
     ] = 0,
     vocab_size: Annotated[
-        int, typer.Option(help="Random token ids are below; the model's vocabulary or less.")
+        int, typer.Option(help="Random token ids are below; at most the model's vocabulary.")
     ] = 8192,
     file: Annotated[
         Path | None, typer.Option(help='file: lines of {"prompt": text or ids, "max_tokens": N}.')
@@ -160,9 +165,8 @@ def _find_server(url: str, model: str, api_key: str, tls_ca: Path | None) -> Ser
 
 
 def _run(options: BenchOptions, json_to: str) -> None:
-    from ..bench.load import (
-        run_bench,
-    )  # imports aiohttp and numpy, which other commands do not need
+    # Imports aiohttp and numpy, which other commands do not need.
+    from ..bench.load import run_bench
     from ..bench.report import report, round_line, to_json
 
     def report_round(address: ServerAddress, number: int, summary: "Summary") -> None:
@@ -171,7 +175,7 @@ def _run(options: BenchOptions, json_to: str) -> None:
 
     file = None if json_to in ("", "-") else Path(json_to)
     if file:
-        write_text(file, "", "--json", "a")  # raises before the measurement, which may take long
+        write_text(file, "", "--json", "a")  # fails here, not after a long measurement
     measured = asyncio.run(run_bench(options, report_round))
     results = json.dumps(to_json(options, measured), indent=2)
     if file:

@@ -23,42 +23,38 @@ from .answers import print_timeline
 from .conversation import Conversation, open_keyboard, read_question
 
 SETTABLE: Final = (
-    *(
-        "model",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "repetition_penalty",
-        "presence_penalty",
-    ),
-    *(
-        "frequency_penalty",
-        "bad_words",
-        "seed",
-        "max_tokens",
-        "min_tokens",
-        "stop",
-        "priority",
-        "template_kwargs",
-    ),
+    "model",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "priority",
+    "template_kwargs",
 )
 """The options that /set accepts."""
 
 
 @o.request_options(
-    *(
-        "model",
-        "max_tokens",
-        "stop",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-    ),
-    *("presence_penalty", "frequency_penalty", "seed"),
+    "model",
+    "max_tokens",
+    "stop",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
     max_tokens=512,
     temperature=0.0,
 )
@@ -69,9 +65,10 @@ def chat(
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
     timeline: o.ShowTimeline = False,
 ) -> None:
-    """Chat with the model, which sees the whole conversation. /help lists the commands. Ctrl-C cuts
-    an answer short, Ctrl-D ends the chat. In a pipe each line is a question, and the first error
-    ends the chat.
+    """Chat with the model, which sees the whole conversation.
+
+    /help lists the commands. Ctrl-C cuts an answer short, Ctrl-D ends the chat. In a pipe each line
+    is a question, and the first error ends the chat.
     """
     options = cast(ChatOptions, o.given_options(context.params))
     console = table_console(stderr=True)
@@ -104,8 +101,9 @@ def chat(
 
 @dataclass(slots=True)
 class ChatSession:
-    """Runs a chat: sends each line that `take` gets, or carries out its command. Answers go to
-    stdout, all else to `console`.
+    """Runs a chat, line by line: each is a question or a command.
+
+    Answers go to stdout, and everything else to `console`.
     """
 
     client: Client
@@ -117,8 +115,9 @@ class ChatSession:
     ended: bool = False
 
     def take(self, line: str) -> None:
-        """Handles a question, or a command if it begins with one slash. Raises a TandemError, after
-        which the session can continue.
+        """Handles a question, or a command if the line begins with one slash.
+
+        Raises a TandemError, after which the session can continue.
         """
         if line.startswith("/") and not line.startswith("//"):
             self._command(*line[1:].partition(" ")[::2])
@@ -126,8 +125,9 @@ class ChatSession:
             self._ask(line.removeprefix("/") if line.startswith("//") else line)
 
     def _ask(self, question: str) -> None:
-        """Streams the answer to stdout, the model's thoughts to stderr, and keeps the answer in the
-        conversation, also if it is cut off or fails.
+        """Streams the answer to stdout and the model's reasoning to stderr.
+
+        Keeps the answer in the conversation, also if it is cut off or fails.
         """
         self.conversation.ask(question)
         self.timeline = None
@@ -177,39 +177,37 @@ class ChatSession:
         """Asks the last question again."""
         question = self.conversation.undo()
         if question is None:
-            raise InvalidArgument("nothing was asked yet", "/retry")
+            raise InvalidArgument("there is no question yet", "/retry")
         self._ask(question)
 
     def undo(self, _: str) -> None:
         """Removes the last question and its answer."""
         question = self.conversation.undo()
         if question is None:
-            raise InvalidArgument("nothing was asked yet", "/undo")
+            raise InvalidArgument("there is no question yet", "/undo")
         self._print(f"removed: {question}")
 
     def save(self, name: str) -> None:
         """Writes the messages as JSON."""
         if not name:
-            raise InvalidArgument("names no file", "/save")
+            raise InvalidArgument("needs the name of a file", "/save")
         messages = json.dumps(self.conversation.messages, ensure_ascii=False, indent=2)
         write_text(Path(name), messages + "\n", "/save")
         self._print(f"{len(self.conversation.messages)} messages in {name}")
 
     def show_timeline(self, switch: str) -> None:
-        """Shows the timeline of the last answer, or from now on of each one."""
+        """Shows the timeline of the last answer; on: of each answer from now on."""
         if switch in ("on", "off"):
             self.always_timeline = switch == "on"
         elif switch:
-            raise InvalidArgument("takes on, off or nothing", "/timeline")
+            raise InvalidArgument("must be on, off or absent", "/timeline")
         elif self.timeline is None:
-            self._print("the last answer has none")
+            self._print("the last answer has no timeline")
         else:
             print_timeline(self.timeline)
 
     def set(self, assignment: str) -> None:
-        """Sets an option, such as temperature 0.7; without VALUE: its default; without NAME: lists
-        the options.
-        """
+        """Sets an option, as temperature 0.7; without VALUE its default; without NAME lists all."""
         name, _, value = assignment.partition(" ")
         if not name:
             self._print("  ".join(f"{key}={value}" for key, value in self.options.items()))
@@ -243,7 +241,7 @@ _COMMANDS: Final[dict[str, tuple[Callable[[ChatSession, str], None], str]]] = {
 
 
 def _parsed(name: str, value: str) -> dict[str, object]:
-    """Returns the option, parsed by its type; empty without a value."""
+    """Returns the option with its value, parsed by its type; empty without a value."""
     if not value:
         return {}
     adapter: TypeAdapter[object] = TypeAdapter(get_type_hints(ChatOptions)[name])

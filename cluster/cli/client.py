@@ -1,6 +1,4 @@
-"""`tandem generate`, `tandem status` and `tandem dashboard`: requests a completion of a service,
-shows its state, and where its pages are.
-"""
+"""`tandem generate`, `status`, `dashboard`: a completion, the state, the pages of a service."""
 
 import json
 import socket
@@ -45,7 +43,7 @@ def generate(
     ] = False,
     timeline: o.ShowTimeline = False,
 ) -> None:
-    """Continue a text, greedily unless a temperature or several completions are asked for.
+    """Continue a text, greedily unless a temperature or several completions are requested.
 
     The continuation streams to stdout; several completions are printed one below the other, when
     all are complete. Tables of log probabilities and times go to stderr.
@@ -75,9 +73,7 @@ def status(
     service: ServiceAccess,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a running service: routers, pools, workers, their blocks and load, the transports
-    between them.
-    """
+    """Show a running service: routers, workers with their blocks and load, and transports."""
     _, found = service.status()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -120,7 +116,7 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
     )
     table = make_table("pool", "worker", "state", numbers=numbers, boxed=False)
     for worker in workers:
-        load = worker.get("load", {})  # which only an operator's key shows
+        load = worker.get("load", {})  # only an operator's key shows it
         counts = [load.get(f"num_{name}", _HIDDEN) for name in numbers[:2]]
         counts += [load.get(f"{state}_blocks", _HIDDEN) for state in numbers[2:8]]
         counts += [worker.get(f"num_{name}", _HIDDEN) for name in numbers[8:]]
@@ -129,9 +125,7 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def _transport_table(workers: list[dict[str, Any]]) -> Table:
-    """Returns a table of the ranks from which each worker has pulled KV cache, and the transport
-    that it used.
-    """
+    """Returns a table of the transports by which workers have pulled KV cache, for each rank."""
     table = make_table("worker", "pulls from", "transport", boxed=False)
     for worker in workers:
         for endpoint, transport in worker["transports"].items():
@@ -144,9 +138,11 @@ def dashboard(
     service: ServiceAccess,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show how to open a running service's console, status page, Ray dashboard and Grafana.
+    """Show the addresses of a service's console, status page, Ray dashboard and Grafana.
 
-    Where they listen on loopback, the last line is what opens them from another machine."""
+    If they listen on loopback, the last line is a command that makes them reachable from another
+    machine.
+    """
     url, found = service.status()
     ray_dashboard = found["ray_dashboard"]
     if ray_dashboard and not _has_page(ray_dashboard):
@@ -178,7 +174,7 @@ def _lines(pages: dict[str, Any]) -> list[str]:
     rows.append(
         (
             "Grafana",
-            pages["grafana"] or "none that Ray's dashboard tells of (RAY_GRAFANA_HOST, no token)",
+            pages["grafana"] or "not known to Ray's dashboard (RAY_GRAFANA_HOST, no token)",
         )
     )
     lines = [f"{name + ':':15}{where}" for name, where in rows]
@@ -187,9 +183,7 @@ def _lines(pages: dict[str, Any]) -> list[str]:
 
 
 def ssh_command(urls: Iterable[str]) -> str:
-    """Returns the command with which another machine reaches those URLs that are on loopback here;
-    empty if none is.
-    """
+    """Returns the command that tunnels the URLs on loopback to another machine; may be empty."""
     places = [urlsplit(url) for url in urls]
     local = sorted(
         {
@@ -203,7 +197,7 @@ def ssh_command(urls: Iterable[str]) -> str:
 
 
 def _has_page(url: str) -> bool:
-    """Returns whether there is something at the URL that needs no token."""
+    """Returns True if the URL can be read without a token."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=_PAGE_SECONDS):
@@ -213,8 +207,9 @@ def _has_page(url: str) -> bool:
 
 
 def fetch_grafana(ray_dashboard: str) -> str | None:
-    """Returns the address of the Grafana that Ray's dashboard shows charts of; None if there is
-    none that answers it, or if the dashboard wants a token.
+    """Returns the address of the Grafana that Ray's dashboard shows.
+
+    None if no Grafana answers the dashboard, or the dashboard demands a token.
     """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

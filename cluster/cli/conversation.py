@@ -1,5 +1,6 @@
-"""Holds the turns of a chat, and reads questions: from a terminal, with editing and a persistent
-history, or a pipe.
+"""Holds the turns of a chat, and reads questions from a terminal or a pipe.
+
+A terminal has line editing and a persistent history.
 """
 
 import sys
@@ -17,7 +18,7 @@ QUOTES: Final = '"""'
 
 @dataclass(slots=True)
 class Conversation:
-    """Holds the turns so far. A last question without an answer is replaced by the next question."""
+    """Holds the turns so far. The next question replaces a last one without an answer."""
 
     system: str = ""
     turns: list[tuple[str, str | None]] = field(default_factory=list)  # question, answer
@@ -44,15 +45,17 @@ class Conversation:
         self.turns.append((question, text))
 
     def undo(self) -> str | None:
-        """Removes the last question and its answer; returns the question, None if there was none."""
+        """Removes the last question and its answer; returns the question, or None without one."""
         return self.turns.pop()[0] if self.turns else None
 
 
 def read_question(read_line: Callable[[str], str]) -> str:
-    '''Returns one question: a line that ends in a backslash continues on the next, and a question
-    that begins with
+    '''Returns one question, which may have several lines.
+
+    A line that ends in a backslash continues on the next line, and a question that begins with
     """ ends at the next """. `read_line` gets a prompt and returns a line without its end, or
-    raises EOFError at the end of the input, which this raises too unless the question has begun.'''
+    raises EOFError at the end of the input. Before the first line this function raises it again.
+    '''
     line = read_line("> ")
     if line.lstrip().startswith(QUOTES):
         return _quoted(line.lstrip().removeprefix(QUOTES), read_line)
@@ -75,9 +78,10 @@ def _quoted(line: str, read_line: Callable[[str], str]) -> str:
 
 @contextmanager
 def open_keyboard() -> Iterator[Callable[[str], str]]:
-    """Yields a function that shows a prompt, on a terminal only, and returns the next line; it
-    raises EOFError at the end and KeyboardInterrupt for Ctrl-C. The history is written when the
-    block ends.
+    """Yields a function that shows a prompt, on a terminal only, and returns the next line.
+
+    The function raises EOFError at the end and KeyboardInterrupt for Ctrl-C. The history is written
+    at the end of the block.
     """
     if sys.stdin.isatty() and sys.stdout.isatty():
         with _history(platformdirs.user_state_path("tandem") / "chat_history"):
@@ -87,15 +91,16 @@ def open_keyboard() -> Iterator[Callable[[str], str]]:
 
 
 def _read_line(prompt: str) -> str:
-    if sys.stdin.isatty():  # stdout is not a terminal: the prompt must not go there
+    if sys.stdin.isatty():  # stdout is no terminal, so the prompt must not go there
         print(prompt, end="", file=sys.stderr, flush=True)
     return input()
 
 
 @contextmanager
 def _history(path: Path) -> Iterator[None]:
-    """Keeps the lines that `input` reads in a file that only the user can read. If it cannot be
-    read or written, the history ends with the process.
+    """Keeps the lines that `input` reads in a file that only the user can read.
+
+    If the file cannot be read or written, the history ends with the process.
     """
     import readline  # changes `input` and the terminal: only where a user types
 

@@ -1,5 +1,6 @@
-"""`make demo`: serves the demo model with two workers, sends four prompts at once, and shows the
-timeline of each.
+"""`make demo`: serves the demo model with two workers and sends four prompts at once.
+
+Prints the answers and their timelines.
 """
 
 import asyncio
@@ -26,18 +27,18 @@ from .serve import stopped_by_signals
 
 MODEL: Final = "smollm2-135m-instruct"
 PROMPTS: Final = (
-    # the first choice of each token is clear: no rounding changes it
+    # In the answer the likeliest token is always far ahead: rounding does not change it.
     "What is the name of the capital of France?",
     "Name three fruits and say what colour each of them has.",
     "Explain in two sentences why the sky is blue.",
     "Write a short poem about two friends who share their work.",
 )
 MAX_TOKENS: Final = 80
-TOLERANCE: Final = 0.05  # how far the parts of a timeline may be from the whole
+TOLERANCE: Final = 0.05  # relative difference of a timeline's total and the sum of its parts
 
 
 class Answers:
-    """Holds the prompts and what has come of each answer, as rich shows them."""
+    """Holds the prompts and the answers so far, in the form that rich shows."""
 
     def __init__(self) -> None:
         self.texts = [""] * len(PROMPTS)
@@ -50,7 +51,7 @@ class Answers:
 
 
 def main() -> int:
-    """Runs the demo; returns the exit code: 0 if every request completed and its timeline adds up."""
+    """Runs the demo; returns 0 if every request completed and its timeline adds up."""
     console = table_console()
     with stopped_by_signals() as stopped:
         try:
@@ -73,16 +74,15 @@ def _serve_and_ask(console: Console, folder: str) -> int:
         "router.grpc_port": 0,
         "router.http_port": 0,
     }
-    # The prompts are short enough to be prefilled by the decode worker; the demo shows the transfer
-    # between the pools.
+    # The decode worker would prefill prompts as short as these; the demo shows the transfer between
+    # the pools.
     config = load_config(None, overrides | {"router.local_prefill_tokens": 0})
     console.print(f"Starting {MODEL}: 1 prefill worker, 1 decode worker ...")
     with start_service(config, folder) as service:
         console.print(f"ready: {service.addresses}\n", highlight=False)
         answers = Answers()
-        with Live(
-            answers, console=console, refresh_per_second=12
-        ):  # not on a terminal: prints them once, at the end
+        # Without a terminal the answers are printed once, at the end.
+        with Live(answers, console=console, refresh_per_second=12):
             completions = asyncio.run(_ask_all(service.grpc_address, answers))
         rows = [(f"[{i + 1}]", completion.timeline) for i, completion in enumerate(completions)]
         console.print(timeline_table(rows))
@@ -114,10 +114,12 @@ def verify(completions: Sequence[Completion]) -> list[str]:
     if "Paris" not in completions[0].text:
         problems.append(f"[1] does not name Paris: {completions[0].text!r}")
     for i, completion in enumerate(completions):
-        parts, whole = total_of_parts(completion.timeline), completion.timeline.end_to_end_seconds
-        if whole <= 0 or abs(parts - whole) > TOLERANCE * whole:
+        parts = total_of_parts(completion.timeline)
+        total = completion.timeline.end_to_end_seconds
+        if total <= 0 or abs(parts - total) > TOLERANCE * total:
             problems.append(
-                f"[{i + 1}] the parts of the timeline make {parts:.4f} s of {whole:.4f} s"
+                f"[{i + 1}] the parts of the timeline add up to {parts:.4f} s; the total is "
+                f"{total:.4f} s"
             )
     return problems
 

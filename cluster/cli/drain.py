@@ -29,14 +29,14 @@ def drain(
     ] = 30.0,
     identity: Annotated[
         Path | None,
-        typer.Option(help="The service's identity; by default, where `tandem serve` has left it."),
+        typer.Option(help="The service's identity; by default the file that `tandem serve` wrote."),
     ] = None,
 ) -> None:
-    """Have workers refuse new requests, and wait until they have none.
+    """Make workers refuse new requests, and wait until they have no requests.
 
-    The routers hand running requests to other workers, or let them end where no other has room. A
-    drained worker stays up and refuses until it is stopped. Exit code 1: a worker has requests
-    left, or does not answer.
+    The routers move running requests to other workers, or let them end if no other worker has room.
+    A drained worker stays up and refuses requests until it is stopped. Exit code 1: a worker has
+    requests left, or does not answer.
     """
     url, found = service.status()
     workers = [worker for worker in found["workers"] if worker_name in _names(worker)]

@@ -22,7 +22,7 @@ from . import options as o
 
 eval_app = typer.Typer(help="Evaluate the served model.", no_args_is_help=True)
 
-Concurrency = Annotated[int, typer.Option(min=1, help="Requests under way at the same time.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Concurrent requests.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
@@ -33,16 +33,18 @@ def perplexity(
     service: ServiceAccess,
     model: o.Model = None,
     window: Annotated[
-        int | None, typer.Option(min=2, help="Tokens; by default the context less one.")
+        int | None, typer.Option(min=2, help="Tokens of a window; by default the context less one.")
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(min=1, help="Tokens between windows; by default half of one.")
+        int | None,
+        typer.Option(min=1, help="Tokens between starts of windows; by default half a window."),
     ] = None,
     concurrency: Concurrency = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Score a text: the perplexity of its tokens, each with at least WINDOW - STRIDE tokens before
-    it.
+    """Measure the perplexity of a text, in overlapping windows.
+
+    Each token is scored after at least WINDOW - STRIDE tokens.
     """
     text = read_text(file, "file")
 
@@ -89,10 +91,11 @@ def generate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer the prompts of FILE and compare with the references: BLEU, chrF, ROUGE, exact match,
-    F1.
+    """Answer the prompts of FILE and compare the answers with the references.
+
+    Prints BLEU, chrF, ROUGE, exact match and F1.
     """
-    import_libraries()  # before the model has worked for minutes
+    import_libraries()  # fails here, not after minutes of answers
     cases = parse_lines(read_text(file, "file"), file, Case)
     options: Options = o.given_options(context.params)
 

@@ -1,4 +1,4 @@
-"""`tandem key`: keeps the file of API keys, and makes the identity of a service."""
+"""`tandem key`: edits the file of API keys, and makes the identity of a service."""
 
 import time
 from pathlib import Path
@@ -15,10 +15,10 @@ from ..serve.identity_file import write_identity
 from ..tables import make_table
 
 key_app = typer.Typer(
-    help="Keep the file of API keys; make the identity of a service.", no_args_is_help=True
+    help="Edit the file of API keys; make the identity of a service.", no_args_is_help=True
 )
 
-_DIGITS: Final = 12  # of a digest: enough to find its key
+_DIGITS: Final = 12  # of a digest; enough to identify its key
 
 KeysFile = Annotated[Path, typer.Argument(help="The file of keys.")]
 KeyName = Annotated[str, typer.Argument(help="The key's name.")]
@@ -29,24 +29,28 @@ def create_command(
     file: KeysFile,
     name: KeyName,
     tenant: Annotated[
-        str | None, typer.Option(help="Whose key it is; by default the name.")
+        str | None, typer.Option(help="The tenant of the key; by default its name.")
     ] = None,
     max_priority: Annotated[int, typer.Option(help="The highest priority of its requests.")] = 0,
-    requests_per_minute: Annotated[int | None, typer.Option(help="Calls, at each router.")] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(help="The maximum of calls at each router.")
+    ] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(help="Of prompts and completions, at each router.")
+        int | None,
+        typer.Option(help="The maximum of prompt and completion tokens at each router."),
     ] = None,
     max_streams: Annotated[
-        int | None, typer.Option(help="Calls at a time, at each router.")
+        int | None, typer.Option(help="The maximum of concurrent calls at each router.")
     ] = None,
     operator: Annotated[
-        bool, typer.Option("--operator", help="It sees the requests of all tenants in the console.")
+        bool,
+        typer.Option("--operator", help="Shows the requests of all tenants in the console."),
     ] = False,
     expires: Annotated[
-        str | None, typer.Option(help="A date or time in ISO form; UTC if it has no zone.")
+        str | None, typer.Option(help="A date or time in ISO form; UTC without a zone.")
     ] = None,
 ) -> None:
-    """Add a key to FILE, which is made if it is not there, and print the key. It is stored nowhere."""
+    """Add a key to FILE, which is made if it is missing, and print the key, which is not stored."""
     key = create_key(
         file,
         name=name,
@@ -63,7 +67,7 @@ def create_command(
 
 @key_app.command("list")
 def list_command(file: KeysFile) -> None:
-    """List the keys of FILE: what each may do, and the first digits of its SHA-256."""
+    """List the keys of FILE: their limits, and the first digits of their SHA-256."""
     numbers = ("PRIORITY", "REQUESTS/MIN", "TOKENS/MIN", "STREAMS")
     table = make_table("NAME", "TENANT", "EXPIRES", "SHA-256", numbers=numbers, boxed=False)
     for key in load_keys(file):
@@ -80,21 +84,25 @@ def list_command(file: KeysFile) -> None:
 
 @key_app.command("revoke")
 def revoke_command(file: KeysFile, name: KeyName) -> None:
-    """Remove a key from FILE. Running services refuse it within seconds; its calls under way go on."""
+    """Remove a key from FILE.
+
+    Running services refuse it within seconds; its running calls continue.
+    """
     revoke_key(file, name)
 
 
 @key_app.command("identity")
 def identity_command(
     file: Annotated[
-        Path, typer.Argument(help="The file to make, for `identity_file` of a configuration.")
+        Path, typer.Argument(help="The new file, for `identity_file` of a configuration.")
     ],
     tls: Annotated[
-        bool, typer.Option(help="With a key and a certificate, so that peers speak TLS.")
+        bool, typer.Option(help="Include a key and a certificate, so that peers use TLS.")
     ] = True,
 ) -> None:
-    """Make the identity of a service: the secret by which its processes know each other. It must
-    stay one.
+    """Make the identity of a service: the secret by which its processes recognise each other.
+
+    Keep the file secret.
     """
     write_identity(
         file, PeerIdentity.generate(make_peer_tls(PeerTlsConfig().name) if tls else None)

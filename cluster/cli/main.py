@@ -1,7 +1,8 @@
 """`tandem`: serves a model, queries a service, manages models.
 
-Commands that need Ray or torch import them when they run, so that `--help` and the clients start at
-once. Every expected failure is one line on stderr and exit code 2 (bad input) or 1 (the rest).
+Commands that need Ray or torch import them when they run, so that `--help` and the clients start
+quickly. Every expected failure is one line on stderr and exit code 2 (invalid input) or 1 (any
+other failure).
 """
 
 import gc
@@ -29,7 +30,7 @@ _TRACEBACK_VARIABLE: Final = "TANDEM_TRACEBACK"
 _MAX_TEXT: Final = 500
 
 app = typer.Typer(
-    help="Serve large language models with prefill and decode apart.",
+    help="Serve large language models with separate workers for prefill and decode.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -52,7 +53,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Takes the options before a command."""
+    """Reads the options before a command."""
 
 
 app.add_typer(model_app, name="model")
@@ -77,9 +78,8 @@ app.command(cls=ServeCommand)(serve)
 
 def main() -> None:
     """Runs the `tandem` command; its entry point."""
-    gc.set_threshold(
-        100_000
-    )  # what a command imports is no garbage: looking through it takes 0.3 s of `check`
+    # Imported modules are no garbage; collecting while they load takes 0.3 s of `tandem check`.
+    gc.set_threshold(100_000)
     _open_standard_files()
     try:
         try:
@@ -90,10 +90,10 @@ def main() -> None:
         _fail(error, 2)
     except TandemError as error:
         _fail(error, 1)
-    except BrokenPipeError:  # whoever reads the output has enough
+    except BrokenPipeError:  # the reader of the output has ended
         _drop_output()
         sys.exit(1)
-    except Exception as error:  # of the environment, such as a full disk, or a defect
+    except Exception as error:  # a defect, or a fault of the environment, such as a full disk
         if os.environ.get(_TRACEBACK_VARIABLE):
             raise
         _drop_output()
@@ -106,7 +106,7 @@ def _fail(error: Exception | str, code: int) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """Returns what has gone wrong in one line."""
+    """Returns an unexpected error as one line."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
@@ -115,19 +115,20 @@ def _describe(error: Exception) -> str:
 
 
 def _open_standard_files() -> None:
-    """Opens /dev/null for what the caller has closed of stdin, stdout and stderr: other files would
-    get their numbers, and Python has None in their place.
+    """Opens /dev/null for each of stdin, stdout and stderr that the caller has closed.
+
+    Otherwise other files would get their numbers, and Python has None for them.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
     sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8")
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
 
 
 def _drop_output() -> None:
-    """Has what is left of stdout go to /dev/null: Python would fail at it again when it ends."""
+    """Sends the rest of stdout to /dev/null; otherwise Python would fail again at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

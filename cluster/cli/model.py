@@ -1,4 +1,4 @@
-"""`tandem model get`, `tandem model list` and `tandem quantize`: fetches, lists and rounds models."""
+"""`tandem model` and `tandem quantize`: fetches, lists and quantizes models."""
 
 import ast
 import os
@@ -19,11 +19,9 @@ SCHEMES: Final = ("int8", "int4")
 METHODS: Final = ("rtn", "gptq")
 _GROUP_SIZE: Final = 64  # of int4
 _WINDOW: Final = 2_048  # tokens
-_CHARACTERS: Final = 100_000  # of the text that is measured if none is named,
-_CALIBRATION_CHARACTERS: Final = 200_000  # and of the one that is read by gptq
-_DOCSTRING_CHARACTERS: Final = (
-    500  # of a docstring of that, at least: short ones say the same again and again
-)
+_CHARACTERS: Final = 100_000  # of the default text for perplexity
+_CALIBRATION_CHARACTERS: Final = 200_000  # of the default text for gptq
+_DOCSTRING_CHARACTERS: Final = 500  # the minimum of a docstring in it: short ones repeat each other
 
 model_app = typer.Typer(help="Fetch and list the built-in models.", no_args_is_help=True)
 
@@ -32,13 +30,13 @@ model_app = typer.Typer(help="Fetch and list the built-in models.", no_args_is_h
 def get_command(
     name: Annotated[str, typer.Argument(help="A name that `tandem model list` shows.")],
 ) -> None:
-    """Fetch a built-in model unless it is here already, and print its folder."""
+    """Fetch a built-in model if it is missing, and print its folder."""
     typer.echo(get_model(name, progress=True))
 
 
 @model_app.command("list")
 def list_command() -> None:
-    """List the built-in models with their folders, as far as they have been fetched."""
+    """List the built-in models, with the folders of those that have been fetched."""
     table = make_table("NAME", "SIZE", Column("FOLDER", overflow="fold"), boxed=False)
     for folder, num_bytes in list_models().items():
         cells = ("-", "not fetched") if num_bytes is None else (decimal(num_bytes), str(folder))
@@ -50,7 +48,9 @@ def list_command() -> None:
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="What `tandem serve` takes, with plain weights.")],
+    model: Annotated[
+        str, typer.Argument(help="A model without quantized weights, named as for `tandem serve`.")
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write, which must not exist.")],
     scheme: Annotated[str, typer.Option(help="int8 or int4.")] = "int4",
     group_size: Annotated[
@@ -58,29 +58,28 @@ def quantize(
         typer.Option(min=8, help="Inputs that share a scale: by default 64 in int4, all in int8."),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="rtn: round to nearest; gptq: by what a text makes of the layers.")
+        str, typer.Option(help="rtn: round to nearest; gptq: calibrate the layers with a text.")
     ] = "rtn",
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="A text for gptq like what the model will read, not that of Python's modules."
+            help="A text for gptq, similar to later prompts; by default docstrings of Python."
         ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Measure on this text, not on Python's own reference.")
+        Path | None, typer.Option(help="A text for perplexity; by default Python's reference.")
     ] = None,
 ) -> None:
-    """Round the linear weights of MODEL, write OUT in the format of compressed-tensors, and print
-    the perplexity of a text before and after.
+    """Quantize the linear weights of MODEL and print the perplexity of a text before and after.
 
-    Embeddings, norms and the head stay as they are. Neither perplexity nor gptq should see the text
-    of the other.
+    Writes OUT in the format of compressed-tensors. Embeddings, norms and the head are not changed.
+    The texts for gptq and for perplexity should be different ones.
     """
     for option, value, values in (("--scheme", scheme, SCHEMES), ("--method", method, METHODS)):
         if value not in values:
             raise InvalidArgument(f"must be one of {', '.join(values)}", option)
     if method != "gptq" and calibration is not None:
-        raise InvalidArgument("goes with --method gptq only", "--calibration")
+        raise InvalidArgument("needs --method gptq", "--calibration")
     if group_size is not None and group_size % 8:
         raise InvalidArgument("must be a multiple of 8", "--group-size")
     seen = None
@@ -90,20 +89,16 @@ def quantize(
         )
     measured = _python_reference() if text is None else read_text(text, "--text")
     folder = resolve_model(model, progress=True)
-    from ..store.quantize import (
-        BITS,
-        QuantizationScheme,
-        quantize_model,
-    )  # with torch, which takes a second
+    # With torch, which takes a second.
+    from ..store.quantize import BITS, QuantizationScheme, quantize_model
 
     if group_size is None and scheme == "int4":
         group_size = _GROUP_SIZE
     made = QuantizationScheme(bits=BITS[scheme], group_size=group_size)
     if out.exists():
         raise InvalidArgument(f"{out} exists", "OUT")
-    before = _perplexity(
-        folder, measured
-    )  # first: a text that cannot be measured is refused before hours of rounding
+    # First: a text that cannot be measured is refused before hours of work.
+    before = _perplexity(folder, measured)
     with progress_bar("layers") as bar:
         quantize_model(
             folder,
@@ -131,7 +126,7 @@ def _perplexity(folder: Path, text: str) -> float:
 
 
 def _python_docstrings() -> str:
-    """Returns another text that comes with Python: what its modules say of themselves."""
+    """Returns another text that comes with Python: the docstrings of its modules."""
     library = Path(os.__file__).parent
     files = sorted([*library.glob("*.py"), *library.glob("*/*.py")])
     files = [

@@ -1,5 +1,6 @@
-"""Makes the options of `tandem generate`, `chat` and `eval`, those of requests from the table of
-parameters.
+"""Makes options of commands: for requests, for the service to call, and for its settings.
+
+The options of requests come from proto/parameters.py, those of settings from cluster/settings.py.
 """
 
 import inspect
@@ -48,11 +49,11 @@ _Url = Annotated[
 ]
 _Target = Annotated[str | None, typer.Option(hidden=True)]  # an older name of --url
 Model = Annotated[
-    str | None, typer.Option(help="One of the served names; may be absent if only one is served.")
+    str | None, typer.Option(help="A served model; may be absent if there is only one.")
 ]
-Timeout = Annotated[float | None, typer.Option(help="Seconds until the request is given up.")]
+Timeout = Annotated[float | None, typer.Option(help="The maximum of seconds for the request.")]
 ShowTimeline = Annotated[
-    bool, typer.Option("--timeline", help="Print on stderr where the time went.")
+    bool, typer.Option("--timeline", help="Print the time of each part on stderr.")
 ]
 
 _TYPES: Final = {
@@ -79,11 +80,10 @@ _READ_FROM_FILES: Final = ("json_schema", "grammar")  # @FILE
 def request_options(
     *names: str, **defaults: object
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds the options of request parameters, by their client names, to a command; without names
-    all.
+    """Adds options for request parameters to a command: for these client names, or for all.
 
-    The command does not receive them: `given_options` takes them from its typer.Context. `defaults`
-    are those of single options, which are absent otherwise.
+    The command does not receive them: `given_options` reads them in its typer.Context. An option
+    without a value in `defaults` is absent by default.
     """
     rows = [row for row in PARAMETERS if not names or row.client_name in names]
 
@@ -100,8 +100,9 @@ def request_options(
 
 
 def service_options(url: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds the options that name a running service to a command, whose parameter `service` gets a
-    ServiceAccess. `url`: the default of --url.
+    """Adds the options that name a running service; `url` is the default of --url.
+
+    The parameter `service` of the command gets a ServiceAccess.
     """
     options = {
         "url": (_Url, url),
@@ -205,8 +206,9 @@ def _parameter(row: RequestParameter, defaults: Mapping[str, object]) -> inspect
 
 
 def read_api_key(file: Path | None) -> str:
-    """Returns the API key: of the file, or else of the environment. Other users see a command's
-    arguments, so no option takes the key itself. Raises InvalidArgument.
+    """Returns the API key from the file, or without one from the environment.
+
+    Other users see a command's arguments, so no option has the key itself. Raises InvalidArgument.
     """
     if file is None:
         return os.environ.get(API_KEY_VARIABLE, "")
@@ -214,9 +216,10 @@ def read_api_key(file: Path | None) -> str:
 
 
 def given_options(params: Mapping[str, Any]) -> Options:
-    """Returns a command's parameters as options of a client; those that are not given are left out.
+    """Returns the given parameters of a command as options of a client.
 
-    Raises InvalidArgument for a logit bias of a wrong form and a file that cannot be read."""
+    Raises InvalidArgument for a logit bias of a wrong form and for a file that cannot be read.
+    """
     names = {row.client_name for row in PARAMETERS}
     options = {name: value for name, value in params.items() if name in names and _is_given(value)}
     if "logit_bias" in options:

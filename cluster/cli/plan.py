@@ -1,7 +1,6 @@
-"""`tandem check` and `tandem plan memory`: whether a model would run and what it takes, before
-anything is started.
+"""`tandem check` and `tandem plan memory`: tell if a model would run, and the memory that it needs.
 
-Imports no Ray.
+Starts nothing, and imports no Ray.
 """
 
 from collections.abc import Sequence
@@ -32,22 +31,25 @@ plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Holds what each of `tp` ranks keeps, in bytes; with a draft model, which is whole on rank 0,
-    what rank 0 does.
+    """Holds the bytes that each of `tp` ranks keeps.
+
+    With a draft model, which rank 0 alone holds, they are the bytes of rank 0.
     """
 
     tp: int
     weights: int
     kv_per_token: int
     kv_on_all_ranks: int  # of a token
-    num_copies: int  # of a KV head's cache, on all ranks together, but for the draft model's
+    num_copies: int  # of a KV head's cache, on all ranks together, without the draft model
 
     def kv_cache(
         self, num_bytes: int, block_size: int, context_tokens: int
     ) -> tuple[int, int, int]:
-        """Returns what the weights leave of the `num_bytes` that the rank may use, negative if they
-        do not fit; the tokens that whole blocks of the rest hold, every rank its heads of each; and
-        how many sequences of `context_tokens` fit at once.
+        """Returns the bytes, the tokens and the sequences of KV cache within `num_bytes` of a rank.
+
+        The bytes are the rest beside the weights, negative if these do not fit. The tokens are
+        those of whole blocks; every rank holds its heads of each. The sequences have
+        `context_tokens` each.
         """
         rest = num_bytes - self.weights
         num_blocks = max(rest, 0) // (block_size * self.kv_per_token)
@@ -61,9 +63,7 @@ def rank_memory(
     kv_cache_dtype: str = "auto",
     draft: ModelConfig | None = None,
 ) -> RankMemory:
-    """Computes what each rank keeps. Raises InvalidArgument if the model's heads cannot be split
-    so.
-    """
+    """Computes the memory of a rank. Raises InvalidArgument if `tp` does not split the heads."""
     from ...workers.model.loader import weight_bytes  # with torch, which takes a second
 
     try:
@@ -85,37 +85,38 @@ def rank_memory(
 
 @plan_app.command("memory")
 def memory_command(
-    model: Annotated[str, typer.Argument(help="What `tandem serve` takes.")],
+    model: Annotated[str, typer.Argument(help="A model, named as for `tandem serve`.")],
     tp: Annotated[
-        list[int] | None, typer.Option(help="Ranks; several times for several rows.")
+        list[int] | None, typer.Option(help="Ranks; may be given several times, for several rows.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     quantization: Annotated[
-        str | None, typer.Option(help="Of the weights, when they are loaded: int8, int4 or fp8.")
+        str | None,
+        typer.Option(help="Rounds the weights when they are loaded: int8, int4 or fp8."),
     ] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="Of the KV cache: auto (--dtype), int8 or fp8.")
+        str, typer.Option(help="The numbers of the KV cache: auto (--dtype), int8 or fp8.")
     ] = "auto",
     draft_model: Annotated[
-        str | None, typer.Option(help="That of `tandem serve --speculative draft=`.")
+        str | None, typer.Option(help="The MODEL of `tandem serve --speculative draft=MODEL`.")
     ] = None,
     gpu_memory_gb: Annotated[
         float | None, typer.Option(help="GiB of memory of each rank's device.")
     ] = None,
     utilization: Annotated[
-        float, typer.Option(help="The part of it for weights and KV cache.")
+        float, typer.Option(help="The part of that memory for weights and KV cache.")
     ] = 0.9,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
     context_tokens: Annotated[
-        int | None, typer.Option(help="Of a sequence; by default the model's own.")
+        int | None, typer.Option(help="Tokens of a sequence; by default the model's context.")
     ] = None,
 ) -> None:
-    """Show what MODEL takes on each of its ranks: weights, KV cache per token, tokens that fit.
+    """Show the memory of MODEL on each rank: weights, KV cache per token, tokens that fit.
 
-    Without --tp: 1, 2, 4 and 8 ranks, as far as they divide the query heads. With --draft-model: on
-    rank 0, which alone holds that one, too, whole; no rank has more tokens than rank 0. In bfloat16
-    on CPUs a model whose head is tied to its embedding holds the latter twice, and the figure here
-    has it once.
+    Without --tp: 1, 2, 4 and 8 ranks, as far as they divide the query heads. With --draft-model:
+    the memory of rank 0, which alone holds the whole draft model; no rank has more tokens than rank
+    0. In bfloat16 on CPUs a model whose head is tied to its embedding holds the embedding twice;
+    this command counts it once.
     """
     if dtype not in ITEM_BYTES:
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
@@ -152,9 +153,7 @@ def memory_command(
 
 
 def _open_draft(name: str, model: ModelConfig, dtype: str) -> ModelConfig:
-    """Returns the configuration of a model that is to draft for `model`. Raises InvalidArgument if
-    it cannot.
-    """
+    """Returns the configuration of a draft model. Raises InvalidArgument if it does not fit."""
     from ...workers.model.loader import open_checkpoint
 
     try:
@@ -166,19 +165,19 @@ def _open_draft(name: str, model: ModelConfig, dtype: str) -> ModelConfig:
 
 
 def check(
-    model: Annotated[str, typer.Argument(help="What `tandem serve` takes.")],
+    model: Annotated[str, typer.Argument(help="A model, named as for `tandem serve`.")],
     tp: Annotated[
-        list[int] | None, typer.Option(help="Ranks; several times for several rows.")
+        list[int] | None, typer.Option(help="Ranks; may be given several times, for several rows.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     model_impl: Annotated[
         str, typer.Option(help="auto, tandem or transformers; see docs/transformers.md.")
     ] = "auto",
 ) -> None:
-    """Say whether MODEL would run, and how: by which code, its size, memory on each rank, context.
+    """Tell if MODEL would run: its code, its size, its context, and the memory on each rank.
 
-    Reads config.json and the headers of the weights, no weights. Exit code 0 if it would run, 1 if
-    it is refused; then one line says which file, which field and why.
+    Reads config.json and the headers of the weights, but no weights. Exit code 0: it would run. 1:
+    it is refused, and one line names the file, the field and the reason.
     """
     if dtype not in ITEM_BYTES:
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
@@ -216,7 +215,7 @@ def check(
 
 
 def _refusal(config: ModelConfig, tp: int) -> str:
-    """Returns why a model cannot be split over so many ranks; empty if it can be."""
+    """Returns the reason why a model cannot be split over `tp` ranks; empty if it can be."""
     try:
         check_config_split(config, tp)
     except ValueError as error:
@@ -231,8 +230,10 @@ def _implementation(config: ModelConfig) -> str:
 
 
 def memory_table(rows: Sequence[RankMemory], budget: tuple[int, int, int] | None) -> Table:
-    """Returns one line for each number of ranks; what fits is shown if there is a budget: the bytes
-    of one rank, the tokens of a block and those of a sequence.
+    """Returns a table with a line for each number of ranks.
+
+    `budget` adds columns for the tokens and sequences that fit: the bytes of one rank, the tokens
+    of a block, and the tokens of a sequence.
     """
     columns = ["tp", "weights", "KV a token", "on all ranks", "copies of KV"]
     if budget:
@@ -253,7 +254,7 @@ def _divides(tp: int, config: ModelConfig) -> bool:
 
 
 def _heads(config: ModelConfig) -> str:
-    """Names the head counts, and if layers differ, each of them."""
+    """Returns the head counts as text; if layers differ, all of them."""
     counts = dict.fromkeys((layer.num_heads, layer.num_kv_heads) for layer in config.layers)
     return " or ".join(f"{heads} query heads, {kv_heads} KV heads" for heads, kv_heads in counts)
 

@@ -1,6 +1,4 @@
-"""`tandem serve` and `tandem check-config`: a service that lives as long as the command, and its
-configuration.
-"""
+"""`tandem serve` and `tandem check-config`: runs a service, and checks its configuration."""
 
 import os
 import signal
@@ -54,13 +52,11 @@ def serve(
         str | None, typer.Option(help="A Ray cluster to join; otherwise RAY_ADDRESS.")
     ] = None,
 ) -> None:
-    """Serve MODEL until Ctrl-C or SIGTERM; both stop everything within 10 s and end with exit code
-    0.
+    """Serve MODEL until Ctrl-C or SIGTERM, which stop everything within 10 s; exit code 0.
 
     On a cluster, a service of the same name, model and dtypes is replaced without an interruption.
-    Prints one line on stdout when the service can answer: tandem ready grpc=HOST:PORT
-    http=HOST:PORT ops=HOST:PORT With several routers, the addresses of each kind are separated by
-    commas.
+    When the service can answer, one line is printed on stdout: tandem ready grpc=HOST:PORT
+    http=HOST:PORT ops=HOST:PORT. With several routers, commas separate the addresses of each kind.
     """
     checked = load_config(config, {"model": model, **collect_overrides(context.params)})
     if checked.auth.keys_file is not None:
@@ -82,8 +78,9 @@ def check_config(
 
 
 def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None) -> None:
-    """Starts the service, prints its addresses, and stops it at SIGINT or SIGTERM. Raises
-    Unavailable.
+    """Starts the service, prints its addresses, and stops it at SIGINT or SIGTERM.
+
+    Raises Unavailable.
     """
     address = prepare_ray_environment(address)
     # Imports Ray, which reads the environment and takes a second.
@@ -91,7 +88,7 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
 
     console = Console(stderr=True)
     if defaults := describe_defaults(generation_defaults(config, folder)):
-        console.print(f"defaults of requests, by the model's {FILE}: {defaults}", highlight=False)
+        console.print(f"defaults of requests, from the model's {FILE}: {defaults}", highlight=False)
     with _own_stdout() as stdout, stopped_by_signals() as stopped:
         spinner = console.status(f"Starting {config.num_workers} worker(s) for {config.model}")
         spinner.start()
@@ -108,7 +105,7 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
                 if not stopped.is_set():
                     service.wait()
                     console.print(
-                        f"another command has replaced the service {config.name!r}; it goes on"
+                        f"another command has replaced the service {config.name!r}, which runs on"
                     )
         finally:
             spinner.stop()
@@ -116,9 +113,7 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
 
 @contextmanager
 def _own_stdout() -> Iterator[TextIO]:
-    """Lends the block a stdout of its own; what else is written there, by Ray or a library, goes to
-    stderr.
-    """
+    """Gives the block the only access to stdout; output of Ray and libraries goes to stderr."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as stdout:
         os.dup2(2, 1)
@@ -130,22 +125,19 @@ def _own_stdout() -> Iterator[TextIO]:
 
 
 def _token_note() -> str:
-    """Says where the token is that the dashboard of a Ray of our own asks for."""
-    path = (
-        os.environ.get("RAY_AUTH_TOKEN_PATH")
-        if os.environ.get("RAY_AUTH_MODE") == "token"
-        else None
-    )
-    return f", which asks for the token in {path}" if path else ""
+    """Returns a note with the file of the token for the dashboard of a local Ray."""
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if path and os.environ.get("RAY_AUTH_MODE") == "token":
+        return f", which asks for the token in {path}"
+    return ""
 
 
 @contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """Leaves the block at the first SIGINT or SIGTERM and sets the event, in case a library catches
-    the exception.
+    """Leaves the block at the first SIGINT or SIGTERM, and sets the event.
 
-    Later signals are ignored: the stop has its own time limit, and an interrupt would leave half of
-    it undone.
+    The event is for the case that a library catches the exception. Later signals are ignored: the
+    stop has a time limit, and an interrupt would leave it incomplete.
     """
     stopped = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Answers the requests of a file in the format of OpenAI's batches; an interrupted run can continue.
+"""Answers the requests of a file in the format of OpenAI's batches; a run can be continued.
 
 A line of the output is written at once, when its request has been answered. A killed run leaves
 complete lines, in any order, and at most one truncated line, at the end. The next run removes that

@@ -165,7 +165,7 @@ class LLM:
     def stream(
         self, prompt: str | Sequence[int], sampling_params: Options | None = None
     ) -> "LocalStream":
-        """Continues a text or token ids; the result yields the pieces, and `close` ends it early."""
+        """Continues a text or token ids; the result yields pieces, and `close` ends it early."""
         request = generate_request(text_prompt(prompt), sampling_params or Options())
         return LocalStream(self, self._loop.run(self._engine.prepare(request)))
 
@@ -262,7 +262,7 @@ class LLM:
             given = [parameters or Options()] * len(prompts)
         if len(given) != len(prompts):
             raise InvalidArgument(
-                f"has {len(given)} entries; it must have one for each of the {len(prompts)} prompts",
+                f"has {len(given)} entries; it must have one for each of {len(prompts)} prompts",
                 "sampling_params",
             )
         if lora_request is not None:
@@ -284,7 +284,7 @@ class LLM:
 
 
 class LocalStream:
-    """Iterates over the deltas of a completion. Leaving the `with` block early cancels the request."""
+    """Iterates over the deltas of a completion. Leaving the block early cancels the request."""
 
     def __init__(self, llm: LLM, request: "PreparedRequest") -> None:
         self._llm = llm  # lives as long as its streams

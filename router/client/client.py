@@ -101,7 +101,7 @@ class _Generation:
 
 
 class Stream:
-    """Iterates over the deltas of a completion. Leaving the `with` block early cancels the request."""
+    """Iterates over the deltas of a completion. Leaving the block early cancels the request."""
 
     def __init__(self, generation: _Generation) -> None:
         self._generation = generation
@@ -157,10 +157,7 @@ class Stream:
 
 
 class AsyncStream:
-    """Iterates over the deltas of a completion.
-
-    Leaving the `async with` block early cancels the request.
-    """
+    """Iterates over the deltas of a completion. Leaving the block early cancels the request."""
 
     def __init__(self, generation: _Generation) -> None:
         self._generation = generation

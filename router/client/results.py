@@ -77,7 +77,7 @@ class Collector:
         return delta
 
     def ended(self, trailing: Metadata | None) -> None:
-        """Reads the trailing metadata; must be called at the end of a stream, also of a failed one."""
+        """Reads the trailing metadata; must be called at the end of every stream."""
         for key, value in trailing or ():
             if key == _TIMELINE_KEY and isinstance(value, bytes):
                 self.timeline = Timeline.FromString(value)

@@ -82,8 +82,8 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
 
-    # Reports the log probability of each generated token and of this number of alternatives; absent:
-    # reports no log probabilities.
+    # Reports the log probability of each generated token and of this number of alternatives;
+    # absent: reports no log probabilities.
     logprobs: int
     prompt_logprobs: int  # the same for the prompt; max_tokens may then be 0
     echo: bool  # repeats the prompt before each completion; not in a chat

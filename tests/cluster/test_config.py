@@ -69,12 +69,11 @@ def test_flags_alone_are_enough() -> None:
         ("model: m\ndecode: {replicas: 0}", "decode.replicas: must be at least 1, got 0"),
         (
             "model: m\nquantization: int8\ndevice: cuda\nnumerics: exact",
-            "quantization: does not go with numerics exact on cuda, where it has no kernel for "
-            "that",
+            "quantization: has no exact kernel on cuda; set numerics to fast",
         ),
         (
             "model: m\nkv_cache_dtype: fp8\ndevice: cuda",
-            "kv_cache_dtype: fp8 has kernels on cpu only, on cuda it must be auto",
+            "kv_cache_dtype: fp8 has kernels on cpu only; on cuda it must be auto",
         ),
         (
             "model: m\ndecode: {kv_host_gb: -1}",
@@ -90,11 +89,11 @@ def test_flags_alone_are_enough() -> None:
         ),
         (
             "model: m\ndecode: {kv_disk: /x}",
-            "decode.kv_disk: goes with kv_disk_gb above 0, and that with it",
+            "decode.kv_disk: must be set together with kv_disk_gb above 0",
         ),
         (
             "model: m\nprefill: {kv_disk_gb: 1}",
-            "prefill.kv_disk: goes with kv_disk_gb above 0, and that with it",
+            "prefill.kv_disk: must be set together with kv_disk_gb above 0",
         ),
         (
             "model: m\nkv_cache_dtype: int4",
@@ -212,7 +211,7 @@ def test_every_wrong_value_is_told_at_once(tmp_path: Path) -> None:
         ("model: m\nstart_seconds: " + 5_000 * "9", "not valid YAML"),
         ("model: m\nrouter: {http_port: 1}\nrouter: {}", "line 3: router is given twice"),
         ("model: m\nrouter: {a: &x [{b: 1, b: 2}], c: *x}", "line 2: b is given twice"),
-        ("#" * (MAX_FILE_BYTES + 1), f"must be at most {MAX_FILE_BYTES} bytes"),
+        ("#" * (MAX_FILE_BYTES + 1), f"must have at most {MAX_FILE_BYTES} bytes"),
     ],
 )
 def test_files_that_are_no_configuration_are_refused_in_one_line(
@@ -253,7 +252,7 @@ def test_loopback_needs_no_keys(host: str) -> None:
 def test_the_file_of_keys_is_found_from_every_folder_and_excludes_anonymous_callers() -> None:
     config = load_config(None, {"model": "m", "auth.keys_file": "keys.json"})
     assert config.auth.keys_file == str(Path("keys.json").absolute())
-    with pytest.raises(InvalidArgument, match=r"auth\.allow_anonymous: does not go"):
+    with pytest.raises(InvalidArgument, match=r"auth\.allow_anonymous: cannot be set together"):
         load_config(None, {"model": "m", "auth.keys_file": "k", "auth.allow_anonymous": True})
 
 
@@ -287,7 +286,9 @@ def test_labels_are_those_of_kubernetes(labels: dict[str, object], reason: str) 
 
 
 def test_the_certificates_of_peers_have_one_source() -> None:
-    with pytest.raises(InvalidArgument, match=r"peer_tls\.mode: does not go with identity_file"):
+    with pytest.raises(
+        InvalidArgument, match=r"peer_tls\.mode: cannot be set together with identity_file"
+    ):
         load_config(None, {"model": "m", "identity_file": "identity", "peer_tls.mode": "cluster"})
 
 
@@ -380,7 +381,7 @@ def test_what_is_given_as_the_model_names_it_too(
 
 @pytest.mark.parametrize("name", ["name", "org/name"])
 def test_an_adapter_has_no_name_of_the_model(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"^adapters.{name}: is the name of the model"):
+    with pytest.raises(InvalidArgument, match=f"^adapters.{name}: the model has this name"):
         load_config(None, {"model": "org/name", "adapters": {name: "/adapter"}})
 
 

@@ -176,7 +176,7 @@ def test_a_batch_over_a_service(service: HttpService, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (
         done.stderr
-        == f"{NUM_REQUESTS} requests: 0 answered before, {NUM_REQUESTS} now, 1 of these by an error\n"
+        == f"{NUM_REQUESTS} requests: 0 answered before, {NUM_REQUESTS} now, 1 of these with an error\n"
     )
     answers = read_answers(output)
     assert set(answers) == {f"r{i}" for i in range(NUM_REQUESTS)}

@@ -329,7 +329,7 @@ def test_a_wrong_prompt_is_named_before_anything_runs(
         ),
         ({"kv_cache_gb": 1e9}, "kv_cache_gb: must be"),
         ({"kv_host_gb": -1.0}, "kv_host_gb: must be"),
-        ({"kv_disk": "/x"}, "kv_disk: goes with kv_disk_gb above 0"),
+        ({"kv_disk": "/x"}, "kv_disk: must be set together with kv_disk_gb above 0"),
         ({"kv_host_gb": 1.0, "enable_prefix_caching": False}, "kv_host_gb: needs prefix_caching"),
     ],
 )

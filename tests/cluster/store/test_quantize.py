@@ -304,7 +304,7 @@ def test_the_command_says_what_it_costs(plain: Path, tmp_path: Path) -> None:
     [
         (["--scheme", "int3"], "--scheme: must be one of int8, int4"),
         (["--method", "awq"], "--method: must be one of rtn, gptq"),
-        (["--calibration", "text"], "--calibration: goes with --method gptq only"),
+        (["--calibration", "text"], "--calibration: needs --method gptq"),
         (["--group-size", "12"], "--group-size: must be a multiple of 8"),
     ],
 )
