@@ -1,12 +1,12 @@
-"""Keeps pages in browsers from a service that their machine reaches, unless the configuration
-allows their origin.
+"""Refuses requests of web pages, unless the configuration allows their origin.
 
-Three ways lead from a page to a service on localhost or in an intranet, and each ends here:
-- a request across origins (CSRF): browsers send `Origin` with it;
-- a request that needs no preflight, by a form or a Blob: it cannot be `application/json`;
-- DNS rebinding: the page's own name resolves to the service, so origin and host agree; but the host
-  is that name.
-gRPC takes no request of a browser: pages cannot speak HTTP/2 without TLS, nor its framing with it.
+A page in a browser can reach a service on localhost or in an intranet in three ways. This module
+stops each of them:
+- A request across origins (CSRF): browsers send `Origin` with it.
+- A request without a preflight, by a form or a Blob: it cannot be `application/json`.
+- DNS rebinding: the name of the page's host resolves to the service, so origin and host agree. The
+  host is then a name that the service does not know.
+Pages cannot use gRPC: they have no HTTP/2 without TLS, and cannot write its frames with TLS.
 """
 
 import ipaddress
@@ -24,23 +24,24 @@ _LOCAL: Final = "localhost"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrowserRules:
-    """Says which names and origins a server takes requests for. Names have no port; origins are
-    `SCHEME://HOST[:PORT]`, as browsers send them; "*" stands for any.
+    """Holds the host names and the origins that a server accepts.
+
+    Names have no port; origins are `SCHEME://HOST[:PORT]`, as browsers send them; "*" stands for
+    any.
     """
 
     host_names: Collection[str] = ()
     cors_origins: Collection[str] = ()
 
     def check(self, headers: Headers) -> None:
-        """Raises PermissionDenied for a host that is no address, localhost or one of the names, and
-        for an origin that is neither the host's own nor one of the allowed.
+        """Raises PermissionDenied for an unknown host or origin.
 
-        No page has an address as its host but one that the address itself has served.
+        Addresses, localhost and `host_names` are known hosts: the host of a page is an address only
+        if the server at this address has sent the page. The own origin of the host and
+        `cors_origins` are known origins.
         """
-        hosts = headers.getlist("host")
-        if len(hosts) > 1 or (
-            hosts and not self._is_host(hosts[0])
-        ):  # what sends none, as HTTP/1.0 may, is no browser
+        hosts = headers.getlist("host")  # every browser sends one; clients of HTTP/1.0 need not
+        if len(hosts) > 1 or (hosts and not self._is_host(hosts[0])):
             raise PermissionDenied("Host: is not a name of this service (router.host_names)")
         own = {f"{scheme}://{host}".lower() for scheme in ("http", "https") for host in hosts}
         for origin in headers.getlist("origin"):

@@ -1,8 +1,8 @@
-"""Gives requests that mean the same one form, before a path or a method decides anything.
+"""Brings requests with the same meaning into one form, before anything reads their path or method.
 
-HEAD is answered as GET is, and uvicorn sends no body. A path with a slash at its end is the path
-without it: some clients add one, and a redirect would lose bodies and keys, or lead through a proxy
-to the wrong scheme.
+The app answers HEAD like GET; uvicorn omits the body. A slash at the end of a path is removed,
+because some clients add one. A redirect instead would lose bodies and keys, and could lead to the
+wrong scheme behind a proxy.
 """
 
 from starlette.types import Scope

@@ -1,7 +1,4 @@
-"""Generates, tokenizes and detokenizes for whichever API a request came through.
-
-Knows nothing of gRPC, HTTP or workers.
-"""
+"""Generates, tokenizes and detokenizes for all APIs. Knows nothing of gRPC, HTTP or workers."""
 
 import logging
 import re
@@ -36,9 +33,7 @@ from ..telemetry.trace import CURRENT_REQUEST
 
 _log = logging.getLogger(__name__)
 
-_PIECE_TOKENS: Final = (
-    8_192  # that go into a message in one call, which holds the interpreter's lock
-)
+_PIECE_TOKENS: Final = 8_192  # copied in one call, which holds the interpreter's lock
 _MAX_LISTED: Final = 16  # names in an error
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -48,8 +43,9 @@ _TYPICAL_TOKENS: Final = 256
 
 @contextmanager
 def tandem_errors_only() -> Iterator[None]:
-    """Turns an exception that is no TandemError, a defect, into InternalError with a fixed text;
-    logs where it was raised, without its own text, which may hold a prompt or a key.
+    """Turns an exception that is not a TandemError, a defect, into InternalError.
+
+    Logs where it was raised, but not its text, which may hold a prompt or a key.
     """
     try:
         yield
@@ -82,12 +78,13 @@ class GenerationService:
         aliases: Collection[str] = (),
         resume_policy: ResumePolicy | None = None,
     ) -> None:
-        """`models`: at least one; all are names of what `source` generates with. `admission`, the
-        dispatcher's, refuses requests before tokenization that it would refuse after it.
-        `resume_key`: 32 secret bytes; services with the same go on with each other's requests.
-        None: a random one. `telemetry` follows each request that runs. `adapters`: of the first of
-        the models, each served under a name of its own. `aliases`: other names of the first model;
-        those in the form of a hub id are listed, the others, such as a folder's path, are not.
+        """Takes at least one of `models`; `source` generates for all of them.
+
+        `admission`: of the dispatcher; refuses requests before tokenization that it would refuse
+        later. `resume_key`: 32 secret bytes; services with the same key resume each other's
+        requests; None: a random key. `telemetry` follows each running request. `adapters`: of the
+        first model, each served under its name. `aliases`: other names of the first model. An alias
+        in the form of a hub id is listed; other aliases, such as the path of a folder, are not.
         """
         self._models = {model.name: model for model in models}
         self._aliases = dict.fromkeys(aliases, models[0])
@@ -100,33 +97,39 @@ class GenerationService:
 
     @property
     def models(self) -> list[ServedModel]:
-        """All that requests should ask for, the model itself first."""
-        base, *_ = own = list(self._models.values())
-        own += [replace(base, name=name) for name in self._aliases if _HUB_ID.fullmatch(name)]
-        adapted = (
-            replace(base, name=each.name, adapter=each) for each in self._adapters.registry.adapters
-        )
-        return own + [model for model in adapted if model.name not in self._models | self._aliases]
+        """The listed models: the model itself first, then its hub aliases and its adapters."""
+        base = self._models[self.base_name]
+        found = list(self._models.values())
+        found += [replace(base, name=name) for name in self._aliases if _HUB_ID.fullmatch(name)]
+        taken = self._models.keys() | self._aliases.keys()
+        found += [
+            replace(base, name=each.name, adapter=each)
+            for each in self._adapters.registry.adapters
+            if each.name not in taken
+        ]
+        return found
 
     @property
     def base_name(self) -> str:
-        """The name of the model that adapters are added to."""
+        """The name of the model that the adapters belong to."""
         return next(iter(self._models))
 
     @property
     def metrics(self) -> Metrics:
-        """What the servers count in, too."""
+        """The metrics of the requests, which the servers share."""
         return self.telemetry.metrics
 
     async def accept(
         self, request: inference_pb2.GenerateRequest, context: RequestContext
     ) -> PreparedRequest:
-        """Checks and tokenizes `request`. Raises InvalidArgument, NotFound, Overloaded or
-        DeadlineExceeded.
+        """Checks and tokenizes a request.
+
+        Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded.
         """
         trace_id = context.trace.trace_id if context.trace else ""
         CURRENT_REQUEST.set((request.request_id, trace_id))
-        model, caller = self.model(request.model), context.caller
+        model = self.model(request.model)
+        caller = context.caller
 
         def admit() -> None:
             caller.quota.check_tokens()
@@ -150,19 +153,20 @@ class GenerationService:
         prepared = await before(context.deadline, checked)
         CURRENT_REQUEST.set((prepared.request_id, trace_id))
         if prepared.num_restored:
-            caller.quota.take_tokens(prepared.num_restored)  # they are computed again
+            caller.quota.take_tokens(prepared.num_restored)  # workers compute them again
         return prepared
 
     def run(
         self, request: PreparedRequest, timeline: inference_pb2.Timeline
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Yields the completions of one prompt. The last message of each, and only that, has a
-        finish reason; the last of all, and only that, the usage.
+        """Yields the completions of one prompt.
 
-        Every generated token id is reported, the one that ends the completion too, up to the end of
-        a stop string; a message may have ids whose text is still held back. `timeline` has its
-        request_id at once and is complete when the generator has ended. Close the generator to
-        cancel. Raises a TandemError.
+        Only the last message of a completion has a finish reason. Only the last message of all has
+        the usage. The messages report every generated token id up to the end of a stop string,
+        including the one that ends the completion. A message may have ids whose text comes later.
+
+        `timeline` gets its request_id at once; it is complete when the generator has ended. Close
+        the generator to cancel. Raises a TandemError.
         """
         timeline.request_id = request.request_id
         outputs = OutputProcessor(request, timeline)
@@ -173,7 +177,7 @@ class GenerationService:
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
     ) -> inference_pb2.TokenizeResponse:
-        """Returns the token ids as `encode` does."""
+        """Returns the token ids of `encode` as a message."""
         ids = await self.encode(request, caller)
         return await COPYING.run(caller.turn, len(ids), _token_message, ids)
 
@@ -185,20 +189,19 @@ class GenerationService:
         *,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Returns the token ids that `run` would see, and charges the caller for them as for a
-        prompt.
+        """Returns the token ids that `run` would use. Charges the caller as for a prompt.
 
         Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded.
         """
         tokenizer = self.model(request.model).tokenizer
 
-        async def checked_and_encoded() -> list[int]:
+        async def check_and_encode() -> list[int]:
             await check_prompt(request.prompt, tokenizer, caller.turn)
             return await encode_prompt(
                 request.prompt, tokenizer, caller, add_special_tokens=add_special_tokens
             )
 
-        return await before(deadline, checked_and_encoded())
+        return await before(deadline, check_and_encode())
 
     async def detokenize(
         self,
@@ -206,12 +209,12 @@ class GenerationService:
         caller: Caller,
         deadline: float | None = None,
     ) -> inference_pb2.DetokenizeResponse:
-        """Returns the text of token ids, with the names of special tokens, and charges the caller
-        for them as for a prompt.
+        """Returns the text of token ids with special tokens. Charges the caller as for a prompt.
 
         Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded.
         """
-        tokenizer, ids = self.model(request.model).tokenizer, request.token_ids
+        tokenizer = self.model(request.model).tokenizer
+        ids = request.token_ids
         check_count(len(ids), limits.MAX_TOKENS, "ids", "token_ids")
         caller.quota.check_tokens()
         check = partial(check_token_ids, ids, tokenizer.vocab_size, "token_ids")
@@ -237,8 +240,9 @@ class GenerationService:
     async def load_adapter(
         self, request: inference_pb2.LoadLoraAdapterRequest, caller: Caller
     ) -> inference_pb2.LoadLoraAdapterResponse:
-        """Answers with another adapter from now on. Raises PermissionDenied, InvalidArgument,
-        Overloaded or Unavailable.
+        """Loads a LoRA adapter.
+
+        Raises PermissionDenied, InvalidArgument, Overloaded or Unavailable.
         """
         await self._adapters.load(
             caller, request.lora_name, request.lora_path, self._models | self._aliases
@@ -253,7 +257,10 @@ class GenerationService:
         return inference_pb2.UnloadLoraAdapterResponse()
 
     def model(self, name: str) -> ServedModel:
-        """Returns the model of this name, the only one for "". Raises InvalidArgument or NotFound."""
+        """Returns the model of this name, or for "" the only model.
+
+        Raises InvalidArgument or NotFound.
+        """
         if not name and len(self._models) == 1:
             return self._models[self.base_name]
         check_value(ROWS["model"], name, "model")
@@ -294,7 +301,7 @@ def _facts(request: PreparedRequest) -> RequestFacts:
 
 
 def _estimated(request: inference_pb2.GenerateRequest) -> Capacity:
-    """Estimates what a checked request needs before it is tokenized."""
+    """Estimates the capacity that a checked request needs, before its tokenization."""
     prompt = request.prompt
     characters = (
         len(prompt.text)
