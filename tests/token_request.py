@@ -41,7 +41,9 @@ def changed(request: TokenRequest, **changes: Any) -> TokenRequest:
         if name == "tenant":
             submit.tenant = hash_tenant(value)
         elif name == "request_id" or name not in _OWN_FIELDS:
+            field: dict[str, Any] = {
+                name: value.message() if isinstance(value, LoraAdapter) else value
+            }
             submit.ClearField(name)
-            message = value.message() if isinstance(value, LoraAdapter) else value
-            submit.MergeFrom(worker_pb2.Submit(**{name: message}))
+            submit.MergeFrom(worker_pb2.Submit(**field))
     return replace(request, **{"submit": submit} | own)

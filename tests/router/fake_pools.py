@@ -5,7 +5,7 @@ before it.
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,7 @@ def finish_of(token: int, num_left: int) -> "inference_pb2.FinishReason":
     return inference_pb2.FINISH_REASON_LENGTH if num_left == 0 else UNFINISHED
 
 
-def completion(prompt: tuple[int, ...], seed: int, max_tokens: int) -> list[int]:
+def completion(prompt: Iterable[int], seed: int, max_tokens: int) -> list[int]:
     ids: list[int] = []
     while not ids or finish_of(ids[-1], max_tokens - len(ids)) == UNFINISHED:
         ids.append(next_token(seed, (*prompt, *ids)))

@@ -414,7 +414,7 @@ async def test_over_grpc(grpc_service: tuple[str, FakeTokenSource]) -> None:
         summary.figures["mean_itl_ms"] * 2 / 9
     )  # 3 chunks each
     assert source.max_running <= 3
-    assert {request.ignore_eos for request in source.requests} == {True}
+    assert {request.submit.ignore_eos for request in source.requests} == {True}
 
 
 async def test_failures_over_grpc(grpc_service: tuple[str, FakeTokenSource]) -> None:

@@ -200,19 +200,15 @@ async def test_every_field_reaches_the_service(service: Service, http: httpx.Asy
     }
     answer = await http.post(TEXT, json=body(TEXT, prompt="x" * 600, **fields))
     assert answer.status_code == 200, answer.text
-    seen = service.source.requests[0]
+    seen = service.source.requests[0].submit
     assert (seen.sampling.temperature, seen.sampling.top_p, seen.sampling.top_k) == (0.5, 0.25, 9)
     assert (seen.sampling.min_p, seen.sampling.seed) == (0.125, 2**64 - 1)
-    assert (seen.max_tokens, seen.stop_token_ids, seen.ignore_eos, len(seen.prompt)) == (
-        4,
-        (1, 2),
-        True,
-        508,
-    )
+    assert (seen.max_tokens, seen.ignore_eos, len(seen.token_ids)) == (4, True, 508)
+    assert list(seen.stop_token_ids) == [1, 2]
     assert (seen.sampling.typical_p, seen.sampling.repetition_penalty) == (0.75, 1.5)
     assert (seen.sampling.presence_penalty, seen.sampling.frequency_penalty) == (-1, 2)
     assert dict(seen.sampling.logit_bias) == {7: -100, 8: 0.5}
-    assert tuple(b"no") in seen.bad_words
+    assert b"no" in [bytes(word.ids) for word in seen.bad_words]
     assert (seen.min_tokens, seen.num_choices, seen.logprobs, seen.prompt_logprobs) == (3, 3, 4, 5)
     assert seen.priority == -6  # as in vLLM, the lower number goes first
 

@@ -94,7 +94,8 @@ async def test_given_values_pass_through() -> None:
     accepted = await prepare(message, model, CONTEXT)
     submit = accepted.tokens.submit
     assert submit.sampling == inference_pb2.SamplingParams(**sampling)
-    assert (submit.max_tokens, submit.stop_token_ids, submit.ignore_eos) == (3, [1, 257], True)
+    assert (submit.max_tokens, submit.ignore_eos) == (3, True)
+    assert list(submit.stop_token_ids) == [1, 257]
     assert (submit.num_choices, accepted.num_answers, submit.min_tokens, submit.priority) == (
         3,
         2,
