@@ -172,7 +172,7 @@ def with_stored_quantization(
             continue
         if config.transformers is not None:
             raise CheckpointError(
-                f"{file}: quantised weights run only through the families of Tandem's own"
+                f"{file}: quantized weights run only through Tandem's own model families"
             )
         values = read_json(folder / file)
         nested = values.get("quantization")  # the format of ModelOpt

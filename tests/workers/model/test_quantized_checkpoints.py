@@ -283,7 +283,7 @@ def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
         ),
         (
             gptq_config() | {"dynamic": {"-:lm_head": {}}},
-            "dynamic: layers with settings of their own are not supported",
+            "dynamic: separate settings of single layers are not supported",
         ),
         (AWQ | {"version": "gemv"}, "version: 'gemv' is not supported, only 'gemm'"),
         (AWQ | {"zero_point": False}, "zero_point: must be true"),
@@ -406,7 +406,7 @@ def test_a_quantisation_may_be_described_beside_config_json(
         (folder / file).write_text(json.dumps(named))
         assert generate(load(folder)) == reference_greedy(reference(plain), prompt(30), 12)
     with pytest.raises(
-        CheckpointError, match=f"^{file}: quantised weights run only through the families"
+        CheckpointError, match=f"^{file}: quantized weights run only through Tandem's own"
     ):
         check_checkpoint(quantized, "transformers")
 
@@ -418,7 +418,7 @@ def test_the_first_name_of_compressed_tensors_configs_is_read(tmp_path: Path) ->
     (quantized / "config.json").write_text(json.dumps(values))
     assert generate(load(quantized)) == reference_greedy(reference(plain), prompt(30), 12)
     with pytest.raises(
-        CheckpointError, match="compression_config: quantised weights run only through"
+        CheckpointError, match="compression_config: quantized weights run only through"
     ):
         check_checkpoint(quantized, "transformers")
 

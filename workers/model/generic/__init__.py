@@ -1,3 +1,1 @@
-"""Runs decoders that have no file here through transformers' own modelling code, over our paged
-attention.
-"""
+"""Runs decoders without a family of their own through transformers' code, with paged attention."""

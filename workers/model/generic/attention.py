@@ -1,9 +1,8 @@
-"""The attention function that transformers' modules call: traces what they ask for, then attends
-over paged KV.
+"""Defines the attention function that transformers' modules call.
 
-Registered by transformers' `AttentionInterface`. For a name that is not one of its own masks
-transformers makes none: sequences lie one after the other in a batch of one row, and only the step
-knows them.
+It first traces which attention the modules need, and later attends over paged KV. It is registered
+in transformers' `AttentionInterface`. Transformers creates no mask for a name that it does not
+know: all sequences of a step are in one row of a batch, and only the step knows their limits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,32 +24,38 @@ from ..config import CheckpointError, Fields, context_tokens
 from ..parallel import TensorParallel
 
 ATTENTION: Final = "tandem"
+# Arguments that change nothing here.
 _IGNORED: Final = {
-    *("dropout", "is_causal", "position_ids", "use_cache", "cache_position", "output_attentions"),
-    *(
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "logits_to_keep",
-        "deterministic",
-    ),
-}  # arguments that change nothing here
+    "cache_position",
+    "deterministic",
+    "dropout",
+    "is_causal",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
 _UNDERSTOOD: Final = {"scaling", "sliding_window", "softcap", "s_aux", "sinks"}
-_NUM_LAYER_GROUPS: Final = (
-    4  # parts of a step whose KV cache may be sent while the next part is computed
-)
+# The KV cache of one group of layers may be sent while the next group is computed.
+_NUM_LAYER_GROUPS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
-    """Describes the attention of one layer: the module that calls it, and how."""
+    """Describes the attention of one layer and the module that calls it."""
 
     module: nn.Module
     geometry: LayerGeometry
 
 
 _Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]
+"""Query, key and value.
+
+The query is [1, num_heads, num_tokens, head_dim], key and value are [1, num_kv_heads, num_tokens,
+head_dim].
 """
 
 _Attend = Callable[[nn.Module, _Heads, torch.Tensor | None, dict[str, Any]], torch.Tensor]
@@ -67,7 +72,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attends as transformers' attention functions do, which return the weights, too."""
+    """Has the interface of transformers' attention functions, which also return the weights."""
     return _handler.get()(module, (query, key, value), attention_mask, options), None
 
 
@@ -76,7 +81,7 @@ AttentionInterface.register(ATTENTION, _attend)
 
 @contextmanager
 def attend_by(handler: _Attend) -> Iterator[None]:
-    """Lets the modules that this thread calls attend by `handler`."""
+    """Makes the modules that this thread calls attend by `handler`."""
     token = _handler.set(handler)
     try:
         yield
@@ -91,23 +96,22 @@ class PagedLayers:
         self._tp = tp
         self._layers = {id(layer.module): (index, layer) for index, layer in enumerate(layers)}
         self._options: dict[int, AttentionOptions] = {}
-        self._layers_a_group = -(-len(layers) // _NUM_LAYER_GROUPS)
+        self._group_size = -(-len(layers) // _NUM_LAYER_GROUPS)
 
     def step(
         self, attention: StepAttention, on_layers: OnLayers | None
     ) -> AbstractContextManager[None]:
-        """Lets the modules attend in a step. `on_layers` as in `CausalLM.__call__`."""
+        """Makes the modules attend in a step; `on_layers` as in `CausalLM.__call__`."""
 
         def attend(
             module: nn.Module, heads: _Heads, mask: torch.Tensor | None, options: dict[str, Any]
         ) -> torch.Tensor:
             index, layer = self._layers[id(module)]
-            if on_layers and index and index % self._layers_a_group == 0:
+            if on_layers and index and index % self._group_size == 0:
                 on_layers(index)
             if index not in self._options:
-                self._options[index] = self._read_options(
-                    options, layer.geometry, heads[0].shape[3]
-                )
+                query_dim = heads[0].shape[3]
+                self._options[index] = self._read_options(options, layer.geometry, query_dim)
             return self._attend(attention, index, layer.geometry, heads)
 
         return attend_by(attend)
@@ -115,20 +119,18 @@ class PagedLayers:
     def _attend(
         self, attention: StepAttention, index: int, layer: LayerGeometry, heads: _Heads
     ) -> torch.Tensor:
-        query, key, value = (
-            each[0].transpose(0, 1) for each in heads
-        )  # [num_tokens, heads, head_dim]
+        # [num_tokens, heads, head_dim]
+        query, key, value = (each[0].transpose(0, 1) for each in heads)
+        # If the plan does not split the projections, each rank attends for its part of the heads.
         is_whole = self._tp.size > 1 and query.shape[1] == layer.num_heads
-        if (
-            is_whole
-        ):  # the plan leaves the projections whole: each rank attends for its part of the heads
+        if is_whole:
             slots = list(self._tp.kv_heads(layer))
-            query, key, value = (
-                query[:, self._tp.query_heads(layer)],
-                key[:, slots],
-                value[:, slots],
-            )
-        query_dim, value_dim, dim = query.shape[2], value.shape[2], layer.head_dim
+            query = query[:, self._tp.query_heads(layer)]
+            key = key[:, slots]
+            value = value[:, slots]
+        query_dim = query.shape[2]
+        value_dim = value.shape[2]
+        dim = layer.head_dim
         if query_dim < dim or value_dim < dim:
             query, key, value = (
                 functional.pad(each, (0, dim - each.shape[2])) for each in (query, key, value)
@@ -154,9 +156,10 @@ class PagedLayers:
 
 
 def trace_layers(model: PreTrainedModel, fields: Fields) -> list[AttentionLayer]:
-    """Runs a model on `meta`, and returns the attention layers as their modules call them.
+    """Runs a model on `meta` and returns its attention layers in the order of their calls.
 
-    Raises CheckpointError if one asks for what our attention does not have."""
+    Raises CheckpointError if a layer needs a feature that our attention lacks.
+    """
     layers: list[AttentionLayer] = []
     given: set[str] = set()  # options, by name
 
@@ -168,13 +171,13 @@ def trace_layers(model: PreTrainedModel, fields: Fields) -> list[AttentionLayer]
                 "architectures", "layers that share one attention module are not supported"
             )
         if mask is not None:
-            raise fields.error("architectures", "attention with a mask of its own is not supported")
+            raise fields.error("architectures", "attention with its own mask is not supported")
         geometry = _geometry(len(layers), heads, options, model.config)
         if geometry.num_heads % geometry.num_kv_heads:
-            problem = (
-                f"{geometry.num_kv_heads} does not divide the {geometry.num_heads} query heads"
+            raise fields.error(
+                "num_key_value_heads",
+                f"{geometry.num_kv_heads} does not divide the {geometry.num_heads} query heads",
             )
-            raise fields.error("num_key_value_heads", problem)
         layers.append(AttentionLayer(module=module, geometry=geometry))
         _check_options(module, options, fields)
         given.update(options)
@@ -186,56 +189,61 @@ def trace_layers(model: PreTrainedModel, fields: Fields) -> list[AttentionLayer]
     try:
         with hooks, attend_by(trace):
             _keep_shapes(model, hooks)
-            takers = _takers(model, positions, hooks)
+            users = _position_users(model, positions, hooks)
             model(input_ids=tokens, position_ids=positions, use_cache=False)
     except CheckpointError:
         raise
     except Exception as error:
         problem = f"transformers' {type(model).__name__} cannot be traced ({type(error).__name__})"
         raise fields.error("architectures", problem) from error
-    if layers and not takers:
-        problem = f"{type(model).__name__} counts positions by itself, in the row of a batch, and takes no position_ids"
-        raise fields.error("architectures", problem)
+    if layers and not users:
+        raise fields.error(
+            "architectures",
+            f"{type(model).__name__} counts positions by itself, in the row of a batch, and takes "
+            "no position_ids",
+        )
     if "sliding_window" not in given:
         _check_no_window(model.config, fields)
     return layers
 
 
-def _takers(model: nn.Module, positions: torch.Tensor, undo: ExitStack) -> list[nn.Module]:
-    """Returns a list to which the model's run adds the parts that are given the positions by a name
-    of their own: the others drop them, or hand them on with all other arguments.
+def _position_users(model: nn.Module, positions: torch.Tensor, undo: ExitStack) -> list[nn.Module]:
+    """Returns a list to which the model's run adds the modules that use the positions.
+
+    Such a module has a parameter position_ids. Others ignore the positions, or pass them on with
+    all other arguments.
     """
-    takers: list[nn.Module] = []
+    users: list[nn.Module] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(each is positions for each in (*args, *kwargs.values())):
-            _, *names = signature(type(module).forward).parameters
-            if (
-                "position_ids" in names
-                and (dict(zip(names, args, strict=False)) | kwargs)["position_ids"] is positions
-            ):
-                takers.append(module)
+        if not any(each is positions for each in (*args, *kwargs.values())):
+            return
+        _, *names = signature(type(module).forward).parameters
+        named = dict(zip(names, args, strict=False)) | kwargs
+        if "position_ids" in names and named["position_ids"] is positions:
+            users.append(module)
 
     for module in model.modules():
         if module is not model:
             undo.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
-    return takers
+    return users
 
 
 def _check_no_window(config: Any, fields: Fields) -> None:
-    """Raises CheckpointError if a model has a window that only its mask would know."""
-    window = (
-        None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
-    )
+    """Raises CheckpointError if a model applies its window only in its own mask."""
+    window = None
+    if not getattr(config, "layer_types", None):
+        window = getattr(config, "sliding_window", None)
     if isinstance(window, int) and window < context_tokens(fields):
         raise fields.error(
-            "sliding_window", "is not supported, this model leaves it to a mask of its own"
+            "sliding_window", "is not supported: the model applies it in its own mask"
         )
 
 
 def _keep_shapes(model: nn.Module, undo: ExitStack) -> None:
-    """Lets a part that needs numbers, which `meta` has not, such as a router of tokens to experts,
-    return its input: the trace only follows shapes.
+    """Makes modules that fail on `meta` return their input; the trace only follows shapes.
+
+    For example, a router of tokens to experts needs numbers, which `meta` lacks.
     """
     for module in model.modules():
         if module is model:
@@ -247,19 +255,18 @@ def _keep_shapes(model: nn.Module, undo: ExitStack) -> None:
             except CheckpointError:
                 raise
             except Exception:
-                given = next(
-                    (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)),
-                    None,
-                )
-                if given is None:
+                values = (*args, *kwargs.values())
+                tensors = [each for each in values if isinstance(each, torch.Tensor)]
+                if not tensors:
                     raise
-                return given
+                return tensors[0]
 
-        had_own = vars(module).get("forward")
+        own_forward = vars(module).get("forward")
         module.forward = forward
-        undo.callback(
-            *((setattr, module, "forward", had_own) if had_own else (delattr, module, "forward"))
-        )
+        if own_forward:
+            undo.callback(setattr, module, "forward", own_forward)
+        else:
+            undo.callback(delattr, module, "forward")
 
 
 def _check_options(module: nn.Module, options: dict[str, Any], fields: Fields) -> None:
@@ -285,13 +292,14 @@ def _geometry(index: int, heads: _Heads, options: dict[str, Any], config: Any) -
 
 
 def _window(index: int, options: dict[str, Any], config: Any) -> int | None:
-    """Returns the window of a layer; some modules leave it to the mask of their layer's type, which
-    we do not have.
+    """Returns the window of a layer.
+
+    Some modules pass no window, because transformers' mask for their layer's type has it.
     """
     kinds = getattr(config, "layer_types", None)
     if kinds and kinds[index] == "full_attention":
         return None
-    window = options.get("sliding_window") or (
-        getattr(config, "sliding_window", None) if kinds else None
-    )
+    window = options.get("sliding_window")
+    if kinds and not window:
+        window = getattr(config, "sliding_window", None)
     return int(window) if window else None

@@ -1,10 +1,9 @@
-"""Fills the buffers that no checkpoint has, such as rotary frequencies, and fixes those that would
-change by the step.
+"""Fills the buffers that checkpoints lack, such as rotary frequencies, and keeps them constant.
 
-Frequencies that depend on the longest sequence of a batch would let requests change each other: the
-dynamic scaling changes nothing up to max_position_embeddings, beyond which no sequence here goes,
-and of LongRoPE (arXiv 2402.13753) a model whose context is beyond the original one takes the long
-factors for all, as vLLM does.
+If frequencies depended on the longest sequence of a batch, requests would change each other's
+tokens. Dynamic scaling changes nothing up to max_position_embeddings, the maximum length of a
+sequence here. With LongRoPE (arXiv 2402.13753), a model whose context is longer than its original
+context uses the long factors for all sequences, as in vLLM.
 """
 
 from collections.abc import Iterator
@@ -21,8 +20,9 @@ _CHANGING: Final = ("dynamic", "longrope")
 
 
 def fix_rope(model: PreTrainedModel, fields: Fields) -> None:
-    """Lets no rotary embedding change its frequencies. Raises CheckpointError for one of several
-    kinds of layers.
+    """Stops rotary embeddings from changing their frequencies.
+
+    Raises CheckpointError for a changing embedding that only some kinds of layers have.
     """
     modules: Iterator[Any] = model.modules()
     for module in modules:
@@ -33,11 +33,12 @@ def fix_rope(model: PreTrainedModel, fields: Fields) -> None:
                 "dynamic and longrope are not supported for a kind of layers alone",
             )
         if kind in _CHANGING:
-            module.changing_rope_type, module.rope_type = kind, "default"
+            module.changing_rope_type = kind
+            module.rope_type = "default"
 
 
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Lets transformers compute the buffers; the weights are left as they are."""
+    """Computes the buffers by transformers' code; does not change the weights."""
     for name, buffer in list(model.named_non_persistent_buffers()):
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path)._buffers[leaf] = torch.empty_like(buffer, device=device)

@@ -1,5 +1,6 @@
-"""Makes a transformers decoder a `CausalLM`: a flat batch as one row, our attention, weights that
-our loader reads.
+"""Wraps a transformers decoder as a `CausalLM`.
+
+A flat batch becomes one row, attention is ours, and our loader reads the weights.
 """
 
 from typing import Any
@@ -26,19 +27,19 @@ from .weights import WeightGroup, find_weight_groups
 
 
 class _Source(Module):
-    """Holds what a rank needs of one tensor of the checkpoint."""
+    """Holds a rank's part of one tensor of the checkpoint."""
 
     def __init__(self, parameter: Parameter) -> None:
         self.weight = parameter
 
 
 class _Weights(Module):
-    """Holds the sources of some weights until they are loaded, and then gives them to the
-    transformers model.
-    """
+    """Holds the sources of a group's weights until they are loaded into the transformers model."""
 
     def __init__(self, model: PreTrainedModel, group: WeightGroup, plan: TpPlan) -> None:
-        self._model, self._group, self._plan = model, group, plan
+        self._model = model
+        self._group = group
+        self._plan = plan
         slices = [plan.slices(group.target, shape, group.stacks) for _, shape, _ in group.sources]
         if group.converter is not None and not group.stacks:
             slices = [None] * len(slices)
@@ -52,7 +53,7 @@ class _Weights(Module):
         ]
 
     def process_after_load(self) -> None:
-        """Converts the sources, and lets go of them."""
+        """Converts the sources and drops them."""
         converted = self._group.convert(
             self._model, [source.weight.data for source in self.sources]
         )
@@ -68,9 +69,7 @@ class _Weights(Module):
 
 
 class _Given:
-    """Stands for the model below the head, or the decoder in it, and for its output: hidden states
-    that are there already, and nothing else.
-    """
+    """Replaces the model below the head, its decoder and its output by given hidden states."""
 
     def __init__(self) -> None:
         self.last_hidden_state: torch.Tensor | None = None  # [1, num_rows, hidden]
@@ -87,7 +86,7 @@ class _Given:
 
 
 class TransformersForCausalLM(CausalLM):
-    """Runs a decoder of transformers. See `CausalLM`."""
+    """Runs a decoder of transformers."""
 
     def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
         """Raises ValueError if the model cannot be split over the ranks."""
@@ -105,10 +104,9 @@ class TransformersForCausalLM(CausalLM):
         self.weights = [_Weights(self._model, group, self._plan) for group in groups]
 
     def process_after_load(self) -> None:
-        """Computes what no checkpoint has, such as rotary frequencies, and takes the model's head
-        apart from it.
-        """
-        model, device = self._model, next(self._model.parameters()).device
+        """Computes buffers such as rotary frequencies, and separates the head from the model."""
+        model = self._model
+        device = next(model.parameters()).device
         fill_buffers(model, device)
         model.tie_weights()
         for target, source in model.all_tied_weights_keys.items():
@@ -127,7 +125,6 @@ class TransformersForCausalLM(CausalLM):
 
     @property
     def code(self) -> type:
-        """See `CausalLM.code`: transformers' own."""
         return type(self._below)
 
     def __call__(
@@ -137,7 +134,6 @@ class TransformersForCausalLM(CausalLM):
         attention: StepAttention,
         on_layers: OnLayers | None = None,
     ) -> torch.Tensor:
-        """See `CausalLM.__call__`."""
         with self._layers.step(attention, on_layers):
             output = self._below(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False
@@ -146,18 +142,16 @@ class TransformersForCausalLM(CausalLM):
         return hidden
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `CausalLM.normalize`: these are normed."""
-        return hidden
+        return hidden  # the decoder's output is normalized
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `CausalLM.compute_logits`."""
         self._given.last_hidden_state = hidden[None]
         logits: torch.Tensor = self._model(input_ids=None, use_cache=False).logits[0]
         return logits
 
 
 def parse_transformers_config(fields: Fields) -> ModelConfig:
-    """See `ModelFamily.parse_config`."""
+    """Returns the config of a transformers decoder. Raises CheckpointError as `build_on_meta`."""
     model, layers = build_on_meta(fields, torch.float32)
     config = model.config
     try:

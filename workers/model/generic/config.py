@@ -1,7 +1,7 @@
-"""Reads config.json as transformers does, and says by it, and by the text of transformers' code,
-why a decoder cannot be served.
+"""Reads config.json as transformers does, and refuses decoders that cannot be served.
 
-Imports no modelling code, which takes seconds: most models that are refused are refused before.
+It searches the text of transformers' modelling code instead of importing it, because the import
+takes seconds: most refusals need no import.
 """
 
 import math
@@ -28,24 +28,24 @@ _STATE: Final = re.compile(
 
 
 def read_config(fields: Fields) -> PreTrainedConfig:
-    """Returns what transformers makes of the fields.
+    """Returns transformers' config of the fields.
 
-    Raises CheckpointError if it has no such decoder, a field is not valid to it, or the model keeps
-    state beside the KV cache, attends in a way that we cannot, takes more than text, or has
-    quantised weights.
+    Raises CheckpointError if transformers has no such decoder or rejects a field, or if the model
+    keeps state beside the KV cache, has other kinds of attention layers, needs more than text, or
+    has quantized weights.
     """
     for name in ("quantization_config", "compression_config"):
         if fields.mapping(name):
             raise fields.error(
-                name, "quantised weights run only through the families of Tandem's own"
+                name, "quantized weights run only through Tandem's own model families"
             )
     config = _parse(fields)
     (architecture,) = fields.texts("architectures")
     if architecture != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
-        problem = (
-            f"{architecture!r:.60} is no decoder that transformers {transformers.__version__} has"
+        raise fields.error(
+            "architectures",
+            f"{architecture!r:.60} is no decoder that transformers {transformers.__version__} has",
         )
-        raise fields.error("architectures", problem)
     for name, sub_config in config.sub_configs.items():
         if getattr(config, name, None) is not None and sub_config is not None:
             raise fields.error(name, "models that take more than text are not supported")
@@ -63,7 +63,7 @@ def read_config(fields: Fields) -> PreTrainedConfig:
 
 
 def invalid(fields: Fields, config: Any, error: Exception) -> CheckpointError:
-    """Names the field that transformers' message names, if it names one."""
+    """Returns an error that names the field in transformers' message, else model_type."""
     name = config.__name__ if isinstance(config, type) else type(config).__name__
     words = set(re.findall(r"\w+", str(error)))
     field = next((each for each, _ in fields.items() if each in words), "model_type")
@@ -78,8 +78,13 @@ def _parse(fields: Fields) -> PreTrainedConfig:
         )
     if fields.boolean("is_encoder_decoder", False):
         raise fields.error("is_encoder_decoder", "models with an encoder are not supported")
-    for name, value in fields.items():  # before transformers makes a list of so many
-        most = _MAX_EXPERTS if "expert" in name else _MAX_LAYERS if "layer" in name else math.inf
+    # Checked first, because transformers makes a list of this length.
+    for name, value in fields.items():
+        most = math.inf
+        if "expert" in name:
+            most = _MAX_EXPERTS
+        elif "layer" in name:
+            most = _MAX_LAYERS
         if type(value) is int and value > most:
             raise fields.error(name, f"must be at most {most}, is {value!r:.60}")
     config_class = CONFIG_MAPPING[kind]
@@ -94,18 +99,18 @@ def _parse(fields: Fields) -> PreTrainedConfig:
     except Exception as error:
         raise invalid(fields, config_class, error) from error
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        value, most = (
-            getattr(config, name, None),
-            _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE,
-        )
+        value = getattr(config, name, None)
+        most = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
         if type(value) is not int or not 1 <= value <= most:
             raise fields.error(name, f"must be an integer from 1 to {most}, is {value!r:.60}")
     return config
 
 
 def _modelling_code(config: PreTrainedConfig, architecture: str) -> str:
-    """Returns the text of the module that has the architecture: that beside its config, else the
-    one of another model whose class it takes, which is imported for it.
+    """Returns the source of the module that has the architecture.
+
+    It is the module beside the config's, else the module of another model whose class the
+    architecture uses. The latter is imported.
     """
     spec = find_spec(type(config).__module__.replace(".configuration_", ".modeling_"))
     if spec is not None and spec.origin is not None:

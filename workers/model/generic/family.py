@@ -1,4 +1,4 @@
-"""The family of every decoder that transformers has."""
+"""Defines the family of all decoders of transformers."""
 
 from typing import Final
 
@@ -9,7 +9,7 @@ from .config import read_config
 
 
 def _parse_config(fields: Fields) -> ModelConfig:
-    read_config(fields)  # first: the import below takes seconds
+    read_config(fields)  # before the import, which takes seconds
     from .causal_lm import parse_transformers_config
 
     return parse_transformers_config(fields)

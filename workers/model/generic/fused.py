@@ -1,5 +1,7 @@
-"""Lets small modules of transformers compute by one call of our kernels: norms, rotary positions,
-the token embedding. One does so only if it gave what the kernel gives, tried on random numbers.
+"""Replaces small modules of transformers by one call of our kernels.
+
+These are norms, rotary positions and the token embedding. A norm is replaced only if it gives the
+kernel's result for random numbers.
 """
 
 import inspect
@@ -20,9 +22,7 @@ Forward = Callable[..., Any]
 
 
 def use_kernels(model: PreTrainedModel, dtype: torch.dtype, plan: TpPlan) -> None:
-    """Replaces the `forward` of modules that our kernels for CPUs can stand for; call it once all
-    is loaded.
-    """
+    """Replaces the `forward` of modules by our kernels for CPUs, after the weights are loaded."""
     if not cpu.usable(next(model.parameters())):
         return
     for name, module in list(model.named_modules()):
@@ -34,7 +34,7 @@ def use_kernels(model: PreTrainedModel, dtype: torch.dtype, plan: TpPlan) -> Non
         elif "RotaryEmbedding" in type(module).__name__:
             forward = _rotary(module, model.config, dtype)
         if forward is not None:
-            setattr(module, "forward", forward)  # noqa: B010  # a method, which mypy lets nobody assign to
+            setattr(module, "forward", forward)  # noqa: B010  # mypy refuses to assign to a method
 
 
 def _embedding(module: nn.Embedding) -> Forward:
@@ -51,16 +51,13 @@ def _norm(module: nn.Module, dtype: torch.dtype) -> Forward | None:
         or not isinstance(epsilon, float)
     ):
         return None
-    plain, data = module.forward, weight.data
+    plain = module.forward
+    data = weight.data
 
-    def forward(
-        x: torch.Tensor,
-    ) -> torch.Tensor:  # [1, num_tokens, dim] or [1, num_tokens, heads, dim]
-        fits = (
-            len(x) == 1
-            and x.stride(-1) == 1
-            and (x.ndim == 3 or (x.ndim == 4 and x.stride(2) == x.shape[3]))
-        )
+    # x is [1, num_tokens, dim] or [1, num_tokens, heads, dim].
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        has_rows = x.ndim == 3 or (x.ndim == 4 and x.stride(2) == x.shape[3])
+        fits = len(x) == 1 and x.stride(-1) == 1 and has_rows
         result: torch.Tensor = cpu.rms_norm(x[0], data, epsilon)[None] if fits else plain(x)
         return result
 
@@ -70,25 +67,25 @@ def _norm(module: nn.Module, dtype: torch.dtype) -> Forward | None:
 
 
 def _rotary(module: nn.Module, config: Any, dtype: torch.dtype) -> Forward | None:
-    """Computes cosines and sines of all positions once, as the module does."""
+    """Returns a look-up in tables of the module's results for all positions.
+
+    Returns None if the module has another interface, or the tables would be too large.
+    """
     given = list(inspect.signature(module.forward).parameters)
     if given[:2] != ["x", "position_ids"] or given[2:] not in ([], ["layer_type"]):
         return None
-    kinds: list[tuple[str, ...]] = (
-        [(kind,) for kind in sorted(set(config.layer_types))] if given[2:] else [()]
-    )
-    like, positions = (
-        torch.zeros(1, 1, 1, dtype=dtype),
-        torch.arange(config.max_position_embeddings)[None],
-    )
+    kinds: list[tuple[str, ...]] = [()]
+    if given[2:]:
+        kinds = [(kind,) for kind in sorted(set(config.layer_types))]
+    like = torch.zeros(1, 1, 1, dtype=dtype)
+    positions = torch.arange(config.max_position_embeddings)[None]
     first = module(like, positions[:, :1], *kinds[0])
     is_pair = isinstance(first, tuple) and all(
         each.shape[:2] == (1, 1) and each.ndim == 3 for each in first
     )
-    if (
-        not is_pair
-        or sum(each.nbytes for each in first) * len(kinds) * positions.shape[1] > _MAX_TABLE_BYTES
-    ):
+    if not is_pair:
+        return None
+    if sum(each.nbytes for each in first) * len(kinds) * positions.shape[1] > _MAX_TABLE_BYTES:
         return None
     tables = {
         kind: [each[0].contiguous() for each in module(like, positions, *kind)] for kind in kinds

@@ -1,6 +1,4 @@
-"""Computes the `torch.nn.Linear` of a transformers model by packed weights, and the rank's part of
-a split one.
-"""
+"""Computes the `torch.nn.Linear` of a transformers model, or a rank's part, by packed weights."""
 
 import torch
 from torch import nn
@@ -10,8 +8,9 @@ from ..quant.unquantized import UnquantizedLinearMethod
 
 
 class PackedLinear:
-    """Computes x W^T + b. Where the inputs are split, sums over the ranks; where the outputs are,
-    may gather them.
+    """Computes x W^T + b.
+
+    Split inputs are summed over the ranks; split outputs may be gathered.
     """
 
     def __init__(
@@ -19,14 +18,14 @@ class PackedLinear:
         plain: nn.Linear,
         tp: TensorParallel,
         *,
-        split_input: bool = False,  # this rank takes its part of whole inputs
+        split_input: bool = False,  # the inputs are whole, and this rank uses its part
         sums: bool = False,
         gathers: bool = False,
     ) -> None:
-        """`plain` is loaded, with this rank's part of the weight, and has none left where it is
-        packed.
-        """
-        self._tp, self._sums, self._gathers = tp, sums, gathers
+        """`plain` has this rank's part of the loaded weight; packing empties it."""
+        self._tp = tp
+        self._sums = sums
+        self._gathers = gathers
         self._num_outputs = plain.out_features  # of the whole map
         self._inputs = tp.part(plain.in_features) if split_input else None
         bias = None if plain.bias is None or (sums and tp.rank) else plain.bias.data

@@ -1,9 +1,8 @@
-"""Splits a transformers model over ranks by its own plan, `base_model_tp_plan`, with our process
-group.
+"""Splits a transformers model over ranks by its plan `base_model_tp_plan`, with our process group.
 
-The plan names a style for modules and parameters. Megatron-LM's pairs (arXiv 1909.08053): what is
-`colwise` keeps the rank's outputs, what is `rowwise` keeps its inputs, and the outputs of the
-latter are summed over the ranks.
+The plan has a style for each module or parameter. As in Megatron-LM (arXiv 1909.08053), a `colwise`
+module keeps the rank's outputs and a `rowwise` module the rank's inputs; the outputs of the latter
+are summed over the ranks.
 """
 
 import re
@@ -27,29 +26,29 @@ _COLUMNS: Final = ("colwise", *_GATHER)
 _ROWS: Final = ("rowwise", *_SPLIT_INPUT)
 _SUMMED: Final = ("moe_tp_experts", "all_reduce")
 _WHOLE: Final = (
-    *(
-        "replicated_with_grad_allreduce",
-        "mla_kv_a_proj",
-        "replicate",
-        "local_params",
-        "embedding_colwise",
-    ),
-    *("moe_identity_expert", *_SUMMED),
+    "replicated_with_grad_allreduce",
+    "mla_kv_a_proj",
+    "replicate",
+    "local_params",
+    "embedding_colwise",
+    "moe_identity_expert",
+    *_SUMMED,
 )
 _PACKED: Final = ("packed_colwise", "packed_rowwise")
 STYLES: Final = {*_COLUMNS, *_ROWS, *_PACKED, *_WHOLE, "embedding_rowwise"}
 
 
 class TpPlan:
-    """Says which part of each weight a rank keeps, and what is exchanged where."""
+    """Describes the part of each weight that a rank keeps, and what the ranks exchange."""
 
     def __init__(self, model: PreTrainedModel, tp: TensorParallel) -> None:
-        """Raises ValueError, with one line for the user, if there is no plan, or one that we cannot
-        follow.
-        """
+        """Raises ValueError, with one line for the user, if there is no plan that we support."""
         self._tp = tp
         plan = model.tp_plan if tp.size > 1 else {}
-        problem = f"tp: {tp.size}: transformers has no plan to split {type(model).__name__} that is supported"
+        problem = (
+            f"tp: {tp.size}: transformers has no plan to split {type(model).__name__} that is "
+            "supported"
+        )
         if tp.size > 1 and (not model.config.base_model_tp_plan or set(plan.values()) - STYLES):
             raise ValueError(problem)
         names = [each for each, _ in (*model.named_modules(), *model.named_parameters())]
@@ -59,21 +58,18 @@ class TpPlan:
             if (pattern := replace_layer_number_by_wildcard(each)) in plan
         }
         for each, module in model.named_modules():
-            if (
-                self._styles.get(each, "replicate") in (*_COLUMNS, *_ROWS, *_PACKED)
-                and type(module) is not nn.Linear
-            ):
+            is_split = self._styles.get(each, "replicate") in (*_COLUMNS, *_ROWS, *_PACKED)
+            if is_split and type(module) is not nn.Linear:
                 raise ValueError(problem)
 
     def slices(self, name: str, shape: tuple[int, ...], stacks: int) -> list[Slices] | None:
-        """Returns the parts of a source of the weight `name` that this rank keeps, side by side
-        along the first dimension; None if they have to be cut out of the whole weight by `cut`.
+        """Returns this rank's parts of a source of the weight `name`.
 
-        `shape` is the source's; `stacks` as in `WeightGroup.stacks`.
+        They are concatenated along the first dimension. None: `cut` must cut them out of the whole
+        weight. `shape` is the source's; `stacks` as in `WeightGroup.stacks`.
         """
-        num_dims = len(shape) + bool(
-            stacks
-        )  # a source of a stack lacks the dimension of the experts
+        # A source of a stack lacks the dimension of the experts.
+        num_dims = len(shape) + (1 if stacks else 0)
         dim, num_parts = self._split(name, num_dims)
         if dim is None:
             return [()]
@@ -93,17 +89,14 @@ class TpPlan:
         return torch.cat(parts, dim=dim).contiguous()
 
     def install(self, model: PreTrainedModel) -> None:
-        """Makes the modules of a loaded model exchange what the plan says, and packs its linear
-        maps.
-        """
+        """Packs the linear maps of a loaded model, and makes its modules exchange results."""
         source = getsource(sys.modules[type(model).__module__])
         for name, module in list(model.named_modules()):
             style = self._styles.get(name, "")
             if type(module) is nn.Linear:
-                # What other code multiplies by itself stays as it is.
-                if style or not re.search(
-                    rf"self\.[\w.]*\b{name.rpartition('.')[2]}\.weight\b", source
-                ):
+                # A weight that other code multiplies by is not packed.
+                is_read = rf"self\.[\w.]*\b{name.rpartition('.')[2]}\.weight\b"
+                if style or not re.search(is_read, source):
                     linear = PackedLinear(
                         module,
                         self._tp,
@@ -111,7 +104,8 @@ class TpPlan:
                         sums=style in _ROWS,
                         gathers=style in _GATHER,
                     )
-                    setattr(module, "forward", linear)  # noqa: B010  # a method, which mypy lets nobody assign to
+                    # mypy refuses to assign to a method.
+                    setattr(module, "forward", linear)  # noqa: B010
             elif style == "embedding_rowwise":
                 self._split_embedding(module)
             elif style in _SUMMED:
@@ -124,24 +118,26 @@ class TpPlan:
                 )
 
     def is_split(self, name: str) -> bool:
-        """Returns whether the ranks keep parts of a weight [outputs, inputs]."""
+        """Returns True if the ranks keep parts of a weight [outputs, inputs]."""
         return self._split(name, 2)[0] is not None
 
     def _split(self, name: str, num_dims: int) -> tuple[int | None, int]:
-        """Returns the dimension in which a weight is split, and of how many maps side by side it is
-        in that.
+        """Returns the dimension in which a weight is split, and the number of maps in it.
+
+        The dimension is None for a weight that is not split.
         """
         module, _, kind = name.rpartition(".")
         style = self._styles.get(name) or self._styles.get(module, "")
+        num_maps = 2 if style in _PACKED else 1
         if style in _COLUMNS or style == "packed_colwise":
-            return max(num_dims - 2, 0), 2 if style == "packed_colwise" else 1
+            return max(num_dims - 2, 0), num_maps
         if style in _ROWS or style == "packed_rowwise":
             is_whole = num_dims == 1 and kind == "bias"
-            return (None if is_whole else num_dims - 1), 2 if style == "packed_rowwise" else 1
+            return (None if is_whole else num_dims - 1), num_maps
         return (0 if style == "embedding_rowwise" else None), 1
 
     def _parts(self, size: int, num_parts: int) -> list[slice]:
-        """Returns the rank's part of each of several maps that fill a dimension."""
+        """Returns the rank's part of each of several equal maps in a dimension."""
         one = size // num_parts
         mine = self._tp.part(one)
         return [
@@ -149,16 +145,16 @@ class TpPlan:
         ]
 
     def _split_embedding(self, module: nn.Module) -> None:
-        """Each rank looks up what lies in its part of the vocabulary."""
-        look_up, mine = module.forward, self._tp.part(cast(nn.Embedding, module).num_embeddings)
+        """Makes each rank look up the tokens of its part of the vocabulary."""
+        look_up = module.forward
+        mine = self._tp.part(cast(nn.Embedding, module).num_embeddings)
 
         def forward(token_ids: torch.Tensor) -> torch.Tensor:
             is_local = (token_ids >= mine.start) & (token_ids < mine.stop)
-            return self._tp.all_reduce(
-                look_up((token_ids - mine.start).where(is_local, 0)) * is_local[..., None]
-            )
+            found = look_up((token_ids - mine.start).where(is_local, 0))
+            return self._tp.all_reduce(found * is_local[..., None])
 
-        setattr(module, "forward", forward)  # noqa: B010  # a method, which mypy lets nobody assign to
+        setattr(module, "forward", forward)  # noqa: B010  # mypy refuses to assign to a method
 
 
 def _at(dim: int, part: slice) -> Slices:

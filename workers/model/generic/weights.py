@@ -1,9 +1,8 @@
-"""Finds what each weight of a transformers model is made of in a checkpoint, by transformers' own
-conversions.
+"""Finds the checkpoint tensors of each weight of a transformers model by transformers' conversions.
 
-A checkpoint's names are those that `save_pretrained` writes, which are those of the hub:
-transformers converts them when it loads (renamed, experts stacked, fused projections split) and
-back when it saves.
+Checkpoints, also on the hub, have the names that `save_pretrained` writes. When transformers loads
+them it renames weights, stacks experts and splits fused projections; it does the reverse when it
+saves.
 """
 
 from concurrent.futures import Future
@@ -28,25 +27,23 @@ from transformers.core_model_loading import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGroup:
-    """Some tensors of a checkpoint, and the weights of the model that they become."""
+    """Describes tensors of a checkpoint and the model's weights that they are converted to."""
 
-    sources: tuple[
-        tuple[str, tuple[int, ...], str], ...
-    ]  # name, shape and, for the converter, the pattern it matches
+    # Name, shape and, for the converter, the pattern that the name matches.
+    sources: tuple[tuple[str, tuple[int, ...], str], ...]
     target: str  # the first, or only, weight
     converter: WeightConverter | None  # None: the source is the target
 
     def convert(
         self, model: PreTrainedModel, tensors: list[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Returns the weights by name. `tensors` are the sources' in their order."""
+        """Returns the weights by name. `tensors` are in the order of `sources`."""
         if self.converter is None:
             return {self.target: tensors[0]}
         converter = deepcopy(self.converter)
         for (name, _, pattern), tensor in zip(self.sources, tensors, strict=True):
-            converter.add_tensor(
-                self.target, name, pattern, cast(Future[Any], tensor)
-            )  # or one that is there
+            # The method also accepts a tensor itself.
+            converter.add_tensor(self.target, name, pattern, cast(Future[Any], tensor))
         converted = converter.convert(self.target, model=model, config=model.config)
         return {
             name: each[0] if isinstance(each, list) else each for name, each in converted.items()
@@ -54,8 +51,10 @@ class WeightGroup:
 
     @property
     def stacks(self) -> int:
-        """Returns how many tensors of each expert are stacked side by side; 0 if the group is
-        anything else, so that a rank's part of the sources is not its part of the target.
+        """Returns the number of tensors of each expert that are stacked side by side.
+
+        Returns 0 for any other conversion: then a rank's part of the sources is not its part of the
+        target.
         """
         if self.converter is None or len(self.converter.target_patterns) > 1:
             return 0
@@ -67,8 +66,7 @@ class WeightGroup:
 
 
 def find_weight_groups(model: PreTrainedModel) -> list[WeightGroup]:
-    """Returns the groups that make all weights of a model on `meta`, but those that are tied to
-    others.
+    """Returns the groups of all weights of a model on `meta` that are not tied to other weights.
 
     Raises LookupError if transformers' conversions do not lead back to a weight.
     """
@@ -89,7 +87,8 @@ def find_weight_groups(model: PreTrainedModel) -> list[WeightGroup]:
             name, renamings, converters, model.base_model_prefix, every
         )
         if target not in every and name in every:
-            target, pattern = name, None
+            target = name
+            pattern = None
         sources.setdefault(target, []).append((name, tuple(stored[name].shape), pattern or ""))
         found[target] = by_pattern[pattern] if pattern else None
     groups = [
@@ -105,6 +104,5 @@ def find_weight_groups(model: PreTrainedModel) -> list[WeightGroup]:
 def _targets(group: WeightGroup, model: PreTrainedModel) -> set[str]:
     if group.converter is None:
         return {group.target}
-    return set(
-        group.convert(model, [torch.empty(shape, device="meta") for _, shape, _ in group.sources])
-    )
+    tensors = [torch.empty(shape, device="meta") for _, shape, _ in group.sources]
+    return set(group.convert(model, tensors))

@@ -46,7 +46,7 @@ def gptq_method(quantization: Mapping[str, Any], name: str) -> LinearMethod:
             f"{version!r:.60} is not supported, only {', '.join(_GPTQ_DECODERS)}",
         )
     if fields.mapping("dynamic"):
-        raise fields.error("dynamic", "layers with settings of their own are not supported")
+        raise fields.error("dynamic", "separate settings of single layers are not supported")
     symmetric = fields.boolean("sym", True)
     act_order = fields.boolean("desc_act", False)
     if name == "lm_head" and not fields.boolean("lm_head", False):

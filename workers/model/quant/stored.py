@@ -92,8 +92,8 @@ class StoredLinearMethod(LinearMethod):
     """Computes y = x W^T + b with W in a format of checkpoints.
 
     If a kernel supports the numbers, they stay as they are. The kernel for integers rounds x to 8
-    bits by its own groups, whatever activations the checkpoint asks for. Otherwise the weight is
-    converted to the model's dtype when it is loaded.
+    bits by its own groups and ignores the checkpoint's settings for activations. Without a kernel
+    the weight is converted to the model's dtype when it is loaded.
     """
 
     bias: Parameter | None = None
