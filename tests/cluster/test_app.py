@@ -1,6 +1,4 @@
-"""Tests the deployments as plain objects: their stop after a start that has failed, and the end of
-a failed worker.
-"""
+"""Tests the deployments as plain objects: the stop after a failed start, and a failed worker's end."""
 
 import asyncio
 import gc
@@ -36,7 +34,7 @@ CONTINUITY = Continuity(
 
 
 class Stop(Exception):
-    """What the start fails with."""
+    """The error of the start."""
 
 
 @pytest.fixture
@@ -74,10 +72,11 @@ async def test_a_start_that_fails_can_be_stopped_like_any_other(
         await replica.__init__(config, "/no/folder", *args)
     replica.check_health()
     await replica.__del__()  # as Serve does
+    # The collector's call would not be awaited.
     deployment.__del__, removed = (
         lambda self: None,
         deployment.__del__,
-    )  # the collector's call would not be awaited
+    )
     del replica
     gc.collect()  # a router holds itself, in what describes its workers
     deployment.__del__ = removed
@@ -113,7 +112,7 @@ def test_a_start_that_times_out_is_one_line(
 async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
     config: TandemConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a step that never ends; the heartbeat must not bring back what has been removed."""
+    """Happens after a step that never ends; the heartbeat must not undo the removal."""
     calls: list[str] = []
     exited = asyncio.Event()
 
@@ -133,9 +132,8 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
     directory = SimpleNamespace(
         register=partial(record, "register"), remove=partial(record, "remove")
     )
-    replica: Any = SimpleNamespace(
-        _directory=directory, _application="tandem"
-    )  # a WorkerPool's collection would not be awaited
+    # A WorkerPool's collection would not be awaited.
+    replica: Any = SimpleNamespace(_directory=directory, _application="tandem")
     loops = (
         app.WorkerPool._heartbeat(replica, worker),
         app.WorkerPool._exit_on_failure(replica, worker),
@@ -151,7 +149,7 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
 
 
 def test_a_router_loads_no_torch() -> None:
-    """Which takes seconds and hundreds of megabytes."""
+    """torch takes seconds and hundreds of megabytes."""
     code = "import sys, tandem.cluster.serve.app, tandem.cluster.serve.runtime; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "False\n", done.stderr
@@ -182,7 +180,7 @@ def test_a_worker_of_one_thread_computes_short_chunks() -> None:
 async def test_the_status_page_shows_the_load_of_workers_to_operators(
     config: TandemConfig, key: str, sees_loads: bool
 ) -> None:
-    """Where there are keys; `tandem status` reads either answer."""
+    """Applies to services with keys; `tandem status` reads either answer."""
 
     async def status() -> dict[str, Any]:
         load = dict.fromkeys(
@@ -225,10 +223,11 @@ async def test_the_status_page_shows_the_load_of_workers_to_operators(
 async def test_pages_in_browsers_do_not_read_the_status_page(
     config: TandemConfig, method: str, headers: dict[str, str], status: int
 ) -> None:
+    # These hold for the API alone.
     names = {
         "host_names": ("models.example.com",),
         "cors_origins": ("https://evil.example",),
-    }  # of the API alone
+    }
     config = config.model_copy(update={"router": config.router.model_copy(update=names)})
     router: Any = SimpleNamespace(
         _config=config,

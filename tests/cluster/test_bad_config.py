@@ -1,5 +1,6 @@
-"""Every key of the configuration with values of wrong kinds and out of any bound: each is refused
-in lines of ours that name the key, and a good file is then read as before.
+"""Tests every key of the configuration with values of wrong kinds and out of bounds.
+
+Each is refused in lines that name the key, and a valid file is then read as before.
 """
 
 import re

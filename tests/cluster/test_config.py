@@ -1,4 +1,4 @@
-"""The configuration: what is refused, in which words, and how flags lie over a file."""
+"""Tests the configuration: refused values, the texts of errors, and flags that override a file."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
-"""Counters equal what clients have counted, after hundreds of requests of every kind over both APIs
-of two routers.
+"""Tests that counters equal the clients' counts.
+
+Hundreds of requests of every kind run over both APIs of two routers.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ LONG: Final = 1_500  # tokens of a request whose client leaves
 
 @dataclass
 class Counts:
-    """Adds up what the clients of one router, or of several, have seen."""
+    """Adds up the observations of the clients of one router or of several."""
 
     answered: int = 0
     prompt: int = 0  # tokens, here and below
@@ -62,7 +63,7 @@ class Counts:
 
 
 class Caller:
-    """Asks one router, and counts."""
+    """Sends requests to one router and counts the results."""
 
     def __init__(self, router: RouterRuntime, grpc: AsyncClient, http: httpx.AsyncClient) -> None:
         self.router = router
@@ -145,7 +146,7 @@ KINDS: Final[list[Callable[[Caller, list[int]], Coroutine[Any, Any, None]]]] = [
 
 
 def check(page: MetricsPage, counts: Counts) -> None:
-    """Fails unless the page says what the clients have counted."""
+    """Fails unless the metrics page agrees with the clients' counts."""
     for reason in ("stop", "length"):
         assert (
             page.value("vllm:request_success_total", finished_reason=reason)
@@ -187,8 +188,9 @@ def check_console(router: RouterRuntime, page: MetricsPage) -> None:
 
 @pytest.mark.timeout(300)
 async def test_after_500_requests_counters_equal_what_clients_counted(folder: Path) -> None:
-    """Streams, whole answers, several choices, stop strings, wrong and refused requests, clients
-    that leave.
+    """Sends streams, whole responses, several choices, stop strings, wrong and refused requests.
+
+    Some clients disconnect.
     """
     size = len(make_tokenizer())
     rank = lambda role: fake_rank(vocab_size=size)  # noqa: E731

@@ -1,6 +1,4 @@
-"""Tests the directory without Ray: registration, expiry, long poll, and a router's list after a
-restart.
-"""
+"""Tests the directory without Ray: registration, expiry, long poll, restart."""
 
 import asyncio
 from dataclasses import replace
@@ -176,9 +174,8 @@ async def test_a_conviction_reaches_every_router_and_those_that_join() -> None:
     client = LocalDirectory(directory)
     for number in range(2):
         await client.watch(watchers[number], routers[number], blocked_prompts[number])
-    await client.watch(
-        watchers[0], routers[0], blocked_prompts[0]
-    )  # it knows of the second one now
+    # The first router knows the second one now.
+    await client.watch(watchers[0], routers[0], blocked_prompts[0])
     waiting = asyncio.create_task(client.watch(watchers[1], routers[1], blocked_prompts[1]))
     sharing = asyncio.create_task(client.keep_sharing(watchers[0], blocked_prompts[0]))
     await asyncio.sleep(0)
@@ -285,7 +282,7 @@ async def test_whoever_has_missed_more_than_is_remembered_gets_the_whole_list(
 
 @given(st.lists(st.tuples(st.sampled_from("wldxrqcpn"), st.integers(0, 4)), max_size=60))
 def test_changes_add_up_to_the_whole_list(steps: list[tuple[str, int]]) -> None:
-    """Two routers that poll at different times know what one knows that has just come."""
+    """Two routers that poll at different times know the same as a new one."""
     asyncio.run(_check_changes(steps))
 
 

@@ -1,6 +1,4 @@
-"""What a start makes of the environment: addresses of Ray, its token, proxies, folders for
-temporary files.
-"""
+"""Tests how a start uses the environment: Ray's address and token, proxies, temporary folders."""
 
 import os
 import resource
@@ -23,7 +21,7 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "no_proxy")
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the test an environment of its own without these variables."""
+    """Runs the test in an environment without these variables."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for name in (*RAY, *PROXIES, *map(str.upper, PROXIES)):
         os.environ.pop(name, None)
@@ -126,9 +124,7 @@ def test_a_working_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.M
 def test_the_folder_of_ray_leaves_room_for_the_names_of_its_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the folder for temporary files where its path is short enough, else in one of the
-    system's.
-    """
+    """If the path of TMPDIR is too long, the folder is in one of the system's folders."""
     long = tmp_path / ("x" * MAX_TMPDIR_BYTES)
     long.mkdir()
     short = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))

@@ -1,5 +1,6 @@
-"""Tests metrics and probes of a router with real servers, sessions and KV transfers, and workers
-without a model.
+"""Tests metrics and probes of a router.
+
+Servers, sessions and KV transfers are real; workers have no model.
 """
 
 import asyncio
@@ -42,14 +43,14 @@ TOKENS: Final = 24
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model's folder of which there is only the tokenizer."""
+    """A model's folder that contains only the tokenizer."""
     make_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr("tandem.cluster.serve.runtime.read_context_tokens", lambda _: 2_048)
     return tmp_path
 
 
 async def start(folder: Path, running: Fleet | None, **overrides: object) -> RouterRuntime:
-    """Starts a router, of all workers if there are any."""
+    """Starts a router with all workers, if there are any."""
     ports = dict.fromkeys(("router.grpc_port", "router.http_port", "router.ops_port"), 0)
     config = load_config(None, {"model": "m", "router.local_prefill_tokens": 0} | ports | overrides)
     router = await RouterRuntime.start(
@@ -78,7 +79,7 @@ async def routers(
 
 @dataclass
 class Counted:
-    """Adds up what clients are answered."""
+    """Adds up the responses to clients."""
 
     requests: int = 0
     prompt: int = 0
@@ -121,7 +122,7 @@ async def ask_http(address: str, counted: Counted, number: int, **fields: Any) -
 
 
 def check(page: MetricsPage, counted: Counted) -> None:
-    """Fails unless the page says what the clients have counted."""
+    """Fails unless the metrics page agrees with the clients' counts."""
     assert counted.reasons is not None
     assert page.value("vllm:request_success_total") == counted.reasons.total()
     for reason, number in counted.reasons.items():
@@ -151,7 +152,7 @@ def check(page: MetricsPage, counted: Counted) -> None:
 
 
 async def test_counters_equal_what_clients_count(folder: Path) -> None:
-    """Over both APIs of two routers, whose figures add up."""
+    """Requests go over both APIs of two routers, whose metrics add up."""
     async with routers(folder, 2) as both:
         counted, one, two = Counted(), both[0], both[1]
         for _ in range(2):  # the second time from the prefix cache
@@ -310,9 +311,7 @@ async def test_a_router_is_ready_while_it_can_answer(folder: Path) -> None:
 async def test_a_router_that_reaches_no_decode_worker_is_not_ready_until_it_reaches_one(
     folder: Path,
 ) -> None:
-    """The directory may list workers for seconds that it has lost, and for as long as it is cut off
-    from both.
-    """
+    """The directory lists lost workers for seconds, and longer while it cannot be reached."""
     link = Proxy()
     async with fleet(1, 1, rank=lambda role: fake_rank(vocab_size=300)) as running:
         _, decode = running.workers
@@ -340,7 +339,7 @@ async def test_a_router_that_reaches_no_decode_worker_is_not_ready_until_it_reac
 
 
 async def wait_until_ready(router: RouterRuntime, wanted: tuple[int, str]) -> None:
-    """Waits for an answer of /ready."""
+    """Waits until /ready answers."""
     async with asyncio.timeout(WAIT):
         while await state_of(router, "/ready") != wanted:
             await asyncio.sleep(0.02)
@@ -401,9 +400,7 @@ async def test_guessed_tokens_are_counted_and_come_as_one_delta(
 
 
 async def test_the_ops_port_is_the_configured_one_or_another(folder: Path) -> None:
-    """Another program that has it keeps nobody from serving; a router in place of another has its
-    address.
-    """
+    """A port in use prevents no router from serving; a router that replaces another has its port."""
     async with AsyncExitStack() as scope:
         first = await start(folder, None)
         scope.push_async_callback(first.stop, 0)
@@ -422,7 +419,7 @@ async def test_the_ops_port_is_the_configured_one_or_another(folder: Path) -> No
 
 
 async def test_a_page_in_a_browser_does_not_read_the_metrics(folder: Path) -> None:
-    """By DNS rebinding; and nothing is changed through the ops port."""
+    """A page tries DNS rebinding; the ops port also changes nothing."""
     async with AsyncExitStack() as scope:
         router = await start(folder, None)
         scope.push_async_callback(router.stop, 0)
@@ -437,7 +434,7 @@ async def test_a_page_in_a_browser_does_not_read_the_metrics(folder: Path) -> No
 
 
 class Collector(ThreadingHTTPServer):
-    """Takes spans over OTLP, on a free port."""
+    """Receives spans over OTLP, on a free port."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -470,7 +467,7 @@ def collector() -> Iterator[Collector]:
 
 
 async def test_a_clients_trace_is_in_the_exported_spans(folder: Path, collector: Collector) -> None:
-    """Over both APIs; the times are those of the timeline that the client gets."""
+    """Holds for both APIs; the times equal those in the client's timeline."""
     traces = [f"{number:032x}" for number in (11, 12)]
     headers = [("traceparent", f"00-{trace}-00000000000000aa-01") for trace in traces]
     endpoint = f"http://{HOST}:{collector.server_port}/v1/traces"

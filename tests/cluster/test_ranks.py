@@ -1,4 +1,4 @@
-"""Tests how many threads a rank takes of the cores of its node."""
+"""Tests how many threads a rank uses of the cores of its node."""
 
 import pytest
 

@@ -1,5 +1,6 @@
-"""Tests what decides whether a service may be replaced, and whether one has been; see
-e2e/test_redeploy.py.
+"""Tests the conditions for replacing a service, and the detection of a replacement.
+
+e2e/test_redeploy.py tests the replacement itself.
 """
 
 import logging
@@ -88,7 +89,7 @@ def worker(name: str, application: str, layout: bytes = LAYOUT) -> worker_pb2.Wo
 
 
 def router(name: str, application: str, num_workers: int) -> RouterInfo:
-    """Returns a router that knows so many workers."""
+    """Returns a router that knows this number of workers."""
     return RouterInfo(
         router_id=name,
         grpc_address="h:1",
@@ -99,7 +100,7 @@ def router(name: str, application: str, num_workers: int) -> RouterInfo:
 
 
 async def test_a_deployment_is_complete_when_every_router_knows_its_workers() -> None:
-    """The routers of the one before, too: they will hand over sequences."""
+    """This includes the old deployment's routers: they will hand over sequences."""
     members = Members("a.2", LAYOUT)
     workers = [worker("1", "a"), worker("2", "a.2")]
     await members.update(workers, [router("r1", "a", 1), router("r2", "a.2", 2)])
@@ -115,7 +116,7 @@ async def test_a_deployment_is_complete_when_every_router_knows_its_workers() ->
 
 
 async def test_a_worker_with_another_model_is_no_worker_of_the_service() -> None:
-    """As after the files of the model have changed and a worker has been started again."""
+    """Such a worker starts after the files of the model have changed."""
     members = Members("a", LAYOUT)
     await members.update([worker("1", "a"), worker("2", "a", b"m" * 16)], [router("r", "a", 2)])
     assert [each.worker_id for each in members.fitting] == ["1"]
@@ -158,7 +159,7 @@ def test_the_secret_of_cached_prefixes_outlives_a_restart_with_the_cache(
 
 
 def test_no_salt_is_kept_where_nothing_needs_one(disk_config: TandemConfig, tmp_path: Path) -> None:
-    """Without keys there is none, and an identity in a file stays the same itself."""
+    """Without keys nothing is salted; an identity in a file does not change."""
     open_to_all = disk_config.model_copy(
         update={"auth": disk_config.auth.model_copy(update={"keys_file": None})}
     )
@@ -177,7 +178,7 @@ def lay_salt(path: Path, content: bytes = bytes(32), mode: int = 0o600) -> None:
 def test_a_salt_that_others_may_know_is_not_used(
     disk_config: TandemConfig, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor one that is damaged; the service starts all the same, and says what it lacks."""
+    """The same holds for a damaged salt; the service starts nevertheless and logs the loss."""
     folder = tmp_path / "decode"
     path = folder / "prefix-salt"
     if fault == "no folder":

@@ -1,4 +1,4 @@
-"""Tests which addresses the routers of a service take that share a host."""
+"""Tests the addresses of routers that share a host."""
 
 import asyncio
 import socket
@@ -30,7 +30,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model's folder of which there is only the tokenizer."""
+    """A model's folder that contains only the tokenizer."""
     make_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr("tandem.cluster.serve.runtime.read_context_tokens", lambda _: 2_048)
     return tmp_path
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def config() -> TandemConfig:
-    """A service whose ports, and the ones after them, are free."""
+    """A service with free ports, also the next ones."""
     grpc, http, *_ = (
         port for port in range(45_001, 46_000, 2) if is_free(port) and is_free(port + 1)
     )
@@ -76,7 +76,7 @@ async def test_the_first_chat_does_not_wait_for_the_process_of_templates(
     monkeypatch: pytest.MonkeyPatch,
     has_template: bool,
 ) -> None:
-    """A router that listens can render a chat; where the model has no template it needs no process."""
+    """A router that listens can render a chat; a model without a template needs no process."""
     renderer = TemplateRenderer()
     monkeypatch.setattr("tandem.router.frontend.tokenizer._RENDERER", renderer)
     if not has_template:
@@ -93,9 +93,7 @@ async def test_the_first_chat_does_not_wait_for_the_process_of_templates(
 async def test_a_router_in_place_of_another_has_its_addresses(
     config: TandemConfig, folder: Path
 ) -> None:
-    """Whichever of two is replaced: a client knows the addresses of both from the start of the
-    service.
-    """
+    """Clients know the addresses of both routers from the start, so either may be replaced."""
     grpc, http = config.router.grpc_port, config.router.http_port
     async with AsyncExitStack() as scope:
         routers = [await start(config, folder, 2) for _ in range(2)]
@@ -134,9 +132,7 @@ async def test_a_router_without_keys_listens_on_loopback_alone(folder: Path) -> 
 
 
 async def test_a_router_binds_more_than_it_tells(config: TandemConfig, folder: Path) -> None:
-    """As in a pod, where `kubectl port-forward` comes through loopback: others are told the node's
-    address.
-    """
+    """In a pod `kubectl port-forward` connects through loopback; other nodes use its address."""
     router = config.router.model_copy(update={"bind": "0.0.0.0"})
     with pytest.raises(InvalidArgument, match=r"0\.0\.0\.0 is not loopback"):
         await start(config.model_copy(update={"router": router}), folder, 1)
@@ -160,7 +156,7 @@ async def test_a_router_binds_more_than_it_tells(config: TandemConfig, folder: P
 async def test_who_is_cut_when_the_service_stops_reads_so(
     config: TandemConfig, folder: Path
 ) -> None:
-    """Over both APIs, at the end of the time that streams have."""
+    """Holds for both APIs, at the end of the grace of streams."""
     size = len(make_tokenizer())
     async with fleet(
         0, 1, rank=lambda role: fake_rank(vocab_size=size, step_seconds=0.02)
@@ -193,7 +189,7 @@ async def test_who_is_cut_when_the_service_stops_reads_so(
 async def test_any_host_name_will_do_where_a_key_is_needed(
     config: TandemConfig, folder: Path, tmp_path: Path, needs_key: bool
 ) -> None:
-    """A page that has rebound its name has none; without keys the name is refused."""
+    """A page that has rebound its name has no key; without keys the name is refused."""
     keys_file = tmp_path / "keys.json"
     key = create_key(keys_file, name="ada", tenant="ada")
     if needs_key:
@@ -244,9 +240,7 @@ async def test_a_single_router_takes_its_own_ports_or_none(
 async def test_a_router_that_replaces_another_listens_on_its_ports_beside_it(
     config: TandemConfig, folder: Path
 ) -> None:
-    """Until that one ends: then the ports are its own. A second one of its deployment does not get
-    them, too.
-    """
+    """When the other router ends, the ports are its own; a second new router does not get them."""
     for grpc_port in (config.router.grpc_port, 0):
         router = config.router.model_copy(
             update={"grpc_port": grpc_port, "http_port": grpc_port and grpc_port + 1}
@@ -280,7 +274,7 @@ def config_with_ports(config: TandemConfig, address: str) -> TandemConfig:
 async def test_prefixes_on_disk_are_found_by_their_tenant_after_a_restart(
     config: TandemConfig, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each start makes another identity, of which no salt may come; see e2e/test_keys.py."""
+    """Each start has another identity, which must not change the salt; see e2e/test_keys.py."""
     monkeypatch.setattr("ray.nodes", lambda: [])
     monkeypatch.setattr(redeploy, "open_checkpoint", lambda *args, **options: Mock())
     ada, bob = (

@@ -1,4 +1,4 @@
-"""What a router tells of its workers, and over which connections it asks them."""
+"""Tests the status of workers that a router reports, and the connections that it uses."""
 
 from tandem.cluster.serve.status import WorkerStatuses
 from tandem.proto import worker_pb2
@@ -38,6 +38,6 @@ async def test_channels_to_workers_that_are_gone_are_closed() -> None:
 
 
 async def asked_anew(statuses: WorkerStatuses) -> list[dict[str, object]]:
-    """The status of all workers, whatever was known of it."""
+    """Returns the status of all workers without the cached one."""
     statuses._described._fresh_until = 0.0
     return await statuses.get()

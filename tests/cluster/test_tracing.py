@@ -1,5 +1,6 @@
-"""Tests the spans of requests and the lines of their logs, without servers; over the wire:
-test_metrics.py.
+"""Tests the spans of requests and the lines of their logs, without servers.
+
+test_metrics.py tests them over the wire.
 """
 
 import json
@@ -28,7 +29,7 @@ CANARY = "canary-81ac"
 
 
 def ended(trace: TraceContext | None = CALLER, **fields: Any) -> EndedRequest:
-    """A request that took 2.5 s, and ended just now."""
+    """A request that took 2.5 s and ended just now."""
     seconds = dict(zip(PARTS, (0.125, 0.25, 0.125, 0.25, 0.25, 0.0, 1.5), strict=True))
     timeline = inference_pb2.Timeline(
         end_to_end_seconds=2.5, ttft_seconds=1.0, cached_tokens=16, attempts=1, decode_worker="d-0"
@@ -139,7 +140,7 @@ def test_a_request_that_was_refused_is_neither_span_nor_line(lines: StringIO) ->
 
 @pytest.fixture
 def lines() -> Iterator[StringIO]:
-    """What is logged as JSON, while the test runs."""
+    """The JSON log lines of the test."""
     logger = logging.getLogger("tandem")
     before = logger.handlers[:], logger.level, logger.propagate
     stream = StringIO()

@@ -1,4 +1,4 @@
-"""What must agree in the manifests, as functions from manifests to complaints."""
+"""Checks that the manifests agree: functions from manifests to complaints."""
 
 import re
 import tomllib
@@ -19,7 +19,7 @@ from tandem.tests.k8s.manifests import DOCKERFILE, ROOT, Group, Manifests
 Rule = Callable[[Manifests], list[str]]
 
 EPHEMERAL: Final = range(32768, 61000)
-"""Where the kernel takes ports for outgoing connections from, unless it is told otherwise."""
+"""The kernel's default range of ports for outgoing connections."""
 DRAIN_ANSWER_SECONDS: Final = 10.0
 """How much longer than its --timeout `tandem drain` may take."""
 MARGIN_SECONDS: Final = 10.0
@@ -251,9 +251,7 @@ def versions_disagree(manifests: Manifests) -> list[str]:
 
 
 def scaling_disagrees(manifests: Manifests) -> list[str]:
-    """Complains unless what scales a pool is all there: the policy of the application, and pods
-    that follow.
-    """
+    """Complains unless a scaled pool has the application's policy and pods that follow."""
     policy = manifests.application.get("autoscaling_policy", {}).get("policy_function")
     found = []
     for group, deployment, section in sections(manifests):
@@ -300,9 +298,7 @@ def monitoring_disagrees(manifests: Manifests) -> list[str]:
 
 
 def files_are_missing(manifests: Manifests) -> list[str]:
-    """Complains about files of the arguments that are neither in the pods that read them nor in
-    their image.
-    """
+    """Complains about files in the arguments that neither the pods nor their image contain."""
     args = manifests.application["args"]
     found = []
     for path in paths_in(args):
@@ -340,7 +336,7 @@ def paths_in(value: Any) -> Iterator[str]:
 
 
 def is_unsafe(manifests: Manifests) -> list[str]:
-    """Complains about a pod that may do more than it must."""
+    """Complains about a pod with more rights than it needs."""
     found = []
     pods = [(name, group.pod) for name, group in manifests.groups.items()]
     pods += [
@@ -368,9 +364,7 @@ def is_unsafe(manifests: Manifests) -> list[str]:
 
 
 def is_open(manifests: Manifests) -> list[str]:
-    """Complains about a Ray that demands no token, pods that any pod may reach, and ports that
-    clients need not.
-    """
+    """Complains about a Ray without token, pods open to all pods, and ports that no client needs."""
     found = []
     if manifests.cluster.get("authOptions", {}).get("mode") != "token":
         found.append("Ray runs code of whoever reaches it: authOptions.mode must be token")

@@ -1,14 +1,12 @@
-"""Builds the image of k8s/Dockerfile with buildah where no registry of images is reached, and asks
-the model in it.
+"""Builds the image of k8s/Dockerfile with buildah, without a registry, and runs its model.
 
     debootstrap --variant=minbase bookworm ROOTFS
     python -m tandem.tests.k8s.image ROOTFS [OPTION...]
 
-ROOTFS stands for the image that the Dockerfile begins with. Every step runs as it is written; each
-OPTION goes to `buildah build`, such as a volume or a build argument for another package index. Then
-the commands of COMMANDS run in
-the image as in a pod: by its user, with a root that cannot be written. Takes root and 10 GB of
-disk; leaves nothing.
+ROOTFS stands for the Dockerfile's base image. Every step runs as it is written; each OPTION is
+passed to `buildah build`, such as a volume or a build argument for another package index. Then the
+commands of COMMANDS run in the image as in a pod: by its user, with a root that cannot be written.
+Needs root and 10 GB of disk; leaves nothing.
 """
 
 import json
@@ -37,7 +35,7 @@ COMMANDS: Final = (
     (["tandem", "check", MODEL], "runs, by Tandem's own"),
     (["python", "-c", ASK, MODEL], "Paris"),
 )
-"""Commands, and a part of what each prints."""
+"""Commands, and a part of the output of each."""
 UNWANTED: Final = "no C kernels"
 POD: Final = """
 mount --bind "$0" "$0" && cd "$0"

@@ -1,6 +1,4 @@
-"""What KubeRay 1.7 does with a RayService: what it refuses, the command and the probes that it
-gives a container.
-"""
+"""Models how KubeRay 1.7 handles a RayService: refusals, commands and probes of containers."""
 
 import re
 import shlex
@@ -24,7 +22,7 @@ _RESOURCE_PARAMS: Final = ("num-cpus", "num-gpus", "memory", "resources")
 
 
 def refusals(manifests: Manifests) -> list[str]:
-    """Returns why the operator would not take the RayService."""
+    """Returns the reasons for which the operator would refuse the RayService."""
     spec, cluster = manifests.service["spec"], manifests.cluster
     name = manifests.service["metadata"]["name"]
     found = [] if _DNS1035.fullmatch(name) and len(name) <= MAX_SERVICE_NAME else [f"name: {name}"]
@@ -73,7 +71,7 @@ def _group_refusals(group: Group) -> list[str]:
 
 
 def fault_tolerant(group: Group, options: Document | None) -> Group:
-    """Returns a group with what KubeRay adds for gcsFaultToleranceOptions, if there are any."""
+    """Returns a group with KubeRay's additions for gcsFaultToleranceOptions, if there are any."""
     if options is None:
         return group
     added: list[Document] = [{"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "600"}]
@@ -90,9 +88,7 @@ def fault_tolerant(group: Group, options: Document | None) -> Group:
 
 
 def container_command(group: Group, head: str = "") -> list[str]:
-    """Returns the command that KubeRay gives the first container of a pod. `head` is the head's
-    address, for others.
-    """
+    """Returns the command that KubeRay gives a pod's first container; `head`: the head's address."""
     params = dict(group.spec.get("rayStartParams", {}))
     params |= {"block": "true", "dashboard-agent-listen-port": str(AGENT_PORT)}
     params.setdefault("metrics-export-port", str(METRICS_PORT))
@@ -115,7 +111,7 @@ def container_command(group: Group, head: str = "") -> list[str]:
 
 
 def liveness_command(group: Group) -> list[str]:
-    """Returns the probe that KubeRay adds where a container has no livenessProbe of its own."""
+    """Returns the probe that KubeRay adds to a container without livenessProbe."""
     urls = [f"http://localhost:{AGENT_PORT}/api/local_raylet_healthz"]
     if group.name == "head":
         urls.append("http://localhost:8265/api/gcs_healthz")

@@ -1,4 +1,4 @@
-"""Renders the manifests of k8s/ and gives access to what they hold."""
+"""Renders the manifests of k8s/ and gives access to their content."""
 
 import os
 import shutil
@@ -29,9 +29,7 @@ ARGS: Final[dict[str, dict[str, Any]]] = {
         }
     },
 }
-"""What the arguments of an overlay need that has a component: the comments of the components say
-so.
-"""
+"""The arguments that a component requires of an overlay, as in the component's comment."""
 APPLICATION: Final[dict[str, dict[str, Any]]] = {
     "autoscaling": {
         "autoscaling_policy": {"policy_function": "tandem.cluster.scaling.policy:ScalingPolicy"}
@@ -136,7 +134,7 @@ def need(command: str, package: str) -> str:
 
 
 def kustomize(folder: Path) -> list[Document]:
-    """Returns what a kustomization renders to."""
+    """Returns the rendered documents of a kustomization."""
     kubectl = need("kubectl", "kubernetes-client")
     done = subprocess.run(
         [kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False

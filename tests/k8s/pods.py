@@ -1,9 +1,9 @@
-"""Runs pods of a RayService on this machine, without Kubernetes: each in network, mount and PID
-namespaces of its own.
+"""Runs pods of a RayService on this machine without Kubernetes, each in its own namespaces.
 
 A pod has an IP address, a root that cannot be written, private /tmp and /dev/shm, the mounts,
 variables, sysctls and user of its manifest, and the command that KubeRay gives it. Its probes and
-its preStop run as kubelet runs them. Takes root, iproute2 and util-linux.
+its preStop run as kubelet runs them. The namespaces are of the kinds network, mount and PID. Needs
+root, iproute2 and util-linux.
 """
 
 import os
@@ -32,9 +32,10 @@ END_SECONDS: Final = 10.0
 USER: Final = "1000"
 
 STARTING: Final = 16
-"""How many times the share of the cores that a pod has which runs one has that starts: `ray start`
-gives its parts 30 seconds, which on a node of its own is ten times what they take, and here streams
-would fill the cores.
+"""The share of the cores of a starting pod, relative to a running one.
+
+`ray start` gives its parts 30 seconds. On a node that is ten times as long as they need, but here
+streams would use all the cores.
 """
 
 
@@ -46,9 +47,7 @@ def run(*command: str) -> str:
 
 @dataclass(frozen=True)
 class CoreShare:
-    """A control group of the machine, by which a pod has its share of the cores whatever its number
-    of threads.
-    """
+    """A control group that gives a pod its share of the cores for any number of threads."""
 
     folder: Path
 
@@ -60,17 +59,17 @@ class CoreShare:
         return group
 
     def command(self) -> list[str]:
-        """Returns what comes before a command that runs in it."""
+        """Returns the prefix of a command that runs in the group."""
         return ["sh", "-c", 'echo 0 > "$0" && exec "$@"', str(self.folder / "cgroup.procs")]
 
     def set(self, share: int) -> None:
-        """Gives it so many times the share of one that has 1."""
+        """Sets the share, relative to 1."""
         for name, unit in (("cpu.shares", 1024), ("cpu.weight", 100)):
             if (self.folder / name).exists():
                 (self.folder / name).write_text(str(share * unit))
 
     def remove(self) -> None:
-        """Removes it. All that ran in it must have ended. Raises TimeoutError."""
+        """Removes the group; all its processes must have ended. Raises TimeoutError."""
         ends = time.monotonic() + END_SECONDS
         while self.folder.exists():
             with suppress(OSError):  # the kernel takes its time to end processes
@@ -133,16 +132,15 @@ class Pod:
             return False
 
     def is_alive(self) -> bool:
-        """Asks the livenessProbe that KubeRay adds. A container whose process is not there yet
-        fails it.
-        """
+        """Asks the livenessProbe that KubeRay adds; a container without its process yet fails it."""
         with suppress(ValueError, psutil.NoSuchProcess, subprocess.TimeoutExpired):
             return self.execute(liveness_command(self.group), PROBE_SECONDS).returncode == 0
         return False
 
     def delete(self) -> subprocess.CompletedProcess[str]:
-        """Ends the pod as kubelet does: preStop, SIGTERM, and SIGKILL when it has had its time.
-        Returns what preStop did. Raises TimeoutExpired if it had to be killed.
+        """Ends the pod as kubelet does: preStop, SIGTERM, and SIGKILL at the end of its time.
+
+        Returns the result of preStop. Raises TimeoutExpired if the pod had to be killed.
         """
         ends = time.monotonic() + self.group.pod["terminationGracePeriodSeconds"]
         before = self.execute(
@@ -162,7 +160,7 @@ class Pod:
 
 @dataclass(eq=False)
 class PodNetwork:
-    """A bridge on this machine, which stands for the cluster's network, and the pods on it."""
+    """A bridge on this machine, which stands for the cluster's network, and its pods."""
 
     scratch: Path
     models: Path  # the folder that pods have under /models
@@ -170,12 +168,10 @@ class PodNetwork:
     prefix: str  # of names, so that several networks can be at the same time
     subnet: str  # the first three numbers of the addresses
     pods: list[Pod] = field(default_factory=list)
-    hosts: dict[str, str] = field(
-        default_factory=dict
-    )  # addresses by name, for pods that start from now on
-    secrets: dict[str, str] = field(
-        default_factory=dict
-    )  # values of variables that come from Secrets
+    # Addresses by name, for pods that start from now on.
+    hosts: dict[str, str] = field(default_factory=dict)
+    # Values of variables that come from Secrets.
+    secrets: dict[str, str] = field(default_factory=dict)
     num_started: int = 0
 
     @property
@@ -188,8 +184,10 @@ class PodNetwork:
         return f"{self.subnet}.1"
 
     def start(self, group: Group, ip: str = "") -> Pod:
-        """Starts a pod of the group; with the address of one that was removed, if that is given, as
-        a container that starts again has it, or a head behind its Service.
+        """Starts a pod of the group.
+
+        With `ip` it gets the address of a removed pod, like a restarted container or a head behind
+        its Service.
         """
         self.num_started += 1
         number = self.num_started
@@ -239,7 +237,7 @@ class PodNetwork:
         return pod
 
     def remove(self, pod: Pod) -> None:
-        """Takes away what is left of a pod that has ended."""
+        """Removes the remains of a pod that has ended."""
         pod.kill()
         self.pods.remove(pod)
         run("ip", "link", "delete", f"{pod.name}h")  # the kernel takes its time to end a namespace
@@ -247,8 +245,9 @@ class PodNetwork:
         pod.cores.remove()
 
     def tend(self) -> None:
-        """Starts containers again that have ended by themselves, as kubelet does: on a busy machine
-        Ray gives up. Takes the greater share of the cores from those that have started.
+        """Restarts containers that have ended, as kubelet does: on a busy machine Ray gives up.
+
+        Takes the greater share of the cores from started pods.
         """
         for pod in [pod for pod in self.pods if pod.process.poll() is not None]:
             self.remove(pod)
@@ -349,9 +348,7 @@ def pod_network(models: Path, identity: Path) -> Iterator[PodNetwork]:
 
 @contextmanager
 def redis(network: PodNetwork, manifests: Manifests) -> Iterator[None]:
-    """Runs the Redis of the component gcs-ft on this machine, by the command of its manifest, and
-    has pods find it.
-    """
+    """Runs the Redis of the component gcs-ft by its manifest's command; pods find it."""
     need("redis-server", "redis-server")
     (found,) = manifests.of_kind("StatefulSet")
     (container,) = found["spec"]["template"]["spec"]["containers"]
@@ -374,7 +371,7 @@ def redis(network: PodNetwork, manifests: Manifests) -> Iterator[None]:
 
 
 def logs(network: PodNetwork) -> str:
-    """Returns the end of what each pod has printed, for messages of failures."""
+    """Returns the end of each pod's output, for messages of failures."""
     return "\n".join(
         f"--- {pod.log.name}\n{pod.log.read_text(errors='replace')[-2000:]}" for pod in network.pods
     )

@@ -1,6 +1,4 @@
-"""Validates documents: core kinds by Kubernetes' schemas, RayService by KubeRay's, others by what
-we use of them.
-"""
+"""Validates documents by the schemas of Kubernetes and KubeRay, others by the parts used here."""
 
 import json
 from functools import cache
@@ -100,7 +98,7 @@ OTHER_KINDS: Final[dict[str, Document]] = {
 
 
 def complaints(document: Document) -> list[str]:
-    """Returns what is wrong with a document; an unknown key is."""
+    """Returns the errors of a document; an unknown key is an error."""
     kind = f"{document['apiVersion']}/{document['kind']}"
     if kind == "ray.io/v1/RayService":
         return _errors(_ray_service(), document) or _pod_complaints(document)
@@ -163,9 +161,7 @@ def _errors(validator: Any, document: Document) -> list[str]:
 
 
 def unknown_keys(given: Any, parsed: Any, path: str = "") -> list[str]:
-    """Returns the keys of `given` that the model into which it was parsed does not know: Serve
-    takes any.
-    """
+    """Returns the keys of `given` that its parsed model does not know: Serve accepts any key."""
     if isinstance(parsed, BaseModel) and isinstance(given, dict):
         fields = type(parsed).model_fields
         found = [f"{path}{key}" for key in given if key not in fields]

@@ -1,6 +1,4 @@
-"""Talks to Ray's dashboard as KubeRay's operator does: puts Serve's configuration, reads how its
-application is.
-"""
+"""Calls Ray's dashboard as KubeRay's operator does: sets Serve's configuration, reads its status."""
 
 import json
 import time
@@ -24,7 +22,7 @@ def put_config(dashboard: str, config: dict[str, Any]) -> None:
 
 
 def application(dashboard: str) -> dict[str, Any]:
-    """Returns what Serve says about the application tandem; {} if there is none yet."""
+    """Returns Serve's status of the application tandem; {} before it exists."""
     with urllib.request.urlopen(f"http://{dashboard}{PATH}", timeout=30) as reply:
         found: dict[str, Any] = json.load(reply)["applications"].get("tandem", {})
     return found

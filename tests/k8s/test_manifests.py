@@ -1,5 +1,7 @@
-"""The manifests of k8s/: each overlay and component renders, is what Kubernetes, KubeRay, Serve and
-Tandem take, and its parts agree. Each check must complain about a control that is wrong.
+"""Tests the manifests of k8s/: each overlay and component renders, is valid, and its parts agree.
+
+Kubernetes, KubeRay, Serve and Tandem must accept it. Each check must complain about a wrong
+control.
 """
 
 import json
@@ -44,9 +46,7 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def changed(change: Change, overlay: str = "cpu-demo", *components: str) -> Manifests:
-    """Returns the manifests after a change to them. The Serve configuration is text: changes of it
-    are written back.
-    """
+    """Returns changed manifests; writes changes of the parsed Serve configuration back as text."""
     manifests = Manifests(deepcopy(render(overlay, components).documents))
     change(manifests)
     manifests.service["spec"]["serveConfigV2"] = yaml.safe_dump(manifests.serve_config)
@@ -450,9 +450,7 @@ def test_a_pod_gets_the_command_of_kuberay() -> None:
 
 
 def unknown_metrics(rules: Document) -> set[str]:
-    """Returns what the rules name that nothing serves. Ray serves what workers report under ray_
-    and the name.
-    """
+    """Returns the metrics in rules that nothing serves. Ray serves workers' metrics as ray_NAME."""
     known = {
         metric.name if metric.source == "router" else f"ray_{metric.name}" for metric in METRICS
     }
@@ -475,7 +473,7 @@ def test_the_rules_name_metrics_that_there_are() -> None:
 
 
 def promtool(rules: Document, folder: Path) -> str:
-    """Returns what Prometheus's own check finds wrong with the rules."""
+    """Returns the errors that Prometheus's own check finds in the rules."""
     file = folder / "rules.yaml"
     file.write_text(yaml.safe_dump(rules["spec"]))
     command = [need("promtool", "prometheus"), "check", "rules", str(file)]

@@ -1,7 +1,8 @@
-"""The pods of the overlay cpu-demo with the component gcs-ft as network namespaces: they start,
-their probes pass, a request is answered through the router's address, each is ended under streams
-as Kubernetes ends it, the GCS server is killed, and the load changes the number of workers. No
-stream may fail or change.
+"""Tests the pods of the overlay cpu-demo with the component gcs-ft, as network namespaces.
+
+They start, their probes pass, and a request is answered through the router's address. Each is ended
+under streams as Kubernetes ends it, the GCS server is killed, and the load changes the number of
+workers. No stream may fail or change.
 """
 
 import asyncio
@@ -39,9 +40,7 @@ DEPLOYMENTS = {"router": "Router", "prefill": "PrefillPool", "decode": "DecodePo
 
 @pytest.fixture(scope="module")
 def manifests() -> Manifests:
-    """The overlay, for a small model. The head's preStop lasts longer than all others; here no
-    other pod ends then.
-    """
+    """The overlay, for a small model; the head's preStop is short, as no other pod ends then."""
     manifests = Manifests(deepcopy(render("cpu-demo", ("gcs-ft",)).documents))
     manifests.groups["head"].container["lifecycle"]["preStop"]["exec"]["command"] = ["sleep", "1"]
     args = manifests.application["args"]
@@ -96,7 +95,7 @@ def until(condition: Callable[[], object], network: PodNetwork) -> None:
 
 
 def explain(network: PodNetwork) -> str:
-    """Returns what Serve and Ray say about the application, and what each pod has printed."""
+    """Returns the status of the application in Serve and Ray, and each pod's output."""
     try:
         found = json.dumps(application(dashboard(network)), indent=1)
         ray = network.head.execute(["ray", "status", "-v"], 60)
@@ -181,9 +180,7 @@ async def test_a_pod_that_is_deleted_under_streams_loses_none(
 async def test_a_head_that_is_lost_under_streams_comes_back_and_loses_none(
     network: PodNetwork, started: Manifests, loss: str
 ) -> None:
-    """Its GCS server is killed, with which the container ends and is started again, or the pod is
-    deleted, and its Service leads to the next one.
-    """
+    """Kills the GCS server, so the container restarts, or deletes the pod, so another replaces it."""
     old, before = network.head, {each["id"] for each in listed(network)}
     async with streams(network, selected(network, started, "grpc")) as traffic:
         if loss == "deleted":
@@ -211,9 +208,7 @@ async def test_a_head_that_is_lost_under_streams_comes_back_and_loses_none(
 async def test_the_load_scales_the_decode_pool_up_and_down_and_no_stream_is_lost(
     network: PodNetwork, started: Manifests
 ) -> None:
-    """The pods come and go as Ray's autoscaler would have them: one for each replica that has no
-    place.
-    """
+    """Pods come and go as with Ray's autoscaler: one for each replica without a place."""
     config = deepcopy(started.serve_config)
     (app,) = config["applications"]
     app["autoscaling_policy"] = {"policy_function": "tandem.cluster.scaling.policy:ScalingPolicy"}
@@ -255,8 +250,9 @@ async def test_the_load_scales_the_decode_pool_up_and_down_and_no_stream_is_lost
 async def streams(
     network: PodNetwork, addresses: Sequence[str], concurrency: int = STREAMS
 ) -> AsyncIterator[Traffic]:
-    """Keeps so many streams going while the context is open, which is entered when as many have
-    ended; then lets them end.
+    """Keeps `concurrency` streams running; yields once as many have ended.
+
+    Lets the last streams end.
     """
     known = await fault_free(addresses, make_cases(NUM_TOKENS))
     traffic, over = Traffic(), asyncio.Event()
@@ -272,7 +268,7 @@ async def streams(
 
 
 def listed(network: PodNetwork) -> list[dict[str, Any]]:
-    """Returns the workers of the status page; none while that does not answer."""
+    """Returns the workers of the status page; empty while it does not answer."""
     try:
         return workers(status_url(network))
     except OSError:

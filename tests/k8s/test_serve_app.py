@@ -1,6 +1,4 @@
-"""The application that KubeRay deploys: by the REST API of Ray's dashboard, on a cluster whose
-nodes have labels.
-"""
+"""Tests the application that KubeRay deploys, through Ray's dashboard, on nodes with labels."""
 
 import asyncio
 import time
@@ -40,9 +38,7 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(tiny_model: Path, identity: Path) -> dict[str, Any]:
-    """The Serve configuration of the overlay cpu-demo, for a small model and nodes that share this
-    machine.
-    """
+    """The Serve configuration of the overlay cpu-demo, for a small model on one machine."""
     config = deepcopy(render("cpu-demo").serve_config)
     config["http_options"] = {"host": "127.0.0.1", "port": free_port()}
     config["proxy_location"] = "HeadOnly"
@@ -105,9 +101,8 @@ def test_serve_starts_scales_and_refuses_it(
             )
         assert list(answer.token_ids) == expected
 
-    with urllib.request.urlopen(
-        f"http://{router['ops']}/ready", timeout=30
-    ) as reply:  # as the readinessProbe
+    # As the readinessProbe does.
+    with urllib.request.urlopen(f"http://{router['ops']}/ready", timeout=30) as reply:
         assert reply.status == 200
 
     more = deepcopy(config)
@@ -143,9 +138,8 @@ def test_the_load_scales_a_pool_up_and_down_and_no_stream_is_lost(
         "up_delay_seconds": 0.5,
         "down_delay_seconds": 3.0,
     }
-    model = make_tiny_model(
-        tmp_path / "exact", dtype="bfloat16", **MODEL
-    )  # whose logits do not depend on the batch
+    # The logits of this model do not depend on the batch.
+    model = make_tiny_model(tmp_path / "exact", dtype="bfloat16", **MODEL)
     application["args"] |= {"model": str(model), "dtype": "bfloat16"}
     application["args"]["router"] |= {"max_queue_seconds": 600.0}  # of a machine that is slow
     application["args"]["decode"] |= {
@@ -165,9 +159,7 @@ def test_the_load_scales_a_pool_up_and_down_and_no_stream_is_lost(
 
 
 async def grow_and_shrink(address: str, status_url: str) -> Traffic:
-    """Keeps many streams going until there are three decode workers, then few until there is one
-    again.
-    """
+    """Runs many streams until there are three decode workers, then few until there is one."""
     cases = await fault_free([address], make_cases(300))
     traffic = Traffic()
     for concurrency, number in ((16, 3), (2, 1)):
@@ -184,7 +176,7 @@ async def grow_and_shrink(address: str, status_url: str) -> Traffic:
 
 
 def until_decode_workers(status_url: str, number: int) -> None:
-    """Waits until so many decode workers are ready, and no other is listed."""
+    """Waits until this number of decode workers is ready, and no other is listed."""
     deadline = time.monotonic() + SCALE_SECONDS
     while [each["state"] for each in workers(status_url) if each["role"] == "decode"] != [
         "ready"

@@ -1,4 +1,4 @@
-"""`tandem bench` against servers of known behaviour: what it finds must be what they did."""
+"""Tests `tandem bench` against servers of known behaviour."""
 
 import asyncio
 import itertools
@@ -34,13 +34,12 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 
 @dataclass(kw_only=True)
 class OpenAiServer:
-    """Streams completions, each event after its delay; notes when it did what (perf_counter)."""
+    """Streams completions, each event after its delay; records the times (perf_counter)."""
 
     delays: list[float] = field(default_factory=lambda: [0.0, 0.0])  # seconds before each event
     tokens_per_event: int = 1
-    endings: list[str] = field(
-        default_factory=lambda: ["done"]
-    )  # of the requests in turn, see `_answer`
+    # Of the requests in turn, see `_answer`.
+    endings: list[str] = field(default_factory=lambda: ["done"])
     gate: Callable[[], Awaitable[object]] | None = None  # awaited before the first event
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -142,7 +141,7 @@ Start = Callable[..., Awaitable[OpenAiServer]]
 
 
 def options(url: str, **load: Any) -> BenchOptions:
-    """A small closed loop of one caller, unless told otherwise."""
+    """Returns a small closed loop of one caller by default."""
     load = load if "rate" in load else {"concurrency": 1} | load
     workload = Workload(input_len=16, output_len=10, vocab_size=200)
     return BenchOptions(
@@ -159,7 +158,7 @@ async def measure(asked: BenchOptions) -> Summary:
 
 
 async def run_cli(*args: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `tandem bench`."""
+    """Returns exit code, stdout and stderr of `tandem bench`."""
     process = await asyncio.create_subprocess_exec(
         *TANDEM, "bench", *args, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -410,9 +409,8 @@ async def test_over_grpc(grpc_service: tuple[str, FakeTokenSource]) -> None:
     ((summary,),) = await run_bench(asked, lambda _address, _number, _summary: None)
     assert (summary.num_completed, summary.failures) == (6, ())
     assert (summary.prompt_tokens, summary.output_tokens) == (6 * 16, 6 * 10)
-    assert summary.figures["mean_tpot_ms"] == pytest.approx(
-        summary.figures["mean_itl_ms"] * 2 / 9
-    )  # 3 chunks each
+    # 3 chunks each.
+    assert summary.figures["mean_tpot_ms"] == pytest.approx(summary.figures["mean_itl_ms"] * 2 / 9)
     assert source.max_running <= 3
     assert {request.submit.ignore_eos for request in source.requests} == {True}
 

@@ -1,4 +1,4 @@
-"""The figures of a benchmark, its prompts and its arrivals: pure."""
+"""Tests the metrics, prompts and arrivals of a benchmark; pure."""
 
 import itertools
 import json
@@ -163,9 +163,8 @@ def test_poisson_arrivals_have_the_rate_and_the_spread() -> None:
     offsets = list(itertools.islice(arrival_offsets(50.0, seed=3), 20_000))
     gaps = [after - before for before, after in itertools.pairwise([0.0, *offsets])]
     assert statistics.fmean(gaps) == pytest.approx(1 / 50, rel=0.03)
-    assert statistics.pstdev(gaps) == pytest.approx(
-        1 / 50, rel=0.03
-    )  # exponential: as great as the mean
+    # Exponential: as great as the mean.
+    assert statistics.pstdev(gaps) == pytest.approx(1 / 50, rel=0.03)
     assert min(gaps) > 0
     assert offsets[:100] == list(itertools.islice(arrival_offsets(50.0, seed=3), 100))
     assert offsets[:100] != list(itertools.islice(arrival_offsets(50.0, seed=4), 100))
@@ -250,7 +249,6 @@ def test_slos() -> None:
 def test_a_thread_is_busy_from_a_quarter_of_a_core_on() -> None:
     names = {1: "server", 2: "server", 3: "idle"}
     before = ThreadTimes(10.0, {(1, 1): 5.0, (1, 2): 0.0, (3, 3): 70.0}, names)
-    after = ThreadTimes(
-        14.0, {(1, 1): 6.0, (1, 2): 4.0, (2, 9): 1.1, (3, 3): 70.9}, names
-    )  # (2, 9) is new
+    # (2, 9) is new.
+    after = ThreadTimes(14.0, {(1, 1): 6.0, (1, 2): 4.0, (2, 9): 1.1, (3, 3): 70.9}, names)
     assert after.count_busy(before) == {"server": 3}

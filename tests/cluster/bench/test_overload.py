@@ -1,6 +1,4 @@
-"""The rule by which `tandem.tests.soak.overload` judges goodput before, during and after an
-overload: pure.
-"""
+"""Tests the rule by which `tandem.tests.soak.overload` judges goodput around an overload."""
 
 import pytest
 
@@ -12,7 +10,7 @@ SLO = {"ttft": 500.0}
 
 
 def sent(at: float, ttft: float | None = 0.1) -> RequestRecord:
-    """A request whose first token came after so many seconds; None: that was refused."""
+    """Returns a request whose first token came after `ttft` seconds; None: the server refused it."""
     failure = None if ttft is not None else RequestFailed("HTTP 429", "full")
     times = [at + (ttft or 0.0)]
     return RequestRecord(

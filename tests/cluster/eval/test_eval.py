@@ -1,6 +1,4 @@
-"""`tandem eval`: windows, scores and commands against their definitions, and the demo model against
-transformers.
-"""
+"""Tests `tandem eval` against definitions, and the demo model against transformers."""
 
 import functools
 import json
@@ -65,9 +63,8 @@ def test_every_token_but_the_first_counts_once(
     assert scored == Counter(range(1, num_tokens))
     for begin, end, score_from in windows:
         assert end - begin <= window
-        assert score_from - begin >= min(
-            window - stride, score_from
-        )  # so much is before each token
+        # The minimum context of each token.
+        assert score_from - begin >= min(window - stride, score_from)
         assert score_from < end
 
 
@@ -85,12 +82,12 @@ def test_windows_that_make_no_sense_are_refused(window: int, stride: int, field:
 
 
 def logprob(prompt: Sequence[int], index: int) -> float:
-    """Of the stub's model: what is before a token in its window matters."""
+    """Returns a log probability of the stub's model, which depends on earlier tokens in the window."""
     return -((prompt[index] * 31 + sum(prompt[:index])) % 97) / 10
 
 
 def score_prompt(request: inference_pb2.GenerateRequest) -> Responses:
-    """Tells the log probabilities of a prompt of tokens, and generates nothing."""
+    """Returns the log probabilities of a prompt of tokens, and generates nothing."""
     ids = request.prompt.token_ids.ids
     assert request.stopping.HasField("max_tokens")
     assert request.stopping.max_tokens == 0
@@ -189,7 +186,7 @@ async def test_long_texts_go_in_pieces(
 
 
 def invoke(*args: str) -> str:
-    """What a command writes to stdout, in this process; raises what it raises."""
+    """Returns the stdout of a command in this process; raises its exception."""
     return CliRunner().invoke(main.app, args, catch_exceptions=False).stdout
 
 
@@ -228,10 +225,11 @@ def test_scores_are_the_libraries() -> None:
         ["the dog barked at a tree"],
     ]
     found = score_texts(texts, references)
+    # None: no second reference.
     streams: Any = [
         [references[0][0], references[1][0]],
         [references[0][1], None],
-    ]  # None: no second reference
+    ]
     bleu = sacrebleu.corpus_bleu(texts, streams)
     assert found.bleu == pytest.approx(bleu.score)
     assert 0 < found.bleu < 100
@@ -357,8 +355,9 @@ def test_without_the_extra_one_line_names_it(tmp_path: Path) -> None:
 
 @functools.cache
 def transformers_perplexity(ids: tuple[int, ...], window: int, stride: int) -> float:
-    """Runs the loop of "Perplexity of fixed-length models" in transformers' documentation, but each
-    window counts all the tokens whose loss it has.
+    """Runs the loop of "Perplexity of fixed-length models" in transformers' documentation.
+
+    Unlike there, each window counts all the tokens whose loss it has.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(demo_model.folder(), dtype=torch.float32)
     tokens = torch.tensor([ids])  # [1, tokens]
@@ -389,9 +388,8 @@ async def test_perplexity_of_the_demo_model_equals_transformers(prefill: int) ->
             async with AsyncClient(server.grpc_address) as client:
                 ids = await client.tokenize(text)
                 found = await measure_perplexity(client, text, window=256, stride=128)
-                again = await measure_perplexity(
-                    client, text, window=256, stride=128
-                )  # from a warm prefix cache
+                # From a warm prefix cache.
+                again = await measure_perplexity(client, text, window=256, stride=128)
         finally:
             await server.stop(0)
     assert 300 <= len(ids) <= 450  # three windows or four

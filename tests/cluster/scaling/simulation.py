@@ -1,9 +1,8 @@
-"""Two pools in simulated time, whose numbers of workers the policy decides from the reports that
-Serve would hand it.
+"""Simulates two pools whose sizes the policy decides from the reports that Serve would pass to it.
 
-Prefill workers compute one prompt after another, decode workers make steps that take longer the
-more sequences there are, and a request waits at the router while the pool that it needs next is
-full. Workers take their time to start; those that stop give what they have to others.
+Prefill workers compute one prompt after another. The steps of decode workers take longer with more
+sequences. A request waits at the router while the pool that it needs next is full. Workers take
+time to start; workers that stop give their work to others.
 """
 
 import heapq
@@ -42,7 +41,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What one worker can do."""
+    """The speed and capacity of one worker."""
 
     prefill_rate: float  # tokens a second
     step_fixed: float = 0.02  # seconds of a decode step
@@ -54,15 +53,14 @@ class Hardware:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of the requests, and of the pools."""
+    """The finished requests and the sizes of the pools."""
 
     # Of each request, in the order in which they end.
     numbers: list[int] = field(default_factory=list)  # in the trace
     waits: list[float] = field(default_factory=list)  # from its arrival to its prompt's computation
     tpots: list[float] = field(default_factory=list)
-    targets: dict[str, list[tuple[float, int]]] = field(
-        default_factory=dict
-    )  # of each pool: from when on how many
+    # By pool: the times of changes, with the new numbers of workers.
+    targets: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     worker_seconds: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -74,9 +72,7 @@ class Outcome:
         }
 
     def reversals(self, pool: str, within: float) -> int:
-        """Returns how often a pool grew or shrank within so many seconds after it had done the
-        opposite.
-        """
+        """Returns how often a pool changed its size back in less than `within` seconds."""
         pairs = itertools.pairwise(self.targets[pool])
         changes = [(time, number > before) for (_, before), (time, number) in pairs]
         return sum(
@@ -104,8 +100,9 @@ class PrefillWorker:
 
 
 class DecodeWorker:
-    """Every sequence gets a token in each step: `pace` counts the tokens that each has got, `ends`
-    when it has all.
+    """Gives every sequence a token in each step.
+
+    `pace` counts the tokens of each, `ends` is the count at which it has all.
     """
 
     def __init__(self) -> None:
@@ -119,7 +116,7 @@ class DecodeWorker:
         heapq.heappush(self.ends, (self.pace + tokens, number, job))
 
     def advance(self, tokens: float) -> list[tuple[Job, float]]:
-        """Returns what has ended, and at which pace."""
+        """Returns the sequences that have ended, with their pace."""
         self.pace += tokens
         self.kv_tokens += tokens * len(self.ends)
         ended = []
@@ -131,9 +128,7 @@ class DecodeWorker:
 
 
 class Simulation:
-    """Runs a trace through pools of the sizes that the policy decides, or through fixed ones (where
-    a config is an int).
-    """
+    """Runs a trace through pools; the policy decides their sizes, or an int as config fixes it."""
 
     def __init__(
         self,
@@ -143,8 +138,10 @@ class Simulation:
         *,
         first: int | None = None,
     ) -> None:
-        """`first`: how many workers of each pool there are when the trace begins; the others of a
-        fixed one start then. By default one of a pool that scales, and all of a fixed one.
+        """Starts the workers.
+
+        `first`: the number of workers of each pool when the trace begins; the others of a fixed
+        pool start then. By default one worker of a pool that scales, and all of a fixed pool.
         """
         self._hardware = hardware
         self._sizes = {PREFILL_POOL: prefill, DECODE_POOL: decode}
@@ -154,10 +151,11 @@ class Simulation:
         self._computed: list[tuple[float, int, Job]] = []  # prompts, by when they are
         self._prefill: list[PrefillWorker] = []
         self._decode: list[DecodeWorker] = []
+        # By pool: the times when starting workers are ready.
         self._starting: dict[str, list[float]] = {
             PREFILL_POOL: [],
             DECODE_POOL: [],
-        }  # by when they are ready
+        }
         self._states: dict[str, dict[str, Any]] = {PREFILL_POOL: {}, DECODE_POOL: {}}
         self._samples: dict[str, dict[tuple[str, int], deque[SimpleNamespace]]] = {}
         self._number = 0
@@ -171,7 +169,7 @@ class Simulation:
             self._workers(pool).extend(self._new(pool) for _ in range(number))
 
     def run(self, arrivals: Sequence[Arrival], extra_seconds: float = 0.0) -> Outcome:
-        """Runs until every request has ended, and so many seconds longer."""
+        """Runs until every request has ended, and `extra_seconds` longer."""
         coming, next_policy, ends = deque(arrivals), 0.0, 0.0
         while coming or len(self.outcome.tpots) < len(arrivals) or self._now < ends:
             if len(self.outcome.tpots) < len(arrivals):
@@ -199,7 +197,7 @@ class Simulation:
         return PrefillWorker() if pool == PREFILL_POOL else DecodeWorker()
 
     def _lacks(self, job: Job) -> tuple[bool, bool]:
-        """Whether a request waits for the prefill pool, and for the decode pool."""
+        """Returns two flags: a request waits for the prefill pool, and for the decode pool."""
         prefill = all(each.lag(self._now) >= LOOK_AHEAD_SECONDS for each in self._prefill)
         held = [len(each.ends) for each in self._decode]
         held_tokens = sum(each.kv_tokens for each in self._decode)
@@ -323,9 +321,7 @@ class Simulation:
         return found  # type: ignore[no-any-return]
 
     def _carrier(self, size: ScalingConfig | int) -> SimpleNamespace:
-        """Stands for the policy of a deployment; that of a fixed pool carries the config of
-        another.
-        """
+        """Returns the policy of a deployment; a fixed pool carries the other pool's config."""
         config = next(
             each for each in (size, *self._sizes.values()) if isinstance(each, ScalingConfig)
         )
@@ -346,9 +342,8 @@ class Simulation:
 
     def _stop(self, workers: list[Any]) -> None:
         if workers is self._prefill:
-            worker = max(
-                self._prefill, key=lambda each: each.free_at
-            )  # what it has is computed before it ends
+            # The worker computes its prompts before it ends.
+            worker = max(self._prefill, key=lambda each: each.free_at)
             self._prefill.remove(worker)
             return
         left = min(self._decode, key=lambda each: len(each.ends))

@@ -1,6 +1,4 @@
-"""The policy as Serve holds it: pickled, behind its wrapper, with its contexts; and the reports
-that it reads.
-"""
+"""Tests the policy as Serve runs it (pickled, wrapped, with its contexts) and the reports."""
 
 import asyncio
 from collections.abc import Mapping
@@ -28,10 +26,11 @@ SCALED = {
     "autoscaling": {"max_replicas": 4, "up_delay_seconds": 2.0, "down_delay_seconds": 4.0},
 }
 IDLE = {reports.PREFILL_TOKENS: (0, 0), reports.PREFILL_SECONDS: (0, 0)}
+# In 10 seconds: two workers' work.
 BUSY = {
     reports.PREFILL_TOKENS: (5_000, 25_000),
     reports.PREFILL_SECONDS: (5, 25),
-}  # in 10 seconds: two workers' work
+}
 DECODING = {
     reports.SEQUENCES: (3, 30),
     reports.MAX_SEQUENCES: (16, 16),
@@ -68,9 +67,7 @@ class Serve:
         self._states: dict[Any, Any] = {}
 
     def decide(self, now: float, given: Figures) -> dict[str, int]:
-        """Calls it with two values of each figure, ten seconds apart, of the one replica of each
-        deployment.
-        """
+        """Calls the policy with two values of each metric, ten seconds apart, of one replica each."""
         contexts = {}
         for name, config in self.configs.items():
             key = DeploymentID(name=name, app_name="tandem")

@@ -1,5 +1,6 @@
-"""How many workers a pool needs: within bounds, more for more load, no change at constant load,
-after a delay.
+"""Tests how many workers a pool needs: within bounds, more for more load, after a delay.
+
+At constant load nothing changes.
 """
 
 import itertools
@@ -58,9 +59,8 @@ def test_sequences_within_the_target_are_read_off_the_line_through_the_steps() -
     assert sequences_within(0.200, 64, steps) == 64
     assert sequences_within(0.005, 64, steps) == 1
     assert sequences_within(None, 64, steps) == sequences_within(0.030, 64, []) == 64
-    assert sequences_within(0.030, 64, [(8.0, 0.020)] * 5) == pytest.approx(
-        12
-    )  # nothing tells the fixed part
+    # The fixed part is unknown.
+    assert sequences_within(0.030, 64, [(8.0, 0.020)] * 5) == pytest.approx(12)
 
 
 @given(
@@ -138,7 +138,7 @@ def test_a_load_about_a_whole_number_of_workers_keeps_their_number() -> None:
 def settled(
     config: ScalingConfig, needs: Sequence[tuple[float, int]], current: int = 1
 ) -> list[tuple[float, int]]:
-    """Returns from when on there were how many workers, with what was needed at each time."""
+    """Returns the numbers of workers and the time of each change, given the needs at each time."""
     past: Sequence[Need] = []
     found = [(0.0, current)]
     for now, needed in needs:

@@ -1,4 +1,4 @@
-"""What generation_config.json says of requests that leave parameters out."""
+"""Tests the defaults of request parameters in generation_config.json."""
 
 import json
 from pathlib import Path

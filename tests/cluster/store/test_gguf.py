@@ -1,6 +1,4 @@
-"""GGUF files: the tokens of transformers' own dequantised load, one conversion, and hostile
-headers.
-"""
+"""Tests GGUF files: tokens as in transformers' dequantised load, conversion, hostile headers."""
 
 import os
 import re
@@ -58,7 +56,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(file: Path, ids: list[int]) -> list[int]:
-    """The greedy tokens of what transformers makes of the file."""
+    """Returns the greedy tokens of transformers for the file."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         file.parent,
         gguf_file=file.name,
@@ -143,7 +141,7 @@ def test_texts_are_split_as_the_file_says(tmp_path: Path, pre: str) -> None:
 def test_a_file_that_splits_texts_in_an_unknown_way_is_refused(
     tmp_path: Path, pre: str | None, reason: str
 ) -> None:
-    """transformers would split them as GPT-2 does, without a word."""
+    """transformers would split them as GPT-2 does, without a warning."""
     file = write_gguf(make_tiny_model(tmp_path / "model"), tmp_path / "x.gguf", pre=pre)
     with pytest.raises(CheckpointError, match=rf"^x\.gguf: tokenizer\.ggml\.pre: {reason}"):
         gguf_convert.convert(file, tmp_path / "out", "float32")

