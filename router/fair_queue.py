@@ -1,9 +1,9 @@
 """A bounded queue: by priority, then fair among tenants, then first come, first served.
 
-The next tenant is the one of which least runs, so that of two waiting tenants none holds more than
-half for long, however long its requests run (max-min fairness). Between tenants of which as much
-runs, the queue is a start-time fair queue (Goyal et al., 1996) on tokens with equal weights: every
-tenant of a priority has a tag, the number of its tokens that were served, and the least tag is
+The next tenant is the one with the least running work, so neither of two waiting tenants holds more
+than half for long, however long its requests run (max-min fairness). Between tenants with equal
+running work, the queue is a start-time fair queue (Goyal et al., 1996) on tokens with equal
+weights: every tenant of a priority has a tag, the number of its served tokens, and the least tag is
 next. A tenant that comes back begins at the present tag of its priority: it gets no credit.
 
 When the queue is full, the tenant with the longest backlog gives way to one with a shorter backlog

@@ -1,6 +1,6 @@
 """Carries a request, or one of its choices, through one worker or through a pair of workers.
 
-Interprets what the workers send. Its caller waits, and decides how to continue after an
+Interprets the outputs of the workers. Its caller waits, and decides how to continue after an
 interruption. Awaits nothing.
 """
 
@@ -87,7 +87,7 @@ class Attempt:
     ) -> None:
         """The registry counts `part`: the request itself, or the rest of one choice.
 
-        `num_crashes` are those of the request's workers until now. `source` holds the KV cache
+        `num_crashes` counts the crashes of the request's workers. `source` holds the KV cache
         already; the placement's prefill worker is then the one that suspended the choice.
         """
         self.interruptions: list[Interruption] = []  # the caller removes them
@@ -146,7 +146,8 @@ class Attempt:
 
         Call it right after `WorkerRegistry.place`.
         """
-        num_tokens, decode_id = len(self._submit.token_ids), self.placement.decode
+        num_tokens = len(self._submit.token_ids)
+        decode_id = self.placement.decode
         is_resumed = self.part.is_resumed
         if isinstance(self._opener, SuspendedChoice):
             self._registry.dispatched(decode_id, self.part, 0)
@@ -223,7 +224,7 @@ class Attempt:
             self.end()
 
     def end(self) -> None:
-        """Lets the workers free what they still hold. Idempotent."""
+        """Lets the workers free all that they hold for the attempt. Idempotent."""
         if self._ended:  # the registry may count the request for another attempt by now
             return
         self._ended = True

@@ -77,7 +77,8 @@ class BlockedPrompts:
         Known entries keep their end; otherwise each exchange would prolong them by its own time.
         """
         self._forget_ended()
-        now, num_known = self._clock(), len(self._until)
+        now = self._clock()
+        num_known = len(self._until)
         for content, seconds in remaining.items():
             if content not in self._until and len(self._until) < MAX_BLOCKED:
                 self._until[content] = now + min(seconds, BLOCKED_SECONDS)

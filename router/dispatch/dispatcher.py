@@ -110,7 +110,7 @@ class Dispatcher:
     def _send(
         self, wake: asyncio.Event, worker_id: str, submit: worker_pb2.Submit
     ) -> WorkerStream | None:
-        """Submits over the session with the worker, which is opened if there is none.
+        """Submits over the session with the worker; opens one first if needed.
 
         Returns None if the worker has left the registry or is lost. Raises Unavailable after
         `stop`.

@@ -111,7 +111,7 @@ class RequestExecution:
 
     @property
     def wake_at(self) -> float | None:
-        """The latest time of the next call of `deltas`, by the clock; None if there is none."""
+        """The time of the next necessary call of `deltas`; None if only an event needs one."""
         solo_run = self._poison_guard.waits_until(self)
         if not self._parked:
             return solo_run if math.isfinite(solo_run) else None
@@ -143,7 +143,7 @@ class RequestExecution:
             wake.watch(partial(self._collect_unread, release))
             while True:
                 self._collect()
-                # Read before the caller gets control: what comes meanwhile is for the next turn.
+                # Read before the caller gets control: later changes count in the next turn.
                 is_over = self.done
                 error = self._error
                 for delta in self._output.take():
@@ -229,7 +229,7 @@ class RequestExecution:
             self._end_solo_runs()
 
     def end(self) -> None:
-        """Lets the workers free what they still hold for the request. Idempotent."""
+        """Lets the workers free all that they hold for the request. Idempotent."""
         self._poison_guard.leave(self)
         for parked in self._parked:
             if parked.suspended is not None:
@@ -284,8 +284,9 @@ class RequestExecution:
         attempt.start()
 
     def _without_known(self, delta: TokenDelta) -> TokenDelta | None:
-        """Returns the delta without what the caller has: prompt log probabilities, and tokens of a
-        beam search that started again.
+        """Removes parts that the caller has: prompt log probabilities, tokens of a repeated search.
+
+        Returns None if nothing is left.
         """
         if delta.prompt_logprobs:
             if self._has_prompt_logprobs:
@@ -356,11 +357,11 @@ class RequestExecution:
         self._watch_workers()
 
     def _count_not_finite(self, worker: WorkerKey, attempt: Attempt) -> None:
-        """Prefers other workers than those of an attempt whose output was not finite.
+        """Avoids the workers of an attempt whose output was not finite, if there are others.
 
-        One of them may be at fault. A report by a second worker shows that the request is; so does
-        a second report of the only worker, which has found itself sound meanwhile. Raises
-        InternalError then.
+        One of these workers may be at fault. A report by a second worker shows that the request is
+        at fault; so does a second report of the only worker, which has found itself sound
+        meanwhile. Raises InternalError then.
         """
         if self._not_finite_at is None:
             self._not_finite_at = worker
@@ -452,7 +453,8 @@ class RequestExecution:
         """
         if not attempt.holds_kv:
             return False
-        avoided, prefill = self._avoided_now(), attempt.placement.prefill
+        avoided = self._avoided_now()
+        prefill = attempt.placement.prefill
         others = avoided | self._not_finite_workers | {parked.worker[0]}
         placement = self._registry.place(
             attempt.part, others, prefill=prefill
@@ -488,7 +490,7 @@ class RequestExecution:
         return set(self._avoided)
 
     def _watch_workers(self) -> None:
-        """Has `wake` called when workers may have become free, while choices are parked."""
+        """Subscribes `wake` to workers that become free, while choices are parked."""
         if self._parked and self._unsubscribe is None:
             self._unsubscribe = self._registry.subscribe(self._wake)
         elif not self._parked and self._unsubscribe is not None:

@@ -13,7 +13,7 @@ from ..scheduling.policy import Placement
 from .blocked_prompts import BlockedPrompts
 
 SOLO_RUN_SECONDS: Final = 15.0
-"""How long a first solo run, such as that of a very long prompt, keeps other candidates away."""
+"""How long a first solo run, such as one of a very long prompt, keeps other candidates away."""
 
 _MAX_WAITING: Final = 3
 """Candidates that wait for one worker before others go elsewhere. The worker has most of their
@@ -120,7 +120,8 @@ class PoisonGuard:
         if entry.worker_id is not None or self._is_taken(worker_id):
             entry.refused.add(worker_id)
             return False
-        entry.worker_id, entry.since = worker_id, self._clock()
+        entry.worker_id = worker_id
+        entry.since = self._clock()
         self._solo_runs.setdefault(worker_id, {})[candidate] = entry
         entry.refused.clear()
         return True

@@ -105,11 +105,11 @@ class RequestTimer:
             self._timeline.interruptions.add(cause=cause, worker=worker_id, at_seconds=at)
 
     def tokens(self, count: int, choice: int = 0) -> None:
-        """Counts tokens of a choice; the next `stamp` notes their time."""
+        """Counts tokens of a choice; the next `stamp` takes their time."""
         self._new_tokens[choice] = self._new_tokens.get(choice, 0) + count
 
     def stamp(self) -> None:
-        """Notes that the new tokens have come now, those of one choice at equal distances."""
+        """Stamps the new tokens: the tokens of one choice have come at equal distances."""
         if not self._new_tokens:
             return
         self._last = now = time.monotonic()
@@ -125,7 +125,7 @@ class RequestTimer:
         self._new_tokens.clear()
 
     def drafted(self, tokens: worker_pb2.Tokens) -> None:
-        """Counts the draft tokens of these tokens' steps, and those of them that were accepted."""
+        """Counts the draft tokens of the steps of `tokens`, and the accepted ones."""
         self._metrics.add(SPEC_DRAFTS, tokens.num_drafts)
         self._metrics.add(SPEC_DRAFT_TOKENS, tokens.num_draft_tokens)
         self._metrics.add(SPEC_ACCEPTED_TOKENS, tokens.num_accepted_tokens)

@@ -114,7 +114,7 @@ class WorkerStream:
         self._wake.set()
 
     def cancel(self) -> None:
-        """Lets the worker free what it still holds for the submit; returns at once. Idempotent.
+        """Lets the worker free all that it holds for the submit; returns at once. Idempotent.
 
         Suspended choices are cancelled one by one instead. After the end of the session, when the
         worker has freed everything, this does nothing.
@@ -240,7 +240,8 @@ class WorkerClient:
         try:
             await self._receive(call)
         except grpc.aio.AioRpcError as error:
-            self._end, self.was_lost = _end_of(error), self.heard
+            self._end = _end_of(error)
+            self.was_lost = self.heard
             if self.heard:  # otherwise this was a probe of a lost worker
                 logger.warning("the session with %s broke: %s", self.worker[0], error.code().name)
         finally:
