@@ -1,4 +1,4 @@
-"""Tandem: distributed inference for large language models, prefill and decode apart."""
+"""Tandem: distributed LLM inference with separate workers for prefill and decode."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -20,23 +20,31 @@ __all__ = [
     "CompletionOutput",
     "LoRARequest",
     "RequestOutput",
+    "SamplingParams",
+    "Tool",
+    "__version__",
+    "connect",
+    "errors",
 ]
-__all__ += ["SamplingParams", "Tool", "__version__", "connect", "errors"]
 __version__ = "0.1.0"
 
-_HOMES = dict.fromkeys(("AsyncClient", "Client", "ClientTls", "connect"), "router.client")
-_HOMES |= {
+_HOMES = {
+    "LLM": "cluster.local.llm",
+    "AsyncClient": "router.client",
+    "Client": "router.client",
+    "ClientTls": "router.client",
+    "CompletionOutput": "cluster.local.outputs",
+    "LoRARequest": "cluster.local.lora",
+    "RequestOutput": "cluster.local.outputs",
     "SamplingParams": "router.client.types",
     "Tool": "router.client.types",
-    "LLM": "cluster.local.llm",
+    "connect": "router.client",
 }
-_HOMES |= {"LoRARequest": "cluster.local.lora"}
-_HOMES |= dict.fromkeys(("CompletionOutput", "RequestOutput"), "cluster.local.outputs")
-_NAMES = {"SamplingParams": "Options"}  # where the name is another there
+_NAMES = {"SamplingParams": "Options"}  # names that differ in their module
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for when it is: `import tandem.workers.engine` must not load gRPC."""
+    """Imports a public name at its first use: `import tandem.workers.engine` must not load gRPC."""
     if name == "errors":
         return import_module(".proto.errors", __name__)
     if name not in _HOMES:

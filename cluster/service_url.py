@@ -43,7 +43,7 @@ Kind = Literal["gRPC API", "HTTP API", "status page", "ops port"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundService:
-    """Describes what answers at a URL; `service` is the status of the service if it was told."""
+    """Describes the server at a URL; `service` is the status of the service if it was told."""
 
     kind: Kind
     url: str  # without /v1 and /console; of the status page that is served now
@@ -137,7 +137,7 @@ class ServiceAccess:
 
 
 class _SpeaksHttp2(Exception):
-    """Reports a server that answers in HTTP/2, as those of gRPC do."""
+    """Reports a server that answers in HTTP/2, as a gRPC server does."""
 
 
 class _Finder:
@@ -145,7 +145,7 @@ class _Finder:
 
     def __init__(self, api_key: str, context: ssl.SSLContext | None) -> None:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # No proxy: the addresses of a service are those of its nodes.
+        # No proxy: it might not reach the addresses of the service's nodes.
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if context is not None:
             handlers.append(urllib.request.HTTPSHandler(context=context))

@@ -1,7 +1,8 @@
 """Lists the settings of a service that flags and arguments name, in our words and in vLLM's.
 
 `tandem serve` makes its options of SETTINGS, `LLM` and the YAML file read vLLM's names by it.
-docs/from-vllm.md describes both. A value is checked by the configuration, not here.
+docs/from-vllm.md describes both. A value is checked by the configuration, not here. One file
+because a reader looks up a name in one table.
 """
 
 import json
@@ -50,7 +51,7 @@ def _speculative(value: Any) -> Mapping[str, object]:
     method, separator, model = value.partition("=")
     return {
         "speculative.method": "draft_model" if method == "draft" else method,
-        # ngram has no model, whatever the file says.
+        # ngram has no model, also if the file names one.
         "speculative.model": model if separator else NULL,
     }
 
@@ -409,10 +410,10 @@ def check_supported(name: str, field: str = "") -> None:
 def split_aliases(
     tree: Mapping[str, Any], own: Container[str]
 ) -> tuple[dict[str, Any], dict[str, object]]:
-    """Returns the top level of a configuration file without vLLM's names, and what these set.
+    """Splits the top level of a configuration file into our keys and overrides by vLLM's names.
 
-    The keys in `own` are ours. The second result has dotted keys. Raises InvalidArgument for a name
-    that only vLLM has, and for a key that two names set.
+    `own` has the names of our keys. The keys of the overrides are dotted. Raises InvalidArgument
+    for a name that only vLLM has, and for a key that two names set.
     """
     kept: dict[str, Any] = {}
     aliases: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """Makes options of commands: for requests, for the service to call, and for its settings.
 
-The options of requests come from proto/parameters.py, those of settings from cluster/settings.py.
+Requests have the options of proto/parameters.py, settings the options of cluster/settings.py.
 """
 
 import inspect

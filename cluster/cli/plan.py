@@ -48,7 +48,7 @@ class RankMemory:
         """Returns the bytes, the tokens and the sequences of KV cache within `num_bytes` of a rank.
 
         The bytes are the rest beside the weights, negative if these do not fit. The tokens are
-        those of whole blocks; every rank holds its heads of each. The sequences have
+        in whole blocks; every rank holds its heads of each token. The sequences have
         `context_tokens` each.
         """
         rest = num_bytes - self.weights

@@ -80,7 +80,7 @@ class RoutedCall:
         self._retries.reset()
 
     def delay(self, error: TandemError) -> float:
-        """Returns the seconds until the next try; raises `error` if there is none, as Retries."""
+        """Returns the seconds until the next try, by Retries; raises `error` without a next try."""
         if error.retry_after is not None:
             self._routers.leave(self._router)
         return self._retries.delay(error)

@@ -39,7 +39,7 @@ class TemplateOptions(TypedDict, total=False):
     tools: Sequence[Tool | Mapping[str, object]]  # mappings in OpenAI's form
     tool_choice: str  # "auto", "none", "required" or a tool's name; absent: "auto"
     template_kwargs: Mapping[str, object]  # further variables of the chat template
-    continue_final_message: bool  # goes on with the last message, the assistant's
+    continue_final_message: bool  # continues the last message, which is the assistant's
     parse_special: bool  # reads special tokens that messages spell as tokens, not as text
 
 
