@@ -1,4 +1,4 @@
-// Calls the service that has served this page. A key is kept in memory and for this tab only.
+// Calls the service that has served this page. Keeps the key in memory and for this tab only.
 
 const STORED = "tandem-key";
 let key = sessionStorage.getItem(STORED) || "";
@@ -25,7 +25,11 @@ async function call(path, options = {}) {
     answer = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServiceError(0, error.name === "TimeoutError" ? "The router did not answer in time." : "The router cannot be reached.");
+    const isTimeout = error.name === "TimeoutError";
+    throw new ServiceError(
+      0,
+      isTimeout ? "The router did not answer in time." : "The router cannot be reached.",
+    );
   }
   if (!answer.ok) throw new ServiceError(answer.status, await reason(answer));
   return answer;
@@ -44,7 +48,7 @@ export async function poll(cursor) {
   return (await call(path, { signal: AbortSignal.timeout(8000) })).json();
 }
 
-// Streams a chat. Calls `onChunk` with each chunk of the answer; raises ServiceError.
+// Streams a chat. Calls `onChunk` with each chunk of the answer. Raises ServiceError.
 export async function chat(body, requestId, signal, onChunk) {
   const answer = await call("v1/chat/completions", {
     method: "POST",
@@ -61,7 +65,11 @@ export async function chat(body, requestId, signal, onChunk) {
     const events = waiting.split("\n\n");
     waiting = events.pop();
     for (const event of events) {
-      const data = event.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
+      const data = event
+        .split("\n")
+        .filter((line) => line.startsWith("data: "))
+        .map((line) => line.slice(6))
+        .join("\n");
       if (!data || data === "[DONE]") continue;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ServiceError(200, chunk.error.message);

@@ -1,5 +1,5 @@
-// Builds and updates the page. Text goes in through textContent alone: nothing that the service or a model says is
-// ever parsed as markup.
+// Builds and updates the page. All text is set as textContent, so no text of the service or of a
+// model is parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -8,15 +8,18 @@ function build(node, properties, children) {
     if (value === undefined || value === null || value === false) continue;
     if (name === "text") node.textContent = value;
     else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name === "style") Object.entries(value).forEach(([key, each]) => node.style.setProperty(key, each));
+    else if (name === "style")
+      Object.entries(value).forEach(([key, each]) => node.style.setProperty(key, each));
     else node.setAttribute(name, value === true ? "" : value);
   }
   node.append(...children.flat().filter((child) => child !== null && child !== undefined));
   return node;
 }
 
-export const h = (tag, properties, ...children) => build(document.createElement(tag), properties, children);
-export const svg = (tag, properties, ...children) => build(document.createElementNS(SVG, tag), properties, children);
+export const h = (tag, properties, ...children) =>
+  build(document.createElement(tag), properties, children);
+export const svg = (tag, properties, ...children) =>
+  build(document.createElementNS(SVG, tag), properties, children);
 export const byId = (id) => document.getElementById(id);
 
 export function setText(node, text) {
@@ -32,8 +35,9 @@ export function setStyle(node, name, value) {
   if (node.style.getPropertyValue(name) !== value) node.style.setProperty(name, value);
 }
 
-// Keeps one child of `parent` for each item, in order, and the children of items that stay: focus and selection stay
-// with them. `create(item)` returns an element, `update(element, item)` shows the item in it.
+// Gives `parent` one child for each item, in order. The child of an item that stays is kept, with
+// its focus and selection. `create(item)` returns an element; `update(element, item)` shows the
+// item in it.
 export function keyed(parent, items, keyOf, create, update) {
   const known = parent.keyedChildren || (parent.keyedChildren = new Map());
   const wanted = new Map(items.map((item) => [String(keyOf(item)), item]));

@@ -1,10 +1,16 @@
-// Writes numbers as people read them. A value that is not there is a dash.
+// Formats numbers. A missing value becomes a dash.
 
 const NONE = "–";
 const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const clockTime = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+const clockTime = new Intl.DateTimeFormat(undefined, {
+  hour: "2-digit",
+  minute: "2-digit",
+  second: "2-digit",
+  hour12: false,
+});
 
-export const count = (value) => (value === undefined || value === null ? NONE : grouped.format(value));
+export const count = (value) =>
+  value === undefined || value === null ? NONE : grouped.format(value);
 
 export function seconds(value) {
   if (value === undefined || value === null) return NONE;
@@ -16,7 +22,8 @@ export function seconds(value) {
   return `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s`;
 }
 
-export const axisSeconds = (value) => (value < 1 ? `${Number((1000 * value).toPrecision(2))} ms` : `${Number(value.toPrecision(2))} s`);
+export const axisSeconds = (value) =>
+  value < 1 ? `${Number((1000 * value).toPrecision(2))} ms` : `${Number(value.toPrecision(2))} s`;
 
 export function bytes(value) {
   if (!value) return NONE;
@@ -29,14 +36,19 @@ export function bytes(value) {
   return `${value.toFixed(unit && value < 100 ? 1 : 0)} ${units[unit]}`;
 }
 
-export const rate = (value) => (value === null || value === undefined ? NONE : value < 10 && value > 0 ? value.toFixed(1) : grouped.format(value));
+export function rate(value) {
+  if (value === null || value === undefined) return NONE;
+  return value > 0 && value < 10 ? value.toFixed(1) : grouped.format(value);
+}
+
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(0)} %` : NONE);
 export const clock = (unixSeconds) => clockTime.format(new Date(1000 * unixSeconds));
 
-// Worker ids are ROLE-RANDOM: the beginning tells them apart well enough.
+// Worker ids are ROLE-RANDOM; their first characters differ.
 export function shortId(id) {
   if (!id) return NONE;
   return id.length > 18 ? `${id.slice(0, 16)}…` : id;
 }
 
-export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
+export const plural = (number, one, many = `${one}s`) =>
+  `${count(number)} ${number === 1 ? one : many}`;

@@ -1,4 +1,4 @@
-// Starts the console: its views, theme, key, and what it says about its own connection.
+// Starts the console: its views, its theme, its key and the state of its connection.
 
 import { hasKey, setKey } from "./api.js";
 import { byId, setAttribute, setText } from "./dom.js";
@@ -9,14 +9,21 @@ import * as requests from "./requests.js";
 import { refresh, start, state, subscribe } from "./store.js";
 
 const VIEWS = { overview, requests, recoveries, playground };
-const PHASES = { loading: "Connecting", live: "Live", stale: "Stale", offline: "No answer", unauthorised: "Key needed", paused: "Paused" };
+const PHASES = {
+  loading: "Connecting",
+  live: "Live",
+  stale: "Stale",
+  offline: "No answer",
+  unauthorised: "Key needed",
+  paused: "Paused",
+};
 const THEMES = ["system", "light", "dark"];
 
 const tabs = [...byId("tabs").children];
 
 function show(name) {
   const view = name || "overview";
-  if (!(view in VIEWS)) return; // the skip link's place
+  if (!(view in VIEWS)) return; // the target of the skip link
   for (const tab of tabs) {
     const isShown = tab.dataset.view === view;
     setAttribute(tab, "aria-selected", String(isShown));
@@ -25,7 +32,7 @@ function show(name) {
   }
 }
 
-// To set location.hash would take the focus from the tab.
+// Does not set location.hash, because that takes the focus from the tab.
 function go(view) {
   if (location.hash !== `#${view}`) history.pushState(null, "", `#${view}`);
   show(view);
@@ -34,16 +41,18 @@ function go(view) {
 function watchTabs() {
   for (const tab of tabs) tab.addEventListener("click", () => go(tab.dataset.view));
   byId("tabs").addEventListener("keydown", (event) => {
-    const moves = { ArrowLeft: -1, ArrowRight: 1, Home: -tabs.length, End: tabs.length };
+    const moves = { ArrowLeft: -1, ArrowRight: 1, Home: 0, End: 0 };
     if (!(event.key in moves)) return;
     event.preventDefault();
     const now = tabs.indexOf(document.activeElement);
-    const step = event.key.startsWith("Arrow");
-    const next = step ? (now + moves[event.key] + tabs.length) % tabs.length : event.key === "Home" ? 0 : tabs.length - 1;
+    let next = (now + moves[event.key] + tabs.length) % tabs.length;
+    if (event.key === "Home") next = 0;
+    if (event.key === "End") next = tabs.length - 1;
     tabs[next].focus();
     go(tabs[next].dataset.view);
   });
-  for (const event of ["popstate", "hashchange"]) addEventListener(event, () => show(location.hash.slice(1)));
+  for (const event of ["popstate", "hashchange"])
+    addEventListener(event, () => show(location.hash.slice(1)));
   show("overview");
   show(location.hash.slice(1));
 }
@@ -57,12 +66,17 @@ function setTheme(theme) {
 }
 
 function watchTheme() {
-  const stored = () => (THEMES.includes(localStorage.getItem("tandem-theme")) ? localStorage.getItem("tandem-theme") : "system");
-  byId("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf(stored()) + 1) % THEMES.length]));
+  const stored = () =>
+    THEMES.includes(localStorage.getItem("tandem-theme"))
+      ? localStorage.getItem("tandem-theme")
+      : "system";
+  byId("theme").addEventListener("click", () =>
+    setTheme(THEMES[(THEMES.indexOf(stored()) + 1) % THEMES.length]),
+  );
   setTheme(stored());
 }
 
-let isRefused = false; // the key that was given
+let isRefused = false; // the service has refused the key
 
 function askForKey(problem) {
   const dialog = byId("key-dialog");
@@ -82,7 +96,8 @@ function watchKey() {
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     const input = byId("key-input");
-    if (!/^[\x21-\x7e]+$/.test(input.value.trim())) return askForKey("A key has letters, digits and signs, and no spaces.");
+    if (!/^[\x21-\x7e]+$/.test(input.value.trim()))
+      return askForKey("A key has letters, digits and signs, but no spaces.");
     setKey(input.value.trim());
     input.value = "";
     byId("key-dialog").close();
@@ -93,9 +108,15 @@ function watchKey() {
 function showConnection({ phase, problem, service, viewer }) {
   setText(byId("live"), PHASES[phase]);
   setAttribute(byId("live"), "data-state", phase);
-  setText(byId("service"), service ? (service.service === service.model ? service.model : `${service.service} · ${service.model}`) : "");
-  if (service) document.title = `${service.service} · Tandem console`;
-  const texts = { stale: `${problem} Trying again; these are the last values.`, offline: `${problem} Trying again${state.time ? "; these are the last values" : ""}.` };
+  if (service) {
+    const { service: name, model } = service;
+    setText(byId("service"), name === model ? model : `${name} · ${model}`);
+    document.title = `${name} · Tandem console`;
+  } else {
+    setText(byId("service"), "");
+  }
+  const retry = state.time ? "Trying again; the page shows the last values." : "Trying again.";
+  const texts = { stale: `${problem} ${retry}`, offline: `${problem} ${retry}` };
   setText(byId("banner"), texts[phase] || "");
   byId("banner").hidden = !(phase in texts);
   setAttribute(byId("main"), "data-phase", phase);

@@ -1,4 +1,5 @@
-// A chat with the model: streamed, with parameters, log probabilities on tokens, and the timeline of each answer.
+// Offers a chat with the model: streamed, with parameters, log probabilities of tokens, and the
+// timeline of each answer.
 
 import { ServiceError, chat } from "./api.js";
 import { byId, h } from "./dom.js";
@@ -12,7 +13,17 @@ const PARAMETERS = [
   ["top_p", "Top-p", { min: 0.05, max: 1, step: 0.05, value: 1 }],
   ["max_tokens", "Max tokens", { min: 1, step: 1, value: 256 }],
   ["seed", "Seed", { min: 0, step: 1, placeholder: "random" }],
-  ["top_logprobs", "Log probabilities", { min: 0, max: 20, step: 1, value: 5, title: "Alternatives to show for each token; empty: none" }],
+  [
+    "top_logprobs",
+    "Log probabilities",
+    {
+      min: 0,
+      max: 20,
+      step: 1,
+      value: 5,
+      title: "Number of alternatives for each token; empty: none",
+    },
+  ],
 ];
 
 const turns = []; // {role, content}
@@ -22,16 +33,68 @@ let input;
 let send;
 let system;
 let controller = null;
-let waiting = []; // answers whose timelines are still to come
+let waiting = []; // answers without a timeline yet
 
 export function create() {
   log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: 0 });
-  input = h("textarea", { id: "message", rows: 3, placeholder: "Ask the model something", "aria-label": "Message" });
+  input = h("textarea", {
+    id: "message",
+    rows: 3,
+    placeholder: "Ask the model",
+    "aria-label": "Message",
+  });
   send = h("button", { type: "submit", class: "primary", text: "Send" });
   system = h("textarea", { id: "system", rows: 3, placeholder: "none" });
-  const fields = PARAMETERS.map(([name, label, attributes]) => h("div", { class: "field" }, h("label", { for: `parameter-${name}`, text: label }), h("input", { id: `parameter-${name}`, name, type: "number", inputmode: "decimal", ...attributes })));
-  form = h("form", { class: "chat panel", novalidate: true }, log, h("div", { class: "compose" }, input, h("div", { class: "actions" }, h("small", { class: "muted", text: "Enter sends, Shift+Enter breaks the line, Escape stops" }), h("button", { type: "button", class: "quiet", text: "Clear", onclick: clear }), send)));
-  const settings = h("details", { class: "panel settings" }, h("summary", { text: "Parameters" }), h("div", { class: "fields" }, fields, h("div", { class: "field wide" }, h("label", { for: "system", text: "System message" }), system)));
+  const fields = PARAMETERS.map(([name, label, attributes]) =>
+    h(
+      "div",
+      { class: "field" },
+      h("label", { for: `parameter-${name}`, text: label }),
+      h("input", {
+        id: `parameter-${name}`,
+        name,
+        type: "number",
+        inputmode: "decimal",
+        ...attributes,
+      }),
+    ),
+  );
+  form = h(
+    "form",
+    { class: "chat panel", novalidate: true },
+    log,
+    h(
+      "div",
+      { class: "compose" },
+      input,
+      h(
+        "div",
+        { class: "actions" },
+        h("small", {
+          class: "muted",
+          text: "Enter sends, Shift+Enter breaks the line, Escape stops",
+        }),
+        h("button", { type: "button", class: "quiet", text: "Clear", onclick: clear }),
+        send,
+      ),
+    ),
+  );
+  const settings = h(
+    "details",
+    { class: "panel settings" },
+    h("summary", { text: "Parameters" }),
+    h(
+      "div",
+      { class: "fields" },
+      fields,
+      h(
+        "div",
+        { class: "field wide" },
+        h("label", { for: "system", text: "System message" }),
+        system,
+      ),
+    ),
+  );
   settings.open = matchMedia("(min-width: 900px)").matches;
   byId("playground").append(form, settings);
   form.addEventListener("submit", (event) => {
@@ -52,7 +115,7 @@ export function create() {
 }
 
 function showEmpty() {
-  log.replaceChildren(h("p", { class: "empty", text: "Nothing has been asked yet." }));
+  log.replaceChildren(h("p", { class: "empty", text: "No questions yet." }));
 }
 
 function clear() {
@@ -63,7 +126,8 @@ function clear() {
   input.focus();
 }
 
-// Returns the parameters of the request. Raises ServiceError for one that is no number of its range.
+// Returns the parameters of the request. Raises ServiceError for a value that is not a number in
+// its range.
 function parameters() {
   const found = {};
   for (const [name, label] of PARAMETERS) {
@@ -82,7 +146,12 @@ function parameters() {
 
 function addTurn(role, ...children) {
   if (!turns.length) log.replaceChildren();
-  const node = h("article", { class: `turn ${role}` }, h("h3", { text: role === "user" ? "You" : "Model" }), ...children);
+  const node = h(
+    "article",
+    { class: `turn ${role}` },
+    h("h3", { text: role === "user" ? "You" : "Model" }),
+    ...children,
+  );
   log.append(node);
   node.scrollIntoView({ block: "nearest" });
   return node;
@@ -102,14 +171,23 @@ async function ask() {
   turns.push({ role: "user", content });
   input.value = "";
   const answer = startAnswer(chosen.logprobs);
-  const messages = [...(system.value.trim() ? [{ role: "system", content: system.value.trim() }] : []), ...turns];
+  const messages = [
+    ...(system.value.trim() ? [{ role: "system", content: system.value.trim() }] : []),
+    ...turns,
+  ];
   controller = new AbortController();
   send.textContent = "Stop";
   try {
-    await chat({ ...chosen, messages }, answer.id, controller.signal, (chunk) => takeChunk(answer, chunk));
+    await chat({ ...chosen, messages }, answer.id, controller.signal, (chunk) =>
+      takeChunk(answer, chunk),
+    );
     endAnswer(answer, answer.finish);
   } catch (error) {
-    endAnswer(answer, error.name === "AbortError" ? "stopped" : "failed", error.name === "AbortError" ? "" : error.message);
+    endAnswer(
+      answer,
+      error.name === "AbortError" ? "stopped" : "failed",
+      error.name === "AbortError" ? "" : error.message,
+    );
     if (error.status === 401) refresh();
   }
   controller = null;
@@ -118,16 +196,34 @@ async function ask() {
 
 function showProblem(text) {
   let node = form.querySelector(".compose .problem");
-  if (!node) form.querySelector(".compose").prepend((node = h("p", { class: "problem", role: "alert" })));
+  if (!node)
+    form.querySelector(".compose").prepend((node = h("p", { class: "problem", role: "alert" })));
   node.textContent = text;
 }
 
 function startAnswer(hasLogprobs) {
   const id = `console-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
-  const answer = { id, text: "", finish: "", began: performance.now(), first: 0, tokens: 0, view: hasLogprobs ? new TokenView() : null };
+  const answer = {
+    id,
+    text: "",
+    finish: "",
+    began: performance.now(),
+    first: 0,
+    tokens: 0,
+    view: hasLogprobs ? new TokenView() : null,
+  };
   answer.said = answer.view ? answer.view.text : h("p", { class: "said" });
-  answer.note = h("p", { class: "note muted", role: "status", text: "Waiting for the first token…" });
-  answer.node = addTurn("assistant", answer.said, answer.view ? answer.view.inspector : null, answer.note);
+  answer.note = h("p", {
+    class: "note muted",
+    role: "status",
+    text: "Waiting for the first token…",
+  });
+  answer.node = addTurn(
+    "assistant",
+    answer.said,
+    answer.view ? answer.view.inspector : null,
+    answer.note,
+  );
   answer.node.setAttribute("aria-busy", "true");
   return answer;
 }
@@ -141,9 +237,12 @@ function takeChunk(answer, chunk) {
   if (text || choice.logprobs?.content?.length) answer.first ||= performance.now();
   answer.text += text;
   answer.finish = choice.finish_reason || answer.finish;
-  if (answer.view) for (const entry of choice.logprobs?.content || []) answer.view.add(entry, !(choice.finish_reason === "stop" && !text));
+  if (answer.view)
+    for (const entry of choice.logprobs?.content || [])
+      answer.view.add(entry, !(choice.finish_reason === "stop" && !text));
   else answer.said.append(text);
-  if (answer.first) answer.note.textContent = `First token after ${seconds((answer.first - answer.began) / 1000)}, as seen here`;
+  if (answer.first)
+    answer.note.textContent = `First token after ${seconds((answer.first - answer.began) / 1000)}, measured in this browser`;
   if (isAtEnd) log.scrollTop = log.scrollHeight;
 }
 
@@ -151,20 +250,29 @@ function endAnswer(answer, finish, problem = "") {
   const end = performance.now();
   answer.node.removeAttribute("aria-busy");
   if (answer.text) turns.push({ role: "assistant", content: answer.text });
-  else turns.pop(); // the question, which the next one does not follow
+  else turns.pop(); // removes the question, which has no answer
   if (problem) {
     answer.note.className = "problem";
     answer.note.textContent = problem;
     return;
   }
-  const spoken = answer.tokens > 1 ? `, ${rate((1000 * (answer.tokens - 1)) / (end - answer.first))} tokens/s` : "";
-  const parts = [finish.replaceAll("_", " "), answer.tokens ? plural(answer.tokens, "token") + spoken : "", answer.first ? `first after ${seconds((answer.first - answer.began) / 1000)} as seen here` : ""];
+  const spoken =
+    answer.tokens > 1
+      ? `, ${rate((1000 * (answer.tokens - 1)) / (end - answer.first))} tokens/s`
+      : "";
+  const parts = [
+    finish.replaceAll("_", " "),
+    answer.tokens ? plural(answer.tokens, "token") + spoken : "",
+    answer.first
+      ? `first after ${seconds((answer.first - answer.began) / 1000)} measured in this browser`
+      : "",
+  ];
   answer.note.textContent = parts.filter(Boolean).join(" · ");
   waiting.push(answer);
   refresh();
 }
 
-// The timeline comes with the router's list of requests that have ended.
+// Adds the timelines, which come with the router's list of ended requests.
 export function update(state) {
   for (const answer of [...waiting]) {
     const found = state.ended.find((request) => request.id === answer.id);
@@ -173,7 +281,13 @@ export function update(state) {
     const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
     const bar = stageBar();
     updateBar(bar, found, found.total || 1);
-    const summary = h("summary", {}, h("span", { text: "Timeline" }), bar, h("span", { class: "total", text: seconds(found.total) }));
+    const summary = h(
+      "summary",
+      {},
+      h("span", { text: "Timeline" }),
+      bar,
+      h("span", { class: "total", text: seconds(found.total) }),
+    );
     answer.node.append(h("details", { class: "timeline" }, summary, stageTable(found)));
     if (isAtEnd) log.scrollTop = log.scrollHeight;
   }

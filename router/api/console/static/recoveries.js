@@ -1,19 +1,20 @@
-// Shows what went wrong and how it was made good: requests that had to go on elsewhere, workers that came and went.
+// Shows failures and recoveries: requests that moved to another worker, workers that joined or left
+// the pools.
 
 import { byId, h, keyed } from "./dom.js";
 import { clock, count } from "./format.js";
 
 const CAUSES = {
   full: "the worker's queue or KV cache was full",
-  gone: "the worker drains or has left",
+  gone: "the worker is draining or has left",
   crash: "the worker was lost",
   transfer: "the KV cache could not be fetched",
   preempted: "the worker needed the blocks for older sequences",
-  suspended: "the worker drains; its KV cache moves with the request",
+  suspended: "the worker is draining; the KV cache moves with the request",
   invalid: "the worker refused the request",
   joined: "joined the pool",
   left: "left the pool",
-  restarted: "was started again, with a new epoch",
+  restarted: "restarted, with a new epoch",
   draining: "takes no new requests",
 };
 const BAD = new Set(["crash", "left", "transfer", "invalid"]);
@@ -24,27 +25,50 @@ let summary;
 
 export function create() {
   summary = h("span", { class: "muted" });
-  list = h("ol", { class: "panel list events", "aria-label": "Recoveries, the last first" });
+  list = h("ol", { class: "panel list events", "aria-label": "Recoveries, the newest first" });
   empty = h("p", { class: "empty" });
-  byId("recoveries").append(h("div", { class: "heading" }, h("h2", { text: "Recoveries" }), summary), list, empty);
+  byId("recoveries").append(
+    h("div", { class: "heading" }, h("h2", { text: "Recoveries" }), summary),
+    list,
+    empty,
+  );
 }
 
 function createEvent(event) {
   const subject = event.kind === "worker" ? event.worker : event.request;
-  const what = event.kind === "worker" ? `Worker ${CAUSES[event.cause] || event.cause}` : `Request goes on elsewhere: ${CAUSES[event.cause] || event.cause}`;
-  return h("li", { class: "event" },
+  const what =
+    event.kind === "worker"
+      ? `Worker ${CAUSES[event.cause] || event.cause}`
+      : `Request continues on another worker: ${CAUSES[event.cause] || event.cause}`;
+  return h(
+    "li",
+    { class: "event" },
     h("time", { text: clock(event.time) }),
-    h("span", { class: "badge", "data-state": BAD.has(event.cause) ? "error" : event.cause === "joined" ? "done" : "warn", text: event.cause }),
+    h("span", {
+      class: "badge",
+      "data-state": BAD.has(event.cause) ? "error" : event.cause === "joined" ? "done" : "warn",
+      text: event.cause,
+    }),
     h("span", { class: "what", text: what }),
     h("code", { text: subject, title: subject }),
-    event.kind === "request" ? h("span", { class: "muted", text: `on ${event.worker}` }) : null);
+    event.kind === "request" ? h("span", { class: "muted", text: `on ${event.worker}` }) : null,
+  );
 }
 
 export function update(state) {
   const events = [...state.events].reverse();
-  keyed(list, events, (event) => `${event.time} ${event.kind} ${event.cause} ${event.worker} ${event.request || ""}`, createEvent, () => {});
+  keyed(
+    list,
+    events,
+    (event) => `${event.time} ${event.kind} ${event.cause} ${event.worker} ${event.request || ""}`,
+    createEvent,
+    () => {},
+  );
   list.hidden = !events.length;
   const recovered = events.filter((event) => event.kind === "request").length;
-  summary.textContent = events.length ? `${count(recovered)} of requests, ${count(events.length - recovered)} of workers` : "";
-  empty.textContent = events.length || !state.viewer ? "" : "Nothing has gone wrong since this router started.";
+  summary.textContent = events.length
+    ? `${count(recovered)} of requests, ${count(events.length - recovered)} of workers`
+    : "";
+  empty.textContent =
+    events.length || !state.viewer ? "" : "No failures since this router started.";
 }

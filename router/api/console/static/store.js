@@ -1,5 +1,5 @@
-// Holds what the page knows of the service, and polls it: once a second, never while the tab is hidden, and less often
-// while the service does not answer.
+// Holds the state of the service, and polls it: once a second, less often while the service does
+// not answer, and never while the tab is hidden.
 
 import { poll } from "./api.js";
 
@@ -34,7 +34,8 @@ const publish = () => listeners.forEach((listener) => listener(state));
 
 function take(found) {
   if (found.is_whole) for (const name of Object.keys(BOUNDS)) state[name] = [];
-  for (const [name, bound] of Object.entries(BOUNDS)) state[name] = [...state[name], ...found[name]].slice(-bound);
+  for (const [name, bound] of Object.entries(BOUNDS))
+    state[name] = [...state[name], ...found[name]].slice(-bound);
   state.service = found.service;
   state.viewer = found.viewer;
   state.running = found.running;
@@ -83,11 +84,19 @@ function schedule(milliseconds) {
   timer = setTimeout(turn, milliseconds);
 }
 
-// Asks at once: at the start, with another key, or for a request that has just ended.
+// Polls at once: at the start, with another key, or for a request that has just ended.
 export function refresh({ forget = false } = {}) {
   if (forget) {
     cursor = "";
-    Object.assign(state, { phase: "loading", service: null, running: [], samples: [], ended: [], events: [], time: 0 });
+    Object.assign(state, {
+      phase: "loading",
+      service: null,
+      running: [],
+      samples: [],
+      ended: [],
+      events: [],
+      time: 0,
+    });
   }
   if (polling) again = true;
   else schedule(0);
