@@ -24,7 +24,7 @@ from ..telemetry.trace import TraceContext
 from .chat import check_chat
 from .constraint import GrammarValidator
 from .fair_threads import CHECKING
-from .prepared import PreparedRequest, resumed, resumed_after_event
+from .prepared import PreparedRequest, resumed
 from .tokenizer import Tokenizer
 from .tools import tool_call_constraint
 from .validation import (
@@ -140,9 +140,9 @@ async def prepare(
         ),
         has_event_ids=context.event_id is not None,
     )
-    if context.event_id:
-        return resumed_after_event(prepared, context.event_id)
-    return resumed(prepared, request.resume) if request.resume else prepared
+    if context.event_id or request.resume:
+        return resumed(prepared, request.resume, context.event_id or "")
+    return prepared
 
 
 async def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer, turn: str = "") -> None:

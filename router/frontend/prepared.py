@@ -6,8 +6,14 @@ from dataclasses import dataclass, field, replace
 from ...proto import inference_pb2, worker_pb2
 from ..auth.rate import Quota
 from ..request import TokenRequest
-from ..resume.event_ids import ChoiceMark, EventIdContent, check_event_id
-from ..resume.tokens import ChoiceProgress, ResumeBinding, check_resume
+from ..resume.event_ids import check_event_id
+from ..resume.tokens import (
+    ChoiceMark,
+    ChoiceProgress,
+    ResumeBinding,
+    ResumedAnswer,
+    check_resume,
+)
 from ..telemetry.trace import TraceContext
 from .tokenizer import Tokenizer
 
@@ -30,17 +36,23 @@ class PreparedRequest:
     quota: Quota = field(default_factory=Quota)  # it pays for the completions
     resume: ResumeBinding | None = None  # of its resume tokens or event ids; None: it has none
     has_event_ids: bool = False  # instead of resume tokens
-    event: EventIdContent | None = None  # the event after which an HTTP stream is resumed
-    # Of a request that began elsewhere, if the ids are known: by choice, the client's part.
-    progress: Mapping[int, ChoiceProgress] = field(default_factory=dict)
-    num_brought: int | None = None  # tokens that the client has, if the request began elsewhere
-    cached_tokens: int | None = None  # of the prompt at first, if the request began elsewhere
+    begun: ResumedAnswer | None = None  # the client's part, if the request began elsewhere
     trace: TraceContext | None = None
+
+    @property
+    def progress(self) -> Mapping[int, ChoiceProgress]:
+        """By choice, the client's part of a request that began elsewhere, if its ids are known."""
+        return {} if self.begun is None else self.begun.progress
 
     @property
     def marks(self) -> Mapping[int, ChoiceMark]:
         """By choice, how much the client has of the choices that are computed again."""
-        return self.event.marks if self.event is not None and self.event.ids is None else {}
+        return {} if self.begun is None else self.begun.marks
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Cached tokens of the prompt when it was first computed; None if that is now."""
+        return None if self.begun is None else self.begun.cached_tokens
 
     @property
     def num_restored(self) -> int:
@@ -49,8 +61,8 @@ class PreparedRequest:
 
     def give_back(self) -> None:
         """Takes back the count of the resumption, which the service could not begin."""
-        if self.resume is not None and self.num_brought is not None:
-            self.resume.policy.give_back(self.resume.answer, self.num_brought)
+        if self.resume is not None and self.begun is not None:
+            self.resume.policy.give_back(self.resume.answer, self.begun.num_tokens)
 
     @property
     def is_held(self) -> bool:
@@ -59,75 +71,31 @@ class PreparedRequest:
 
 
 def resumed(
-    prepared: PreparedRequest, given: Sequence[inference_pb2.ResumedChoice]
+    prepared: PreparedRequest, given: Sequence[inference_pb2.ResumedChoice], event_id: str
 ) -> PreparedRequest:
-    """Resumes a request with the client's ids and resume tokens. Raises InvalidArgument."""
-    binding = _bound(prepared)
-    key, policy = binding.key, binding.policy
-    found = check_resume(given, key, policy, binding.digest, prepared.num_answers)
-    num_tokens = sum(len(each.ids) for each in found.choices.values())
-    is_first = policy.use(found.answer, num_tokens, "resume")
-    begun = replace(
-        _begun(prepared, found.answer, found.seed, is_first=is_first),
-        num_brought=num_tokens,
-        cached_tokens=found.cached_tokens,
-    )
-    return _restored(begun, found.choices)
-
-
-def resumed_after_event(prepared: PreparedRequest, event_id: str) -> PreparedRequest:
-    """Resumes a request after an event of an HTTP stream. Raises InvalidArgument."""
-    binding = _bound(prepared)
-    key, policy = binding.key, binding.policy
-    found = check_event_id(event_id, key, policy, binding.digest, prepared.num_answers)
-    num_tokens = sum(mark.num_tokens for mark in found.marks.values())
-    is_first = policy.use(found.answer, num_tokens, "resume")
-    begun = replace(
-        _begun(prepared, found.answer, found.seed, is_first=is_first),
-        num_brought=num_tokens,
-        cached_tokens=found.cached_tokens,
-        event=found,
-    )
-    if found.ids is None:
-        return begun
-    progress = {
-        number: ChoiceProgress(ids=ids, has_ended=found.marks[number].has_ended)
-        for number, ids in found.ids.items()
-    }
-    return _restored(begun, progress)
-
-
-def _bound(prepared: PreparedRequest) -> ResumeBinding:
-    assert prepared.resume is not None
-    return prepared.resume
-
-
-def _begun(
-    prepared: PreparedRequest, answer: bytes, seed: int, *, is_first: bool
-) -> PreparedRequest:
-    """Returns the request as one that began elsewhere.
+    """Resumes a request with the client's resume tokens, or after an event of an HTTP stream.
 
     The first resumption is served before other requests of its priority; a repetition is not.
+    Raises InvalidArgument if the tokens or the event id are not valid.
     """
-    submit = prepared.tokens.submit
-    submit.sampling.seed = seed
-    submit.turn = worker_pb2.TURN_FIRST_OF_PRIORITY if is_first else worker_pb2.TURN_IN_ORDER
-    return replace(
-        prepared,
-        resume=replace(_bound(prepared), seed=seed, answer=answer),
-    )
-
-
-def _restored(prepared: PreparedRequest, progress: Mapping[int, ChoiceProgress]) -> PreparedRequest:
-    """Returns the request with the client's part of each choice."""
+    binding = prepared.resume
+    assert binding is not None
+    if event_id:
+        begun = check_event_id(event_id, binding, prepared.num_answers)
+    else:
+        begun = check_resume(given, binding, prepared.num_answers)
+    is_first = binding.policy.use(begun.answer, begun.num_tokens, "resume")
     tokens = prepared.tokens
-    if not prepared.is_held:  # otherwise it starts again, with the same seed
-        choices = [progress.get(choice) for choice in range(tokens.submit.num_choices)]
-        emitted = tuple(_emitted(each) for each in choices)
-        if 0 in progress:  # the first message of choice 0 had them
-            tokens.submit.ClearField("prompt_logprobs")
-        tokens = replace(tokens, emitted=emitted)
-    return replace(prepared, tokens=tokens, progress=progress)
+    submit = tokens.submit
+    submit.sampling.seed = begun.seed
+    submit.turn = worker_pb2.TURN_FIRST_OF_PRIORITY if is_first else worker_pb2.TURN_IN_ORDER
+    if begun.progress and not prepared.is_held:  # otherwise it starts again, with the same seed
+        choices = map(begun.progress.get, range(submit.num_choices))
+        tokens = replace(tokens, emitted=tuple(_emitted(each) for each in choices))
+        if 0 in begun.progress:  # the first message of choice 0 had them
+            submit.ClearField("prompt_logprobs")
+    binding = replace(binding, seed=begun.seed, answer=begun.answer)
+    return replace(prepared, tokens=tokens, resume=binding, begun=begun)
 
 
 def _emitted(progress: ChoiceProgress | None) -> tuple[int, ...] | None:

@@ -13,8 +13,7 @@ from ...proto.errors import InternalError, TandemError
 from ..frontend.fair_threads import SCORING
 from ..frontend.prepared import PreparedRequest
 from ..request import TokenDelta
-from ..resume.event_ids import ChoiceMark
-from ..resume.tokens import ProgressSigner
+from ..resume.tokens import ChoiceMark, ProgressSigner
 from .choice import BROKEN, UNFINISHED, ChoiceOutput, prompt_logprobs
 from .joined_answer import JoinedAnswer
 

@@ -10,14 +10,21 @@ events.
 from base64 import b64decode, urlsafe_b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import islice
 from struct import Struct
 from typing import Any, Final
 
 from ...proto.errors import InternalError, InvalidArgument
-from .policy import ResumePolicy
-from .tokens import ResumeBinding, ResumeKey, check_unfinished
+from .tokens import (
+    ChoiceMark,
+    ChoiceProgress,
+    ResumeBinding,
+    ResumedAnswer,
+    ResumeKey,
+    check_unfinished,
+)
 
 MAX_ID_BYTES: Final = 512  # of token ids within an event id
 MAX_EVENT_ID_CHARACTERS: Final = 4_096
@@ -31,15 +38,6 @@ _HASH_BYTES: Final = 4  # enough to notice another answer; the signature keeps c
 _HEAD: Final = Struct("<B8sQ8sIIB")  # version, request, seed, answer, time, cached tokens, choices
 _CHOICE: Final = Struct(f"<BI{_HASH_BYTES}s")  # number, 2 * tokens + 1 if ended, hash of ids
 _OTHER_ANSWER: Final = "this answer cannot be computed again as it was; send the request without it"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceMark:
-    """Holds how much of a choice the client has, without its ids."""
-
-    num_tokens: int
-    has_ended: bool
-    digest: bytes  # of the ids
 
 
 @dataclass(slots=True)
@@ -65,32 +63,19 @@ class _Choice:
         return ChoiceMark(num_tokens=self.num_tokens, has_ended=self.has_ended, digest=digest)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventIdContent:
-    """Holds the content of an event id."""
-
-    answer: bytes  # as in ResumeBinding
-    seed: int
-    cached_tokens: int  # of the prompt, when it was first computed
-    marks: dict[int, ChoiceMark]  # by number, the choices that have begun
-    ids: dict[int, tuple[int, ...]] | None  # of these choices; None: too many
-
-
 class EventIdSigner:
     """Makes the id of each event of one answer."""
 
-    def __init__(self, binding: ResumeBinding, resumed: EventIdContent | None) -> None:
+    def __init__(self, binding: ResumeBinding, resumed: ResumedAnswer | None) -> None:
         self._binding = binding
         self._choices: dict[int, _Choice] = {}
         self._carried: dict[int, bytearray] | None = {}  # ids by choice; None: too many
         self._marks: dict[int, ChoiceMark] = {}  # of choices that are computed again
         if resumed is None:
             return
-        for number, mark in resumed.marks.items():
-            if resumed.ids is not None:
-                self._add(number, resumed.ids[number], mark.has_ended)
-            elif mark.num_tokens:
-                self._marks[number] = mark
+        for number, progress in resumed.progress.items():
+            self._add(number, progress.ids, progress.has_ended)
+        self._marks |= {n: mark for n, mark in resumed.marks.items() if mark.num_tokens}
 
     def take(self, number: int, ids: Sequence[int], has_ended: bool) -> bool:
         """Adds the next ids of a choice; returns True if the client has them already.
@@ -138,35 +123,32 @@ class EventIdSigner:
                 self._carried = None
 
 
-def check_event_id(
-    event_id: str, key: ResumeKey, policy: ResumePolicy, digest: bytes, num_choices: int
-) -> EventIdContent:
-    """Returns the content of an event id.
+def check_event_id(event_id: str, binding: ResumeBinding, num_choices: int) -> ResumedAnswer:
+    """Returns the answer with the choices that had begun at the event.
 
-    Raises InvalidArgument if it has expired or belongs to another service or request, or if nothing
-    is left to generate.
+    Raises InvalidArgument if the id has expired or belongs to another service or request, or if
+    nothing is left to generate.
     """
-    body = _signed_part(event_id, key)
-    version, found_digest, seed, answer, signed, cached_tokens, num_begun = _HEAD.unpack_from(body)
-    if version != _VERSION:
-        raise InvalidArgument("belongs to another version of the service", FIELD)
-    if found_digest != digest:
-        raise InvalidArgument("belongs to another request: prompt or parameters differ", FIELD)
-    policy.check_age(signed, FIELD)
+    body = _signed_part(event_id, binding.key)
+    version, digest, seed, answer, signed, cached_tokens, num_begun = _HEAD.unpack_from(body)
+    binding.check(is_same_version=version == _VERSION, digest=digest, signed=signed, field=FIELD)
+    end = _HEAD.size + num_begun * _CHOICE.size
     marks = {}
-    for index in range(num_begun):
-        number, state, ids_digest = _CHOICE.unpack_from(body, _HEAD.size + index * _CHOICE.size)
+    for number, state, ids_digest in _CHOICE.iter_unpack(body[_HEAD.size : end]):
         marks[number] = ChoiceMark(
             num_tokens=state // 2, has_ended=bool(state % 2), digest=ids_digest
         )
     check_unfinished([mark.has_ended for mark in marks.values()], num_choices)
-    return EventIdContent(
-        answer=answer,
-        seed=seed,
-        cached_tokens=cached_tokens,
-        marks=marks,
-        ids=_carried_ids(body[_HEAD.size + num_begun * _CHOICE.size :], marks),
-    )
+    resumed = ResumedAnswer(answer=answer, seed=seed, cached_tokens=cached_tokens, marks=marks)
+    packed = body[end:]
+    if not packed and resumed.num_tokens:  # the ids were too many
+        return resumed
+    ids = _unpack(packed)
+    progress = {
+        number: ChoiceProgress(ids=tuple(islice(ids, mark.num_tokens)), has_ended=mark.has_ended)
+        for number, mark in marks.items()
+    }
+    return replace(resumed, progress=progress, marks={})
 
 
 def _signed_part(event_id: str, key: ResumeKey) -> bytes:
@@ -177,15 +159,6 @@ def _signed_part(event_id: str, key: ResumeKey) -> bytes:
     if not body or len(body) < _HEAD.size:
         raise InvalidArgument("is not an event id of this service", FIELD)
     return body
-
-
-def _carried_ids(packed: bytes, marks: dict[int, ChoiceMark]) -> dict[int, tuple[int, ...]] | None:
-    if not packed and any(mark.num_tokens for mark in marks.values()):
-        return None
-    ids = _unpack(packed)
-    return {
-        number: tuple(next(ids) for _ in range(mark.num_tokens)) for number, mark in marks.items()
-    }
 
 
 def _pack(token: int) -> bytes:

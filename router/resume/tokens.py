@@ -9,8 +9,8 @@ router counts (policy.py).
 
 import hmac
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from struct import Struct
 from typing import Final
@@ -59,13 +59,30 @@ class ResumeBinding:
     seed: int
     answer: bytes  # a random name of the answer, which it keeps at every router
 
+    def check(self, *, is_same_version: bool, digest: bytes, signed: int, field: str) -> None:
+        """Raises InvalidArgument for a token of another version or request, or one too old."""
+        if not is_same_version:
+            raise InvalidArgument("belongs to another version of the service", field)
+        if digest != self.digest:
+            raise InvalidArgument("belongs to another request: prompt or parameters differ", field)
+        self.policy.check_age(signed, field)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceProgress:
-    """Holds the part of a choice that its client has, proved by a resume token."""
+    """Holds the part of a choice that its client has, proved by a resume token or event id."""
 
     ids: tuple[int, ...]
     has_ended: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceMark:
+    """Holds how much of a choice the client has, without its ids."""
+
+    num_tokens: int
+    has_ended: bool
+    digest: bytes  # of the ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +92,15 @@ class ResumedAnswer:
     answer: bytes  # as in ResumeBinding
     seed: int
     cached_tokens: int  # of the prompt, when it was first computed
-    choices: dict[int, ChoiceProgress]  # by number, the choices that have begun
+    # By number, the choices that have begun: in `progress` if their ids are known, else in `marks`.
+    progress: Mapping[int, ChoiceProgress] = field(default_factory=dict)
+    marks: Mapping[int, ChoiceMark] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that the client has."""
+        known = sum(len(each.ids) for each in self.progress.values())
+        return known + sum(each.num_tokens for each in self.marks.values())
 
 
 class ProgressSigner:
@@ -117,31 +142,24 @@ def digest_request(
 
 
 def check_resume(
-    given: Sequence[inference_pb2.ResumedChoice],
-    key: ResumeKey,
-    policy: ResumePolicy,
-    digest: bytes,
-    num_choices: int,
+    given: Sequence[inference_pb2.ResumedChoice], binding: ResumeBinding, num_choices: int
 ) -> ResumedAnswer:
     """Returns the answer with each choice that has begun; `given` has at least one.
 
     Raises InvalidArgument if a token has expired or belongs to another service, request or ids, if
     the tokens are of several runs of the request, or if nothing is left to generate.
     """
-    found: dict[int, ChoiceProgress] = {}
-    runs: list[tuple[bytes, int, int]] = []
-    for i, each in enumerate(given):
-        choice, progress, run = _check_choice(each, key, policy, digest, f"resume[{i}]")
-        if choice in found:
+    found = [_check_choice(each, binding, f"resume[{i}]") for i, each in enumerate(given)]
+    progress: dict[int, ChoiceProgress] = {}
+    for i, answer in enumerate(found):
+        (choice,) = answer.progress
+        if choice in progress:
             raise InvalidArgument(f"choice {choice} occurs twice", f"resume[{i}]")
-        found[choice] = progress
-        runs.append(run)
-    if len({(answer, seed) for answer, seed, _ in runs}) > 1:
+        progress |= answer.progress
+    if len({(answer.answer, answer.seed) for answer in found}) > 1:
         raise InvalidArgument("the tokens are of several runs of the request", "resume")
-    answer, seed, cached_tokens = runs[0]
-    resumed = ResumedAnswer(answer=answer, seed=seed, cached_tokens=cached_tokens, choices=found)
-    check_unfinished([each.has_ended for each in found.values()], num_choices)
-    return resumed
+    check_unfinished([each.has_ended for each in progress.values()], num_choices)
+    return replace(found[0], progress=progress)
 
 
 def check_unfinished(ended: Sequence[bool], num_choices: int) -> None:
@@ -151,24 +169,21 @@ def check_unfinished(ended: Sequence[bool], num_choices: int) -> None:
 
 
 def _check_choice(
-    given: inference_pb2.ResumedChoice,
-    key: ResumeKey,
-    policy: ResumePolicy,
-    digest: bytes,
-    field: str,
-) -> tuple[int, ChoiceProgress, tuple[bytes, int, int]]:
+    given: inference_pb2.ResumedChoice, binding: ResumeBinding, field: str
+) -> ResumedAnswer:
+    """Returns the answer with one choice."""
     token = given.resume_token
-    name = f"{field}.resume_token"
-    body = key.signed_part(token)
+    body = binding.key.signed_part(token)
     if body is None or len(token) != _MAC_START + MAC_BYTES:
-        raise InvalidArgument("is not a resume token of this service", name)
-    version, found_digest, seed, answer, choice = _HEAD.unpack_from(body)
-    if version != _VERSION:
-        raise InvalidArgument("belongs to another version of the service", name)
-    if found_digest != digest:
-        raise InvalidArgument("belongs to another request: prompt or parameters differ", name)
+        raise InvalidArgument("is not a resume token of this service", f"{field}.resume_token")
+    version, digest, seed, answer, choice = _HEAD.unpack_from(body)
     has_ended, num_tokens, cached_tokens, signed = _STATE.unpack_from(body, _HEAD.size)
-    policy.check_age(signed, name)
+    binding.check(
+        is_same_version=version == _VERSION,
+        digest=digest,
+        signed=signed,
+        field=f"{field}.resume_token",
+    )
     ids = tuple(given.token_ids)
     if len(ids) != num_tokens:
         raise InvalidArgument(
@@ -176,4 +191,5 @@ def _check_choice(
         )
     if blake2b(array("I", ids), digest_size=_DIGEST_BYTES).digest() != body[-_DIGEST_BYTES:]:
         raise InvalidArgument("are not the ids that were sent", f"{field}.token_ids")
-    return choice, ChoiceProgress(ids=ids, has_ended=has_ended), (answer, seed, cached_tokens)
+    progress = {choice: ChoiceProgress(ids=ids, has_ended=has_ended)}
+    return ResumedAnswer(answer=answer, seed=seed, cached_tokens=cached_tokens, progress=progress)

@@ -66,14 +66,14 @@ def resume_token(data: bytes) -> object:
     """Reads a token as it came, and one with the right signature."""
     given = [inference_pb2.ResumedChoice(resume_token=data, token_ids=[1, 2])]
     with suppress(InvalidArgument):
-        check_resume(given, _KEY, _POLICY, _DIGEST, 1)
+        check_resume(given, _BINDING, 1)
     signed = data[:-16] + _KEY.sign(data[:-16])
     given = [inference_pb2.ResumedChoice(resume_token=signed, token_ids=[1, 2])]
-    return check_resume(given, _KEY, _POLICY, _DIGEST, 1)
+    return check_resume(given, _BINDING, 1)
 
 
 def event_id(data: bytes) -> object:
-    return check_event_id(data.decode("latin-1"), _KEY, _POLICY, _DIGEST, 1)
+    return check_event_id(data.decode("latin-1"), _BINDING, 1)
 
 
 def _event_id() -> bytes:

@@ -57,7 +57,7 @@ class EventIds:
         self._signer: EventIdSigner | None = None
         self._cached_tokens = request.cached_tokens
         if request.has_event_ids and request.resume is not None:
-            self._signer = EventIdSigner(request.resume, request.event)
+            self._signer = EventIdSigner(request.resume, request.begun)
 
     def take(self, message: inference_pb2.GenerateResponse) -> bool:
         """Takes the next message; returns whether the client has it. Raises InternalError if it
