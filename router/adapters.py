@@ -169,9 +169,7 @@ class AdapterAdmin:
             self.registry.remove(name)
 
     def _root(self, caller: Caller) -> Path:
-        """Returns the configured folder. Raises PermissionDenied unless the caller may change
-        adapters.
-        """
+        """Returns the configured folder. Raises PermissionDenied unless the caller may use it."""
         if self._folder is None:
             _refuse()
         if not caller.sees_all:
@@ -184,7 +182,7 @@ def _refuse() -> NoReturn:
 
 
 def _below(root: Path, path: str) -> Path:
-    """Resolves `path`. Raises InvalidArgument unless it is a folder below `root`, also by links."""
+    """Resolves `path` and its links. Raises InvalidArgument unless it is a folder below `root`."""
     wrong = InvalidArgument(
         "must name a folder below the one that is configured (lora.folder)", "lora_path"
     )

@@ -11,7 +11,7 @@ from ..proto.hashing import adapter_salt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraAdapter:
-    """Names weights that are added to some of the model's."""
+    """Describes an adapter: weights that are added to some of the model's weights."""
 
     name: str  # under which requests ask for it
     folder: str  # the same on the nodes of all workers
@@ -89,7 +89,7 @@ class TokenSource(Protocol):
 
         The caller may add unwanted choices to `ended`: each is cancelled at its next tokens and has
         no further delta. The generator ends when all choices have ended; closing it early cancels
-        the request on all workers. In both cases `timeline` is then complete. Raises a TandemError
-        if the request cannot be continued, DeadlineExceeded at its deadline.
+        the request on all workers. `timeline` is complete when it ends, also by an error. Raises a
+        TandemError if the request cannot be continued, DeadlineExceeded at its deadline.
         """
         ...

@@ -64,12 +64,13 @@ class Interruption:
 
 
 class Attempt:
-    """Call `start`, then `poll` whenever something may have come, and `end` in any case.
+    """Runs choices at one worker or at a pair of a prefill worker and a decode worker.
 
-    In a pair, the decode worker gets its submit as soon as the handle of the KV cache has come. Its
-    tokens are read once each choice has its first token from the prefill worker; its refusal is
-    read at once. Until it has received the KV cache, the prefill worker holds that, and `hand_off`
-    can give it to another decode worker. `may_decode` decides when a decode worker gets its submit.
+    Call `start`, then `poll` whenever something may have come, and `end` in any case. In a pair,
+    the decode worker gets its submit as soon as the handle of the KV cache has come. Its tokens are
+    read once each choice has its first token from the prefill worker; its refusal is read at once.
+    Until it has received the KV cache, the prefill worker holds that, and `hand_off` can give it to
+    another decode worker. `may_decode` decides when a decode worker gets its submit.
     """
 
     def __init__(

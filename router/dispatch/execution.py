@@ -53,8 +53,10 @@ _NOT_FINITE: Final = "the request was given up: the model's output was not finit
 
 
 class RequestExecution:
-    """Call `run`; or `start`, then `deltas` whenever something may have come and at `wake_at`,
-    until `done`, and `end` in any case.
+    """Runs one request at workers until all its choices have ended.
+
+    Call `run`; or `start`, then `deltas` whenever something may have come and at `wake_at`, until
+    `done`, and `end` in any case.
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class RequestExecution:
         wake: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The caller may add unwanted choices to `ended`. All requests of the router share
-        `poison_guard`. `wake` is called when parked choices may be able to continue, and by `fail`;
-        it must set the event that `run` gets.
+        """The caller may add unwanted choices to `ended`.
+
+        All requests of the router share `poison_guard`. `wake` is called when parked choices may be
+        able to continue, and by `fail`; it must set the event that `run` gets.
         """
         self._request = request
         self._num_choices = request.submit.num_choices
@@ -118,11 +121,10 @@ class RequestExecution:
         return min([solo_run, *self._avoided.values(), *(each.until for each in self._parked)])
 
     async def run(self, admission: Admission, wake: Wakeup) -> AsyncGenerator[TokenDelta, None]:
-        """Waits for admission, then yields all deltas, see TokenSource. `wake` is set whenever
-        something has come.
+        """Waits for admission, then yields all deltas, see TokenSource.
 
-        The request goes on while the caller is away: it ends, and gives back its admission, when
-        its workers have ended it.
+        `wake` is set whenever something has come. The request goes on while the caller is away: it
+        ends, and gives back its admission, when its workers have ended it.
         """
         deadline = self._request.deadline
         async with AsyncExitStack() as scope:
@@ -201,9 +203,7 @@ class RequestExecution:
         self._watch_workers()
 
     def deltas(self) -> Iterator[TokenDelta]:
-        """Yields the deltas since the last call. Raises a TandemError if the request cannot be
-        continued.
-        """
+        """Yields the deltas since the last call. Raises a TandemError if the request must end."""
         self._unpark()
         for attempt in self._attempts:  # replays are appended meanwhile
             while True:
@@ -319,8 +319,9 @@ class RequestExecution:
         return attempt.is_computed and self._poison_guard.may_start(self, attempt.placement.decode)
 
     def _end_solo_runs(self) -> None:
-        """Ends the solo run at a worker where the request is proven; clears it once it is proven
-        everywhere.
+        """Ends the solo run at a worker where the request is proven.
+
+        Once it is proven everywhere, it is no candidate any more.
         """
         unproven = {
             worker for each in self._attempts if (worker := each.unproven_worker) is not None
@@ -330,9 +331,7 @@ class RequestExecution:
             self._poison_guard.leave(self)
 
     def _park(self, interruption: Interruption, attempt: Attempt) -> None:
-        """Parks interrupted choices, which may continue at once. Raises the request's error if it
-        was interrupted too often.
-        """
+        """Parks interrupted choices. Raises the request's error if it must not continue."""
         cause, choices, worker = interruption.cause, interruption.choices, interruption.worker
         logger.warning("%s: %s on %s", self._request.request_id, interruption.message, worker[0])
         self._timer.interrupted(cause.name.lower(), worker[0])
@@ -372,8 +371,9 @@ class RequestExecution:
             raise InternalError(_NOT_FINITE)
 
     def _count_crash(self, interruption: Interruption, attempt: Attempt) -> None:
-        """Makes the request a candidate after a crash. If nothing else can be at fault, blocks
-        requests like it for a while and raises InternalError.
+        """Makes the request a candidate after a crash.
+
+        If nothing else can be at fault, blocks requests like it and raises InternalError.
         """
         self._num_crashes += 1
         if interruption.choices - set(self._ended) and self._poison_guard.count_crash(
@@ -383,9 +383,7 @@ class RequestExecution:
             raise InternalError(_GIVEN_UP)
 
     def _unpark(self) -> None:
-        """Continues parked choices as far as workers can take them. Raises Unavailable or
-        Overloaded for those that have waited too long.
-        """
+        """Continues the parked choices that workers can take. Raises as `_check_wait`."""
         if not self._parked:
             return
         self._avoided_now()  # forgets the workers whose time is over, which `wake_at` may count
@@ -448,8 +446,9 @@ class RequestExecution:
         return frozenset(choice for choice in sorted(choices) if not self._start(choice))
 
     def _hand_off(self, parked: Interruption, attempt: Attempt) -> bool:
-        """Gives the KV cache of the attempt to another decode worker, or to the same one if there
-        is no other and it may not be at fault. Returns False if no decode worker can take it.
+        """Gives the attempt's KV cache to another decode worker. Returns False if none takes it.
+
+        The same decode worker takes it if there is no other and it is not avoided.
         """
         if not attempt.holds_kv:
             return False
@@ -467,8 +466,9 @@ class RequestExecution:
         return True
 
     def _take_over(self, suspended: SuspendedChoice) -> bool:
-        """Gives the KV cache of a suspended choice, with its last token as the first, to another
-        decode worker. Returns False if that is not possible.
+        """Gives a suspended choice's KV cache to another decode worker. Returns False if it cannot.
+
+        The last token of the choice is the first one of the new attempt.
         """
         emitted = self._emitted[suspended.choice]
         known = len(self._request.submit.token_ids) + len(emitted) - 1

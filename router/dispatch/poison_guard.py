@@ -1,7 +1,4 @@
-"""Finds the request that crashes workers, and keeps it from other requests' workers meanwhile.
-
-Awaits nothing.
-"""
+"""Finds the requests that crash workers, with few crashes. Awaits nothing."""
 
 import math
 import time
@@ -51,7 +48,7 @@ class PoisonGuard:
     After a crash any of the worker's requests may be at fault, or none. Each becomes a candidate
     and continues in a solo run: no other candidate is at its worker until it is proven there.
     Requests that are no candidates run there as well. If a worker crashes in a solo run, the
-    candidate is blocked; all others lose only time. All workers have solo runs at the same time.
+    candidate is blocked; all others lose only time. Solo runs at different workers are parallel.
 
     A request that crashes its workers costs two of them in every case. A harmless request is
     blocked only if something else crashes its second worker during its solo run, which takes tenths

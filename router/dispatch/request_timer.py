@@ -46,10 +46,10 @@ class RequestTimer:
         self._arrived = request.arrived
         self._tokenized = time.monotonic()
         self._dispatched: float | None = None
-        self._first: float | None = None  # token
+        self._first: float | None = None  # when the first token came
         self._decode_admitted: float | None = None
         self._kv_received: float | None = None
-        self._last = request.arrived  # token
+        self._last = request.arrived  # when the last token came
         self._queue = 0.0  # seconds in the prefill worker's queue
         self._was_interrupted = False
         self._num_tokens = 0
@@ -60,9 +60,7 @@ class RequestTimer:
         timeline.prompt_tokens = len(request.submit.token_ids)
 
     def dispatched(self, placement: Placement, attempt: int, kind: str = "replay") -> None:
-        """Stamps the dispatch of an attempt; `kind` is its label in RECOVERIES if the request was
-        interrupted.
-        """
+        """Stamps the dispatch of an attempt; `kind` is the label of a recovery in RECOVERIES."""
         if self._was_interrupted:
             self._metrics.add(RECOVERIES, kind=kind)
         self._dispatched = self._dispatched or time.monotonic()

@@ -79,9 +79,7 @@ class WorkerStream:
         return taken
 
     def put(self, output: worker_pb2.Output) -> bool:
-        """Adds an output of the worker. Returns True if the worker then holds nothing for the
-        submit.
-        """
+        """Adds an output of the worker. Returns True if the worker has freed the submit."""
         if self._only_choice is not None:
             output.choice = self._only_choice
         kind = output.WhichOneof("event")

@@ -1,1 +1,1 @@
-"""What a router tells about its requests: metrics, traces, a line of log for each."""
+"""Reports the requests of a router: metrics, traces, and one log line for each."""
