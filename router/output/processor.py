@@ -29,9 +29,10 @@ class OutputProcessor:
         self._timeline = timeline
         numbers = range(request.tokens.submit.num_choices)
         self._choices = [ChoiceOutput(request, number) for number in numbers]
+        self._is_held = request.is_held
         # How much the client has of each choice. An answer that is held starts again.
-        self._progress = {} if request.is_held else request.progress
-        self._marks = {} if request.is_held else request.marks
+        self._progress = {} if self._is_held else request.progress
+        self._marks = {} if self._is_held else request.marks
         ended = {number for number, progress in self._progress.items() if progress.has_ended}
         self._open = set(numbers) - ended
         # Messages that wait for the end: all of an answer that is held, else the last ones.
@@ -122,7 +123,7 @@ class OutputProcessor:
 
     def _waits_for_end(self, message: inference_pb2.GenerateResponse) -> bool:
         """Keeps a message that waits for the end of all choices; returns True if it does."""
-        if self._request.is_held:
+        if self._is_held:
             self._ranked.add(message)
             return True
         if self._open and not self._is_last(message):
@@ -149,7 +150,7 @@ class OutputProcessor:
         """Returns the messages after the end of all completions; the last has the usage."""
         request = self._request
         messages = self._last
-        if request.is_held:  # the client has all of a choice or nothing of it
+        if self._is_held:  # the client has all of a choice or nothing of it
             messages = self._ranked.messages()
             if not request.tokens.has_beam_search:
                 messages = self._best(messages)
