@@ -55,6 +55,9 @@ class OpenAiServer:
                 if head.startswith(b"GET /v1/models "):
                     self._write_plain(writer, 200, {"data": [{"id": "the-model"}]})
                     continue
+                if head.startswith(b"GET "):  # `--url` may be a status page, so the command asks
+                    self._write_plain(writer, 404, {})
+                    continue
                 length = next(
                     int(line[15:])
                     for line in head.lower().split(b"\r\n")
