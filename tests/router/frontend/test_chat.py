@@ -1,4 +1,4 @@
-"""Chats: their bounds, and what a template gets of them."""
+"""Tests the bounds of chats and the variables of their templates."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""A child process that does not read or answer costs its caller the deadline, and nobody else
-anything.
-"""
+"""Tests that a child process that hangs costs its caller the deadline, and no other caller."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""Constraints: each becomes a grammar that takes the right texts and no other, or is refused with a
-reason.
-"""
+"""Tests that a constraint becomes a grammar of exactly the right texts, or is refused."""
 
 import asyncio
 import json
@@ -304,9 +302,7 @@ async def test_an_error_at_the_end_of_a_long_chain_is_found_at_once() -> None:
 
 
 async def test_schemas_as_zod_and_pydantic_write_them() -> None:
-    """A record, whose keys are texts or an enum; a decimal; an annotation; a list of keywords as
-    properties.
-    """
+    """Records with keys of text or of an enum, a decimal, an annotation, keywords as properties."""
     record = {
         "type": "object",
         "propertyNames": {"type": "string"},

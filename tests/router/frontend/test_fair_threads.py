@@ -1,6 +1,4 @@
-"""Callers take turns in threads: who has used them least is next, and a full queue refuses who
-waits with the most.
-"""
+"""Tests that callers take turns in threads by their use of them, and that queues are bounded."""
 
 import asyncio
 import threading
@@ -13,7 +11,7 @@ from tandem.router.frontend.fair_threads import FairThreads
 
 
 class Work:
-    """Records what begins, and holds each task until it may end."""
+    """Records the tasks that begin, and holds each until it may end."""
 
     def __init__(self) -> None:
         self.began = list[str]()

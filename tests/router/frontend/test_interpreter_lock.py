@@ -1,9 +1,8 @@
-"""Long texts stop no other thread: one that ticks beside the work shows for how long the
-interpreter's lock is held.
+"""Tests that work on long texts does not hold the interpreter's lock for long.
 
-What counts is the longest pause of the ticks as a share of the whole time of the work, so the speed
-of the machine does not matter. A busy machine can stop the ticks, too; so the best of several runs
-counts.
+A thread ticks beside the work. The longest pause of its ticks counts as a share of the whole time
+of the work, so the speed of the machine does not matter. A busy machine can stop the ticks as
+well, so the best of several runs counts.
 """
 
 import json
@@ -28,9 +27,7 @@ TOKENS = [f"<SPECIAL_{number}>" for number in range(1_000)]
 
 
 def longest_pause(work: Callable[[], object]) -> float:
-    """Returns the longest pause of a thread that ticks while the work runs, as a share of the time
-    of the work.
-    """
+    """Returns the longest pause of a thread that ticks beside the work, as a share of its time."""
     ended, times = threading.Event(), [0.0, 0.0]
 
     def run() -> None:

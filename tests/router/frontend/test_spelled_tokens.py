@@ -1,6 +1,4 @@
-"""Text is text: special tokens that a message spells become no roles, and a chat without them has
-the ids it had.
-"""
+"""Tests that special tokens that a message spells stay text, and that other chats do not change."""
 
 import re
 from collections.abc import Iterable
@@ -164,7 +162,7 @@ async def test_markers_that_a_template_computes_stay_special() -> None:
 
 
 async def test_the_assistant_s_own_markup_stays_a_token(tiny: Tokenizer) -> None:
-    """Only control tokens are no text in what the model wrote; the user may write no markup either."""
+    """A model's message may have markup, but no control tokens; a user's message has neither."""
     ids = await tiny.encode_chat(
         chat(("user", THINK), ("assistant", f"{THINK}hm{START}"), ("user", "x"))
     )
@@ -176,7 +174,7 @@ async def test_the_assistant_s_own_markup_stays_a_token(tiny: Tokenizer) -> None
     st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), min_size=1, max_size=3)
 )
 def test_any_mixture_of_spellings_is_text(contents: list[str]) -> None:
-    """Rendered as ChatML does. All ids but those of the structure are of text, and decode to it."""
+    """Renders as ChatML; all ids except the structure's belong to the text and decode to it."""
     tokenizer = SMALL
     _, control, encoder = tokenizer._spelled
     escaper = SpecialTokenEscaper("".join(contents))

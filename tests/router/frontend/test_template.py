@@ -1,6 +1,4 @@
-"""Chat templates: what they render, as transformers does, and templates that are programs gone
-wrong.
-"""
+"""Tests that chat templates render as in transformers, and that bad templates are stopped."""
 
 import json
 import time
@@ -52,9 +50,7 @@ QWEN = """
 
 
 async def test_tools_and_calls_render_as_in_transformers() -> None:
-    """The whole way of a tool call: definition, call, result; equal to apply_chat_template, token
-    by token.
-    """
+    """Definition, call and result of a tool equal apply_chat_template, token by token."""
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Wetter in Köln?"},
         {

@@ -272,8 +272,9 @@ def test_tools_that_are_too_large_together() -> None:
 
 
 async def test_markup_that_is_a_special_token_stays_in_the_text() -> None:
-    """Some tokenizers have <tool_call> as a special token, which decoding drops and a grammar names
-    differently.
+    """Some tokenizers have <tool_call> as a special token, which decoding drops.
+
+    A grammar names such a token differently.
     """
     fast = make_tokenizer()
     fast.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})

@@ -1,6 +1,4 @@
-"""What models say, think and call in the formats of their families: read from text that arrives in
-any pieces.
-"""
+"""Tests that content, reasoning and calls of each format are read from any pieces of text."""
 
 import json
 from typing import Any, get_args
@@ -62,7 +60,7 @@ Köln
 </function>
 </tool_call>"""
 Read = tuple[str, str, list[tuple[str, Any]]]
-"""Text, thoughts, calls."""
+"""Text, reasoning, calls."""
 
 CALLS: list[tuple[str, str, Read]] = [
     ("openai", f"{COMMENTARY}{CITY}<|call|>", ("", "", ONE)),
@@ -128,9 +126,9 @@ CALLS: list[tuple[str, str, Read]] = [
 ]
 
 THINK = "<think>"
-THOUGHTS: list[
+REASONED: list[
     tuple[str, str, bool, str, str]
-] = [  # template, answer, whether it may call, text, thought
+] = [  # template, answer, whether it may call, text, reasoning
     (THINK, "<think>\nHm.\n\nSo.\n</think>\n\nHi.", False, "Hi.", "Hm.\n\nSo."),
     (THINK, "Hi <thing>.", False, "Hi <thing>.", ""),
     (THINK, "<think>\n\n</think>\n\nHi.", False, "Hi.", ""),
@@ -168,9 +166,9 @@ def test_calls_of_each_family_however_the_text_is_cut(name: str, text: str, expe
         assert read(parser(SIGNS[name], chat()), pieces) == expected
 
 
-@pytest.mark.parametrize(("template", "answer", "may_call", "text", "thought"), THOUGHTS)
-def test_thoughts_are_told_from_the_answer(
-    template: str, answer: str, may_call: bool, text: str, thought: str
+@pytest.mark.parametrize(("template", "answer", "may_call", "text", "reasoning"), REASONED)
+def test_reasoning_is_split_from_the_answer(
+    template: str, answer: str, may_call: bool, text: str, reasoning: str
 ) -> None:
     asked = chat() if may_call else inference_pb2.Chat()
     for pieces in (
@@ -179,12 +177,12 @@ def test_thoughts_are_told_from_the_answer(
         *([answer[:cut], answer[cut:]] for cut in range(len(answer))),
     ):
         found = read(parser(template, asked), pieces)
-        assert found[:2] == (text, thought)
+        assert found[:2] == (text, reasoning)
         assert bool(found[2]) is may_call
 
 
 OPENINGS = (THINK, "[THINK]", "<|channel>thought", "<|START_THINKING|>")
-TEMPLATES = [f"{thought}{sign}" for sign in SIGNS.values() for thought in ("", *OPENINGS)]
+TEMPLATES = [f"{reasoning}{sign}" for sign in SIGNS.values() for reasoning in ("", *OPENINGS)]
 MARKUP = [
     *(
         "<|START_THINKING|>",
@@ -254,19 +252,19 @@ def test_nothing_depends_on_the_pieces_and_nothing_is_lost(
     pieces = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     assert read(parser(template, chat()), pieces) == expected
     assert read(parser(template, chat()), list(whole)) == expected
-    text, thought, calls = expected
-    found = text + thought + "".join(name + json.dumps(arguments) for name, arguments in calls)
+    text, reasoning, calls = expected
+    found = text + reasoning + "".join(name + json.dumps(arguments) for name, arguments in calls)
     assert sorted(filter(str.isdigit, found)) == sorted(
         filter(str.isdigit, whole)
     )  # no markup has digits
     if not calls and not any(
         opening in whole for opening in (*OPENINGS, "<|START_RESPONSE|>", "<|message|>")
     ):
-        assert (text, thought) == (whole, "")
+        assert (text, reasoning) == (whole, "")
 
 
 @pytest.mark.parametrize("spoken", ["final", "commentary"])
-def test_without_a_format_of_thoughts_they_are_text_and_no_markup_is(spoken: str) -> None:
+def test_without_a_format_of_reasoning_it_is_text_and_markup_is_not(spoken: str) -> None:
     answer = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>{spoken}<|message|>Hi.<|end|>"
     tokenizer = byte_tokenizer(chat_template=SIGNS["openai"])
     tokenizer.reasoning_format = reasoning_format(SIGNS["openai"], "none")
@@ -345,14 +343,14 @@ def test_arguments_between_tags_are_of_the_types_of_their_schemas() -> None:
     assert read(parser(SIGNS["qwen3_coder"], chat(tools=tools)), [answer]) == ("", "", calls)
 
 
-def test_a_template_that_opens_the_thought_itself() -> None:
-    for prompt, text, thought in (
+def test_a_template_that_opens_the_reasoning_itself() -> None:
+    for prompt, text, reasoning in (
         (b"user: x\n<think>\n", "Hi.", "Hm."),
         (b"<think>\n\n</think>\n\n", "Hm.\n</think>\n\nHi.", ""),
     ):
         assert read(parser(THINK, inference_pb2.Chat(), prompt), list("Hm.\n</think>\n\nHi.")) == (
             text,
-            thought,
+            reasoning,
             [],
         )
     named = byte_tokenizer(chat_template="x")
@@ -362,7 +360,7 @@ def test_a_template_that_opens_the_thought_itself() -> None:
     ) == ("Hi.", "Hm.", [])
 
 
-def test_an_answer_that_a_grammar_determines_has_no_thoughts() -> None:
+def test_an_answer_that_a_grammar_determines_has_no_reasoning() -> None:
     bound = parser(THINK, inference_pb2.Chat(), b"<think>\n", is_bound=True)
     assert bound.is_idle
     assert parser("x", inference_pb2.Chat()).is_idle

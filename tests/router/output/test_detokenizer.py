@@ -29,9 +29,7 @@ def merged() -> Tokenizer:
 
 @cache
 def byte_fallback() -> Tokenizer:
-    """As SentencePiece makes them: a mark for spaces, byte tokens for unknown characters, no
-    leading space.
-    """
+    """Returns a tokenizer as by SentencePiece: a mark for spaces, byte tokens, no leading space."""
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "a", "b", "▁a", "ab", "▁Paris", "é"]
     backend = Backend(
         models.BPE(
@@ -66,9 +64,7 @@ def run(tokenizer: Tokenizer, prompt: Sequence[int], pieces: Sequence[Sequence[i
 
 
 def check_pieces_make(whole: str, texts: Sequence[str]) -> None:
-    """What was shown at any time is the beginning of the end result, so no U+FFFD that is not in
-    it.
-    """
+    """Checks that each shown text begins the final text, so no U+FFFD appears that is not in it."""
     shown = ""
     for text in texts:
         shown += text
@@ -212,8 +208,9 @@ def test_stop_string_of_a_replacement_character_at_the_end() -> None:
 
 
 def test_stop_strings_are_prepared_once_for_all_completions_of_a_body() -> None:
-    """They take 2 ms of the event loop, and a body may ask for 256 completions: half a second of
-    everyone's streams.
+    """They take 2 ms of the event loop, and a body may ask for 256 completions.
+
+    That would stop all streams for half a second.
     """
     stops = [f"{number}{'ab' * 500}" for number in range(16)]
     before = _fallbacks.cache_info().misses

@@ -1,6 +1,4 @@
-"""Several completions of one prompt, and what a request may want of each: echo, log probabilities,
-tool calls.
-"""
+"""Tests several completions of one prompt, with echo, log probabilities and tool calls."""
 
 from collections.abc import Sequence
 

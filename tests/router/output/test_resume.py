@@ -48,8 +48,9 @@ class CachingSource(FakeTokenSource):
 
 
 def ageless() -> ResumePolicy:
-    """Returns a policy for which no time passes: tokens are made when this file is read, minutes
-    before.
+    """Returns a policy for which no time passes.
+
+    Tokens are made when this file is imported, minutes before the tests.
     """
     return ResumePolicy(wall_clock=lambda: 0.0)
 
@@ -73,9 +74,7 @@ async def answer(
 async def answer_after(
     message: inference_pb2.GenerateRequest, source: FakeTokenSource, event_id: str
 ) -> list[tuple[inference_pb2.GenerateResponse, str]]:
-    """The messages of a router of its own that its client does not have, each with the id of its
-    event.
-    """
+    """Returns the messages of a new router that its client lacks, each with its event id."""
     service = GenerationService([MODEL], source, resume_key=KEY, resume_policy=ageless())
     context = RequestContext(arrived=time.monotonic(), event_id=event_id)
     prepared = await service.accept(message, context)
@@ -122,8 +121,9 @@ def whole(messages: Answers) -> dict[str, Any]:
 def make_source(
     seed: int, tokens_per_delta: int, num_choices: int, *, calls: bool
 ) -> FakeTokenSource:
-    """Answers of few different bytes, so that short stop strings occur, with characters of several
-    bytes and calls.
+    """Returns a source of answers with few different bytes, so that short stop strings occur.
+
+    They have characters of several bytes and calls.
     """
     chance = random.Random(seed)
     parts = ["a", "b", "ab ", " ", "ü", "🦊", "<tool"]
@@ -159,7 +159,7 @@ def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
     prompt_logprobs: bool,
     id_bytes: int | None,
 ) -> None:
-    """By resume tokens or, over HTTP, by event ids with so many bytes of token ids at most."""
+    """The client has resume tokens or, over HTTP, event ids with a bounded number of id bytes."""
     fields: Fields = {
         "n": num_choices,
         "stopping": {"stop": stop, "min_tokens": min_tokens, "max_tokens": 120},
@@ -197,7 +197,7 @@ def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
 def after_events(
     message: inference_pb2.GenerateRequest, source: FakeTokenSource, cuts: list[float]
 ) -> Answers:
-    """What the client of an HTTP stream that breaks has in the end. Deltas are cut anew each time."""
+    """Returns the answer at the client of an HTTP stream that breaks, with new cuts each time."""
     event_id, delivered = "", Answers()
     source.requests.clear()
     rest = asyncio.run(answer_after(message, source, ""))
