@@ -193,7 +193,7 @@ class Unlimited(Admission):
     """Admits every request at once, so that workers get more than they can hold."""
 
     @asynccontextmanager
-    async def slot(self, request: TokenRequest) -> AsyncIterator[Callable[[], None]]:
+    async def permit(self, request: TokenRequest) -> AsyncIterator[Callable[[], None]]:
         yield lambda: None
 
 

@@ -29,7 +29,7 @@ def router_report(admission: Admission, registry: WorkerRegistry) -> dict[str, f
     Their prompts are expected to have the recent share of cached tokens.
     """
     work = registry.prefill_work
-    free = registry.free() or NO_CAPACITY
+    free = registry.capacity.free() or NO_CAPACITY
     first = admission.queue.first()
     waiting = sum((required_capacity(entry.request) for entry in admission.queue), NO_CAPACITY)
     lacks_prefill = first is not None and free.prompt_tokens <= 0
@@ -39,7 +39,7 @@ def router_report(admission: Admission, registry: WorkerRegistry) -> dict[str, f
     return {
         PREFILL_TOKENS: work.uncached_tokens,
         PREFILL_SECONDS: work.seconds,
-        WAITING_PREFILL_TOKENS: waiting.prompt_tokens * registry.uncached_rate
+        WAITING_PREFILL_TOKENS: waiting.prompt_tokens * registry.capacity.uncached_rate
         if lacks_prefill
         else 0.0,
         WAITING_SEQUENCES: waiting.sequences if lacks_decode else 0,

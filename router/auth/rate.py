@@ -104,7 +104,7 @@ class Quota:
         self._polls.take(1)
 
     def check_tokens(self) -> None:
-        """Raises Overloaded if no token is left; a call that has begun may use more than is left."""
+        """Raises Overloaded if no token is left; a running call may use more than is left."""
         if self._tokens is not None:
             _check(self._tokens, "tokens")
 

@@ -132,7 +132,7 @@ class RequestExecution:
             if self._poison_guard.blocked_prompts.is_blocked(self._request):
                 raise InternalError(_GIVEN_UP)
             release = await before(
-                deadline, scope.enter_async_context(admission.slot(self._request))
+                deadline, scope.enter_async_context(admission.permit(self._request))
             )
             scope.callback(self.end)
             scope.callback(wake.close)
@@ -248,7 +248,10 @@ class RequestExecution:
             part = rest_of(self._request, choice, self._emitted[choice])
             lost = self._num_transfers_lost[choice]
         find = partial(
-            self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, is_resumed=part.is_resumed
+            self._registry.place,
+            part,
+            colocated=lost >= MAX_TRANSFERS_LOST,
+            is_resumed=part.is_resumed,
         )
         avoided = self._avoided_now()
         placement = self._poison_guard.place(self, find, avoided | self._not_finite_workers)
@@ -492,7 +495,7 @@ class RequestExecution:
     def _watch_workers(self) -> None:
         """Subscribes `wake` to workers that become free, while choices are parked."""
         if self._parked and self._unsubscribe is None:
-            self._unsubscribe = self._registry.subscribe(self._wake)
+            self._unsubscribe = self._registry.capacity.subscribe(self._wake)
         elif not self._parked and self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None

@@ -1,21 +1,23 @@
-"""Admits a request to the workers, lets it wait here, or refuses it.
+"""Admits a request to the workers, queues it, or refuses it.
 
-Requests wait here and not at the workers, because here their order can still be chosen
-(fair_queue.py): workers get as much as keeps them busy (worker_state.py). A request that could not
-be served in time is refused at once, while the caller may still try elsewhere. The wait until its
-prompt begins is the longer one of two predictions, each of which counts the prompts that the
-workers have, of whichever router: that they compute what waits here before it as fast as they
-report, and that this leaves the queue as fast as others did before. The first one is right from the
-first request of a burst on, the second one knows what else makes requests wait, such as sequences
-of decode workers.
+Requests wait in the router and not at the workers, because only the router can still choose their
+order (fair_queue.py). Workers get only the work that keeps them busy (worker_state.py). A request
+that cannot be served in time is refused at once, so that the caller can try elsewhere.
 
-A short prompt, which decode workers may compute, passes those that wait for prefill workers, and
-delays none of them: for the first there is room beside it, but for its prompt.
+The predicted wait until its prompt begins is the longer one of two predictions. Both count the
+prompts that the workers have from all routers. The first assumes that the workers compute the
+prompts ahead in the queue at the speed that they report. It is right from the first request of a
+burst on. The second assumes that the queue drains as fast as before. It covers all other reasons to
+wait, such as full decode workers.
 
-No request waits while there is free capacity, and none waits for the requests of other routers
-alone: without an active request of this router the first one is always admitted. Routers share
-nothing, so several may admit into the same free capacity between two reports of a worker; the
-worker's own queue takes the excess.
+A short prompt, which decode workers may compute, passes the requests that wait for prefill workers.
+It delays none of them, because it is admitted only if the decode workers also have room for the
+first of these requests.
+
+No request waits while there is free capacity, or for requests of other routers alone: without an
+active request of this router, the first one is always admitted. Routers share nothing, so several
+may admit into the same free capacity between two reports of a worker. Then the excess waits in the
+worker's queue.
 """
 
 import asyncio
@@ -35,19 +37,17 @@ from .capacity import NO_CAPACITY, Capacity, DrainRate, required_capacity
 from .registry import WorkerRegistry
 
 WAIT_TOLERANCE: Final = 10.0
-"""How many times `max_queue_seconds` a request may wait that was let into the queue, if the
-prediction was wrong: a late refusal costs the caller most, so that prediction is not enforced to
-the second.
+"""The maximum wait of a queued request, as a multiple of `max_queue_seconds`.
+
+It is generous, because the prediction may be wrong and a late refusal costs the caller most.
 """
 
 QUEUE_SECONDS_HELP: Final = (
-    "Seconds that a new request may be predicted to wait, in the router and at a worker, until "
-    "that begins with its"
-    " prompt; beyond that it is refused at once. One that was let into the queue is refused after "
-    f"{WAIT_TOLERANCE:g}"
-    " times as long."
+    "The maximum predicted wait of a new request, in seconds, in the router and at a worker, until "
+    "the worker begins with its prompt; a request with a longer predicted wait is refused at once. "
+    f"A queued request is refused after {WAIT_TOLERANCE:g} times this wait."
 )
-"""What `max_queue_seconds` means, for every page that describes it."""
+"""The description of `max_queue_seconds` for every page that describes it."""
 
 _MIN_RETRY_SECONDS: Final = 1.0
 _MAX_RETRY_SECONDS: Final = 60.0
@@ -63,8 +63,9 @@ class _Waiting(QueueEntry):
 
 
 class Admission:
-    """Gives requests slots, as many as the workers have capacity for. Lives in one event loop;
-    every operation is O(log n).
+    """Gives permits to requests while the workers have capacity.
+
+    Used in one event loop; every operation is O(log n).
     """
 
     def __init__(
@@ -77,33 +78,34 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
         metrics: Metrics = NULL_METRICS,
     ) -> None:
-        """`max_queued_tokens` counts prompts and what they are expected to generate.
-        `max_queue_seconds`: see QUEUE_SECONDS_HELP.
+        """Starts with an empty queue.
+
+        `max_queued_tokens` counts prompts and expected completions. `max_queue_seconds`: see
+        QUEUE_SECONDS_HELP.
         """
         self._metrics = metrics
-        self.num_active = 0  # requests that hold a slot
+        self.num_active = 0  # requests that hold a permit
         self.queue: FairQueue[_Waiting] = FairQueue(
             max_tokens=max_queued_tokens, max_requests=max_queued_requests
         )
-        self._short: dict[
-            _Waiting, None
-        ] = {}  # of the queue, those that may pass the others; the oldest first
-        self._registry = registry
+        # The queued requests that may pass the others, the oldest first.
+        self._short: dict[_Waiting, None] = {}
+        self._capacity = registry.capacity
         self._max_queue_seconds = max_queue_seconds
         self._clock = clock
         self._drain = DrainRate(clock)
-        self._running: Counter[str] = (
-            Counter()
-        )  # by tenant, in parts per million of the largest worker
-        self._shares: dict[str, int] = {}  # by request that runs, the same
-        self._refusal: TandemError | None = None  # of every request, once the router stops
-        registry.subscribe(self._admit_waiting)
+        # Running share by tenant, in parts per million of the largest worker.
+        self._running: Counter[str] = Counter()
+        self._shares: dict[str, int] = {}  # the same by running request
+        self._refusal: TandemError | None = None  # raised for every request after `stop`
+        self._capacity.subscribe(self._admit_waiting)
 
     def check_early(
         self, needed: Capacity, tenant: str, priority: int = 0, deadline: float | None = None
     ) -> None:
-        """Raises Overloaded if a request that needs about so much would be refused now; costs
-        microseconds, so that it can be asked before a prompt is tokenized.
+        """Raises Overloaded if a request that needs about this capacity would be refused now.
+
+        Takes microseconds, so that it can run before a prompt is tokenized.
         """
         self._check_stopped()
         if not self._fits_now(needed):
@@ -115,15 +117,13 @@ class Admission:
                 raise self._overloaded("the queue is full", entry, "full")
 
     @asynccontextmanager
-    async def slot(self, request: TokenRequest) -> AsyncIterator[Callable[[], None]]:
-        """Holds a slot while the request runs; waits for one if there is none. Yields what gives it
-        back earlier.
+    async def permit(self, request: TokenRequest) -> AsyncIterator[Callable[[], None]]:
+        """Waits for a permit and holds it; yields a function that gives it back earlier.
 
-        Raises InvalidArgument for more sequences than any worker runs at once, and Overloaded, with
-        the time after
-        which another try may be worth it: at once if the queue is full or the predicted wait too
-        long, later if the wait turns out too long or another request displaces this one. Cancelling
-        a request that waits removes it from the queue. Once stopped, raises what `stop` was given.
+        Raises InvalidArgument for more sequences than any worker runs at once. Raises Overloaded,
+        with the time until a retry may succeed: at once if the queue is full or the predicted wait
+        is too long, later if the real wait is too long or another request displaces this one. After
+        `stop`, raises the error of `stop`. Cancelling a queued request removes it from the queue.
         """
         self._check_stopped()
         required = required_capacity(request)
@@ -148,14 +148,14 @@ class Admission:
             yield scope.close
 
     async def _wait(self, entry: _Waiting) -> None:
-        """Returns with a slot taken."""
+        """Waits in the queue until the request has a permit."""
         deadline = entry.request.deadline
         self._check_wait(entry, deadline)
         displaced = self.queue.push(entry)
         if displaced is None:
             raise self._overloaded("the queue is full", entry, "full")
         self._drain.fill()
-        if self._registry.may_skip_prefill(entry.needed.prompt_tokens):
+        if self._capacity.may_skip_prefill(entry.needed.prompt_tokens):
             self._short[entry] = None
         for other in displaced:
             self._short.pop(other, None)
@@ -176,7 +176,7 @@ class Admission:
             timer.cancel()
 
     def stop(self, error: TandemError) -> None:
-        """Refuses all requests that wait, and from now on every other, too."""
+        """Refuses all queued requests and every later one with `error`."""
         self._refusal = error
         while (entry := self.queue.first()) is not None:
             self._discard(entry)
@@ -185,7 +185,7 @@ class Admission:
 
     def _check_stopped(self) -> None:
         if self._refusal is not None:
-            raise self._refusal.with_traceback(None)  # which would grow with each
+            raise self._refusal.with_traceback(None)  # each raise adds to the traceback
 
     def _expire(self, entry: _Waiting) -> None:
         if not entry.admitted.done():
@@ -195,7 +195,7 @@ class Admission:
             self._remove(entry)
 
     def _remove(self, entry: _Waiting) -> None:
-        """Removes a request from the queue without a slot; a later one may fit."""
+        """Removes a request without a permit; then a later one may fit."""
         self._discard(entry)
         self._admit_waiting()
 
@@ -204,9 +204,9 @@ class Admission:
         self._short.pop(entry, None)
 
     def _admit_waiting(self) -> None:
-        """Gives slots to the requests that are next while they fit."""
+        """Gives permits to the next requests while they fit."""
         while (entry := self._next()) is not None:
-            if entry.admitted.cancelled():  # its task has not run since
+            if entry.admitted.cancelled():  # its task has not removed it yet
                 self._discard(entry)
                 continue
             if entry is self.queue.first():
@@ -219,7 +219,7 @@ class Admission:
             self._drain.clear()
 
     def _next(self) -> _Waiting | None:
-        """Returns a request of the queue that need not wait any more, or no longer waits."""
+        """Returns a queued request that fits now or was cancelled."""
         for entry, fits in (
             (self.queue.first(), self._fits),
             (next(iter(self._short), None), self._passes),
@@ -230,14 +230,14 @@ class Admission:
 
     def _take(self, request: TokenRequest) -> None:
         self.num_active += 1
-        self._registry.reserve(request)
+        self._capacity.reserve(request)
         self._count_running(
             request.tenant, self._shares.setdefault(request.request_id, self._share(request))
         )
 
     def _give_back(self, request: TokenRequest) -> None:
         self.num_active -= 1
-        self._registry.release(request.request_id)
+        self._capacity.release(request.request_id)
         self._count_running(request.tenant, -self._shares.pop(request.request_id, 0))
         self._admit_waiting()
 
@@ -248,10 +248,13 @@ class Admission:
         self.queue.set_running(tenant, self._running.get(tenant, 0))
 
     def _share(self, request: TokenRequest) -> int:
-        """Returns what a request takes of the largest worker's sequences or of its KV cache,
-        whichever part is larger (dominant resource fairness, Ghodsi et al., 2011).
+        """Returns the request's dominant share of the largest worker, in parts per million.
+
+        The dominant share is the larger one of its shares of the sequences and of the KV cache
+        (dominant resource fairness, Ghodsi et al., 2011).
         """
-        needed, largest = required_capacity(request), self._registry.largest()
+        needed = required_capacity(request)
+        largest = self._capacity.largest()
         if largest is None:
             return 1
         part = max(
@@ -261,10 +264,8 @@ class Admission:
         return max(round(1e6 * part), 1)
 
     def _fits(self, needed: Capacity) -> bool:
-        """Without a worker there is nothing to wait for: the placement of the request fails at
-        once.
-        """
-        free = self._registry.free(needed.prompt_tokens)
+        """Returns True if the request fits now; also without a worker, because placing it fails."""
+        free = self._capacity.free(needed.prompt_tokens)
         if not self.num_active or free is None:
             return True
         return (
@@ -274,50 +275,54 @@ class Admission:
         )
 
     def _fits_now(self, needed: Capacity) -> bool:
-        """Returns whether a new request need not wait."""
-        return self._passes(needed) and not self._short if self.queue else self._fits(needed)
+        """Returns True if a new request need not wait."""
+        if not self.queue:
+            return self._fits(needed)
+        return self._passes(needed) and not self._short
 
     def _passes(self, needed: Capacity) -> bool:
-        """Returns whether a request may pass all that wait."""
+        """Returns True if a request may pass all queued requests."""
         first = self.queue.first()
         both = needed if first is None else needed + first.needed._replace(prompt_tokens=0)
-        return self._registry.may_skip_prefill(needed.prompt_tokens) and self._fits(both)
+        return self._capacity.may_skip_prefill(needed.prompt_tokens) and self._fits(both)
 
     def _limit_to_worker(self, required: Capacity) -> Capacity:
-        """Returns what is enough to begin: the KV cache of a whole worker, if that is less. Raises
-        InvalidArgument for more sequences than any worker runs.
+        """Limits the required KV cache to the largest worker.
+
+        Raises InvalidArgument for more sequences than any worker runs.
         """
-        largest = self._registry.largest()
+        largest = self._capacity.largest()
         if largest is None:
             return required
         if required.sequences > largest.sequences:
             raise InvalidArgument(
-                f"{required.sequences} sequences; a worker runs at most {largest.sequences}", "n"
+                f"has {required.sequences} sequences; the maximum of a worker is {largest.sequences}",
+                "n",
             )
         return required._replace(kv_tokens=min(required.kv_tokens, largest.kv_tokens))
 
     def _check_wait(self, entry: QueueEntry, deadline: float | None) -> None:
         """Raises Overloaded if the entry is predicted to wait longer than it may."""
-        predicted, slack = self._predict_wait(entry), self._slack(deadline)
+        predicted = self._predict_wait(entry)
+        slack = self._slack(deadline)
         if predicted > min(self._max_queue_seconds, slack) or slack <= 0:
             raise self._overloaded(
                 f"the queue is about {predicted:.1f} seconds long", entry, "predicted"
             )
 
     def _predict_wait(self, entry: QueueEntry) -> float:
-        """Returns the seconds after which a worker would begin with the prompt of a new entry."""
-        num_tokens, at_workers = self.queue.tokens_ahead(entry), self._registry.prefill_queue()
+        """Predicts the seconds until a worker would begin with the prompt of a new entry."""
+        num_tokens = self.queue.tokens_ahead(entry)
+        at_workers = self._capacity.prefill_queue()
         prompts = at_workers.seconds(self._drain.prompt_tokens(num_tokens))
-        free = self._registry.free() or NO_CAPACITY
+        free = self._capacity.free() or NO_CAPACITY
         return max(prompts, at_workers.fixed + self._drain.seconds(num_tokens, free))
 
     def _slack(self, deadline: float | None) -> float:
-        """Returns the seconds after which even a request that is next would miss its deadline."""
-        return (
-            math.inf
-            if deadline is None
-            else deadline - self._clock() - self._registry.least_prefill_seconds()
-        )
+        """Returns the longest wait after which the request can still meet its deadline."""
+        if deadline is None:
+            return math.inf
+        return deadline - self._clock() - self._capacity.min_prefill_seconds()
 
     def _overloaded(self, message: str, entry: QueueEntry, reason: str) -> Overloaded:
         self._metrics.add(REFUSALS, reason=reason)

@@ -1,6 +1,4 @@
-"""Amounts of worker resources: what a request needs, what it uses on a worker, and how fast a queue
-for them drains.
-"""
+"""Measures worker resources: the need and the use of a request, and how fast a queue drains."""
 
 import math
 import operator
@@ -12,22 +10,22 @@ from ..request import TokenRequest
 UNBOUNDED: Final = 1 << 40
 
 GROWTH_TOKENS: Final = 256
-"""Generated tokens of each sequence that are counted in advance; most completions are not longer.
+"""Generated tokens that are counted in advance for each sequence.
+
+Most completions are not longer.
 """
 
 
 class Capacity(NamedTuple):
-    """An amount of every resource of one worker or of many: needed, used or free."""
+    """An amount of every resource of one or more workers: needed, used or free."""
 
-    workers: int = 0  # that take requests
+    workers: int = 0  # workers that take requests
     sequences: int = 0
-    prompts: int = 0  # not computed yet
-    prompt_tokens: int = (
-        0  # of these prompts; free: what may be sent before the worker has enough to compute
-    )
-    uncached_tokens: int = (
-        0  # of these prompts, the tokens that the worker's prefix cache does not hold
-    )
+    prompts: int = 0  # prompts that are not computed yet
+    # Tokens of these prompts; free: tokens that may be sent until the worker has enough to compute.
+    prompt_tokens: int = 0
+    # Tokens of these prompts that the worker's prefix cache lacks.
+    uncached_tokens: int = 0
     kv_tokens: int = 0  # tokens of KV cache
 
     def __add__(self, other: "Capacity") -> "Capacity":  # type: ignore[override]
@@ -37,11 +35,11 @@ class Capacity(NamedTuple):
         return Capacity._make(map(operator.sub, self, other))
 
     def clipped(self) -> "Capacity":
-        """Returns the amounts with 0 in place of what is negative."""
+        """Returns the amounts with 0 in place of negative ones."""
         return Capacity._make([amount if amount > 0 else 0 for amount in self])
 
     def exceeds(self, other: "Capacity") -> bool:
-        """Returns whether there is more of any resource than in `other`."""
+        """Returns True if any amount is greater than in `other`."""
         return any(map(operator.gt, self, other))
 
 
@@ -49,12 +47,13 @@ NO_CAPACITY: Final = Capacity()
 
 
 def required_capacity(request: TokenRequest) -> Capacity:
-    """Returns what a request needs of the pools if nothing of its prompt is cached. `kv_tokens`,
-    the prompt and the tokens that it is expected to generate, also measure its work.
+    """Returns the resources that a request needs if no part of its prompt is cached.
+
+    `kv_tokens` counts the prompt and the expected completion; it also measures the request's work.
     """
     submit = request.submit
-    num_tokens = len(submit.token_ids)
-    num_tokens += sum(len(ids) for ids in request.emitted if ids)  # computed as parts of prompts
+    # Emitted tokens are computed again as a part of the prompt.
+    num_tokens = len(submit.token_ids) + sum(len(ids) for ids in request.emitted if ids)
     sequences = max(submit.num_choices, submit.beam_search.width)
     return Capacity(
         sequences=sequences,
@@ -71,67 +70,68 @@ def used_capacity(
     *,
     decodes: bool,
 ) -> Capacity:
-    """Returns what a request will use on a worker that computes `num_tokens` of its prompt (0:
-    none), holds `cached_tokens` of it in its prefix cache, fetches what it lacks of the first
-    `fetched_tokens` and, if `decodes`, generates. Choices share the blocks of the prompt, and all
-    requests those of its cached part.
+    """Returns the resources that a request will use on one worker.
+
+    The worker computes `num_tokens` of the prompt (0: none), has `cached_tokens` of it in its
+    prefix cache, fetches the missing ones of the first `fetched_tokens`, and generates if `decodes`
+    is True. Choices share the blocks of the prompt; all requests share the blocks of its cached
+    part.
     """
     required = required_capacity(request)
     generated = required.kv_tokens - required.prompt_tokens if decodes else 0
+    uncached = 0
+    if num_tokens:
+        uncached = max(num_tokens - max(cached_tokens, fetched_tokens), 1)
     return Capacity(
         sequences=required.sequences if decodes else 1,
         prompts=1 if num_tokens else 0,
         prompt_tokens=num_tokens,
-        uncached_tokens=max(num_tokens - max(cached_tokens, fetched_tokens), 1)
-        if num_tokens
-        else 0,
+        uncached_tokens=uncached,
         kv_tokens=max(required.prompt_tokens - cached_tokens, 0) + generated,
     )
 
 
 class PrefillWork:
-    """Adds up the prompts that were sent to workers to compute."""
+    """Sums the prompt tokens that workers were sent to compute, and the predicted time for them."""
 
     def __init__(self) -> None:
         self.uncached_tokens = 0
-        self.seconds = 0.0  # that a worker takes for these tokens
+        self.seconds = 0.0  # predicted compute time of these tokens on one worker
 
     def add(self, uncached_tokens: int, seconds: float) -> None:
-        """Adds a prompt of which the worker computes so many tokens, in about so many seconds."""
+        """Adds the uncached tokens of a prompt and the predicted seconds to compute them."""
         self.uncached_tokens += uncached_tokens
         self.seconds += seconds
 
 
 class DrainRate:
-    """Measures how fast a queue drains since it was last empty: only then do those it waits for
-    work at full rate.
+    """Measures how fast a queue drains since it was last empty.
 
-    Counts the last ten seconds or so, and the time since the last departure. Before enough requests
-    have departed, it estimates by Little's law: the work in progress once the workers are full,
-    divided by the mean time for which work is in progress. What still finds room waits for no other
-    to end.
+    Only while the queue is not empty do the workers run at full rate. Older departures lose weight
+    over about ten seconds. Before enough requests have departed, the rate is estimated by Little's
+    law: the work in progress when the workers are full, divided by the mean time that work is in
+    progress. Work that fits into free capacity does not wait.
     """
 
     _MEMORY_SECONDS: Final = 10.0
     _TRUSTED: Final = 8  # departures
-    _NEWEST_WEIGHT: Final = 0.1  # of the last request in a moving mean
+    _NEWEST_WEIGHT: Final = 0.1  # weight of the last request in a moving mean
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._in_progress = NO_CAPACITY
-        self._mean_seconds = 0.0  # that work is in progress
-        self._last: float | None = (
-            None  # time of the last departure, or when the queue began to fill; None if empty
-        )
+        self._mean_seconds = 0.0  # mean time that work is in progress
+        # Time of the last departure, or of the first arrival; None while the queue is empty.
+        self._last: float | None = None
         self.clear()
 
     def fill(self) -> None:
-        """Notes that the queue is not empty. Idempotent."""
+        """Starts the measurement when the queue gets its first request. Idempotent."""
         if self._last is None:
             self._last = self._clock()
 
     def clear(self) -> None:
-        """Notes that the queue is empty."""
+        """Ends the measurement because the queue is empty."""
         self._last = None
         self._tokens = 0.0
         self._elapsed = 0.0
@@ -149,7 +149,7 @@ class DrainRate:
         )
 
     def depart(self, num_tokens: int) -> None:
-        """Counts work of so many tokens that leaves the queue in order to begin."""
+        """Counts work of `num_tokens` that leaves the queue to begin."""
         now = self._clock()
         elapsed = now - (now if self._last is None else self._last)
         memory = math.exp(-elapsed / self._MEMORY_SECONDS)
@@ -159,12 +159,13 @@ class DrainRate:
         self._count += 1
 
     def prompt_tokens(self, num_tokens: int) -> float:
-        """Returns how many of so many tokens of work are prompts, by the work in progress."""
+        """Estimates the prompt share of `num_tokens` queued tokens by the work in progress."""
         return num_tokens * self._in_progress.prompt_tokens / max(self._in_progress.kv_tokens, 1)
 
     def seconds(self, num_tokens: int, free: Capacity = NO_CAPACITY) -> float:
-        """Returns how long so many tokens of work take to depart where the workers have `free`; 0
-        while too little is known.
+        """Estimates the seconds until `num_tokens` of work have left the queue.
+
+        `free`: the free capacity of the workers. Returns 0 while too little is known.
         """
         if self._count < self._TRUSTED:
             begun = self._in_progress

@@ -1,12 +1,10 @@
-"""Places a request: a pure function of what it needs, of what the router knows of the workers, and
-of a random source.
+"""Places a request: a pure function of its needs, the state of the workers and a random source.
 
-The cost of a worker is the predicted time until the sequence decodes there: what the worker still
-has to compute, the part of the prompt that its prefix cache does not hold, the transfer of the KV
-cache that the decode worker lacks, and how much a further sequence slows those that already run.
-Prefix affinity needs no rule: it follows from the cost. The prefill worker is chosen by its part of
-the cost, then the decode worker by its own, which is O(P + D). Knows nothing of connections, clocks
-or text.
+The cost of a worker is the predicted time until the sequence decodes there. It adds up the prompts
+that the worker still has to compute, the uncached part of this prompt, the transfer of the KV cache
+that the decode worker lacks, and the slowdown of the running sequences by one more. Prefix affinity
+needs no rule, because it follows from the cost. The prefill and the decode worker are each chosen
+by their own part of the cost, in O(P + D). Knows nothing of connections, clocks or text.
 """
 
 import math
@@ -22,65 +20,63 @@ from .rates import LinearCost
 NEUTRAL_PREFILL: Final = LinearCost(fixed=1e-2, each=2e-4)
 NEUTRAL_TRANSFER: Final = LinearCost(fixed=1e-3, each=1e-9)
 NEUTRAL_STEP_SECONDS: Final = 0.02
-"""Estimates before anything was measured: of prompt tokens, of bytes, of a decode step. A prompt of
-a few tokens takes about as long as one of fifty, since the weights are read once for either: if a
-short one comes first, it must not be taken to say how long each token of a long one takes.
+"""Estimates before the first measurement: of prompt tokens, of bytes, of a decode step.
+
+A prompt of a few tokens takes about as long as one of fifty, because both read the weights once. So
+`fixed` must not be 0: a short first prompt would predict a far too long time for a long one.
 """
 
 _NEAR: Final = 1.1
-"""Costs within a tenth of the least count as equal: several routers that see the same must not all
-choose the same.
+"""Costs within a tenth of the least cost count as equal.
+
+Otherwise several routers with the same knowledge would all choose the same worker.
 """
 
 _HORIZON: Final = 32
-"""Decode steps over which the effect of a sequence on its neighbours is charged to its placement.
-"""
+"""Decode steps over which a placement is charged for slowing the worker's other sequences."""
 
 _LEAST_FETCHED_TOKENS: Final = 64
-"""Of a cached prefix: fewer take about as long to compute as none, and fetching them takes two
-round trips.
+"""The minimum length of a cached prefix that is fetched from another worker.
+
+Computing fewer tokens takes almost no time, and a fetch takes two round trips.
 """
 
 _DEFAULT_SEQUENCES: Final = 64
-"""The sequences that a worker runs at once, if it has not reported how many."""
+"""The number of concurrent sequences of a worker that has not reported it."""
 
 _DEFAULT_MIXED_CHUNK: Final = 512
-"""The prompt tokens of a step that also decodes, if the worker has not reported how many."""
+"""The prompt tokens of a step that also decodes, for a worker that has not reported it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Holds what the router knows of one worker at the moment of a placement."""
+    """Describes one worker at the moment of a placement, as the router knows it."""
 
     worker_id: str
-    pending_tokens: int  # prompt tokens it still has to compute
-    num_requests: int  # waiting and running; choices count one by one
-    free_tokens: int  # of KV cache, free and cached
-    num_pending: int = 0  # prompts it still has to compute
-    matched_tokens: int = 0  # of this prompt, in its prefix cache
-    max_sequences: int = 0  # 0 is unknown
-    mixed_chunk_tokens: int = 0  # 0 is unknown
-    token_bytes: int = 0  # of one token's KV cache
-    prefill: LinearCost = NEUTRAL_PREFILL  # of tokens
+    pending_tokens: int  # prompt tokens that the worker still has to compute
+    num_requests: int  # waiting and running sequences
+    free_tokens: int  # KV cache tokens that are free or cached
+    num_pending: int = 0  # prompts that the worker still has to compute
+    matched_tokens: int = 0  # tokens of this prompt in the worker's prefix cache
+    max_sequences: int = 0  # 0: unknown
+    mixed_chunk_tokens: int = 0  # 0: unknown
+    token_bytes: int = 0  # KV cache bytes of one token
+    prefill: LinearCost = NEUTRAL_PREFILL  # of prompt tokens
     transfer: LinearCost = NEUTRAL_TRANSFER  # of bytes, from or to this worker
     step_seconds: float = NEUTRAL_STEP_SECONDS
 
     @property
     def queue_seconds(self) -> float:
-        """Seconds until it has computed the prompts that it already has."""
+        """Returns the predicted seconds until the worker has computed its pending prompts."""
         return self.num_pending * self.prefill.fixed + self.pending_tokens * self.prefill.each
 
     def uncached(self, num_tokens: int) -> int:
-        """Returns how many of a prompt's tokens it has to compute: at least 1, since the last is
-        always computed.
-        """
+        """Returns the number of prompt tokens to compute; the last token is always computed."""
         return max(num_tokens - self.matched_tokens, 1)
 
 
 class Placement(NamedTuple):
-    """The workers of one attempt. Without a prefill worker the decode worker computes the prompt,
-    too.
-    """
+    """The workers of one attempt; without a prefill worker, the decode worker does the prefill."""
 
     prefill: str | None
     decode: str
@@ -94,22 +90,24 @@ def place(
     *,
     local_prefill_tokens: int = 0,
 ) -> Placement | None:
-    """Returns the pair with the least predicted time until the sequences decode; of those within a
-    tenth of it, the less loaded of two random ones (Mitzenmacher, 2001). Workers without enough
-    capacity come after all others.
+    """Returns the workers with the least predicted time until the sequences decode.
 
-    `needed` counts `prompt_tokens` and `sequences`. A decode worker computes the prompt, too, if
-    there is no prefill worker, or if it lacks at most `local_prefill_tokens` of the prompt and is
-    predicted to be faster alone. None if there is no decode worker.
+    Of the workers within a tenth of it, takes the less loaded of two random ones (Mitzenmacher,
+    2001). Workers without enough capacity come after all others. Uses `prompt_tokens` and
+    `sequences` of `needed`.
+
+    A decode worker does the prefill as well if there is no prefill worker, or if it lacks at most
+    `local_prefill_tokens` of the prompt and is predicted to be faster alone. Returns None without a
+    decode worker.
     """
     if not decode:
         return None
     num_tokens = needed.prompt_tokens
     alone = [c for c in decode if not prefill or c.uncached(num_tokens) <= local_prefill_tokens]
-    whole = _choose(alone, lambda c: whole_seconds(needed, c), needed, rng)
+    single = _choose(alone, lambda c: colocated_seconds(needed, c), needed, rng)
     if not prefill:
-        return Placement(prefill=None, decode=whole.worker_id) if whole else None
-    prompt = needed._replace(sequences=1)  # choices part with the first token
+        return Placement(prefill=None, decode=single.worker_id) if single else None
+    prompt = needed._replace(sequences=1)  # the choices begin after the first token
     first = _choose(
         prefill,
         lambda c: prefill_seconds(num_tokens, c) + _transfer_seconds(num_tokens, c),
@@ -119,22 +117,23 @@ def place(
     second = _choose(decode, lambda c: _decode_seconds(needed, c), needed, rng)
     if first is None or second is None:
         return None
-    if whole is not None and _has_capacity(needed, whole) >= _has_capacity(needed, second):
+    if single is not None and _has_capacity(needed, single) >= _has_capacity(needed, second):
         source_seconds = _transfer_seconds(second.uncached(num_tokens), first)
-        apart = prefill_seconds(num_tokens, first) + max(
+        disaggregated_seconds = prefill_seconds(num_tokens, first) + max(
             _decode_seconds(needed, second), _crowding_seconds(needed, second) + source_seconds
         )
-        if whole_seconds(needed, whole) < apart:
-            return Placement(prefill=None, decode=whole.worker_id)
+        if colocated_seconds(needed, single) < disaggregated_seconds:
+            return Placement(prefill=None, decode=single.worker_id)
     return Placement(prefill=first.worker_id, decode=second.worker_id)
 
 
 def choose_holder(
     num_tokens: int, prefill: Candidate, others: Sequence[Candidate]
 ) -> Candidate | None:
-    """Returns the one of `others` from which the prefill worker is to fetch the KV cache of first
-    tokens of the prompt. None if none has more of it cached, or only a few tokens, or what is
-    predicted to be computed as fast.
+    """Returns the worker from which the prefill worker should fetch a cached prefix.
+
+    Returns None if no worker of `others` has enough additional tokens cached, or if computing these
+    tokens is predicted to be as fast as the fetch.
     """
     holder = max(others, key=lambda c: (c.matched_tokens, -c.num_requests), default=None)
     if holder is None:
@@ -149,13 +148,14 @@ def choose_holder(
 
 
 def prefill_seconds(num_tokens: int, candidate: Candidate) -> float:
-    """Returns the seconds until a prefill worker has the first token of a prompt of `num_tokens`."""
+    """Predicts the seconds until a prefill worker has the first token of the prompt."""
     return candidate.queue_seconds + candidate.prefill.seconds(candidate.uncached(num_tokens))
 
 
-def whole_seconds(needed: Capacity, candidate: Candidate) -> float:
-    """Returns the seconds until a worker that also prefills decodes: it computes the prompt in
-    chunks, each of them in a step of its decodes.
+def colocated_seconds(needed: Capacity, candidate: Candidate) -> float:
+    """Predicts the seconds until a worker that does both prefill and decode decodes.
+
+    The worker computes the prompt in chunks, each in a step together with its decodes.
     """
     uncached = candidate.uncached(needed.prompt_tokens)
     chunk_tokens = mixed_chunk(
@@ -173,16 +173,15 @@ def _transfer_seconds(num_tokens: int, candidate: Candidate) -> float:
 
 
 def _decode_seconds(needed: Capacity, candidate: Candidate) -> float:
-    """Returns what a decode worker adds to the first token: the transfer of what it lacks, and the
-    slower steps.
-    """
+    """Returns the cost of the decode worker: the transfer to it, and its slower steps."""
     uncached = candidate.uncached(needed.prompt_tokens)
     return _transfer_seconds(uncached, candidate) + _crowding_seconds(needed, candidate)
 
 
 def _crowding_seconds(needed: Capacity, candidate: Candidate) -> float:
-    """Returns the cost of slowing each other: a full worker's steps are taken to last twice an
-    empty one's.
+    """Returns the cost of slower steps for all sequences of the worker.
+
+    Assumes that the steps of a full worker take twice as long as the steps of an empty one.
     """
     crowd = candidate.num_requests + needed.sequences - 1
     return (

@@ -1,8 +1,8 @@
-"""Maps prefixes to the workers whose prefix caches hold them: what this router sent there, and what
-workers report.
+"""Maps prefixes to the workers whose prefix caches hold them.
 
-Blocks are identified by their hashes (proto/hashing.py), at each worker's own block size. Knows
-nothing of load or time.
+The sources are the workers' reports and the prompts that this router has sent. Blocks are
+identified by their hashes (proto/hashing.py) at each worker's block size. Knows nothing of load or
+time.
 """
 
 import functools
@@ -14,17 +14,17 @@ from typing import Final
 from ...proto.hashing import hash_chain
 
 DEFAULT_CAPACITY: Final = 65_536
-"""Blocks remembered of a worker that has not reported how many it has."""
+"""Blocks remembered for a worker that has not reported its number of blocks."""
 
 
 class Prefix:
-    """Holds a prompt's hash chains, one for each block size, each computed once."""
+    """Holds a prompt's hash chains, one for each block size; each is computed once."""
 
     def __init__(self, tokens: Sequence[int], salt: bytes = b"") -> None:
         self.chain: Callable[[int], list[bytes]] = functools.cache(
             partial(hash_chain, tokens, salt=salt)
         )
-        """Returns the hashes of the prompt's full blocks of so many tokens."""
+        """Returns the hashes of the prompt's full blocks for a block size in tokens."""
 
 
 class _Cache:
@@ -34,28 +34,27 @@ class _Cache:
         self.bit = bit
         self.block_size = block_size
         self.capacity = capacity
-        self.blocks: OrderedDict[bytes, bool] = OrderedDict()  # whether the worker has reported it
-        self.reports = False
+        # True: the worker has reported the block. False: this router expects it there.
+        self.blocks: OrderedDict[bytes, bool] = OrderedDict()
+        self.reports = False  # True after the first report
 
 
 class PrefixIndex:
-    """Maps block hashes to the workers that hold them, one bit for each. At most `capacity` blocks
-    of each worker.
-    """
+    """Maps block hashes to the workers that hold them; each worker is one bit of a number."""
 
     def __init__(self) -> None:
         self._caches: dict[str, _Cache] = {}
-        self._names: dict[int, str] = {}  # by bit
+        self._names: dict[int, str] = {}  # worker ids by bit
         self._sizes: dict[int, int] = {}  # by block size: the bits of its workers
         self._holders: dict[bytes, int] = {}
 
     @property
     def num_blocks(self) -> int:
-        """Blocks known, each counted at every worker that holds it."""
+        """Returns the number of known blocks; a block counts once for each worker with it."""
         return sum(len(cache.blocks) for cache in self._caches.values())
 
     def add(self, worker_id: str, block_size: int, capacity: int = 0) -> None:
-        """Adds a worker with an empty cache of `capacity` blocks; 0 takes DEFAULT_CAPACITY."""
+        """Adds a worker with an empty cache of `capacity` blocks; 0 means DEFAULT_CAPACITY."""
         self.remove(worker_id)
         bit = next(
             1 << index for index in range(len(self._names) + 1) if 1 << index not in self._names
@@ -76,9 +75,7 @@ class PrefixIndex:
             del self._sizes[cache.block_size]
 
     def match(self, prefix: Prefix) -> dict[str, int]:
-        """Returns how many of the prompt's first tokens each worker holds, for those that hold its
-        first block.
-        """
+        """Returns the number of leading prompt tokens that each worker holds, if any."""
         found: dict[str, int] = {}
         for block_size, bits in self._sizes.items():
             num_tokens = 0
@@ -93,18 +90,20 @@ class PrefixIndex:
         return found
 
     def expect(self, worker_id: str, prefix: Prefix) -> None:
-        """Adds a prompt that was sent to the worker, which will hold it soon."""
+        """Adds the blocks of a prompt that was sent to the worker, which will soon hold them."""
         cache = self._caches.get(worker_id)
         if cache is None:
             return
-        for digest in reversed(prefix.chain(cache.block_size)):  # a prefix outlives what follows it
+        # Reversed, so that the first blocks are the most recently used ones.
+        for digest in reversed(prefix.chain(cache.block_size)):
             if not cache.blocks.get(digest, False):
                 self._put(cache, digest, reported=False)
         self._trim(cache)
 
     def settle(self, worker_id: str, prefix: Prefix) -> None:
-        """Removes what the worker has not reported of a prompt whose request it has ended: it does
-        not hold that. Of a worker that has never reported anything, the expectation stays.
+        """Removes the expected blocks that the worker has not reported when the request ends.
+
+        A worker that has never reported anything keeps its expected blocks.
         """
         cache = self._caches.get(worker_id)
         if cache is not None and cache.reports:
@@ -112,7 +111,7 @@ class PrefixIndex:
             self._drop(cache, [digest for digest in chain if cache.blocks.get(digest) is False])
 
     def report(self, worker_id: str, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
-        """Applies what the worker reports to have stored in its cache and evicted from it."""
+        """Applies a worker's report of blocks stored in its cache and evicted from it."""
         cache = self._caches.get(worker_id)
         if cache is None:
             return

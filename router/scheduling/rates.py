@@ -1,5 +1,6 @@
-"""Estimates how fast workers are from observed times. Knows nothing of requests; the clock is the
-caller's.
+"""Estimates the speed of workers from observed times.
+
+Knows nothing of requests. The caller provides the clock.
 """
 
 import math
@@ -8,31 +9,31 @@ from dataclasses import dataclass
 from typing import Final
 
 _MEMORY: Final = 0.95
-"""What an observation leaves of the weight of those before it: about the last twenty count."""
+"""Each observation multiplies the weight of the earlier ones by this: about the last 20 count."""
 
 _TRUSTED: Final = 5
-"""Observations after which one that takes far longer than predicted is cut to `_OUTLIER` times the
-prediction: a single stall, such as a first compilation, must not lead requests elsewhere for long.
+"""After this number of observations, a longer time is cut to `_OUTLIER` times the prediction.
+
+A single stall, such as a first compilation, must not redirect requests for long.
 """
 
 _OUTLIER: Final = 4.0
 _SPREAD: Final = 0.1
-"""Amounts that differ by less than this part of their mean say little about the cost of a unit."""
+"""Amounts that differ by less than this share of their mean tell little about the unit cost."""
 
 _HALF_LIFE: Final = 60.0
-"""Seconds after which half of a worker's own estimate has given way to that of the best worker, so
-that a worker that was slow, and therefore unused, is tried again.
+"""Seconds until a worker's estimate has moved half-way to the estimate of the best worker.
+
+So a worker that was slow, and therefore unused, is tried again.
 """
 
 _REFRESH: Final = 1.0
-"""Seconds for which the best worker is not determined anew and no estimate ages."""
+"""Seconds for which the best worker and the aged estimates are cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCost:
-    """Seconds that work takes as a linear function of its amount: `fixed`, and `each` for every
-    unit.
-    """
+    """Predicts the seconds of work as `fixed` plus `each` for every unit of its amount."""
 
     fixed: float
     each: float
@@ -42,18 +43,21 @@ class LinearCost:
 
 
 class LinearFit:
-    """Fits a LinearCost to (amount, seconds) by least squares, later observations weighing more.
+    """Fits a LinearCost to (amount, seconds) by least squares; later observations weigh more.
 
-    As far as the amounts differ too little to tell the slope from the fixed part, the slope is
-    pulled towards that of a
-    prior made as fast as what was observed: prompts of one length say how long a token takes, too.
-    Neither is ever negative.
+    If the amounts differ too little to separate the slope from the fixed part, the slope is pulled
+    towards the slope of a prior, scaled to the observed speed. So prompts of one length also yield
+    a time per token. Neither part is ever negative.
     """
 
     def __init__(self) -> None:
         self._count = 0
         self._weight = 0.0
-        self._amount = self._seconds = self._square = self._product = 0.0  # weighted sums
+        # Weighted sums.
+        self._amount = 0.0
+        self._seconds = 0.0
+        self._square = 0.0
+        self._product = 0.0
 
     def observe(self, amount: float, seconds: float, prior: LinearCost) -> None:
         """Adds an observation: work of `amount` took `seconds`."""
@@ -67,10 +71,11 @@ class LinearFit:
         self._product = self._product * _MEMORY + amount * seconds
 
     def cost(self, prior: LinearCost) -> LinearCost:
-        """Returns the fit; the prior before the first observation."""
+        """Returns the fit, or the prior before the first observation."""
         if not self._count:
             return prior
-        amount, seconds = self._amount / self._weight, self._seconds / self._weight
+        amount = self._amount / self._weight
+        seconds = self._seconds / self._weight
         pull = (_SPREAD * amount) ** 2
         if not pull:  # the amounts are 0, or too small to be squared
             return LinearCost(fixed=seconds, each=prior.each)
@@ -83,11 +88,11 @@ class LinearFit:
 
 
 class Rates:
-    """Holds the costs of one kind of work on every worker that does it.
+    """Estimates the costs of one kind of work on each worker.
 
-    A worker without observations is taken to be as fast as the best one, so that it is tried and
-    then measured. Without any observation `neutral` is the cost on every worker. `typical` is the
-    amount at which costs are compared.
+    A worker without observations is assumed to be as fast as the best one, so that it is tried and
+    measured. Without any observation, every worker has the `neutral` cost. `typical` is the amount
+    at which costs are compared.
     """
 
     def __init__(self, neutral: LinearCost, *, typical: float, clock: Callable[[], float]) -> None:
@@ -95,18 +100,18 @@ class Rates:
         self._typical = typical
         self._clock = clock
         self._fits: dict[str, LinearFit] = {}
-        self._observed: dict[str, float] = {}  # when, last
+        self._observed: dict[str, float] = {}  # time of the last observation
         self._costs: dict[str, LinearCost] = {}  # valid as long as `_best`
         self._best = neutral
         self._best_until = -math.inf
 
     @property
     def known(self) -> bool:
-        """Whether there is any observation."""
+        """Returns True if there is any observation."""
         return bool(self._fits)
 
     def observe(self, worker_id: str, amount: float, seconds: float) -> None:
-        """Adds an observation: work of `amount` took the worker `seconds`."""
+        """Adds an observation: the worker took `seconds` for work of `amount`."""
         if worker_id not in self._fits:
             self._best_until = -math.inf
         self._fits.setdefault(worker_id, LinearFit()).observe(amount, seconds, self._neutral)
@@ -114,7 +119,7 @@ class Rates:
         self._costs.pop(worker_id, None)
 
     def forget(self, worker_id: str) -> None:
-        """Removes what was observed of a worker that has left or restarted."""
+        """Removes the observations of a worker that has left or restarted."""
         if self._fits.pop(worker_id, None) is not None:
             del self._observed[worker_id]
             self._best_until = -math.inf
@@ -132,12 +137,12 @@ class Rates:
         return self._best
 
     def cost(self, worker_id: str) -> LinearCost:
-        """Returns the present estimate for one worker."""
-        best, cost = self.best(), self._costs.get(worker_id)
+        """Returns the current estimate for one worker."""
+        best = self.best()  # clears `_costs` when it is outdated
+        cost = self._costs.get(worker_id)
         if cost is None:
-            cost = self._costs[worker_id] = (
-                self._aged(worker_id, best) if worker_id in self._fits else best
-            )
+            cost = self._aged(worker_id, best) if worker_id in self._fits else best
+            self._costs[worker_id] = cost
         return cost
 
     def _aged(self, worker_id: str, best: LinearCost) -> LinearCost:

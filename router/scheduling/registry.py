@@ -1,52 +1,51 @@
-"""Tracks the workers for a router: what the directory lists, what they report, how fast they were
-observed to be, and what this router has dispatched since. Other routers are known only by what the
-workers report.
+"""Tracks the workers for a router and places requests on them.
+
+The registry combines the directory's list, the workers' reports, their observed speeds and the
+requests that this router has dispatched. It knows of other routers only by the workers' reports.
 """
 
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...proto import worker_pb2
 from ..request import TokenRequest
-from .capacity import (
-    NO_CAPACITY,
-    UNBOUNDED,
-    Capacity,
-    PrefillWork,
-    required_capacity,
-    used_capacity,
-)
-from .free_capacity import FreeCapacity
+from .capacity import PrefillWork, required_capacity, used_capacity
 from .policy import (
     NEUTRAL_PREFILL,
     NEUTRAL_STEP_SECONDS,
-    NEUTRAL_TRANSFER,
     Candidate,
     Placement,
     choose_holder,
     place,
 )
+from .pool_capacity import PoolCapacity
 from .prefix_index import Prefix, PrefixIndex
-from .rates import LinearCost, Rates
+from .speeds import WorkerSpeeds
 from .worker_state import WorkerState
 
 _DEFAULT_TOKEN_BYTES: Final = 32_768
-_LEAST_SECONDS: Final = 1e-9
 _PREFILL: Final = worker_pb2.ROLE_PREFILL
 _DECODE: Final = worker_pb2.ROLE_DECODE
-_OTHER: Final = {_PREFILL: _DECODE, _DECODE: _PREFILL}
+
+
+class _Lookup(NamedTuple):
+    """The prefix of a request, and its cached tokens by worker."""
+
+    request: TokenRequest
+    prefix: Prefix
+    matched: dict[str, int]
 
 
 class WorkerRegistry:
-    """Holds the workers as this router sees them. The last snapshot stays when the directory is
-    away.
+    """Holds the workers as this router sees them.
 
-    For each attempt of a request call, in this order: `place`, `dispatched` for each worker,
-    `prefilled`, `ended` for each worker. Whoever admits requests before they are placed calls
-    `reserve`, and `release` when the request is over.
+    While the directory is unreachable, its last list stays valid. For each attempt of a request,
+    call in this order: `place`, `dispatched` for each worker, `prefilled`, `ended` for each worker.
+    Code that admits requests before they are placed calls `capacity.reserve`, and
+    `capacity.release` when the request is over.
     """
 
     def __init__(
@@ -56,34 +55,32 @@ class WorkerRegistry:
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`local_prefill_tokens`: a prompt of which a decode worker lacks no more tokens may be
-        computed there.
+        """Starts without workers.
+
+        `local_prefill_tokens`: a decode worker may compute a prompt of which it lacks at most this
+        number of tokens.
         """
         self.prefill_work = PrefillWork()
-        self.absence = "no worker is ready"  # what a request is told for which there is none
-        self.on_reach: Callable[[], object] = lambda: (
-            None
-        )  # called after a worker was lost, or found again
+        self.absence = "no worker is ready"  # the error of a request without a worker
+        # Called when a worker is lost, and when a lost worker reports again.
+        self.on_reach: Callable[[], object] = lambda: None
         self._local_prefill_tokens = local_prefill_tokens
         self._rng = rng or random.Random()
         self._workers: dict[str, WorkerState] = {}
         self._prefixes = PrefixIndex()
-        self._prefill_rates = {
-            role: Rates(NEUTRAL_PREFILL, typical=512, clock=clock) for role in (_PREFILL, _DECODE)
-        }
-        self._transfer_rates = Rates(NEUTRAL_TRANSFER, typical=2**24, clock=clock)
-        self._free = FreeCapacity((_PREFILL, _DECODE), self._token_seconds)
-        self._reserved: dict[str, Capacity] = {}
-        self._total_reserved = NO_CAPACITY
-        # Of the last placement, so that a prompt is hashed and looked up once: request, prefix,
-        # matched tokens by worker.
-        self._looked_up: tuple[TokenRequest, Prefix, dict[str, int]] | None = None
+        self._speeds = WorkerSpeeds(clock)
+        self.capacity = PoolCapacity(
+            self._workers, self._speeds, local_prefill_tokens=local_prefill_tokens
+        )
+        # Kept from the last placement, so that a prompt is hashed and looked up once.
+        self._last_lookup: _Lookup | None = None
 
     def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
-        """Takes over the directory's whole list. A worker of a new epoch starts empty."""
-        known, listed = self._workers, set()
+        """Applies the directory's whole list; a worker with a new epoch starts empty."""
+        known = self._workers
+        listed = set()
         for info in workers:
-            if info.role not in _OTHER:
+            if info.role not in (_PREFILL, _DECODE):
                 continue
             worker_id = info.worker_id
             listed.add(worker_id)
@@ -94,34 +91,27 @@ class WorkerRegistry:
             if worker is None:
                 worker = known[worker_id] = WorkerState(info)
                 worker.report(info.load)
-                total_blocks = info.load.total_blocks
-                self._prefixes.add(worker_id, max(info.block_size, 1), total_blocks)
+                self._reset_cache(info)
             else:
                 worker.info = info
                 self._take_load(worker, info.load)
-            self._free.recount(worker)
+            self.capacity.recount(worker)
         for worker_id in known.keys() - listed:
             self._remove(worker_id)
-        self._free.notify()
+        self.capacity.notify()
 
     def update_loads(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
-        """Takes over the loads of listed workers from the directory; of each message only id,
-        epoch and load count."""
+        """Applies the directory's loads of listed workers; reads only id, epoch and load."""
         for info in workers:
             worker = self._workers.get(info.worker_id)
             if worker is not None and worker.info.epoch == info.epoch:
                 self._take_load(worker, info.load)
-                self._free.recount(worker)
-
-    def _take_load(self, worker: WorkerState, load: worker_pb2.WorkerLoad) -> None:
-        """Takes over a load from the directory, unless a session has reported the same or a
-        newer one."""
-        if load.version > worker.load.version:
-            worker.report(load)
+                self.capacity.recount(worker)
 
     def report(self, worker_id: str, epoch: int, message: worker_pb2.SessionResponse) -> None:
-        """Takes over what a worker's session reports of its load and prefix cache; ignored from
-        another epoch.
+        """Applies a session's report of a worker's load and prefix cache.
+
+        Ignores a report from another epoch.
         """
         worker = self._workers.get(worker_id)
         if worker is None or worker.info.epoch != epoch:
@@ -129,48 +119,48 @@ class WorkerRegistry:
         if message.HasField("load"):
             worker.report(message.load)
         if message.HasField("load") or worker.is_lost:
-            was_lost, worker.is_lost = worker.is_lost, False
-            self._free.recount(worker)
+            was_lost = worker.is_lost
+            worker.is_lost = False
+            self.capacity.recount(worker)
             if was_lost:
                 self.on_reach()
         if message.stored_blocks or message.evicted_blocks:
             self._prefixes.report(worker_id, message.stored_blocks, message.evicted_blocks)
 
     def session_lost(self, worker_id: str, epoch: int) -> None:
-        """Places nothing on the worker until a session reports something again, or it comes back in
-        another epoch. Its
-        heartbeats count for nothing: the last of a dead worker arrive after its end. Empties its
-        prefix cache; the next session begins with the whole of it.
+        """Marks a worker as lost until a session reports again, or until it has a new epoch.
+
+        A lost worker gets no requests. Its heartbeats do not count, because the last ones of a dead
+        worker arrive after its end. Its prefix cache is forgotten; the next session reports all of
+        it.
         """
         worker = self._workers.get(worker_id)
         if worker is not None and worker.info.epoch == epoch:
             worker.is_lost = True
-            self._free.recount(worker)
-            self._prefixes.add(
-                worker_id, max(worker.info.block_size, 1), worker.info.load.total_blocks
-            )
+            self.capacity.recount(worker)
+            self._reset_cache(worker.info)
             self.on_reach()
 
     def record_prefill(self, worker_id: str, num_tokens: int, seconds: float) -> None:
-        """Records that a worker computed so many uncached tokens of a prompt in `seconds`."""
+        """Records that a worker took `seconds` for a prompt with `num_tokens` uncached tokens."""
         if worker := self._workers.get(worker_id):
-            self._prefill_rates[worker.info.role].observe(worker_id, num_tokens, seconds)
-            self._free.recount(worker)
+            self._speeds.record_prefill(worker, num_tokens, seconds)
+            self.capacity.recount(worker)
 
     def record_transfer(
         self, prefill_worker: str, decode_worker: str, num_bytes: int, seconds: float
     ) -> None:
-        """Records a KV transfer. It counts for both workers: a pair is as fast as its slower end."""
+        """Records a KV transfer for both workers; a pair is as fast as its slower end."""
         for worker_id in (prefill_worker, decode_worker):
             if worker_id in self._workers:
-                self._transfer_rates.observe(worker_id, num_bytes, seconds)
+                self._speeds.record_transfer(worker_id, num_bytes, seconds)
 
     def workers(self) -> list[worker_pb2.WorkerInfo]:
         """Returns all workers, as the directory last described them."""
         return [worker.info for worker in self._workers.values()]
 
     def loads(self) -> list[tuple[worker_pb2.WorkerInfo, worker_pb2.WorkerLoad, str]]:
-        """Returns all workers with their last report, and whether they are ready, draining or lost."""
+        """Returns all workers with their last load and their state: ready, draining or lost."""
         return [(worker.info, worker.load, worker.state) for worker in self._workers.values()]
 
     def get(self, worker_id: str) -> worker_pb2.WorkerInfo | None:
@@ -179,26 +169,24 @@ class WorkerRegistry:
         return worker.info if worker else None
 
     def is_lost(self, worker_id: str, epoch: int) -> bool:
-        """Returns whether that worker is listed, and its last session has broken; see
-        `session_lost`.
-        """
+        """Returns True if the worker is listed with this epoch and is lost; see `session_lost`."""
         worker = self._workers.get(worker_id)
         return worker is not None and worker.info.epoch == epoch and worker.is_lost
 
     @property
     def has_lost(self) -> bool:
-        """Whether some worker is listed whose last session has broken; see `session_lost`."""
+        """Returns True if a listed worker is lost; see `session_lost`."""
         return any(worker.is_lost for worker in self._workers.values())
 
     @property
     def reaches_decode(self) -> bool:
-        """Whether a decode worker is listed that is not lost; see `session_lost`."""
+        """Returns True if a listed decode worker is not lost; see `session_lost`."""
         return any(
             worker.info.role == _DECODE and not worker.is_lost for worker in self._workers.values()
         )
 
     def has_other(self, worker_id: str) -> bool:
-        """Returns whether a decode worker other than this one takes requests."""
+        """Returns True if a decode worker other than this one takes requests."""
         return any(
             worker.info.role == _DECODE and worker.takes_requests and other_id != worker_id
             for other_id, worker in self._workers.items()
@@ -210,34 +198,35 @@ class WorkerRegistry:
         avoid: Collection[str] = (),
         *,
         prefill: str | None = None,
-        whole: bool = False,
+        colocated: bool = False,
         is_resumed: bool = False,
     ) -> Placement | None:
-        """Chooses the workers of an attempt, none of those in `avoid`. `prefill`, if given, is the
-        worker that holds the KV cache already; `whole` asks for one worker that does all. Without a
-        decode worker a prefill worker does
-        all. `is_resumed`: no prompt at a worker is computed before it but those of others that go
-        ahead, as of streams that were interrupted; so neither the rest of a queue nor what is
-        guessed of the worker's speed keeps it from the one that has most of it cached. None if
-        there is neither, or if no decode worker can take over from `prefill`.
+        """Chooses the workers of an attempt, none of them in `avoid`.
+
+        `prefill`: the worker that already holds the KV cache. `colocated`: one worker does prefill
+        and decode. `is_resumed`: the worker computes the prompt before all others except prompts of
+        other resumed requests; so neither its queue nor its estimated speed count, and the worker
+        with the most cached tokens wins. Without a decode worker, a prefill worker does both.
+
+        Returns None if there is no worker, or no decode worker that can continue after `prefill`.
         """
-        _, _, matched = self._look_up(request)
+        matched = self._look_up(request).matched
         decode = self._candidates(_DECODE, avoid, matched)
-        if prefill is None and (whole or not decode):
-            decode, sources = decode or self._candidates(_PREFILL, avoid, matched), []
-            local_tokens = 0
-        elif prefill is None:
-            sources, local_tokens = (
-                self._candidates(_PREFILL, avoid, matched),
-                self._local_prefill_tokens,
-            )
-        else:  # it may have left the directory already, and still hold the KV cache
-            sources, local_tokens = (
-                [Candidate(worker_id=prefill, pending_tokens=0, num_requests=0, free_tokens=0)],
-                0,
-            )
+        sources: list[Candidate] = []
+        local_tokens = 0
+        if prefill is not None:
+            # The worker may have left the directory already, and still hold the KV cache.
+            sources = [
+                Candidate(worker_id=prefill, pending_tokens=0, num_requests=0, free_tokens=0)
+            ]
+        elif decode and not colocated:
+            sources = self._candidates(_PREFILL, avoid, matched)
+            local_tokens = self._local_prefill_tokens
+        elif not decode:
+            decode = self._candidates(_PREFILL, avoid, matched)
         if is_resumed:
-            sources, decode = list(map(self._ahead, sources)), list(map(self._ahead, decode))
+            sources = [self._ahead(candidate) for candidate in sources]
+            decode = [self._ahead(candidate) for candidate in decode]
         return place(
             required_capacity(request),
             sources,
@@ -247,13 +236,15 @@ class WorkerRegistry:
         )
 
     def find_holder(self, request: TokenRequest, prefill: str) -> worker_pb2.PrefixHolder | None:
-        """Returns the decode worker that has more of the prompt cached than the prefill worker, if
-        that one is to fetch it rather than to compute it. Call it before `dispatched`.
+        """Returns the decode worker from which the prefill worker should fetch a cached prefix.
+
+        Returns None if the prefill worker should compute the prompt instead. Call it before
+        `dispatched`.
         """
         worker = self._workers.get(prefill)
         if worker is None:
             return None
-        _, _, matched = self._last_look_up(request)
+        matched = self._last_look_up(request).matched
         others = [
             self._candidate(other, matched, NEUTRAL_STEP_SECONDS)
             for worker_id in matched
@@ -284,10 +275,12 @@ class WorkerRegistry:
         is_resumed: bool = False,
         fetched_tokens: int = 0,
     ) -> None:
-        """Counts a request that is dispatched to the worker, which is to compute `num_tokens` of
-        its prompt, less what it has cached or is to fetch from a holder of the first
-        `fetched_tokens`; `decodes` says so of a prefill worker, `is_resumed` is as for `place`.
-        Call it for the decode worker last: that releases what was reserved for the request.
+        """Counts a request that was sent to a worker.
+
+        The worker computes `num_tokens` of the prompt, except cached ones and the first
+        `fetched_tokens`, which it fetches from a holder. `decodes`: a prefill worker also decodes.
+        `is_resumed`: as for `place`. Call it for the decode worker last, because that releases the
+        reservation of the request.
         """
         worker = self._workers.get(worker_id)
         decodes |= worker is None or worker.info.role == _DECODE
@@ -299,156 +292,49 @@ class WorkerRegistry:
             )
             worker.add(request.request_id, used, prefix, is_resumed=is_resumed)
             if used.prompt_tokens:
-                self.prefill_work.add(
-                    used.uncached_tokens, self._prefill_cost(worker).seconds(used.uncached_tokens)
-                )
+                cost = self._speeds.prefill_cost(worker)
+                self.prefill_work.add(used.uncached_tokens, cost.seconds(used.uncached_tokens))
             self._prefixes.expect(worker_id, prefix)
-            self._free.recount(worker)
+            self.capacity.recount(worker)
         if decodes:
-            self.release(request.request_id)
-            self._free.notify()  # what was reserved did not take account of what is cached
+            self.capacity.release(request.request_id)
+            self.capacity.notify()  # the reservation did not account for cached tokens
 
     def prefilled(self, worker_id: str, request_id: str) -> None:
         """Counts the prompt of a request as computed; the request is still on the worker."""
         if worker := self._workers.get(worker_id):
             worker.prefilled(request_id)
-            self._free.recount(worker)
+            self.capacity.recount(worker)
 
     def ended(self, worker_id: str, request_id: str) -> None:
-        """Counts the request on that worker no more. Idempotent."""
+        """Removes a request from a worker. Idempotent."""
         worker = self._workers.get(worker_id)
         if worker and (prefix := worker.remove(request_id)):
             self._prefixes.settle(worker_id, prefix)
-            self._free.recount(worker)
+            self.capacity.recount(worker)
 
-    def free(self, num_tokens: int = UNBOUNDED) -> Capacity | None:
-        """Returns what all workers have free for a prompt of so many tokens, less what is reserved.
-        None without a worker that takes requests. Where a pool has none, the other does its work.
-        """
-        prefill, decode = self._free.of(_PREFILL), self._free.of(_DECODE)
-        if not decode.workers:
-            decode = prefill
-        if not decode.workers:
-            return None
-        prompt_tokens = (prefill if prefill.workers else decode).prompt_tokens
-        if self.may_skip_prefill(num_tokens):
-            prompt_tokens = max(prompt_tokens, decode.prompt_tokens)
-        return decode._replace(prompt_tokens=prompt_tokens) - self._total_reserved
+    def _take_load(self, worker: WorkerState, load: worker_pb2.WorkerLoad) -> None:
+        """Applies a load from the directory, unless the known load is the same or newer."""
+        if load.version > worker.load.version:
+            worker.report(load)
 
-    def may_skip_prefill(self, num_tokens: int) -> bool:
-        """Returns whether a decode worker may compute a prompt of so many tokens, whatever it has
-        cached.
-        """
-        return num_tokens <= self._local_prefill_tokens
-
-    def largest(self) -> Capacity | None:
-        """Returns the sequences and KV cache of the largest decode workers when empty. None without
-        one.
-        """
-        sizes = [worker.size for worker in self._workers.values() if worker.info.role == _DECODE]
-        if not sizes:
-            return None
-        return Capacity(
-            sequences=max(size.sequences for size in sizes),
-            kv_tokens=max(size.kv_tokens for size in sizes),
-        )
-
-    def reserve(self, request: TokenRequest) -> None:
-        """Reserves what the request needs until it is dispatched, or until `release`."""
-        self.release(request.request_id)
-        needed = required_capacity(request)
-        self._reserved[request.request_id] = needed
-        self._total_reserved += needed
-
-    def release(self, request_id: str) -> None:
-        """Ends a reservation. Idempotent."""
-        if reserved := self._reserved.pop(request_id, None):
-            self._total_reserved -= reserved
-
-    def subscribe(self, on_free: Callable[[], object]) -> Callable[[], None]:
-        """Calls `on_free` whenever there may be more free capacity than before; returns what ends
-        that.
-        """
-        return self._free.subscribe(on_free)
-
-    def prefill_queue(self) -> LinearCost:
-        """Returns the seconds until the workers that compute prompts have computed all that they
-        have, and for each token of this router's prompts more. Of these as much is taken to be
-        cached as of those before, and other routers to have as many for each of theirs as of the
-        sequences at workers.
-        """
-        pool = self._computing
-        if not pool:
-            return LinearCost(fixed=0.0, each=0.0)
-        token_seconds = 1 / sum(1 / self._token_seconds(worker) for worker in pool)
-        uncached_rate = self.uncached_rate
-        own = sum(worker.own.sequences for worker in self._workers.values())
-        others = sum(worker.others.sequences for worker in self._workers.values())
-        num_tokens = (
-            sum(worker.pending_tokens for worker in pool)
-            + uncached_rate * self._total_reserved.prompt_tokens
-        )
-        return LinearCost(
-            fixed=num_tokens * token_seconds,
-            each=uncached_rate * token_seconds * (1 + others / max(own, 1)),
-        )
-
-    @property
-    def uncached_rate(self) -> float:
-        """The part of a prompt that is not cached where prompts are computed: the mean of the
-        workers'.
-        """
-        rates = [worker.uncached_rate for worker in self._computing]
-        return sum(rates) / len(rates) if rates else 1.0
-
-    @property
-    def _computing(self) -> list[WorkerState]:
-        """The workers that prompts are sent to."""
-        role = _PREFILL if self._free.of(_PREFILL).workers else _DECODE
-        return [
-            worker
-            for worker in self._workers.values()
-            if worker.info.role == role and worker.takes_requests
-        ]
-
-    def least_prefill_seconds(self) -> float:
-        """Returns how long the fastest worker takes for the shortest prompt; 0 before anything was
-        measured.
-        """
-        rates = self._prefill_rates[_PREFILL]
-        return rates.best().seconds(1) if rates.known else 0.0
+    def _reset_cache(self, info: worker_pb2.WorkerInfo) -> None:
+        self._prefixes.add(info.worker_id, max(info.block_size, 1), info.load.total_blocks)
 
     def _remove(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id)
-        self._free.remove(worker)
+        self.capacity.remove(worker)
         self._prefixes.remove(worker_id)
-        self._prefill_rates[worker.info.role].forget(worker_id)
-        self._transfer_rates.forget(worker_id)
+        self._speeds.forget(worker)
 
-    def _look_up(self, request: TokenRequest) -> tuple[TokenRequest, Prefix, dict[str, int]]:
+    def _look_up(self, request: TokenRequest) -> _Lookup:
         prefix = Prefix(request.submit.token_ids[:], request.prefix_salt)
-        self._looked_up = request, prefix, self._prefixes.match(prefix)
-        return self._looked_up
+        self._last_lookup = _Lookup(request, prefix, self._prefixes.match(prefix))
+        return self._last_lookup
 
-    def _last_look_up(self, request: TokenRequest) -> tuple[TokenRequest, Prefix, dict[str, int]]:
-        found = self._looked_up
-        return found if found is not None and found[0] is request else self._look_up(request)
-
-    def _token_seconds(self, worker: WorkerState) -> float:
-        """Returns the seconds of each prompt token while a worker has many, as it reports them."""
-        return max(
-            worker.load.prompt_token_seconds or self._prefill_cost(worker).each, _LEAST_SECONDS
-        )
-
-    def _prefill_cost(self, worker: WorkerState) -> LinearCost:
-        """Returns the cost of a prompt; a role without observations is taken to be as fast as the
-        other.
-        """
-        own, other = (
-            self._prefill_rates[worker.info.role],
-            self._prefill_rates[_OTHER[worker.info.role]],
-        )
-        return own.cost(worker.info.worker_id) if own.known else other.best()
+    def _last_look_up(self, request: TokenRequest) -> _Lookup:
+        found = self._last_lookup
+        return found if found is not None and found.request is request else self._look_up(request)
 
     def _candidates(
         self, role: "worker_pb2.Role", avoid: Collection[str], matched: Mapping[str, int]
@@ -463,7 +349,7 @@ class WorkerRegistry:
         return [self._candidate(worker, matched, step_seconds) for worker in found]
 
     def _ahead(self, candidate: Candidate) -> Candidate:
-        """Returns the worker as one finds it that goes ahead of what waits there."""
+        """Returns the candidate as seen by a request that jumps its queue."""
         worker = self._workers.get(candidate.worker_id)
         pending = 0 if worker is None else worker.ahead_tokens
         return replace(candidate, pending_tokens=pending, num_pending=0, prefill=NEUTRAL_PREFILL)
@@ -482,7 +368,7 @@ class WorkerRegistry:
             max_sequences=info.max_sequences,
             mixed_chunk_tokens=info.mixed_chunk_tokens,
             token_bytes=(info.kv_bytes_per_token or _DEFAULT_TOKEN_BYTES),
-            prefill=self._prefill_cost(worker),
-            transfer=self._transfer_rates.cost(info.worker_id),
+            prefill=self._speeds.prefill_cost(worker),
+            transfer=self._speeds.transfer_cost(info.worker_id),
             step_seconds=worker.load.step_seconds or step_seconds,
         )

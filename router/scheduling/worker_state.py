@@ -1,6 +1,4 @@
-"""Tracks one worker for a router: what this router dispatched there, and what others have there by
-its reports.
-"""
+"""Tracks one worker for a router: its reports, and the requests that the router sent to it."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -13,12 +11,13 @@ _NEWEST_WEIGHT: Final = 0.05
 """The weight of the last prompt in a moving mean."""
 
 _LOOK_AHEAD_SECONDS: Final = 0.25
-"""Of prompts that are sent to a worker before it is done with others: it must not idle, but only
-here can the order of requests still be changed, and what waits there has not been asked whether it
-may wait so long.
+"""Prompt computation that a worker gets in advance, so that it does not idle.
+
+More would be harmful: only the router can still change the order of requests, and only the router's
+queue enforces the maximum wait.
 """
 
-_MIN_LOOK_AHEAD_TOKENS: Final = 512  # what a step of a CPU computes
+_MIN_LOOK_AHEAD_TOKENS: Final = 512  # computed by one step on a CPU
 _MAX_LOOK_AHEAD_TOKENS: Final = 16_384
 
 
@@ -26,39 +25,39 @@ _MAX_LOOK_AHEAD_TOKENS: Final = 16_384
 class WorkerState:
     """Holds one worker of the registry.
 
-    What others have there is what the worker reported beyond what this router had there at that
-    moment. So a report and what follows it here never count twice, and each report corrects this
-    router's own estimates. Nothing is assumed about how many other routers there are.
+    The use by other routers is the reported use, minus the use by this router at the time of the
+    report. So nothing counts twice, and each report corrects this router's estimates. The number of
+    other routers does not matter.
     """
 
     info: worker_pb2.WorkerInfo
-    requests: dict[str, tuple[Capacity, Prefix]] = field(
-        default_factory=dict
-    )  # by id: dispatched here and not ended
-    ahead: set[str] = field(
-        default_factory=set
-    )  # ids: those of them whose prompts go ahead of what waits
+    # By request id: the requests that this router sent and that have not ended.
+    requests: dict[str, tuple[Capacity, Prefix]] = field(default_factory=dict)
+    # Ids of requests whose prompts the worker computes before those that wait there.
+    ahead: set[str] = field(default_factory=set)
     own: Capacity = NO_CAPACITY  # used by `requests`
-    uncached_rate: float = (
-        1.0  # of the prompts dispatched here, the part that was not cached; a moving mean
-    )
-    load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)  # as last reported
+    # The uncached share of the prompts that this router sent; a moving mean.
+    uncached_rate: float = 1.0
+    load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)  # the last report
     free: Capacity = NO_CAPACITY
-    is_lost: bool = False  # the session with it has broken, and no later one has brought anything
+    is_lost: bool = False  # the last session broke, and no later one has reported anything
     _others: Capacity | None = NO_CAPACITY  # None: not computed since the last report
     _own_at_report: Capacity = NO_CAPACITY
 
     def report(self, load: worker_pb2.WorkerLoad) -> None:
-        """Takes over the worker's report of its load, unless a newer one is known."""
+        """Stores a report of the worker's load, unless a newer one is known."""
         if load.version < self.load.version:
             return
         self.load = load
-        self._others, self._own_at_report = None, self.own
+        self._others = None
+        self._own_at_report = self.own
 
     @property
     def others(self) -> Capacity:
-        """What others have at the worker, by its last report. Computed when it is first read:
-        most reports are followed by newer ones before anybody places a request."""
+        """Returns the worker's use by other routers, according to its last report.
+
+        Computed on the first read, because most reports are outdated before a request is placed.
+        """
         if self._others is None:
             load = self.load
             held_blocks = load.total_blocks - load.free_blocks - load.cached_blocks
@@ -74,8 +73,9 @@ class WorkerState:
     def add(
         self, request_id: str, used: Capacity, prefix: Prefix, *, is_resumed: bool = False
     ) -> None:
-        """Counts a request that is dispatched to the worker, in place of what it counted before.
-        `is_resumed`: its prompt is computed before others.
+        """Counts a request that was sent to the worker; replaces its earlier entry.
+
+        `is_resumed`: the worker computes its prompt before others.
         """
         self.remove(request_id)
         if is_resumed:
@@ -87,7 +87,7 @@ class WorkerState:
             self.uncached_rate += _NEWEST_WEIGHT * (uncached - self.uncached_rate)
 
     def remove(self, request_id: str) -> Prefix | None:
-        """Counts a request no more; returns its prefix, None if it was not there."""
+        """Removes a request and returns its prefix; None for an unknown request."""
         used, prefix = self.requests.pop(request_id, (None, None))
         self.ahead.discard(request_id)
         if used is not None:
@@ -95,7 +95,7 @@ class WorkerState:
         return prefix
 
     def prefilled(self, request_id: str) -> None:
-        """Counts a request, if it is there, as one whose prompt has been computed."""
+        """Counts the prompt of a request as computed; ignores an unknown request."""
         if found := self.requests.get(request_id):
             used, prefix = found
             self.add(
@@ -104,36 +104,34 @@ class WorkerState:
 
     @property
     def drains(self) -> bool:
-        """Whether it takes no request any more."""
+        """Returns True if the worker takes no new requests."""
         return self.info.draining or self.load.draining
 
     @property
     def state(self) -> str:
-        """What metrics count it as."""
+        """Returns `lost`, `draining` or `ready`, as in the metrics."""
         if self.is_lost:
             return "lost"
         return "draining" if self.drains else "ready"
 
     @property
     def takes_requests(self) -> bool:
-        """Whether requests may be placed on it."""
+        """Returns True if requests may be placed on the worker."""
         return not self.drains and not self.is_lost
 
     @property
     def pending_tokens(self) -> int:
-        """Prompt tokens to compute. Of others' prompts as much is taken to be cached as of this
-        router's.
-        """
+        """Returns the prompt tokens to compute; assumes the same cache hit rate for all routers."""
         return self.own.uncached_tokens + int(self.others.prompt_tokens * self.uncached_rate)
 
     @property
     def ahead_tokens(self) -> int:
-        """Those of them that are computed first: of streams that were interrupted."""
+        """Returns the pending prompt tokens of resumed requests, which are computed first."""
         return sum(self.requests[each][0].uncached_tokens for each in self.ahead)
 
     @property
     def size(self) -> Capacity:
-        """Sequences and KV cache of the worker when it is empty, as far as it has reported."""
+        """Returns the sequences and the KV cache of the empty worker; unbounded until reported."""
         return Capacity(
             sequences=self.info.max_sequences or UNBOUNDED,
             kv_tokens=self.load.total_blocks * self.info.block_size or UNBOUNDED,
@@ -141,20 +139,15 @@ class WorkerState:
 
     @property
     def free_tokens(self) -> int:
-        """Tokens of KV cache, free or cached, once all that was dispatched here has arrived."""
+        """Returns the KV cache tokens that are free or cached after all sent requests arrive."""
         return max(self.size.kv_tokens - self.own.kv_tokens - self.others.kv_tokens, 0)
 
     def measure_free(self, token_seconds: float) -> Capacity:
-        """Returns what the worker has free if it computes one prompt token after the other, each in
-        `token_seconds`."""
+        """Returns the free capacity of a worker that takes `token_seconds` per prompt token."""
         if not self.takes_requests:
             return NO_CAPACITY
-        bounds = (
-            _MIN_LOOK_AHEAD_TOKENS,
-            int(_LOOK_AHEAD_SECONDS / token_seconds),
-            _MAX_LOOK_AHEAD_TOKENS,
-        )
-        look_ahead = sorted(bounds)[1]
+        look_ahead = int(_LOOK_AHEAD_SECONDS / token_seconds)
+        look_ahead = min(max(look_ahead, _MIN_LOOK_AHEAD_TOKENS), _MAX_LOOK_AHEAD_TOKENS)
         return Capacity(
             workers=1,
             sequences=self.size.sequences - self.own.sequences - self.others.sequences,

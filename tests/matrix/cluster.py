@@ -217,7 +217,9 @@ class Cluster:
         """Waits until these nodes hold nothing; fails if one does, or if the router counts what is
         over.
         """
-        assert not self.registry._reserved, "the registry reserves for a request that is over"
+        assert not self.registry.capacity._reserved, (
+            "the registry reserves for a request that is over"
+        )
         for state in self.registry._workers.values():
             assert not state.requests, (
                 f"the registry counts {state.requests} on {state.info.worker_id}"

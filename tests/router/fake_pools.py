@@ -191,16 +191,20 @@ class FakePools:
         avoid: Collection[str] = (),
         *,
         prefill: str | None = None,
-        whole: bool = False,
+        colocated: bool = False,
         is_resumed: bool = False,
     ) -> Placement | None:
         free = [name for name in self.decode if name not in avoid]
         sources = [name for name in self.prefill if name not in avoid]
         if not free:
             return None
-        if self.pairs and prefill is None and not whole:
+        if self.pairs and prefill is None and not colocated:
             prefill = self.chance.choice(sources)
         return Placement(prefill=prefill, decode=self.chance.choice(free))
+
+    @property
+    def capacity(self) -> "FakePools":
+        return self
 
     def subscribe(self, on_free: Callable[[], object]) -> Callable[[], None]:
         self.subscribers.append(on_free)

@@ -44,7 +44,7 @@ class RouterMember:
                 async with self.changed:
                     self.changed.notify_all()
             self.registry.update_loads(watcher.loads)
-            self.registry.free()
+            self.registry.capacity.free()
             self.counts["polls"] += 1
             self.counts["loads"] += len(watcher.loads)
 

@@ -175,7 +175,7 @@ async def test_a_router_reports_what_it_sent_and_for_which_pool_requests_wait() 
     fill(registry, prefill=1, decode=1, max_sequences=1, num_blocks=256)
     admission = Admission(registry)
     first = request(range(40), "first", max_tokens=4)
-    async with admission.slot(first):
+    async with admission.permit(first):
         placement = registry.place(first)
         assert placement is not None
         registry.dispatched(placement.prefill or "", first, 40)
@@ -193,7 +193,7 @@ async def test_a_router_reports_what_it_sent_and_for_which_pool_requests_wait() 
 
 
 async def hold(admission: Admission, asked: TokenRequest) -> None:
-    async with admission.slot(asked):
+    async with admission.permit(asked):
         raise AssertionError("the only sequence is taken")
 
 

@@ -134,7 +134,10 @@ async def test_two_unread_streams_stop_nobody_else(tokenizer: Tokenizer, api: st
             await asyncio.gather(*ask)
             while service.admission.num_active:
                 await asyncio.sleep(0.01)
-        free, size = service.fleet.registry.free(), service.fleet.registry.largest()
+        free, size = (
+            service.fleet.registry.capacity.free(),
+            service.fleet.registry.capacity.largest(),
+        )
         assert free is not None
         assert size is not None
         assert free.sequences == size.sequences

@@ -211,7 +211,7 @@ class OneAtATime(Admission):
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
-    async def slot(self, request: TokenRequest) -> AsyncIterator[Callable[[], None]]:
+    async def permit(self, request: TokenRequest) -> AsyncIterator[Callable[[], None]]:
         if request.tenant == "refused":
             raise Overloaded("not you", 7.0)
         self.waiting += 1
@@ -321,7 +321,7 @@ async def test_routers_share_workers_without_knowing_of_each_other() -> None:
         fresh.update(worker.info() for worker in running.workers)
         for router in stay:
             router.registry.update(worker.info() for worker in running.workers)
-            free, expected = router.registry.free(), fresh.free()
+            free, expected = router.registry.capacity.free(), fresh.capacity.free()
             assert free is not None
             assert expected is not None
             assert (free.sequences, free.kv_tokens) == (expected.sequences, expected.kv_tokens)

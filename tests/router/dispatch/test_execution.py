@@ -747,7 +747,7 @@ async def test_what_came_while_the_caller_was_away_is_its_even_if_it_was_the_end
     execution = RequestExecution(
         request, (), send=pools.send, registry=registry, timer=timer, wake=wake.set
     )
-    admission: Any = SimpleNamespace(slot=lambda request: _Slot())
+    admission: Any = SimpleNamespace(permit=lambda request: _Slot())
     deltas = execution.run(admission, wake)
     first = asyncio.create_task(anext(deltas))
     while not pools.running:

@@ -259,7 +259,7 @@ class SimulatedService:
             task.cancel()
         for registry, admission in self._routers:
             assert admission.num_active == len(admission.queue) == 0
-            assert registry._reserved == {}
+            assert registry.capacity._reserved == {}
 
     def goodput(self, begin: float, end: float, slo: float) -> float:
         """Returns the requests/s sent from `begin` until before `end` whose first token came within
@@ -283,7 +283,7 @@ class SimulatedService:
         at = loop.time()
         try:
             admission.check_early(required_capacity(asked), asked.tenant)
-            async with admission.slot(asked):
+            async with admission.permit(asked):
                 await self._serve(asked, registry, at)
         except Overloaded as error:
             self.sent.append(SentRequest(at=at, retry_after=error.retry_after))

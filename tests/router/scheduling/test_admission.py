@@ -65,7 +65,7 @@ class AdmittedRequests:
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
     async def _hold(self, asked: TokenRequest) -> None:
-        async with self.admission.slot(asked):
+        async with self.admission.permit(asked):
             placement = self.registry.place(asked)
             assert placement is not None
             assert placement.prefill is not None
@@ -196,7 +196,7 @@ async def test_a_request_that_no_worker_could_run_is_refused_at_once() -> None:
     requests = AdmittedRequests(max_sequences=2)
     await requests.ask(request([1] * 9, "runs"))
     task = await requests.ask(request([1] * 9, "evil", num_choices=3))
-    with pytest.raises(InvalidArgument, match="n: 3 sequences; a worker runs at most 2"):
+    with pytest.raises(InvalidArgument, match="n: has 3 sequences; the maximum of a worker is 2"):
         await task
     await requests.ask(request([1] * 9, "good"))
     assert requests.order == ["runs", "good"]
@@ -223,7 +223,7 @@ async def test_prompts_wait_in_the_router_while_the_prefill_worker_has_enough_to
 
     async def ask(number: int) -> None:
         asked = request([number] * 1000, str(number))
-        async with admission.slot(asked):
+        async with admission.permit(asked):
             registry.place(asked)
             registry.dispatched("p0", asked, 1000)
             registry.dispatched("d0", asked, 0)
@@ -259,7 +259,7 @@ async def test_short_prompts_pass_those_that_wait_for_the_prefill_worker_and_del
 
     async def ask(name: str, num_tokens: int) -> None:
         asked = request([len(got)] * num_tokens, name)
-        async with admission.slot(asked):
+        async with admission.permit(asked):
             placement = registry.place(asked)
             assert placement is not None
             assert (placement.prefill is None) == name.startswith("short")
@@ -524,7 +524,7 @@ async def test_refusing_is_quick_at_overload() -> None:
     for n in range(1000):
         begin = time.thread_time()
         with pytest.raises(Overloaded):
-            async with requests.admission.slot(
+            async with requests.admission.permit(
                 request([1] * 40, f"late {n}", tenant=f"tenant {n % 500}", priority=-1)
             ):
                 pass
@@ -591,7 +591,7 @@ async def _play(operations: list[tuple[object, ...]]) -> None:
         _check(requests)
     assert len(requests.admission.queue) == requests.admission.num_active == 0
     assert all(task.done() for task in requests.tasks.values())
-    assert requests.registry._reserved == {}
+    assert requests.registry.capacity._reserved == {}
     await asyncio.gather(*requests.tasks.values(), return_exceptions=True)
 
 

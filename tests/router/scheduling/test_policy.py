@@ -17,9 +17,9 @@ from tandem.router.scheduling.policy import (
     Candidate,
     Placement,
     choose_holder,
+    colocated_seconds,
     place,
     prefill_seconds,
-    whole_seconds,
 )
 from tandem.router.scheduling.rates import LinearCost
 
@@ -203,10 +203,13 @@ def test_a_short_uncached_rest_is_computed_by_the_decode_worker_if_that_is_faste
 def test_each_chunk_of_a_prompt_costs_a_step_on_a_busy_decode_worker() -> None:
     running = idle("d", num_requests=1, mixed_chunk_tokens=32, max_sequences=64, step_seconds=0.1)
     chunk = mixed_chunk(32, 2)
-    one, two = whole_seconds(needed(chunk), running), whole_seconds(needed(chunk + 1), running)
+    one, two = (
+        colocated_seconds(needed(chunk), running),
+        colocated_seconds(needed(chunk + 1), running),
+    )
     assert two - one == pytest.approx(0.1 + NEUTRAL_PREFILL.each)
     resting = idle("d", mixed_chunk_tokens=32, step_seconds=0.1)
-    assert whole_seconds(needed(33), resting) == pytest.approx(NEUTRAL_PREFILL.seconds(33))
+    assert colocated_seconds(needed(33), resting) == pytest.approx(NEUTRAL_PREFILL.seconds(33))
 
 
 @given(

@@ -85,17 +85,17 @@ def test_where_a_pool_has_no_worker_one_of_the_other_does_all() -> None:
     asked = request(prompt(1))
     assert registry.place(asked, avoid={"p0"}) == (None, "d0")
     assert registry.place(asked, avoid={"d0"}) == (None, "p0")
-    assert registry.place(asked, whole=True) == (None, "d0")
+    assert registry.place(asked, colocated=True) == (None, "d0")
     assert registry.place(asked, avoid={"d0", "p0"}) is None
     assert WorkerRegistry().place(asked) is None
     registry.update([info("p0", ROLE_PREFILL, max_sequences=4)])
-    free = registry.free()
+    free = registry.capacity.free()
     assert free is not None
     assert free.sequences == 4
-    registry.reserve(asked)
+    registry.capacity.reserve(asked)
     registry.dispatched("p0", asked, len(asked.submit.token_ids), decodes=True)
-    assert registry._reserved == {}
-    free = registry.free()
+    assert registry.capacity._reserved == {}
+    free = registry.capacity.free()
     assert free is not None
     assert free.sequences == 3
 
@@ -108,13 +108,13 @@ def test_a_restarted_worker_starts_empty() -> None:
     assert registry._workers["d0"].requests.keys() == {"1"}
     registry.update([info("p0", ROLE_PREFILL), info("d0", ROLE_DECODE, max_sequences=4, epoch=2)])
     assert registry._workers["d0"].requests == {}
-    free = registry.free()
+    free = registry.capacity.free()
     assert free is not None
     assert free.sequences == 4
     registry.ended("d0", "1")
     registry.prefilled("gone", "1")
     report(registry, "gone", load=worker_pb2.WorkerLoad())
-    assert registry.free() == free
+    assert registry.capacity.free() == free
 
 
 def test_a_worker_that_left_is_removed_with_its_cache() -> None:
@@ -250,9 +250,9 @@ def test_nothing_is_placed_on_a_worker_whose_session_has_broken_until_another_se
     asked, (d0, d1) = request(prompt(1), "1"), (registry.get("d0"), registry.get("d1"))
     assert d0 is not None
     assert d1 is not None
-    both = registry.free()
+    both = registry.capacity.free()
     woken: list[bool] = []
-    registry.subscribe(lambda: woken.append(True))
+    registry.capacity.subscribe(lambda: woken.append(True))
 
     def places() -> set[str]:
         return {placed.decode for _ in range(20) if (placed := registry.place(asked)) is not None}
@@ -262,7 +262,7 @@ def test_nothing_is_placed_on_a_worker_whose_session_has_broken_until_another_se
     assert places() == {"d0"}
     assert registry.is_lost("d1", 1)
     assert not registry.has_other("d0")
-    free = registry.free()
+    free = registry.capacity.free()
     assert free is not None
     assert free.workers == 1
     heartbeat = info("d1", ROLE_DECODE, num_blocks=4096)
@@ -273,7 +273,7 @@ def test_nothing_is_placed_on_a_worker_whose_session_has_broken_until_another_se
     report(registry, "d1", epoch=1)
     assert woken
     assert places() == {"d0", "d1"}
-    assert registry.free() == both
+    assert registry.capacity.free() == both
     registry.session_lost("d1", 1)
     registry.update([info("p0", ROLE_PREFILL), d0, info("d1", ROLE_DECODE, epoch=2)])
     assert places() == {"d0", "d1"}
@@ -331,16 +331,16 @@ def test_a_short_uncached_rest_is_prefilled_by_the_decode_worker_if_that_is_allo
 
 def test_the_load_of_other_routers_is_what_reports_exceed_our_own_by() -> None:
     registry = registry_of(1, 2, max_sequences=10)
-    first = registry.free()
+    first = registry.capacity.free()
     assert first is not None
     assert first.sequences == 20
     _, decode = dispatch(registry, request(prompt(1), "1", num_choices=3))
     report(registry, decode, load=load(num_running=5))
-    free = registry.free()
+    free = registry.capacity.free()
     assert free is not None
     assert free.sequences == 20 - 5  # ours are among them
     registry.ended(decode, "1")
-    free = registry.free()
+    free = registry.capacity.free()
     assert free is not None
     assert free.sequences == 20 - 2
 
@@ -406,13 +406,13 @@ def test_capacity_is_counted_when_it_is_read_or_somebody_waits_for_it(
     assert sequences_of(registry) == 20 - 4
     assert counted == ["d0"]
     woken: list[bool] = []
-    registry.subscribe(lambda: woken.append(True))
+    registry.capacity.subscribe(lambda: woken.append(True))
     report(registry, "d0", load=load(num_running=1, version=100))
     assert (woken, counted) == ([True], ["d0", "d0"])
 
 
 def sequences_of(registry: WorkerRegistry) -> int:
-    free = registry.free()
+    free = registry.capacity.free()
     assert free is not None
     return free.sequences
 
@@ -436,7 +436,7 @@ def test_a_repeated_heartbeat_does_not_replace_the_report_of_a_session() -> None
     before = registry.workers()
     report(registry, "d0", load=load(num_running=4))
     registry.update([*before, info("d1", ROLE_DECODE, max_sequences=10)])
-    free = registry.free()
+    free = registry.capacity.free()
     assert free is not None
     assert free.sequences == 20 - 4
 
@@ -444,18 +444,18 @@ def test_a_repeated_heartbeat_does_not_replace_the_report_of_a_session() -> None
 def test_capacity_is_reserved_until_it_is_used() -> None:
     registry = registry_of(1, 1, max_sequences=10)
     woken: list[bool] = []
-    registry.subscribe(lambda: woken.append(True))
-    before = registry.free()
+    registry.capacity.subscribe(lambda: woken.append(True))
+    before = registry.capacity.free()
     asked = request(prompt(1), "1", max_tokens=50, num_choices=2)
-    registry.reserve(asked)
-    reserved = registry.free()
+    registry.capacity.reserve(asked)
+    reserved = registry.capacity.free()
     assert before is not None
     assert reserved is not None
     assert (before - reserved).sequences == 2
     assert (before - reserved).kv_tokens == 200 + 2 * 50
     assert (before - reserved).prompt_tokens == 200
     prefill, decode = dispatch(registry, asked)
-    assert registry.free() == reserved
+    assert registry.capacity.free() == reserved
     woken.clear()
     registry.prefilled(prefill, "1")
     assert woken
@@ -463,8 +463,8 @@ def test_capacity_is_reserved_until_it_is_used() -> None:
     registry.ended(decode, "1")
     assert woken
     registry.ended(prefill, "1")
-    registry.release("1")
-    assert registry.free() == before
+    registry.capacity.release("1")
+    assert registry.capacity.free() == before
 
 
 def test_free_capacity_is_that_of_workers_that_take_requests() -> None:
@@ -475,12 +475,12 @@ def test_free_capacity_is_that_of_workers_that_take_requests() -> None:
             info("d1", ROLE_DECODE, max_sequences=10),
         ]
     )
-    free = registry.free()
+    free = registry.capacity.free()
     assert free is not None
     assert free.sequences == 10
     assert free.prompt_tokens > 0  # without a prefill worker, decode workers compute prompts
     registry.update([info("d0", ROLE_DECODE, draining=True)])
-    assert registry.free() is None
+    assert registry.capacity.free() is None
 
 
 def holders_of(tokens: list[int]) -> WorkerRegistry:

@@ -1,0 +1,60 @@
+"""Predicts the time of prompts and KV transfers on each worker from the times of earlier ones."""
+
+from collections.abc import Callable
+from typing import Final
+
+from ...proto import worker_pb2
+from .policy import NEUTRAL_PREFILL, NEUTRAL_TRANSFER
+from .rates import LinearCost, Rates
+from .worker_state import WorkerState
+
+_MIN_SECONDS: Final = 1e-9
+_TYPICAL_TOKENS: Final = 512
+_TYPICAL_BYTES: Final = 2**24
+
+
+class WorkerSpeeds:
+    """Holds the estimated costs of prompts, by role and worker, and of transfers, by worker."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._prefill = {
+            role: Rates(NEUTRAL_PREFILL, typical=_TYPICAL_TOKENS, clock=clock)
+            for role in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE)
+        }
+        self._transfer = Rates(NEUTRAL_TRANSFER, typical=_TYPICAL_BYTES, clock=clock)
+
+    def record_prefill(self, worker: WorkerState, num_tokens: int, seconds: float) -> None:
+        """Records that a worker took `seconds` for a prompt with `num_tokens` uncached tokens."""
+        self._prefill[worker.info.role].observe(worker.info.worker_id, num_tokens, seconds)
+
+    def record_transfer(self, worker_id: str, num_bytes: int, seconds: float) -> None:
+        """Records that a KV transfer from or to a worker took `seconds`."""
+        self._transfer.observe(worker_id, num_bytes, seconds)
+
+    def forget(self, worker: WorkerState) -> None:
+        """Removes the observations of a worker that has left or restarted."""
+        self._prefill[worker.info.role].forget(worker.info.worker_id)
+        self._transfer.forget(worker.info.worker_id)
+
+    def prefill_cost(self, worker: WorkerState) -> LinearCost:
+        """Returns the cost of a prompt; without observations of its role, the other role's best."""
+        own = self._prefill[worker.info.role]
+        if own.known:
+            return own.cost(worker.info.worker_id)
+        is_prefill = worker.info.role == worker_pb2.ROLE_PREFILL
+        other = worker_pb2.ROLE_DECODE if is_prefill else worker_pb2.ROLE_PREFILL
+        return self._prefill[other].best()
+
+    def transfer_cost(self, worker_id: str) -> LinearCost:
+        """Returns the cost of a KV transfer from or to a worker, in bytes."""
+        return self._transfer.cost(worker_id)
+
+    def token_seconds(self, worker: WorkerState) -> float:
+        """Returns the seconds per prompt token of a busy worker, as reported or else predicted."""
+        reported = worker.load.prompt_token_seconds
+        return max(reported or self.prefill_cost(worker).each, _MIN_SECONDS)
+
+    def min_prefill_seconds(self) -> float:
+        """Returns the time of the fastest worker for one token; 0 before the first measurement."""
+        rates = self._prefill[worker_pb2.ROLE_PREFILL]
+        return rates.best().seconds(1) if rates.known else 0.0
