@@ -416,7 +416,8 @@ class DrainResponse(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ...) -> None: ...
 
 class RankControlRequest(_message.Message):
-    __slots__ = ("sequence_id", "join_group", "offer_kv", "kv_progress", "fetch_kv", "kv_target", "stop_kv", "load_adapter", "open_disk", "read_disk", "write_disk")
+    __slots__ = ("call_id", "sequence_id", "join_group", "offer_kv", "kv_progress", "fetch_kv", "kv_target", "stop_kv", "load_adapter", "open_disk", "read_disk", "write_disk")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     JOIN_GROUP_FIELD_NUMBER: _ClassVar[int]
     OFFER_KV_FIELD_NUMBER: _ClassVar[int]
@@ -428,6 +429,7 @@ class RankControlRequest(_message.Message):
     OPEN_DISK_FIELD_NUMBER: _ClassVar[int]
     READ_DISK_FIELD_NUMBER: _ClassVar[int]
     WRITE_DISK_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
     sequence_id: int
     join_group: JoinGroup
     offer_kv: KvTransfer
@@ -435,11 +437,19 @@ class RankControlRequest(_message.Message):
     fetch_kv: KvTransfer
     kv_target: KvTransfer
     stop_kv: bool
-    load_adapter: Adapter
+    load_adapter: NumberedAdapter
     open_disk: OpenDisk
     read_disk: DiskBlocks
     write_disk: DiskBlocks
-    def __init__(self, sequence_id: _Optional[int] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., offer_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_progress: _Optional[_Union[KvProgress, _Mapping]] = ..., fetch_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_target: _Optional[_Union[KvTransfer, _Mapping]] = ..., stop_kv: _Optional[bool] = ..., load_adapter: _Optional[_Union[Adapter, _Mapping]] = ..., open_disk: _Optional[_Union[OpenDisk, _Mapping]] = ..., read_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ..., write_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ...) -> None: ...
+    def __init__(self, call_id: _Optional[int] = ..., sequence_id: _Optional[int] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., offer_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_progress: _Optional[_Union[KvProgress, _Mapping]] = ..., fetch_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_target: _Optional[_Union[KvTransfer, _Mapping]] = ..., stop_kv: _Optional[bool] = ..., load_adapter: _Optional[_Union[NumberedAdapter, _Mapping]] = ..., open_disk: _Optional[_Union[OpenDisk, _Mapping]] = ..., read_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ..., write_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ...) -> None: ...
+
+class NumberedAdapter(_message.Message):
+    __slots__ = ("number", "adapter")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    adapter: Adapter
+    def __init__(self, number: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class OpenDisk(_message.Message):
     __slots__ = ("folder", "role", "number", "max_bytes")
@@ -510,25 +520,23 @@ class KvProgress(_message.Message):
     def __init__(self, num_ready: _Optional[int] = ..., num_ahead: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_tokens: _Optional[_Iterable[int]] = ..., first_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RankControlResponse(_message.Message):
-    __slots__ = ("sequence_id", "ready", "kv_received", "fetch_failed", "stopped", "adapter_error", "disk_changes", "disk_opened", "disk_read", "disk_written")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("call_id", "ready", "disk_changes", "done", "kv_received", "num_blocks", "reason", "error", "cancelled")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
-    KV_RECEIVED_FIELD_NUMBER: _ClassVar[int]
-    FETCH_FAILED_FIELD_NUMBER: _ClassVar[int]
-    STOPPED_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_ERROR_FIELD_NUMBER: _ClassVar[int]
     DISK_CHANGES_FIELD_NUMBER: _ClassVar[int]
-    DISK_OPENED_FIELD_NUMBER: _ClassVar[int]
-    DISK_READ_FIELD_NUMBER: _ClassVar[int]
-    DISK_WRITTEN_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    KV_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
     ready: str
-    kv_received: KvReceived
-    fetch_failed: bool
-    stopped: bool
-    adapter_error: str
     disk_changes: DiskChanges
-    disk_opened: str
-    disk_read: int
-    disk_written: str
-    def __init__(self, sequence_id: _Optional[int] = ..., ready: _Optional[str] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., fetch_failed: _Optional[bool] = ..., stopped: _Optional[bool] = ..., adapter_error: _Optional[str] = ..., disk_changes: _Optional[_Union[DiskChanges, _Mapping]] = ..., disk_opened: _Optional[str] = ..., disk_read: _Optional[int] = ..., disk_written: _Optional[str] = ...) -> None: ...
+    done: bool
+    kv_received: KvReceived
+    num_blocks: int
+    reason: str
+    error: str
+    cancelled: bool
+    def __init__(self, call_id: _Optional[int] = ..., ready: _Optional[str] = ..., disk_changes: _Optional[_Union[DiskChanges, _Mapping]] = ..., done: _Optional[bool] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., num_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., error: _Optional[str] = ..., cancelled: _Optional[bool] = ...) -> None: ...

@@ -3,6 +3,7 @@
 Knows nothing of tensors, devices or networks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Protocol
@@ -50,13 +51,14 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Returns whether sampling needs the previous tokens in addition to the logits."""
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (
-            1.0,
-            0.0,
-            0.0,
+        """Returns True if sampling needs the previous tokens in addition to the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or bool(self.bad_words)
+            or bool(self.grammar)
         )
-        return penalties or bool(self.bad_words) or bool(self.grammar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +145,7 @@ class StepPlan:
 
     @property
     def has_decodes(self) -> bool:
-        """Returns whether the step decodes a sequence; decodes come first in `sequences`."""
+        """Returns True if the step decodes a sequence; decodes come first in `sequences`."""
         first = self.sequences[0] if self.sequences else None
         if first is None:
             return False
@@ -230,9 +232,10 @@ OnLayers = Callable[[int], None]
 """Called while a step runs, with the number of layers that have all KV cache of the step."""
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """Executes plans in the order of its calls; used from one thread, except `expedite`."""
 
+    @abstractmethod
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """Starts a step and returns a function that waits for its end and returns its samples.
 
@@ -240,7 +243,6 @@ class Executor(Protocol):
         so. On devices that allow it, `launch` does not wait for the previous steps; then it does
         not call `on_layers`.
         """
-        ...
 
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
         """Prepares grammar masks for about `seconds`; returns the ids of sequences that are ready.
@@ -264,3 +266,22 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> list[int]:
         """Launches a step and returns its tokens."""
         return self.launch(plan)().tokens
+
+
+class DelegatingExecutor(Executor):
+    """Passes each call to another executor; subclasses change some of the calls."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        return self._executor.launch(plan, on_layers)
+
+    def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
+        return self._executor.prepare_masks(sequences, seconds)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
+        return self._executor.propose(requests)
+
+    def expedite(self) -> None:
+        self._executor.expedite()

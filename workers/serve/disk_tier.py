@@ -90,7 +90,7 @@ class DiskTier:
                     folder=folder, role=role, max_bytes=share, number=tier._disk.files.number
                 )
                 try:
-                    await asyncio.gather(*(client.ask(0, open_disk=command) for client in clients))
+                    await asyncio.gather(*(client.ask(open_disk=command) for client in clients))
                 except BaseException:
                     tier._disk.files.close()
                     raise
@@ -233,7 +233,7 @@ class DiskTier:
         cannot get into a file.
         """
         command = worker_pb2.DiskBlocks(hashes=[digest], blocks=[block])
-        parts = [client.ask(0, write_disk=command) for client in self._clients]
+        parts = [client.ask(write_disk=command) for client in self._clients]
         for result in await asyncio.gather(
             self._disk.write(digest, block), *parts, return_exceptions=True
         ):

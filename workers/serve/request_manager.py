@@ -391,7 +391,8 @@ class RequestManager:
         try:
             engine.submit(request.spec, submitted)
         except Full:
-            kind, message = worker_pb2.FAILURE_KIND_FULL, "queue full"
+            kind = worker_pb2.FAILURE_KIND_FULL
+            message = "queue full"
         except ValueError as error:
             # Another worker has begun the request.
             is_begun = request.spec.is_resumed or request.spec.task is Task.DECODE

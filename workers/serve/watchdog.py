@@ -2,15 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from queue import Full
 from typing import Final
 
 from ..engine.engine import Engine
 from ..engine.events import Event, Failed, NewTokens, Preempted
 from ..engine.plan import (
-    Constrained,
-    DraftRequest,
+    DelegatingExecutor,
     Executor,
     OnLayers,
     Samples,
@@ -87,7 +86,7 @@ class Watchdog:
         return self._stalled
 
 
-class WatchedExecutor(Executor):
+class WatchedExecutor(DelegatingExecutor):
     """Records the progress and the durations of another executor's steps.
 
     Reported layers count as progress, so a long chunk does not count as a hang.
@@ -96,7 +95,7 @@ class WatchedExecutor(Executor):
     def __init__(
         self, executor: Executor, progress: Watchdog, steps: StepLog | None = None
     ) -> None:
-        self._executor = executor
+        super().__init__(executor)
         self._progress = progress
         self._steps = new_step_log() if steps is None else steps
 
@@ -115,15 +114,6 @@ class WatchedExecutor(Executor):
             return samples
 
         return finish
-
-    def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
-        return self._executor.prepare_masks(sequences, seconds)
-
-    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
-        return self._executor.propose(requests)
-
-    def expedite(self) -> None:
-        self._executor.expedite()
 
 
 class Canary:

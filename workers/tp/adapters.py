@@ -125,7 +125,8 @@ class AdapterCache:
 
     async def _load(self, number: int, adapter: worker_pb2.Adapter) -> str:
         """Loads on all ranks; returns the first rank's reason against it, or an empty text."""
-        others = [client.ask(number, load_adapter=adapter) for client in self._clients]
+        numbered = worker_pb2.NumberedAdapter(number=number, adapter=adapter)
+        others = [client.ask(load_adapter=numbered) for client in self._clients]
         here = in_thread(partial(self._load_here, number, adapter), "tandem-adapter")
         reasons: list[str] = await asyncio.gather(here, *others)
         return next(filter(None, reasons), "")

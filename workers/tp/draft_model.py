@@ -4,13 +4,13 @@ This is speculative decoding (arXiv 2211.17192). A proposal never changes the to
 so the draft model's KV cache may be wrong. Other modules know nothing of that cache.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Final
 
 from ..engine.plan import (
-    Constrained,
+    DelegatingExecutor,
     DraftRequest,
     Executor,
     OnLayers,
@@ -50,7 +50,7 @@ class _Held:
         return self.num_known
 
 
-class DraftingExecutor(Executor):
+class DraftingExecutor(DelegatingExecutor):
     """Executes plans on another executor, and proposes tokens by a draft model.
 
     It is used by the same thread and in the same way as that executor. The draft model's KV cache
@@ -61,7 +61,7 @@ class DraftingExecutor(Executor):
 
     def __init__(self, executor: Executor, model: ModelRunner) -> None:
         """Requires a `model` with the executor's vocabulary, number of blocks and block size."""
-        self._executor = executor
+        super().__init__(executor)
         self._model = model
         self._held: dict[int, _Held] = {}
 
@@ -70,12 +70,6 @@ class DraftingExecutor(Executor):
         if dropped:
             self._model.execute(StepPlan(sequences=(), dropped=dropped))
         return self._executor.launch(plan, on_layers)
-
-    def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
-        return self._executor.prepare_masks(sequences, seconds)
-
-    def expedite(self) -> None:
-        self._executor.expedite()
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
         """Proposes tokens for each request; see `Executor.propose`.

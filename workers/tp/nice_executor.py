@@ -2,13 +2,13 @@
 
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
-from ..engine.plan import Constrained, Executor, OnLayers, Samples, StepPlan
+from ..engine.plan import DelegatingExecutor, Executor, OnLayers, Samples, StepPlan
 
 
-class NiceExecutor(Executor):
+class NiceExecutor(DelegatingExecutor):
     """Runs another executor's steps at a higher niceness; expedited steps at the process's own.
 
     Without it an interrupted stream would wait for all decodes on the same cores, and first for the
@@ -18,7 +18,7 @@ class NiceExecutor(Executor):
 
     def __init__(self, executor: Executor, nice: int) -> None:
         """Adds `nice` to the niceness of the thread that calls `launch`, as its initial value."""
-        self._executor = executor
+        super().__init__(executor)
         self._usual = usual_niceness()
         self._nice = self._current = self._usual + nice
         self._thread: int | None = None  # kernel's id of the thread that calls `launch`
@@ -31,9 +31,6 @@ class NiceExecutor(Executor):
     def expedite(self) -> None:
         """Lowers the niceness of the current step; the next step's plan sets it again."""
         self._become(self._usual)
-
-    def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
-        return self._executor.prepare_masks(sequences, seconds)
 
     def _become(self, niceness: int) -> None:
         if self._thread is not None and niceness != self._current:

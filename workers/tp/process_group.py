@@ -7,7 +7,7 @@ import hmac
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Final, Self
@@ -17,8 +17,7 @@ import torch
 from torch import distributed
 
 from ..engine.plan import (
-    Constrained,
-    DraftRequest,
+    DelegatingExecutor,
     Executor,
     OnLayers,
     Samples,
@@ -199,17 +198,18 @@ class TpGroup:
         return message
 
 
-class TpExecutor(Executor):
+class TpExecutor(DelegatingExecutor):
     """Broadcasts each plan to the other ranks, then executes it on rank 0.
 
-    Only the plan is sent, so a decode step costs some bytes per sequence. The other ranks follow no
-    grammars. Their samples of sequences with a grammar are not used, because the next plan has rank
-    0's token.
+    Only the plan is sent, so a decode step costs some bytes per sequence. All other calls go to
+    rank 0 alone, which holds the grammars and the whole draft model. The other ranks' samples of
+    sequences with a grammar are not used, because the next plan has rank 0's token. `expedite`
+    does not change the niceness of the other ranks.
     """
 
     def __init__(self, group: TpGroup, executor: Executor) -> None:
+        super().__init__(executor)
         self._group = group
-        self._executor = executor
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """Launches a plan on all ranks, see `Executor.launch`.
@@ -219,18 +219,6 @@ class TpExecutor(Executor):
         """
         self._group.broadcast_message(encode_plan(plan))
         return self._executor.launch(plan, on_layers)
-
-    def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
-        """Prepares masks on rank 0 only; the other ranks follow no grammars."""
-        return self._executor.prepare_masks(sequences, seconds)
-
-    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
-        """Proposes tokens on rank 0, which holds the whole draft model."""
-        return self._executor.propose(requests)
-
-    def expedite(self) -> None:
-        """Expedites the step on rank 0; the niceness of the other ranks stays as it is."""
-        self._executor.expedite()
 
     def close(self) -> None:
         """Ends `rank_loop` on the other ranks. Raises RuntimeError if a rank is lost."""

@@ -17,6 +17,13 @@ from ..transfer.frames import TransferError
 HEARTBEAT_SECONDS: Final = 0.2
 _LOOK_SECONDS: Final = 0.1
 
+EXPECTED_ERRORS: Final[dict[str, type[Exception]]] = {
+    "fetch_kv": TransferError,
+    "open_disk": ValueError,
+    "write_disk": OSError,
+}
+"""The error that a command may raise on the rank; every other error ends the rank."""
+
 T = TypeVar("T")
 
 
@@ -76,7 +83,9 @@ class RankClient:
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._on_lost = on_lost
         self._commands: asyncio.Queue[worker_pb2.RankControlRequest] = asyncio.Queue()
-        self._answers: dict[tuple[str, int], asyncio.Future[Any]] = {}  # by kind and sequence id
+        # By call id: the command and the future of its answer.
+        self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
+        self._last_call = 0
         self._lost = False
         self._channel = patient_channel(address, identity)
         self._task = asyncio.create_task(self._run())
@@ -86,23 +95,32 @@ class RankClient:
         """Queues a command."""
         self._commands.put_nowait(command)
 
-    def ask(self, sequence_id: int, **command: Any) -> "asyncio.Future[Any]":
+    def ask(self, sequence_id: int = 0, **command: Any) -> "asyncio.Future[Any]":
         """Queues a command that has an answer; returns the future of the answer.
 
         The commands and their answers are:
 
         - `fetch_kv=`: a KvReceived, or TransferError if the rank's part could not be fetched
-        - `stop_kv=`: None, once the rank neither reads nor writes the sequence's blocks
-        - `load_adapter=`, with the adapter's number as `sequence_id`: the text of `LoadOnRank`
-        - `open_disk=`: None, or ValueError with a text for the user
+        - `stop_kv=`: True, once the rank neither reads nor writes the sequence's blocks
+        - `load_adapter=`: the text of `LoadOnRank`
+        - `open_disk=`: True, or ValueError with a text for the user
         - `read_disk=`: the number of blocks that are filled
-        - `write_disk=`: None, or OSError if the disk refuses the block
+        - `write_disk=`: True, or OSError if the disk refuses the block
+
+        The answer to a fetch or a read that `stop_kv` ends is cancelled.
         """
-        self.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, **command))
-        (kind,) = command
-        answer = self._answers[kind, sequence_id] = asyncio.get_running_loop().create_future()
+        self._last_call += 1
+        self.send(
+            worker_pb2.RankControlRequest(
+                call_id=self._last_call, sequence_id=sequence_id, **command
+            )
+        )
+        (name,) = command
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._lost:
             answer.set_exception(RankLost("a rank is lost"))
+        else:
+            self._calls[self._last_call] = (name, answer)
         return answer
 
     async def close(self) -> None:
@@ -145,44 +163,33 @@ class RankClient:
 
     def _handle(self, event: worker_pb2.RankControlResponse) -> None:
         match event.WhichOneof("event"):
+            case None:  # a heartbeat
+                return
             case "ready":
                 self.ready.set_result(event.ready)
-            case "kv_received":
-                self._answer("fetch_kv", event, event.kv_received)
-            case "fetch_failed":
-                self._answer("fetch_kv", event, error=TransferError("KV transfer failed"))
-            case "adapter_error":
-                self._answer("load_adapter", event, event.adapter_error)
             case "disk_changes":
                 self.disk_changed(event.disk_changes)
-            case "disk_opened":
-                error = ValueError(event.disk_opened) if event.disk_opened else None
-                self._answer("open_disk", event, error=error)
-            case "disk_read":
-                self._answer("read_disk", event, event.disk_read)
-            case "disk_written":
-                refused = OSError(event.disk_written) if event.disk_written else None
-                self._answer("write_disk", event, error=refused)
-            case "stopped":
-                for kind in ("fetch_kv", "read_disk"):
-                    self._answers.pop((kind, event.sequence_id), None)
-                self._answer("stop_kv", event)
-
-    def _answer(
-        self,
-        kind: str,
-        event: worker_pb2.RankControlResponse,
-        result: object = None,
-        error: Exception | None = None,
-    ) -> None:
-        if answer := self._answers.pop((kind, event.sequence_id), None):
-            _settle(answer, result, error)
+            case kind:
+                if call := self._calls.pop(event.call_id, None):
+                    _answer(*call, kind, event)
 
     def _fail_all(self, error: RankLost) -> None:
         self._lost = True
-        for answer in (self.ready, *self._answers.values()):
+        for answer in (self.ready, *(answer for _, answer in self._calls.values())):
             _settle(answer, None, error)
-        self._answers.clear()
+        self._calls.clear()
+
+
+def _answer(
+    name: str, answer: "asyncio.Future[Any]", kind: str, event: worker_pb2.RankControlResponse
+) -> None:
+    """Sets the answer to the command `name`; `kind` is the field that is set in the event."""
+    if kind == "cancelled":
+        answer.cancel()
+    elif kind == "error":
+        _settle(answer, None, EXPECTED_ERRORS[name](event.error))
+    else:
+        _settle(answer, getattr(event, kind), None)
 
 
 def _settle(answer: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -22,14 +22,13 @@ from ..host.threads import in_thread, settle
 from ..kv_cache.store import KvStore
 from ..model.device import enter_device
 from ..transfer.endpoint import KvEndpoint
-from ..transfer.frames import TransferError
 from ..transfer.sender import KvSender
 from ..transfer.shard_stream import FetchResult
 from .adapters import LoadOnRank
 from .kv_group import KvGroup
 from .process_group import TpGroup, rank_loop
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
-from .rank_client import next_or_heartbeat, unless_silent
+from .rank_client import EXPECTED_ERRORS, next_or_heartbeat, unless_silent
 from .rank_disk import RankDisk
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         self._load_adapter: LoadOnRank | None = None
         self._rank_kv: KvStore | None = None
         self._disk: RankDisk | None = None
-        self._writing: asyncio.Task[None] | None = None  # to the disk
+        self._calls: set[asyncio.Future[Any]] = set()  # calls without an answer yet
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server = PeerServer(config.identity)
         self._kv_server = PeerServer(config.identity)
@@ -187,11 +186,22 @@ class RankServer(worker_pb2_grpc.RankServicer):
         enter_engine_thread(self._config)
         rank_loop(group, rank.executor)
 
-    def _execute(self, command: worker_pb2.RankControlRequest, kv: KvGroup) -> None:
-        sequence_id = command.sequence_id
-        match command.WhichOneof("command"):
+    def _execute(self, request: worker_pb2.RankControlRequest, kv: KvGroup) -> None:
+        """Executes a command, and answers it later if it has a result."""
+        call = self._start(request, kv)
+        if call is not None:
+            self._calls.add(call)
+            name = request.WhichOneof("command") or ""
+            call.add_done_callback(partial(self._answer, request.call_id, name))
+
+    def _start(
+        self, request: worker_pb2.RankControlRequest, kv: KvGroup
+    ) -> "asyncio.Future[Any] | None":
+        """Starts a command; returns the future of its result, None if it has no answer."""
+        sequence_id = request.sequence_id
+        match request.WhichOneof("command"):
             case "offer_kv":
-                offer = command.offer_kv
+                offer = request.offer_kv
                 kv.offer(
                     sequence_id,
                     offer.kv.transfer_id,
@@ -200,91 +210,60 @@ class RankServer(worker_pb2_grpc.RankServicer):
                     offer.prefix_hash,
                 )
             case "kv_progress":
-                progress = command.kv_progress
-                if progress.first_tokens:
-                    first = FirstTokens(
-                        tokens=tuple(progress.first_tokens), logprobs=tuple(progress.first_logprobs)
-                    )
-                    kv.complete(sequence_id, first)
-                else:
-                    kv.progress(
-                        sequence_id, progress.num_ready, progress.num_ahead, progress.num_layers
-                    )
+                _progress(sequence_id, request.kv_progress, kv)
             case "fetch_kv":
-                fetch = kv.fetch(sequence_id, command.fetch_kv.kv, command.fetch_kv.prefix_hash)
-                fetch.add_done_callback(partial(self._fetched, sequence_id))
+                return kv.fetch(sequence_id, request.fetch_kv.kv, request.fetch_kv.prefix_hash)
             case "kv_target":
-                kv.set_target(
-                    sequence_id, tuple(command.kv_target.blocks), command.kv_target.num_cached
-                )
-            case "load_adapter" if self._load_adapter:
-                load = in_thread(
-                    partial(self._load_adapter, sequence_id, command.load_adapter), "tandem-adapter"
-                )
-                load.add_done_callback(partial(self._adapter_loaded, sequence_id))
-            case "open_disk" if self._rank_kv:
-                opening = partial(_open_disk, command.open_disk, self._rank_kv)
-                in_thread(opening, "tandem-disk-open").add_done_callback(self._disk_opened)
-            case "read_disk" if self._disk:
-                wanted = command.read_disk
-                reading = kv.load(sequence_id, self._disk.read(wanted.hashes, wanted.blocks))
-                reading.add_done_callback(partial(self._disk_read, sequence_id, self._disk))
-            case "write_disk" if self._disk:
-                (digest,) = command.write_disk.hashes
-                (block,) = command.write_disk.blocks
-                self._writing = asyncio.create_task(self._disk.write(digest, block))
-                self._writing.add_done_callback(partial(self._disk_written, self._disk))
+                target = request.kv_target
+                kv.set_target(sequence_id, tuple(target.blocks), target.num_cached)
             case "stop_kv":
-                stopped = worker_pb2.RankControlResponse(sequence_id=sequence_id, stopped=True)
-                kv.stop(sequence_id, lambda: self._events.put_nowait(stopped))
+                stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                kv.stop(sequence_id, lambda: settle(stopped, None))
+                return stopped
+            case "load_adapter" if self._load_adapter:
+                load = request.load_adapter
+                loading = partial(self._load_adapter, load.number, load.adapter)
+                return in_thread(loading, "tandem-adapter")
+            case "open_disk" if self._rank_kv:
+                return asyncio.create_task(self._open_disk(request.open_disk, self._rank_kv))
+            case "read_disk" if self._disk:
+                read = request.read_disk
+                return kv.load(sequence_id, self._disk.read(read.hashes, read.blocks))
+            case "write_disk" if self._disk:
+                (digest,) = request.write_disk.hashes
+                (block,) = request.write_disk.blocks
+                return asyncio.create_task(self._disk.write(digest, block))
+        return None
 
-    def _adapter_loaded(self, number: int, load: "asyncio.Future[str]") -> None:
-        if load.cancelled():
-            return
-        if error := load.exception():
-            settle(self._failure, None, error)
+    async def _open_disk(self, command: worker_pb2.OpenDisk, kv: KvStore) -> None:
+        opening = partial(
+            RankDisk.open,
+            command.folder,
+            command.role,
+            kv,
+            max_bytes=command.max_bytes,
+            number=command.number,
+        )
+        self._disk = await in_thread(opening, "tandem-disk-open")
+
+    def _answer(self, call_id: int, name: str, call: "asyncio.Future[Any]") -> None:
+        """Answers a call; an error that the command does not expect ends the rank."""
+        self._calls.discard(call)
+        if self._disk:
+            self._report_changes(self._disk)
+        response = worker_pb2.RankControlResponse(call_id=call_id)
+        error = None if call.cancelled() else call.exception()
+        if call.cancelled():
+            response.cancelled = True
+        elif error is None:
+            _set_result(response, call.result())
+        elif isinstance(error, EXPECTED_ERRORS.get(name, ())):
+            logger.warning("%s failed: %s", name, error)
+            response.error = str(error)
         else:
-            event = worker_pb2.RankControlResponse(sequence_id=number, adapter_error=load.result())
-            self._events.put_nowait(event)
-
-    def _disk_opened(self, opening: "asyncio.Future[RankDisk]") -> None:
-        if opening.cancelled():
-            return
-        match opening.exception():
-            case None:
-                self._disk = opening.result()
-                self._report_changes(self._disk)
-                self._events.put_nowait(worker_pb2.RankControlResponse(disk_opened=""))
-            case ValueError() as refused:
-                self._events.put_nowait(worker_pb2.RankControlResponse(disk_opened=str(refused)))
-            case error:
-                settle(self._failure, None, error)
-
-    def _disk_read(self, sequence_id: int, disk: RankDisk, reading: "asyncio.Task[int]") -> None:
-        """Reports the number of filled blocks, unless rank 0 has stopped the read."""
-        self._report_changes(disk)
-        if reading.cancelled():
-            return
-        if error := reading.exception():
             settle(self._failure, None, error)
-        else:
-            self._events.put_nowait(
-                worker_pb2.RankControlResponse(sequence_id=sequence_id, disk_read=reading.result())
-            )
-
-    def _disk_written(self, disk: RankDisk, writing: "asyncio.Task[None]") -> None:
-        self._report_changes(disk)
-        if writing.cancelled():
             return
-        match writing.exception():
-            case None:
-                self._events.put_nowait(worker_pb2.RankControlResponse(disk_written=""))
-            case OSError() as refused:
-                self._events.put_nowait(
-                    worker_pb2.RankControlResponse(disk_written=str(refused) or "refused")
-                )
-            case error:
-                settle(self._failure, None, error)
+        self._events.put_nowait(response)
 
     def _report_changes(self, disk: RankDisk) -> None:
         """Reports to rank 0 the blocks that the disk has stored and evicted since the last call."""
@@ -294,25 +273,26 @@ class RankServer(worker_pb2_grpc.RankServicer):
             changes = worker_pb2.DiskChanges(stored=stored[part], evicted=evicted[part])
             self._events.put_nowait(worker_pb2.RankControlResponse(disk_changes=changes))
 
-    def _fetched(self, sequence_id: int, task: "asyncio.Task[FetchResult]") -> None:
-        """Reports a fetch to rank 0, unless rank 0 has stopped it."""
-        if task.cancelled():
-            return
-        event = worker_pb2.RankControlResponse(sequence_id=sequence_id)
-        match task.exception():
-            case None:
-                event.kv_received.CopyFrom(task.result()[1])
-            case TransferError() as error:
-                logger.warning("KV fetch failed: %s", error)
-                event.fetch_failed = True
-            case error:
-                if not self._failure.done():
-                    self._failure.set_exception(error)
-                return
-        self._events.put_nowait(event)
+
+def _progress(sequence_id: int, progress: worker_pb2.KvProgress, kv: KvGroup) -> None:
+    if progress.first_tokens:
+        first = FirstTokens(
+            tokens=tuple(progress.first_tokens), logprobs=tuple(progress.first_logprobs)
+        )
+        kv.complete(sequence_id, first)
+    else:
+        kv.progress(sequence_id, progress.num_ready, progress.num_ahead, progress.num_layers)
 
 
-def _open_disk(command: worker_pb2.OpenDisk, kv: KvStore) -> RankDisk:
-    return RankDisk.open(
-        command.folder, command.role, kv, max_bytes=command.max_bytes, number=command.number
-    )
+def _set_result(
+    response: worker_pb2.RankControlResponse, result: FetchResult | int | str | None
+) -> None:
+    match result:
+        case None:
+            response.done = True
+        case int():
+            response.num_blocks = result
+        case str():
+            response.reason = result
+        case _, received:
+            response.kv_received.CopyFrom(received)
