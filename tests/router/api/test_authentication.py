@@ -96,12 +96,6 @@ async def service(
 
 
 @pytest.fixture
-async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as client:
-        yield client
-
-
-@pytest.fixture
 async def stub(service: Service) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
     async with grpc.aio.insecure_channel(service.grpc) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]

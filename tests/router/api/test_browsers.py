@@ -22,12 +22,6 @@ FOREIGN = "https://evil.example"
 
 
 @pytest.fixture
-async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=5) as client:
-        yield client
-
-
-@pytest.fixture
 async def opened(model: ServedModel) -> AsyncIterator[httpx.AsyncClient]:
     """A service that one page may use, under one name."""
     rules = BrowserRules(host_names=("models.example.com",), cors_origins=(PAGE,))

@@ -1,6 +1,5 @@
 """The HTTP API beside generation, its OpenAPI document, and every field at its bounds."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -14,13 +13,6 @@ from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.http_bodies import CHAT, MESSAGES, TEXT, body
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID
-
-
-@pytest.fixture
-async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10) as client:
-        yield client
-
 
 AT_THE_BOUNDS: dict[str, list[Any]] = {
     "n": [1, limits.MAX_CHOICES],

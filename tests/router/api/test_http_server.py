@@ -25,20 +25,6 @@ WAIT = 5.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
-@pytest.fixture
-async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as client:
-        yield client
-
-
-@pytest.fixture
-async def client(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"http://{service.http}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
-
-
 async def test_completions_with_the_openai_client(
     service: Service, client: openai.AsyncOpenAI
 ) -> None:

@@ -4,7 +4,6 @@ have.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -34,14 +33,6 @@ ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello?"}]
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return byte_tokenizer(chat_template=HERMES)
-
-
-@pytest.fixture
-async def client(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"http://{service.http}/v1", api_key="key", max_retries=0
-    ) as client:
-        yield client
 
 
 async def test_sync_client(service: Service) -> None:

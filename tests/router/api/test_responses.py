@@ -1,7 +1,6 @@
 """The official `openai` package against the Responses API."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -28,14 +27,6 @@ TOOLS: Any = [
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return byte_tokenizer(chat_template=HERMES)
-
-
-@pytest.fixture
-async def client(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"http://{service.http}/v1", api_key="key", max_retries=0
-    ) as client:
-        yield client
 
 
 async def test_a_response(service: Service, client: openai.AsyncOpenAI) -> None:
