@@ -1,4 +1,4 @@
-"""Holds the options of `tandem bench` and checks their bounds. Does not know how the load is sent."""
+"""Holds the options of `tandem bench` and checks their bounds. Sends no load."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Describes the times and the number of the requests; one of `concurrency` and `rate` is set."""
+    """Describes when and how many requests are sent; one of `concurrency` and `rate` is set."""
 
     concurrency: int | None = None  # closed loop: requests in progress at any time
     rate: float | None = None  # open loop: requests/s, Poisson arrivals
@@ -105,7 +105,8 @@ def parse_slo(text: str) -> dict[str, float]:
 
 def check_options(options: BenchOptions) -> BenchOptions:
     """Returns the same options. Raises InvalidArgument for the first one out of bounds."""
-    load, workload = options.load, options.workload
+    load = options.load
+    workload = options.workload
     if (load.concurrency is None) == (load.rate is None):
         raise InvalidArgument("give either --concurrency or --rate", "load")
     if load.num_prompts is None and load.seconds is None and workload.file is None:

@@ -125,7 +125,8 @@ async def tokenize_long(client: ScoringClient, text: str, model: str) -> list[in
     pieces = _pieces(text, limits.MAX_PROMPT_CHARACTERS)
     ids = await client.tokenize(pieces[0], model=model)
     if len(pieces) > 1:
-        a, b = await client.tokenize("a", model=model), await client.tokenize("b", model=model)
+        a = await client.tokenize("a", model=model)
+        b = await client.tokenize("b", model=model)
         num_special = next(
             i for i, pair in enumerate(zip([*a, -1], [*b, -2], strict=False)) if pair[0] != pair[1]
         )

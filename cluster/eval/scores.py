@@ -72,7 +72,8 @@ def word_f1(text: str, reference: str) -> float:
 
     As in SQuAD 2.0, 1 if neither text has words (Rajpurkar et al., 2018).
     """
-    found, wanted = normalise_answer(text).split(), normalise_answer(reference).split()
+    found = normalise_answer(text).split()
+    wanted = normalise_answer(reference).split()
     if not found or not wanted:
         return float(found == wanted)
     common = (Counter(found) & Counter(wanted)).total()

@@ -76,7 +76,7 @@ class ScalingPolicy:
     def __call__(
         self, contexts: Mapping[Any, PoolContext]
     ) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
-        """Returns each pool's number of workers and the state to keep, by the keys of `contexts`."""
+        """Returns each pool's number of workers and the state to keep, by key of `contexts`."""
         reports = {
             context.deployment_name: context.raw_metrics or {} for context in contexts.values()
         }

@@ -55,7 +55,7 @@ class DecodeDemand:
     worker_kv_tokens: float
 
     def workers(self, config: ScalingConfig) -> float:
-        """Returns the number of workers for the sequences or for their KV cache, the greater one."""
+        """Returns the number of workers for the sequences or the KV cache, the greater one."""
         amounts = ((self.sequences, self.worker_sequences), (self.kv_tokens, self.worker_kv_tokens))
         return max(
             asked / (each * config.utilization) if each > 0 else 0.0 for asked, each in amounts

@@ -297,7 +297,7 @@ class Router(Replica):
         )
 
     async def status(self) -> dict[str, Any]:
-        """Returns the service as plain data: routers with addresses, workers with blocks and loads."""
+        """Returns the service as plain data: routers with addresses, workers with loads."""
         return {
             "service": self._config.name,
             "model": self._config.served_name,

@@ -50,7 +50,7 @@ class DirectoryWatcher:
 
     @property
     def workers(self) -> list[worker_pb2.WorkerInfo]:
-        """Returns the workers after the last changes; if only a load has changed, it is in `loads`."""
+        """Returns the workers after the last changes; a load that alone changed is in `loads`."""
         return [*self._carried.values(), *self._current.values()]
 
     @property

@@ -103,7 +103,7 @@ def cluster_address(address: str | None) -> str | None:
 
 
 def _check_working_folder() -> None:
-    """Raises InvalidArgument if the working folder has been removed: Ray's processes start there."""
+    """Raises InvalidArgument if the working folder is gone: Ray's processes start there."""
     try:
         os.getcwd()
     except OSError as error:
@@ -141,12 +141,17 @@ def _check_limits() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if wanted < _FEWEST_OPEN_FILES:
-        text = f"{wanted} open files are too few; allow {_FEWEST_OPEN_FILES} or more (ulimit -n)"
-        raise InvalidArgument(text, "RLIMIT_NOFILE")
+        raise InvalidArgument(
+            f"{wanted} open files are too few; the minimum is {_FEWEST_OPEN_FILES} (ulimit -n)",
+            "RLIMIT_NOFILE",
+        )
     memory, _ = resource.getrlimit(resource.RLIMIT_AS)
     if memory != resource.RLIM_INFINITY and memory < _LEAST_ADDRESS_SPACE:
-        text = f"{memory >> 20} MiB of address space are too few for Ray; lift the limit (ulimit -v unlimited)"
-        raise InvalidArgument(text, "RLIMIT_AS")
+        raise InvalidArgument(
+            f"{memory >> 20} MiB of address space are too few for Ray; remove the limit "
+            "(ulimit -v unlimited)",
+            "RLIMIT_AS",
+        )
 
 
 def _keep_loopback_from_proxies() -> None:

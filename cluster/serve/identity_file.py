@@ -117,7 +117,7 @@ def kept_salt(folders: Sequence[Path]) -> bytes:
 
 
 def _read_salt(path: Path) -> bytes | None:
-    """Returns the salt in a file, None if there is no file. Raises OSError if the file is unsafe."""
+    """Returns the salt in a file, None without a file. Raises OSError if the file is unsafe."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

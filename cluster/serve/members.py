@@ -139,9 +139,11 @@ class Directory:
         """Returns the changes since `known`; all members if `known` is of another incarnation."""
         self._expire()
         is_whole = self._lacks(known)
-        news, load_news = ({}, {}) if is_whole else self._newer(known)
         if is_whole:
             news = dict(sorted(self._entries.items()))
+            load_news: dict[str, _Entry] = {}
+        else:
+            news, load_news = self._newer(known)
         shares = is_whole or known.members < self._shared_changed
         return Changes(
             version=self._version,
@@ -207,7 +209,8 @@ class Directory:
 
     def _newer(self, known: Version) -> tuple[dict[str, _Entry], dict[str, _Entry]]:
         """Returns the members that have changed, and the workers of which only the load has."""
-        news, loads = {}, {}
+        news = {}
+        loads = {}
         for member_id, entry in self._entries.items():
             if entry.changed > known.members:
                 news[member_id] = entry
@@ -328,7 +331,7 @@ class Members:
         return [each for each in self.workers if each.application != self._application]
 
     def is_complete(self, num_routers: int, num_prefill: int, num_decode: int) -> bool:
-        """Returns True if this deployment has enough members, and every router knows all workers."""
+        """Returns True if this deployment has enough members and every router knows all workers."""
         ready = [
             each
             for each in self.fitting

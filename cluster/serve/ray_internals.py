@@ -26,7 +26,8 @@ def serve_http_address() -> tuple[str, int]:
 def stop_log_monitor() -> None:
     """Ends the log monitor of a local Ray.
 
-    It reads all log files for drivers that print them. Tandem starts Ray with `log_to_driver=False`.
+    It reads all log files for drivers that print them, but Tandem starts Ray with
+    `log_to_driver=False`.
     """
     node = _internal("ray._private.worker", "_global_node")
     if node is not None:

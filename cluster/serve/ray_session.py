@@ -1,4 +1,4 @@
-"""Starts a Ray of this process on this machine, or joins the Ray of a cluster, and leaves it again."""
+"""Starts a Ray of this process on this machine, or joins the Ray of a cluster, and leaves it."""
 
 import logging
 import math
@@ -94,7 +94,7 @@ def joined_ray(address: str) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises Unavailable if no server listens at HOST:PORT; Ray itself would try for two minutes."""
+    """Raises Unavailable if no server listens at HOST:PORT; Ray would try for two minutes."""
     if address == "auto":  # Ray finds the address
         return
     try:

@@ -68,7 +68,7 @@ def take_over(config: TandemConfig, folder: str, running: str | None, *, local: 
         found: Continuity = handle.continuity.remote().result(timeout_s=_CALL_SECONDS)
     except Exception as error:  # Ray may raise any exception
         raise Unavailable(
-            "name: the service of this name runs, but does not answer; stop it first"
+            "name: the service of this name is running, but does not answer; stop it first"
         ) from error
     check_continuity(config.name, found, layout)
     return found
@@ -83,7 +83,8 @@ def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) 
     if config.identity_file is not None:
         identity = read_identity("", Path(config.identity_file))
     else:
-        addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        addresses = [node["NodeManagerAddress"] for node in nodes if node["Alive"]]
         identity = PeerIdentity.generate(peer_tls(config.peer_tls, addresses))
     return Continuity(
         identity=identity,
@@ -149,16 +150,16 @@ def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> N
             timeout_s=DRAIN_SECONDS + _CALL_SECONDS
         )
         if left:
-            log.warning("%d requests are left at the workers that are replaced", left)
+            log.warning("%d requests are left at the replaced workers", left)
     except Exception as error:  # other workers recompute the streams, whatever failed
-        log.warning("the workers that are replaced did not drain: %s", type(error).__name__)
+        log.warning("the replaced workers did not drain: %s", type(error).__name__)
     begin_delete(application)
     gone = threading.Event()
     for _ in range(round(seconds / _CHECK_SECONDS) or 1):
         if application not in serve.status().applications:
             return
         gone.wait(_CHECK_SECONDS)
-    log.warning("the service that is replaced takes long to end")
+    log.warning("the replaced service has not ended after %.0f s", seconds)
 
 
 @contextmanager

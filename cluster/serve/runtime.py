@@ -117,7 +117,8 @@ class RouterRuntime:
         Raises OSError or RuntimeError if all its ports are in use, InvalidArgument if keys are
         needed or their file is invalid.
         """
-        router, bind = config.router, config.router.bind or host
+        router = config.router
+        bind = router.bind or host
         check_interface(config.auth, bind)
         authenticator, watches = _authenticator(config.auth, bind, cache_secret or resume_key)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)

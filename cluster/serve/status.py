@@ -27,7 +27,7 @@ _LOAD_SECONDS: Final = 60.0  # of an adapter
 
 
 def deployment_number(service: str, application: str) -> int:
-    """Returns the number of an application among the service's deployments, from 1; 0 for others."""
+    """Returns the number of an application among the service's deployments, from 1, else 0."""
     found = re.fullmatch(rf"{re.escape(service)}(?:\.(\d+))?", application)
     return 0 if found is None else int(found[1] or 1)
 

@@ -33,8 +33,18 @@ _ENDS: Final = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot"
 _PRE: Final = "tokenizer.ggml.pre"  # llama.cpp's name for a byte-level tokenizer's splitting
 _GPT2_SPLIT: Final = frozenset(
     (
-        *("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"),
-        *("exaone4", "gigachat", "a.x-4.0", "mellum"),
+        "default",
+        "gpt-2",
+        "phi-2",
+        "mpt",
+        "olmo",
+        "jais",
+        "trillion",
+        "granite-docling",
+        "exaone4",
+        "gigachat",
+        "a.x-4.0",
+        "mellum",
     )
 )
 """Names of GPT-2's splitting, which transformers uses for every name that it does not know."""
@@ -200,7 +210,8 @@ def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
     else:
         field = f"{header.architecture}.rope.scaling.type"
         raise CheckpointError(
-            f"{gguf.name}: {field}: {kind!r:.60} is not supported; supported: linear, yarn, longrope"
+            f"{gguf.name}: {field}: {kind!r:.60} is not supported; supported: linear, yarn, "
+            "longrope"
         )
     if rope["rope_type"] != "linear":
         rope["original_max_position_embeddings"] = original

@@ -67,8 +67,8 @@ def download_snapshot(repo_id: str, revision: str | None = None, *, progress: bo
         ) from error
     except (FileNotFoundError, HfHubHTTPError, httpx2.TransportError) as error:
         raise Unavailable(
-            f"model: {repo_id} is not a local folder, is not in the cache, and cannot be downloaded "
-            "from the Hugging Face hub (offline?)"
+            f"model: {repo_id} is not a local folder, is not in the cache, and cannot be "
+            "downloaded from the Hugging Face hub (offline?)"
         ) from error
     except OSError as error:
         raise Unavailable(

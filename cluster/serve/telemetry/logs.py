@@ -13,8 +13,15 @@ _REQUESTS: Final = logging.getLogger("tandem.requests")
 _FIELDS: Final = "tandem_fields"
 _NAMES: Final = (
     *(f"{part}_seconds" for part in PARTS),
-    *("end_to_end_seconds", "ttft_seconds", "tpot_seconds", "attempts", "cached_tokens"),
-    *("prefill_worker", "decode_worker", "kv_transport", "kv_transfer_bytes"),
+    "end_to_end_seconds",
+    "ttft_seconds",
+    "tpot_seconds",
+    "attempts",
+    "cached_tokens",
+    "prefill_worker",
+    "decode_worker",
+    "kv_transport",
+    "kv_transfer_bytes",
 )
 
 
@@ -62,7 +69,8 @@ def log_request(ended: EndedRequest) -> None:
     """
     if ended.was_refused:
         return
-    facts, trace = ended.facts, ended.facts.trace
+    facts = ended.facts
+    trace = facts.trace
     fields: dict[str, Any] = {
         "request_id": facts.request_id,
         "prompt_tokens": facts.num_prompt,

@@ -78,7 +78,8 @@ class RouterMonitor:
             )
 
     def _read(self, admission: Admission, dispatcher: Dispatcher, registry: WorkerRegistry) -> None:
-        num_queued, num_parked = len(admission.queue), dispatcher.num_parked
+        num_queued = len(admission.queue)
+        num_parked = dispatcher.num_parked
         self.metrics.set(RUNNING, max(admission.num_active - num_parked, 0))
         self.metrics.set(WAITING, num_queued + num_parked)
         self.metrics.set(WAITING_BY_REASON, num_queued, reason="capacity")

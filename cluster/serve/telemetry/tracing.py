@@ -62,7 +62,8 @@ class SpanRecorder:
         if ended.error:
             span.set_status(Status(StatusCode.ERROR))
             span.set_attribute("error.type", ended.error)
-        context, begin = trace.set_span_in_context(span), start
+        context = trace.set_span_in_context(span)
+        begin = start
         for part in PARTS:
             seconds = getattr(ended.timeline, f"{part}_seconds")
             end = begin + max(round(seconds * _NANOSECONDS), 0)
@@ -101,7 +102,8 @@ def _parent(trace_context: TraceContext | None) -> Context | None:
 
 
 def _attributes(ended: EndedRequest, operation: str, model_name: str) -> dict[str, AttributeValue]:
-    facts, timeline = ended.facts, ended.timeline
+    facts = ended.facts
+    timeline = ended.timeline
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.request.model": model_name,
