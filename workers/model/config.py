@@ -265,7 +265,7 @@ class Fields:
         return self._values.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Returns whether the field is present and null."""
+        """Returns True if the field is present and null."""
         return name in self._values and self._values[name] is None
 
     def integer(
@@ -332,10 +332,10 @@ class Fields:
             raise self.error(name, f"must be a token id or a list of token ids, is {value!r:.60}")
         return tuple(ids)
 
-    def _value(self, name: str, default: Any, is_valid: Callable[[Any], bool], what: str) -> Any:
+    def _value(self, name: str, default: Any, is_valid: Callable[[Any], bool], kind: str) -> Any:
         value = default if self._values.get(name) is None else self._values[name]
         if value is None:
             raise self.error(name, "is missing")
         if not is_valid(value):
-            raise self.error(name, f"must be {what}, is {value!r:.60}")
+            raise self.error(name, f"must be {kind}, is {value!r:.60}")
         return value

@@ -43,9 +43,9 @@ _TORCH_DTYPES: Final = {
     "I64": torch.int64,
 }
 _FLOATS: Final = ("F32", "BF16", "F16")  # converted to each other
-_QUANTISED: Final = ("weight_packed", "qweight")
-_OTHER_QUANTISATION: Final = (
-    "the weights are quantised in another way than quantization_config in config.json says"
+_QUANTIZED: Final = ("weight_packed", "qweight")
+_OTHER_QUANTIZATION: Final = (
+    "the weights are quantized in another way than quantization_config in config.json says"
 )
 _COMPARED_BYTES: Final = 2**24  # bytes of two tensors that are compared at once
 
@@ -147,7 +147,7 @@ def _with_stored_head(
 
 
 def _is_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Returns whether two tensors are equal, bit by bit."""
+    """Returns True if two tensors are equal, bit by bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.file.open("rb") as first, other.file.open("rb") as second:
@@ -165,11 +165,11 @@ def _is_equal(one: StoredTensor, other: StoredTensor) -> bool:
 def _missing(folder: Path, name: str, stored: Mapping[str, StoredTensor]) -> CheckpointError:
     """Returns the error for a missing weight; it mentions a quantized one of that name."""
     prefix = f"{name.rpartition('.')[0]}."
-    signs = [f"{prefix}{suffix}" for suffix in _QUANTISED if f"{prefix}{suffix}" in stored]
+    signs = [f"{prefix}{suffix}" for suffix in _QUANTIZED if f"{prefix}{suffix}" in stored]
     text = f"{weights_file(folder)}: {name}: missing"
     if not signs or not name.endswith(".weight"):
         return CheckpointError(text)
-    return CheckpointError(f"{text}, but {signs[0]} exists: {_OTHER_QUANTISATION}")
+    return CheckpointError(f"{text}, but {signs[0]} exists: {_OTHER_QUANTIZATION}")
 
 
 def check_checkpoint(folder: Path, model_impl: str = "auto") -> ModelConfig:
@@ -258,7 +258,7 @@ def checkpoint_reader(checkpoint: Checkpoint) -> ReadWeight:
 
 
 def _is_finite(data: torch.Tensor) -> bool:
-    """Returns whether all numbers are finite; needs less memory than torch.isfinite."""
+    """Returns True if all numbers are finite; needs less memory than torch.isfinite."""
     if data.dtype is torch.float8_e4m3fn:  # has NaN but no infinity
         return not bool(((data.view(torch.uint8) & 0x7F) == 0x7F).any())
     if data.dtype not in DTYPES.values() or not data.numel():
@@ -282,7 +282,7 @@ def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -
     allowed = tuple(name for name, same in _TORCH_DTYPES.items() if same == dtype)
     allowed = _FLOATS if set(allowed) <= set(_FLOATS) else allowed
     if stored.dtype not in allowed:
-        why = f"; {_OTHER_QUANTISATION}" if allowed == _FLOATS else ""
+        why = f"; {_OTHER_QUANTIZATION}" if allowed == _FLOATS else ""
         raise CheckpointError(
             f"{where}: dtype {stored.dtype[:32]} is not supported, only {', '.join(allowed)}{why}"
         )

@@ -30,7 +30,7 @@ class Pooler:
         self._sums.pop(sequence_id, None)
 
     def takes_part(self, steps: Iterable[SequenceStep]) -> bool:
-        """Returns whether one of these sequences requests an embedding."""
+        """Returns True if one of these sequences requests an embedding."""
         return bool(self._kinds) and any(step.sequence_id in self._kinds for step in steps)
 
     def __call__(self, hidden: torch.Tensor, steps: Sequence[SequenceStep]) -> "Embeddings | None":

@@ -1,4 +1,4 @@
-"""Finds model families by architecture and linear methods by quantisation format.
+"""Finds model families by architecture and linear methods by quantization format.
 
 Installed packages can add more by entry points of the groups `tandem.models` (named by
 architecture, a `ModelFamily`) and `tandem.linear_methods` (named by quant_method, a
@@ -82,7 +82,7 @@ _QUANTIZATION_FILES: Final = (
     ("quant_config.json", "awq", ".qweight"),
     ("hf_quant_config.json", "modelopt", ".weight_scale"),
 )
-"""Files that describe a quantisation instead of config.json: method and tensor suffix."""
+"""Files that describe a quantization instead of config.json: method and tensor suffix."""
 _PAGE: Final = """# Models
 
 Written by `python -m tandem.workers.model.registry`; do not edit.
@@ -109,7 +109,7 @@ def find_model(architecture: str, model_impl: str = "auto") -> ModelFamily:
     """Returns the family of an architecture.
 
     `model_impl` "transformers" selects the family that runs any decoder through transformers;
-    "auto" does so if the architecture has no family of its own. Raises CheckpointError if it has
+    "auto" does so if the architecture has no other family. Raises CheckpointError if it has
     none and `model_impl` is "tandem".
     """
     family: ModelFamily | None = MODELS.get(architecture) or _plugin("tandem.models", architecture)
@@ -160,7 +160,7 @@ def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) ->
 def with_stored_quantization(
     config: ModelConfig, folder: Path, names: Collection[str]
 ) -> ModelConfig:
-    """Adds the quantisation that a file beside config.json describes to a model's config.
+    """Adds the quantization that a file beside config.json describes to a model's config.
 
     The first checkpoints of GPTQ, AWQ and ModelOpt have such a file. It is ignored if `names`, the
     names of the stored tensors, contain no quantized ones. Raises CheckpointError.

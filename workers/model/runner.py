@@ -164,7 +164,7 @@ class ModelRunner(Executor):
 
     @property
     def launches_ahead(self) -> bool:
-        """Returns whether `launch` returns before the step has finished."""
+        """Returns True if `launch` returns before the step has finished."""
         return self._device.type == "cuda"
 
     def load_grammar(self, grammar: str, owner: bytes = b"", tenant: bytes = b"") -> object:

@@ -379,7 +379,7 @@ def test_fp8_without_blocks_is_read(tmp_path: Path, name: str) -> None:
     expected = reference_greedy(reference(folder), prompt(30), 12)
     save_file(stored, folder / WEIGHTS)
     with pytest.raises(
-        CheckpointError, match="the weights are quantised in another way than quantization_config"
+        CheckpointError, match="the weights are quantized in another way than quantization_config"
     ):
         check_checkpoint(folder)
     field = "exclude_modules" if name == "ModelOpt" else "ignored_layers"

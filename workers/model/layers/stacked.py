@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from ..module import Module, Parameter, WeightSlice
-from ..quant.mxfp4 import BLOCK, BLOCK_BYTES, dequantise
+from ..quant.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
 from ..quant.unquantized import UnquantizedLinearMethod
 from .linear import BuildOptions
 
@@ -81,4 +81,4 @@ class StackedMap(Module):
             yield from (weight.t().contiguous() for weight in self.weight.data)
         elif self.blocks and self.scales:
             for blocks, scales in zip(self.blocks.data, self.scales.data, strict=True):
-                yield dequantise(blocks, scales, self._build.dtype)
+                yield dequantize(blocks, scales, self._build.dtype)

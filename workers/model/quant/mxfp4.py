@@ -14,7 +14,7 @@ _VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS: Final = 127
 
 
-def dequantise(blocks: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(blocks: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Maps blocks and exponents to numbers [..., num_blocks * 32].
 
     Blocks [..., num_blocks, 16] and exponents [..., num_blocks] are uint8.
