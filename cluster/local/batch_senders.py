@@ -49,7 +49,7 @@ def engine_sender(service: GenerationService) -> SendRequest:
         else:
             response = await GenerationResponse(
                 service, parsed, RequestContext(arrived=time.monotonic())
-            ).whole()
+            ).render_full()
         return BatchAnswer(
             status=response.status_code, body=json.loads(response.body), request_id=request_id
         )

@@ -1,15 +1,17 @@
 """Writes Anthropic's answers: messages, the events of a stream, errors."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
+from typing_extensions import override
+
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
-from ..openai.answers import TokenIds, error_response, error_text
+from ..openai.answers import error_response, error_text
 from ..openai.requests import ParsedRequest
-from ..openai.streaming import AnswerForm
+from ..openai.writers import AnswerForm, ItemWriter, TextKind, TokenIds
 
 _STOP_REASONS: Final = {
     inference_pb2.FINISH_REASON_STOP: "end_turn",
@@ -27,15 +29,13 @@ _ERROR_TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_UNFINISHED: Final = inference_pb2.FINISH_REASON_UNSPECIFIED
 
 
-class MessageWriter:
-    """Writes the answer to one request: the events as its messages come, or the whole when all have
-    come.
-    """
+class MessageWriter(ItemWriter):
+    """Writes the answer to one request: as events, or in full."""
 
     def __init__(self, request: ParsedRequest, model: str, prompts: TokenIds) -> None:
+        super().__init__()
         self._head = {
             "id": f"msg_{request.request_id}",
             "type": "message",
@@ -43,86 +43,85 @@ class MessageWriter:
             "model": model,
         }
         self._prompt_tokens = sum(map(len, prompts))
-        self._has_started = False
-        self._index = 0  # of the next content block, or of the open one
-        self._open = ""  # type of the content block that goes on
+        self._index = 0  # of the open content block, or of the next one
 
-    async def chunk(self, _prompt: int, message: inference_pb2.GenerateResponse) -> bytes:
-        """See AnswerWriter."""
-        return b"".join(self._events(message))
-
-    def restore(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
-        """See AnswerWriter."""
-        for message in delivered:
-            list(self._events(message))
-
-    def end(self, _usages: Sequence[inference_pb2.Usage]) -> bytes:
-        """See AnswerWriter."""
+    @override
+    def end(self, usages: Sequence[inference_pb2.Usage]) -> bytes:
         return _event("message_stop")
 
+    @override
     def error_event(self, error: TandemError, name: Callable[[str], str]) -> bytes:
-        """See AnswerWriter."""
         return _event(**anthropic_error(error, name))
 
-    async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
-        """See AnswerWriter."""
+    @override
+    async def render_full(
+        self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]
+    ) -> bytes:
         ((message,),) = answers
-        thought = {"type": "thinking", "thinking": message.reasoning, "signature": ""}
-        content: list[dict[str, Any]] = [thought] if message.reasoning else []
-        content += [{"type": "text", "text": message.text}] if message.text else []
-        content += [_tool_use(call, json.loads(call.arguments)) for call in message.tool_calls]
-        usage = {"usage": _usage(message.usage)}
-        return json.dumps(self._head | {"content": content} | _stop(message) | usage).encode()
-
-    def _events(self, message: inference_pb2.GenerateResponse) -> Iterator[bytes]:
-        if not self._has_started:
-            self._has_started = True
-            usage = _counts(self._prompt_tokens, message.cached_tokens, 0)
-            begun: dict[str, Any] = {
-                "content": [],
-                "stop_reason": None,
-                "stop_sequence": None,
-                "usage": usage,
-            }
-            yield _event("message_start", message=self._head | begun)
-            yield _event("ping")
+        content: list[dict[str, Any]] = []
         if message.reasoning:
-            begin = {"type": "thinking", "thinking": "", "signature": ""}
-            yield from self._delta("thinking", begin, thinking=message.reasoning)
+            content.append(_thinking(message.reasoning))
         if message.text:
-            yield from self._delta("text", {"type": "text", "text": ""}, text=message.text)
-        for call in message.tool_calls:
-            yield from self._close()
-            yield from self._delta("input_json", _tool_use(call, {}), partial_json=call.arguments)
-            yield from self._close()
-        if message.finish_reason != _UNFINISHED:
-            yield from self._close()
-            yield _event("message_delta", delta=_stop(message), usage=_usage(message.usage))
+            content.append(_text(message.text))
+        content += [_tool_use(call, json.loads(call.arguments)) for call in message.tool_calls]
+        rest = {"content": content, **_stop(message), "usage": _usage(message.usage)}
+        return json.dumps(self._head | rest).encode()
 
-    def _delta(self, kind: str, begin: dict[str, Any], **delta: str) -> Iterator[bytes]:
-        """Adds to the content block that is open, or to a new one if that is of another kind."""
-        if self._open != kind:
-            yield from self._close()
-            self._open = kind
-            yield _event("content_block_start", index=self._index, content_block=begin)
-        yield _event(
-            "content_block_delta", index=self._index, delta={"type": f"{kind}_delta"} | delta
-        )
+    @override
+    def _start(self, message: inference_pb2.GenerateResponse) -> Iterator[bytes]:
+        begun: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _counts(self._prompt_tokens, message.cached_tokens, 0),
+        }
+        yield _event("message_start", message=self._head | begun)
+        yield _event("ping")
 
-    def _close(self) -> Iterator[bytes]:
-        if self._open:
-            yield _event("content_block_stop", index=self._index)
-            self._index += 1
-            self._open = ""
+    @override
+    def _open_item(self, kind: TextKind) -> Iterator[bytes]:
+        yield self._block_start(_thinking("") if kind == "reasoning" else _text(""))
+
+    @override
+    def _delta(self, kind: TextKind, text: str) -> bytes:
+        if kind == "reasoning":
+            return self._block_delta({"type": "thinking_delta", "thinking": text})
+        return self._block_delta({"type": "text_delta", "text": text})
+
+    @override
+    def _close_item(self, kind: TextKind, *, is_cut: bool) -> Iterator[bytes]:
+        yield self._block_stop()
+
+    @override
+    def _add_call(self, call: inference_pb2.ToolCall) -> Iterator[bytes]:
+        yield self._block_start(_tool_use(call, {}))
+        yield self._block_delta({"type": "input_json_delta", "partial_json": call.arguments})
+        yield self._block_stop()
+
+    @override
+    def _finish(self, message: inference_pb2.GenerateResponse) -> Iterator[bytes]:
+        yield _event("message_delta", delta=_stop(message), usage=_usage(message.usage))
+
+    def _block_start(self, block: dict[str, Any]) -> bytes:
+        return _event("content_block_start", index=self._index, content_block=block)
+
+    def _block_delta(self, delta: dict[str, str]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _block_stop(self) -> bytes:
+        event = _event("content_block_stop", index=self._index)
+        self._index += 1
+        return event
 
 
 def anthropic_error(error: TandemError, name: Callable[[str], str]) -> dict[str, Any]:
-    """Returns Anthropic's form of an error; `name` as in `error_response`."""
-    return anthropic_plain_error(error.http_status, error_text(error, name)[0])
+    """Returns Anthropic's error body; `name` as in `error_response`."""
+    message, _ = error_text(error, name)
+    return anthropic_plain_error(error.http_status, message)
 
 
 def anthropic_plain_error(status: int, message: str) -> dict[str, Any]:
-    """Returns Anthropic's form of an error of any status."""
+    """Returns Anthropic's error body for an HTTP status and a message."""
     return {
         "type": "error",
         "error": {"type": _ERROR_TYPES.get(status, "api_error"), "message": message},
@@ -131,6 +130,14 @@ def anthropic_plain_error(status: int, message: str) -> dict[str, Any]:
 
 def _event(type: str, **fields: Any) -> bytes:
     return f"event: {type}\ndata: {json.dumps({'type': type} | fields)}\n\n".encode()
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def _tool_use(call: inference_pb2.ToolCall, given: dict[str, Any]) -> dict[str, Any]:
@@ -149,9 +156,7 @@ def _usage(usage: inference_pb2.Usage) -> dict[str, int]:
 
 
 def _counts(prompt: int, cached: int, completion: int) -> dict[str, int]:
-    """Returns Anthropic's form of the counts: the prompt's cached tokens are not among its input
-    tokens.
-    """
+    """Returns Anthropic's usage object, whose input tokens exclude the cached tokens."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

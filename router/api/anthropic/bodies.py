@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, FailFast, Field, Tag
-from typing_extensions import TypeAliasType
 
 from ....proto import limits
 from ..openai.bodies import (
@@ -14,21 +13,17 @@ from ..openai.bodies import (
     Only,
     OpenModel,
     ReturnedModel,
+    TextOrItems,
+    by_role,
+    member,
     with_named_parameters,
 )
-
-_MAX_BLOCKS: Final = limits.MAX_CHAT_MESSAGES
-"""In the content of one message."""
 
 CacheControl = Ignored[dict[str, Any]]  # every prefix is cached
 
 
-def _form(value: object) -> str:
-    return "[text]" if isinstance(value, str) else "[blocks]"
-
-
-def _block_type(value: object) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+def _block_tag(value: object) -> str | None:
+    kind = member(value, "type")
     return f"[{kind}]" if isinstance(kind, str) else None
 
 
@@ -59,18 +54,10 @@ class ToolUseBlock(ReturnedModel):
     caller: Ignored[dict[str, Any]] = None
 
 
-_TextBlocks = TypeAliasType(
-    "_TextBlocks", Annotated[list[TextBlock], Field(max_length=_MAX_BLOCKS), FailFast()]
-)
-TextOrBlocks = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[_TextBlocks, Tag("[blocks]")], Discriminator(_form)
-]
-
-
 class ToolResultBlock(ReturnedModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextOrBlocks | None = None
+    content: TextOrItems[TextBlock] | None = None
     is_error: Ignored[bool] = None
     cache_control: CacheControl = None
 
@@ -82,44 +69,32 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("[tool_use]")]
     | Annotated[ToolResultBlock, Tag("[tool_result]")],
     Discriminator(
-        _block_type,
+        _block_tag,
         custom_error_type="block",
         custom_error_message="must be a block of type text, thinking, tool_use or tool_result",
     ),
 ]
 
 
-_Blocks = TypeAliasType(
-    "_Blocks", Annotated[list[Block], Field(max_length=_MAX_BLOCKS), FailFast()]
-)
-
-
 class InputMessage(OpenModel):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("[text]")] | Annotated[_Blocks, Tag("[blocks]")], Discriminator(_form)
-    ]
+    content: TextOrItems[Block]
 
 
 class AssistantInput(InputMessage, ReturnedModel):
-    """Declares what the assistant said, which may be an earlier answer."""
+    """Declares a message of the assistant, which may be an earlier answer."""
 
     role: Literal["assistant"]
 
 
-def _role(value: object) -> str:
-    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
-    return "[assistant]" if role == "assistant" else "[other]"
-
-
 Message = Annotated[
     Annotated[AssistantInput, Tag("[assistant]")] | Annotated[InputMessage, Tag("[other]")],
-    Discriminator(_role),
+    Discriminator(by_role),
 ]
 
 
 class InputTool(OpenModel):
-    """Declares a function; Anthropic's own tools are not run here."""
+    """Declares a function. Anthropic's own tools are not supported."""
 
     type: Only[Literal["custom"]] = None
     name: Name
@@ -134,14 +109,16 @@ class InputTool(OpenModel):
 
 class ToolChoiceBody(OpenModel):
     type: Literal["auto", "any", "tool", "none"]
-    name: Name | None = Field(None, description="Goes with type tool, and only with it.")
+    name: Name | None = Field(
+        None, description="The tool to call; must be set exactly if type is tool."
+    )
     disable_parallel_tool_use: bool | None = Field(
         None, description="If true, the answer ends after its first call."
     )
 
 
 class Thinking(OpenModel):
-    """Declares whether the model thinks, as the variable enable_thinking of its chat template."""
+    """Declares the reasoning mode, which sets the variable enable_thinking of the chat template."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Ignored[Int32] = None
@@ -159,13 +136,13 @@ class OutputConfig(OpenModel):
 
 
 class CountTokensBody(OpenModel):
-    """Declares what becomes the prompt: the body of POST /v1/messages/count_tokens."""
+    """Declares the body of POST /v1/messages/count_tokens: the fields that become the prompt."""
 
     model: str | None = None
     messages: Annotated[list[Message], FailFast()] = Field(
         max_length=limits.MAX_CHAT_MESSAGES, json_schema_extra={"minItems": 1}
     )
-    system: TextOrBlocks | None = None
+    system: TextOrItems[TextBlock] | None = None
     tools: Annotated[list[InputTool] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = None
     tool_choice: ToolChoiceBody | None = None
     thinking: Thinking | None = None
@@ -175,7 +152,7 @@ class CountTokensBody(OpenModel):
 
 
 class MessagesFields(CountTokensBody):
-    """Declares the fields of POST /v1/messages that are no request parameters."""
+    """Declares the fields of POST /v1/messages, without the request parameters."""
 
     stream: bool | None = None
     last_event_id: LastEventId = None

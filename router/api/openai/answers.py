@@ -1,4 +1,4 @@
-"""Writes OpenAI's responses as bytes: completions, chunks of a stream, errors."""
+"""Writes OpenAI's answers as bytes: completions, chunks of a stream, errors."""
 
 import json
 import math
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from starlette.responses import JSONResponse
+from typing_extensions import override
 
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument, TandemError
@@ -15,17 +16,18 @@ from ...frontend.fair_threads import WRITING
 from .logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .parsing import http_field
 from .requests import OpenAIRequest, ParsedRequest
-
-TokenIds = Sequence[Sequence[int]]
-"""Of each prompt of a request."""
+from .writers import AnswerForm, StreamWriter, TokenIds
 
 _DONE: Final = b"data: [DONE]\n\n"
 
 MAX_PROMPT_LOGPROBS: Final = 2**19
-"""Of all prompts, with alternatives and for each choice, in one response: about 40 MB of JSON."""
+"""Bound on the log probabilities of all prompts in one response, which then has 40 MB.
 
-_LOGPROB_IDS: Final = 16
-"""So many token ids are written in the time of a log probability."""
+Each alternative counts, and each choice that repeats them.
+"""
+
+_IDS_PER_LOGPROB: Final = 16
+"""Number of token ids that are written in the time of one log probability."""
 
 _REASONS = {
     number: name.removeprefix("FINISH_REASON_").lower() if number else None
@@ -33,9 +35,11 @@ _REASONS = {
 }
 
 
-class ResponseWriter:
-    """Writes the response to one request: `chunk` as its messages come, or `whole` when all have
-    come.
+class ResponseWriter(StreamWriter):
+    """Writes the answer to a completion or a chat: as chunks, or in full.
+
+    Log probabilities and token ids are written to JSON one by one. `json.dumps` of an object that
+    holds all of them would hold the interpreter's lock for up to half a second.
     """
 
     def __init__(self, request: OpenAIRequest, model: str, prompts: TokenIds) -> None:
@@ -50,7 +54,7 @@ class ResponseWriter:
             "created": int(time.time()),
             "model": model,
         }
-        # Everything up to the choice is the same in each chunk of the stream.
+        # The members before the choice are the same in each chunk, so they are written once.
         head = self._head | ({"object": "chat.completion.chunk"} if request.is_chat else {})
         self._chunk_start = f"data: {json.dumps(head)[:-1]}, "
         self._prompts = prompts
@@ -62,120 +66,119 @@ class ResponseWriter:
         # By prompt, and shared by its choices:
         self._prompt_logprobs: dict[int, Sequence[inference_pb2.TokenLogprobs]] = {}
         self._echoed_logprobs: dict[int, TextLogprobs] = {}
-        self._prompt_reports: dict[int, str] = {}
-        self._prompt_ids: dict[int, str] = {}
+        self._prompt_logprob_members: dict[int, str] = {}
+        self._prompt_id_members: dict[int, str] = {}
 
+    @override
     async def chunk(self, prompt: int, message: inference_pb2.GenerateResponse) -> bytes:
-        """Returns the event, or for the first message of a choice of a chat two, of one message for
-        prompt number `prompt`.
-        """
         num_logprobs = len(message.prompt_logprobs) + len(message.logprobs)
         if self._index(prompt, message) not in self._text_logprobs:
             num_logprobs += len(self._prompt_logprobs.get(prompt, ()))
-        if self._request.has_token_ids and prompt not in self._prompt_ids:
-            num_logprobs += len(self._prompts[prompt]) // _LOGPROB_IDS
+        if self._request.has_token_ids and prompt not in self._prompt_id_members:
+            num_logprobs += len(self._prompts[prompt]) // _IDS_PER_LOGPROB
         return await WRITING.run("", num_logprobs, self._chunk, prompt, message)
 
-    def restore(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
-        """Takes what the client of a single prompt has already: the chunks that follow count on
-        from there.
-        """
+    @override
+    def continue_after(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
         for message in delivered:
             self._chunk(0, message)
 
+    @override
     def end(self, usages: Sequence[inference_pb2.Usage]) -> bytes:
-        """Returns the events after the last choice. `usages`: of each prompt."""
         if not self._includes_usage:
             return _DONE
-        return (
-            f'{self._chunk_start}"choices": [], "usage": {json.dumps(_usage(usages))}}}\n\n'.encode()
-            + _DONE
-        )
+        usage = json.dumps(_usage(usages))
+        return f'{self._chunk_start}"choices": [], "usage": {usage}}}\n\n'.encode() + _DONE
 
+    @override
     def error_event(self, error: TandemError, name: Callable[[str], str]) -> bytes:
-        """Returns the last event of a stream that broke; no [DONE] follows it."""
-        return f"data: {json.dumps(error_body(error, name))}\n\n".encode()
+        return f"data: {json.dumps(error_body(error, name))}\n\n".encode()  # no [DONE] follows
 
-    async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
-        """Returns the body that is not streamed. `answers`: by prompt, the joined messages."""
+    @override
+    async def render_full(
+        self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]
+    ) -> bytes:
         messages = [message for each in answers for message in each]
         num_logprobs = sum(len(each.prompt_logprobs) + len(each.logprobs) for each in messages)
         if self._request.has_token_ids:
-            num_logprobs += (
-                self._prompt_tokens + sum(len(each.token_ids) for each in messages)
-            ) // _LOGPROB_IDS
-        return await WRITING.run("", num_logprobs, self._whole, answers)
+            num_ids = self._prompt_tokens + sum(len(each.token_ids) for each in messages)
+            num_logprobs += num_ids // _IDS_PER_LOGPROB
+        return await WRITING.run("", num_logprobs, self._render_full, answers)
 
     def _chunk(self, prompt: int, message: inference_pb2.GenerateResponse) -> bytes:
+        members = ""
         if message.prompt_logprobs:
             self._prompt_logprobs[prompt] = message.prompt_logprobs
+            members = self._prompt_logprob_member(prompt)
         self._completion_tokens += len(message.token_ids)
-        report = self._prompt_report(prompt) if message.prompt_logprobs else ""
         if not self._request.is_chat:
-            return self._event(self._text_choice(prompt, message, report))
-        index, first = self._index(prompt, message), b""
-        if index not in self._started:
-            self._started.add(index)
-            delta = {"role": "assistant", "content": ""}
-            shown = _with_logprobs({"index": index, "finish_reason": None, "delta": delta}, "null")
-            first = self._event(shown, self._prompt_id_report(prompt))
-        return first + self._event(self._chat_choice(index, message, is_delta=True), report)
+            return self._event(self._text_choice(prompt, message, members))
+        index = self._index(prompt, message)
+        event = self._event(self._chat_choice(index, message, is_delta=True), members)
+        if index in self._started:
+            return event
+        self._started.add(index)
+        delta = {"role": "assistant", "content": ""}
+        begin = {"index": index, "finish_reason": None, "delta": delta, "logprobs": None}
+        return self._event(json.dumps(begin), self._prompt_id_member(prompt)) + event
 
-    def _whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
+    def _render_full(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
         choices = []
         for prompt, messages in enumerate(answers):
             self._prompt_logprobs[prompt] = [
                 entry for message in messages for entry in message.prompt_logprobs
             ]
-            report = self._prompt_report(prompt)
             for message in messages:
                 if self._request.is_chat:
                     choices.append(self._chat_choice(message.choice, message, is_delta=False))
                 else:
-                    choices.append(self._text_choice(prompt, message, report))
+                    members = self._prompt_logprob_member(prompt)
+                    choices.append(self._text_choice(prompt, message, members))
         usage = json.dumps(_usage([messages[-1].usage for messages in answers]))
-        report = self._prompt_report(0) + self._prompt_id_report(0) if self._request.is_chat else ""
+        members = ""
+        if self._request.is_chat:
+            members = self._prompt_logprob_member(0) + self._prompt_id_member(0)
         head = json.dumps(self._head)[:-1]
-        return f'{head}, "choices": [{", ".join(choices)}], "usage": {usage}{report}}}'.encode()
+        return f'{head}, "choices": [{", ".join(choices)}], "usage": {usage}{members}}}'.encode()
 
     def _index(self, prompt: int, message: inference_pb2.GenerateResponse) -> int:
         return prompt * self._request.num_choices + message.choice
 
     def _text_choice(
-        self, prompt: int, message: inference_pb2.GenerateResponse, report: str
+        self, prompt: int, message: inference_pb2.GenerateResponse, members: str
     ) -> str:
-        """Returns a choice of a completion as JSON; `report` is that of the prompt."""
-        index, ids = self._index(prompt, message), self._id_report(message)
+        """Returns a choice of a completion as JSON; `members`: further members of the object."""
+        index = self._index(prompt, message)
+        members += self._id_member(message)
         if index not in self._text_logprobs:
             self._text_logprobs[index] = self._echoed(prompt).fork()
-            ids += self._prompt_id_report(prompt)
+            members += self._prompt_id_member(prompt)
         self._text_logprobs[index].take(message.logprobs)
         choice = {"index": index} | self._finish(message) | {"text": message.text}
-        return _with_logprobs(choice, self._text_logprobs[index].render(), report + ids)
+        return _with_logprobs(choice, self._text_logprobs[index].render(), members)
 
     def _chat_choice(
         self, index: int, message: inference_pb2.GenerateResponse, *, is_delta: bool
     ) -> str:
-        """Returns a choice of a chat as JSON, whole or as a delta to the messages before."""
+        """Returns a choice of a chat as JSON: in full, or as a delta to the previous messages."""
         calls = self._tool_calls(index, message.tool_calls, is_delta=is_delta)
-        content: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        content: dict[str, Any] = {}
+        if not is_delta:
+            content = {"role": "assistant", "content": message.text or (None if calls else "")}
+        if calls:
+            content["tool_calls"] = calls
         if message.reasoning:
             content["reasoning_content"] = message.reasoning
-        if not is_delta:
-            content = {
-                "role": "assistant",
-                "content": message.text or (None if calls else ""),
-            } | content
-        elif message.text or not content:
+        if is_delta and (message.text or not content):
             content["content"] = message.text
-        shown = (
-            {"index": index} | self._finish(message) | {"delta" if is_delta else "message": content}
-        )
-        return _with_logprobs(shown, chat_logprobs(message.logprobs), self._id_report(message))
+        choice = {"index": index} | self._finish(message)
+        choice["delta" if is_delta else "message"] = content
+        return _with_logprobs(choice, chat_logprobs(message.logprobs), self._id_member(message))
 
     def _finish(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """Returns why a choice has ended: OpenAI's reason, and as in vLLM the stop string or the id
-        of the stop token that was asked for, null for any other end.
+        """Returns OpenAI's finish reason and vLLM's stop reason.
+
+        The stop reason is the stop string, or the id of the requested stop token; otherwise null.
         """
         reason = _REASONS[message.finish_reason]
         if reason is None:
@@ -206,55 +209,50 @@ class ResponseWriter:
         ]
 
     def _echoed(self, prompt: int) -> TextLogprobs:
-        """Returns the log probabilities with which the choices of a prompt begin; made once for a
-        prompt.
-        """
+        """Returns the log probabilities that the choices of a prompt begin with (cached)."""
         if prompt not in self._echoed_logprobs:
             self._echoed_logprobs[prompt] = TextLogprobs()
             if self._request.common.echo and self._request.common.HasField("logprobs"):
                 self._echoed_logprobs[prompt].take(self._prompt_logprobs.get(prompt, ()))
         return self._echoed_logprobs[prompt]
 
-    def _prompt_report(self, prompt: int) -> str:
-        """Returns the prompt's log probabilities as a member of a JSON object, if they were asked
-        for; made once.
-        """
+    def _prompt_logprob_member(self, prompt: int) -> str:
+        """Returns the prompt's log probabilities as a JSON member (cached); "" if not requested."""
         if not self._request.has_prompt_logprobs:
             return ""
-        if prompt not in self._prompt_reports:
+        if prompt not in self._prompt_logprob_members:
             found = prompt_logprobs(self._prompt_logprobs.get(prompt, ()))
-            self._prompt_reports[prompt] = f', "prompt_logprobs": {found}'
-        return self._prompt_reports[prompt]
+            self._prompt_logprob_members[prompt] = f', "prompt_logprobs": {found}'
+        return self._prompt_logprob_members[prompt]
 
-    def _prompt_id_report(self, prompt: int) -> str:
-        """Returns the prompt's token ids as a member of a JSON object, if they were asked for;
-        written once.
-        """
+    def _prompt_id_member(self, prompt: int) -> str:
+        """Returns the prompt's token ids as a JSON member (cached); "" if not requested."""
         if not self._request.has_token_ids:
             return ""
-        if prompt not in self._prompt_ids:
-            self._prompt_ids[prompt] = f', "prompt_token_ids": {_id_list(self._prompts[prompt])}'
-        return self._prompt_ids[prompt]
+        if prompt not in self._prompt_id_members:
+            ids = _id_list(self._prompts[prompt])
+            self._prompt_id_members[prompt] = f', "prompt_token_ids": {ids}'
+        return self._prompt_id_members[prompt]
 
-    def _id_report(self, message: inference_pb2.GenerateResponse) -> str:
-        """Returns the ids of generated tokens, too, with that of the stop token."""
-        return (
-            f', "token_ids": {_id_list(message.token_ids)}' if self._request.has_token_ids else ""
-        )
+    def _id_member(self, message: inference_pb2.GenerateResponse) -> str:
+        """Returns the generated token ids as a JSON member; "" if not requested."""
+        if not self._request.has_token_ids:
+            return ""
+        return f', "token_ids": {_id_list(message.token_ids)}'
 
-    def _event(self, choice: str, report: str = "") -> bytes:
-        usage = ', "usage": null' if self._includes_usage else ""  # as OpenAI documents
+    def _event(self, choice: str, members: str = "") -> bytes:
+        """Returns a chunk with one choice; `members`: further members of the chunk."""
+        usage = ""
         if self._continuous_usage:
-            usage = (
-                f', "usage": {json.dumps(_counts(self._prompt_tokens, self._completion_tokens))}'
-            )
-        return f'{self._chunk_start}"choices": [{choice}]{report}{usage}}}\n\n'.encode()
+            counts = _counts(self._prompt_tokens, self._completion_tokens)
+            usage = f', "usage": {json.dumps(counts)}'
+        elif self._includes_usage:
+            usage = ', "usage": null'  # as OpenAI documents
+        return f'{self._chunk_start}"choices": [{choice}]{members}{usage}}}\n\n'.encode()
 
 
 def check_prompt_logprobs(request: ParsedRequest, prompt_tokens: int) -> None:
-    """Raises InvalidArgument if the response would have too many log probabilities of so many
-    prompt tokens.
-    """
+    """Raises InvalidArgument if the prompts' log probabilities exceed MAX_PROMPT_LOGPROBS."""
     if not request.common.HasField("prompt_logprobs"):
         return
     copies = 1 if request.is_chat else request.num_choices
@@ -262,19 +260,19 @@ def check_prompt_logprobs(request: ParsedRequest, prompt_tokens: int) -> None:
     if count > MAX_PROMPT_LOGPROBS:
         raise InvalidArgument(
             f"asks for {count} log probabilities ({prompt_tokens} prompt tokens and their "
-            f"alternatives, in {copies} "
-            f"choices); at most {MAX_PROMPT_LOGPROBS} are reported in one response",
+            f"alternatives, in {copies} choices); the maximum of one response is "
+            f"{MAX_PROMPT_LOGPROBS}",
             "prompt_logprobs" if request.has_prompt_logprobs else "logprobs",
         )
 
 
 def check_prompt_ids(request: ParsedRequest, prompt_tokens: int) -> None:
-    """Raises InvalidArgument if the response would have too many ids of so many prompt tokens."""
+    """Raises InvalidArgument if the prompts' token ids exceed MAX_ANSWER_SIZE."""
     copies = 1 if request.is_chat and not request.is_streamed else request.num_choices
     if request.has_token_ids and (count := prompt_tokens * copies) > limits.MAX_ANSWER_SIZE:
         raise InvalidArgument(
-            f"asks for {count} ids ({prompt_tokens} prompt tokens in {copies} choices); at most "
-            f"{limits.MAX_ANSWER_SIZE} are reported in one response",
+            f"asks for {count} ids ({prompt_tokens} prompt tokens in {copies} choices); "
+            f"the maximum of one response is {limits.MAX_ANSWER_SIZE}",
             "return_token_ids",
         )
 
@@ -284,8 +282,10 @@ def error_response(
     name: Callable[[str], str] = http_field,
     body: Callable[[TandemError, Callable[[str], str]], dict[str, Any]] | None = None,
 ) -> JSONResponse:
-    """Returns the response to a request that failed before its first token. `name` maps a field of
-    GenerateRequest to the body's name; `body` writes the form of another API than OpenAI's.
+    """Returns the response to a request that failed before its first token.
+
+    `name` maps a field of GenerateRequest to the name in the body. `body` makes the error body of
+    an API other than OpenAI's.
     """
     headers = {}
     if error.retry_after is not None:
@@ -300,7 +300,7 @@ def error_response(
 
 
 def error_text(error: TandemError, name: Callable[[str], str]) -> tuple[str, str | None]:
-    """Returns the message, and the field that it is about; `name` as in `error_response`."""
+    """Returns the message and the name of the wrong field; `name` as in `error_response`."""
     if not isinstance(error, InvalidArgument) or not error.field:
         return error.message, None
     param = name(error.field)
@@ -308,32 +308,27 @@ def error_text(error: TandemError, name: Callable[[str], str]) -> tuple[str, str
 
 
 def error_body(error: TandemError, name: Callable[[str], str] = http_field) -> dict[str, Any]:
-    """Returns OpenAI's form of an error; `name` as in `error_response`."""
+    """Returns OpenAI's error body; `name` as in `error_response`."""
     message, param = error_text(error, name)
     return plain_error(error.http_status, message, param, error.code.lower())
 
 
 def plain_error(status: int, message: str, param: str | None, code: str) -> dict[str, Any]:
-    """Returns OpenAI's error body."""
-    kind = (
-        "server_error"
-        if status >= 500
-        else "rate_limit_error"
-        if status == 429
-        else "invalid_request_error"
-    )
+    """Returns OpenAI's error body for an HTTP status and a message."""
+    kind = "invalid_request_error"
+    if status >= 500:
+        kind = "server_error"
+    elif status == 429:
+        kind = "rate_limit_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _with_logprobs(choice: Mapping[str, Any], logprobs: str, more: str = "") -> str:
-    """Returns the choice as JSON; `logprobs` and `more` are JSON already."""
-    return f'{json.dumps(choice)[:-1]}, "logprobs": {logprobs}{more}}}'
+def _with_logprobs(choice: Mapping[str, Any], logprobs: str, members: str) -> str:
+    """Returns the choice as JSON; `logprobs`: a JSON value; `members`: further JSON members."""
+    return f'{json.dumps(choice)[:-1]}, "logprobs": {logprobs}{members}}}'
 
 
 def _id_list(ids: Sequence[int]) -> str:
-    """Returns the ids as JSON, one by one: json.dumps would hold the interpreter's lock for all of
-    them.
-    """
     return f"[{', '.join(str(each) for each in ids)}]"
 
 
@@ -356,3 +351,6 @@ def _counts(prompt: int, completion: int) -> dict[str, int]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
     }
+
+
+OPENAI_FORM: Final = AnswerForm(ResponseWriter, error_response)

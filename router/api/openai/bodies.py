@@ -1,10 +1,10 @@
 """Defines the bodies of HTTP requests: OpenAI's fields, and vLLM's additions.
 
-The fields of request parameters are made of the rows of proto/parameters.py. null means absent
-everywhere. Bounds of numbers and strings are documentation here, all requests are checked in
-frontend/validation.py; those of lists and objects are enforced here, too, before objects are made
-of their entries. Fields with one value exist because clients send it. One file because all bodies
-are made of the same kinds of fields and messages.
+The fields of request parameters are generated from proto/parameters.py. null always means absent.
+Bounds of numbers and strings only document the field: frontend/validation.py checks all requests.
+Bounds of lists and objects are enforced here, before objects are made of their entries. A field
+with only one possible value exists because clients send it. One file because all bodies consist of
+the same kinds of fields and messages.
 """
 
 import math
@@ -32,8 +32,8 @@ from ....proto.parameters import PARAMETERS, ROWS, RequestParameter
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=BaseModel)
 
-_MAX_PARTS: Final = limits.MAX_CHAT_MESSAGES
-"""In the content of one message."""
+_MAX_ITEMS: Final = limits.MAX_CHAT_MESSAGES
+"""Bound on the parts in the content of one message, and on the items of an input."""
 
 _PART_TEXTS: Final = {
     "text": "text",
@@ -41,8 +41,9 @@ _PART_TEXTS: Final = {
     "output_text": "text",
     "refusal": "refusal",
 }
-"""The field of a content part that holds its text, by type; as in vLLM also types of the Responses
-API.
+"""Maps the type of a content part to the field with its text.
+
+Like vLLM, it contains types of the Responses API.
 """
 
 
@@ -51,18 +52,16 @@ def _strings(value: object) -> object:
 
 
 def parse_prompts(value: object, most: int = limits.MAX_PROMPTS) -> object:
-    """Returns a list of at most `most` prompts, strings or lists of token ids, for any of the four
-    forms.
+    """Returns a list of prompts, each a string or a list of token ids; one prompt may stand alone.
+
+    Raises PydanticCustomError if there are no prompts, more than `most`, or other values.
     """
-    prompts = (
-        [value]
-        if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0]))
-        else value
-    )
+    is_ids = isinstance(value, list) and bool(value) and _is_id(value[0])
+    prompts = [value] if isinstance(value, str) or is_ids else value
     if isinstance(prompts, list):
         if not 1 <= len(prompts) <= most:
             raise PydanticCustomError(
-                "prompt", f"has {len(prompts)} prompts; 1 to {most} are taken"
+                "prompt", f"has {len(prompts)} prompts; the number must be from 1 to {most}"
             )
         if all(isinstance(prompt, str) or _is_ids(prompt) for prompt in prompts):
             return prompts
@@ -85,10 +84,8 @@ def _content(value: object) -> object:
         return ""
     if not isinstance(value, list):
         return value
-    if len(value) > _MAX_PARTS:
-        raise PydanticCustomError(
-            "content", f"has {len(value)} parts; at most {_MAX_PARTS} are taken"
-        )
+    if len(value) > _MAX_ITEMS:
+        raise PydanticCustomError("content", f"has {len(value)} parts; the maximum is {_MAX_ITEMS}")
     return "".join(map(_part_text, value))
 
 
@@ -96,12 +93,12 @@ def _part_text(part: object) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind not in _PART_TEXTS:
         raise PydanticCustomError(
-            "content", f"parts of type {kind[:64]!r} are not supported; the model reads text only"
+            "content", f"parts of type {kind[:64]!r} are not supported; the model only reads text"
         )
     text = part.get(_PART_TEXTS[kind]) if isinstance(part, dict) and isinstance(kind, str) else None
     if not isinstance(text, str):
         raise PydanticCustomError(
-            "content", 'takes parts of the form {"type": "text", "text": ...} only'
+            "content", 'must have parts of the form {"type": "text", "text": ...}'
         )
     return text
 
@@ -120,16 +117,38 @@ Ignored = Annotated[_T | None, Field(description="Accepted, without effect.")]
 LastEventId = Annotated[
     str | None,
     Field(
-        description="The id of the last event that came of a stream that broke, which goes on after"
-        ' it; "": events are to have ids.'
+        description="The id of the last event of a stream that broke: the stream continues after"
+        ' it. "": a new stream whose events have ids.'
     ),
 ]
 _Text = Annotated[str, Field(min_length=1)]
 _TokenIds = Annotated[list[UInt32], Field(min_length=1)]
 
 
+def _text_or_list(value: object) -> str:
+    return "[text]" if isinstance(value, str) else "[list]"
+
+
+Items = Annotated[list[_T], Field(max_length=_MAX_ITEMS, fail_fast=True)]
+TextOrItems = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[Items[_T], Tag("[list]")],
+    Discriminator(_text_or_list),
+]
+"""A string, or a list of at most _MAX_ITEMS items."""
+
+
+def member(value: object, name: str) -> object:
+    """Returns a member of a JSON object or a field of a parsed body; None if it is absent."""
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+
+
+def by_role(value: object) -> str:
+    """Returns the union tag of a message: "[assistant]", or "[other]"."""
+    return "[assistant]" if member(value, "role") == "assistant" else "[other]"
+
+
 def prompt_schema(most: int = limits.MAX_PROMPTS) -> dict[str, Any]:
-    """Returns the JSON schema of what `parse_prompts` takes."""
+    """Returns the JSON schema of the values that `parse_prompts` accepts."""
     prompts = Annotated[list[_Text | _TokenIds], Field(min_length=1, max_length=most)]
     return TypeAdapter(_Text | _TokenIds | prompts).json_schema()
 
@@ -154,31 +173,35 @@ _TYPES: Final = {
 
 REASONS: Final = {
     "reasoning_effort": "must be a string of at most 32 characters",
-    "verbosity": "the model knows no verbosity; ask for short answers in a message, or set max_tokens",
+    "verbosity": "is not supported; ask for a short answer in a message, or set max_tokens",
     "functions": "is deprecated by OpenAI and not supported; send tools",
     "function_call": "is deprecated by OpenAI and not supported; send tool_choice",
-    "web_search_options": "there is no web search here; offer one of your own in tools",
-    "audio": "the model writes text only",
-    "modalities": "the model writes text only",
-    "moderation": "nothing is moderated here; do it before and after the request",
-    "chat_template": "templates of requests are not run; chat_template_kwargs has variables for the model's own",
-    "allowed_token_ids": "is not supported; logit_bias, bad_words and structured_outputs say what may come",
+    "web_search_options": "is not supported; offer a web search of your own in tools",
+    "audio": "the model only writes text",
+    "modalities": "the model only writes text",
+    "moderation": "is not supported; moderate before and after the request",
+    "chat_template": (
+        "is not supported; set variables of the model's own template in chat_template_kwargs"
+    ),
+    "allowed_token_ids": (
+        "is not supported; restrict the output by logit_bias, bad_words or structured_outputs"
+    ),
     "include_reasoning": "is not supported; the reasoning is part of the answer",
     "prompt_embeds": "is not supported; send text or token ids",
     "kv_transfer_params": "is not supported; the service moves KV cache itself",
     "documents": "must be a list of objects",
 }
-"""Why a value of a field that clients of OpenAI or vLLM know is refused, and what to do instead."""
+"""By field of OpenAI or vLLM, the reason why a value is refused, and the remedy."""
 
 _GIVEN: Final = core_schema.with_default_schema(
     core_schema.none_schema(), default=True, on_error="default"
 )
 Given = Annotated[Literal[True] | None, GetPydanticSchema(lambda _source, _handler: _GIVEN)]
-"""Anything but null, validated to True without making objects of it."""
+"""Validates any value except null to True, without making objects of its content."""
 
 
 def refusing(reason: str) -> GetPydanticSchema:
-    """Returns the annotation of a field that only null is accepted for."""
+    """Returns the annotation of a field that must be null."""
 
     def check(value: object) -> None:
         if value is not None:
@@ -192,7 +215,7 @@ def refusing(reason: str) -> GetPydanticSchema:
 
 
 class OpenModel(BaseModel):
-    """Keeps the names of unknown fields, so that those that are not null can be refused by name."""
+    """Keeps the names of unknown fields, so that `parse` can refuse them by name."""
 
     model_config = ConfigDict(
         strict=True, extra="allow", json_schema_extra={"additionalProperties": False}
@@ -201,8 +224,10 @@ class OpenModel(BaseModel):
 
 
 class ReturnedModel(OpenModel):
-    """Ignores unknown fields: clients send back what they got from a service, with fields that it
-    or a library added, such as the `index` of a streamed tool call.
+    """Ignores unknown fields.
+
+    Clients send parts of answers back, with fields that the service or a library has added, such as
+    the `index` of a streamed tool call.
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -210,7 +235,7 @@ class ReturnedModel(OpenModel):
 
 class StreamOptions(OpenModel):
     include_usage: bool | None = Field(
-        None, description="Sends the usage in an event of its own at the end."
+        None, description="Sends the usage in a separate event at the end."
     )
     continuous_usage_stats: bool | None = Field(
         None, description="Sends the usage so far in each event."
@@ -233,13 +258,13 @@ class ResponseFormat(OpenModel):
 
 
 class StructuredOutputs(OpenModel):
-    """Declares vLLM's constraints, of which one may be given."""
+    """Declares vLLM's constraints, which exclude each other."""
 
     disable_additional_properties: bool | None = Field(
         None,
-        description="Closes the objects of a JSON schema that say nothing of it; by default of response_format.",
+        description="Sets additionalProperties to false in objects of a JSON schema that do not set"
+        " it. True by default for response_format.",
     )
-
     json_: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     json_object: bool | None = None
     regex: str | None = None
@@ -250,10 +275,10 @@ class StructuredOutputs(OpenModel):
 
 
 class Body(OpenModel):
-    """Declares what both endpoints take beside request parameters."""
+    """Declares the fields that completions and chats share, without the request parameters."""
 
     use_beam_search: bool | None = Field(
-        None, description="Searches beam_width wide, or else n wide."
+        None, description="Runs a beam search of width beam_width, or else n."
     )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -271,20 +296,20 @@ class Body(OpenModel):
     spaces_between_special_tokens: Only[Literal[True]] = None
     include_stop_str_in_output: Only[Literal[False]] = None
     return_token_ids: bool | None = Field(
-        None, description="Reports the ids of the prompt and of what is generated."
+        None, description="Returns the token ids of the prompt and of the answer."
     )
     guided_decoding_backend: Ignored[str] = None
     prompt_cache_options: Ignored[dict[str, Any]] = None
 
 
 class CompletionFields(Body):
-    """Declares the fields of POST /v1/completions that are no request parameters."""
+    """Declares the fields of POST /v1/completions, without the request parameters."""
 
     prompt: Annotated[
         list[str | list[int]], BeforeValidator(parse_prompts), WithJsonSchema(prompt_schema())
     ]
     suffix: str | None = Field(
-        None, description="What follows; of models with tokens for filling in, one text each."
+        None, description="The text after the completion; needs a fill-in-the-middle model."
     )
     add_special_tokens: Only[Literal[True]] = None
 
@@ -309,7 +334,7 @@ class MessageBody(OpenModel):
             {
                 "anyOf": [
                     {"type": "string"},
-                    {"type": "array", "items": _PART, "maxItems": _MAX_PARTS},
+                    {"type": "array", "items": _PART, "maxItems": _MAX_ITEMS},
                     {"type": "null"},
                 ]
             }
@@ -320,33 +345,28 @@ class MessageBody(OpenModel):
         list[ToolCallBody] | None, Field(max_length=limits.MAX_TOOL_CALLS), FailFast()
     ] = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = Field(None, description="What the assistant has thought.")
+    reasoning_content: str | None = Field(None, description="The reasoning of the assistant.")
     refusal: Annotated[str | None, Field(max_length=0)] = None
     annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
     cache_control: Ignored[dict[str, Any]] = None
 
 
 class AssistantMessage(MessageBody, ReturnedModel):
-    """Declares a message of the assistant, which an earlier answer may be."""
+    """Declares a message of the assistant, which may be an earlier answer."""
 
     role: Literal["assistant"]
     reasoning: str | None = Field(None, description="Another name of reasoning_content.")
-    refusal: str | None = Field(None, description="Is the content of a message without one.")
+    refusal: str | None = Field(None, description="The content, if `content` is empty.")
     annotations: Ignored[list[Any]] = None
-    audio: Annotated[None, refusing("the model reads text only")] = None
+    audio: Annotated[None, refusing("the model only reads text")] = None
     function_call: Annotated[
         None, refusing("is deprecated by OpenAI and not supported; send tool_calls")
     ] = None
 
 
-def _role(value: object) -> str:
-    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
-    return "[assistant]" if role == "assistant" else "[other]"
-
-
 Message = Annotated[
     Annotated[AssistantMessage, Tag("[assistant]")] | Annotated[MessageBody, Tag("[other]")],
-    Discriminator(_role),
+    Discriminator(by_role),
 ]
 
 
@@ -375,31 +395,31 @@ class NamedTool(OpenModel):
 
 
 class TemplateFields(OpenModel):
-    """Declares what becomes the prompt of a chat, together with the messages."""
+    """Declares the fields that become the prompt of a chat, together with the messages."""
 
     tools: Annotated[list[ToolBody] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further variables of the chat template."
     )
     continue_final_message: bool | None = Field(
-        None, description="Goes on with the last message, the assistant's."
+        None, description="Continues the last message, which is the assistant's."
     )
     parse_special: bool | None = Field(
-        None, description="Special tokens that messages spell are no text."
+        None, description="Parses special tokens in the text of messages."
     )
     add_generation_prompt: bool | None = Field(
-        None, description="False goes with continue_final_message only."
+        None, description="False requires continue_final_message."
     )
     documents: list[dict[str, Any]] | None = Field(
         None, description="A variable of the chat template."
     )
     reasoning_effort: Annotated[str | None, Field(max_length=32)] = Field(
-        None, description="A variable of the chat template, which may know none such."
+        None, description="A variable of the chat template, which may ignore it."
     )
 
 
 class ChatFields(Body, TemplateFields):
-    """Declares the fields of POST /v1/chat/completions that are no request parameters."""
+    """Declares the fields of POST /v1/chat/completions, without the request parameters."""
 
     messages: Annotated[list[Message], FailFast()] = Field(
         max_length=limits.MAX_CHAT_MESSAGES, json_schema_extra={"minItems": 1}
@@ -420,15 +440,15 @@ class ChatFields(Body, TemplateFields):
 
 
 class TokenizeBody(TemplateFields):
-    """Declares the body of POST /tokenize, for a text or for a chat."""
+    """Declares the body of POST /tokenize: a text or a chat."""
 
     model: str | None = None
-    prompt: str | None = Field(None, description="Goes without messages.")
+    prompt: str | None = Field(None, description="A text; excludes messages.")
     messages: Annotated[
         list[Message] | None, Field(max_length=limits.MAX_CHAT_MESSAGES), FailFast()
     ] = None
     add_special_tokens: bool | None = Field(
-        None, description="Of a prompt, true by default; of messages never."
+        None, description="True by default for a prompt; not allowed with messages."
     )
     return_token_strs: bool | None = None
 
@@ -456,16 +476,15 @@ class UnloadLoraAdapterBody(OpenModel):
 
 
 def with_parameters(kind: type[_M], name: str, *, chat: bool = False) -> type[_M]:
-    """Returns the model `name`, `kind` with a field for each request parameter that the endpoint
-    takes.
-    """
+    """Returns the class `name`: `kind` and a field for each request parameter of the endpoint."""
     fields = {field: _field(row) for row in PARAMETERS for field in row.body_names(chat=chat)}
     return create_model(name, __base__=kind, **fields)
 
 
 def with_named_parameters(kind: type[_M], name: str, names: Mapping[str, str]) -> type[_M]:
-    """Returns the model `name`, `kind` with a field for some request parameters; `names`: the
-    parameter of each.
+    """Returns the class `name`: `kind` and a field for each key of `names`.
+
+    `names` maps fields of the body to request parameters.
     """
     fields: dict[str, Any] = {field: _field(ROWS[row]) for field, row in names.items()}
     return create_model(name, __base__=kind, **fields)
@@ -476,9 +495,8 @@ def _field(row: RequestParameter) -> Any:
     if row.kind == "strings":
         return _strings_type(row), description
     if row.max_items:
-        return Annotated[
-            _TYPES[row.kind] | None, Field(max_length=row.max_items), FailFast()
-        ], description
+        bounded = Annotated[_TYPES[row.kind] | None, Field(max_length=row.max_items), FailFast()]
+        return bounded, description
     kind = Count if row.zero_is_unset or row.name == "beam_width" else _TYPES[row.kind]
     return kind | None, Field(None, description=row.help, json_schema_extra=_bounds(row))
 
@@ -489,9 +507,9 @@ def _strings_type(row: RequestParameter) -> Any:
         "anyOf": [{"type": "array", "items": item, "maxItems": row.max_items}, {"type": "null"}]
     }
     length = Field(max_length=row.max_items)
-    if row.leaf != "stop":  # which OpenAI's clients also send as a single string
+    if row.leaf != "stop":
         return Annotated[list[str] | None, length, FailFast(), WithJsonSchema(schema)]
-    schema["anyOf"].append(item)
+    schema["anyOf"].append(item)  # OpenAI's clients also send a single string
     return Annotated[
         list[str] | None, length, FailFast(), BeforeValidator(_strings), WithJsonSchema(schema)
     ]

@@ -15,17 +15,18 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
+from typing_extensions import override
 
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
 from ....proto.parameters import check_count
 from ...auth.authenticator import Caller
 from ...frontend.prepare import ServedModel
-from .answers import TokenIds, error_response
+from .answers import error_response
 from .bodies import Ignored, OpenModel, parse_prompts, prompt_schema, with_named_parameters
 from .parsing import parse
 from .requests import ParsedRequest, prompt_messages, set_parameters
-from .streaming import AnswerForm, WholeWriter
+from .writers import AnswerForm, AnswerWriter, TokenIds
 
 _POOLINGS: Final = {"LAST": inference_pb2.POOLING_LAST, "MEAN": inference_pb2.POOLING_MEAN}
 
@@ -186,18 +187,20 @@ def _check_not_empty(
             raise InvalidArgument("has no tokens; at least 1 is needed", f"{field}[{i}]")
 
 
-class EmbeddingsWriter(WholeWriter):
+class EmbeddingsWriter(AnswerWriter):
     """Writes the answer to POST /v1/embeddings."""
 
     def __init__(self, request: EmbeddingsRequest, model: str, _prompts: TokenIds) -> None:
         self._model = model
         self._in_base64, self._normalizes = request.in_base64, request.normalizes
 
-    async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
-        """See WholeWriter."""
-        return await asyncio.to_thread(self._whole, answers)
+    @override
+    async def render_full(
+        self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]
+    ) -> bytes:
+        return await asyncio.to_thread(self._render_full, answers)
 
-    def _whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
+    def _render_full(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
         found = [
             array("f", [number for each in messages for number in each.embedding])
             for messages in answers
@@ -232,7 +235,7 @@ class EmbeddingsWriter(WholeWriter):
         )
 
 
-class ScoreWriter(WholeWriter):
+class ScoreWriter(AnswerWriter):
     """Writes the answer to POST /score."""
 
     def __init__(self, request: ScoreRequest, model: str, _prompts: TokenIds) -> None:
@@ -240,11 +243,13 @@ class ScoreWriter(WholeWriter):
         self._starts = request.starts
         self._request_id = request.request_id
 
-    async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
-        """See WholeWriter."""
-        return await asyncio.to_thread(self._whole, answers)
+    @override
+    async def render_full(
+        self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]
+    ) -> bytes:
+        return await asyncio.to_thread(self._render_full, answers)
 
-    def _whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
+    def _render_full(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
         data = []
         for index, (start, messages) in enumerate(zip(self._starts, answers, strict=True)):
             scores = [

@@ -26,11 +26,12 @@ from ...frontend.validation import check_request_id
 from ...telemetry.trace import TRACEPARENT, parse_traceparent
 from ..browsers import check_json
 from ..service import tandem_errors_only
+from .answers import OPENAI_FORM
 from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT
 from .parsing import MAX_NAME, http_field
 from .refused_body import RefusedBody
 from .resume import header_event_id
-from .streaming import OPENAI_FORM, AnswerForm
+from .writers import AnswerForm
 
 _T = TypeVar("_T")
 

@@ -1,109 +1,97 @@
-"""Writes the answers of OpenAI's Responses API: whole, or as events with sequence numbers."""
+"""Writes the answers of OpenAI's Responses API: in full, or as events with sequence numbers."""
 
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from typing_extensions import override
+
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
-from ..openai.answers import TokenIds, error_response, error_text
-from ..openai.streaming import AnswerForm
+from ..openai.answers import error_response, error_text
+from ..openai.writers import AnswerForm, ItemWriter, TextKind, TokenIds
 from .requests import ResponsesRequest
 
-_UNFINISHED: Final = inference_pb2.FINISH_REASON_UNSPECIFIED
 _MAX_EVENTS_PER_TOKEN: Final = 16
-_TEXTS: Final = {"message": "output_text", "reasoning": "reasoning_text"}
-_PREFIXES: Final = {"message": "msg", "reasoning": "rs"}
-_TEXT_ITEMS: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
-    "message": (
-        {"type": "message", "role": "assistant"},
-        {"type": "output_text", "annotations": [], "logprobs": []},
-    ),
-    "reasoning": ({"type": "reasoning", "summary": []}, {"type": "reasoning_text"}),
-}
-"""Of each type of item that has text: the item and its part, without the text."""
+_ID_PREFIXES: Final = {"text": "msg", "reasoning": "rs"}
+_PART_TYPES: Final = {"text": "output_text", "reasoning": "reasoning_text"}
+_LOGPROBS: Final[dict[TextKind, dict[str, Any]]] = {"text": {"logprobs": []}, "reasoning": {}}
+"""Further fields of a part and of its events, by kind."""
 
 
-class ResponsesWriter:
-    """Writes the answer to one request: the events as its messages come, or the whole when all have
-    come.
-    """
+class ResponsesWriter(ItemWriter):
+    """Writes the answer to one request: as events, or in full."""
 
     def __init__(self, request: ResponsesRequest, model: str, _prompts: TokenIds) -> None:
+        super().__init__()
         self._request_id = request.request_id
         self._head = _head(request, model)
-        self._has_started = False
         self._sequence_number = 0  # of the next event
-        self._num_restored = 0  # tokens that the client had before
-        self._output: list[dict[str, Any]] = []  # items; the last may go on
-        self._open = ""  # the type of the text item that does
+        self._num_delivered_tokens = 0  # tokens that the client had before it resumed
+        self._output: list[dict[str, Any]] = []  # items; the last one may be open
 
-    async def chunk(self, _prompt: int, message: inference_pb2.GenerateResponse) -> bytes:
-        """See AnswerWriter."""
-        return b"".join(self._events(message))
+    @override
+    def continue_after(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
+        messages = list(delivered)
+        super().continue_after(messages)
+        self._num_delivered_tokens += sum(len(message.token_ids) for message in messages)
+        # Above all numbers of the stream that broke, whose messages had other boundaries.
+        self._sequence_number = _MAX_EVENTS_PER_TOKEN * (1 + self._num_delivered_tokens)
 
-    def restore(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
-        """See AnswerWriter. Sequence numbers go on above those of the stream that broke."""
-        for message in delivered:
-            list(self._events(message))
-            self._num_restored += len(message.token_ids)
-        self._sequence_number = _MAX_EVENTS_PER_TOKEN * (1 + self._num_restored)
-
-    def end(self, _usages: Sequence[inference_pb2.Usage]) -> bytes:
-        """See AnswerWriter."""
+    @override
+    def end(self, usages: Sequence[inference_pb2.Usage]) -> bytes:
         return b""  # the response was the last event
 
+    @override
     def error_event(self, error: TandemError, name: Callable[[str], str]) -> bytes:
-        """See AnswerWriter."""
         text, param = error_text(error, name)
         return self._event("error", code=error.code.lower(), message=text, param=param)
 
-    async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
-        """See AnswerWriter."""
+    @override
+    async def render_full(
+        self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]
+    ) -> bytes:
         ((message,),) = answers
-        list(self._events(message))
+        list(self._events(message))  # collects the items
         return json.dumps(self._response(message)).encode()
 
-    def _events(self, message: inference_pb2.GenerateResponse) -> Iterator[bytes]:
-        if not self._has_started:
-            self._has_started = True
-            for name in ("response.created", "response.in_progress"):
-                yield self._event(name, response=self._head)
-        if message.reasoning:
-            yield from self._text("reasoning", message.reasoning)
-        if message.text:
-            yield from self._text("message", message.text)
-        for call in message.tool_calls:
-            yield from self._call(call)
-        if message.finish_reason != _UNFINISHED:
-            is_cut = message.finish_reason == inference_pb2.FINISH_REASON_LENGTH
-            yield from self._close("incomplete" if is_cut else "completed")
-            response = self._response(message)
-            yield self._event(f"response.{response['status']}", response=response)
+    @override
+    def _start(self, message: inference_pb2.GenerateResponse) -> Iterator[bytes]:
+        yield self._event("response.created", response=self._head)
+        yield self._event("response.in_progress", response=self._head)
 
-    def _text(self, kind: str, text: str) -> Iterator[bytes]:
-        """Adds to the item that is open, or to a new one if that is of another kind."""
-        if self._open != kind:
-            yield from self._close("completed")
-            self._open = kind
-            item, part = _TEXT_ITEMS[kind]
-            yield self._add_item(_PREFIXES[kind], item | {"content": []})
-            self._output[-1]["content"].append(part | {"text": ""})
-            yield self._item_event(
-                "response.content_part.added", content_index=0, part=part | {"text": ""}
-            )
+    @override
+    def _open_item(self, kind: TextKind) -> Iterator[bytes]:
+        item: dict[str, Any]
+        if kind == "reasoning":
+            item = {"type": "reasoning", "summary": [], "content": []}
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        else:
+            item = {"type": "message", "role": "assistant", "content": []}
+            part = {"type": "output_text", "annotations": [], "logprobs": [], "text": ""}
+        yield self._add_item(_ID_PREFIXES[kind], item)
+        item["content"].append(part)
+        yield self._item_event("response.content_part.added", content_index=0, part=part)
+
+    @override
+    def _delta(self, kind: TextKind, text: str) -> bytes:
         self._output[-1]["content"][0]["text"] += text
-        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield self._item_event(
-            f"response.{_TEXTS[kind]}.delta", content_index=0, delta=text, **logprobs
-        )
+        name = f"response.{_PART_TYPES[kind]}.delta"
+        return self._item_event(name, content_index=0, delta=text, **_LOGPROBS[kind])
 
-    def _call(self, call: inference_pb2.ToolCall) -> Iterator[bytes]:
-        yield from self._close("completed")
-        yield self._add_item(
-            "fc", {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
-        )
+    @override
+    def _close_item(self, kind: TextKind, *, is_cut: bool) -> Iterator[bytes]:
+        part = self._output[-1]["content"][0]
+        name = f"response.{_PART_TYPES[kind]}.done"
+        yield self._item_event(name, content_index=0, text=part["text"], **_LOGPROBS[kind])
+        yield self._item_event("response.content_part.done", content_index=0, part=part)
+        yield self._end_item("incomplete" if is_cut else "completed")
+
+    @override
+    def _add_call(self, call: inference_pb2.ToolCall) -> Iterator[bytes]:
+        item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
+        yield self._add_item("fc", item)
         yield self._item_event("response.function_call_arguments.delta", delta=call.arguments)
         yield self._item_event(
             "response.function_call_arguments.done", name=call.name, arguments=call.arguments
@@ -111,34 +99,27 @@ class ResponsesWriter:
         self._output[-1]["arguments"] = call.arguments
         yield self._end_item("completed")
 
-    def _close(self, status: str) -> Iterator[bytes]:
-        """Ends the text that goes on, if one does."""
-        if self._open:
-            part = self._output[-1]["content"][0]
-            logprobs: dict[str, Any] = {"logprobs": []} if self._open == "message" else {}
-            name = f"response.{_TEXTS[self._open]}.done"
-            yield self._item_event(name, content_index=0, text=part["text"], **logprobs)
-            yield self._item_event("response.content_part.done", content_index=0, part=part)
-            yield self._end_item(status)
-            self._open = ""
+    @override
+    def _finish(self, message: inference_pb2.GenerateResponse) -> Iterator[bytes]:
+        response = self._response(message)
+        yield self._event(f"response.{response['status']}", response=response)
 
     def _add_item(self, prefix: str, item: dict[str, Any]) -> bytes:
         item_id = f"{prefix}_{self._request_id}_{len(self._output)}"
         self._output.append({"id": item_id, "status": "in_progress"} | item)
-        return self._event(
-            "response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1]
-        )
+        return self._output_event("response.output_item.added")
 
     def _end_item(self, status: str) -> bytes:
         self._output[-1]["status"] = status
-        return self._event(
-            "response.output_item.done", output_index=len(self._output) - 1, item=self._output[-1]
-        )
+        return self._output_event("response.output_item.done")
+
+    def _output_event(self, name: str) -> bytes:
+        index = len(self._output) - 1
+        return self._event(name, output_index=index, item=self._output[-1])
 
     def _item_event(self, name: str, /, **fields: Any) -> bytes:
-        return self._event(
-            name, item_id=self._output[-1]["id"], output_index=len(self._output) - 1, **fields
-        )
+        index = len(self._output) - 1
+        return self._event(name, item_id=self._output[-1]["id"], output_index=index, **fields)
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         numbered = {"type": name, "sequence_number": self._sequence_number} | fields
@@ -146,7 +127,7 @@ class ResponsesWriter:
         return f"event: {name}\ndata: {json.dumps(numbered)}\n\n".encode()
 
     def _response(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """Returns the response; `message` is the last."""
+        """Returns the finished response; `message` is the last one."""
         is_cut = message.finish_reason == inference_pb2.FINISH_REASON_LENGTH
         return self._head | {
             "status": "incomplete" if is_cut else "completed",
@@ -157,7 +138,7 @@ class ResponsesWriter:
 
 
 def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:
-    """Returns the response as it is before anything is generated."""
+    """Returns the response before the first token."""
     body = request.body
     dumped = body.model_dump(
         by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text", "metadata"}

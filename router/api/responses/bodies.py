@@ -4,52 +4,44 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
-from typing_extensions import TypeAliasType
 
 from ....proto import limits
 from ..openai.bodies import (
     Ignored,
+    Items,
     LastEventId,
     Name,
     NamedFunction,
     Only,
     OpenModel,
     ReturnedModel,
+    TextOrItems,
+    member,
     with_named_parameters,
 )
-
-_MAX_PARTS: Final = limits.MAX_CHAT_MESSAGES
-"""In the content of one message."""
 
 
 def _not_stored(value: object) -> object:
     if value is not None:
-        reason = (
-            "is not supported: responses are not stored here; send the whole conversation as input"
+        raise PydanticCustomError(
+            "not_stored",
+            "is not supported: responses are not stored; send the whole conversation as input",
         )
-        raise PydanticCustomError("not_stored", reason)
     return value
 
 
 def _store(value: object) -> object:
     if value is True:
-        raise PydanticCustomError("store", "must be false: responses are not stored here")
+        raise PydanticCustomError("store", "must be false: responses are not stored")
     return value
 
 
 NotStored = Annotated[None, BeforeValidator(_not_stored), WithJsonSchema({"type": "null"})]
 
 
-def _form(value: object) -> str:
-    return "[text]" if isinstance(value, str) else "[list]"
-
-
-def _item_type(value: object) -> str | None:
-    found = (
-        value if isinstance(value, dict) else vars(value) if isinstance(value, OpenModel) else {}
-    )
-    kind = found.get("type", "message")
-    if kind == "message" and found.get("role") == "assistant":
+def _item_tag(value: object) -> str | None:
+    kind = value.get("type", "message") if isinstance(value, dict) else member(value, "type")
+    if kind == "message" and member(value, "role") == "assistant":
         return "[assistant]"
     return f"[{kind}]" if isinstance(kind, str) else None
 
@@ -71,33 +63,27 @@ class RefusalPart(ReturnedModel):
         return self.refusal
 
 
-def _part_type(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "[refusal]" if kind == "refusal" else "[text]"
+def _part_tag(value: object) -> str:
+    return "[refusal]" if member(value, "type") == "refusal" else "[text]"
 
 
 Part = Annotated[
     Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")],
-    Discriminator(_part_type),
-]
-_Parts = TypeAliasType("_Parts", Annotated[list[Part], Field(max_length=_MAX_PARTS), FailFast()])
-TextOrParts = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[_Parts, Tag("[list]")],
-    Discriminator(_form),
+    Discriminator(_part_tag),
 ]
 
 
 class MessageItem(OpenModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: TextOrParts
+    content: TextOrItems[Part]
     id: Ignored[str] = None
     status: Ignored[str] = None
     phase: Ignored[str] = None
 
 
 class AssistantItem(MessageItem, ReturnedModel):
-    """Declares what the assistant said, which may come of an earlier answer."""
+    """Declares a message of the assistant, which may be an earlier answer."""
 
     role: Literal["assistant"]
 
@@ -114,16 +100,16 @@ class FunctionCallItem(ReturnedModel):
 class FunctionOutputItem(ReturnedModel):
     type: Literal["function_call_output"]
     call_id: str
-    output: TextOrParts
+    output: TextOrItems[Part]
     id: Ignored[str] = None
     status: Ignored[str] = None
 
 
 class ReasoningItem(ReturnedModel):
-    """Declares what the model thought; only its text is read."""
+    """Declares the reasoning of an earlier answer; only its text is read."""
 
     type: Literal["reasoning"]
-    content: _Parts | None = None
+    content: Items[Part] | None = None
     id: Ignored[str] = None
     summary: Ignored[list[Any]] = None
     encrypted_content: Ignored[str] = None
@@ -137,20 +123,17 @@ Item = Annotated[
     | Annotated[FunctionOutputItem, Tag("[function_call_output]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")],
     Discriminator(
-        _item_type,
+        _item_tag,
         custom_error_type="item",
-        custom_error_message="must be an item of type message, function_call, function_call_output or reasoning",
+        custom_error_message=(
+            "must be an item of type message, function_call, function_call_output or reasoning"
+        ),
     ),
 ]
 
 
-_Items = TypeAliasType(
-    "_Items", Annotated[list[Item], Field(max_length=limits.MAX_CHAT_MESSAGES), FailFast()]
-)
-
-
 class FunctionTool(OpenModel):
-    """Declares a function; OpenAI's own tools are not run here."""
+    """Declares a function. OpenAI's own tools are not supported."""
 
     type: Literal["function"]
     name: Name
@@ -163,6 +146,17 @@ class FunctionTool(OpenModel):
 
 class NamedFunctionTool(NamedFunction):
     type: Literal["function"]
+
+
+def _choice_tag(value: object) -> str:
+    return "[mode]" if isinstance(value, str) else "[function]"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("[mode]")]
+    | Annotated[NamedFunctionTool, Tag("[function]")],
+    Discriminator(_choice_tag),
+]
 
 
 class TextFormat(OpenModel):
@@ -179,9 +173,7 @@ class TextConfig(OpenModel):
 
 
 class ReasoningConfig(OpenModel):
-    """Declares how the model is to think; the effort is the variable reasoning_effort of its chat
-    template.
-    """
+    """Declares the effort, which sets the variable reasoning_effort of the chat template."""
 
     effort: str | None = None
     summary: Ignored[str] = None
@@ -193,24 +185,15 @@ class ResponseStreamOptions(OpenModel):
 
 
 class ResponsesFields(OpenModel):
-    """Declares the fields of POST /v1/responses that are no request parameters."""
+    """Declares the fields of POST /v1/responses, without the request parameters."""
 
     model: str | None = None
-    input: Annotated[
-        Annotated[str, Tag("[text]")] | Annotated[_Items, Tag("[list]")], Discriminator(_form)
-    ]
+    input: TextOrItems[Item]
     instructions: str | None = None
     tools: Annotated[list[FunctionTool] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = (
         None
     )
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("[text]")]
-            | Annotated[NamedFunctionTool, Tag("[list]")],
-            Discriminator(_form),
-        ]
-        | None
-    ) = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(
         None, description="If false, the answer ends after its first call."
     )

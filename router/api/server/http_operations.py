@@ -18,6 +18,7 @@ from ...frontend.prepare import RequestContext
 from ..anthropic.answers import ANTHROPIC_FORM
 from ..anthropic.bodies import CountTokensBody, MessagesBody
 from ..anthropic.requests import parse_count_tokens, parse_messages
+from ..openai.answers import OPENAI_FORM
 from ..openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -38,7 +39,8 @@ from ..openai.openapi import READ_ERRORS, Operation, generation, ok
 from ..openai.parsing import json_list, parse
 from ..openai.requests import ParsedRequest, parse_chat, parse_completion, parse_tokenize
 from ..openai.respond import off_loop
-from ..openai.streaming import OPENAI_FORM, AnswerForm, GenerationResponse
+from ..openai.streaming import GenerationResponse
+from ..openai.writers import AnswerForm
 from ..responses.answers import RESPONSES_FORM
 from ..responses.bodies import ResponsesBody
 from ..responses.requests import parse_responses

@@ -22,11 +22,11 @@ from ..anthropic.answers import ANTHROPIC_FORM, anthropic_plain_error
 from ..browsers import BrowserRules
 from ..console.feed import ConsoleFeed
 from ..console.routes import console_endpoints
-from ..openai.answers import error_response, plain_error
+from ..openai.answers import OPENAI_FORM, error_response, plain_error
 from ..openai.openapi import MODEL_NAME, Operation, document, ok
 from ..openai.parsing import http_field
 from ..openai.respond import respond
-from ..openai.streaming import OPENAI_FORM, AnswerForm
+from ..openai.writers import AnswerForm
 from ..service import GenerationService
 from .audit import AuditLog
 from .connection import ConnectionBounds

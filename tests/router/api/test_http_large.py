@@ -14,7 +14,7 @@ import pytest
 from tandem.proto import errors, inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.parameters import ROWS
-from tandem.router.api.openai import answers as responses
+from tandem.router.api.openai.answers import MAX_PROMPT_LOGPROBS
 from tandem.router.api.openai.bodies import DetokenizeBody
 from tandem.router.api.openai.logprobs import prompt_logprobs
 from tandem.router.api.openai.parsing import parse
@@ -144,7 +144,7 @@ async def test_the_log_probabilities_of_prompts_are_bounded(
             next(name for name in asked if "logprobs" in name),
         )
         assert "672000 log probabilities" in error["message"]
-        assert f"at most {responses.MAX_PROMPT_LOGPROBS}" in error["message"]
+        assert f"the maximum of one response is {MAX_PROMPT_LOGPROBS}" in error["message"]
         assert service.source.requests == []
         assert (await http.post(TEXT, json=body(TEXT, n=3, **fields))).status_code == 200
 
