@@ -110,7 +110,7 @@ class InputTool(OpenModel):
 class ToolChoiceBody(OpenModel):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = Field(
-        None, description="The tool to call; must be set exactly if type is tool."
+        None, description="The tool to call, set if and only if type is tool."
     )
     disable_parallel_tool_use: bool | None = Field(
         None, description="If true, the answer ends after its first call."

@@ -52,11 +52,9 @@ def parse_count_tokens(body: bytes) -> ParsedRequest:
 
 
 def _translate(body: CountTokensBody) -> dict[str, Any]:
-    """Returns what an ParsedRequest has of the body."""
-    chat, names = (
-        inference_pb2.Chat(),
-        {"stopping.stop": "stop_sequences", "prompt.chat.template_kwargs": "thinking"},
-    )
+    """Returns the fields of a ParsedRequest that depend on the body."""
+    chat = inference_pb2.Chat()
+    names = {"stopping.stop": "stop_sequences", "prompt.chat.template_kwargs": "thinking"}
     if body.system:
         _add(chat, names, "system", role="system", content=_text(body.system))
     for i, message in enumerate(body.messages):
@@ -65,7 +63,7 @@ def _translate(body: CountTokensBody) -> dict[str, Any]:
     _add_tools(chat, names, body)
     if body.thinking is not None:
         chat.template_kwargs = json.dumps({"enable_thinking": body.thinking.type != "disabled"})
-    if body.messages and body.messages[-1].role == "assistant":  # begins the answer
+    if body.messages and body.messages[-1].role == "assistant":  # the begin of the answer
         chat.continue_final_message = not chat.messages[-1].tool_calls
     form = body.output_config and body.output_config.format
     constraint = None
@@ -78,7 +76,7 @@ def _translate(body: CountTokensBody) -> dict[str, Any]:
 
 
 def _add(chat: inference_pb2.Chat, names: dict[str, str], path: str, **fields: Any) -> None:
-    """Adds a message, which came of the field `path`."""
+    """Adds a message of the field `path`."""
     names[f"prompt.chat.messages[{len(chat.messages)}]"] = path
     chat.messages.add(**fields)
 
@@ -86,9 +84,7 @@ def _add(chat: inference_pb2.Chat, names: dict[str, str], path: str, **fields: A
 def _add_user(
     chat: inference_pb2.Chat, names: dict[str, str], message: InputMessage, path: str
 ) -> None:
-    """Adds the results of tools and the texts between them, as messages of their own; also of role
-    system.
-    """
+    """Adds a message of role user or system: each tool result becomes a separate message."""
     if isinstance(message.content, str):
         _add(chat, names, path, role=message.role, content=message.content)
         return
@@ -109,7 +105,7 @@ def _add_user(
             _add(chat, names, place, role="tool", tool_call_id=block.tool_use_id, content=content)
         else:
             raise InvalidArgument(
-                f"a block of type {block.type} goes with role assistant only",
+                f"a block of type {block.type} requires role assistant",
                 f"{path}.content[{i}]",
             )
     add_texts()
@@ -121,20 +117,22 @@ def _add_assistant(
     if isinstance(message.content, str):
         _add(chat, names, path, role="assistant", content=message.content)
         return
-    texts, thoughts, calls = [], [], []
+    texts = []
+    reasoning = []
+    calls = []
     for i, block in enumerate(message.content):
         place = f"{path}.content[{i}]"
         if isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
+            reasoning.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
             arguments = json_text(block.input, f"{place}.input")
             calls.append(inference_pb2.ToolCall(id=block.id, name=block.name, arguments=arguments))
         elif isinstance(block, ToolResultBlock):
-            raise InvalidArgument("a block of type tool_result goes with role user only", place)
-    said = {"content": "".join(texts), "reasoning": "".join(thoughts), "tool_calls": calls}
-    _add(chat, names, path, role="assistant", **said)
+            raise InvalidArgument("a block of type tool_result requires role user", place)
+    fields = {"content": "".join(texts), "reasoning": "".join(reasoning), "tool_calls": calls}
+    _add(chat, names, path, role="assistant", **fields)
 
 
 def _add_tools(chat: inference_pb2.Chat, names: dict[str, str], body: CountTokensBody) -> None:
@@ -145,7 +143,7 @@ def _add_tools(chat: inference_pb2.Chat, names: dict[str, str], body: CountToken
         chat.tools.add(name=tool.name, description=tool.description or "", parameters=parameters)
     if (choice := body.tool_choice) is not None:
         if (choice.type == "tool") != (choice.name is not None):
-            raise InvalidArgument("goes with type tool, and only with it", "tool_choice.name")
+            raise InvalidArgument("must be set if and only if type is tool", "tool_choice.name")
         chat.tool_choice.mode = _MODES[choice.type]
         chat.tool_choice.name = choice.name or ""
         chat.tool_choice.single_call = bool(choice.disable_parallel_tool_use)

@@ -61,7 +61,7 @@ def parse_prompts(value: object, most: int = limits.MAX_PROMPTS) -> object:
     if isinstance(prompts, list):
         if not 1 <= len(prompts) <= most:
             raise PydanticCustomError(
-                "prompt", f"has {len(prompts)} prompts; the number must be from 1 to {most}"
+                "prompt", f"has {len(prompts)} prompts; 1 to {most} are allowed"
             )
         if all(isinstance(prompt, str) or _is_ids(prompt) for prompt in prompts):
             return prompts

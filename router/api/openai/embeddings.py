@@ -1,6 +1,4 @@
-"""Answers POST /v1/embeddings, OpenAI's, and POST /score, vLLM's: both are prompts of which nothing
-is generated.
-"""
+"""Answers OpenAI's POST /v1/embeddings and vLLM's POST /score, which generate no tokens."""
 
 import asyncio
 import base64
@@ -31,13 +29,13 @@ from .writers import AnswerForm, AnswerWriter, TokenIds
 _POOLINGS: Final = {"LAST": inference_pb2.POOLING_LAST, "MEAN": inference_pb2.POOLING_MEAN}
 
 _MAX_NUMBERS: Final = {"float": 2**22, "base64": 2**24}
-"""Of all embeddings of one response, by format: about 80 MB."""
+"""By format, the bound on the numbers in all embeddings of one response, which then has 80 MB."""
 
 
 def _no_dimensions(value: object) -> object:
     if value is not None:
         raise PydanticCustomError(
-            "dimensions", "is not supported: no shorter embeddings of this model are defined"
+            "dimensions", "is not supported: this model has embeddings of one length only"
         )
     return value
 
@@ -56,9 +54,11 @@ class EmbeddingsFields(OpenModel):
         None, BeforeValidator(_no_dimensions), WithJsonSchema({"type": "null"})
     ] = None
     pooling_type: Literal["LAST", "MEAN"] | None = Field(
-        None, description="Of the last hidden states; LAST by default."
+        None, description="How the last hidden states are pooled; LAST by default."
     )
-    normalize: bool | None = Field(None, description="Makes the length 1, which is the default.")
+    normalize: bool | None = Field(
+        None, description="Scales the embedding to length 1; true by default."
+    )
     user: Ignored[str] = None
 
 
@@ -70,7 +70,7 @@ def _texts(value: object) -> object:
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and not 1 <= len(texts) <= limits.MAX_TEXTS:
         raise PydanticCustomError(
-            "texts", f"has {len(texts)} texts; 1 to {limits.MAX_TEXTS} are taken"
+            "texts", f"has {len(texts)} texts; 1 to {limits.MAX_TEXTS} are allowed"
         )
     return texts
 
@@ -92,14 +92,15 @@ class ScoreBody(OpenModel):
     text_2: _Texts
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=limits.MAX_TOKENS)] = Field(
         None,
-        description="Keeps so many tokens of the end of both texts; -1 keeps what fits the context, 0 all.",
+        description="The number of last tokens of both texts that are kept; -1: as many as fit the"
+        " context, 0: all.",
     )
     user: Ignored[str] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingsRequest(ParsedRequest):
-    """Holds what the answer needs of the body, too."""
+    """Adds the options of the answer to the parsed request."""
 
     in_base64: bool
     normalizes: bool
@@ -107,7 +108,7 @@ class EmbeddingsRequest(ParsedRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest(ParsedRequest):
-    """Holds where in each prompt the scored text begins, too."""
+    """Adds the start of the scored text in each prompt to the parsed request."""
 
     starts: Sequence[int]
 
@@ -132,8 +133,7 @@ def parse_embeddings(body: bytes, request_id: str) -> EmbeddingsRequest:
 async def make_score_request(
     body: ScoreBody, model: ServedModel, request_id: str, caller: Caller
 ) -> ScoreRequest:
-    """Makes a prompt of each pair of texts: of the first text 1 with each text 2, or of as many of
-    both.
+    """Makes a prompt of each pair of texts; a single text 1 is paired with every text 2.
 
     The prompts are charged when they are accepted. Raises InvalidArgument, and Overloaded if the
     caller has no tokens left.
@@ -142,10 +142,9 @@ async def make_score_request(
     firsts, seconds = body.text_1, body.text_2
     if len(firsts) not in (1, len(seconds)):
         raise InvalidArgument(
-            f"has {len(firsts)} texts; 1 or as many as text_2 are taken", "text_1"
+            f"has {len(firsts)} texts; it must have 1 or {len(seconds)} like text_2", "text_1"
         )
-    # Each text_1 stands before as many texts as there are: together they are bounded as if the body
-    # had them all.
+    # A single text_1 is repeated for each text_2. Each copy counts, as if the body had contained it.
     num_characters = len(seconds) // len(firsts) * sum(map(len, firsts)) + sum(map(len, seconds))
     check_count(num_characters, limits.MAX_MESSAGE_BYTES, "characters in all pairs", "text_1")
     for field, texts in (("text_1", firsts), ("text_2", seconds)):
@@ -178,13 +177,11 @@ async def make_score_request(
 def _check_not_empty(
     texts: Sequence[Sequence[int]], field: str, encoded: Sequence[Sequence[int]], caller: Caller
 ) -> None:
-    """Raises InvalidArgument if a text has no tokens; the caller is then charged for all that was
-    encoded.
-    """
+    """Raises InvalidArgument if a text has no tokens, and then charges the caller for `encoded`."""
     for i, ids in enumerate(texts):
         if not ids:
             caller.quota.take_tokens(sum(map(len, encoded)))
-            raise InvalidArgument("has no tokens; at least 1 is needed", f"{field}[{i}]")
+            raise InvalidArgument("has no tokens; the minimum is 1", f"{field}[{i}]")
 
 
 class EmbeddingsWriter(AnswerWriter):
@@ -192,7 +189,8 @@ class EmbeddingsWriter(AnswerWriter):
 
     def __init__(self, request: EmbeddingsRequest, model: str, _prompts: TokenIds) -> None:
         self._model = model
-        self._in_base64, self._normalizes = request.in_base64, request.normalizes
+        self._in_base64 = request.in_base64
+        self._normalizes = request.normalizes
 
     @override
     async def render_full(
@@ -205,34 +203,31 @@ class EmbeddingsWriter(AnswerWriter):
             array("f", [number for each in messages for number in each.embedding])
             for messages in answers
         ]
-        count, most = sum(map(len, found)), _MAX_NUMBERS["base64" if self._in_base64 else "float"]
+        count = sum(map(len, found))
+        most = _MAX_NUMBERS["base64" if self._in_base64 else "float"]
         if count > most:
-            remedy = (
-                "send fewer texts"
-                if self._in_base64
-                else "send fewer texts, or set encoding_format to base64"
-            )
+            remedy = "send fewer texts"
+            if not self._in_base64:
+                remedy += ", or set encoding_format to base64"
             raise InvalidArgument(
                 f"asks for {count} numbers; the maximum of one response is {most}; {remedy}",
                 "input",
             )
-        # One by one: a number takes 4 bytes here, 20 as text and 32 as an object.
+        # One by one, to save memory: a number takes 4 bytes here, 20 as text and 32 as an object.
         data = ", ".join(
-            json.dumps({"object": "embedding", "index": i, "embedding": self._written(each)})
+            json.dumps({"object": "embedding", "index": i, "embedding": self._encode(each)})
             for i, each in enumerate(found)
         )
         rest = json.dumps({"model": self._model, "usage": _usage(answers)})[1:]
         return f'{{"object": "list", "data": [{data}], {rest}'.encode()
 
-    def _written(self, embedding: "array[float]") -> str | list[float]:
+    def _encode(self, embedding: "array[float]") -> str | list[float]:
         if self._normalizes:
             length = math.sqrt(math.fsum(number * number for number in embedding)) or 1.0
             embedding = array("f", [number / length for number in embedding])
-        return (
-            base64.b64encode(embedding.tobytes()).decode()
-            if self._in_base64
-            else embedding.tolist()
-        )
+        if self._in_base64:
+            return base64.b64encode(embedding.tobytes()).decode()
+        return embedding.tolist()
 
 
 class ScoreWriter(AnswerWriter):

@@ -1,6 +1,7 @@
-"""Writes log probabilities as JSON: OpenAI's forms of completions and chats, and vLLM's of prompts.
+"""Writes log probabilities as JSON: OpenAI's forms of completions and chats, vLLM's of prompts.
 
-Token by token: json.dumps of a whole prompt would hold the interpreter's lock for all of it.
+They are written token by token: `json.dumps` of a long prompt would hold the interpreter's lock for
+up to half a second.
 """
 
 import codecs
@@ -11,29 +12,27 @@ from typing import Any, Self
 
 from ....proto import inference_pb2
 
-_LEAST = -9_999.0
-"""OpenAI's value for impossible tokens; JSON has no infinity."""
+_MIN_LOGPROB = -9_999.0
+"""OpenAI's value for impossible tokens, since JSON has no infinity."""
 
 
 class TextLogprobs:
-    """Writes the form of /v1/completions. Follows one choice, to know where in the text each token
-    begins.
-    """
+    """Writes the form of /v1/completions; counts the characters of one choice for text offsets."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
-        self._rendered: dict[str, tuple[str, ...]] = {}  # by list, its entries in JSON
+        self._rendered: dict[str, tuple[str, ...]] = {}  # by list, its entries as JSON
 
     def fork(self) -> Self:
-        """Returns one for another choice with the same beginning; what was taken is shared."""
+        """Returns a copy for another choice that begins with the tokens taken so far."""
         other = copy.copy(self)
         other._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         other._decoder.setstate(self._decoder.getstate())
         return other
 
     def take(self, tokens: Sequence[inference_pb2.TokenLogprobs]) -> None:
-        """Takes the next tokens of the choice."""
+        """Adds the next tokens of the choice."""
         if not tokens:
             return
         new = {
@@ -47,7 +46,7 @@ class TextLogprobs:
         }
 
     def render(self) -> str:
-        """Returns the object of the tokens taken since the last call; null if there are none."""
+        """Returns the JSON object of the tokens added since the last call; null without tokens."""
         rendered, self._rendered = self._rendered, {}
         lists = (
             f'"{name}": [{", ".join(filter(None, parts))}]' for name, parts in rendered.items()
@@ -55,16 +54,14 @@ class TextLogprobs:
         return f"{{{', '.join(lists)}}}" if rendered else "null"
 
     def _text_offset(self, text: bytes) -> int:
-        """Returns the number of characters before the token; a character that it completes counts
-        as its own.
-        """
+        """Returns the number of characters before the token, without one that it completes."""
         offset = self._offset
         self._offset += len(self._decoder.decode(text))
         return offset
 
 
 def chat_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> str:
-    """Returns the form of /v1/chat/completions; null without tokens."""
+    """Returns the form of /v1/chat/completions as JSON; null without tokens."""
     if not tokens:
         return "null"
     content = (
@@ -75,10 +72,12 @@ def chat_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> str:
 
 
 def prompt_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> str:
-    """Returns vLLM's form: for each token of the prompt alternatives by token id, itself among
-    them; null for the first.
+    """Returns vLLM's form as JSON: by position, the token and its alternatives by token id.
+
+    The first position of a prompt has no log probability: null.
     """
-    return f"[{_entries(_ranked(each) if each.token.HasField('logprob') else None for each in tokens)}]"
+    ranked = (_ranked(each) if each.token.HasField("logprob") else None for each in tokens)
+    return f"[{_entries(ranked)}]"
 
 
 def _entries(values: Iterable[Any]) -> str:
@@ -86,14 +85,14 @@ def _entries(values: Iterable[Any]) -> str:
 
 
 def _top(each: inference_pb2.TokenLogprobs) -> dict[str, float | None] | None:
-    """Returns the alternatives and the token itself, even where it is none of the likeliest."""
+    """Returns the alternatives and the token itself, by text."""
     if not each.token.HasField("logprob"):
         return None
     return {_token(other.text): _logprob(other) for other in (*each.top, each.token)}
 
 
 def _ranked(each: inference_pb2.TokenLogprobs) -> dict[str, Any]:
-    """Returns the token itself first, with its rank in the vocabulary."""
+    """Returns the token itself and its alternatives by id, with their ranks in the vocabulary."""
     found: dict[str, Any] = {}
     for other in (each.token, *each.top):
         entry = {"logprob": _logprob(other), "rank": other.rank, "decoded_token": _text(other.text)}
@@ -106,7 +105,7 @@ def _entry(token: inference_pb2.Logprob) -> dict[str, Any]:
 
 
 def _logprob(token: inference_pb2.Logprob) -> float | None:
-    return max(token.logprob, _LEAST) if token.HasField("logprob") else None
+    return max(token.logprob, _MIN_LOGPROB) if token.HasField("logprob") else None
 
 
 def _text(text: bytes) -> str:
@@ -114,7 +113,7 @@ def _text(text: bytes) -> str:
 
 
 def _token(text: bytes) -> str:
-    """Returns the token as text, or in OpenAI's form for a part of a character: `bytes:\\xf0\\x9f`."""
+    """Returns the text; for a part of a character OpenAI's form `bytes:\\xf0\\x9f`."""
     try:
         return text.decode()
     except UnicodeDecodeError:

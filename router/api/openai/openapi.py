@@ -1,4 +1,4 @@
-"""Makes the OpenAPI document: what each path takes and returns."""
+"""Makes the OpenAPI document: the body and the responses of each path."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ REQUEST_TIMEOUT: Final = "x-request-timeout"
 RESUME: Final = "tandem-resume"
 LAST_EVENT_ID: Final = "last-event-id"
 MAX_TOKENS: Final = "tandem-max-tokens"
-"""Of a response whose max_tokens was reduced to what the prompt leaves of the context."""
+"""Header of a response whose max_tokens was reduced to fit the context: the new value."""
 
 MAX_TIMEOUT_SECONDS: Final = 86_400
 
@@ -66,16 +66,15 @@ _SCHEMAS: Final = {
 _ERRORS: Final = {
     400: "A field is wrong; `param` names it.",
     401: "The service needs an API key, and this one is not valid.",
-    403: "The host or the origin of the request may not use the service, or the key may not do this.",
+    403: "The host, the origin or the key of the request has no permission.",
     404: "No such model.",
     413: "The body is too large.",
     415: "The body has a Content-Encoding other than gzip.",
     429: "Queue or cache is full, or the key's limits are reached; see Retry-After.",
     500: "The service is at fault.",
-    503: "No worker can take the request now; see Retry-After.",
+    503: "No worker can accept the request now; see Retry-After.",
     504: "The deadline passed.",
 }
-
 
 READ_ERRORS: Final = (400, 401, 403, 404, 413, 415, 429)
 """The statuses of errors of a path that takes a body and generates nothing."""
@@ -108,7 +107,7 @@ _GENERATION_HEADERS: Final = (
 
 @dataclass(frozen=True)
 class Operation:
-    """Describes what a path does. It takes POST if it has a body, else GET."""
+    """Describes a path. Its method is POST if it has a body, otherwise GET."""
 
     summary: str
     success: dict[str, Any]  # the description of the response of status 200
@@ -191,9 +190,8 @@ def _content(schema: str) -> dict[str, Any]:
 
 
 _DESCRIPTION: Final = (
-    "OpenAI's API, with vLLM's additions, and Anthropic's Messages API. Fields that Tandem cannot "
-    "honour are refused "
-    "by name. Where the service has API keys, each call but /health brings one in `Authorization: "
-    "Bearer` or in "
-    "`x-api-key`. Tenants are served in turn and share no prefix cache."
+    "OpenAI's API with vLLM's additions, and Anthropic's Messages API. Fields that Tandem does not "
+    "support are refused by name. If the service has API keys, each call except /health needs one "
+    "in `Authorization: Bearer` or in `x-api-key`. Tenants are served in turn and share no prefix "
+    "cache."
 )

@@ -13,12 +13,12 @@ from ....proto.errors import InvalidArgument
 from ..large_messages import check_json_elements
 from .bodies import REASONS, OpenModel, ReturnedModel
 
-MAX_NAME: Final = 64  # characters that an error repeats of a name in a body
+MAX_NAME: Final = 64
+"""Characters of a name in a body that an error repeats."""
 
-_PIECE: Final = 4_096  # values of a long list that are written at a time
-_UNION_TAGS: Final = frozenset(
-    {"str", "NamedTool"}
-)  # pydantic's path elements where a field has several types
+_PIECE: Final = 4_096  # values of a long list that are written in one call
+# Elements that pydantic adds to the path of a field with several types.
+_UNION_TAGS: Final = frozenset({"str", "NamedTool"})
 
 _FIELDS: Final = (
     (re.compile(r"^prompt\.chat\.template_kwargs"), "chat_template_kwargs"),
@@ -36,13 +36,13 @@ _FIELDS: Final = (
     (re.compile(r"^beam_search\.width"), "beam_width"),
     (re.compile(r"^(sampling|stopping|beam_search)\."), ""),
 )
-"""Names in bodies of fields of tandem.v1, by pattern; the first that matches counts."""
+"""Maps patterns of fields of tandem.v1 to names in bodies; the first match counts."""
 
 _B = TypeVar("_B", bound=OpenModel)
 
 
 def http_field(path: str) -> str:
-    """Returns the name in most bodies of a field of tandem.v1: `stop[3]` for `stopping.stop[3]`."""
+    """Returns the name of a field of tandem.v1 in bodies: `stop[3]` for `stopping.stop[3]`."""
     for pattern, name in _FIELDS:
         if pattern.search(path):
             return pattern.sub(name, path)
@@ -50,7 +50,7 @@ def http_field(path: str) -> str:
 
 
 def parse(kind: type[_B], body: bytes) -> _B:
-    """Returns the checked body. Raises InvalidArgument, which names the field as the body does."""
+    """Returns the checked body. Raises InvalidArgument with the field's name in the body."""
     check_json_elements(body)
     try:
         with _without_collection():
@@ -69,9 +69,10 @@ def parse(kind: type[_B], body: bytes) -> _B:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Switches the garbage collector off: parsing makes no cycles, but each list in a body counts
-    towards the next collection. With a million lists collections take four fifths of the time, in
-    which no other thread runs.
+    """Disables the garbage collector while a body is parsed.
+
+    Parsing makes no cycles, but each list in a body counts towards the next collection. With a
+    million lists, collections take four fifths of the time, and no other thread runs meanwhile.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -83,8 +84,9 @@ def _without_collection() -> Iterator[None]:
 
 
 def json_text(value: Any, path: str) -> str:
-    """Returns a value of a body as JSON. Raises InvalidArgument if it is too deep, or has a number
-    that JSON lacks.
+    """Returns a value of a body as JSON.
+
+    Raises InvalidArgument if it is nested too deeply, or has a number that JSON does not support.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -95,8 +97,9 @@ def json_text(value: Any, path: str) -> str:
 
 
 def json_list(values: Sequence[Any]) -> str:
-    """Returns values as a list in JSON. Writes it piece by piece: `json.dumps` holds the
-    interpreter's lock, for a million tokens as long as 70 ms.
+    """Returns values as a JSON list; writes it in pieces.
+
+    `json.dumps` of a million tokens would hold the interpreter's lock for 70 ms.
     """
     pieces = (json.dumps(values[i : i + _PIECE])[1:-1] for i in range(0, len(values), _PIECE))
     return f"[{', '.join(pieces)}]"
@@ -110,12 +113,12 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 def _refuse_unknown(model: BaseModel, prefix: str) -> None:
-    """Raises InvalidArgument for an unknown field that is not null, also in nested objects."""
+    """Raises InvalidArgument if a body or a nested object has an unknown field that is not null."""
     for name, value in (model.model_extra or {}).items():
         if value is not None and not isinstance(model, ReturnedModel):
             reason = REASONS.get(name) if not prefix else None
             raise InvalidArgument(
-                reason or "is not a field that is known here", f"{prefix}{name[:MAX_NAME]}"
+                reason or "is not a field of this request", f"{prefix}{name[:MAX_NAME]}"
             )
     for name, value in model:
         values = value if isinstance(value, list) else [value]

@@ -14,8 +14,9 @@ _MAX_DROPPED_BYTES: Final = 16 * MAX_MESSAGE_BYTES
 
 
 class RefusedBody(Response):
-    """Sends a response at once, then drops what still comes of the body for a while: a connection
-    that is closed with bytes unread loses the response on its way.
+    """Sends a response at once, then reads and drops the rest of the body for up to 10 seconds.
+
+    If a connection is closed with unread bytes, the client may lose the response.
     """
 
     def __init__(self, response: Response) -> None:

@@ -1,6 +1,6 @@
 """Translates OpenAI's requests to the messages of tandem.v1.
 
-A field that Tandem cannot honour is refused by name unless its value asks for nothing.
+A field that Tandem does not support is refused by name, unless its value has no effect.
 """
 
 import re
@@ -38,25 +38,24 @@ _BODY_NAMES: Final = [
     for chat in (False, True)
 ]
 _NO_EFFECT: Final = {"temperature": (0, 1), "top_k": (0, -1)}
-"""Values that ask for nothing special; of other parameters it is the default."""
+"""Values without effect; for other parameters, this is the default."""
 
-_ATTRIBUTES: Final = {"json": "json_"}  # of StructuredOutputs, where pydantic has the name
+_ATTRIBUTES: Final = {"json": "json_"}
+"""Fields of StructuredOutputs whose names pydantic itself uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """Holds the translation of a body of any API; it may have several prompts."""
+    """Holds the translation of a body of any API, which may have several prompts."""
 
-    common: inference_pb2.GenerateRequest  # what all prompts have; without prompt and id
+    common: inference_pb2.GenerateRequest  # of all prompts; without prompt and id
     prompts: Sequence[inference_pb2.Prompt]
     request_id: str
-    names: Mapping[
-        str, str
-    ]  # names in this body of fields of GenerateRequest, where they differ from the usual
+    names: Mapping[str, str]  # of fields of GenerateRequest in this body, if they are not the usual
     is_streamed: bool
     last_event_id: str | None = None  # see RequestContext.event_id
-    has_prompt_logprobs: bool = False  # asked for by themselves, not by echo
-    has_token_ids: bool = False  # of the prompts and of what is generated
+    has_prompt_logprobs: bool = False  # requested separately, not by echo
+    has_token_ids: bool = False  # of the prompts and of the answers
 
     @property
     def is_chat(self) -> bool:
@@ -64,21 +63,18 @@ class ParsedRequest:
 
     @property
     def num_choices(self) -> int:
-        """Choices of each prompt."""
+        """Returns the number of choices of each prompt."""
         return max(self.common.n, 1)
 
     def requests(self) -> Iterator[inference_pb2.GenerateRequest]:
-        """Yields one for each prompt, made when it is asked for: where the first is refused, no
-        other is made.
-        """
+        """Yields a request for each prompt; makes it only when the previous one was accepted."""
         for i, prompt in enumerate(self.prompts):
             request = inference_pb2.GenerateRequest()
             request.CopyFrom(self.common)
             request.prompt.CopyFrom(prompt)
             suffix = f"-{i}" if len(self.prompts) > 1 else ""
-            request.request_id = (
-                self.request_id[: limits.MAX_REQUEST_ID_CHARACTERS - len(suffix)] + suffix
-            )
+            kept = limits.MAX_REQUEST_ID_CHARACTERS - len(suffix)
+            request.request_id = self.request_id[:kept] + suffix
             yield request
 
     def field(self, path: str) -> str:
@@ -93,7 +89,7 @@ class ParsedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIRequest(ParsedRequest):
-    """Holds a completion's or a chat's body, too."""
+    """Adds the body of a completion or a chat to the parsed request."""
 
     body: Body
 
@@ -122,7 +118,7 @@ def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
 
 
 def prompt_messages(prompts: Iterable[str | list[int]]) -> list[inference_pb2.Prompt]:
-    """Returns prompts that are texts or token ids as messages."""
+    """Returns the prompts, each a text or a list of token ids, as messages."""
     return [
         inference_pb2.Prompt(text=prompt)
         if isinstance(prompt, str)
@@ -132,15 +128,16 @@ def prompt_messages(prompts: Iterable[str | list[int]]) -> list[inference_pb2.Pr
 
 
 def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
-    """Translates the body of POST /v1/chat/completions. Raises InvalidArgument that names the
-    field.
+    """Translates the body of POST /v1/chat/completions.
+
+    Raises InvalidArgument that names the field.
     """
     parsed = parse(ChatBody, body)
     common, names = _translate(parsed)
     if parsed.logprobs:
-        common.logprobs = common.logprobs  # 0 alternatives, unless top_logprobs has set more
+        common.logprobs = common.logprobs  # sets 0 alternatives, unless top_logprobs set more
     elif common.logprobs:
-        raise InvalidArgument("goes with logprobs only", "top_logprobs")
+        raise InvalidArgument("requires logprobs", "top_logprobs")
     else:
         common.ClearField("logprobs")
     chat = _chat(parsed, parsed.messages)
@@ -162,16 +159,16 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
 
 
 def parse_tokenize(body: bytes) -> tuple[inference_pb2.TokenizeRequest, TokenizeBody]:
-    """Translates the body of POST /tokenize, and returns it, too. Raises InvalidArgument."""
+    """Translates the body of POST /tokenize; also returns the body. Raises InvalidArgument."""
     parsed = parse(TokenizeBody, body)
     if parsed.messages is None and parsed.prompt is None:
-        raise InvalidArgument("field required, or else messages", "prompt")
+        raise InvalidArgument("prompt or messages required", "prompt")
     if parsed.messages is None:
         prompt = inference_pb2.Prompt(text=parsed.prompt)
     elif parsed.prompt is not None:
-        raise InvalidArgument("does not go with messages", "prompt")
+        raise InvalidArgument("cannot be combined with messages", "prompt")
     elif parsed.add_special_tokens:
-        raise InvalidArgument("does not go with messages", "add_special_tokens")
+        raise InvalidArgument("cannot be combined with messages", "add_special_tokens")
     else:
         prompt = inference_pb2.Prompt(chat=_chat(parsed, parsed.messages))
     return inference_pb2.TokenizeRequest(model=parsed.model or "", prompt=prompt), parsed
@@ -180,16 +177,14 @@ def parse_tokenize(body: bytes) -> tuple[inference_pb2.TokenizeRequest, Tokenize
 def set_parameters(
     request: inference_pb2.GenerateRequest, body: OpenModel, names: Mapping[str, str]
 ) -> None:
-    """Sets the request parameters of a body made by with_named_parameters."""
+    """Sets the request parameters that a body made by with_named_parameters has."""
     for name, field in names.items():
         if (value := getattr(body, name)) is not None:
             set_value(request, ROWS[field], value)
 
 
 def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str]]:
-    """Returns what all prompts of a body have in common, and the names of fields that depend on the
-    body.
-    """
+    """Returns the request without its prompt, and the names of fields that depend on the body."""
     constraint, constraint_name = _constraint(body)
     names = {"constraint": constraint_name}
     values: dict[str, dict[str, Any]] = {"": {}, "sampling": {}, "stopping": {}, "beam_search": {}}
@@ -205,7 +200,7 @@ def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str
         }
     for leaf, value in list(values["beam_search"].items()):
         if "width" not in values["beam_search"] and value != ROWS[f"beam_search.{leaf}"].default:
-            raise InvalidArgument("goes with use_beam_search only", leaf)
+            raise InvalidArgument("requires use_beam_search", leaf)
     request = inference_pb2.GenerateRequest(
         sampling=values["sampling"],
         stopping=values["stopping"],
@@ -213,14 +208,12 @@ def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str
         constraint=constraint,
         **values[""],
     )
-    request.priority = min(-request.priority, 2**31 - 1)  # as in vLLM, the least goes first
+    request.priority = min(-request.priority, 2**31 - 1)  # in vLLM, a lower number is served first
     return request, names
 
 
 def _given_parameters(body: Body) -> Iterator[tuple[RequestParameter, str, Any]]:
-    """Yields the parameters that a body has, but for constraints: the row, its name there, the
-    value for its field.
-    """
+    """Yields the parameters of a body, without constraints: row, name in the body and value."""
     given = body.model_fields_set
     for row, names in _BODY_NAMES[isinstance(body, ChatFields)]:
         for name in names:
@@ -234,7 +227,7 @@ def _given_parameters(body: Body) -> Iterator[tuple[RequestParameter, str, Any]]
 
 
 def _has_effect(leaf: str, value: Any) -> bool:
-    """Returns whether a parameter of sampling, which a beam search refuses, asks for anything."""
+    """Returns True if a sampling parameter has an effect; a beam search then refuses it."""
     return leaf != "seed" and value not in _NO_EFFECT.get(leaf, (ROWS[f"sampling.{leaf}"].default,))
 
 
@@ -246,10 +239,10 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def _constraint(body: Body) -> tuple[inference_pb2.Constraint | None, str]:
-    """Returns the constraint and the field that has it. Raises InvalidArgument if there are two."""
+    """Returns the constraint and its field. Raises InvalidArgument if there are several."""
     found = [*_response_format(body), *_other_constraints(body)]
     if len(found) > 1:
-        raise InvalidArgument(f"does not go together with {found[0][1]}", found[1][1])
+        raise InvalidArgument(f"cannot be combined with {found[0][1]}", found[1][1])
     return found[0] if found else (None, "response_format")
 
 
@@ -259,7 +252,7 @@ def _response_format(body: Body) -> Iterator[tuple[inference_pb2.Constraint, str
         return
     if (form.type == "json_schema") != (form.json_schema is not None):
         raise InvalidArgument(
-            "goes together with type json_schema, and only with it", "response_format.json_schema"
+            "must be set if and only if type is json_schema", "response_format.json_schema"
         )
     if form.json_schema is not None:
         schema = form.json_schema.schema_
@@ -273,12 +266,8 @@ def _response_format(body: Body) -> Iterator[tuple[inference_pb2.Constraint, str
 def _other_constraints(body: Body) -> Iterator[tuple[inference_pb2.Constraint, str]]:
     for row in parameters_of("constraint"):
         name = row.leaf.removesuffix("_schema")
-        given = [
-            (
-                f"structured_outputs.{name}",
-                getattr(body.structured_outputs, _ATTRIBUTES.get(name, name), None),
-            )
-        ]
+        structured = getattr(body.structured_outputs, _ATTRIBUTES.get(name, name), None)
+        given = [(f"structured_outputs.{name}", structured)]
         given += [(guided, getattr(body, guided)) for guided in row.body_names(chat=False)]
         for field, value in given:
             if value is None or value is False:
@@ -298,17 +287,14 @@ def _is_closed(body: Body, default: bool) -> bool:
 
 def _chat(body: TemplateFields, messages: Sequence[MessageBody]) -> inference_pb2.Chat:
     if body.add_generation_prompt is False and not body.continue_final_message:
-        raise InvalidArgument(
-            "false goes with continue_final_message only", "add_generation_prompt"
-        )
+        raise InvalidArgument("false requires continue_final_message", "add_generation_prompt")
     if body.add_generation_prompt and body.continue_final_message:
         raise InvalidArgument(
-            "true does not go with continue_final_message", "add_generation_prompt"
+            "true cannot be combined with continue_final_message", "add_generation_prompt"
         )
     named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
-    kwargs = {name: value for name, value in named.items() if value is not None} | (
-        body.chat_template_kwargs or {}
-    )
+    kwargs = {name: value for name, value in named.items() if value is not None}
+    kwargs |= body.chat_template_kwargs or {}
     return inference_pb2.Chat(
         messages=[_message(message) for message in messages],
         tools=[

@@ -36,7 +36,7 @@ from .writers import AnswerForm
 _T = TypeVar("_T")
 
 _MAX_BODY_SECONDS: Final = 60
-_GZIP_BITS: Final = 16 + zlib.MAX_WBITS  # has zlib expect the header of a gzip file
+_GZIP_BITS: Final = 16 + zlib.MAX_WBITS  # makes zlib expect the header of a gzip file
 
 
 async def respond(
@@ -44,8 +44,9 @@ async def respond(
     answer: Callable[[bytes, str, RequestContext], Awaitable[Response]],
     form: AnswerForm = OPENAI_FORM,
 ) -> Response:
-    """Answers the request's body. Turns errors into responses of `form`; each response has the
-    request's id.
+    """Reads the body and answers it; turns errors into responses of `form`.
+
+    The header `x-request-id` of the response has the request's id.
     """
     arrived = time.monotonic()
     request_id = uuid.uuid4().hex
@@ -81,22 +82,25 @@ async def respond(
 
 
 def _timeout(header: str | None) -> float | None:
-    """Parses the header; returns seconds. Raises InvalidArgument."""
+    """Returns the seconds of the header. Raises InvalidArgument."""
     if header is None:
         return None
     with suppress(ValueError):
         if 0 < (seconds := float(header)) <= MAX_TIMEOUT_SECONDS:
             return seconds
     raise InvalidArgument(
-        f"must be a number of seconds from above 0 to {MAX_TIMEOUT_SECONDS}", REQUEST_TIMEOUT
+        f"must be a number of seconds above 0 and at most {MAX_TIMEOUT_SECONDS}", REQUEST_TIMEOUT
     )
 
 
 async def _read(request: Request) -> bytes:
-    """Reads the body. Raises TooLarge, before anything is read if its length is announced,
-    DeadlineExceeded, or Cancelled if the client has disconnected.
+    """Returns the body.
+
+    Raises TooLarge (before reading if Content-Length is too large), DeadlineExceeded, or Cancelled
+    if the client has disconnected.
     """
-    body, announced = bytearray(), request.headers.get("content-length", "")
+    body = bytearray()
+    announced = request.headers.get("content-length", "")
     has_room = not announced.isdecimal() or int(announced[:20]) <= MAX_MESSAGE_BYTES
     try:
         async with asyncio.timeout(_MAX_BODY_SECONDS):
@@ -122,22 +126,24 @@ def _too_large() -> TooLarge:
 
 
 def _is_gzip(encodings: Sequence[str]) -> bool:
-    """Returns whether the body is compressed, by the values of Content-Encoding. Raises
-    UnknownEncoding for any encoding but one gzip.
+    """Returns True if the values of Content-Encoding name gzip.
+
+    Raises UnknownEncoding for any other encoding, and for repeated compression.
     """
     names = [name.strip().lower() for value in encodings for name in value.split(",")]
     names = [name for name in names if name not in ("", "identity")]
     if names and names not in (["gzip"], ["x-gzip"]):
         shown = ", ".join(names)[:MAX_NAME]
         raise UnknownEncoding(
-            f"{shown!r} is not decoded here; send gzip, or no encoding", "Content-Encoding"
+            f"{shown!r} is not supported; send gzip, or no encoding", "Content-Encoding"
         )
     return bool(names)
 
 
 def _gunzip(body: bytes) -> bytes:
-    """Returns the decompressed body. Raises InvalidArgument if it is not one gzip file, and
-    TooLarge if it is too large decompressed, of which it decompresses no more than the bound.
+    """Returns the decompressed body; decompresses at most MAX_MESSAGE_BYTES.
+
+    Raises InvalidArgument if the body is not one gzip file, and TooLarge if the result is larger.
     """
     unpacking = zlib.decompressobj(_GZIP_BITS)
     try:
@@ -154,7 +160,5 @@ def _gunzip(body: bytes) -> bytes:
 
 
 async def off_loop(turn: str, body: bytes, parse_body: Callable[..., _T], *args: Any) -> _T:
-    """Parses a body; off the event loop, in the caller's turn, where that takes more than some
-    milliseconds.
-    """
+    """Parses a body; a large one in a thread that callers use in turn."""
     return await PARSING.run(turn, len(body), parse_body, body, *args)

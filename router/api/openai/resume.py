@@ -1,8 +1,7 @@
-"""Lets a stream over HTTP go on after it broke: each event has an id, and the request with the last
-one resumes it.
+"""Resumes a broken stream over HTTP: each event has an id, and a request with the last id resumes.
 
-Only for clients that ask for it. The id comes in a header or in the body: browsers and proxies
-bound headers, and some clients cannot set any.
+Only clients that ask for it get ids. They send the id in a header or in the body, because browsers
+and proxies bound headers, and some clients cannot set headers.
 """
 
 from collections.abc import Mapping
@@ -21,8 +20,10 @@ _UNFINISHED: Final = inference_pb2.FINISH_REASON_UNSPECIFIED
 
 
 def header_event_id(headers: Mapping[str, str]) -> str | None:
-    """Returns the id of the last event that the client has of a stream, "" if there is none and
-    events are to have ids; None if they need none."""
+    """Returns the id of the client's last event of a stream.
+
+    "": a new stream whose events have ids. None: a stream without ids.
+    """
     event_id = headers.get(LAST_EVENT_ID)
     if event_id is None and headers.get(RESUME) == "1":
         return ""
@@ -30,11 +31,14 @@ def header_event_id(headers: Mapping[str, str]) -> str | None:
 
 
 def with_event_id(request: ParsedRequest, context: RequestContext) -> RequestContext:
-    """Returns the context with the event id of the header or of the body. Raises InvalidArgument
-    if both have one and they differ, or if the request does not go with events that have ids."""
-    event_id, given = context.event_id, request.last_event_id
+    """Returns the context with the event id of the header or of the body.
+
+    Raises InvalidArgument if the two differ, or if the request does not support event ids.
+    """
+    event_id = context.event_id
+    given = request.last_event_id
     if event_id and given and event_id != given:
-        raise InvalidArgument("differs from that of the header", "last_event_id")
+        raise InvalidArgument("differs from the id in the header", "last_event_id")
     event_id = event_id or given if given is not None else event_id
     if event_id is not None:
         _check_resumable(request)
@@ -43,15 +47,15 @@ def with_event_id(request: ParsedRequest, context: RequestContext) -> RequestCon
 
 def _check_resumable(request: ParsedRequest) -> None:
     if not request.is_streamed:
-        raise InvalidArgument("goes with stream only", RESUME)
+        raise InvalidArgument("requires stream", RESUME)
     if len(request.prompts) > 1:
-        raise InvalidArgument("must be one where events have ids", "prompt")
+        raise InvalidArgument("must be a single prompt if events have ids", "prompt")
     if request.common.echo and request.common.HasField("logprobs"):
-        raise InvalidArgument("does not go with logprobs where events have ids", "echo")
+        raise InvalidArgument("is not supported with logprobs if events have ids", "echo")
 
 
 class EventIds:
-    """Makes the ids of the events of one answer, and tells which messages its client has."""
+    """Makes the ids of the events of one answer, and finds the messages that its client has."""
 
     def __init__(self, request: PreparedRequest) -> None:
         self._signer: EventIdSigner | None = None
@@ -60,8 +64,9 @@ class EventIds:
             self._signer = EventIdSigner(request.resume, request.begun)
 
     def take(self, message: inference_pb2.GenerateResponse) -> bool:
-        """Takes the next message; returns whether the client has it. Raises InternalError if it
-        differs from what the client has.
+        """Counts the next message; returns True if the client has it.
+
+        Raises InternalError if it differs from the message that the client has.
         """
         if self._signer is None:
             return False
@@ -69,7 +74,7 @@ class EventIds:
         return self._signer.take(message.choice, message.token_ids, has_ended)
 
     def add(self, event: bytes, timeline: inference_pb2.Timeline) -> bytes:
-        """Returns the event of the last message, or the last of its events, with its id."""
+        """Returns the events of the last message with an id at their end."""
         if self._signer is None:
             return event
         known = self._cached_tokens

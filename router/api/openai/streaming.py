@@ -204,7 +204,7 @@ async def _interleave(
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` until it ends; cancels it if the client disconnects or the caller is cancelled."""
+    """Runs `work`; cancels it if the client disconnects or the caller is cancelled."""
     working = asyncio.create_task(work)
     disconnected = asyncio.create_task(_disconnected(receive))
     try:

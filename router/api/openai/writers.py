@@ -39,7 +39,7 @@ class StreamWriter(AnswerWriter):
 
     @abstractmethod
     def continue_after(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
-        """Counts messages that the client of a single prompt already has; `chunk` continues them."""
+        """Counts messages that the client of a single prompt has; `chunk` continues them."""
 
     @abstractmethod
     def end(self, usages: Sequence[inference_pb2.Usage]) -> bytes:

@@ -34,7 +34,7 @@ _MODES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest(ParsedRequest):
-    """Holds the body, too, which the answer repeats."""
+    """Adds the body, which the answer repeats, to the parsed request."""
 
     body: ResponsesFields
 
@@ -46,7 +46,7 @@ def parse_responses(body: bytes, request_id: str) -> ResponsesRequest:
     chat = _chat(parsed, names)
     constraint = _constraint(parsed)
     names["constraint"] = "tools" if must_call(chat) else "text.format"
-    # The format is one of texts: where a call is demanded there is none.
+    # The format binds only text, and a required call has none.
     common = inference_pb2.GenerateRequest(
         model=parsed.model or "", constraint=None if must_call(chat) else constraint
     )
@@ -63,7 +63,7 @@ def parse_responses(body: bytes, request_id: str) -> ResponsesRequest:
 
 
 def _chat(body: ResponsesFields, names: dict[str, str]) -> inference_pb2.Chat:
-    """Returns the chat. Adds to `names` which field each of its messages and tools came of."""
+    """Returns the chat; adds the fields of its messages and tools to `names`."""
     chat = inference_pb2.Chat()
 
     def add(path: str, **fields: Any) -> None:
@@ -85,10 +85,8 @@ def _chat(body: ResponsesFields, names: dict[str, str]) -> inference_pb2.Chat:
         names[f"prompt.chat.tools[{i}].parameters"] = f"tools[{i}].parameters"
         names[f"prompt.chat.tools[{i}].name"] = f"tools[{i}].name"
     if isinstance(body.tool_choice, NamedFunctionTool):
-        chat.tool_choice.mode, chat.tool_choice.name = (
-            inference_pb2.ToolChoice.MODE_NAMED,
-            body.tool_choice.name,
-        )
+        chat.tool_choice.mode = inference_pb2.ToolChoice.MODE_NAMED
+        chat.tool_choice.name = body.tool_choice.name
     else:
         chat.tool_choice.mode = _MODES[body.tool_choice]
     chat.tool_choice.single_call = body.parallel_tool_calls is False
@@ -98,7 +96,7 @@ def _chat(body: ResponsesFields, names: dict[str, str]) -> inference_pb2.Chat:
 
 
 def _add_item(chat: inference_pb2.Chat, add: Callable[..., None], item: object, path: str) -> None:
-    """Adds an item; what the assistant thought, said and called in a row is one message."""
+    """Adds an item; reasoning, texts and calls in a row become one message of the assistant."""
     match item:
         case FunctionOutputItem():
             add(path, role="tool", tool_call_id=item.call_id, content=_text(item.output))
@@ -124,7 +122,7 @@ def _constraint(body: ResponsesFields) -> inference_pb2.Constraint | None:
         return None
     if (form.type == "json_schema") != (form.schema_ is not None):
         raise InvalidArgument(
-            "goes together with type json_schema, and only with it", "text.format.schema"
+            "must be set if and only if type is json_schema", "text.format.schema"
         )
     if form.schema_ is not None:
         return inference_pb2.Constraint(

@@ -335,7 +335,7 @@ def by_field() -> Iterator[Case]:
             for value in (*wrong, *out_of_bounds):
                 yield path, body(**{name: value}), 400, name, ""
         for name in UNKNOWN:
-            yield path, body(**{name: "x"}), 400, name, "is not a field that is known here"
+            yield path, body(**{name: "x"}), 400, name, "is not a field of this request"
 
 
 CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
@@ -375,7 +375,7 @@ HTTP_CASES: list[Case] = [
         text(structured_outputs={"regex": "a", "grammar": "b"}),
         400,
         "structured_outputs.grammar",
-        "together",
+        "cannot be combined with structured_outputs.regex",
     ),
     (TEXT, text(guided_json=TOO_DEEP), 400, "guided_json", ""),
     (CHAT, text(), 400, "messages", "required"),

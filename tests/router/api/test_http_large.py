@@ -74,7 +74,7 @@ def test_lists_that_are_too_long_are_refused_at_parsing(
     translate: Callable[[bytes, str], OpenAIRequest] = (
         parse_chat if "messages" in fields else parse_completion
     )
-    with pytest.raises(InvalidArgument, match=f"(at most|1 to) {most} ") as caught:
+    with pytest.raises(InvalidArgument, match=rf"(at most|1 to|maximum is) {most}\b") as caught:
         translate(
             json.dumps(
                 {"prompt": "x"} | fields if translate is parse_completion else fields
