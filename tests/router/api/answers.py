@@ -1,4 +1,4 @@
-"""Sends requests to a GenerationService and checks what holds for every answer."""
+"""Sends requests to a GenerationService and checks properties of every answer."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -37,7 +37,7 @@ async def start(
 
 
 async def collect(*args: Any, **kwargs: Any) -> Answers:
-    """All messages of a request for one completion, after checking what holds for every stream."""
+    """Returns all messages of a request for one completion; checks properties of every stream."""
     messages = await collect_all(*args, **kwargs)
     assert {message.choice for message in messages} == {0}
     assert messages[-1].usage.completion_tokens == len(ids(messages))
@@ -45,7 +45,7 @@ async def collect(*args: Any, **kwargs: Any) -> Answers:
 
 
 async def collect_all(*args: Any, **kwargs: Any) -> Answers:
-    """All messages, after checking what holds for every choice and for the whole."""
+    """Returns all messages; checks properties of every choice and of the whole answer."""
     messages = [message async for message in start(*args, **kwargs)]
     counts: dict[int, int] = {}
     finished = set()

@@ -1,4 +1,4 @@
-"""What a request may have: the bounds, and one past each; for a model with 64 tokens of context."""
+"""Lists the bounds of requests, and values one past each, for a model with 64 tokens of context."""
 
 import math
 from typing import Any, Final

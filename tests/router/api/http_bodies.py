@@ -1,4 +1,4 @@
-"""What tests of the HTTP server send and read."""
+"""Makes bodies for tests of the HTTP server, and parses its events."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
 
 
 def events(answer: httpx.Response) -> list[Any]:
-    """The payloads of a stream; [DONE] stays a string."""
+    """Returns the payloads of a stream; [DONE] stays a string."""
     lines = answer.text.split("\n\n")
     assert lines.pop() == ""
     assert all(line.startswith("data: ") for line in lines)

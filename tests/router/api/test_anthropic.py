@@ -1,4 +1,4 @@
-"""The official `anthropic` package against the HTTP API: what agents rely on, they have."""
+"""Tests the HTTP API with the official `anthropic` package."""
 
 import json
 from collections.abc import AsyncIterator
@@ -147,7 +147,7 @@ async def test_the_events_of_a_stream(service: Service, client: anthropic.AsyncA
 async def test_tools_and_their_results(
     service: Service, client: anthropic.AsyncAnthropic, stream: bool
 ) -> None:
-    """One round: the model calls, the caller answers with what the client library made of the call."""
+    """The model calls; the caller answers with the objects of the client library."""
     service.source.answer = [*f"I look.\n{CALL}\n{CALL}".encode(), EOS_ID]
     fields: Any = {"model": "tiny", "messages": ASK, "max_tokens": 300, "tools": TOOLS}
     if stream:
@@ -245,7 +245,7 @@ async def test_errors(service: Service, client: anthropic.AsyncAnthropic) -> Non
 
 
 async def test_a_key_in_its_own_header(model: ServedModel) -> None:
-    """As a bearer key, with the same refusals, in Anthropic's form."""
+    """`x-api-key` works like a bearer key; refusals have Anthropic's form."""
     servers = await ApiServers.start(
         GenerationService([model], FakeTokenSource(answer=b"x")),
         authenticator=Authenticator([api_key("ada")]),
@@ -272,7 +272,7 @@ async def test_a_key_in_its_own_header(model: ServedModel) -> None:
 async def test_the_first_event_counts_cached_tokens_once(
     service: Service, client: anthropic.AsyncAnthropic
 ) -> None:
-    """Of all usages of a stream the sum of cached and other input tokens is the prompt's length."""
+    """In each usage, cached and other input tokens add up to the prompt's length."""
     service.source.answer = [*b"hello", EOS_ID]
     service.source.cached_tokens = 16
     events = [

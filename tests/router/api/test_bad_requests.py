@@ -1,6 +1,4 @@
-"""Malformed requests through both APIs: each gets the code of the status table, and the next good
-one its answer.
-"""
+"""Tests malformed requests over both APIs: each gets its status; the next good one works."""
 
 import gzip
 import json
@@ -120,7 +118,7 @@ def anthropic(**fields: Any) -> bytes:
 
 
 def sends(*content: Any, role: str = "user") -> bytes:
-    """A message of these blocks."""
+    """Returns a message of these blocks."""
     return anthropic(messages=[{"role": role, "content": content}])
 
 
@@ -129,12 +127,12 @@ def response(**fields: Any) -> bytes:
 
 
 def says(**message: Any) -> bytes:
-    """A chat of one message."""
+    """Returns a chat of one message."""
     return chat(messages=[{"role": "user", "content": "x"} | message])
 
 
 def offers(**function: Any) -> bytes:
-    """A chat with one tool."""
+    """Returns a chat with one tool."""
     return chat(tools=[{"type": "function", "function": {"name": "f"} | function}])
 
 
@@ -323,9 +321,7 @@ UNKNOWN = ("temprature", "function", "logits_processors", "mm_processor_kwargs")
 
 
 def by_field() -> Iterator[Case]:
-    """Each field with a value of each wrong kind, and with values out of bounds; each field that
-    there is none of.
-    """
+    """Yields each field with values of wrong types and out of bounds, and unknown fields."""
     for path, body, fields in (
         *((TEXT, text, BOTH + TEXT_ONLY), (CHAT, chat, BOTH + CHAT_ONLY)),
         *((MESSAGES, anthropic, MESSAGES_ONLY), (RESPONSES, response, RESPONSES_ONLY)),
@@ -524,15 +520,13 @@ def _plain(body: bytes) -> bytes:
 
 
 def _streamed(body: bytes) -> bytes:
-    """The same, asking for a stream; the status must not depend on it."""
+    """Returns the same request with `stream`; the status must not depend on it."""
     return body.replace(b'{"model"', b'{"stream": true, "model"', 1)
 
 
 @pytest.mark.parametrize("form", [_plain, _streamed])
 async def test_over_http(service: Service, form: Callable[[bytes], bytes]) -> None:
-    """No bad request breaks anything: each is answered for what it is, and a good one after it as
-    one before it.
-    """
+    """Each bad request gets its own error, and the next good one is answered as before."""
     assert len(HTTP_CASES) >= 300
     good = text(seed=1)
     async with httpx.AsyncClient(
@@ -556,7 +550,7 @@ async def test_over_http(service: Service, form: Callable[[bytes], bytes]) -> No
 
 
 def _names(found: str | None, field: str | None) -> bool:
-    """Whether the error is about the field or something in it."""
+    """Returns True if the error is about the field or a part of it."""
     return found == field or (
         field is not None and found is not None and found.startswith((f"{field}.", f"{field}["))
     )

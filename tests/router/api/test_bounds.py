@@ -1,4 +1,4 @@
-"""Every bound over a gRPC stream; those of HTTP are in test_http_api.py and test_bad_requests.py."""
+"""Tests every bound over a gRPC stream; test_http_api.py and test_bad_requests.py test HTTP."""
 
 from collections.abc import AsyncIterator
 from typing import Any

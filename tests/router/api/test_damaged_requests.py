@@ -1,5 +1,7 @@
-"""Five hundred damaged messages through every method of both APIs: each gets a documented code, no
-answer shows the inside of the service, and the next good request its answer.
+"""Sends 500 damaged messages to every method of both APIs.
+
+Each gets a documented code, no answer shows internals of the service, and the next good request
+is answered.
 """
 
 import json
@@ -119,7 +121,7 @@ async def test_unary_calls_over_grpc(grpc_service: Service, method: str) -> None
 
 
 async def test_health_checks(grpc_service: Service) -> None:
-    """Which need no key."""
+    """Health checks need no key."""
     request = health_pb2.HealthCheckRequest(service="tandem.v1.Inference").SerializeToString()
     async with grpc.aio.insecure_channel(grpc_service.grpc) as channel:
         check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")

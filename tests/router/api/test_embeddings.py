@@ -1,4 +1,4 @@
-"""Embeddings and scores of a real model over HTTP, against transformers."""
+"""Compares embeddings and scores of a real model over HTTP with transformers."""
 
 import base64
 import json
@@ -53,16 +53,14 @@ async def client(servers: ApiServers) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @torch.inference_mode()
 def hidden_states(folder: Path, ids: Sequence[int]) -> torch.Tensor:
-    """[num_tokens, hidden]"""
+    """Returns the last hidden states: [num_tokens, hidden]."""
     model: Any = reference(folder)
     states: torch.Tensor = model.base_model(torch.tensor([list(ids)])).last_hidden_state[0]
     return states
 
 
 async def test_embeddings(tiny_model: Path, client: openai.AsyncOpenAI) -> None:
-    """Of texts and token ids, as OpenAI's client asks for them (in base64) and as lists;
-    normalised.
-    """
+    """Embeds texts and token ids, as base64 (OpenAI's client) and as lists; normalised."""
     tokenizer = Tokenizer.load(tiny_model)
     ids = [await tokenizer.encode(text) for text in TEXTS] + [prompt(70)]
     forms: list[Any] = [(TEXTS[0], ids[:1]), (TEXTS, ids[:3]), (ids[3], ids[3:]), (ids, ids)]
@@ -117,7 +115,7 @@ async def test_over_grpc(tiny_model: Path, servers: ApiServers) -> None:
 
 
 async def test_scores(tiny_model: Path, servers: ApiServers) -> None:
-    """The sum of the log probabilities of the second text's tokens after the first text."""
+    """A score sums the log probabilities of the second text's tokens after the first text."""
     tokenizer = Tokenizer.load(tiny_model)
     model: Any = reference(tiny_model)
 
@@ -182,7 +180,7 @@ async def test_what_is_wrong_is_named(servers: ApiServers) -> None:
 
 
 async def test_many_texts_run_some_at_a_time(client: openai.AsyncOpenAI) -> None:
-    """So many fit no queue together; one more is refused."""
+    """These texts do not fit the queue together; one more than the bound is refused."""
     texts = [f"{number}" for number in range(limits.MAX_TEXTS)]
     made = await client.embeddings.create(model="tiny", input=texts)
     assert [each.index for each in made.data] == list(range(len(texts)))

@@ -1,4 +1,4 @@
-"""What one body may ask for in all: checked before any of it runs."""
+"""Tests that the total work of one body is checked before any of it runs."""
 
 import tracemalloc
 from typing import Any

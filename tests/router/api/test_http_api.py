@@ -1,4 +1,4 @@
-"""The HTTP API beside generation, its OpenAPI document, and every field at its bounds."""
+"""Tests the HTTP API beside generation, its OpenAPI document, and every field at its bounds."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ async def test_every_field_at_its_bounds_is_taken(
 
 
 async def test_tokens_of_texts_and_chats(service: Service, http: httpx.AsyncClient) -> None:
-    """What `vllm bench serve` asks for to align its prompts, and the whole of vLLM's answer."""
+    """Tests vLLM's whole answer, with the tokens that `vllm bench serve` uses to align prompts."""
     asked = {"model": "tiny", "prompt": "hé", "add_special_tokens": False}
     answer = (await http.post("/tokenize", json=asked)).json()
     assert answer == {"count": 3, "max_model_len": 512, "tokens": [104, 195, 169]}
@@ -111,7 +111,7 @@ async def test_models_and_version(http: httpx.AsyncClient) -> None:
 
 
 async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
-    """It is OpenAPI, and each of our bodies satisfies it."""
+    """The document is OpenAPI 3.1; its schemas accept good bodies and refuse wrong ones."""
     document = (await http.get("/openapi.json")).json()
     assert document["openapi"].startswith("3.1")
     posts = {

@@ -1,6 +1,4 @@
-"""Bodies and answers as large as they come: what is too much is refused before work is put into it,
-and what is not leaves the event loop to others.
-"""
+"""Tests that large bodies are refused before any work, or leave the event loop free."""
 
 import json
 import threading
@@ -92,7 +90,7 @@ def test_other_bodies_are_bounded_too() -> None:
 
 
 def test_unknown_fields_make_no_objects() -> None:
-    """A million empty lists would be made for nothing, in one go."""
+    """Otherwise a million empty lists would be made in one call."""
     parsed = parse(DetokenizeBody, b'{"tokens": [1], "more": null}')
     assert parsed.model_extra == {"more": None}
     extra = DetokenizeBody.model_validate_json(b'{"tokens": [1], "more": [[], []]}').model_extra
@@ -102,7 +100,7 @@ def test_unknown_fields_make_no_objects() -> None:
 async def test_a_request_that_is_refused_is_made_once(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of 128 prompts would have a copy of the 2 MB that are wrong."""
+    """Otherwise each of 128 prompts would have a copy of the wrong 2 MB."""
     made = []
     requests = OpenAIRequest.requests
 
@@ -213,9 +211,7 @@ async def test_what_takes_long_of_a_large_body_leaves_the_event_loop_to_others(
     said: dict[str, Any],
     function: str,
 ) -> None:
-    """A million names, ids or tokens take up to half a second, in which no stream would get a
-    token.
-    """
+    """A million names, ids or tokens take half a second, during which streams would stand still."""
     ran: set[threading.Thread] = set()
     place = f"tandem.router.frontend.{function}"
     original = resolve_name(place)

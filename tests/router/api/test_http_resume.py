@@ -1,4 +1,4 @@
-"""Streams over HTTP whose events have ids: one that broke goes on after the last event that came."""
+"""Tests streams over HTTP whose events have ids: a broken stream continues after the last event."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ ASKED = {"Tandem-Resume": "1"}
 
 @pytest.fixture(params=[event_ids.MAX_ID_BYTES, 0], ids=["ids of tokens", "counts"])
 def id_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Both forms of event ids: with the ids of tokens, and with their counts."""
+    """Sets the bound that selects the form of event ids: token ids, or their counts."""
     monkeypatch.setattr(event_ids, "MAX_ID_BYTES", request.param)
     return int(request.param)
 
@@ -43,7 +43,7 @@ def source() -> FakeTokenSource:
 async def routers(
     model: ServedModel, source: FakeTokenSource
 ) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """Clients of two routers of one service."""
+    """Yields clients of two routers of one service."""
     servers = [HttpServer(GenerationService([model], source, resume_key=KEY)) for _ in range(2)]
     addresses = [await server.start("127.0.0.1:0") for server in servers]
     yield [httpx.AsyncClient(base_url=f"http://{address}", timeout=20) for address in addresses]
@@ -53,7 +53,7 @@ async def routers(
 async def stream(
     router: httpx.AsyncClient, path: str, fields: dict[str, Any], **headers: str
 ) -> list[tuple[str, Any]]:
-    """The events, each with its id."""
+    """Returns the events, each with its id."""
     answer = await router.post(
         path, json=body(path, stream=True, **fields), headers=ASKED | headers
     )
@@ -62,7 +62,7 @@ async def stream(
 
 
 def parse(text: str) -> list[tuple[str, Any]]:
-    """The events of a stream, each with its id."""
+    """Returns the events of a stream, each with its id."""
     found = []
     for event in text.strip().split("\n\n"):
         data, _, event_id = event.partition("\nid: ")
@@ -72,9 +72,7 @@ def parse(text: str) -> list[tuple[str, Any]]:
 
 
 def comparable(events: list[tuple[str, Any]]) -> list[Any]:
-    """What does not differ between two runs, choice by choice: no ids of requests and calls, no
-    time.
-    """
+    """Returns the parts of events that two runs share: no ids of requests or calls, no time."""
     found = json.loads(json.dumps([data for _, data in events]))
     for each in found:
         if each != "[DONE]":
@@ -161,9 +159,7 @@ async def test_a_stream_of_agents_goes_on_after_any_event(
         return found
 
     def made(found: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-        """What a client has put together, but for random ids: text, inputs of tools, indices, the
-        end.
-        """
+        """Returns the message that a client builds, without random ids."""
         deltas: dict[int, str] = {}
         for _, event in found:
             index = event.get("index", event.get("output_index"))
@@ -242,7 +238,7 @@ async def test_the_id_may_come_in_the_body(routers: list[httpx.AsyncClient]) -> 
 async def test_ids_are_bounded_and_the_stream_goes_on_after_each_of_them(
     routers: list[httpx.AsyncClient], source: FakeTokenSource
 ) -> None:
-    """Four choices with more tokens than an id has room for: resumed before and after that."""
+    """Resumes four choices before and after their tokens exceed the room in an id."""
     first, second = routers
     source.answers = [
         [97 + (7 * index + 5 * choice) % 26 for index in range(250)] for choice in range(4)
@@ -348,7 +344,7 @@ async def test_a_resumption_that_the_service_could_not_begin_does_not_count(
 
 @pytest.mark.usefixtures("id_bytes")
 async def test_streams_of_workers_go_on_after_each_event(tiny_model: Path) -> None:
-    """Prefill and decode workers with a real model: what is generated again is the same answer."""
+    """With prefill and decode workers and a real model, the repeated answer is equal."""
     model = ServedModel(name="tiny", tokenizer=Tokenizer.load(tiny_model), context_tokens=2_048)
     fields = {"max_tokens": 60, "n": 4, "ignore_eos": True, "seed": 5, "temperature": 1.0}
     async with split_fleet(tiny_model, {"prefill": [1], "decode": [1, 1]}) as running:
@@ -371,7 +367,7 @@ async def test_streams_of_workers_go_on_after_each_event(tiny_model: Path) -> No
 
 
 def text_of(events: list[tuple[str, Any]]) -> dict[int, str]:
-    """The text of each choice."""
+    """Returns the text of each choice."""
     texts: dict[int, str] = {}
     for choice in (choice for _, data in events if data != "[DONE]" for choice in data["choices"]):
         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]

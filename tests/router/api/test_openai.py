@@ -1,6 +1,4 @@
-"""The official `openai` package against both forms of the HTTP API: what its users rely on, they
-have.
-"""
+"""Tests completions and chats over HTTP with the official `openai` package."""
 
 import asyncio
 import json
@@ -36,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 
 async def test_sync_client(service: Service) -> None:
-    """All of it from a thread with the blocking client: whole, streamed, chat, models, errors."""
+    """Runs the blocking client in a thread: completions, streams, chats, models, errors."""
     service.source.answer = [*b"hello", EOS_ID]
 
     def use() -> None:
@@ -64,9 +62,7 @@ async def test_sync_client(service: Service) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_n_choices_of_each_prompt(client: openai.AsyncOpenAI, stream: bool) -> None:
-    """Choice i of prompt p is number p * n + i, and draws as a request of its own with seed + i
-    would.
-    """
+    """Choice i of prompt p has index p * n + i; it equals a request with seed + i."""
     fields: dict[str, Any] = {"model": "tiny", "max_tokens": 20}
     alone = {
         (prompt, seed): (await client.completions.create(prompt=prompt, seed=seed, **fields))
@@ -165,7 +161,7 @@ async def test_logprobs_of_completions(service: Service, client: openai.AsyncOpe
 async def test_echo_scores_the_prompt(
     service: Service, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """What evaluation harnesses ask for: the log probabilities of a text, without generating."""
+    """Evaluation harnesses ask for the log probabilities of a text without generating."""
     service.source.answer = b"!"
     for max_tokens, text in ((0, "hi"), (1, "hi!")):
         made: Any = await client.completions.create(
@@ -231,7 +227,7 @@ async def test_prompt_logprobs_in_the_form_of_vllm(client: openai.AsyncOpenAI) -
 
 
 async def test_tool_calls_and_their_answers(service: Service, client: openai.AsyncOpenAI) -> None:
-    """One round: the model calls, the caller answers with what the client library made of the call."""
+    """The model calls; the caller answers with the objects of the client library."""
     service.source.answer = [*f"I look.\n{CALL}\n{CALL}".encode(), EOS_ID]
     said = await client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
     choice = said.choices[0]
@@ -409,7 +405,7 @@ async def test_usage_in_every_chunk(service: Service, client: openai.AsyncOpenAI
 async def test_what_has_stopped_a_choice_is_told(
     service: Service, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """As vLLM does: the stop string, also one that is a special token, or the id of the stop token."""
+    """As in vLLM: the stop string, also a special token, or the id of the stop token."""
     service.source.answer = [*b"abcde", EOS_ID]
     cases: list[tuple[dict[str, Any], Any]] = [
         ({"stop": ["x", "d"]}, "d"),
@@ -470,9 +466,7 @@ async def test_a_cut_answer_with_calls_ends_by_length(
 async def test_messages_come_back_as_clients_keep_them(
     service: Service, client: openai.AsyncOpenAI
 ) -> None:
-    """With fields that services and libraries add: of a streamed message the `index` of its calls,
-    what a library has parsed, what other services say.
-    """
+    """Services and libraries add fields: the `index` of streamed calls, parsed objects."""
     service.source.answer = [*b"hello", EOS_ID]
     function = {"name": "weather", "arguments": '{"city": "x"}', "parsed_arguments": {"city": "x"}}
     call = {
@@ -535,7 +529,7 @@ async def test_a_developer_is_the_system(service: Service, client: openai.AsyncO
 async def test_max_tokens_of_a_chat_become_what_the_prompt_leaves(
     service: Service, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """A header tells the number. A completion is refused instead, with what may be asked for."""
+    """A header has the reduced number. A completion is refused; the error names the maximum."""
     service.source.answer = [*b"hello", EOS_ID]
     create = client.chat.completions.with_raw_response.create
     most = 512 - len("user: hello?\nassistant: ")
@@ -551,7 +545,7 @@ async def test_max_tokens_of_a_chat_become_what_the_prompt_leaves(
 
 
 async def test_special_tokens_of_a_prompt_are_echoed(client: openai.AsyncOpenAI) -> None:
-    """The same prompt as text and as ids; each token stands where text_offset says."""
+    """The prompt is sent as text and as ids; text_offset is the position of each token."""
     text = "a<|end|>b"
     ids = [ord("a"), EOS_ID, ord("b")]
     texts = []

@@ -1,6 +1,4 @@
-"""The fields that clients send: each one of the openai package, and vLLM's, is known or refused
-with a reason.
-"""
+"""Tests that each field of the openai package and of vLLM is supported or refused with a reason."""
 
 import json
 from typing import Any

@@ -1,6 +1,4 @@
-"""Structured output and tool calls of real models, through the official `openai` and `anthropic`
-packages.
-"""
+"""Tests structured output and tool calls of real models with `openai` and `anthropic`."""
 
 import asyncio
 import json
@@ -38,7 +36,7 @@ async def served(folder: Path, **config: Any) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def url(tiny_model: Path) -> AsyncIterator[str]:
-    """Of a service whose model has random weights."""
+    """Returns the URL of a service whose model has random weights."""
     async with served(tiny_model) as url:
         yield url
 
@@ -66,7 +64,7 @@ async def test_output_of_random_weights_fits_every_schema(real_client: openai.As
 
 
 def opened(schema: Any) -> Any:
-    """The schema as pydantic would write it."""
+    """Returns the schema as pydantic writes it."""
     if isinstance(schema, list):
         return [opened(each) for each in schema]
     if not isinstance(schema, dict):
@@ -110,9 +108,7 @@ async def test_a_named_tool_is_called_with_arguments_of_its_schema(
 
 
 async def test_agents_call_tools_of_random_weights(url: str) -> None:
-    """A random model that must call writes what the clients of both other APIs parse: whole and
-    streamed the same.
-    """
+    """A random model must call; the clients of both other APIs parse its calls, streamed or not."""
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 9}},

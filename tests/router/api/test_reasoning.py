@@ -1,4 +1,4 @@
-"""What a model thinks before it speaks or calls: apart from its text in every API, streamed or not."""
+"""Tests that reasoning is separate from the text in every API, streamed or not."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(params=[1, 7, 1_000])
 def answering(service: Service, request: pytest.FixtureRequest) -> Service:
-    """A service whose answer comes in pieces of so many tokens."""
+    """Returns a service that streams its answer in pieces of 1, 7 or 1,000 tokens."""
     service.source.answer = [*ANSWER.encode(), EOS_ID]
     service.source.tokens_per_delta = request.param
     return service

@@ -1,4 +1,4 @@
-"""The official `openai` package against the Responses API."""
+"""Tests the Responses API with the official `openai` package."""
 
 import json
 from typing import Any
@@ -62,7 +62,7 @@ async def test_a_response(service: Service, client: openai.AsyncOpenAI) -> None:
 
 
 async def test_a_conversation(service: Service, client: openai.AsyncOpenAI) -> None:
-    """What an earlier answer had goes back as it came."""
+    """The items of an earlier answer are sent back unchanged."""
     service.source.answer = [*b"hello", EOS_ID]
     first = await client.responses.create(model="tiny", input="hi")
     conversation: Any = [
@@ -136,7 +136,7 @@ async def test_a_format_of_texts_does_not_bind_a_call_that_is_demanded(
 
 
 async def test_the_events_of_a_stream(service: Service, client: openai.AsyncOpenAI) -> None:
-    """They build, event by event, the very response that ends them."""
+    """Event by event, they build the response that the last event contains."""
     service.source.answer = [*f"I look.\n{CALL}\n{CALL}".encode(), EOS_ID]
     stream = await client.responses.create(model="tiny", input="hello?", tools=TOOLS, stream=True)
     events: list[Any] = [event async for event in stream]

@@ -1,6 +1,4 @@
-"""Whatever the OpenAPI document allows, and what it does not, gets a documented answer and never a
-defect of ours.
-"""
+"""Tests that any body, allowed by the OpenAPI document or not, gets a documented answer."""
 
 import asyncio
 import threading
@@ -42,7 +40,7 @@ schema = schemathesis.openapi.from_asgi(
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """The service, in a thread of its own."""
+    """Yields the address of the service, which runs in a thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -67,7 +65,7 @@ def session() -> Iterator[requests.Session]:
 
 
 def _direct(case: Case) -> None:
-    """Names the model, and roles that the template knows; or nearly all would be refused for these."""
+    """Sets the model and known roles; otherwise these would cause nearly all refusals."""
     if case.path_parameters and len(str(case.path_parameters["name"])) > 1:
         case.path_parameters["name"] = _model.name
     if not isinstance(case.body, dict):

@@ -1,4 +1,4 @@
-"""`return_token_ids`, vLLM's, over HTTP, and `suffix`, OpenAI's."""
+"""Tests vLLM's `return_token_ids` and OpenAI's `suffix` over HTTP."""
 
 import json
 from collections.abc import AsyncIterator

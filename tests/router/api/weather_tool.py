@@ -1,4 +1,4 @@
-"""A tool, its template and its call, which tests of every HTTP API use."""
+"""Defines a tool, its template and its call for tests of every HTTP API."""
 
 from typing import Any
 
@@ -22,5 +22,5 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 
 
 def last_prompt(service: Service) -> str:
-    """Returns the prompt that the workers were asked last."""
+    """Returns the prompt of the last request that reached the workers."""
     return bytes(service.source.requests[-1].submit.token_ids).decode()
