@@ -21,7 +21,14 @@ from ....proto.parameters import check_count
 from ...auth.authenticator import Caller
 from ...frontend.prepare import ServedModel
 from .answers import error_response
-from .bodies import Ignored, OpenModel, parse_prompts, prompt_schema, with_named_parameters
+from .bodies import (
+    Ignored,
+    OpenModel,
+    parse_prompts,
+    prompt_schema,
+    refusing,
+    with_named_parameters,
+)
 from .parsing import parse
 from .requests import ParsedRequest, prompt_messages, set_parameters
 from .writers import AnswerForm, AnswerWriter, TokenIds
@@ -30,14 +37,6 @@ _POOLINGS: Final = {"LAST": inference_pb2.POOLING_LAST, "MEAN": inference_pb2.PO
 
 _MAX_NUMBERS: Final = {"float": 2**22, "base64": 2**24}
 """By format, the bound on the numbers in all embeddings of one response, which then has 80 MB."""
-
-
-def _no_dimensions(value: object) -> object:
-    if value is not None:
-        raise PydanticCustomError(
-            "dimensions", "is not supported: this model has embeddings of one length only"
-        )
-    return value
 
 
 class EmbeddingsFields(OpenModel):
@@ -51,7 +50,7 @@ class EmbeddingsFields(OpenModel):
     ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[
-        None, BeforeValidator(_no_dimensions), WithJsonSchema({"type": "null"})
+        None, refusing("is not supported: this model has embeddings of one length only")
     ] = None
     pooling_type: Literal["LAST", "MEAN"] | None = Field(
         None, description="How the last hidden states are pooled; LAST by default."

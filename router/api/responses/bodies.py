@@ -2,8 +2,7 @@
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, FailFast, Field, Tag
 
 from ....proto import limits
 from ..openai.bodies import (
@@ -17,26 +16,14 @@ from ..openai.bodies import (
     ReturnedModel,
     TextOrItems,
     member,
+    refusing,
     with_named_parameters,
 )
 
-
-def _not_stored(value: object) -> object:
-    if value is not None:
-        raise PydanticCustomError(
-            "not_stored",
-            "is not supported: responses are not stored; send the whole conversation as input",
-        )
-    return value
-
-
-def _store(value: object) -> object:
-    if value is True:
-        raise PydanticCustomError("store", "must be false: responses are not stored")
-    return value
-
-
-NotStored = Annotated[None, BeforeValidator(_not_stored), WithJsonSchema({"type": "null"})]
+NotStored = Annotated[
+    None,
+    refusing("is not supported: responses are not stored; send the whole conversation as input"),
+]
 
 
 def _item_tag(value: object) -> str | None:
@@ -202,9 +189,7 @@ class ResponsesFields(OpenModel):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     last_event_id: LastEventId = None
-    store: Annotated[
-        Literal[False] | None, BeforeValidator(_store), WithJsonSchema({"enum": [False, None]})
-    ] = None
+    store: Only[Literal[False]] = None
     previous_response_id: NotStored = None
     conversation: NotStored = None
     background: Only[Literal[False]] = None

@@ -184,7 +184,7 @@ async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
             "previous_response_id",
             "send the whole conversation as input",
         ),
-        ({"store": True}, "store", "responses are not stored"),
+        ({"store": True}, "store", "answers are not stored"),
         ({"max_output_tokens": 0}, "max_output_tokens", "must be from 1"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
     ]
