@@ -496,7 +496,9 @@ def _field(row: RequestParameter) -> Any:
     if row.kind == "strings":
         return _strings_type(row), description
     if row.max_items:
-        bounded = Annotated[_TYPES[row.kind] | None, Field(max_length=row.max_items), FailFast()]
+        bounded: Any = Annotated[
+            _TYPES[row.kind] | None, Field(max_length=row.max_items), FailFast()
+        ]
         return bounded, description
     kind = Count if row.zero_is_unset or row.name == "beam_width" else _TYPES[row.kind]
     return kind | None, Field(None, description=row.help, json_schema_extra=_bounds(row))
