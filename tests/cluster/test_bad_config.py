@@ -26,23 +26,19 @@ WRONG: tuple[object, ...] = (
     {"x": {}},
 )
 FILES: tuple[bytes, ...] = (
-    *(
-        b"\xff\xfe",
-        b"- a",
-        b"7",
-        b"model: [",
-        b"model: !!python/object/apply:os.system [ls]",
-        b"a: &a [*a]",
-        b"\x00",
-    ),
-    *(
-        b"{" * 20_000,
-        b"model: m\nmodel: {}",
-        b"model: m\nrouter: 7",
-        b"x" * 2_000_000,
-        b"a: &a {}\n<<: *a",
-        b"? []\n: 1",
-    ),
+    b"\xff\xfe",
+    b"- a",
+    b"7",
+    b"model: [",
+    b"model: !!python/object/apply:os.system [ls]",
+    b"a: &a [*a]",
+    b"\x00",
+    b"{" * 20_000,
+    b"model: m\nmodel: {}",
+    b"model: m\nrouter: 7",
+    b"x" * 2_000_000,
+    b"a: &a {}\n<<: *a",
+    b"? []\n: 1",
 )
 
 

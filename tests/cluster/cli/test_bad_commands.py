@@ -18,32 +18,26 @@ BAD_NUMBERS = ("-5", "x", "nan", "9" * 40, "")
 NUMBER = re.compile(r"\b(int|float)\b")
 NO_NUMBERS = ("x", "", "1,5", "1e", "0x1g")
 OPTIONS = (
-    *(
-        "--max-tokens",
-        "--temperature",
-        "--top-k",
-        "--top-p",
-        "--min-p",
-        "--typical-p",
-        "--repetition-penalty",
-    ),
-    *(
-        "--presence-penalty",
-        "--frequency-penalty",
-        "--seed",
-        "--n",
-        "--best-of",
-        "--beam-width",
-        "--length-penalty",
-    ),
-    *(
-        "--min-tokens",
-        "--stop-token-id",
-        "--logprobs",
-        "--prompt-logprobs",
-        "--priority",
-        "--timeout",
-    ),
+    "--max-tokens",
+    "--temperature",
+    "--top-k",
+    "--top-p",
+    "--min-p",
+    "--typical-p",
+    "--repetition-penalty",
+    "--presence-penalty",
+    "--frequency-penalty",
+    "--seed",
+    "--n",
+    "--best-of",
+    "--beam-width",
+    "--length-penalty",
+    "--min-tokens",
+    "--stop-token-id",
+    "--logprobs",
+    "--prompt-logprobs",
+    "--priority",
+    "--timeout",
 )
 COMMANDS: list[list[str]] = [
     *(
@@ -72,12 +66,10 @@ COMMANDS: list[list[str]] = [
     *(["model", "get", name] for name in ("", "../x", "nothing", "x" * 5_000)),
     *(["plan", "memory", model] for model in ("", "no-such-model", "/dev/null", "./nothing")),
     *(["plan", "memory", "m", "--tp", value] for value in BAD_NUMBERS),
-    *(
-        ["drain"],
-        ["drain", "all", "--timeout", "x"],
-        ["drain", "all", "--timeout", "-1"],
-        ["status", "--nothing"],
-    ),
+    ["drain"],
+    ["drain", "all", "--timeout", "x"],
+    ["drain", "all", "--timeout", "-1"],
+    ["status", "--nothing"],
     *(["bench", "--concurrency", value] for value in BAD_NUMBERS),
     *(
         [command, "--url", url]
