@@ -46,6 +46,10 @@ from .ports import bind_api_servers, bind_ops_server, port_of
 from .status import load_on_workers
 from .telemetry.monitor import RouterMonitor, open_spans
 
+_COMPRESSION: Final = {
+    "none": grpc.Compression.NoCompression,
+    "gzip": grpc.Compression.Gzip,
+}
 _LAST_ANSWER_SECONDS: Final = 0.5  # for the errors of requests that did not end in time
 
 
@@ -125,16 +129,25 @@ class RouterRuntime:
         browsers = _browser_rules(config, host)
         monitor = _monitor(config, browsers)
         admission = _admission(router, registry, monitor.metrics)
-        service, dispatcher = _service(
-            config,
-            folder,
+        dispatcher = Dispatcher(
             registry,
             admission,
-            monitor,
-            identity,
+            identity=identity,
+            park_seconds=router.park_seconds,
+            metrics=monitor.metrics,
+            blocked_prompts=blocked_prompts,
+        )
+        monitor.watch(admission, dispatcher, registry)
+        adapters = adapters or configured_adapters(config)
+        service = GenerationService(
+            [_served_model(config, folder)],
+            dispatcher,
+            admission,
             resume_key,
-            blocked_prompts,
-            adapters or configured_adapters(config),
+            monitor.telemetry,
+            _adapter_admin(config, adapters, registry, identity),
+            aliases=config.aliases,
+            resume_policy=ResumePolicy(router.resume_seconds),
         )
         with suppress(Unavailable):  # then each chat fails with it, and other requests succeed
             await service.model("").tokenizer.wait_for_chats()
@@ -142,7 +155,9 @@ class RouterRuntime:
         start_servers = partial(
             ApiServers.start,
             service,
-            **_server_options(router),
+            reflection=router.reflection,
+            compression=_COMPRESSION[router.compression],
+            bounds=_connection_bounds(router),
             browsers=browsers,
             authenticator=authenticator,
             tls=_server_tls(router, watches),
@@ -246,41 +261,6 @@ class RouterRuntime:
         await self._dispatcher.close()
 
 
-def _service(
-    config: TandemConfig,
-    folder: Path,
-    registry: WorkerRegistry,
-    admission: Admission,
-    monitor: RouterMonitor,
-    identity: PeerIdentity,
-    resume_key: bytes,
-    blocked_prompts: BlockedPrompts | None,
-    adapters: AdapterRegistry,
-) -> tuple[GenerationService, Dispatcher]:
-    dispatcher = Dispatcher(
-        registry,
-        admission,
-        identity=identity,
-        park_seconds=config.router.park_seconds,
-        metrics=monitor.metrics,
-        blocked_prompts=blocked_prompts,
-    )
-    monitor.watch(admission, dispatcher, registry)
-    models = [_served_model(config, folder)]
-    admin = _adapter_admin(config, adapters, registry, identity)
-    service = GenerationService(
-        models,
-        dispatcher,
-        admission,
-        resume_key,
-        monitor.telemetry,
-        admin,
-        aliases=config.aliases,
-        resume_policy=ResumePolicy(config.router.resume_seconds),
-    )
-    return service, dispatcher
-
-
 def _adapter_admin(
     config: TandemConfig,
     adapters: AdapterRegistry,
@@ -325,16 +305,12 @@ def _browser_rules(config: TandemConfig, host: str) -> BrowserRules:
     return BrowserRules(host_names=names, cors_origins=config.router.cors_origins)
 
 
-def _server_options(router: RouterConfig) -> dict[str, Any]:
-    bounds = ConnectionBounds(
+def _connection_bounds(router: RouterConfig) -> ConnectionBounds:
+    return ConnectionBounds(
         stall_seconds=router.stall_seconds,
         max_connections=router.max_connections,
         max_per_address=router.max_connections_per_address,
     )
-    compression = (
-        grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression
-    )
-    return {"reflection": router.reflection, "compression": compression, "bounds": bounds}
 
 
 def _admission(router: RouterConfig, registry: WorkerRegistry, metrics: Metrics) -> Admission:
