@@ -212,7 +212,7 @@ class Router(Replica):
         await asyncio.to_thread(ensure_tokenizer, Path(folder))
         self._continuity = continuity
         self._ray_dashboard = ray_dashboard_url()
-        members = self._members = Members(self._application, continuity.layout)
+        self._members = members = Members(self._application, continuity.layout)
         self._statuses = WorkerStatuses(lambda: members.workers, continuity.identity)
         host = node_host(config.host)
         self._blocked_prompts = BlockedPrompts()
@@ -247,17 +247,15 @@ class Router(Replica):
         )
         self._authenticator = runtime.authenticator
         self._runtime = runtime
-        files = (watch.run() for watch in runtime.watches)
         watcher = DirectoryWatcher()
-        sharing = self._directory.keep_sharing(watcher, self._blocked_prompts, self._adapters)
-        tasks = (
+        self._run(
+            partial(self._stop, runtime),
             self._watch(runtime, watcher),
             runtime.keep_ready(),
             runtime.console.run(),
-            sharing,
-            *files,
+            self._directory.keep_sharing(watcher, self._blocked_prompts, self._adapters),
+            *(watch.run() for watch in runtime.watches),
         )
-        self._run(partial(self._stop, runtime), *tasks)
 
     def check_health(self) -> None:
         """Raises if the router cannot serve any more; Serve then replaces the replica."""
@@ -279,7 +277,7 @@ class Router(Replica):
         operators' keys see the loads of workers; without keys all callers see them.
         """
         if request.method not in ("GET", "HEAD"):
-            return JSONResponse({"error": "only GET is answered"}, 405)
+            return JSONResponse({"error": "the status page supports only GET and HEAD"}, 405)
         try:
             BrowserRules(
                 host_names=(node_host(self._config.host), *self._config.router.host_names)

@@ -1,4 +1,4 @@
-"""Tests the deployments as plain objects: the stop after a failed start, and a failed worker's end."""
+"""Tests the deployments as plain objects: stop after a failed start, end of a failed worker."""
 
 import asyncio
 import gc
@@ -150,7 +150,10 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
 
 def test_a_router_loads_no_torch() -> None:
     """torch takes seconds and hundreds of megabytes."""
-    code = "import sys, tandem.cluster.serve.app, tandem.cluster.serve.runtime; print('torch' in sys.modules)"
+    code = (
+        "import sys, tandem.cluster.serve.app, tandem.cluster.serve.runtime; "
+        "print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "False\n", done.stderr
 

@@ -400,7 +400,7 @@ async def test_guessed_tokens_are_counted_and_come_as_one_delta(
 
 
 async def test_the_ops_port_is_the_configured_one_or_another(folder: Path) -> None:
-    """A port in use prevents no router from serving; a router that replaces another has its port."""
+    """A port in use prevents no router from serving; a router that replaces one has its port."""
     async with AsyncExitStack() as scope:
         first = await start(folder, None)
         scope.push_async_callback(first.stop, 0)

@@ -364,7 +364,7 @@ def is_unsafe(manifests: Manifests) -> list[str]:
 
 
 def is_open(manifests: Manifests) -> list[str]:
-    """Complains about a Ray without token, pods open to all pods, and ports that no client needs."""
+    """Complains about a Ray without token, pods open to all, and ports that no client needs."""
     found = []
     if manifests.cluster.get("authOptions", {}).get("mode") != "token":
         found.append("Ray runs code of whoever reaches it: authOptions.mode must be token")

@@ -88,7 +88,7 @@ def fault_tolerant(group: Group, options: Document | None) -> Group:
 
 
 def container_command(group: Group, head: str = "") -> list[str]:
-    """Returns the command that KubeRay gives a pod's first container; `head`: the head's address."""
+    """Returns the command that KubeRay gives a pod's first container; `head`: its address."""
     params = dict(group.spec.get("rayStartParams", {}))
     params |= {"block": "true", "dashboard-agent-listen-port": str(AGENT_PORT)}
     params.setdefault("metrics-export-port", str(METRICS_PORT))

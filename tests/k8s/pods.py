@@ -132,7 +132,7 @@ class Pod:
             return False
 
     def is_alive(self) -> bool:
-        """Asks the livenessProbe that KubeRay adds; a container without its process yet fails it."""
+        """Asks the livenessProbe that KubeRay adds; a container that still starts fails it."""
         with suppress(ValueError, psutil.NoSuchProcess, subprocess.TimeoutExpired):
             return self.execute(liveness_command(self.group), PROBE_SECONDS).returncode == 0
         return False

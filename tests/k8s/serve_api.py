@@ -1,4 +1,4 @@
-"""Calls Ray's dashboard as KubeRay's operator does: sets Serve's configuration, reads its status."""
+"""Calls Ray's dashboard as KubeRay's operator does: writes Serve's configuration, reads status."""
 
 import json
 import time

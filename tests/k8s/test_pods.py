@@ -180,7 +180,7 @@ async def test_a_pod_that_is_deleted_under_streams_loses_none(
 async def test_a_head_that_is_lost_under_streams_comes_back_and_loses_none(
     network: PodNetwork, started: Manifests, loss: str
 ) -> None:
-    """Kills the GCS server, so the container restarts, or deletes the pod, so another replaces it."""
+    """Kills the GCS server, so the container restarts, or deletes the pod, so another starts."""
     old, before = network.head, {each["id"] for each in listed(network)}
     async with streams(network, selected(network, started, "grpc")) as traffic:
         if loss == "deleted":

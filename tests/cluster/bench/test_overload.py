@@ -10,7 +10,7 @@ SLO = {"ttft": 500.0}
 
 
 def sent(at: float, ttft: float | None = 0.1) -> RequestRecord:
-    """Returns a request whose first token came after `ttft` seconds; None: the server refused it."""
+    """Returns a request whose first token came after `ttft` seconds; None: it was refused."""
     failure = None if ttft is not None else RequestFailed("HTTP 429", "full")
     times = [at + (ttft or 0.0)]
     return RequestRecord(

@@ -82,7 +82,7 @@ def test_windows_that_make_no_sense_are_refused(window: int, stride: int, field:
 
 
 def logprob(prompt: Sequence[int], index: int) -> float:
-    """Returns a log probability of the stub's model, which depends on earlier tokens in the window."""
+    """Returns a log probability of the stub's model; it depends on earlier tokens in the window."""
     return -((prompt[index] * 31 + sum(prompt[:index])) % 97) / 10
 
 

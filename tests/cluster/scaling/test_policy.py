@@ -67,7 +67,7 @@ class Serve:
         self._states: dict[Any, Any] = {}
 
     def decide(self, now: float, given: Figures) -> dict[str, int]:
-        """Calls the policy with two values of each metric, ten seconds apart, of one replica each."""
+        """Calls the policy with two values of each metric, ten seconds apart, for one replica."""
         contexts = {}
         for name, config in self.configs.items():
             key = DeploymentID(name=name, app_name="tandem")

@@ -170,7 +170,7 @@ def unpacked(words: torch.Tensor, bits: int, size: int) -> torch.Tensor:
 
 
 def read_back(out: Path, plain: Path, scheme: QuantizationScheme) -> Path:
-    """Returns the model with plain weights, read from the folder by the definition of its format."""
+    """Returns the model with plain weights, read from the folder by its format's definition."""
     folder = out.parent / "restored"
     shutil.copytree(plain, folder)
     tensors, weights = load_file(out / "model.safetensors"), {}
