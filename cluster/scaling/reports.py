@@ -28,7 +28,6 @@ def router_report(admission: Admission, registry: WorkerRegistry) -> dict[str, f
     Waiting requests count for the pool that lacks room for the request at the head of the queue.
     Their prompts are expected to have the recent share of cached tokens.
     """
-    work = registry.prefill_work
     free = registry.capacity.free() or NO_CAPACITY
     first = admission.queue.first()
     waiting = sum((required_capacity(entry.request) for entry in admission.queue), NO_CAPACITY)
@@ -37,8 +36,8 @@ def router_report(admission: Admission, registry: WorkerRegistry) -> dict[str, f
         first.needed.sequences > free.sequences or first.needed.kv_tokens > free.kv_tokens
     )
     return {
-        PREFILL_TOKENS: work.uncached_tokens,
-        PREFILL_SECONDS: work.seconds,
+        PREFILL_TOKENS: registry.prefill_tokens,
+        PREFILL_SECONDS: registry.prefill_seconds,
         WAITING_PREFILL_TOKENS: waiting.prompt_tokens * registry.capacity.uncached_rate
         if lacks_prefill
         else 0.0,

@@ -91,19 +91,6 @@ def used_capacity(
     )
 
 
-class PrefillWork:
-    """Sums the prompt tokens that workers were sent to compute, and the predicted time for them."""
-
-    def __init__(self) -> None:
-        self.uncached_tokens = 0
-        self.seconds = 0.0  # predicted compute time of these tokens on one worker
-
-    def add(self, uncached_tokens: int, seconds: float) -> None:
-        """Adds the uncached tokens of a prompt and the predicted seconds to compute them."""
-        self.uncached_tokens += uncached_tokens
-        self.seconds += seconds
-
-
 class DrainRate:
     """Measures how fast a queue drains since it was last empty.
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from ...proto import worker_pb2
 from ..request import TokenRequest
-from .capacity import PrefillWork, required_capacity, used_capacity
+from .capacity import required_capacity, used_capacity
 from .policy import (
     NEUTRAL_PREFILL,
     NEUTRAL_STEP_SECONDS,
@@ -60,7 +60,10 @@ class WorkerRegistry:
         `local_prefill_tokens`: a decode worker may compute a prompt of which it lacks at most this
         number of tokens.
         """
-        self.prefill_work = PrefillWork()
+        # Uncached prompt tokens that were sent to workers since the start, and the predicted seconds
+        # to compute them.
+        self.prefill_tokens = 0
+        self.prefill_seconds = 0.0
         self.absence = "no worker is ready"  # the error of a request without a worker
         # Called when a worker is lost, and when a lost worker reports again.
         self.on_reach: Callable[[], object] = lambda: None
@@ -293,7 +296,8 @@ class WorkerRegistry:
             worker.add(request.request_id, used, prefix, is_resumed=is_resumed)
             if used.prompt_tokens:
                 cost = self._speeds.prefill_cost(worker)
-                self.prefill_work.add(used.uncached_tokens, cost.seconds(used.uncached_tokens))
+                self.prefill_tokens += used.uncached_tokens
+                self.prefill_seconds += cost.seconds(used.uncached_tokens)
             self._prefixes.expect(worker_id, prefix)
             self.capacity.recount(worker)
         if decodes:

@@ -518,7 +518,7 @@ def test_what_is_fetched_is_not_to_be_computed_but_needs_its_blocks() -> None:
     used = registry._workers["p0"]
     assert used.own.uncached_tokens == 20
     assert before - used.free_tokens == 500 - 160
-    assert registry.prefill_work.uncached_tokens == 20
+    assert registry.prefill_tokens == 20
 
 
 def test_no_prefix_is_fetched_from_a_worker_that_cannot_give_it() -> None:
