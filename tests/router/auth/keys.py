@@ -6,10 +6,10 @@ from tandem.router.auth.keys import ApiKey, hash_key
 
 
 def api_key(secret: str, **fields: Any) -> ApiKey:
-    """Returns the entry of a key. Its name and tenant are the secret, unless they are given."""
+    """Returns the entry of a key; its name and tenant are the secret unless they are given."""
     return ApiKey(**({"name": secret, "tenant": secret, "sha256": hash_key(secret).hex()} | fields))
 
 
 def bearer(secret: str) -> dict[str, str]:
-    """Returns the header that brings a key."""
+    """Returns the header with a key."""
     return {"authorization": f"Bearer {secret}"}

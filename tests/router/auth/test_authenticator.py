@@ -1,4 +1,4 @@
-"""Who calls, by the key that a call brings."""
+"""Tests the caller that the key of a call stands for."""
 
 import gc
 import tracemalloc
@@ -121,7 +121,7 @@ def test_priority_is_capped_by_the_key() -> None:
 
 @pytest.mark.parametrize("share", [True, False])
 def test_callers_without_a_key_have_a_highest_priority_too(share: bool) -> None:
-    """That of requests that ask for none, unless it is configured."""
+    """By default it is the priority of a request that sets none."""
     caller = Authenticator(share_anonymous_prefixes=share).caller(None, "a")
     assert [caller.priority(wanted) for wanted in (-5, 0, 1, 100)] == [-5, 0, 0, 0]
     caller = Authenticator(share_anonymous_prefixes=share, anonymous_max_priority=7).caller(
@@ -162,7 +162,7 @@ def test_ten_thousand_random_keys_are_refused_in_constant_memory() -> None:
     authenticator = Authenticator([api_key("one")])
 
     def refuse(number: int) -> int:
-        """Returns the bytes that are held afterwards."""
+        """Returns the number of bytes that are held afterwards."""
         for n in range(number):
             try:
                 authenticator.caller(f"Bearer tandem-{n}", f"peer {n}")

@@ -1,4 +1,4 @@
-"""The file of keys: what the commands write, what is refused, how a change of it is taken."""
+"""Tests the file of keys: written entries, refused files, and detected changes."""
 
 import json
 import logging
@@ -158,7 +158,7 @@ async def test_a_change_of_the_file_is_taken_and_a_broken_one_is_not(
 
 
 async def test_a_link_to_another_folder_is_a_change(tmp_path: Path) -> None:
-    """So Kubernetes replaces what a pod mounts."""
+    """Kubernetes replaces mounted files in this way."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "keys.json", entry(name=name))

@@ -1,4 +1,4 @@
-"""The limits of a key, by properties, with a clock of the test."""
+"""Tests the limits of a key by properties, with a manual clock."""
 
 import pytest
 from hypothesis import given
@@ -124,7 +124,7 @@ def test_the_headers_are_openais() -> None:
 
 
 def test_polls_have_a_limit_of_their_own() -> None:
-    """Ten a second, and twenty after a silence."""
+    """The limit is ten per second, and twenty after a pause."""
     made, clock = quota(requests=1)
     for expected in (20, 10):
         for _ in range(expected):

@@ -1,8 +1,8 @@
-"""Routers with real admission and registries before a pool of known speed, in simulated time.
+"""Simulates routers with real admission and registries in front of a pool of known speed.
 
-Prefill workers compute the prompts that they have in chunks, first come, first served, and report
-as real ones do; decode workers run as many sequences as they take. Nothing here knows the wall
-clock.
+Time is simulated. Prefill workers compute their prompts in chunks, first come, first served, and
+report as real ones do. Decode workers run up to their maximum number of sequences. Nothing here
+reads the wall clock.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class _IdleSelector(selectors.SelectSelector):
-    """Returns at once, as if the time that it should wait had passed."""
+    """Returns from a wait at once, as if its timeout had passed."""
 
     now = 0.0
 
@@ -44,7 +44,7 @@ class _IdleSelector(selectors.SelectSelector):
 
 
 class SimulatedTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only when nothing is to be done before."""
+    """Runs an event loop whose time passes only when nothing is ready to run."""
 
     def __init__(self) -> None:
         self._idle = _IdleSelector()
@@ -62,7 +62,7 @@ def run_simulated(main: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Describes the workers, and what is asked of them."""
+    """Describes the workers and their requests."""
 
     prefill: int = 1
     decode: int = 1
@@ -81,9 +81,10 @@ class Pool:
 
     @property
     def capacity(self) -> float:
-        """Returns the requests/s that the workers finish at most. A sequence has its place at a
-        decode worker from when its prompt is sent, beside as many as a prefill worker gets, at
-        least.
+        """Returns the maximum number of requests/s that the workers finish.
+
+        A sequence holds its place at a decode worker from the time its prompt is sent. The minimum
+        look-ahead of the prefill workers counts as well.
         """
         by_prompts = self.prefill / (self.seconds_of_token * sum(self.prompt_tokens) / 2)
         seconds = self.decode_seconds + self.seconds_of_token * (
@@ -94,7 +95,7 @@ class Pool:
 
 @dataclass(eq=False, kw_only=True)
 class SimulatedPrompt:
-    """A prompt at a prefill worker."""
+    """Holds a prompt at a prefill worker."""
 
     uncomputed: int
     first_token: "asyncio.Future[None]"
@@ -103,7 +104,7 @@ class SimulatedPrompt:
 
 @dataclass(eq=False)
 class SimulatedWorker:
-    """Reports its load to all routers a little later."""
+    """Reports its load to all routers with a delay."""
 
     worker_id: str
     pool: Pool
@@ -135,7 +136,7 @@ class PrefillWorker(SimulatedWorker):
     mean_seconds: float = 0.0
 
     async def compute(self) -> None:
-        """Computes for ever."""
+        """Computes prompts until it is cancelled."""
         while True:
             self.arrived.clear()
             if self.prompts:
@@ -178,7 +179,7 @@ class PrefillWorker(SimulatedWorker):
 
 
 class DecodeWorker(SimulatedWorker):
-    """Runs sequences for as long as they take, first come, first served."""
+    """Runs sequences for a fixed time each, first come, first served."""
 
     def __init__(self, worker_id: str, pool: Pool, registries: Sequence[WorkerRegistry]) -> None:
         super().__init__(worker_id, pool, registries)
@@ -196,7 +197,7 @@ class DecodeWorker(SimulatedWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentRequest:
-    """What became of one request."""
+    """Records the outcome of one request."""
 
     at: float
     ttft: float | None = None  # None: it was refused
@@ -204,8 +205,9 @@ class SentRequest:
 
 
 class SimulatedService:
-    """Several routers, each with its own queue, and the workers of one pool. Lives in a
-    SimulatedTimeLoop.
+    """Holds several routers, each with a queue, and the workers of one pool.
+
+    Used in a SimulatedTimeLoop.
     """
 
     def __init__(
@@ -240,7 +242,7 @@ class SimulatedService:
         ]
 
     async def load(self, *phases: tuple[float, float]) -> None:
-        """Sends requests in phases of so many seconds and requests/s, and waits for the end of all."""
+        """Sends requests in phases of (seconds, requests/s), and waits for the end of all."""
         loop = asyncio.get_running_loop()
         tasks: list[asyncio.Task[None]] = []
         at = loop.time()
@@ -262,13 +264,11 @@ class SimulatedService:
             assert registry.capacity._reserved == {}
 
     def goodput(self, begin: float, end: float, slo: float) -> float:
-        """Returns the requests/s sent from `begin` until before `end` whose first token came within
-        `slo` seconds.
-        """
+        """Returns the rate of requests from `begin` to `end` with a first token within `slo` s."""
         return sum(self._are_good(begin, end, slo)) / (end - begin)
 
     def share(self, begin: float, end: float, slo: float) -> float:
-        """Returns the share of the same of all requests that were sent then."""
+        """Returns the share of these requests among all requests that were sent in this time."""
         good = self._are_good(begin, end, slo)
         return sum(good) / len(good)
 

@@ -1,8 +1,8 @@
-"""A service in simulated time: routers with real registries before workers that only count.
+"""Simulates a service: routers with real registries in front of workers that only count.
 
-Prefill workers compute one prompt after another, decode workers as many sequences as they take;
-both have a prefix cache that drops the least recently used blocks and reports what it stores and
-evicts. Run as a module, it prints how the ways to place requests compare.
+Prefill workers compute one prompt after another, decode workers run many sequences. Both have a
+prefix cache that drops the least recently used blocks and reports stored and evicted blocks. Run as
+a module, it prints a comparison of the ways to place requests.
 """
 
 import heapq
@@ -29,7 +29,7 @@ REPORT_SECONDS = 0.01  # how old a worker's report is when it comes
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Conversations that begin at random, each with one of a few system prompts."""
+    """Makes conversations that begin at random, each with one of a few system prompts."""
 
     conversations: int = 300
     turns: int = 6
@@ -57,7 +57,7 @@ class Pools:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The results of a simulation; seconds are simulated."""
+    """Holds the results of a simulation; seconds are simulated."""
 
     num_requests: int
     hit_rate: float  # of prompt tokens
@@ -69,7 +69,7 @@ class Figures:
 
 
 class Cache:
-    """Blocks in order of their last use, and registries that hear of them."""
+    """Holds blocks in the order of their last use, and reports changes to registries."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -82,7 +82,7 @@ class Cache:
         return BLOCK_SIZE * sum(1 for _ in itertools.takewhile(self._blocks.__contains__, chain))
 
     def use(self, chain: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Returns what is stored for it and what evicted."""
+        """Returns the hashes of the stored and of the evicted blocks."""
         stored = [digest for digest in chain if digest not in self._blocks]
         for digest in reversed(chain):
             self._blocks[digest] = None
@@ -104,8 +104,9 @@ class SimulatedRequest:
 
 
 class Worker:
-    """A worker of either role, with two queues: prompts are computed one by one, sequences run side
-    by side.
+    """Simulates a worker of either role.
+
+    It computes prompts one by one, and runs sequences side by side.
     """
 
     def __init__(self, simulation: "Simulation", known: worker_pb2.WorkerInfo) -> None:
@@ -208,7 +209,7 @@ Place = Callable[[WorkerRegistry, TokenRequest], Placement | None]
 
 
 class Simulation:
-    """One simulation. `place` chooses the workers; each turn comes to a random router."""
+    """Runs one simulation; `place` chooses the workers, and each turn goes to a random router."""
 
     def __init__(
         self,
@@ -321,7 +322,7 @@ class Simulation:
 
 
 def by_cost(registry: WorkerRegistry, asked: TokenRequest) -> Placement | None:
-    """As the router does it."""
+    """Places a request as the router does."""
     return registry.place(asked)
 
 

@@ -1,6 +1,4 @@
-"""Admission over a registry: which requests start, which are refused, and that none waits while it
-fits.
-"""
+"""Tests the admission: which requests start or are refused, and that none waits while it fits."""
 
 import asyncio
 import inspect
@@ -25,8 +23,9 @@ from tandem.tests.router.pools import Clock, fill, report, request
 
 
 class AdmittedRequests:
-    """Admission over one prefill and one decode worker, and requests that hold slots as the
-    dispatcher does.
+    """Admits requests to one prefill and one decode worker.
+
+    Requests hold their permits as the dispatcher does.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class AdmittedRequests:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def ask(self, asked: TokenRequest) -> "asyncio.Task[None]":
-        """Lets the request go as far as it can."""
+        """Starts a request and lets it go as far as it can."""
         self._ends[asked.request_id] = asyncio.Event()
         task = self.tasks[asked.request_id] = asyncio.create_task(self._hold(asked))
         await settle()
@@ -87,15 +86,13 @@ def sized(num_tokens: int) -> Capacity:
 
 
 async def settle() -> None:
-    """Everything that can go on has gone on."""
+    """Runs the event loop until no task can go on."""
     for _ in range(6):
         await asyncio.sleep(0)
 
 
 async def test_no_tenant_holds_all_sequences_while_another_waits() -> None:
-    """However long the first one's requests run and however many of them wait: what ends goes to
-    the other, until each holds half, and so it stays.
-    """
+    """The other tenant gets each free sequence until both have half, however long requests run."""
     requests = AdmittedRequests(max_sequences=8)
     for n in range(40):
         await requests.ask(request([n] * 10, f"a{n}", tenant="a"))
@@ -205,7 +202,7 @@ async def test_a_request_that_no_worker_could_run_is_refused_at_once() -> None:
 
 
 async def test_a_request_larger_than_all_kv_cache_begins_when_a_worker_is_empty() -> None:
-    """What it is expected to generate is an estimate: the worker decides whether it fits."""
+    """The expected completion is an estimate; the worker decides whether the request fits."""
     requests = AdmittedRequests(max_sequences=32)  # 4096 tokens
     await requests.ask(request([1] * 9, "runs"))
     await requests.ask(request([1] * 9, "large", num_choices=32, max_tokens=500))
@@ -297,7 +294,7 @@ async def test_short_prompts_pass_those_that_wait_for_the_prefill_worker_and_del
 async def test_what_the_workers_have_counts_for_the_wait_and_is_refused_before_tokenization() -> (
     None
 ):
-    """Whichever router's it is: a second of prompts at the rate that the worker reports."""
+    """The workers have prompts of any router for one second, at the rate that they report."""
     requests = AdmittedRequests(max_sequences=1, max_queue_seconds=0.9)
     await requests.ask(request([1] * 9, "runs"))
     requests.admission.check_early(sized(10), "")
@@ -337,7 +334,7 @@ async def test_a_burst_is_measured_by_what_workers_report_before_anything_has_de
 async def test_a_burst_that_waits_for_prompts_alone_does_not_wait_for_the_end_of_long_requests() -> (
     None
 ):
-    """What runs takes minutes, and makes nobody wait: there are sequences and KV cache for all."""
+    """Running requests take minutes, but there are sequences and KV cache for all."""
     clock = Clock()
     requests = AdmittedRequests(max_sequences=64, clock=clock, max_queue_seconds=30.0)
     report(requests.registry, "p0", load=load(0, prompt_token_seconds=1e-3))
@@ -451,7 +448,7 @@ async def test_a_request_that_waited_too_long_is_refused_and_lets_the_next_in() 
 
 
 async def test_a_wait_is_bounded_as_the_config_describes() -> None:
-    """Predicted: by `max_queue_seconds`; real: by WAIT_TOLERANCE times that."""
+    """The bound is `max_queue_seconds` if predicted, and WAIT_TOLERANCE times that if real."""
     assert f"{WAIT_TOLERANCE:g} times" in QUEUE_SECONDS_HELP
     assert RouterConfig.model_fields["max_queue_seconds"].description == QUEUE_SECONDS_HELP
     defaults = inspect.signature(Admission).parameters

@@ -1,6 +1,7 @@
-"""Ten times more requests than the workers can serve: as many are served in time as before, and
-none is refused soon after. In simulated time, with the real admission, queue and registries of one
-router or several.
+"""Tests ten times more requests than the workers can serve, in simulated time.
+
+As many requests as before are served in time, and none is refused soon after the overload. Uses the
+real admission, queue and registries of one or several routers.
 """
 
 import pytest
@@ -21,7 +22,7 @@ BEFORE_SECONDS = 20.0
 def overload(
     pool: Pool, *, max_queue_seconds: float, routers: int, seconds: float, load: float
 ) -> SimulatedService:
-    """Sends `load` of what the workers can do, for `seconds` ten times that, and `load` again."""
+    """Sends `load` of the capacity, for `seconds` ten times the capacity, and `load` again."""
 
     async def send() -> SimulatedService:
         service = SimulatedService(pool, max_queue_seconds=max_queue_seconds, routers=routers)
@@ -33,9 +34,10 @@ def overload(
 
 
 def longest_wait(pool: Pool, max_queue_seconds: float, routers: int) -> float:
-    """Returns the seconds after which a request that was accepted has its first token: what it may
-    wait, with what the workers have at least and the prompt itself. Of several routers each learns
-    only in time how many share the workers.
+    """Returns the latest time of the first token of an accepted request, in seconds.
+
+    It includes the allowed wait, the workers' minimum look-ahead and the prompt itself. Several
+    routers learn only after a delay how many of them share the workers.
     """
     at_worker = pool.seconds_of_token * (LEAST_AHEAD + 3 * pool.prompt_tokens[1])
     return (1.25 if routers == 1 else 1.75) * max_queue_seconds + at_worker + 0.1
@@ -66,7 +68,7 @@ def test_goodput_under_ten_times_overload_is_the_peak(name: str, max_queue_secon
 
 @pytest.mark.parametrize("max_queue_seconds", [0.25, 1.0, 5.0])
 def test_three_routers_keep_the_goodput_of_one(max_queue_seconds: float) -> None:
-    """Each knows its own requests, and of the others' what workers report."""
+    """Each router knows its own requests; it knows the others' only by the reports of workers."""
     pool = POOLS["three pairs"]
     slo = longest_wait(pool, max_queue_seconds, routers=3)
     service = overload(pool, max_queue_seconds=max_queue_seconds, routers=3, seconds=30.0, load=0.5)

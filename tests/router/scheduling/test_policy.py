@@ -1,4 +1,4 @@
-"""Placement is a pure function; these are the properties it is relied on for."""
+"""Tests the properties of placement, which is a pure function."""
 
 import copy
 import random
@@ -221,8 +221,9 @@ def test_each_chunk_of_a_prompt_costs_a_step_on_a_busy_decode_worker() -> None:
 def test_a_prefix_is_fetched_only_where_that_is_faster(
     num_tokens: int, prefill: list[Candidate], decode: list[Candidate], transfer: LinearCost
 ) -> None:
-    """From the one that has most, if what it has beyond the prefill worker is predicted to arrive
-    before it would be computed; the last token of a prompt is always computed.
+    """The source has the most cached tokens, and the fetch is faster than the computation.
+
+    The last token of a prompt is always computed.
     """
     decode = [replace(one, transfer=transfer) for one in decode]
     for first in prefill:

@@ -1,6 +1,4 @@
-"""The index knows exactly which blocks a worker holds: against a plain model, in its bounds, and
-block size by size.
-"""
+"""Tests that the index knows each worker's blocks: against a model, in bounds, by block size."""
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -22,9 +20,7 @@ def index_of(*sizes: int) -> PrefixIndex:
 
 
 class AgainstAModel(RuleBasedStateMachine):
-    """Each worker reports a set of blocks; the model is that set, and what was expected of it
-    meanwhile.
-    """
+    """Compares the index with a model: each worker's reported and expected blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rates are learnt from few, noisy observations, and no worker is avoided for ever."""
+"""Tests that few noisy observations are enough, and that no worker is avoided for good."""
 
 import random
 
@@ -26,9 +26,7 @@ def test_a_cost_is_fitted_under_noise_and_followed_when_it_changes() -> None:
 
 
 def test_equal_amounts_take_the_shape_of_the_prior() -> None:
-    """So that a tenth of a prompt, when the rest is cached, is not taken to cost almost as much as
-    all of it.
-    """
+    """Otherwise the uncached tenth of a prompt would seem to cost almost as much as all of it."""
     prior = LinearCost(fixed=0.001, each=0.0002)
     fit = LinearFit()
     for _ in range(10):
@@ -40,7 +38,7 @@ def test_equal_amounts_take_the_shape_of_the_prior() -> None:
 
 
 def test_a_short_prompt_does_not_say_how_long_the_tokens_of_long_ones_take() -> None:
-    """Most of its time is that of any step: 30 ms of one token are not 30 s of a thousand."""
+    """Most of its time is the fixed time of a step: 30 ms for one token are not 30 s for 1,000."""
     fit = LinearFit()
     fit.observe(1, 0.03, NEUTRAL_PREFILL)
     assert fit.cost(NEUTRAL_PREFILL).seconds(1) == pytest.approx(0.03)

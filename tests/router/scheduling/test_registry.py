@@ -1,4 +1,4 @@
-"""What the router believes of its workers, and what follows from it for the next request."""
+"""Tests the state that the router has of its workers, and its effect on the next request."""
 
 import random
 from collections import Counter
@@ -178,9 +178,7 @@ def test_one_that_goes_ahead_of_what_waits_goes_where_most_of_it_is_cached() -> 
 def test_one_that_goes_ahead_goes_where_most_of_it_is_cached_however_slow_prompts_were_there() -> (
     None
 ):
-    """Prompts of one length do not tell whether a token or the beginning is slow; a cached one
-    needs few tokens.
-    """
+    """Prompts of one length do not show if a token or the start is slow; a cached one is short."""
     registry = registry_of(2, 1)
     first = request(prompt(1, 1_000), "1")
     cached, decode = dispatch(registry, first)
@@ -196,8 +194,9 @@ def test_one_that_goes_ahead_goes_where_most_of_it_is_cached_however_slow_prompt
 
 
 def test_several_that_go_ahead_spread_over_workers_that_have_the_same_cached() -> None:
-    """As those of a worker that has died, whose prompts begin alike; one with longer rests gets
-    fewer.
+    """They continue the streams of a dead worker, whose prompts begin alike.
+
+    A worker with longer uncached rests gets fewer of them.
     """
     registry, shared = registry_of(2, 1), prompt(1, 800)
     for worker in ("p0", "p1"):
@@ -346,7 +345,7 @@ def test_the_load_of_other_routers_is_what_reports_exceed_our_own_by() -> None:
 
 
 def test_two_routers_count_each_others_requests_and_their_ends() -> None:
-    """Whatever order the reports of sessions and of the directory come in."""
+    """The reports of sessions and of the directory may come in any order."""
     mine, other = registry_of(1, 1, max_sequences=10), registry_of(1, 1, max_sequences=10)
     dispatch(mine, request(prompt(1), "1"))
     dispatch(other, request(prompt(2), "1"))  # ids need not differ between routers
@@ -484,7 +483,7 @@ def test_free_capacity_is_that_of_workers_that_take_requests() -> None:
 
 
 def holders_of(tokens: list[int]) -> WorkerRegistry:
-    """A prefill worker that has 160 tokens of a prompt, and decode workers that have 320 or 480."""
+    """Returns a registry: a prefill worker with 160 cached tokens, decode workers with more."""
     registry = registry_of(1, 3)
     listed = registry.workers()
     for each in listed:
@@ -522,7 +521,7 @@ def test_what_is_fetched_is_not_to_be_computed_but_needs_its_blocks() -> None:
 
 
 def test_no_prefix_is_fetched_from_a_worker_that_cannot_give_it() -> None:
-    """One that drains, that was lost, that has another model, or no address."""
+    """The worker drains, is lost, has another model, or has no address."""
     tokens = prompt(1, 500)
     registry = holders_of(tokens)
     asked = request(tokens, "a")

@@ -1,6 +1,4 @@
-"""Whether the cost function is worth it: thousands of requests in simulated time, against placing
-without looking.
-"""
+"""Compares the cost function with blind placement of thousands of requests in simulated time."""
 
 import pytest
 

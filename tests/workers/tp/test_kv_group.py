@@ -1,4 +1,4 @@
-"""Blocks are free when no rank uses them any more, however often their transfers are stopped."""
+"""Tests that blocks are free when no rank uses them, however often transfers are stopped."""
 
 import asyncio
 from typing import Any, cast
@@ -12,9 +12,7 @@ from tandem.workers.transfer.endpoint import KvEndpoint
 
 
 class Rank:
-    """Answers when the test says so. In the place of an endpoint, too: of rank 0, which has nothing
-    to end.
-    """
+    """Answers when the test tells it to; also stands in for rank 0's endpoint, which is idle."""
 
     def __init__(self) -> None:
         self.sender, self.commands = self, list[worker_pb2.RankControlRequest]()

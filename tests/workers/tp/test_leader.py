@@ -1,4 +1,4 @@
-"""A rank has one leader, of its own service, and ends with it alone."""
+"""Tests that a rank has one leader, of its own service, and ends with it alone."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ RawCall = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
 async def check_whole(fleet: Fleet, expected: Sequence[int]) -> None:
-    """Fails unless the split worker answers as ever and has all its ranks."""
+    """Fails unless the split worker answers as before and has all its ranks."""
     tokens, timeline = await fleet.generate(token_request(PROMPT, 8, ignore_eos=True))
     assert tokens == expected
     assert timeline.attempts == 1
@@ -53,7 +53,7 @@ async def test_one_control_stream_opened_and_cancelled_by_a_stranger_kills_no_sp
 
 
 async def test_a_second_leader_is_refused_and_changes_nothing(tiny_model: Path) -> None:
-    """Also one of the service, such as a worker that has got a wrong address."""
+    """It may even belong to the service, such as a worker with a wrong address."""
     (expected,) = expected_tokens(tiny_model, [PROMPT], 8)
     async with split_fleet(tiny_model, {"decode": [2]}) as fleet:
         (rank,) = fleet.ranks
@@ -67,5 +67,5 @@ async def test_a_second_leader_is_refused_and_changes_nothing(tiny_model: Path) 
 
 
 def rank_stub(channel: PeerChannel) -> worker_pb2_grpc.RankStub:
-    """A client of one rank."""
+    """Returns a client of one rank."""
     return worker_pb2_grpc.RankStub(channel)  # type: ignore[no-untyped-call]

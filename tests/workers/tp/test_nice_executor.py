@@ -1,4 +1,4 @@
-"""Tests that urgent steps wait for no other process."""
+"""Tests that expedited steps wait for no other process."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tandem.workers.tp.nice_executor import NiceExecutor
 
 
 class Noting(FakeExecutor):
-    """Notes how nice each step is."""
+    """Notes the niceness of each step."""
 
     def __init__(self) -> None:
         super().__init__(4, 16)
@@ -55,7 +55,7 @@ def test_urgent_steps_are_not_nice_where_that_is_allowed() -> None:
 
 
 class Hurried(FakeExecutor):
-    """Is hurried by another thread in each step, and notes how nice it is before and after."""
+    """Is expedited by another thread in each step; notes the niceness before and after."""
 
     def __init__(self) -> None:
         super().__init__(4, 16)
@@ -104,9 +104,7 @@ thread.join()
 
 
 def test_the_engine_s_thread_is_nicer_than_its_process_by_as_much_as_configured() -> None:
-    """Of a process that is nice itself: an absolute niceness might be below its own, which is not
-    allowed.
-    """
+    """The process is nice itself; an absolute niceness below its own would not be allowed."""
     command = ["nice", "-n", "4", sys.executable, "-c", _ENTER]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert int(found) == min(os.getpriority(os.PRIO_PROCESS, 0) + 4, 19) + 3

@@ -1,4 +1,4 @@
-"""Ranks that are processes, over gloo: the same tokens, and no wait without end when one is lost."""
+"""Tests ranks in processes over gloo: the same tokens, and no endless wait for a lost rank."""
 
 import json
 import os
@@ -191,7 +191,7 @@ WHERE: dict[str, Any] = {
 
 
 def on_ranks(*works: Callable[[TpGroup], T]) -> tuple[T, ...]:
-    """Runs each on a rank of its own of one group."""
+    """Runs each function on a rank of one group."""
     where = WHERE | {"size": len(works)}
     first = TpGroup.listen(**where)
 
@@ -267,7 +267,7 @@ def test_gloo_needs_no_abort() -> None:
 
 
 def test_a_stranger_in_the_place_of_a_rank_gets_nothing() -> None:
-    """Whoever finds the store's port can join the group, but cannot show the secret of its address."""
+    """A stranger at the store's port can join the group, but does not know the address's secret."""
     first = TpGroup.listen(**WHERE)
     place = first.address.partition("/")[0]
 
@@ -285,9 +285,7 @@ def test_a_stranger_in_the_place_of_a_rank_gets_nothing() -> None:
 
 
 def test_a_stranger_at_the_ports_of_a_running_group_changes_nothing() -> None:
-    """Neither noise at the store and at gloo's ports, nor a client that empties and fills the
-    store.
-    """
+    """The stranger sends noise to the ports of the store and of gloo, and rewrites the store."""
     before = listening()
 
     def gather(group: TpGroup) -> list[list[int]]:
@@ -301,7 +299,7 @@ def test_a_stranger_at_the_ports_of_a_running_group_changes_nothing() -> None:
 
 
 def listening() -> set[int]:
-    """The ports of loopback at which this process listens."""
+    """Returns the loopback ports at which this process listens."""
     found = psutil.Process().net_connections("tcp4")
     return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
 

@@ -1,5 +1,6 @@
-"""Workers whose ranks share a model, unequally on both sides, over real gRPC and gloo: right
-tokens, nothing left.
+"""Tests workers with different numbers of ranks over real gRPC and gloo.
+
+The tokens are right, and nothing is left over.
 """
 
 import asyncio
@@ -193,9 +194,7 @@ async def test_requests_that_are_given_up_leave_no_rank_at_work(
 async def test_a_handle_that_one_rank_could_not_fetch_serves_another_group(
     folder: Path, prompts: list[list[int]], expected: list[list[int]], prefill: int
 ) -> None:
-    """Rank 0 has fetched its part, and must not acknowledge the cache for a group of which another
-    rank lacks it.
-    """
+    """Rank 0 must not acknowledge a KV cache if another rank lacks its part."""
     async with (
         split_fleet(folder, {"prefill": [prefill], "decode": [2, 1]}) as fleet,
         AsyncExitStack() as stack,
@@ -263,8 +262,9 @@ asyncio.run(main())
 async def split_over_two_processes(
     folder: Path, silence_seconds: float
 ) -> AsyncIterator[tuple[Worker, Process]]:
-    """A worker of two ranks, idle, so that no collective could notice what becomes of the second;
-    and its process.
+    """Starts an idle worker of two ranks, and the process of the second rank.
+
+    The worker is idle, so that no collective can notice the loss of the rank.
     """
     command = [sys.executable, "-c", RANK, str(folder), str(silence_seconds)]
     rank = await asyncio.create_subprocess_exec(
