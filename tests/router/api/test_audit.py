@@ -60,7 +60,7 @@ async def test_each_refused_call_over_http_is_a_line(
 async def test_what_is_no_request_is_one_line_too_and_no_other_log_has_it(
     service: Service, caplog: pytest.LogCaptureFixture, said: str, status: str
 ) -> None:
-    """uvicorn would write as many lines as strangers like."""
+    """uvicorn would write one line for each of them, without a limit."""
     async with asyncio.timeout(10), connected(service.http) as (reader, writer):
         writer.write(said.encode())
         assert (await reader.readline()).split()[1] == status.encode()

@@ -1,4 +1,4 @@
-"""Keys at the real API servers: who is let in, as whom, and within which limits."""
+"""Tests keys at the real API servers: the admission of callers, their tenants, and their limits."""
 
 import asyncio
 import json
@@ -81,7 +81,7 @@ def authenticator() -> Authenticator:
 async def service(
     model: ServedModel, source: FakeTokenSource, authenticator: Authenticator
 ) -> AsyncIterator[Service]:
-    """Both servers, which need a key."""
+    """Starts both servers with keys."""
     servers = await ApiServers.start(
         GenerationService([model], source, resume_key=SECRET),
         authenticator=authenticator,
@@ -203,7 +203,7 @@ async def test_a_token_costs_no_check_of_its_key(
     stub: inference_pb2_grpc.InferenceStub,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All that a key costs is at the begin and the end of a call, whatever its limits."""
+    """A key costs time only at the start and the end of a call."""
     authenticator.replace([api_key("ada", tokens_per_minute=1_000_000, max_streams=4)])
     looked: list[str] = []
 
@@ -308,7 +308,7 @@ async def test_the_audit_log_names_the_key(
     stub: inference_pb2_grpc.InferenceStub,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Where a valid one was shown, though the call was refused."""
+    """The line has the name of a valid key, even if the call was refused."""
     refused: Any = request(sampling={"temperature": 9})
     for secret in ("ada", "wrong"):
         await http.post("/v1/completions", json={}, headers=bearer(secret))
@@ -356,7 +356,7 @@ async def test_requests_a_minute(
 
 
 async def test_tokens_a_minute(service: Service, authenticator: Authenticator) -> None:
-    """A prompt of two tokens and completions of four."""
+    """Uses prompts of two tokens and completions of four."""
     authenticator.replace([api_key("ada", tokens_per_minute=13)])
     async with AsyncClient(service.grpc, api_key="ada", max_retries=0) as client:
         for _ in range(2):
@@ -446,7 +446,7 @@ async def test_nothing_is_tokenized_without_tokens_left(
 async def held_streams(
     service: Service, secret: str, number: int
 ) -> tuple[list[asyncio.Task[str]], AsyncClient]:
-    """So many streams, half of them over HTTP, each with its first token."""
+    """Opens this number of streams, half of them over HTTP, each with its first token."""
     client = AsyncClient(service.grpc, api_key=secret, max_retries=0)
 
     async def over_http() -> str:
@@ -518,9 +518,7 @@ async def test_streams_at_a_time(
 
 
 async def test_callers_without_a_key_share_no_cache_across_connections(model: ServedModel) -> None:
-    """Over HTTP those of one connection share one; gRPC does not tell which calls come through one
-    connection.
-    """
+    """Over HTTP, calls of one connection share a cache; gRPC does not report the connection."""
     source = FakeTokenSource(answer=b"abcd")
     servers = await ApiServers.start(
         GenerationService([model], source),
@@ -545,7 +543,7 @@ async def test_callers_without_a_key_share_no_cache_across_connections(model: Se
 async def test_a_connection_from_the_address_of_an_earlier_one_shares_no_cache_with_it(
     model: ServedModel,
 ) -> None:
-    """As behind a NAT, which gives the port of a client that has left to another one."""
+    """A NAT gives the port of a client that has left to another client."""
     source = FakeTokenSource(answer=b"abcd")
     servers = await ApiServers.start(
         GenerationService([model], source),

@@ -1,4 +1,4 @@
-"""What a page in a browser can send to a service on its own machine or in its network."""
+"""Tests the requests that a web page can send to a service on its machine or in its network."""
 
 import json
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ FOREIGN = "https://evil.example"
 
 @pytest.fixture
 async def opened(model: ServedModel) -> AsyncIterator[httpx.AsyncClient]:
-    """A service that one page may use, under one name."""
+    """Serves under one host name and accepts one origin."""
     rules = BrowserRules(host_names=("models.example.com",), cors_origins=(PAGE,))
     server = HttpServer(GenerationService([model], FakeTokenSource()), rules)
     async with httpx.AsyncClient(
@@ -140,7 +140,7 @@ async def test_dns_rebinding_reads_and_runs_nothing(
 async def test_csrf_without_preflight_runs_nothing(
     service: Service, http: httpx.AsyncClient, path: str, content_type: str
 ) -> None:
-    """By a form or a Blob, also of a browser that sends no Origin."""
+    """Uses a form or a Blob, also of a browser that sends no Origin."""
     content = json.dumps(body(path))
     declared = {"content-type": content_type} if content_type else {}
     answer = await http.post(path, content=content, headers=declared)

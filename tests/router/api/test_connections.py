@@ -1,4 +1,4 @@
-"""Connections that take what is not theirs: slow, large, idle, too many, or not read."""
+"""Tests connections that waste resources: slow, large, idle, too many, or with unread answers."""
 
 import asyncio
 from collections import Counter, OrderedDict, defaultdict
@@ -51,7 +51,7 @@ async def connected(address: str) -> AsyncIterator[Streams]:
 
 
 async def drip(streams: Streams, data: bytes) -> None:
-    """Sends the same bytes again and again, until the server ends the connection."""
+    """Sends the same bytes repeatedly, until the server ends the connection."""
     reader, writer = streams
     with suppress(ConnectionError):
         while not reader.at_eof():
@@ -138,7 +138,7 @@ async def test_a_connection_that_sends_a_byte_now_and_then_is_ended(
 async def test_a_connection_with_a_head_without_end_is_ended(
     model: ServedModel, first: bytes, more: bytes
 ) -> None:
-    """And what may come after a body, or beside it."""
+    """Covers headers, trailers and the extensions of a chunk."""
     async with (
         serving(model, ConnectionBounds()) as (servers, _),
         connected(servers.http_address) as streams,
@@ -200,8 +200,8 @@ async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(
         serving(model, ConnectionBounds()) as (servers, _),
         connected(servers.http_address) as (reader, writer),
     ):
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_MESSAGE_BYTES + 1}\r\n\r\n"
-        writer.write(head.encode())
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\n"
+        writer.write(f"{head}Content-Length: {MAX_MESSAGE_BYTES + 1}\r\n\r\n".encode())
         assert (await reader.readline()).startswith(b"HTTP/1.1 413")
 
 
@@ -218,14 +218,14 @@ async def answer_of(streams: Streams) -> bytes:
 
 
 def only_connection(servers: ApiServers) -> HttpConnection:
-    """Returns the one HTTP connection that is open."""
+    """Returns the only open HTTP connection."""
     (connection,) = servers._http._listener.server_state.connections
     assert isinstance(connection, HttpConnection)
     return connection
 
 
 async def late_body(scope: AsyncExitStack, address: str) -> Streams:
-    """Opens a connection on which the body of a request has ended after the answer."""
+    """Opens a connection on which the body of a request has ended after its response."""
     streams = await scope.enter_async_context(connected(address))
     streams[1].write(HEALTH + b"Content-Length: 1\r\n\r\n")
     assert await answer_of(streams) == b"http/1.1 200 ok"
@@ -234,7 +234,7 @@ async def late_body(scope: AsyncExitStack, address: str) -> Streams:
 
 
 async def unread_pipeline(scope: AsyncExitStack, address: str) -> Streams:
-    """Opens a connection with thousands of requests whose answers nobody reads."""
+    """Opens a connection with thousands of requests and reads none of the answers."""
     streams = await scope.enter_async_context(connected(address))
     streams[0]._transport.pause_reading()  # type: ignore[attr-defined]
     streams[1].write((HEALTH + b"\r\n") * 4_000)
@@ -285,7 +285,7 @@ async def test_a_connection_whose_body_ended_after_the_answer_has_the_time_of_an
 
 
 async def test_all_requests_of_a_pipeline_are_answered_in_order(model: ServedModel) -> None:
-    """Bodies that are longer than what is parsed at a time are among them."""
+    """Includes bodies that are longer than the part that is parsed at a time."""
     async with (
         serving(model, ConnectionBounds()) as (servers, _),
         connected(servers.http_address) as (reader, writer),
@@ -359,7 +359,7 @@ async def test_a_client_of_a_pipeline_that_goes_cancels_what_runs(model: ServedM
 
 
 def test_the_address_with_the_most_connections_gives_way() -> None:
-    """A connection of another address stays, for however long it has been idle."""
+    """A connection of another address stays, even if it has been idle for longest."""
 
     class Ended:
         is_ended = False
@@ -413,9 +413,7 @@ async def test_a_grpc_call_without_a_message_is_refused(model: ServedModel, meth
 async def test_grpc_calls_of_one_address_are_bounded(
     model: ServedModel, says_something: bool
 ) -> None:
-    """Over whatever connections, whether or not they have sent their message; health checks are
-    none of them.
-    """
+    """Counts the calls of all connections, with or without a message, but no health checks."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with (
         serving(model, ConnectionBounds(max_per_address=4)) as (servers, source),
@@ -447,7 +445,7 @@ async def test_grpc_calls_of_one_address_are_bounded(
 
 
 async def until_code(stub: inference_pb2_grpc.InferenceStub, wanted: grpc.StatusCode) -> None:
-    """Asks until the answer has this code."""
+    """Calls until the answer has this code."""
     while (
         await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=WAIT).code() is not wanted
     ):

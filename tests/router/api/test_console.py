@@ -1,4 +1,6 @@
-"""The console: what its page may do, what its data tells and to whom, and what it costs the limits
+"""Tests the console.
+
+Checks the policy of its page, the data that each caller sees, and the cost of polls for the limits
 of a key.
 """
 
@@ -266,7 +268,7 @@ def described_worker() -> dict[str, Any]:
 async def test_sums_and_loads_are_those_of_the_viewer(
     generation: GenerationService, source: FakeTokenSource
 ) -> None:
-    """Of another tenant's requests nothing changes what a tenant sees."""
+    """Requests of one tenant do not change the sums that another tenant sees."""
 
     async def describe() -> dict[str, Any]:
         return {"service": "mine", "workers": [described_worker()], "routers": []}
@@ -303,7 +305,7 @@ async def test_sums_and_loads_are_those_of_the_viewer(
 async def test_a_cursor_does_not_tell_how_many_requests_of_others_have_ended(
     keyed: httpx.AsyncClient, feed: ConsoleFeed
 ) -> None:
-    """Its number is a time, which grows alike with requests of others and without."""
+    """The number of a cursor is a time, which grows at the same rate without requests of others."""
     numbers = clock_numbers(iter([0.0, *[0.001] * 5, 1.0]).__next__)
     assert list(itertools.islice(numbers, 6)) == [
         FIRST_NUMBER + n for n in (*range(1000, 1005), 1_000_000)
@@ -427,7 +429,7 @@ def test_interruptions_become_events_once() -> None:
 
 
 class NoOutputs:
-    """Is of a request that has no token yet."""
+    """Stands for the outputs of a request without a token."""
 
     num_generated = 0
     longest_choice = 0

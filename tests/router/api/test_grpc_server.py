@@ -47,7 +47,7 @@ def timeline(trailing: Any) -> inference_pb2.Timeline | None:
 
 
 def status_of(error: grpc.aio.AioRpcError) -> Any:
-    """The google.rpc.Status in the trailing metadata."""
+    """Returns the google.rpc.Status in the trailing metadata."""
     return status_pb2.Status.FromString(
         dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
     )
@@ -183,8 +183,9 @@ async def test_choices_logprobs_and_usage(
 async def test_a_request_that_unpacks_to_more_than_the_bound_is_refused(
     grpc_service: Service, method: str
 ) -> None:
-    """A kilobyte on the wire for each megabyte of it. The text has too many characters, too, so the
-    code tells that nobody has read it.
+    """Sends one kilobyte for each megabyte of the unpacked request.
+
+    The text also has too many characters, so the code shows that nobody has parsed it.
     """
     kind = inference_pb2.TokenizeRequest if method == "Tokenize" else inference_pb2.GenerateRequest
     bomb = kind(prompt={"text": "x" * 64 * 2**20})
@@ -205,7 +206,7 @@ async def test_a_request_that_unpacks_to_more_than_the_bound_is_refused(
 
 @asynccontextmanager
 async def counting_relay(target: str) -> AsyncIterator[tuple[str, list[int]]]:
-    """Another address of a server, and the sizes of what came from it."""
+    """Yields another address of a server, and the sizes of the data from it."""
     sizes: list[int] = []
     host, _, port = target.rpartition(":")
 

@@ -1,4 +1,4 @@
-"""grpc.health.v1, which needs no key: what a stranger can do through it."""
+"""Tests that strangers cannot misuse grpc.health.v1, which needs no key."""
 
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -28,7 +28,7 @@ METHODS = ("Check", "Watch")
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """A frame of HTTP/2 (RFC 9113)."""
+    """Returns a frame of HTTP/2 (RFC 9113)."""
     return (
         len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
     )
@@ -39,8 +39,9 @@ def literal(text: str) -> bytes:
 
 
 async def watch_without_a_window(streams: Streams) -> None:
-    """Opens a Watch of which the client takes no byte, and waits until the server has begun to
-    answer it.
+    """Opens a Watch whose client reads nothing.
+
+    Waits until the server has begun to answer it.
     """
     reader, writer = streams
     fields = b"".join(b"\0" + literal(name) + literal(value) for name, value in HEADERS.items())
@@ -61,7 +62,7 @@ def ask(channel: grpc.aio.Channel, method: str) -> Any:
 async def test_a_watcher_that_takes_nothing_keeps_the_status_from_no_one(
     model: ServedModel,
 ) -> None:
-    """Routers set it whenever the list of workers changes, and when they stop."""
+    """Routers set the status when the list of workers changes, and when they stop."""
     async with (
         serving(model, ConnectionBounds()) as (servers, _),
         connected(servers.grpc_address) as streams,

@@ -1,4 +1,4 @@
-"""Start and stop of the HTTP server."""
+"""Tests the start and the stop of the HTTP server."""
 
 import asyncio
 from contextlib import suppress
@@ -35,7 +35,7 @@ async def test_stop_lets_streams_end(model: ServedModel) -> None:
 async def test_who_has_connected_before_the_stop_is_still_answered(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closed at once, the connection would be reset under the request that is on its way."""
+    """If the server closed the connection at once, it would reset a request that is on its way."""
     monkeypatch.setattr(listener, "_FIRST_REQUEST_SECONDS", 3.0)
     server = HttpServer(GenerationService([model], FakeTokenSource(answer=b"hello")))
     host, _, port = (await server.start("127.0.0.1:0")).rpartition(":")

@@ -82,8 +82,9 @@ async def test_models_with_the_openai_client(client: openai.AsyncOpenAI) -> None
 
 
 async def test_requests_of_vllm_bench_serve(service: Service, http: httpx.AsyncClient) -> None:
-    """The payload and the reading of `vllm bench serve --backend openai`, with sampling options and
-    --ignore-eos.
+    """Sends the requests of `vllm bench serve --backend openai` and reads the answers as it does.
+
+    The requests have sampling options and --ignore-eos.
     """
     service.source.answer = [104, EOS_ID, *range(97, 107)]
     payload = {
@@ -385,7 +386,7 @@ async def test_health(service: Service, http: httpx.AsyncClient) -> None:
 async def test_models_are_listed_from_the_first_time_on_that_the_service_is_ready(
     model: ServedModel,
 ) -> None:
-    """Scripts wait for the list of models as others do for /health."""
+    """Some scripts wait for the list of models as others wait for /health."""
     servers = await ApiServers.start(GenerationService([model], FakeTokenSource()))
     async with httpx.AsyncClient(base_url=f"http://{servers.http_address}") as http:
         for path in ("/v1/models", "/v1/models/", "/v1/models/tiny", "/v1/models/other"):
@@ -436,7 +437,7 @@ async def test_a_stream_tells_proxies_not_to_buffer_it(http: httpx.AsyncClient) 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_http_1_0_gets_no_chunks(service: Service, stream: bool) -> None:
-    """The body of a stream ends with the connection."""
+    """The end of the connection ends the body of a stream."""
     service.source.answer = b"hello"
     reader, writer = await asyncio.open_connection(*service.http.split(":"))
     content = json.dumps(body(TEXT, stream=stream)).encode()
@@ -553,7 +554,7 @@ async def test_a_body_without_end_is_not_read_for_ever(service: Service) -> None
 
 
 async def test_events_leave_at_once(model: ServedModel) -> None:
-    """Without TCP_NODELAY the second small packet waits for the ACK of the first, 40 ms."""
+    """Without TCP_NODELAY, the second small packet waits 40 ms for the ACK of the first."""
     server = HttpServer(GenerationService([model], FakeTokenSource()))
     address = await server.start("127.0.0.1:0")
     async with httpx.AsyncClient() as http:
@@ -565,9 +566,7 @@ async def test_events_leave_at_once(model: ServedModel) -> None:
 
 
 def test_a_server_leaves_the_process_logging_alone(model: ServedModel) -> None:
-    """Handlers that are closed here are Ray Serve's, without which a replica cannot answer a new
-    controller.
-    """
+    """A replica whose handlers of Ray Serve are closed cannot answer a new controller."""
     target = logging.NullHandler()
     handler = logging.handlers.MemoryHandler(100, target=target)
     try:

@@ -1,4 +1,4 @@
-"""Large messages: what parsing them may cost, and whom it may keep waiting."""
+"""Tests the cost of parsing large messages, and the callers that have to wait for it."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def field(kind: type[Message], name: str, data: bytes) -> bytes:
 
 
 def many(kind: type[Message], name: str) -> bytes:
-    """Returns so many empty values of a field that they are 4 MiB."""
+    """Returns 4 MiB of empty values of a field."""
     one = field(kind, name, b"")
     return one * (SIZE // len(one))
 
@@ -105,7 +105,7 @@ async def test_a_message_with_millions_of_elements_is_refused_before_it_is_parse
 
 @pytest.mark.parametrize("num_left", [0, 1])
 def test_the_bound_of_elements(num_left: int) -> None:
-    """The request, its prompt and its chat are fields, too."""
+    """The request, its prompt and its chat count as fields."""
     messages = field(inference_pb2.Chat, "messages", b"") * (MAX_MESSAGE_ELEMENTS - 2 - num_left)
     data = field(
         inference_pb2.TokenizeRequest, "prompt", field(inference_pb2.Prompt, "chat", messages)
@@ -124,7 +124,7 @@ def test_packed_token_ids_are_one_field() -> None:
 @example(b"\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01")
 @example(b"\x12\xff\xff\xff\xff\x0f")
 def test_what_is_counted_is_what_the_parser_takes(data: bytes) -> None:
-    """Beside groups, which nothing here has."""
+    """Covers everything but groups, which no message uses."""
     filled = field(inference_pb2.TokenizeRequest, "model", b"x" * PARSING.thread_from) + data
     try:
         expected = inference_pb2.TokenizeRequest.FromString(filled)
@@ -185,7 +185,7 @@ def test_punctuation_in_strings_is_no_element() -> None:
 async def test_a_large_message_that_is_parsed_keeps_only_its_tenant_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tenants take turns, whichever has sent more."""
+    """Tenants take turns, independent of the sizes of their messages."""
     began, goes_on, order = threading.Event(), threading.Event(), []
 
     def parse(tenant: str) -> None:

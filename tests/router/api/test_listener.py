@@ -1,4 +1,4 @@
-"""Listeners that share a port, as those of a router and of the one that replaces it do."""
+"""Tests listeners that share a port, like those of a router and of its successor."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,7 +10,7 @@ from tandem.router.api.server.listener import HttpListener
 
 
 def listener(name: bytes) -> HttpListener:
-    """A listener whose app says its name."""
+    """Returns a listener whose app answers with its name."""
 
     async def app(
         scope: Any, receive: Any, send: Callable[[dict[str, Any]], Awaitable[None]]

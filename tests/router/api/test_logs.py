@@ -1,4 +1,4 @@
-"""No key, prompt or token text is in any log, whatever is sent, at the lowest level."""
+"""Tests that no log has a key, a prompt or the text of a token, even at the lowest level."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The ops port, which needs no key: what a stranger there can do to a router."""
+"""Tests that strangers cannot misuse the ops port, which needs no key."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -39,7 +39,7 @@ async def address(figures: Figures) -> AsyncIterator[str]:
     "said", [b"", b"GET /live HTTP/1.1\r\n", b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"]
 )
 async def test_connections_of_a_stranger_keep_no_probe_out(address: str, said: bytes) -> None:
-    """Kubernetes ends a router whose /live is not answered."""
+    """Kubernetes ends a router whose /live does not answer."""
     async with AsyncExitStack() as scope:
         for _ in range(100):
             _, writer = await scope.enter_async_context(connected(address))
@@ -50,9 +50,7 @@ async def test_connections_of_a_stranger_keep_no_probe_out(address: str, said: b
 
 
 async def test_requests_that_are_not_answered_yet_keep_no_probe_out(address: str) -> None:
-    """Of 64 connections that ask for the figures again and again, at any time all may wait for
-    them.
-    """
+    """All of 64 connections may wait for the metrics at the same time."""
     async with AsyncExitStack() as scope:
         for _ in range(100):
             _, writer = await scope.enter_async_context(connected(address))

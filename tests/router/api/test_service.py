@@ -226,7 +226,7 @@ async def test_detokenize(model: ServedModel) -> None:
 
 
 class Full(Admission):
-    """Refuses whatever is larger than 100 tokens."""
+    """Refuses requests of more than 100 tokens."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, str, int]] = []
@@ -262,9 +262,7 @@ async def test_admission_may_refuse_before_tokens_are_counted(
 
 
 async def test_invalid_requests_are_refused_before_admission(model: ServedModel) -> None:
-    """A hint to try again would be a lie for a request that can never be taken, or is too late
-    already.
-    """
+    """A hint to try again would be wrong for a request that is invalid or late."""
     admission = Full()
     service = GenerationService([model], FakeTokenSource(), admission)
     large = {"text": "x" * 480}
@@ -336,7 +334,7 @@ def test_a_defect_becomes_an_internal_error_with_a_fixed_text(
 
 
 async def test_other_names_of_the_model(model: ServedModel) -> None:
-    """All are answered; those in the form of a hub id are listed, a folder's path is not."""
+    """All names work. Hub ids are listed; the path of a folder is not."""
     adapter = LoraAdapter(name="mine", folder="/mine", fingerprint=b"1")
     hidden = LoraAdapter(name="org/tiny", folder="/mine", fingerprint=b"1")
     service = GenerationService(

@@ -1,6 +1,4 @@
-"""TLS at the real API servers: who is served, and certificates that are replaced under running
-streams.
-"""
+"""Tests TLS at the real API servers, and the replacement of certificates under running streams."""
 
 import asyncio
 import socket
@@ -62,7 +60,7 @@ class SecureService:
         )
 
     async def serials(self) -> list[int]:
-        """The serial number of the certificate that each server shows to a new connection."""
+        """Returns the serial numbers of the certificates that new connections get."""
         found = []
         for address in (self.servers.grpc_address, self.servers.http_address):
             host, port = address.split(":")
@@ -83,9 +81,7 @@ def write(folder: Path, name: str, issuer: Certificate) -> Certificate:
 async def secure(
     request: pytest.FixtureRequest, tmp_path: Path, model: ServedModel
 ) -> AsyncIterator[SecureService]:
-    """Both servers with a certificate of a CA; with the parameter true they demand one of their
-    clients.
-    """
+    """Starts both servers with TLS; if the parameter is true, clients need a certificate."""
     ca = make_certificate("ca")
     ca.write(tmp_path / "ca.pem")
     write(tmp_path, "server", ca)
@@ -152,7 +148,7 @@ async def test_a_certificate_is_replaced_under_sixteen_streams(secure: SecureSer
 
 
 async def test_half_a_change_is_not_taken(secure: SecureService) -> None:
-    """A certificate without its key yet, as in the moment between two writes."""
+    """Between two writes, the new certificate has no key yet."""
     before = await secure.serials()
     new = make_certificate("server", secure.ca)
     await asyncio.to_thread(new.write, secure.folder / "server.pem")
@@ -243,7 +239,7 @@ async def test_a_connection_without_its_handshake_is_ended_as_one_without_its_he
 def test_handshakes_that_never_end_give_way_to_a_good_client(
     tmp_path: Path, model: ServedModel, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """Also on the event loop that replicas have."""
+    """Also uses uvloop, the event loop of replicas."""
     bounds = ConnectionBounds(max_per_address=8)
 
     async def attack() -> None:

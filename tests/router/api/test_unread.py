@@ -1,4 +1,4 @@
-"""Streams that their clients do not read: they cost the service nothing that others need."""
+"""Tests that streams without a reader do not hold resources that other requests need."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ sockets hold.
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A service of two fake workers, with real admission."""
+    """Holds a service of two fake workers, with real admission."""
 
     fleet: Fleet
     admission: Admission
@@ -60,7 +60,7 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[Running]:
 
 @asynccontextmanager
 async def unread_http(address: str) -> AsyncIterator[None]:
-    """A stream of which the client reads nothing."""
+    """Opens a stream and reads nothing of it."""
     host, port = address.split(":")
     body = json.dumps(UNREAD | {"prompt": "hi"}).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -75,7 +75,7 @@ async def unread_http(address: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def unread_grpc(address: str) -> AsyncIterator[None]:
-    """A stream of which the client reads nothing."""
+    """Opens a stream and reads nothing of it."""
     options = [
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", 16_384),
@@ -117,7 +117,7 @@ async def ask_grpc(address: str, number: int) -> None:
 
 @pytest.mark.parametrize("api", ["http", "grpc"])
 async def test_two_unread_streams_stop_nobody_else(tokenizer: Tokenizer, api: str) -> None:
-    """They take all sequences; once the workers are done with them, so are the router's books."""
+    """They hold all sequences until the workers finish; then the router frees them as well."""
     async with running(tokenizer) as service, AsyncExitStack() as scope:
         http, address = service.servers.http_address, service.servers.grpc_address
         for _ in range(2):
