@@ -55,7 +55,10 @@ _INFILL_MARKS: Final = (
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _WORD_START = "\u2581"  # SentencePiece writes it for a space
 
-_BYTE_OF_CHARACTER: Final = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+_BYTE_OF_CHARACTER: Final = {
+    character: byte
+    for byte, character in bytes_to_unicode().items()  # type: ignore[no-untyped-call]
+}
 """The byte that each printable character of byte-level tokenizers stands for."""
 
 

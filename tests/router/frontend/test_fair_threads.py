@@ -83,7 +83,7 @@ async def test_what_counts_is_the_time_that_work_takes_and_not_its_size(work: Wo
 
 
 async def test_a_thread_rests_for_as_long_as_a_task_took() -> None:
-    """Otherwise a flood of texts would keep a core busy that the event loop and the workers need."""
+    """Otherwise a flood of texts would take a core from the event loop and the workers."""
     now, rests = [0.0], list[float]()
 
     def run(seconds: float) -> None:

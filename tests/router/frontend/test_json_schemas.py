@@ -257,7 +257,7 @@ def test_a_format_stands_for_a_pattern_beside_it_that_cannot_be_read() -> None:
 
 
 def test_a_long_pattern_takes_no_long_time() -> None:
-    """Each `[` begins a class that does not end; a search for the end from each would take minutes."""
+    """Each `[` begins a class without an end; a search from each would take minutes."""
     for pattern in (
         "[" * 100_000,
         "^(?=a)" + "[" * 100_000,

@@ -219,7 +219,7 @@ async def test_ordinary_chats_are_as_in_transformers(
 
 
 def unigram() -> Backend:
-    """SentencePiece's kind, which takes a control token as the likeliest piece of its own spelling."""
+    """SentencePiece's kind takes a control token as the likeliest piece of its spelling."""
     pieces = [
         ("<unk>", 0.0),
         ("</s>", 0.0),

@@ -215,7 +215,7 @@ def test_no_parser_without_tools() -> None:
 
 @pytest.mark.parametrize("template", [HERMES, LLAMA])
 def test_texts_of_the_grammar_parse_as_calls(template: str) -> None:
-    """Texts that the grammar takes to its end give calls that fit the schemas, others it refuses."""
+    """Texts that the grammar accepts give calls that fit the schemas; it refuses other texts."""
     write = hermes if template == HERMES else llama
     between = "\n" if template == HERMES else "; "
     tokenizer = byte_tokenizer(chat_template=template)

@@ -265,7 +265,10 @@ def test_nothing_depends_on_the_pieces_and_nothing_is_lost(
 
 @pytest.mark.parametrize("spoken", ["final", "commentary"])
 def test_without_a_format_of_reasoning_it_is_text_and_markup_is_not(spoken: str) -> None:
-    answer = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>{spoken}<|message|>Hi.<|end|>"
+    answer = (
+        "<|channel|>analysis<|message|>Hm.<|end|>"
+        f"<|start|>assistant<|channel|>{spoken}<|message|>Hi.<|end|>"
+    )
     tokenizer = byte_tokenizer(chat_template=SIGNS["openai"])
     tokenizer.reasoning_format = reasoning_format(SIGNS["openai"], "none")
     for end, calls in (("", []), (f"{COMMENTARY}{CITY}<|call|>", ONE)):
@@ -394,9 +397,13 @@ def test_texts_of_each_grammar_parse_as_calls(name: str) -> None:
         "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{CITY}",
         "mistral_v11": f"[TOOL_CALLS]weather[ARGS]{CITY}",
         "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {CITY}}}]',
-        "phi4_mini_json": f'<|tool_call|>[{{"name": "weather", "arguments": {CITY}}}]<|/tool_call|>',
+        "phi4_mini_json": (
+            f'<|tool_call|>[{{"name": "weather", "arguments": {CITY}}}]<|/tool_call|>'
+        ),
         "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {CITY}}}]',
-        "cohere_command3": f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {CITY}}}]<|END_ACTION|>',
+        "cohere_command3": (
+            f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {CITY}}}]<|END_ACTION|>'
+        ),
         "llama3_json": llama("weather", CITY),
     }
     for asked in (chat(modes.MODE_REQUIRED), chat(modes.MODE_NAMED, "weather")):

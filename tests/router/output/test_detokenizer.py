@@ -30,7 +30,8 @@ def merged() -> Tokenizer:
 @cache
 def byte_fallback() -> Tokenizer:
     """Returns a tokenizer as by SentencePiece: a mark for spaces, byte tokens, no leading space."""
-    pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "a", "b", "▁a", "ab", "▁Paris", "é"]
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces += ["▁", "a", "b", "▁a", "ab", "▁Paris", "é"]
     backend = Backend(
         models.BPE(
             vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True
