@@ -35,7 +35,7 @@ async def test_a_body_that_asks_for_too_much_is_refused(
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == field
-    assert "at most" in error["message"]
+    assert "the maximum is" in error["message"]
     assert not service.source.requests
     assert peak < 50_000_000
 
