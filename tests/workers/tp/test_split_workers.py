@@ -188,6 +188,8 @@ async def test_requests_that_are_given_up_leave_no_rank_at_work(
         await fleet.check_idle()
         for rank in fleet.ranks:
             assert rank.num_transfers == 0
+        for worker in fleet.workers:
+            assert all(not client._calls for client in worker._coordinator.clients)
 
 
 @pytest.mark.parametrize("prefill", [1, 2])
