@@ -23,7 +23,7 @@ MAX_ENDED: Final = 128
 MAX_EVENTS: Final = 128
 MAX_SAMPLES: Final = 300  # seconds
 FIRST_NUMBER: Final = 1_000_000_000
-_MAX_TIMES: Final = 4_096  # of the requests of one second, from which its percentiles are taken
+_MAX_TIMES: Final = 4_096  # of the requests of a tenant in one second, for their percentiles
 
 
 _T = TypeVar("_T")
@@ -94,9 +94,7 @@ class RequestLog:
         self._telemetry = telemetry
         telemetry.take_totals()
         self._sampled = time.monotonic()
-        # Tenants and seconds, since the last sample.
-        self._ttfts: deque[tuple[str, float]] = deque(maxlen=_MAX_TIMES)
-        self._tpots: deque[tuple[str, float]] = deque(maxlen=_MAX_TIMES)
+        self._parts: defaultdict[str, _Part] = defaultdict(_Part)  # by tenant
         telemetry.observers.append(self._add_ended)
 
     @property
@@ -109,17 +107,11 @@ class RequestLog:
         self._telemetry.count_running()
         for request in self.running:
             self._add_news(request)
-        parts: defaultdict[str, _Part] = defaultdict(_Part)
+            self._parts[request.facts.tenant].states.append(state_of(request))
         for tenant, totals in self._telemetry.take_totals().items():
-            parts[tenant].totals = totals
-        for request in self.running:
-            parts[request.facts.tenant].states.append(state_of(request))
-        for tenant, seconds in self._ttfts:
-            parts[tenant].ttfts.append(seconds)
-        for tenant, seconds in self._tpots:
-            parts[tenant].tpots.append(seconds)
+            self._parts[tenant].totals = totals
         total = _Part()
-        for part in parts.values():
+        for part in self._parts.values():
             total.add(part)
         now = time.monotonic()
         self.samples.add(
@@ -127,17 +119,16 @@ class RequestLog:
                 time=round(time.time(), 1),
                 seconds=round(max(now - self._sampled, 1e-3), 3),
                 total=total.describe(),
-                tenants={tenant: part.describe() for tenant, part in parts.items()},
+                tenants={tenant: part.describe() for tenant, part in self._parts.items()},
             )
         )
         self._sampled = now
-        self._ttfts.clear()
-        self._tpots.clear()
+        self._parts.clear()
 
     def _add_ended(self, request: EndedRequest) -> None:
         self._add_news(request)
         if request.timeline.tpot_seconds:
-            self._tpots.append((request.facts.tenant, request.timeline.tpot_seconds))
+            self._parts[request.facts.tenant].tpots.append(request.timeline.tpot_seconds)
         self.ended.add(describe(request, time.monotonic()))
 
     def _add_news(self, request: RunningRequest | EndedRequest) -> None:
@@ -146,7 +137,7 @@ class RequestLog:
         timeline = request.timeline
         since = self._sampled - facts.arrived
         if request.num_generated and timeline.ttft_seconds > since:
-            self._ttfts.append((facts.tenant, timeline.ttft_seconds))
+            self._parts[facts.tenant].ttfts.append(timeline.ttft_seconds)
         for each in timeline.interruptions:
             if each.at_seconds > since:
                 event = {"kind": "request", "cause": each.cause, "worker": each.worker}
@@ -160,8 +151,8 @@ class _Part:
 
     totals: RequestTotals = field(default_factory=RequestTotals)
     states: list[str] = field(default_factory=list)  # of running requests
-    ttfts: list[float] = field(default_factory=list)
-    tpots: list[float] = field(default_factory=list)
+    ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
+    tpots: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
 
     def add(self, other: "_Part") -> None:
         """Adds the sums over other requests."""
