@@ -86,17 +86,7 @@ def request_options(
     without a value in `defaults` is absent by default.
     """
     rows = [row for row in PARAMETERS if not names or row.client_name in names]
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = _parameters(command)
-        added = [_parameter(row, defaults) for row in rows if row.client_name not in own]
-
-        def run(**given: object) -> None:
-            command(**{name: given[name] for name in own})
-
-        return _with_parameters(command, run, [*own.values(), *added])
-
-    return decorate
+    return lambda command: _extend(command, [_parameter(row, defaults) for row in rows])
 
 
 def service_options(url: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -134,25 +124,16 @@ def service_options(url: str) -> Callable[[Callable[..., None]], Callable[..., N
     return decorate
 
 
-def setting_options() -> Callable[[Callable[..., None]], Callable[..., None]]:
+def setting_options(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options of all SETTINGS to a command, with vLLM's names as aliases.
 
     The command does not receive them: `collect_overrides` reads them in its typer.Context.
     """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = _parameters(command)
-        added = [_setting_parameter(setting) for setting in SETTINGS]
-        for name, reason in ALWAYS_ON.items():
-            option = typer.Option(_flag(name), hidden=True, help=f"No effect: {reason}.")
-            added.append(_keyword(name, Annotated[bool, option], False))
-
-        def run(**given: object) -> None:
-            command(**{name: given[name] for name in own})
-
-        return _with_parameters(command, run, [*own.values(), *added])
-
-    return decorate
+    added = [_setting_parameter(setting) for setting in SETTINGS]
+    for name, reason in ALWAYS_ON.items():
+        option = typer.Option(_flag(name), hidden=True, help=f"No effect: {reason}.")
+        added.append(_keyword(name, Annotated[bool, option], False))
+    return _extend(command, added)
 
 
 def _setting_parameter(setting: Setting) -> inspect.Parameter:
@@ -172,6 +153,20 @@ def _flag(name: str) -> str:
 def _keyword(name: str, annotation: Any, default: object) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+def _extend(
+    command: Callable[..., None], added: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    """Returns a command with further options, which the function itself does not receive."""
+    own = _parameters(command)
+
+    def run(**given: object) -> None:
+        command(**{name: given[name] for name in own})
+
+    return _with_parameters(
+        command, run, [*own.values(), *(each for each in added if each.name not in own)]
     )
 
 

@@ -35,7 +35,7 @@ class ServeCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@o.setting_options()
+@o.setting_options
 def serve(
     context: typer.Context,
     model: Annotated[
