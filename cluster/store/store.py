@@ -300,8 +300,6 @@ def _download(requirement: str, scratch: Path) -> Path:
         "--quiet",
         "--disable-pip-version-check",
         "--no-input",
-    ]
-    command += [
         "--no-deps",
         "--only-binary=:all:",
         "--timeout=15",
