@@ -1,1 +1,1 @@
-"""Speaks Anthropic's Messages API."""
+"""Serves Anthropic's Messages API."""

@@ -138,7 +138,8 @@ async def make_score_request(
     caller has no tokens left.
     """
     tokenizer = model.tokenizer
-    firsts, seconds = body.text_1, body.text_2
+    firsts = body.text_1
+    seconds = body.text_2
     if len(firsts) not in (1, len(seconds)):
         raise InvalidArgument(
             f"has {len(firsts)} texts; it must have 1 or {len(seconds)} like text_2", "text_1"

@@ -308,7 +308,8 @@ def _chat(body: TemplateFields, messages: Sequence[MessageBody]) -> inference_pb
 
 
 def _message(message: MessageBody) -> inference_pb2.ChatMessage:
-    content, reasoning = message.content, message.reasoning_content
+    content = message.content
+    reasoning = message.reasoning_content
     if isinstance(message, AssistantMessage):
         content = content or message.refusal or ""
         reasoning = reasoning or message.reasoning

@@ -1,1 +1,1 @@
-"""Speaks OpenAI's Responses API, without storing any."""
+"""Serves OpenAI's Responses API; it stores no responses."""

@@ -10,7 +10,8 @@ from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.request import TokenSource
 
-STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
+STOP = inference_pb2.FINISH_REASON_STOP
+LENGTH = inference_pb2.FINISH_REASON_LENGTH
 NONE = inference_pb2.FINISH_REASON_UNSPECIFIED
 Answers = list[inference_pb2.GenerateResponse]
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import httpx
 
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT = "/v1/completions"
+CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello?"}]
 
 

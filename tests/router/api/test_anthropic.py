@@ -238,7 +238,8 @@ async def test_errors(service: Service, client: anthropic.AsyncAnthropic) -> Non
     with pytest.raises(anthropic.RateLimitError, match="rate_limit_error") as full:
         await ask(client)
     assert full.value.response.headers["retry-after"] == "3"
-    service.source.error, service.source.error_after = errors.InternalError("broken"), 2
+    service.source.error = errors.InternalError("broken")
+    service.source.error_after = 2
     with pytest.raises(anthropic.APIStatusError, match="broken"):
         async with client.messages.stream(model="tiny", messages=ASK, max_tokens=9) as stream:
             await stream.get_final_message()

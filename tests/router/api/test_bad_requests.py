@@ -15,11 +15,15 @@ import pytest
 from tandem.proto import inference_pb2, limits
 from tandem.tests.router.conftest import Service
 
-INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
-EXHAUSTED, UNIMPLEMENTED = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+NOT_FOUND = grpc.StatusCode.NOT_FOUND
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED
 GENERATE = "/tandem.v1.Inference/Generate"
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+TEXT = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 JSON = {"content-type": "application/json"}
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": {"text": "hi"}, "stopping": {"max_tokens": 4}}
 

@@ -78,7 +78,8 @@ async def test_embeddings(tiny_model: Path, client: openai.AsyncOpenAI) -> None:
 async def test_mean_and_lengths_as_they_are(
     tiny_model: Path, servers: ApiServers, workers: Fleet
 ) -> None:
-    ids, url = prompt(100), f"http://{servers.http_address}/v1/embeddings"
+    ids = prompt(100)
+    url = f"http://{servers.http_address}/v1/embeddings"
     expected = hidden_states(tiny_model, ids).mean(0)
     async with httpx.AsyncClient(timeout=30) as http:
         body = {"input": ids, "pooling_type": "MEAN", "normalize": False}
@@ -120,10 +121,8 @@ async def test_scores(tiny_model: Path, servers: ApiServers) -> None:
     model: Any = reference(tiny_model)
 
     async def expected(first: str, second: str) -> float:
-        before, after = (
-            await tokenizer.encode(first),
-            await tokenizer.encode(second, add_special_tokens=False),
-        )
+        before = await tokenizer.encode(first)
+        after = await tokenizer.encode(second, add_special_tokens=False)
         with torch.inference_mode():
             logprobs = model(torch.tensor([before + after])).logits[0].log_softmax(-1)
         rows = range(len(before) - 1, len(before) + len(after) - 1)

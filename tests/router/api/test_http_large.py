@@ -32,7 +32,8 @@ from tandem.tests.router.fake_source import FakeTokenSource
 MESSAGE = {"role": "user", "content": ""}
 CALL = {"id": "", "function": {"name": "f", "arguments": ""}}
 TOOL = {"type": "function", "function": {"name": "f"}}
-TEXTS, CHATS = limits.MAX_CONSTRAINT_CHOICES, limits.MAX_CHAT_MESSAGES
+TEXTS = limits.MAX_CONSTRAINT_CHOICES
+CHATS = limits.MAX_CHAT_MESSAGES
 
 # The field, what a body of text or of a chat has besides, and the most that is taken.
 TOO_MANY: list[tuple[str, dict[str, Any], int]] = [
@@ -230,10 +231,8 @@ async def test_what_takes_long_of_a_large_body_leaves_the_event_loop_to_others(
 async def test_the_last_event_of_a_broken_stream_names_the_field_of_the_body(
     service: Service,
 ) -> None:
-    service.source.error, service.source.error_after = (
-        errors.InvalidArgument("cannot be followed", "constraint"),
-        1,
-    )
+    service.source.error = errors.InvalidArgument("cannot be followed", "constraint")
+    service.source.error_after = 1
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=20) as http:
         answer = await http.post(TEXT, json=body(TEXT, guided_regex="[a-z]+", stream=True))
     last = json.loads(answer.text.removesuffix("\n\n").rpartition("data: ")[2])

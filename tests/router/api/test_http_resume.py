@@ -314,7 +314,8 @@ async def test_an_id_is_used_a_few_times_and_only_the_first_goes_ahead(
     assert statuses == [200] * MAX_USES + [400] * (6 - MAX_USES)
     assert "was used 3 times" in max(answers, key=lambda each: each.status_code).text
     turns = [asked.submit.turn for asked in source.requests[1:]]
-    ahead, others = worker_pb2.TURN_FIRST_OF_PRIORITY, worker_pb2.TURN_IN_ORDER
+    ahead = worker_pb2.TURN_FIRST_OF_PRIORITY
+    others = worker_pb2.TURN_IN_ORDER
     assert sorted(turns) == [ahead] + [others] * (MAX_USES - 1)
     later = {"Last-Event-ID": expected[4][0]}  # of one that has received more
     assert (await second.post(TEXT, json=sent, headers=later)).status_code == 200
@@ -330,7 +331,8 @@ async def test_a_resumption_that_the_service_could_not_begin_does_not_count(
     first, second = routers
     fields = {"max_tokens": 9, "ignore_eos": True, "seed": 5}
     expected = await stream(first, TEXT, fields)
-    headers, sent = {"Last-Event-ID": expected[2][0]}, body(TEXT, stream=True, **fields)
+    headers = {"Last-Event-ID": expected[2][0]}
+    sent = body(TEXT, stream=True, **fields)
     source.error = errors.Unavailable("no worker is ready")
     for _ in range(2 * MAX_USES):
         assert (await second.post(TEXT, json=sent, headers=headers)).status_code == 503

@@ -369,7 +369,8 @@ async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
         with pytest.raises(kind, match=error.message) as failed:
             await ask()
         assert failed.value.status_code == error.http_status
-    service.source.error, service.source.stall_after = None, 0
+    service.source.error = None
+    service.source.stall_after = 0
     with pytest.raises(openai.InternalServerError) as late:
         await ask(extra_headers={"x-request-timeout": "0.05"})
     assert late.value.status_code == 504
@@ -447,7 +448,8 @@ async def test_a_single_call_ends_the_answer(
         usage = found[-1].usage
     else:
         whole = await client.chat.completions.create(**fields)
-        reasons, usage = [whole.choices[0].finish_reason], whole.usage
+        reasons = [whole.choices[0].finish_reason]
+        usage = whole.usage
         assert len(whole.choices[0].message.tool_calls or ()) == 1
     assert reasons[-1] == "tool_calls"
     assert usage is not None

@@ -14,7 +14,8 @@ from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prom
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
 
-THOUGHT, SAID = "Köln?\n\nA < B.", "I look."
+THOUGHT = "Köln?\n\nA < B."
+SAID = "I look."
 NUM_REASONING = len(f"{THOUGHT}\n</think>\n\n".encode())  # bytes are tokens
 ANSWER = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{CALL}"
 FUNCTION = {"name": "weather", "parameters": SCHEMA}

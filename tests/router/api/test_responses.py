@@ -192,7 +192,8 @@ async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=text) as caught:
             await client.responses.create(model="tiny", input="hello?", **fields)
         assert caught.value.param == param
-    service.source.error, service.source.error_after = errors.InternalError("broken"), 2
+    service.source.error = errors.InternalError("broken")
+    service.source.error_after = 2
     stream = await client.responses.create(model="tiny", input="hello?", stream=True)
     events: list[Any] = [event async for event in stream]
     assert (events[-1].type, events[-1].message, events[-1].code) == ("error", "broken", "internal")
