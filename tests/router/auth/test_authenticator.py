@@ -68,7 +68,7 @@ def test_a_tenant_has_one_prefix_cache_in_all_routers_and_others_cannot_name_it(
     assert anonymous.caller("Bearer one", "tenant ada").cache_salt not in salts[0]
 
 
-def test_without_keys_all_are_one_tenant_whatever_they_bring() -> None:
+def test_without_keys_all_callers_are_one_tenant() -> None:
     shared = Authenticator()
     callers = [
         shared.caller(given, peer)
@@ -120,7 +120,7 @@ def test_priority_is_capped_by_the_key() -> None:
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_callers_without_a_key_have_a_highest_priority_too(share: bool) -> None:
+def test_callers_without_a_key_have_a_maximum_priority(share: bool) -> None:
     """By default it is the priority of a request that sets none."""
     caller = Authenticator(share_anonymous_prefixes=share).caller(None, "a")
     assert [caller.priority(wanted) for wanted in (-5, 0, 1, 100)] == [-5, 0, 0, 0]

@@ -133,7 +133,7 @@ def test_an_expiry_without_a_zone_is_utc() -> None:
         parse_expiry("soon")
 
 
-async def test_a_change_of_the_file_is_taken_and_a_broken_one_is_not(
+async def test_a_changed_file_is_loaded_and_a_broken_one_is_not(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     taken: list[list[ApiKey]] = []

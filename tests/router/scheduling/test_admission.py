@@ -124,7 +124,7 @@ async def test_no_tenant_holds_all_sequences_while_another_waits() -> None:
 
 @settings(max_examples=20)
 @given(chance=st.randoms(use_true_random=False), num_tenants=st.integers(2, 5))
-async def test_the_tenant_of_which_least_runs_goes_next(
+async def test_the_tenant_with_the_least_running_work_goes_next(
     chance: random.Random, num_tenants: int
 ) -> None:
     requests = AdmittedRequests(max_sequences=8)
@@ -291,9 +291,7 @@ async def test_short_prompts_pass_those_that_wait_for_the_prefill_worker_and_del
     assert admission.num_active == len(admission.queue) == 0
 
 
-async def test_what_the_workers_have_counts_for_the_wait_and_is_refused_before_tokenization() -> (
-    None
-):
+async def test_prompts_at_workers_count_for_the_wait_before_tokenization() -> None:
     """The workers have prompts of any router for one second, at the rate that they report."""
     requests = AdmittedRequests(max_sequences=1, max_queue_seconds=0.9)
     await requests.ask(request([1] * 9, "runs"))
@@ -473,13 +471,13 @@ async def test_a_wait_is_bounded_as_the_config_describes() -> None:
     await requests.cancel_all()
 
 
-async def test_the_slot_of_a_request_cancelled_at_its_admission_goes_to_the_next() -> None:
+async def test_the_permit_of_a_request_cancelled_at_its_admission_goes_to_the_next() -> None:
     requests = AdmittedRequests(max_sequences=1)
     for name in "012":
         await requests.ask(request([1], name))
     requests._ends["0"].set()
     requests.tasks["0"].cancel()
-    await asyncio.sleep(0)  # the slot is handed to 1, whose task has not run yet
+    await asyncio.sleep(0)  # request 1 gets the permit, whose task has not run yet
     assert requests.admission.num_active == 1
     assert len(requests.admission.queue) == 1
     requests.tasks["1"].cancel()

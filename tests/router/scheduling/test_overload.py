@@ -107,7 +107,7 @@ def test_goodput_is_the_peak_whatever_the_workers_and_the_bound(
     assert service.goodput(BEFORE_SECONDS, end, slo) >= LEAST_SHARE * pool.capacity - 2 / 40.0
 
 
-def test_who_is_refused_reads_when_the_workers_are_done_with_those_before() -> None:
+def test_a_refusal_names_the_time_until_earlier_requests_are_done() -> None:
     service = overload(
         POOLS["equal prompts"], max_queue_seconds=5.0, routers=1, seconds=30.0, load=0.5
     )

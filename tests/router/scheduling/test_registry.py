@@ -80,7 +80,7 @@ def test_draining_and_avoided_workers_get_no_request(role: "worker_pb2.Role") ->
         assert {names[0], names[1]}.isdisjoint({placement.prefill, placement.decode})
 
 
-def test_where_a_pool_has_no_worker_one_of_the_other_does_all() -> None:
+def test_a_worker_of_the_other_pool_does_all_if_a_pool_is_empty() -> None:
     registry = registry_of(1, 1)
     asked = request(prompt(1))
     assert registry.place(asked, avoid={"p0"}) == (None, "d0")
@@ -159,7 +159,7 @@ def test_reported_blocks_attract_requests_until_they_are_evicted() -> None:
     assert len({registry.place(asked) for _ in range(60)}) == 3
 
 
-def test_one_that_goes_ahead_of_what_waits_goes_where_most_of_it_is_cached() -> None:
+def test_a_resumed_request_goes_to_the_worker_with_most_of_it_cached() -> None:
     registry = registry_of(2, 1)
     first = request(prompt(1, 1_000), "1")
     cached, _ = dispatch(registry, first)
@@ -175,9 +175,7 @@ def test_one_that_goes_ahead_of_what_waits_goes_where_most_of_it_is_cached() -> 
     ] * 5
 
 
-def test_one_that_goes_ahead_goes_where_most_of_it_is_cached_however_slow_prompts_were_there() -> (
-    None
-):
+def test_a_resumed_request_goes_to_its_cached_prefix_even_on_a_slow_worker() -> None:
     """Prompts of one length do not show if a token or the start is slow; a cached one is short."""
     registry = registry_of(2, 1)
     first = request(prompt(1, 1_000), "1")
@@ -193,7 +191,7 @@ def test_one_that_goes_ahead_goes_where_most_of_it_is_cached_however_slow_prompt
     }
 
 
-def test_several_that_go_ahead_spread_over_workers_that_have_the_same_cached() -> None:
+def test_resumed_requests_spread_over_workers_with_the_same_cached_prefix() -> None:
     """They continue the streams of a dead worker, whose prompts begin alike.
 
     A worker with longer uncached rests gets fewer of them.
@@ -217,7 +215,7 @@ def test_several_that_go_ahead_spread_over_workers_that_have_the_same_cached() -
     assert [registry._workers[worker].ahead_tokens for worker in ("p0", "p1")] == [0, 0]
 
 
-def test_whether_a_decode_worker_can_be_reached_is_told_when_it_changes() -> None:
+def test_on_reach_is_called_when_a_worker_is_lost_or_found() -> None:
     registry, told = registry_of(1, 2), [0]
     registry.on_reach = lambda: told.append(int(registry.reaches_decode))
     assert registry.reaches_decode
@@ -328,7 +326,7 @@ def test_a_short_uncached_rest_is_prefilled_by_the_decode_worker_if_that_is_allo
     assert registry.place(request(prompt(2, 90))) == dispatch_of("p0", "d0")
 
 
-def test_the_load_of_other_routers_is_what_reports_exceed_our_own_by() -> None:
+def test_reports_minus_our_own_use_are_the_use_by_other_routers() -> None:
     registry = registry_of(1, 2, max_sequences=10)
     first = registry.capacity.free()
     assert first is not None
@@ -385,7 +383,7 @@ def test_loads_from_the_directory_count_unless_a_session_has_reported_newer_ones
     assert learn(epoch, 3, 6) == 6
 
 
-def test_capacity_is_counted_when_it_is_read_or_somebody_waits_for_it(
+def test_capacity_is_counted_when_it_is_read_or_subscribed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted: list[str] = []
@@ -507,7 +505,7 @@ def test_a_prefill_worker_is_told_where_more_of_a_prompt_is_cached() -> None:
     assert registry.find_holder(request(tokens[:200], "c"), "p0") is None  # 40 more
 
 
-def test_what_is_fetched_is_not_to_be_computed_but_needs_its_blocks() -> None:
+def test_fetched_tokens_are_not_computed_but_need_blocks() -> None:
     tokens = prompt(1, 500)
     registry = holders_of(tokens)
     asked = request(tokens, "a")

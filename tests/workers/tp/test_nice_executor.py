@@ -36,7 +36,7 @@ def set_niceness(value: int) -> bool:
     return True
 
 
-def test_urgent_steps_are_not_nice_where_that_is_allowed() -> None:
+def test_expedited_steps_are_not_nice_if_that_is_allowed() -> None:
     noting, usual = Noting(), niceness()
 
     def run() -> bool:
@@ -70,7 +70,7 @@ class Hurried(FakeExecutor):
         return super().launch(plan, on_layers)
 
 
-def test_a_step_under_way_becomes_less_nice_when_a_stream_waits_for_its_end() -> None:
+def test_a_running_step_becomes_less_nice_when_a_stream_waits_for_it() -> None:
     hurried, usual = Hurried(), niceness()
 
     def run() -> bool:

@@ -116,7 +116,7 @@ async def test_any_two_degrees_give_the_tokens_of_the_whole_model(
 
 
 @pytest.mark.parametrize("asked", ["choices", "beams"])
-async def test_what_several_continuations_begin_with_comes_through_every_rank(
+async def test_the_first_tokens_of_several_choices_come_through_every_rank(
     folder: Path, prompts: list[list[int]], asked: str
 ) -> None:
     fields: dict[str, object] = {"num_choices": 3, "ignore_eos": True}
@@ -348,7 +348,7 @@ async def test_without_any_worker_left_requests_are_refused(
         fleet.workers.clear()
 
 
-async def test_a_hold_up_of_this_process_is_no_silence_of_its_peer() -> None:
+async def test_a_pause_of_this_process_is_no_silence_of_its_peer() -> None:
     async def late() -> str:
         await asyncio.sleep(0.05)
         return "answer"
