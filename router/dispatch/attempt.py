@@ -57,7 +57,7 @@ class Interruption:
     choices: frozenset[int]  # those that still wait
     message: str = ""  # of the worker
     worker: WorkerKey = ("", 0)
-    # If its prefill worker still holds the KV cache: the choices stay in it until `abandon`.
+    # Set if its prefill worker still holds the KV cache; the choices stay in it until `abandon`.
     attempt: "Attempt | None" = None
     suspended: SuspendedChoice | None = None  # the one choice, whose KV cache waits at `worker`
     until: float = 0.0  # when the request fails
