@@ -168,9 +168,7 @@ async def make_score_request(
         request_id=request_id,
         names={"prompt": "text_2", "logprobs": "text_2"},
         is_streamed=False,
-        starts=[
-            max(len(first) - max(len(first) + len(second) - kept, 0), 0) for first, second in pairs
-        ],
+        starts=[max(min(len(first), kept - len(second)), 0) for first, second in pairs],
     )
 
 

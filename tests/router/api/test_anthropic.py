@@ -21,11 +21,8 @@ from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokeni
 
 PATH = "/v1/messages"
 ASK: Any = [{"role": "user", "content": "hello?"}]
-SAMPLED = {
-    "temperature": 0.5,
-    "top_k": 3,
-    "top_p": 0.9,
-}  # the package has no arguments for these any more
+# The package no longer has arguments for these.
+SAMPLED = {"temperature": 0.5, "top_k": 3, "top_p": 0.9}
 TOOLS: Any = [
     {
         "name": "weather",

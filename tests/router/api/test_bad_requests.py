@@ -102,9 +102,8 @@ async def test_over_grpc(grpc_service: Service) -> None:
     assert len(grpc_service.source.requests) == len(GRPC_CASES)  # the good ones only
 
 
-Case = tuple[
-    str, bytes, int, str | None, str
-]  # path, body, status, param, what the message must say
+Case = tuple[str, bytes, int, str | None, str]
+"""Path, body, status, param and a part of the message."""
 
 
 def text(**fields: Any) -> bytes:
@@ -538,13 +537,10 @@ async def test_over_http(service: Service, form: Callable[[bytes], bytes]) -> No
     ) as http:
         expected = (await http.post(TEXT, content=good)).json()["choices"]
         for path, body, status, param, said in HTTP_CASES:
-            answer = await http.post(
-                path, content=body if path.endswith(("tokenize", "count_tokens")) else form(body)
-            )
+            is_plain = path.endswith(("tokenize", "count_tokens"))
+            answer = await http.post(path, content=body if is_plain else form(body))
             error = answer.json().get("error", {"param": None, "message": ""})
-            if path.startswith(
-                MESSAGES
-            ):  # Anthropic's errors have no place of their own for the field
+            if path.startswith(MESSAGES):  # Anthropic's errors have the field in the message only
                 error["param"] = next(iter(re.findall(r"^([\w.\[\]]+): ", error["message"])), None)
             assert answer.status_code == status, (path, body[:200], answer.text[:200])
             assert _names(error["param"], param), (path, body[:200], error)

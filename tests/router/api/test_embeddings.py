@@ -83,13 +83,10 @@ async def test_mean_and_lengths_as_they_are(
     expected = hidden_states(tiny_model, ids).mean(0)
     async with httpx.AsyncClient(timeout=30) as http:
         body = {"input": ids, "pooling_type": "MEAN", "normalize": False}
-        for form in (
-            "float",
-            "base64",
-        ):  # the second one finds its prefix in the cache, and does not use it
-            found = (await http.post(url, json=body | {"encoding_format": form})).json()["data"][0][
-                "embedding"
-            ]
+        # The second request finds its prefix in the cache, and does not use it.
+        for form in ("float", "base64"):
+            answer = await http.post(url, json=body | {"encoding_format": form})
+            found = answer.json()["data"][0]["embedding"]
             if form == "base64":
                 found = list(array("f", base64.b64decode(found)))
             torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)

@@ -154,7 +154,7 @@ async def test_a_stream_of_agents_goes_on_after_any_event(
             lines = dict(line.split(": ", 1) for line in event.split("\n"))
             if "data" in lines:
                 found.append((lines.get("id", ""), json.loads(lines["data"])))
-            else:  # of tokens without an event
+            else:  # an id for tokens without an event
                 found[-1] = (lines["id"], found[-1][1])
         return found
 
