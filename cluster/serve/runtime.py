@@ -199,7 +199,7 @@ class RouterRuntime:
     async def keep_ready(self) -> None:
         """Reports, without end, when no decode worker can be reached and when one can be again."""
         changed = asyncio.Event()
-        self._registry.on_reach = changed.set
+        self._registry.on_reachability = changed.set
         while True:
             await changed.wait()
             changed.clear()
@@ -207,7 +207,7 @@ class RouterRuntime:
 
     async def _report_ready(self) -> None:
         if not self._is_stopping:
-            can_serve = self._registry.reaches_decode
+            can_serve = self._registry.can_reach_decode
             self._monitor.ops.reason = "" if can_serve else "no decode worker"
             await self._servers.set_serving(can_serve)
 

@@ -91,7 +91,7 @@ class Dispatcher:
 
     def announce_stop(self) -> None:
         """Fails requests that find no worker with `the service is stopping` from now on."""
-        self._registry.absence = _STOPPING
+        self._registry.unavailable_message = _STOPPING
 
     def stop(self) -> None:
         """Ends all running, waiting and later requests with Unavailable."""

@@ -196,7 +196,7 @@ class RequestExecution:
         if not (waiting := [choice for choice in choices if not self._start(choice)]):
             return
         if not self._registry.has_lost:
-            raise Unavailable(self._registry.absence)
+            raise Unavailable(self._registry.unavailable_message)
         indices = [choice for choice in waiting if choice is not None] or range(self._num_choices)
         until = self._clock() + self._park_seconds
         self._parked.append(Interruption(cause=Cause.GONE, choices=frozenset(indices), until=until))
@@ -404,10 +404,10 @@ class RequestExecution:
         """Raises Unavailable or Overloaded if choices have waited too long for a worker."""
         is_candidate = self in self._poison_guard
         is_unable = parked.cause is Cause.UNABLE
-        absence = self._registry.absence
-        error = Unavailable(
-            f"no worker can serve the request now: {parked.message}" if is_unable else absence
-        )
+        message = self._registry.unavailable_message
+        if is_unable:
+            message = f"no worker can serve the request now: {parked.message}"
+        error = Unavailable(message)
         if not any(self._emitted) and not is_candidate:
             if parked.cause is Cause.FULL:
                 raise Overloaded("every worker's queue is full")  # the caller may try elsewhere

@@ -64,9 +64,10 @@ class WorkerRegistry:
         # to compute them.
         self.prefill_tokens = 0
         self.prefill_seconds = 0.0
-        self.absence = "no worker is ready"  # the error of a request without a worker
+        # The text of Unavailable if a request finds no worker.
+        self.unavailable_message = "no worker is ready"
         # Called when a worker is lost, and when a lost worker reports again.
-        self.on_reach: Callable[[], object] = lambda: None
+        self.on_reachability: Callable[[], object] = lambda: None
         self._local_prefill_tokens = local_prefill_tokens
         self._rng = rng or random.Random()
         self._workers: dict[str, WorkerState] = {}
@@ -126,7 +127,7 @@ class WorkerRegistry:
             worker.is_lost = False
             self.capacity.recount(worker)
             if was_lost:
-                self.on_reach()
+                self.on_reachability()
         if message.stored_blocks or message.evicted_blocks:
             self._prefixes.report(worker_id, message.stored_blocks, message.evicted_blocks)
 
@@ -142,7 +143,7 @@ class WorkerRegistry:
             worker.is_lost = True
             self.capacity.recount(worker)
             self._reset_cache(worker.info)
-            self.on_reach()
+            self.on_reachability()
 
     def record_prefill(self, worker_id: str, num_tokens: int, seconds: float) -> None:
         """Records that a worker took `seconds` for a prompt with `num_tokens` uncached tokens."""
@@ -182,7 +183,7 @@ class WorkerRegistry:
         return any(worker.is_lost for worker in self._workers.values())
 
     @property
-    def reaches_decode(self) -> bool:
+    def can_reach_decode(self) -> bool:
         """Returns True if a listed decode worker is not lost; see `session_lost`."""
         return any(
             worker.info.role == _DECODE and not worker.is_lost for worker in self._workers.values()

@@ -166,7 +166,7 @@ class FakePools:
     num_transfers: int = 0
     left: set[str] = field(default_factory=set)
     subscribers: list[Callable[[], object]] = field(default_factory=list)
-    absence = "no worker is ready"
+    unavailable_message = "no worker is ready"
 
     # --- what the execution calls ---
 
