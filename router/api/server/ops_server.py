@@ -3,8 +3,8 @@
 The pages need no key and show nothing of a request.
 """
 
-from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -23,6 +23,8 @@ from .listener import HttpListener
 _MAX_CONNECTIONS: Final = 64
 _REQUEST_SECONDS: Final = 10.0  # for a whole request
 _SHARE: Final = 0.25  # of the event loop's time that rendering of the metrics may take
+
+_Page: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class OpsServer:
@@ -46,7 +48,7 @@ class OpsServer:
         self.failure = ""
         self._has_started = False
         self._browsers = browsers
-        pages = {"/live": self._live, "/ready": self._ready}
+        pages: dict[str, _Page] = {"/live": self._live, "/ready": self._ready}
         if metrics is not None:
             pages["/metrics"] = _metrics_page(metrics, content_type)
         self._app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
@@ -87,9 +89,7 @@ class OpsServer:
         return _state(self.failure or self.reason)
 
 
-def _metrics_page(
-    metrics: Callable[[], bytes], content_type: str
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def _metrics_page(metrics: Callable[[], bytes], content_type: str) -> _Page:
     async def render() -> bytes:
         return metrics()
 
