@@ -225,7 +225,7 @@ class _Finder:
         except urllib.error.HTTPError as error:
             status, data = error.code, error.read(_MAX_BYTES)
         except http.client.BadStatusLine as error:
-            if error.line.startswith("\0"):  # the first byte of the first frame in HTTP/2
+            if str(error.args[0]).startswith("\0"):  # the first byte of the first frame in HTTP/2
                 raise _SpeaksHttp2 from None
             raise Unavailable(f"no service answers at {url}: {_NOT_HTTP}") from None
         except http.client.HTTPException:
