@@ -33,12 +33,13 @@ matrix: .venv/.installed  ## run the whole fault matrix alone, of which `make te
 pods: .venv/.installed  ## run the pods of k8s/ as network namespaces, as root; each is ended under streams
 	$(BIN)/pytest -m pods tests/k8s
 
-check: .venv/.installed  ## lint, format, types, security rules, architecture, generated code, protobuf style
+check: .venv/.installed  ## lint, format, types, security rules, architecture, language, generated code, protobuf style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=.venv/typing $(BIN)/mypy -p tandem
 	$(BIN)/bandit -q -r -c pyproject.toml $(PRODUCT)
-	$(BIN)/pytest -q tests/test_architecture.py tests/test_names.py tests/test_security_rules.py
+	$(BIN)/pytest -q tests/test_architecture.py tests/test_names.py tests/test_language.py \
+	  tests/test_security_rules.py
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/buf lint
 

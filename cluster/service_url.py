@@ -172,8 +172,9 @@ class _Finder:
         return self._find_application(root, service_of(application))
 
     def _find_application(self, root: str, service: str | None) -> FoundService | None:
-        """Returns the status page of the oldest deployment of a service: it serves while a younger
-        one starts. None stands for the only service that there is.
+        """Returns the status page of a service's oldest deployment.
+
+        The oldest one serves while a younger one starts. None stands for the only service.
         """
         _, routes = self._get(f"{root}/-/routes")
         if not isinstance(routes, dict | list):

@@ -67,7 +67,7 @@ def free_port(host: str) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach the host."""
+    """Returns True if only this machine can reach the host."""
     try:
         return ipaddress.ip_address(without_brackets(host)).is_loopback
     except ValueError:

@@ -230,7 +230,7 @@ def patient_channel(address: str, identity: PeerIdentity) -> PeerChannel:
 
 
 def is_silence(error: grpc.aio.AioRpcError) -> bool:
-    """Returns whether a call ended because the peer was silent.
+    """Returns True if a call ended because the peer was silent.
 
     The peer, or the network, may be frozen.
     """

@@ -89,7 +89,7 @@ class PeerIdentity:
         return head + self._call_mac(head, method, target)
 
     def accepts(self, proof: bytes, method: str, targets: Iterable[str]) -> bool:
-        """Returns whether a caller just made this proof for this method at one of these targets."""
+        """Returns True if a caller just made this proof for this method at one of these targets."""
         if len(proof) != _HEAD.size + _MAC_BYTES:
             return False
         head = proof[: _HEAD.size]
@@ -105,7 +105,7 @@ class PeerIdentity:
         return hmac.digest(self.secret, b"answer" + proof, "sha256")
 
     def is_answer(self, answer: bytes, proof: bytes) -> bool:
-        """Returns whether the answer to this proof comes from a peer of the service."""
+        """Returns True if the answer to this proof comes from a peer of the service."""
         return hmac.compare_digest(self.answer(proof), answer)
 
     def _call_mac(self, head: bytes, method: str, target: str) -> bytes:

@@ -99,7 +99,7 @@ class RequestParameter:
 
     @cached_property
     def has_presence(self) -> bool:
-        """Returns whether the message distinguishes an unset field from one of value 0."""
+        """Returns True if the message distinguishes an unset field from one of value 0."""
         return bool(self.default) or self.default is None or bool(self.generation_config)
 
 

@@ -47,7 +47,7 @@ class TokenRequest:
 
     @property
     def has_beam_search(self) -> bool:
-        """Whether the choices are the best hypotheses of one beam search."""
+        """Returns True if the choices are the best hypotheses of one beam search."""
         return self.submit.HasField("beam_search")
 
 

@@ -1,3 +1,1 @@
-"""Runs the engine without Ray: in the process of a notebook or a script, and for batches of
-requests.
-"""
+"""Runs the engine without Ray: in a notebook or a script, and for batches of requests."""

@@ -313,8 +313,7 @@ class Router(Replica):
     async def wait_for_members(
         self, num_routers: int, num_prefill: int, num_decode: int, timeout: float
     ) -> tuple[list[str], list[str], list[str]]:
-        """Waits until this application is complete; returns its routers' addresses: gRPC, HTTP,
-        ops.
+        """Waits until this application is complete; returns the gRPC, HTTP and ops addresses.
 
         Complete: it has these numbers of routers and workers, and each router of the service knows
         all workers. Raises TimeoutError.

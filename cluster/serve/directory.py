@@ -113,8 +113,9 @@ class DirectoryClient:
         blocked_prompts: BlockedPrompts,
         adapters: AdapterRegistry | None = None,
     ) -> bool:
-        """Registers the router, waits at most half the expiry for changes, applies them to
-        `watcher`.
+        """Registers the router, waits for changes, and applies them to `watcher`.
+
+        Waits at most half the expiry.
 
         Exchanges blocked prompts and adapters with the directory. Returns True if the list of
         workers or of routers has changed.

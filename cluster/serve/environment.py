@@ -77,8 +77,9 @@ def prepare_ray_environment(address: str | None) -> str | None:
 
 
 def cluster_address(address: str | None) -> str | None:
-    """Returns the address of the cluster to join, HOST:PORT or `auto`, or None to start a local
-    Ray.
+    """Returns the address of the cluster to join, or None to start a local Ray.
+
+    The address is HOST:PORT or `auto`.
 
     The address is the option, else RAY_ADDRESS. No address, an empty one and `local` mean a local
     Ray; then RAY_ADDRESS is unset. Raises InvalidArgument.

@@ -64,8 +64,9 @@ class RankActor:
         return self._server.address
 
     async def _end(self) -> None:
-        """Ends the process with rank 0; the engine might wait half a minute in a collective
-        otherwise.
+        """Ends the process with rank 0.
+
+        Otherwise the engine might wait half a minute in a collective.
         """
         await self._server.ended.wait()
         os._exit(0)

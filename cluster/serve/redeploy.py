@@ -55,8 +55,7 @@ def running_application(service: str) -> str | None:
 
 
 def take_over(config: TandemConfig, folder: str, running: str | None, *, local: bool) -> Continuity:
-    """Returns the continuity of the running application, or a new one without a running
-    application.
+    """Returns the continuity of the running application, or a new one if none runs.
 
     Raises Unavailable if the running application cannot be replaced.
     """
@@ -96,8 +95,7 @@ def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) 
 
 
 def _kept_cache_secret(config: TandemConfig) -> bytes | None:
-    """Returns the secret of the tenants' salts if KV cache on disk outlives the identity, else
-    None.
+    """Returns the secret of the tenants' salts, or None if no KV cache outlives the identity.
 
     The launcher keeps a salt beside that cache and gives the secret to all routers, also of later
     deployments. If it cannot keep the salt, tenants find no prefix after a restart.

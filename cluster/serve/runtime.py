@@ -104,8 +104,9 @@ class RouterRuntime:
         adapters: AdapterRegistry | None = None,
         describe: Callable[[], Awaitable[dict[str, Any]]] | None = None,
     ) -> Self:
-        """Binds both API servers on `router.bind`, else `host`; they do not serve without decode
-        workers.
+        """Binds both API servers, which do not serve without decode workers.
+
+        The address is `router.bind`, else `host`.
 
         `resume_key`: the secret that all routers share to continue each other's requests.
         `cache_secret`: the secret by which all routers know tenants' prefix caches; None:
@@ -219,8 +220,7 @@ class RouterRuntime:
         application: str = "",
         replaced: Collection[str] = (),
     ) -> None:
-        """Serves /metrics, /live and /ready on `port`, on one of the next ports, or on any free
-        port.
+        """Serves /metrics, /live and /ready on `port`, one of the next ports, or any free one.
 
         `replaced`: the ops addresses of the routers that this one replaces. While both run, either
         answers on a shared port.

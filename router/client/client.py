@@ -365,8 +365,9 @@ class Client(_BaseClient[Stream]):
 
 
 class AsyncClient(_BaseClient[AsyncStream]):
-    """Awaits in its calls. Make it and use it in one event loop; close it, or use it as a context
-    manager.
+    """Calls the service from one event loop.
+
+    Make it and use it in the same loop; close it, or use it as a context manager.
     """
 
     _channels = grpc.aio

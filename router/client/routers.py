@@ -32,7 +32,9 @@ class Routers:
     """Holds the routers of one service. All calls go to one of them until it fails."""
 
     def __init__(self, addresses: str | Sequence[str], open_channel: Callable[[str], Any]) -> None:
-        """`addresses`: each HOST:PORT, in one text with commas between them or in several. Raises
+        """Parses the addresses of the routers.
+
+        `addresses`: each HOST:PORT, in one text with commas between them or in several. Raises
         InvalidArgument.
         """
         texts = [addresses] if isinstance(addresses, str) else addresses

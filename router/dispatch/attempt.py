@@ -120,12 +120,12 @@ class Attempt:
 
     @property
     def holds_kv(self) -> bool:
-        """Whether the prefill worker still holds the KV cache, as far as the router knows."""
+        """Returns True if the prefill worker still holds the KV cache, as far as the router knows."""
         return self._opener is not None and self._opener.failure is None
 
     @property
     def is_computed(self) -> bool:
-        """Whether the prefill worker has computed the prompt, so a decode worker can begin."""
+        """Returns True if the prefill worker has computed the prompt, so a decode worker can begin."""
         return not self._needs_opener
 
     @property
@@ -239,7 +239,7 @@ class Attempt:
 
     @property
     def _needs_opener(self) -> bool:
-        """Whether the outputs of the prefill worker still matter."""
+        """Returns True if the outputs of the prefill worker still matter."""
         return self.placement.prefill is None or ChoiceState.OPENING in self._states.values()
 
     def _streams_to_read(self) -> Iterator[WorkerStream | SuspendedChoice]:

@@ -66,7 +66,7 @@ class WorkerStream:
 
     @property
     def may_have_begun(self) -> bool:
-        """Whether the worker may have computed a part of the request.
+        """Returns True if the worker may have computed a part of the request.
 
         A worker that dies in the request's first step has not reported its admission. A worker that
         has never sent anything may not have started.

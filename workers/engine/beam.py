@@ -103,7 +103,7 @@ class Beams:
         return (*self._running[extended[1]][0], extended[2])
 
     def _is_done(self) -> bool:
-        """Returns whether enough hypotheses have finished and no running one can replace them."""
+        """Returns True if enough hypotheses have finished and no running one can replace them."""
         if len(self._finished) < self.width:
             return False
         return self.early_stopping or self._penalized(self._running[0][1]) <= self._finished[-1][1]

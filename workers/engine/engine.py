@@ -195,7 +195,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Returns whether `step` has something to do now."""
+        """Returns True if `step` has something to do now."""
         return self._in_flight is not None or self.scheduler.has_work
 
     def step(self, emit: Callable[[list[Event]], object] | None = None) -> list[Event]:

@@ -115,7 +115,7 @@ class Failed:
 
     @property
     def is_not_finite(self) -> bool:
-        """Returns whether the model computed NaN or infinity.
+        """Returns True if the model computed NaN or infinity.
 
         The cause is the worker or the request. In all other cases the request has reached a limit
         that it would reach on any worker.

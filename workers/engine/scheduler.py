@@ -67,7 +67,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Returns whether there is something to schedule or to update.
+        """Returns True if there is something to schedule or to update.
 
         Imports that wait for their KV cache do not count as work.
         """
@@ -75,7 +75,7 @@ class Scheduler:
         return bool(requests.running or requests.committed or requests.dropped or self._can_admit())
 
     def fits(self, spec: SequenceSpec) -> bool:
-        """Returns whether the sequence could run on an otherwise empty worker."""
+        """Returns True if the sequence could run on an otherwise empty worker."""
         num_branches = 1 if spec.task is Task.PREFILL else spec.num_choices
         least = fork.least_blocks(spec, self._config.block_size)
         return num_branches <= self._budgets.max_sequences and least <= self._config.num_blocks
@@ -213,7 +213,7 @@ class Scheduler:
         return prompts.pop(0) if prompts else None
 
     def _is_next_resumed(self, prompts: list[Sequence]) -> bool:
-        """Returns whether the next running or waiting prompt resumes an interrupted stream."""
+        """Returns True if the next running or waiting prompt resumes an interrupted stream."""
         return any(each.spec.is_resumed for each in (*prompts[:1], *self._requests.waiting[:1]))
 
     def _lease(self, sequence: Sequence) -> Suspended:
@@ -297,7 +297,7 @@ class Scheduler:
         return events
 
     def _awaits_token(self, sequence: Sequence) -> bool:
-        """Returns whether a sequence skips the step to wait for its pending token.
+        """Returns True if a sequence skips the step to wait for its pending token.
 
         It waits if a draft is likely to follow, because a draft needs the id of that token.
         """

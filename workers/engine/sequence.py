@@ -107,7 +107,7 @@ class SequenceSpec:
 
     @property
     def is_resumed(self) -> bool:
-        """Returns whether an interrupted stream is stalled until its next token comes from here."""
+        """Returns True if an interrupted stream is stalled until its next token comes from here."""
         return self.first_index > 0 and self.turn is Turn.BY_INDEX
 
     @property
@@ -226,7 +226,7 @@ class Sequence:
 
     @property
     def needs_every_position(self) -> bool:
-        """Returns whether each prompt position must be computed here.
+        """Returns True if each prompt position must be computed here.
 
         Log probabilities of the prompt and a mean embedding need every position.
         """
@@ -256,7 +256,7 @@ class Sequence:
 
     @property
     def may_draft(self) -> bool:
-        """Returns whether a step could verify a draft of the sequence's next tokens.
+        """Returns True if a step could verify a draft of the sequence's next tokens.
 
         The sequence must have its first token, and its sampling must not depend on other state that
         changes with each token. A grammar together with bad words excludes drafts. If they leave no
@@ -270,7 +270,7 @@ class Sequence:
 
     @property
     def needs_mask(self) -> bool:
-        """Returns whether the next step can schedule the sequence and needs a new grammar mask.
+        """Returns True if the next step can schedule the sequence and needs a new grammar mask.
 
         The mask of the first token of a completion is known as soon as the grammar is compiled.
         """
@@ -295,7 +295,7 @@ class Sequence:
 
     @property
     def is_suspended(self) -> bool:
-        """Returns whether the sequence waits for its lease and no step computes it any more."""
+        """Returns True if the sequence waits for its lease and no step computes it any more."""
         return self.num_computed == self.max_length < self.spec.max_length
 
     @property

@@ -96,7 +96,7 @@ class KvConnector:
 
     @classmethod
     def reaches(cls, sender: Mapping[str, Any], receiver: Mapping[str, Any]) -> bool:
-        """Returns whether two ranks with these capabilities can use the transport.
+        """Returns True if two ranks with these capabilities can use the transport.
 
         The receiver's capabilities come from outside and are not trusted.
         """

@@ -42,7 +42,7 @@ class NixlConnector(KvConnector):
 
     @classmethod
     def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
-        """Returns whether this rank's memory can be read, which a sender needs.
+        """Returns True if this rank's memory can be read, which a sender needs.
 
         Returns None if the library is not installed or the rank is on a GPU.
         """
@@ -52,7 +52,7 @@ class NixlConnector(KvConnector):
 
     @classmethod
     def reaches(cls, sender: Mapping[str, Any], receiver: Mapping[str, Any]) -> bool:
-        """Returns whether the sender's memory can be read."""
+        """Returns True if the sender's memory can be read."""
         return bool(sender["shares"])
 
     @classmethod

@@ -35,7 +35,7 @@ _Regions = npt.NDArray[np.uint64]  # [num_regions, 3]: address, number of bytes,
 
 
 def available() -> bool:
-    """Returns whether the library is installed."""
+    """Returns True if the library is installed."""
     return any(find_spec(name) for name in _MODULES)
 
 

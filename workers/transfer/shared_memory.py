@@ -33,7 +33,7 @@ class SharedMemoryConnector(KvConnector):
 
     @classmethod
     def reaches(cls, sender: Mapping[str, Any], receiver: Mapping[str, Any]) -> bool:
-        """Returns whether both ranks are on one host."""
+        """Returns True if both ranks are on one host."""
         return bool(sender["shares"] and sender["host"] and sender["host"] == receiver.get("host"))
 
     def description(self) -> dict[str, Any]:

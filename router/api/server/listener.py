@@ -43,7 +43,9 @@ class HttpListener(uvicorn.Server):
         audit: AuditLog | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`bounds`: of the connections, with `tls` from before their handshakes on. `audit` gets
+        """Prepares a listener that accepts nothing yet.
+
+        `bounds`: of the connections, with `tls` from before their handshakes on. `audit` gets
         the requests that cannot be parsed.
         """
         self._bounds = bounds or ConnectionBounds()

@@ -63,7 +63,7 @@ class AttentionBackend(Protocol):
     """Computes attention over a `PagedKv`."""
 
     reads_whole_blocks: bool
-    """Whether the unused rest of a sequence's last block must hold finite numbers."""
+    """Returns True if the unused rest of a sequence's last block must hold finite numbers."""
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         """Prepares a step over the given sequences, whose tokens are concatenated."""

@@ -72,7 +72,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Has the interface of transformers' attention functions, which also return the weights."""
+    """Implements transformers' interface of attention functions, which also returns weights."""
     return _handler.get()(module, (query, key, value), attention_mask, options), None
 
 

@@ -41,7 +41,7 @@ def of(tensor: torch.Tensor) -> Kernels | None:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Returns whether the kernels for this tensor are the Triton kernels."""
+    """Returns True if the kernels for this tensor are the Triton kernels."""
     return of(tensor) not in (None, cpu)
 
 

@@ -1,6 +1,4 @@
-"""Defines the interface of linear methods: how a linear layer's weights are stored, kept and
-multiplied.
-"""
+"""Defines how a linear layer's weights are stored, kept and multiplied."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

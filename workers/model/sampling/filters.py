@@ -16,7 +16,7 @@ NUM_CANDIDATES: Final = 1024
 
 
 def has_filter(params: SamplingParams) -> bool:
-    """Returns whether any filter is active."""
+    """Returns True if any filter is active."""
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
 
 

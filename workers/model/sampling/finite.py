@@ -10,7 +10,7 @@ from ...engine.plan import NOT_FINITE, SequenceStep, StepPlan
 
 
 def _is_chunk(step: SequenceStep) -> bool:
-    """Returns whether the step has tokens whose logits are not used."""
+    """Returns True if the step has tokens whose logits are not used."""
     return len(step.token_ids) > 1 + step.num_draft or not step.num_samples
 
 

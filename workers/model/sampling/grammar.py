@@ -43,11 +43,11 @@ class _Constraint:
     failure: str = ""  # why the sequence cannot continue
 
     def is_ready(self, num_tokens: int) -> bool:
-        """Returns whether the mask after the first `num_tokens` tokens is known."""
+        """Returns True if the mask after the first `num_tokens` tokens is known."""
         return bool(self.failure) or (self.num_read >= num_tokens and self.mask is not None)
 
     def must_wait(self) -> bool:
-        """Returns whether its grammar is being compiled again.
+        """Returns True if its grammar is being compiled again.
 
         After that, resets the sequence so that it reads its tokens again.
         """

@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _has_step(self, args: Any) -> bool:
-        """Returns whether a tensor was created by this step; only those have one row per token."""
+        """Returns True if a tensor was created by this step; only those have one row per token."""
         flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else (arg,))]
         return any(isinstance(each, torch.Tensor) and _base(each) in self._bases for each in flat)
 

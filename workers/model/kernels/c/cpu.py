@@ -34,12 +34,12 @@ PackedNumbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def usable(tensor: torch.Tensor) -> bool:
-    """Returns whether there are kernels for tensors of this device and dtype."""
+    """Returns True if there are kernels for tensors of this device and dtype."""
     return tensor.device.type == "cpu" and tensor.dtype in SUFFIX and library() is not None
 
 
 def can_attend(query: torch.Tensor, group: int) -> bool:
-    """Returns whether `paged_attention` supports queries [.., head_dim], `group` per KV head."""
+    """Returns True if `paged_attention` supports queries [.., head_dim], `group` per KV head."""
     return query.shape[-1] <= _MAX_HEAD_DIM and group <= _MAX_GROUP and usable(query)
 
 
@@ -194,7 +194,7 @@ def linear_form(kind: str = "") -> int:
 
 
 def can_multiply(weight: torch.Tensor) -> bool:
-    """Returns whether `linear` supports a weight [outputs, inputs].
+    """Returns True if `linear` supports a weight [outputs, inputs].
 
     It must be in bfloat16, and the processor must not have AMX.
     """
@@ -216,7 +216,7 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
 
 
 def can_multiply_fp8(inputs: int, group_size: int) -> bool:
-    """Returns whether `linear` supports FP8 weights with groups of `group_size` inputs."""
+    """Returns True if `linear` supports FP8 weights with groups of `group_size` inputs."""
     return group_size % 2 == inputs % group_size == 0 and linear_form("_fp8") != 0
 
 
@@ -236,7 +236,7 @@ def _by_panel(terms: torch.Tensor) -> torch.Tensor:
 
 
 def can_gate(gate: torch.Tensor) -> bool:
-    """Returns whether `linear` can gate, for a weight of gates [outputs, inputs]."""
+    """Returns True if `linear` can gate, for a weight of gates [outputs, inputs]."""
     return can_multiply(gate) and gate.shape[0] % (_PANEL // 2) == 0
 
 
@@ -286,7 +286,7 @@ def _widen(x: torch.Tensor) -> torch.Tensor:
 
 
 def can_multiply_int(inputs: int, group_size: int) -> bool:
-    """Returns whether `linear_int` supports weights with groups of `group_size` inputs."""
+    """Returns True if `linear_int` supports weights with groups of `group_size` inputs."""
     return group_size % 8 == inputs % group_size == 0 and linear_form("_int") != 0
 
 
