@@ -120,12 +120,12 @@ class Attempt:
 
     @property
     def holds_kv(self) -> bool:
-        """Returns True if the prefill worker still holds the KV cache, as far as the router knows."""
+        """Returns True if the prefill worker seems to hold the KV cache still."""
         return self._opener is not None and self._opener.failure is None
 
     @property
     def is_computed(self) -> bool:
-        """Returns True if the prefill worker has computed the prompt, so a decode worker can begin."""
+        """Returns True if the prompt is computed, so a decode worker can begin."""
         return not self._needs_opener
 
     @property

@@ -296,7 +296,8 @@ class Admission:
             return required
         if required.sequences > largest.sequences:
             raise InvalidArgument(
-                f"has {required.sequences} sequences; the maximum of a worker is {largest.sequences}",
+                f"has {required.sequences} sequences; "
+                f"the maximum of a worker is {largest.sequences}",
                 "n",
             )
         return required._replace(kv_tokens=min(required.kv_tokens, largest.kv_tokens))

@@ -60,8 +60,8 @@ class WorkerRegistry:
         `local_prefill_tokens`: a decode worker may compute a prompt of which it lacks at most this
         number of tokens.
         """
-        # Uncached prompt tokens that were sent to workers since the start, and the predicted seconds
-        # to compute them.
+        # Uncached prompt tokens that were sent to workers since the start, and the predicted
+        # seconds to compute them.
         self.prefill_tokens = 0
         self.prefill_seconds = 0.0
         # The text of Unavailable if a request finds no worker.

@@ -144,7 +144,7 @@ async def make_score_request(
         raise InvalidArgument(
             f"has {len(firsts)} texts; it must have 1 or {len(seconds)} like text_2", "text_1"
         )
-    # A single text_1 is repeated for each text_2. Each copy counts, as if the body had contained it.
+    # A single text_1 is repeated for each text_2. Each copy counts.
     num_characters = len(seconds) // len(firsts) * sum(map(len, firsts)) + sum(map(len, seconds))
     check_count(num_characters, limits.MAX_MESSAGE_BYTES, "characters in all pairs", "text_1")
     for field, texts in (("text_1", firsts), ("text_2", seconds)):

@@ -22,7 +22,7 @@ class CausalLM(Module, ABC):
     """Computes a decoder-only model; parameters are on `meta` until the loader fills them."""
 
     can_capture: ClassVar[bool] = True
-    """Returns True if the launched GPU kernels depend only on the number of tokens (CUDA graphs)."""
+    """True if the launched GPU kernels depend only on the number of tokens (CUDA graphs)."""
     lora: LoraStep | None = None
     """The layers that adapters may change; None if the model supports no adapters."""
 
