@@ -1,16 +1,13 @@
-"""Lists the functions that a prompt, a token and a KV handle pass, and checks the lists against the
-source.
+"""Lists the functions that a prompt, a token and a KV handle pass, and checks the lists.
 
 Run as a module, it prints how many functions and files each path has: `python -m
 tandem.tests.paths`.
 
 A path has one function a line, `module:qualified.name`, in the order in which the data passes them.
-Each is linked to
-the one before it: one of the two mentions the other's name, because it calls or returns to it. A
-line may name two
-exceptions: `< name` links to an earlier function of the path instead, `~ word` is a hand-over (a
-queue, a stream, a callback) that both functions mention. A helper that only checks the data, or
-derives a part of it and returns, is not listed.
+Each is linked to the one before it: one of the two mentions the other's name, because it calls or
+returns to it. A line may name two exceptions: `< name` links to an earlier function of the path
+instead, `~ word` is a hand-over (a queue, a stream, a callback) that both functions mention. A
+helper that only checks the data, or derives a part of it and returns, is not listed.
 """
 
 import ast
@@ -139,7 +136,7 @@ def parse(path: str) -> list[Step]:
 
 
 def source_of(step: Step, root: Path = ROOT) -> str | None:
-    """Returns the source of the step's function, or None if there is none."""
+    """Returns the source of the step's function; None if it does not exist."""
     path = root / f"{step.module.replace('.', '/')}.py"
     if not path.exists():
         return None
@@ -198,7 +195,7 @@ def count(steps: list[Step]) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Prints the counts of every path, and what is wrong with it."""
+    """Prints the counts and the problems of every path."""
     for name, (path, most_functions, most_files) in PATHS.items():
         steps = parse(path)
         functions, files = count(steps)

@@ -68,7 +68,7 @@ async def drain_twice(cluster: Cluster) -> list[Choice]:
     return result.choices
 
 
-async def test_drains_convict_no_request(cluster: Cluster) -> None:
+async def test_drains_count_against_no_request(cluster: Cluster) -> None:
     expected = await cluster.expect("seed", "0+2")
     assert await drain_twice(cluster) == expected.choices
 

@@ -19,7 +19,7 @@ from tandem.tests.tiny_tokenizer import VOCAB_SIZE
 from tandem.tests.token_request import changed
 
 NUM_OTHERS = 32
-CONVICTING, JOINING = (
+BLOCKING, JOINING = (
     RouterInfo(router_id=name, grpc_address="h:1", http_address="h:2") for name in ("a", "b")
 )
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -115,7 +115,7 @@ async def test_a_poisonous_request_harms_no_other(
         assert sum(map(is_living, nodes)) == num_living, "more than two workers were lost"
         with pytest.raises(InternalError):
             await collect(cluster.dispatcher, changed(poison, request_id=cluster.name()))
-        await directory.watch(DirectoryWatcher(), CONVICTING, blocked_prompts)
+        await directory.watch(DirectoryWatcher(), BLOCKING, blocked_prompts)
         with pytest.raises(InternalError):
             await ask_another_router(cluster, directory, poison)
         assert sum(map(is_living, nodes)) == num_living, "a retry has cost another worker"

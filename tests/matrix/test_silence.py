@@ -23,7 +23,7 @@ HELD_FROM = 200  # the position at which the worker is frozen
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_a_session_over_which_nothing_comes_breaks_and_blames_no_request() -> None:
+async def test_a_session_over_which_nothing_comes_breaks_and_counts_against_no_request() -> None:
     worker, proxy = FakeWorker(), Proxy()
     await worker.server.start()
     await proxy.start()

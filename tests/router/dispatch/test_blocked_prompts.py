@@ -87,7 +87,7 @@ def test_what_is_known_is_no_news_and_not_prolonged() -> None:
     assert not other.is_blocked(REQUEST)
 
 
-def test_messages_that_are_late_keep_no_conviction_alive() -> None:
+def test_messages_that_are_late_keep_no_block_alive() -> None:
     """A directory and three routers, one of which joins late; no message takes longer than a call's
     deadline.
     """
@@ -127,7 +127,7 @@ def test_they_are_bounded_in_number() -> None:
     assert not other.learn({})
 
 
-def test_each_conviction_is_announced_and_what_is_learned_is_not() -> None:
+def test_each_block_is_announced_and_what_is_learned_is_not() -> None:
     one, other, announced = BlockedPrompts(), BlockedPrompts(), list[str]()
     one.on_news = lambda: announced.append("one")
     other.on_news = lambda: announced.append("other")

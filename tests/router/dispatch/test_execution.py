@@ -50,7 +50,7 @@ from tandem.tests.token_request import changed
         max_size=3,
     ),
 )
-def test_whatever_fails_the_tokens_are_those_of_a_run_without_faults(
+def test_the_tokens_after_any_fault_are_those_of_a_run_without_faults(
     seed: int, num_choices: int, max_tokens: int, pairs: bool, faults: list[str]
 ) -> None:
     request = choices_request(num_choices, max_tokens)
@@ -305,7 +305,7 @@ def test_a_request_that_cost_two_workers_is_given_up_even_if_its_choices_run_apa
 def test_a_worker_that_dies_in_its_first_step_counts_if_it_had_lived(
     pairs: bool, heard: bool
 ) -> None:
-    """It has not said that it had begun. One that was never heard of may not have come up at all."""
+    """It has not reported that it had begun; a worker that never sent anything may not run."""
     pools = FakePools(random.Random(4), pairs=pairs)
     poison_guard = PoisonGuard()
     execution, _ = start(pools, choices_request(1), poison_guard=poison_guard)
@@ -341,7 +341,7 @@ def fail_last(pools: FakePools, kind: "worker_pb2.FailureKind") -> str:
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_a_request_with_nan_goes_on_at_another_worker_and_is_no_suspect(pairs: bool) -> None:
+def test_a_request_with_nan_goes_on_at_another_worker_and_is_no_candidate(pairs: bool) -> None:
     pools, caller, poison_guard, clock = (
         FakePools(random.Random(4), pairs),
         Caller(1),
@@ -366,9 +366,7 @@ def test_a_request_with_nan_goes_on_at_another_worker_and_is_no_suspect(pairs: b
     assert not pools.held
 
 
-def test_nan_at_a_second_worker_ends_the_request_with_an_internal_error_and_convicts_nobody() -> (
-    None
-):
+def test_nan_at_a_second_worker_ends_the_request_with_an_internal_error_and_blocks_none() -> None:
     pools, poison_guard = FakePools(random.Random(4), pairs=False), PoisonGuard()
     execution, _ = start(pools, choices_request(1), poison_guard=poison_guard)
     first = fail_last(pools, NOT_FINITE)
@@ -419,7 +417,7 @@ def test_choices_that_one_worker_fails_at_the_same_time_are_one_report() -> None
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_a_fault_of_one_worker_ends_no_request_and_blames_none(pairs: bool) -> None:
+def test_a_fault_of_one_worker_ends_no_request_and_counts_against_none(pairs: bool) -> None:
     pools, caller, poison_guard = FakePools(random.Random(4), pairs), Caller(1), PoisonGuard()
     execution, timeline = start(pools, choices_request(1), poison_guard=poison_guard)
     caller.read_until(pools, execution, 3)
@@ -636,7 +634,7 @@ def crash_together(
     return runs
 
 
-def test_a_suspect_that_waits_for_its_turn_is_given_up_only_without_a_worker() -> None:
+def test_a_candidate_that_waits_for_its_turn_is_given_up_only_without_a_worker() -> None:
     clock = Clock()
     (_, _, first), (pools, caller, second) = crash_together(
         clock, PoisonGuard(clock), 2, park_seconds=2.0
@@ -653,7 +651,7 @@ def test_a_suspect_that_waits_for_its_turn_is_given_up_only_without_a_worker() -
         execution.end()
 
 
-def test_a_suspect_that_shows_nothing_keeps_its_turn_for_a_while_only() -> None:
+def test_a_candidate_that_shows_nothing_keeps_its_turn_for_a_while_only() -> None:
     clock = Clock()
     started = clock.now
     runs = crash_together(clock, PoisonGuard(clock), 3)
@@ -700,7 +698,7 @@ def test_crashes_with_tokens_between_them_are_not_the_request_s() -> None:
     assert caller.ids == [completion(request.submit.token_ids, SEED, 30)]
 
 
-def test_suspects_start_one_at_a_time_and_the_guilty_one_is_refused() -> None:
+def test_candidates_start_one_at_a_time_and_the_one_at_fault_is_refused() -> None:
     poison_guard = PoisonGuard()
     runs = crash_together(Clock(), poison_guard, 4)
     assert [len(pools.submits) for pools, _, _ in runs] == [2, 1, 1, 1]

@@ -153,7 +153,7 @@ async def test_a_thousand_faults_are_all_noticed(
 async def test_without_the_checksum_the_executor_sees_the_wrong_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The negative control: the test above could see a fault that the frames' checks let through."""
+    """The negative control: the test above detects a fault that passes the frames' checks."""
     monkeypatch.setattr(frames, "checksum_of", lambda data, before=0: 0)
 
     async def flip(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

@@ -26,7 +26,7 @@ def tasks_of(pools: FakePools) -> str:
 
 
 def admit(pools: FakePools, execution: RequestExecution) -> tuple[Submitted, Submitted]:
-    """Lets the prefill worker admit the request; returns its submit and that of the decode worker."""
+    """Lets the prefill worker admit the request; returns the submits of both workers."""
     pools.step(pools.running[0])
     assert list(execution.deltas()) == []
     prefill, decode = pools.running
@@ -41,7 +41,7 @@ def admit(pools: FakePools, execution: RequestExecution) -> tuple[Submitted, Sub
 def test_another_decode_worker_gets_the_kv_cache_that_the_prefill_worker_holds(
     fault: "worker_pb2.FailureKind | None", has_first_tokens: bool
 ) -> None:
-    """At once, while the prompt is still being computed, too. `fault` None is a crash."""
+    """At once, also while the prompt is still computed. `fault` None is a crash."""
     pools, caller = FakePools(random.Random(3), pairs=True, decode=("d1", "d2")), Caller(3)
     execution, timeline = start(pools, choices_request(3))
     prefill, decode = admit(pools, execution)

@@ -115,7 +115,7 @@ def make_service(seed: int, num_requests: int, num_poisons: int, num_kills: int)
 
 @settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), num_requests=st.integers(1, 12))
-def test_a_request_that_kills_its_workers_costs_two_and_no_other_is_convicted(
+def test_a_request_that_kills_its_workers_costs_two_and_no_other_is_blocked(
     seed: int, num_requests: int
 ) -> None:
     service = make_service(seed, num_requests, 1, 0)
@@ -131,7 +131,7 @@ def test_a_request_that_kills_its_workers_costs_two_and_no_other_is_convicted(
     num_poisons=st.integers(0, 3),
     num_kills=st.integers(0, 12),
 )
-def test_a_request_is_convicted_in_vain_only_if_something_kills_the_worker_that_tries_it(
+def test_a_request_is_blocked_in_vain_only_if_something_kills_the_worker_that_tries_it(
     seed: int, num_requests: int, num_poisons: int, num_kills: int
 ) -> None:
     """Whatever else kills workers. And nobody kills workers for ever."""
@@ -143,7 +143,7 @@ def test_a_request_is_convicted_in_vain_only_if_something_kills_the_worker_that_
     assert len(service.in_vain) <= num_kills + len(poisons)
 
 
-def test_all_workers_try_at_once_and_each_one_suspect() -> None:
+def test_all_workers_try_at_once_and_each_one_candidate() -> None:
     service = make_service(1, 5, 0, 0)
     for each in service.requests:
         each.at = "w0"
@@ -166,7 +166,7 @@ def test_all_workers_try_at_once_and_each_one_suspect() -> None:
     assert first in poison_guard
 
 
-def test_suspects_with_one_cached_prompt_go_elsewhere_once_several_wait_for_its_worker() -> None:
+def test_candidates_with_one_cached_prompt_go_elsewhere_once_several_wait_for_its_worker() -> None:
     service = make_service(1, 10, 0, 0)
     for each in service.requests:
         each.at = "w0"
@@ -184,7 +184,7 @@ def test_suspects_with_one_cached_prompt_go_elsewhere_once_several_wait_for_its_
     )
 
 
-def test_a_trial_keeps_others_away_for_a_while_only_which_grows_until_a_slow_poison_was_alone() -> (
+def test_a_solo_run_keeps_others_away_for_a_while_only_which_grows_until_a_slow_poison_was_alone() -> (
     None
 ):
     service = make_service(1, 2, 0, 0)

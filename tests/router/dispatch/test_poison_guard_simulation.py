@@ -60,7 +60,7 @@ class Suspect:
         assert self.caller.ids == [EXPECTED]
 
 
-def make_suspects(
+def make_candidates(
     *prefill: str, clock: Clock | None = None, poison_guard: PoisonGuard | None = None
 ) -> list[Suspect]:
     """Returns requests whose decode worker d1 has crashed after some tokens. For each the prefill
@@ -86,10 +86,10 @@ def tasks(candidates: Sequence[Suspect]) -> str:
     return " ".join("".join(".wpd"[task] for task in each.read()) or "-" for each in candidates)
 
 
-def test_every_prefill_worker_computes_for_one_suspect_and_every_decode_worker_decodes_one() -> (
+def test_every_prefill_worker_computes_for_one_candidate_and_every_decode_worker_decodes_one() -> (
     None
 ):
-    first, second, third = candidates = make_suspects("p1", "p1", "p2")
+    first, second, third = candidates = make_candidates("p1", "p1", "p2")
     assert tasks(candidates) == "p - p"
     first.say(TASK_PREFILL, 1)  # admitted
     assert tasks(candidates) == "p - p", "nobody waits at a decode worker for a prompt"
@@ -115,7 +115,7 @@ def test_a_prefill_worker_that_crashes_is_the_fault_of_the_one_that_it_computed_
     is_first: bool,
 ) -> None:
     poison_guard = PoisonGuard()
-    first, second, third = make_suspects("p1", "p1", "p2", poison_guard=poison_guard)
+    first, second, third = make_candidates("p1", "p1", "p2", poison_guard=poison_guard)
     fresh = Suspect(
         pools := FakePools(random.Random(9), pairs=True, decode=("d2",), prefill=("p1",)),
         start(pools, choices_request(1), poison_guard=poison_guard)[0],
@@ -140,7 +140,7 @@ def test_a_prefill_worker_that_crashes_is_the_fault_of_the_one_that_it_computed_
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_a_decode_worker_that_crashes_is_the_fault_of_the_one_on_trial_there(
+def test_a_decode_worker_that_crashes_is_the_fault_of_the_one_on_its_solo_run_there(
     is_first: bool,
 ) -> None:
     poison_guard = PoisonGuard()
@@ -150,7 +150,7 @@ def test_a_decode_worker_that_crashes_is_the_fault_of_the_one_on_trial_there(
     )
     beside.caller.read_until(pools, beside.execution, 4)
     beside.pools.decode = ("d3",)
-    first, second = make_suspects("p1", "p2", poison_guard=poison_guard)
+    first, second = make_candidates("p1", "p2", poison_guard=poison_guard)
     first.say(TASK_PREFILL, 2)
     first.say(TASK_DECODE, 1)
     for each in (first, beside):
@@ -167,20 +167,20 @@ def test_a_decode_worker_that_crashes_is_the_fault_of_the_one_on_trial_there(
     beside.finish()
 
 
-def test_a_suspect_that_waits_is_not_blamed_for_what_happens_elsewhere() -> None:
-    first, second = make_suspects("p1", "p2")
+def test_a_candidate_that_waits_is_not_counted_for_what_happens_elsewhere() -> None:
+    first, second = make_candidates("p1", "p2")
     first.say(TASK_PREFILL, 2)
     second.say(TASK_PREFILL, 2)
     assert tasks([first, second]) == "pd p"
     second.at(TASK_PREFILL).client.kill()
     second.pools.prefill = ("p3",)
-    assert tasks([second]) == "pp", "its KV cache is lost, and it is not blamed"
+    assert tasks([second]) == "pp", "its KV cache is lost, and it is not at fault"
     for each in (first, second):
         each.finish()
 
 
-def test_crashes_after_its_trial_convict_nobody() -> None:
-    (only,) = make_suspects("p1")
+def test_crashes_after_its_solo_run_block_none() -> None:
+    (only,) = make_candidates("p1")
     for number in range(3, 6):
         only.say(TASK_PREFILL, 2)
         only.say(TASK_DECODE, 3)
@@ -190,10 +190,10 @@ def test_crashes_after_its_trial_convict_nobody() -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "num_lost"), [(1, 6), (3, 7)])
-def test_a_request_that_always_kills_some_steps_after_it_has_moved_is_convicted_at_last(
+def test_a_request_that_always_kills_some_steps_after_it_has_moved_is_blocked_at_last(
     num_steps: int, num_lost: int
 ) -> None:
-    (only,) = make_suspects("p1")
+    (only,) = make_candidates("p1")
     for number in range(3, 2 + num_lost):
         only.say(TASK_PREFILL, 2)
         only.say(TASK_DECODE, 2 + num_steps)
@@ -206,8 +206,8 @@ def test_a_request_that_always_kills_some_steps_after_it_has_moved_is_convicted_
     only.execution.end()
 
 
-def test_a_suspect_whose_worker_would_do_all_waits_until_it_is_alone() -> None:
-    first, second = make_suspects("p1", "p2")
+def test_a_candidate_whose_worker_would_do_all_waits_until_it_is_alone() -> None:
+    first, second = make_candidates("p1", "p2")
     first.say(TASK_PREFILL, 2)
     second.say(TASK_PREFILL, 2)
     second.pools.pairs = False
@@ -221,7 +221,7 @@ def test_a_suspect_whose_worker_would_do_all_waits_until_it_is_alone() -> None:
 
 def test_one_that_waits_is_woken_when_the_one_before_takes_too_long() -> None:
     clock = Clock()
-    first, second, third = make_suspects("p1", "p2", "p1", clock=clock)
+    first, second, third = make_candidates("p1", "p2", "p1", clock=clock)
     first.say(TASK_PREFILL, 2)
     second.say(TASK_PREFILL, 2)
     assert tasks([first, second, third]) == "pd p p"
@@ -234,7 +234,7 @@ def test_one_that_waits_is_woken_when_the_one_before_takes_too_long() -> None:
         each.finish()
 
 
-def test_the_choices_of_a_suspect_are_at_one_worker_at_a_time() -> None:
+def test_the_choices_of_a_candidate_are_at_one_worker_at_a_time() -> None:
     poison_guard, caller = PoisonGuard(), Caller(4)
     pools = FakePools(random.Random(3), pairs=True, decode=("d1",), prefill=("p1", "p2", "p3"))
     execution, _ = start(pools, choices_request(4), poison_guard=poison_guard)
@@ -289,7 +289,7 @@ def test_a_request_that_kills_its_workers_costs_two_and_no_other_request_anythin
         pools = SharedPools(random.Random(seed + number), pairs=pairs, deaths=deaths)
         execution, _ = start(pools, choices_request(1), poison_guard=poison_guard, clock=clock)
         runs.append((pools, Caller(1), execution))
-    poison, _, guilty = runs[0]
+    poison, _, at_fault = runs[0]
 
     def crash(worker: str) -> None:
         deaths[worker] += 1
@@ -309,10 +309,10 @@ def test_a_request_that_kills_its_workers_costs_two_and_no_other_request_anythin
             elif one is not None:
                 pools.step(one)
         try:
-            if not (refused and execution is guilty):
+            if not (refused and execution is at_fault):
                 caller.read(execution)
         except InternalError:
-            assert execution is guilty
+            assert execution is at_fault
             refused = True
             execution.end()
         if execution.done:
