@@ -75,7 +75,7 @@ class ServiceAccess:
         if found.kind == "gRPC API":
             return found.url
         if found.service is None or not found.service["routers"]:
-            raise self._refused(found.kind, "the gRPC API, grpc://{host}:50051")
+            raise self._refused(found.kind, "the gRPC API, such as grpc://{host}:50051")
         routers = found.service["routers"]
         scheme = "grpcs" if routers[0]["console"].startswith("https:") else "grpc"
         return ",".join(f"{scheme}://{router['grpc']}" for router in routers)
@@ -85,7 +85,7 @@ class ServiceAccess:
 
         A server that is not of Tandem, or does not answer now, is assumed to be such an API.
         """
-        needed = "the HTTP API, http://{host}:8080"
+        needed = "the HTTP API, such as http://{host}:8080"
         if _is_grpc(self.url):
             raise self._refused("gRPC API", needed)
         try:
@@ -104,7 +104,7 @@ class ServiceAccess:
         The page of a service that was replaced is the page of its successor. The URL is empty if
         the HTTP API has told the status.
         """
-        needed = "the status page, http://{host}:8000/tandem, or the HTTP API, http://{host}:8080"
+        needed = "the status page or the HTTP API, such as http://{host}:8080"
         if _is_grpc(self.url):
             raise self._refused("gRPC API", needed)
         found = self._find()

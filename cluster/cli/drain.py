@@ -44,7 +44,7 @@ def drain(
         raise NotFound(f"no worker is {worker_name}")
     addresses = [worker["address"] for worker in workers]
     if not url and identity is None:
-        url = kept_status_url(workers[0]["application"])
+        url = kept_status_url(found["service"])
     own = read_identity(url, identity)
     counts = asyncio.run(drain_workers(addresses, timeout, own))
     for worker, count in zip(workers, counts, strict=True):

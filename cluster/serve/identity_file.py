@@ -17,6 +17,7 @@ from urllib.parse import quote, unquote
 from ...proto.errors import NotFound, Unavailable
 from ...proto.home import cache_home
 from ...proto.identity import PeerIdentity
+from .status import service_of
 
 _SALT_FILE: Final = "prefix-salt"
 _SALT_BYTES: Final = 32
@@ -28,22 +29,22 @@ def identity_path(status_url: str) -> Path:
     return cache_home() / "services" / quote(status_url, safe="")
 
 
-def kept_status_url(application: str) -> str:
-    """Returns the status page of the application whose identity this user keeps.
+def kept_status_url(service: str) -> str:
+    """Returns the status page of the service of this name whose identity this user keeps.
 
     Raises NotFound for none, and for several, as of services on several ports.
     """
     try:
-        names = [unquote(file.name) for file in (cache_home() / "services").iterdir()]
+        urls = [unquote(file.name) for file in (cache_home() / "services").iterdir()]
     except OSError:
-        names = []
-    urls = [name for name in names if name.rpartition("/")[2] == application]
-    if len(urls) != 1:
+        urls = []
+    found = [url for url in urls if service_of(url.rpartition("/")[2]) == service]
+    if len(found) != 1:
         raise NotFound(
-            f"identity: {len(urls)} of this user for services called {application}; name the "
-            "service by its status page"
+            f"identity: this user has {len(found)} for services called {service}; give the status "
+            "page of the service by --url, or --identity"
         )
-    return urls[0]
+    return found[0]
 
 
 @contextmanager

@@ -175,16 +175,16 @@ async def test_drain_by_the_api_finds_the_identity_that_the_user_keeps(
     service: SmallService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path))
-    service.workers.append({"id": "w", "address": "127.0.0.1:1", "application": "tandem"})
+    service.workers.append({"id": "w", "address": "127.0.0.1:1"})
     command = ("drain", "all", "--url", service.http, "--timeout", "0")
-    with pytest.raises(NotFound, match="0 of this user for services called tandem"):
+    with pytest.raises(NotFound, match="this user has 0 for services called tandem"):
         await run(*command)
-    with kept_identity(IDENTITY, service.page):
+    with kept_identity(IDENTITY, f"{service.page}.2"):  # of a later deployment
         with pytest.raises(Unavailable, match="not every worker is drained"):
             await run(*command)
         with (
             kept_identity(IDENTITY, "http://127.0.0.1:1/tandem"),
-            pytest.raises(NotFound, match="2 of this user"),
+            pytest.raises(NotFound, match="this user has 2 for"),
         ):
             await run(*command)
 
@@ -192,9 +192,9 @@ async def test_drain_by_the_api_finds_the_identity_that_the_user_keeps(
 @pytest.mark.parametrize(
     ("method", "needed"),
     [
-        (ServiceAccess.grpc_addresses, "the gRPC API, grpc://127.0.0.1:50051"),
-        (ServiceAccess.api_url, "the HTTP API, http://127.0.0.1:8080"),
-        (ServiceAccess.status, "the status page, http://127.0.0.1:8000/tandem, or the HTTP API, "),
+        (ServiceAccess.grpc_addresses, "the gRPC API, such as grpc://127.0.0.1:50051"),
+        (ServiceAccess.api_url, "the HTTP API, such as http://127.0.0.1:8080"),
+        (ServiceAccess.status, "the status page or the HTTP API, such as http://127.0.0.1:8080"),
     ],
 )
 async def test_an_address_that_tells_no_other_is_refused_with_the_remedy(
