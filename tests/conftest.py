@@ -114,6 +114,7 @@ ALONE_PATHS: Final = (
     "e2e/test_cluster.py",
     "e2e/test_console.py",
     "e2e/test_keys.py",
+    "e2e/test_readme.py",
     "e2e/test_redeploy.py",
     "e2e/test_routers.py",
     "e2e/test_tensor_parallel.py",
