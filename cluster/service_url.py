@@ -1,7 +1,8 @@
 """Finds the addresses of a running service from any one of them: gRPC, HTTP API, status page.
 
 The status page, and the data of the console beside the HTTP API, name the addresses of all routers.
-The gRPC API and the ops port name no others. Knows nothing of commands and prints nothing.
+The gRPC API and the ops port name the port of the HTTP API on their host. Knows nothing of commands
+and prints nothing.
 """
 
 import http.client
@@ -13,13 +14,17 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
+import grpc
+
+from ..proto import inference_pb2
 from ..proto.addresses import host_of, in_brackets
 from ..proto.errors import InvalidArgument, Unauthenticated, Unavailable
-from ..router.client.wire import ClientTls
+from ..router.client.routers import RouterStubs
+from ..router.client.wire import ClientTls, credentials, error_of, open_channel
 from .serve.status import in_order, service_of
 
 FIND_SECONDS: Final = 10.0
@@ -86,11 +91,11 @@ class ServiceAccess:
         A server that is not of Tandem, or does not answer now, is assumed to be such an API.
         """
         needed = "the HTTP API, such as http://{host}:8080"
-        if _is_grpc(self.url):
-            raise self._refused("gRPC API", needed)
         try:
             found = self._find()
         except (Unauthenticated, Unavailable):
+            if _is_grpc(self.url):
+                raise
             return _without_page(self.url)
         if found.kind == "HTTP API":
             return found.url
@@ -105,17 +110,43 @@ class ServiceAccess:
         the HTTP API has told the status.
         """
         needed = "the status page or the HTTP API, such as http://{host}:8080"
-        if _is_grpc(self.url):
-            raise self._refused("gRPC API", needed)
         found = self._find()
         if found.service is None:
             raise self._refused(found.kind, needed)
         return found.url if found.kind == "status page" else "", found.service
 
     def _find(self) -> FoundService:
+        if _is_grpc(self.url):
+            return _within(FIND_SECONDS, self._find_beside_grpc)
         _check_form(self.url)
-        context = self._context() if self.url.startswith("https:") else None
-        return _within(FIND_SECONDS, lambda: _Finder(self.api_key, context).find(self.url))
+        found = _within(FIND_SECONDS, lambda: self._finder(self.url).find(self.url))
+        if found.kind == "gRPC API":  # the URL has the wrong scheme
+            return replace(self, url=found.url)._find()
+        return found
+
+    def _find_beside_grpc(self) -> FoundService:
+        """Returns the service as the HTTP API on the host of this gRPC API tells it."""
+        url = self.url.partition(",")[0]
+        channel = open_channel(grpc, url, self.tls, grpc.Compression.NoCompression)
+        with channel:
+            try:
+                models = RouterStubs(channel).inference.ListModels(
+                    inference_pb2.ListModelsRequest(),
+                    metadata=credentials(self.api_key),
+                    timeout=FIND_SECONDS,
+                )
+            except grpc.RpcError as error:
+                raise error_of(error) from None
+        if not models.http_port:
+            return FoundService(kind="gRPC API", url=url)
+        uses_tls = url.startswith("grpcs:") or self.tls.is_given
+        host = in_brackets(host_of(url.rpartition("://")[2]))
+        beside = f"{'https' if uses_tls else 'http'}://{host}:{models.http_port}"
+        return self._finder(beside).find(beside)
+
+    def _finder(self, url: str) -> "_Finder":
+        context = self._context() if url.startswith("https:") or self.tls.is_given else None
+        return _Finder(self.api_key, context)
 
     def _context(self) -> ssl.SSLContext:
         try:
@@ -144,6 +175,7 @@ class _Finder:
     """Asks one URL, and the pages beside it, for the service that they belong to."""
 
     def __init__(self, api_key: str, context: ssl.SSLContext | None) -> None:
+        self._uses_tls = context is not None
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # No proxy: it might not reach the addresses of the service's nodes.
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
@@ -199,10 +231,18 @@ class _Finder:
             return FoundService(kind="HTTP API", url=url, service=self._ask_console(url))
         status, body = self._get(f"{url}/live")
         if status in _HEALTH_STATUSES and isinstance(body, dict) and "status" in body:
-            return FoundService(kind="ops port", url=url)
+            return self._find_beside_ops(given, url, body.get("http_port"))
         if not urlsplit(url).path and (found := self._find_application(url, None)):
             return found
         raise Unavailable(f"no service answers at {given}: Not Found")
+
+    def _find_beside_ops(self, given: str, url: str, http_port: object) -> FoundService:
+        """Returns the service as the HTTP API on the host of this ops port tells it."""
+        if not http_port:
+            return FoundService(kind="ops port", url=url)
+        scheme = "https" if self._uses_tls else "http"
+        host = in_brackets(urlsplit(url).hostname or "")
+        return self._find_port(given, f"{scheme}://{host}:{http_port}")
 
     def _ask_console(self, url: str) -> dict[str, Any] | None:
         """Returns the status of the service as the console's data has it, if it has one."""

@@ -82,6 +82,7 @@ class RouterRuntime:
         self.http_address = f"{host}:{port_of(servers.http_address)}"
         self.ops_address = ""  # until `serve_ops` has returned
         self._monitor = monitor
+        monitor.ops.http_port = port_of(servers.http_address)
         self._is_stopping = False
         self._host = host
         self._bind = servers.http_address.rpartition(":")[0]

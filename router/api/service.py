@@ -86,6 +86,7 @@ class GenerationService:
         first model, each served under its name. `aliases`: other names of the first model. An alias
         in the form of a hub id is listed; other aliases, such as the path of a folder, are not.
         """
+        self.http_port = 0  # of the HTTP API beside the gRPC API, once it listens
         self._models = {model.name: model for model in models}
         self._aliases = dict.fromkeys(aliases, models[0])
         self._adapters = adapters or AdapterAdmin(AdapterRegistry())
@@ -235,7 +236,7 @@ class GenerationService:
             )
             for each in self.models
         ]
-        return inference_pb2.ListModelsResponse(models=models)
+        return inference_pb2.ListModelsResponse(models=models, http_port=self.http_port)
 
     async def load_adapter(
         self, request: inference_pb2.LoadLoraAdapterRequest, caller: Caller

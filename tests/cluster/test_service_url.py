@@ -46,7 +46,7 @@ class SmallService:
         self, authenticator: Authenticator | None = None, tls: ServerTls | None = None
     ) -> None:
         model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512)
-        generation = GenerationService([model], FakeTokenSource())
+        generation = self.generation = GenerationService([model], FakeTokenSource())
         console = ConsoleFeed(generation.telemetry, self._describe)
         self.servers = await ApiServers.start(
             generation, authenticator=authenticator, tls=tls, console=console
@@ -54,6 +54,7 @@ class SmallService:
         self.scheme = "http" if tls is None else "https"
         await self.servers.set_serving(True)
         self.ops = OpsServer(None, "text/plain")
+        self.ops.http_port = generation.http_port
         self.ops_address = await self.ops.start("127.0.0.1:0")
         self.proxy.deploy("tandem")
         self.proxy.pages["/tandem"] = await self._describe()
@@ -118,16 +119,17 @@ def addresses(service: SmallService) -> dict[str, str]:
         "API": service.http,
         "OpenAI's base URL": f"{service.http}/v1",
         "console": f"{service.http}/console",
+        "ops port": f"http://{service.ops_address}",
     }
 
 
 async def test_every_address_leads_to_every_other(service: SmallService) -> None:
-    for name, url in addresses(service).items():
+    for name, url in (addresses(service) | {"gRPC": service.grpc}).items():
         access = ServiceAccess(url=url)
         assert await asyncio.to_thread(access.grpc_addresses) == service.grpc, name
         assert await asyncio.to_thread(access.api_url) == service.http, name
         page, status = await asyncio.to_thread(access.status)
-        assert page == ("" if url.startswith(service.http) else service.page), name
+        assert page == (service.page if url.startswith(service.proxy.root) else ""), name
         assert status["routers"][0]["http"] == service.servers.http_address, name
 
 
@@ -146,12 +148,12 @@ async def test_commands_take_any_address(
         assert await run("generate", "hi", "--url", url, "--max-tokens", "2")
         assert await run("chat", "--url", url, "--max-tokens", "2", stdin="hi\n")
     assert await run("generate", "hi", "--target", service.servers.grpc_address)
-    for url in addresses(service).values():
+    for url in (service.grpc, *addresses(service).values()):
         assert (await run("status", "--url", url)).startswith("tandem: tiny\n")
         pages = json.loads(await run("dashboard", "--url", url, "--json"))
         assert pages["consoles"] == [f"{service.http}/console"]
         measured = await run("bench", "--url", url, *BENCH)
-        assert service.http in measured
+        assert (service.grpc if url == service.grpc else service.http) in measured
     monkeypatch.setenv("TANDEM_URL", service.page)
     assert await run("generate", "hi")
     assert (await run("status")).startswith("tandem: tiny\n")
@@ -201,6 +203,8 @@ async def test_an_address_that_tells_no_other_is_refused_with_the_remedy(
     service: SmallService, method: Callable[[ServiceAccess], object], needed: str
 ) -> None:
     ops = f"http://{service.ops_address}"
+    service.ops.http_port = 0
+    service.generation.http_port = 0
     for url, kind in ((ops, "ops port"), (service.grpc, "gRPC API")):
         if method is ServiceAccess.grpc_addresses and url == service.grpc:
             continue

@@ -31,7 +31,8 @@ class OpsServer:
     """Serves from `start` to `stop`.
 
     `reason` says why the router is not ready, "" if it is ready. `failure` says why the router is
-    neither ready nor live for good, "" if it is live.
+    neither ready nor live for good, "" if it is live. `http_port` is the port of the router's HTTP
+    API on this host, 0 if there is none; /live tells it to commands.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class OpsServer:
         """
         self.reason = "starting"
         self.failure = ""
+        self.http_port = 0
         self._has_started = False
         self._browsers = browsers
         pages: dict[str, _Page] = {"/live": self._live, "/ready": self._ready}
@@ -83,7 +85,7 @@ class OpsServer:
             await self._app(canonical(scope), receive, send)
 
     async def _live(self, _request: Request) -> Response:
-        return _state(self.failure)
+        return _state(self.failure, http_port=self.http_port)
 
     async def _ready(self, _request: Request) -> Response:
         return _state(self.failure or self.reason)
@@ -101,5 +103,5 @@ def _metrics_page(metrics: Callable[[], bytes], content_type: str) -> _Page:
     return answer
 
 
-def _state(reason: str) -> Response:
-    return JSONResponse({"status": reason or "ok"}, 503 if reason else 200)
+def _state(reason: str, **details: int) -> Response:
+    return JSONResponse({"status": reason or "ok", **details}, 503 if reason else 200)

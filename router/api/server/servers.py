@@ -66,6 +66,7 @@ class ApiServers:
         )
         http_server = HttpServer(service, browsers, audit, bounds, authenticator, tls, console)
         bound_http = await http_server.start(http_address, shares_port=shares_ports)
+        service.http_port = int(bound_http.rpartition(":")[2])
         try:
             bound_grpc = await grpc_server.start(grpc_address)
         except BaseException:
