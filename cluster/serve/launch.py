@@ -21,7 +21,7 @@ from ray.serve.schema import ApplicationStatusOverview
 from ...proto.addresses import free_port, in_brackets, why_not_bound, without_brackets
 from ...proto.errors import Unavailable
 from ...router.client.client import Client
-from ..config import STOP_MARGIN_SECONDS, NodeOffer, TandemConfig, check_interface
+from ..config import STOP_MARGIN_SECONDS, NodeOffer, RouterConfig, TandemConfig, check_interface
 from .directory import close_directory
 from .environment import cluster_address
 from .identity_file import kept_identity
@@ -170,7 +170,7 @@ def _start_serve(config: TandemConfig, *, local: bool) -> str:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     host = config.host or "127.0.0.1"
     port = config.status_port or _DEFAULT_STATUS_PORT
-    if local and config.status_port is None and why_not_bound(host, port):
+    if local and config.status_port is None and not _is_left(port, host, config.router):
         port = free_port(host)
     serve.start(
         proxy_location="HeadOnly", http_options={"host": without_brackets(host), "port": port}
@@ -180,6 +180,12 @@ def _start_serve(config: TandemConfig, *, local: bool) -> str:
     if config.status_port not in (None, proxy_port):
         log.warning("status_port: Ray Serve runs already, on port %d", proxy_port)
     return f"http://{host if proxy_host in _ANY_HOST else in_brackets(proxy_host)}:{proxy_port}"
+
+
+def _is_left(port: int, host: str, router: RouterConfig) -> bool:
+    """Returns True if a port can be bound and the routers, which start later, do not need it."""
+    own = (router.grpc_port, router.http_port, router.ops_port)
+    return port not in own and not why_not_bound(host, port)
 
 
 def _deploy(

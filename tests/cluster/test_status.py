@@ -1,7 +1,10 @@
 """Tests the status of workers that a router reports, and the connections that it uses."""
 
+from tandem.cluster.config import RouterConfig
+from tandem.cluster.serve.launch import _is_left
 from tandem.cluster.serve.status import WorkerStatuses
 from tandem.proto import worker_pb2
+from tandem.proto.addresses import free_port, listen
 from tandem.tests.fleet import fleet
 from tandem.tests.peers import IDENTITY
 
@@ -41,3 +44,13 @@ async def asked_anew(statuses: WorkerStatuses) -> list[dict[str, object]]:
     """Returns the status of all workers without the cached one."""
     statuses._described._fresh_until = 0.0
     return await statuses.get()
+
+
+def test_the_status_page_leaves_the_routers_their_ports() -> None:
+    """`tandem serve --port 8000`, as for vLLM, names the default port of the status page."""
+    port = free_port("127.0.0.1")
+    assert _is_left(port, "127.0.0.1", RouterConfig())
+    for name in ("grpc_port", "http_port", "ops_port"):
+        assert not _is_left(port, "127.0.0.1", RouterConfig(**{name: port}))
+    with listen("127.0.0.1", 0) as taken:
+        assert not _is_left(taken.getsockname()[1], "127.0.0.1", RouterConfig())
