@@ -57,7 +57,7 @@ async def test_each_refused_call_over_http_is_a_line(
     ],
     ids=["no HTTP", "a long head", "an upgrade"],
 )
-async def test_what_is_no_request_is_one_line_too_and_no_other_log_has_it(
+async def test_invalid_requests_get_one_line_each_and_no_line_in_other_logs(
     service: Service, caplog: pytest.LogCaptureFixture, said: str, status: str
 ) -> None:
     """uvicorn would write one line for each of them, without a limit."""

@@ -401,7 +401,7 @@ async def test_tokens_a_minute(service: Service, authenticator: Authenticator) -
         ("/v1/embeddings", {"model": "tiny", "input": ["four", "five"]}, 8),
     ],
 )
-async def test_whatever_tokenizes_is_charged(
+async def test_every_tokenization_is_charged(
     authenticator: Authenticator,
     http: httpx.AsyncClient,
     monkeypatch: pytest.MonkeyPatch,

@@ -557,7 +557,7 @@ def _names(found: str | None, field: str | None) -> bool:
 
 
 @pytest.mark.parametrize("header", ["", "x", "0", "-1", "nan", "inf", "86400.5", "1e999", "1 s"])
-async def test_timeouts_that_are_none(service: Service, header: str) -> None:
+async def test_invalid_timeouts(service: Service, header: str) -> None:
     async with httpx.AsyncClient(
         base_url=f"http://{service.http}", timeout=10, headers=JSON
     ) as http:

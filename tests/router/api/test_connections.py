@@ -321,7 +321,7 @@ async def test_a_pipeline_is_parsed_as_far_as_it_is_answered(model: ServedModel)
         assert 1 <= len(connection.pipeline) < 16
 
 
-async def test_what_follows_a_request_and_is_none_does_not_touch_its_answer(
+async def test_invalid_bytes_after_a_request_do_not_change_its_answer(
     model: ServedModel,
 ) -> None:
     async with (
@@ -342,7 +342,7 @@ async def test_what_follows_a_request_and_is_none_does_not_touch_its_answer(
     assert found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-async def test_a_client_of_a_pipeline_that_goes_cancels_what_runs(model: ServedModel) -> None:
+async def test_a_client_of_a_pipeline_that_leaves_cancels_its_requests(model: ServedModel) -> None:
     async with serving(model, ConnectionBounds()) as (servers, source):
         source.stall_after = 1
         async with connected(servers.http_address) as (reader, writer):

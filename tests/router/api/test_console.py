@@ -359,9 +359,7 @@ async def test_no_prompt_or_token_text_is_in_the_data(
 @pytest.mark.parametrize(
     "cursor", ["x", "00000000", "00000000.-1", "0000000g.1", f"00000000.{'1' * 16}"]
 )
-async def test_a_cursor_that_is_none_is_refused_by_name(
-    http: httpx.AsyncClient, cursor: str
-) -> None:
+async def test_an_invalid_cursor_is_refused_by_name(http: httpx.AsyncClient, cursor: str) -> None:
     answer = await http.get(DATA, params={"cursor": cursor})
     assert (answer.status_code, answer.json()["error"]["message"][:7]) == (400, "cursor:")
 
@@ -373,7 +371,7 @@ async def test_a_cursor_of_another_router_gets_the_whole(http: httpx.AsyncClient
         assert (found["is_whole"], len(found["ended"])) == (True, 1)
 
 
-async def test_what_is_remembered_is_bounded(http: httpx.AsyncClient) -> None:
+async def test_the_log_is_bounded(http: httpx.AsyncClient) -> None:
     async def ask(number: int) -> None:
         await http.post(TEXT, json=body(TEXT, max_tokens=1), headers={"x-request-id": str(number)})
 
@@ -382,7 +380,7 @@ async def test_what_is_remembered_is_bounded(http: httpx.AsyncClient) -> None:
     assert len((await data(http))["ended"]) == MAX_ENDED
 
 
-async def test_the_service_is_described_once_for_all_who_poll(
+async def test_polls_share_one_description_of_the_service(
     generation: GenerationService,
 ) -> None:
     described = 0
@@ -436,7 +434,7 @@ class NoOutputs:
     finish_reasons: tuple["inference_pb2.FinishReason", ...] = ()
 
 
-def test_what_has_happened_to_workers() -> None:
+def test_changes_of_workers() -> None:
     def worker(worker_id: str, **fields: Any) -> worker_pb2.WorkerInfo:
         return worker_pb2.WorkerInfo(worker_id=worker_id, **fields)
 

@@ -172,7 +172,7 @@ async def test_over_http(service: Service, path: str, stream: bool) -> None:
 @pytest.mark.parametrize(
     "method", ["GET", "POST", "PUT", "DELETE", "TRACE", "PATCH", "HEAD", "OPTIONS"]
 )
-async def test_paths_and_methods_that_are_none(service: Service, path: str, method: str) -> None:
+async def test_unknown_paths_and_methods(service: Service, path: str, method: str) -> None:
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=30) as http:
         answer = await http.request(method, path)
     assert answer.status_code in (400, 404, 405)

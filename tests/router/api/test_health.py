@@ -59,7 +59,7 @@ def ask(channel: grpc.aio.Channel, method: str) -> Any:
     return channel.stream_stream(f"/grpc.health.v1.Health/{method}")()
 
 
-async def test_a_watcher_that_takes_nothing_keeps_the_status_from_no_one(
+async def test_an_unread_watch_does_not_block_the_status(
     model: ServedModel,
 ) -> None:
     """Routers set the status when the list of workers changes, and when they stop."""

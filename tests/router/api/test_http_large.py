@@ -83,7 +83,7 @@ def test_lists_that_are_too_long_are_refused_at_parsing(
     assert caught.value.field == field
 
 
-def test_other_bodies_are_bounded_too() -> None:
+def test_other_bodies_are_bounded() -> None:
     with pytest.raises(InvalidArgument, match="at most 1024"):
         parse_tokenize(json.dumps({"messages": [MESSAGE] * 9_000}).encode())
     with pytest.raises(InvalidArgument, match="at most 1048576"):
@@ -205,7 +205,7 @@ async def test_a_report_is_written_once_and_off_the_event_loop(
         ),
     ],
 )
-async def test_what_takes_long_of_a_large_body_leaves_the_event_loop_to_others(
+async def test_slow_work_on_a_large_body_does_not_block_the_event_loop(
     service: Service,
     monkeypatch: pytest.MonkeyPatch,
     path: str,

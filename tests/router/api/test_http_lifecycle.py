@@ -32,7 +32,7 @@ async def test_stop_lets_streams_end(model: ServedModel) -> None:
         await asyncio.wait_for(stopping, WAIT)
 
 
-async def test_who_has_connected_before_the_stop_is_still_answered(
+async def test_connections_from_before_the_stop_are_still_answered(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the server closed the connection at once, it would reset a request that is on its way."""

@@ -123,7 +123,7 @@ def test_packed_token_ids_are_one_field() -> None:
 @given(st.binary(max_size=64))
 @example(b"\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01")
 @example(b"\x12\xff\xff\xff\xff\x0f")
-def test_what_is_counted_is_what_the_parser_takes(data: bytes) -> None:
+def test_the_scan_accepts_the_same_messages_as_the_parser(data: bytes) -> None:
     """Covers everything but groups, which no message uses."""
     filled = field(inference_pb2.TokenizeRequest, "model", b"x" * PARSING.thread_from) + data
     try:

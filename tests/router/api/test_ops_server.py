@@ -73,9 +73,7 @@ async def test_head_and_a_slash_at_the_end_of_a_path(address: str, path: str) ->
         assert head.headers["content-length"] == answer.headers["content-length"]
 
 
-async def test_the_figures_are_rendered_once_for_all_who_ask(
-    address: str, figures: Figures
-) -> None:
+async def test_concurrent_scrapes_share_one_rendering(address: str, figures: Figures) -> None:
     async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as http:
         await asyncio.gather(*(http.get("/live") for _ in range(32)))  # has the connections open
         answers = await asyncio.gather(*(http.get("/metrics") for _ in range(32)))

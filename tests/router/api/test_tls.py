@@ -147,7 +147,7 @@ async def test_a_certificate_is_replaced_under_sixteen_streams(secure: SecureSer
         assert (await http.get("/health")).status_code == 200
 
 
-async def test_half_a_change_is_not_taken(secure: SecureService) -> None:
+async def test_half_a_change_is_ignored(secure: SecureService) -> None:
     """Between two writes, the new certificate has no key yet."""
     before = await secure.serials()
     new = make_certificate("server", secure.ca)
@@ -160,7 +160,7 @@ async def test_half_a_change_is_not_taken(secure: SecureService) -> None:
 
 
 @pytest.mark.parametrize("secure", [True], indirect=True)
-async def test_with_a_client_ca_nobody_is_served_without_a_certificate_of_it(
+async def test_with_a_client_ca_clients_need_a_certificate_of_it(
     secure: SecureService,
 ) -> None:
     secure.source.released.set()
@@ -188,7 +188,7 @@ async def test_with_a_client_ca_nobody_is_served_without_a_certificate_of_it(
     assert len(secure.source.requests) == 1
 
 
-async def test_a_client_that_never_begins_its_handshake_keeps_nobody_waiting(
+async def test_a_client_that_never_begins_its_handshake_delays_no_other(
     secure: SecureService,
 ) -> None:
     secure.source.released.set()

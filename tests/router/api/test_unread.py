@@ -116,7 +116,7 @@ async def ask_grpc(address: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("api", ["http", "grpc"])
-async def test_two_unread_streams_stop_nobody_else(tokenizer: Tokenizer, api: str) -> None:
+async def test_two_unread_streams_stop_no_other_request(tokenizer: Tokenizer, api: str) -> None:
     """They hold all sequences until the workers finish; then the router frees them as well."""
     async with running(tokenizer) as service, AsyncExitStack() as scope:
         http, address = service.servers.http_address, service.servers.grpc_address
