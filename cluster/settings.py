@@ -323,6 +323,8 @@ REFUSED: Final = {
     "seed": "each request sets a seed",
     "pipeline_parallel_size": "a model is split by tensor parallelism only; set tp",
     "data_parallel_size": "workers share the load; set prefill and decode",
+    "pp": "a model is split by tensor parallelism only; set tp",
+    "dp": "workers share the load; set prefill and decode",
     "enable_expert_parallel": "a model is split by tensor parallelism only; set tp",
     "revision": "write MODEL@REVISION",
     "tokenizer": "the model's folder holds its tokenizer",

@@ -30,8 +30,8 @@ class ServeCommand(TyperCommand):
         """Raises InvalidArgument that names the flag."""
         for arg in args:
             flag = arg.partition("=")[0]
-            if flag.startswith("--"):
-                check_supported(flag[2:].replace("-", "_"), flag)
+            if flag.startswith("-"):
+                check_supported(flag.lstrip("-").replace("-", "_"), flag)
         return super().parse_args(ctx, args)
 
 

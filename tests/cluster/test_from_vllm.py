@@ -41,7 +41,7 @@ RENAMED = [setting for setting in SETTINGS if setting.vllm]
 
 
 def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return ("-" if name in ("dp", "pp") else "--") + name.replace("_", "-")
 
 
 def value_of(setting: Setting) -> Any:
@@ -115,7 +115,7 @@ def test_every_form_of_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_name_that_only_vllm_has_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     words = f"not supported: {re.escape(REFUSED[name])}; docs/from-vllm.md lists vLLM's flags$"
-    for args in ([flag(name), "1"], [f"{flag(name)}=1"], [flag(f"no_{name}")]):
+    for args in ([flag(name), "1"], [f"{flag(name)}=1"], [f"--no-{name.replace('_', '-')}"]):
         with pytest.raises(InvalidArgument, match=f"^{args[0].partition('=')[0]}: {words}"):
             CliRunner().invoke(app, ["serve", "m", *args], catch_exceptions=False)
     key = name.replace("_", "-")
@@ -190,7 +190,7 @@ def test_every_flag_of_ours_on_the_page_exists() -> None:
 
 
 def test_every_name_of_the_table_is_on_the_page() -> None:
-    rows = dict(re.findall(r"^\| `(--[\w-]+)`.*?\| (.*) \|$", PAGE, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(--?[\w-]+)`.*?\| (.*) \|$", PAGE, re.MULTILINE))
     for setting in RENAMED:
         for name in setting.vllm:
             expected = f"`{flag(setting.name)}` | {', '.join(f'`{key}`' for key in setting.keys)}"
