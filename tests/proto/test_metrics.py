@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tandem.proto.metrics import ITL, METRICS, TTFT, BucketCounts, Metric
 from tandem.router.telemetry.prometheus import PrometheusMetrics
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operations" / "metrics.md"
 
 VLLM: dict[str, tuple[str, set[str]]] = {
     # vllm/v1/metrics/loggers.py, the names that Prometheus sees, the labels beside model_name and
@@ -64,7 +64,7 @@ class Recorder:
 
 
 def line_of(metric: Metric) -> str:
-    """Returns the line of docs/operations.md for a metric."""
+    """Returns the line of docs/operations/metrics.md for a metric."""
     labels = " ".join(f"`{name}`" for name in metric.labels)
     return f"| `{'ray_' * (metric.source == 'worker')}{metric.name}` | {metric.kind} | {labels} | {metric.help} |"
 

@@ -14,7 +14,7 @@ from tandem.proto.errors import InvalidArgument
 from tandem.tests.bench.engine.shapes import SHAPES
 from tandem.tests.tiny import make_tiny_model
 
-PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[3] / "docs" / "operations" / "pools.md"
 LLAMA = SHAPES["llama-3-8b"]  # 32 query heads, 8 KV heads, 32 layers, heads of 128
 
 
