@@ -105,7 +105,8 @@ def test_flags_alone_are_enough() -> None:
         ),
         (
             "model: m\nspeculative: {method: draft_model}",
-            "speculative.model: must be set if and only if method is draft_model, got method draft_model",
+            "speculative.model: must be set if and only if method is draft_model, got method "
+            "draft_model",
         ),
         (
             "model: m\nspeculative: {method: ngram, model: m}",

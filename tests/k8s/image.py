@@ -27,7 +27,8 @@ ASK: Final = """
 import sys
 from tandem import LLM, SamplingParams
 with LLM(sys.argv[1]) as llm:
-    print(llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    print(llm.generate(["The capital of France is"], params)[0].outputs[0].text)
 """
 COMMANDS: Final = (
     (["ray", "--version"], "ray, version"),

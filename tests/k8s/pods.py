@@ -277,7 +277,8 @@ class PodNetwork:
             given["POD_IP"] = ip
         head = "127.0.0.1" if group.name == "head" else self.head.ip
         return {
-            "PATH": f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PATH": f"{sys.prefix}/bin:"
+            "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": "/home/tandem",
             "PYTHONDONTWRITEBYTECODE": "1",
             "RAY_AUTH_MODE": "disabled",

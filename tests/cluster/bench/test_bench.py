@@ -111,7 +111,10 @@ class OpenAiServer:
 
     def _write_plain(self, writer: asyncio.StreamWriter, status: int, body: object) -> None:
         text = json.dumps(body).encode()
-        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(text)}\r\n\r\n"
+        )
         writer.write(head.encode() + text)
 
 
@@ -433,7 +436,8 @@ async def test_failures_over_grpc(grpc_service: tuple[str, FakeTokenSource]) -> 
 EVENTS = (
     b": ping\r\n\r\nevent: message\r\n"
     b'data: {"choices": [{"text": ""}]}\r\n\r\ndata:{"choices": [{"text": "\xc3\xa9"}]}\n\n'
-    b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": null}}\n\ndata: [DONE]\n\n'
+    b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": null}}\n\n'
+    b"data: [DONE]\n\n"
 )
 
 

@@ -336,7 +336,10 @@ def test_bad_cases_are_named_by_their_line(tmp_path: Path, line: str, words: str
 
 
 def test_without_the_extra_one_line_names_it(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['sacrebleu'] = None; from tandem.cluster.cli.main import main; main()"
+    code = (
+        "import sys; sys.modules['sacrebleu'] = None; "
+        "from tandem.cluster.cli.main import main; main()"
+    )
     command = [
         sys.executable,
         "-c",

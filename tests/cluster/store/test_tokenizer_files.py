@@ -129,7 +129,10 @@ def test_the_tokenizers_that_are_kept_are_bounded(
 )
 def test_a_model_on_a_disk_that_cannot_be_written_is_resolved(folder: Path, home: Path) -> None:
     without_json(folder)
-    resolve = "import sys; from tandem.cluster.store.store import resolve_model; print(resolve_model(sys.argv[1]))"
+    resolve = (
+        "import sys; from tandem.cluster.store.store import resolve_model; "
+        "print(resolve_model(sys.argv[1]))"
+    )
     command = [sys.executable, "-c", resolve, str(folder)]
     if os.geteuid() == 0:
         mount = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"'
