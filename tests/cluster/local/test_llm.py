@@ -277,7 +277,7 @@ def test_a_stream_has_the_same_tokens_and_can_be_left(llm: LLM) -> None:
         ),
         (
             lambda llm: llm.generate(["a", "b"], [GREEDY]),
-            "sampling_params: has 1 entries; it must have one for each of the 2 prompts",
+            "sampling_params: has 1 entries; it must have one for each of 2 prompts",
         ),
         (
             lambda llm: llm.generate(["a"], {"temprature": 1}),
