@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import typer
@@ -122,7 +122,7 @@ def test_a_name_that_only_vllm_has_is_refused_with_the_reason(name: str, tmp_pat
     with pytest.raises(InvalidArgument, match=f"^{key}: {words}"):
         configured(tmp_path, f"{key}: 1")
     with pytest.raises(InvalidArgument, match=f"^{name}: {words}"):
-        LLM("m", **{name: 1})  # type: ignore[misc]
+        LLM("m", **cast(Any, {name: 1}))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Tests the status of workers that a router reports, and the connections that it uses."""
 
+from typing import Any
+
 from tandem.cluster.config import RouterConfig
 from tandem.cluster.serve.launch import _is_left
 from tandem.cluster.serve.status import WorkerStatuses
@@ -51,6 +53,7 @@ def test_the_status_page_leaves_the_routers_their_ports() -> None:
     port = free_port("127.0.0.1")
     assert _is_left(port, "127.0.0.1", RouterConfig())
     for name in ("grpc_port", "http_port", "ops_port"):
-        assert not _is_left(port, "127.0.0.1", RouterConfig(**{name: port}))
+        taken_port: dict[str, Any] = {name: port}
+        assert not _is_left(port, "127.0.0.1", RouterConfig(**taken_port))
     with listen("127.0.0.1", 0) as taken:
         assert not _is_left(taken.getsockname()[1], "127.0.0.1", RouterConfig())
