@@ -21,26 +21,34 @@ PAGE: Final = ROOT / "docs" / "transformers.md"
 
 _HEAD: Final = """# Decoders of transformers
 
-Written by `python -m tandem.tests.decoders_page`. `tandem check MODEL` says whether and how a model would run.
+Written by `python -m tandem.tests.decoders_page`. `tandem check MODEL` prints if and how a model would run.
 
-Any decoder of transformers (tested with {version}) without a file of its own in Tandem ([models.md](models.md)) runs \
-through its own modelling code, with the attention replaced by Tandem's, over the paged KV cache: chunked prefill, \
-prefix cache, KV transfer and tensor parallelism are the same. `model_impl` chooses, as vLLM's option of this name: \
-`auto` (default) takes Tandem's own code where there is some, `tandem` refuses what has none, `transformers` takes \
-transformers' always.
+[models.md](models.md) lists the architectures with a file in Tandem. Any other decoder of transformers (tested with \
+{version}) runs through transformers' modelling code. Tandem replaces its attention, so paged KV cache, chunked prefill, \
+prefix cache, KV transfer and tensor parallelism work in the same way.
 
-- Code that lies in a model's folder is never run.
-- Weights are converted as transformers converts them.
-- Several ranks where transformers has a plan (`base_model_tp_plan`) and `tp` divides the KV heads.
+`model_impl` chooses the code, as in vLLM:
+
+- `auto` (default): Tandem's if it has the architecture, else transformers'
+- `tandem`: Tandem's; other architectures are refused
+- `transformers`: transformers'
+
+Rules for transformers' code:
+
+- Code in a model's folder is never run.
+- Weights are converted as in transformers.
+- Several ranks need a plan in transformers (`base_model_tp_plan`), and `tp` must divide the KV heads.
 - Refused, with the reason in one line: state beside the KV cache (Mamba, linear attention, convolutions), encoders, \
-images and sound, attention with a mask of the model's own (ALiBi, sparse), quantised weights.
-- LongRoPE takes its long factors for every prompt of a model whose context is beyond the original one, as vLLM does, \
-whatever `context_tokens` is.
+images and sound, attention with a mask of the model (ALiBi, sparse), quantised weights.
+- LongRoPE uses its long factors for every prompt, if the model's context exceeds the original context, as in vLLM. \
+`context_tokens` does not change this.
 
-Each of these is tested as a tiny random model: logits in float32 within 1e-4 of transformers' for prompts of 1 to 300 \
-tokens, whole, in chunks and beside others; greedy tokens equal alone, after a KV transfer from one worker to another, \
-and over two ranks where there is a plan. `make test` tests all of them, over two ranks some; \
-`make matrix` tests all over two ranks, too.
+Each decoder is tested as a tiny random model:
+
+- Logits in float32 are within 1e-4 of transformers' for prompts of 1 to 300 tokens: whole, in chunks, and in a batch.
+- Greedy tokens are equal: alone, after a KV transfer from one worker to another, and over two ranks if there is a plan.
+
+`make test` tests all of them, and some over two ranks. `make matrix` tests all over two ranks.
 
 | architecture | `model_type` | largest difference of a logit | after a KV transfer | two ranks |
 |---|---|---|---|---|
