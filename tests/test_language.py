@@ -99,6 +99,10 @@ def test_comments_are_plain() -> None:
     assert frequent_idioms(list(comments(package_modules()))) == []
 
 
+def test_pages_are_plain() -> None:
+    assert frequent_idioms(list(pages())) == []
+
+
 def test_docstrings_begin_well() -> None:
     assert bad_starts(package_modules()) == []
 
