@@ -393,7 +393,7 @@ GPU_MEMORY = _gauge(
 )
 GPU_UTILIZATION = _gauge(
     "tandem_gpu_utilization",
-    "Share of the time in which the GPU computes, 0 to 1.",
+    "Share of the time in which the GPU computes, 0 to 1; absent where NVML cannot read it.",
     worker=True,
 )
 

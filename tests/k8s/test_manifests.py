@@ -536,6 +536,28 @@ def test_the_image_has_the_pinned_versions_a_user_of_its_own_and_each_package() 
     assert all((ROOT / name).exists() for name in kept)
 
 
+@pytest.mark.parametrize("torch_index", ["", "https://download.pytorch.org/whl/cpu"])
+def test_only_the_image_for_gpus_has_the_library_of_their_metrics(
+    torch_index: str, tmp_path: Path
+) -> None:
+    """Runs the step that installs, with stand-ins for its commands."""
+    step = re.search(r"^RUN (python3\.11 -m venv .*?[^\\])$", DOCKERFILE.read_text(), re.M | re.S)
+    assert step
+    for command in ("python3.11", "pip"):
+        path = tmp_path / command
+        path.write_text('#!/bin/sh\necho "$@"\n')
+        path.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", step[1]],
+        env={"PATH": f"{tmp_path}:/bin", "TORCH_INDEX": torch_index},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert (" nvidia-ml-py==" in done.stdout) == (not torch_index)
+
+
 def test_what_is_missing_fails_in_ci_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setenv("CI", "true")

@@ -1,14 +1,18 @@
 """What one worker reports of itself, and the steps that it makes to see whether it can."""
 
 import asyncio
+import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tandem.proto.metrics import (
     BLOCKS,
+    GPU_MEMORY,
+    GPU_UTILIZATION,
     KV_FAILURES,
     LEASES,
     SEQUENCES,
@@ -27,6 +31,8 @@ from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, idle, submit
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
+from tandem.workers.serve.stats import WorkerStats
+from tandem.workers.serve.watchdog import new_step_log
 from tandem.workers.serve.worker import Worker
 from tandem.workers.transfer.frames import TransferError
 
@@ -81,6 +87,46 @@ async def test_a_worker_reports_what_it_has_and_has_done() -> None:
         figures.observed.clear()
         await worker.report_metrics(with_integrity=False)
         assert not figures.observed[STEP_TOKENS]  # nothing is reported twice
+    await worker.stop()
+
+
+class NvmlError(Exception):
+    """Stands for pynvml's errors, which derive from Exception alone."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [NvmlError("Not Supported"), ModuleNotFoundError("nvidia-ml-py"), RuntimeError("no driver")],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_part_of_a_gpu_reports_what_it_can_read_and_logs_once(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> int:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 10))
+    monkeypatch.setattr(torch.cuda, "utilization", fail)
+    figures = Figures()
+    worker = await Worker.serve(fake_rank(), worker_config(), worker_id="w", role="decode")
+    stats = WorkerStats(
+        load=worker.load,
+        kv=worker._kv,
+        steps=new_step_log(),
+        num_graph_replays=lambda: 0,
+        on_gpu=True,
+    )
+    with caplog.at_level(logging.WARNING, "tandem.workers.serve.stats"):
+        for _ in range(3):
+            stats.report(figures)
+    assert figures.values[GPU_MEMORY, ("free",)] == 3
+    assert figures.values[GPU_MEMORY, ("used",)] == 7
+    assert (GPU_UTILIZATION, ()) not in figures.values
+    (record,) = caplog.records
+    assert str(error) in record.message
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: 40)
+    stats.report(figures)
+    assert figures.values[GPU_UTILIZATION, ()] == 0.4
     await worker.stop()
 
 

@@ -1,7 +1,7 @@
 """Reports the state of one worker as metrics."""
 
+import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +23,8 @@ from ...proto.metrics import (
 from ..tp.kv_group import KvGroup
 from .watchdog import StepLog
 
+logger = logging.getLogger(__name__)
+
 _PERCENT: Final = 100.0
 
 
@@ -36,6 +38,7 @@ class WorkerStats:
     num_graph_replays: Callable[[], int]
     on_gpu: bool
     _num_reported: int = 0  # graph replays
+    _has_warned: bool = False  # that the utilization cannot be read
 
     def report(self, metrics: Metrics) -> None:
         """Reports the current state and the steps since the last call."""
@@ -63,6 +66,21 @@ class WorkerStats:
         free, total = torch.cuda.mem_get_info()
         metrics.set(GPU_MEMORY, free, state="free")
         metrics.set(GPU_MEMORY, total - free, state="used")
-        # Unknown without NVIDIA's package for it, or on a part of a GPU.
-        with suppress(ModuleNotFoundError, RuntimeError):
-            metrics.set(GPU_UTILIZATION, torch.cuda.utilization() / _PERCENT)
+        try:
+            utilization = torch.cuda.utilization() / _PERCENT
+        except Exception as error:
+            # pynvml's errors derive from Exception alone, and pynvml may be absent. Only this
+            # figure comes from NVML: an error of CUDA, as in mem_get_info, still ends the worker.
+            self._warn_once(error)
+        else:
+            metrics.set(GPU_UTILIZATION, utilization)
+
+    def _warn_once(self, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the utilization of the GPU cannot be read, as on a part of a GPU or without the "
+                "package nvidia-ml-py: %s: %s",
+                type(error).__name__,
+                error,
+            )
