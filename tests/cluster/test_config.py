@@ -68,8 +68,9 @@ def test_flags_alone_are_enough() -> None:
         ("", "model: missing"),
         ("model: m\ndecode: {replicas: 0}", "decode.replicas: must be at least 1, got 0"),
         (
-            "model: m\nquantization: int8\ndevice: cuda\nnumerics: exact",
-            "quantization: has no exact kernel on cuda; set numerics to fast",
+            "model: m\nquantization: fp8\ndevice: cuda",
+            "quantization: fp8 has kernels on cpu only; on cuda omit it, or serve a checkpoint "
+            "with quantized weights",
         ),
         (
             "model: m\nkv_cache_dtype: fp8\ndevice: cuda",

@@ -79,6 +79,16 @@ def test_check_config_tells_each_mistake_in_a_line(
     )
 
 
+def test_check_config_refuses_weights_rounded_for_a_gpu(
+    run: Callable[..., Done], tmp_path: Path
+) -> None:
+    path = tmp_path / "rounded.yaml"
+    path.write_text("model: m\ndevice: cuda\nquantization: int8\n")
+    code, _, error = run("check-config", str(path))
+    assert code == 2
+    assert error.startswith("error: quantization: int8 has kernels on cpu only")
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

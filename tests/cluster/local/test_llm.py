@@ -307,6 +307,10 @@ def test_a_wrong_prompt_is_named_before_anything_runs(
         ({"quantization": "awq"}, "quantization: "),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: must be 'auto', 'int8' or 'fp8'"),
         (
+            {"quantization": "int4", "device": "cuda"},
+            "quantization: int4 has kernels on cpu only; on cuda omit it, or serve a checkpoint",
+        ),
+        (
             {"kv_cache_dtype": "int8", "device": "cuda"},
             "kv_cache_dtype: int8 has kernels on cpu only",
         ),
