@@ -15,7 +15,7 @@ from ...proto.errors import InvalidArgument, TandemError
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError, ModelConfig
 from ...workers.model.footprint import check_config_split, check_draft, kv_bytes_per_token
-from ..config import KvCacheDtype, ModelImpl, Quantization, TandemConfig
+from ..config import KvCacheDtype, ModelImpl, Quantization, load_config
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
 from ..tables import make_table, table_console
@@ -62,6 +62,8 @@ def rank_memory(
     dtype: str,
     kv_cache_dtype: str = "auto",
     draft: ModelConfig | None = None,
+    *,
+    device: str = "cpu",
 ) -> RankMemory:
     """Computes the memory of a rank. Raises InvalidArgument if `tp` does not split the heads."""
     from ...workers.model.loader import weight_bytes  # with torch, which takes a second
@@ -74,9 +76,10 @@ def rank_memory(
         kv_bytes_per_token(config, ranks, dtype, kv_cache_dtype) for ranks in (tp, 1)
     )
     draft_kv = kv_bytes_per_token(draft, 1, dtype) if draft else 0
+    draft_weights = weight_bytes(draft, 1, dtype, device) if draft else 0
     return RankMemory(
         tp=tp,
-        weights=weight_bytes(config, tp, dtype) + (weight_bytes(draft, 1, dtype) if draft else 0),
+        weights=weight_bytes(config, tp, dtype, device) + draft_weights,
         kv_per_token=per_rank + draft_kv,
         kv_on_all_ranks=per_rank * tp + draft_kv,
         num_copies=per_rank * tp // whole,
@@ -92,11 +95,12 @@ def memory_command(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     quantization: Annotated[
         str | None,
-        typer.Option(help="Rounds the weights when they are loaded: int8, int4 or fp8."),
+        typer.Option(help="Rounds the weights when they are loaded, on CPUs: int8, int4 or fp8."),
     ] = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="The numbers of the KV cache: auto (--dtype), int8 or fp8.")
     ] = "auto",
+    device: Annotated[str, typer.Option(help="The device of the service, cpu or cuda.")] = "cpu",
     draft_model: Annotated[
         str | None, typer.Option(help="The MODEL of `tandem serve --speculative draft=MODEL`.")
     ] = None,
@@ -116,7 +120,8 @@ def memory_command(
     Without --tp: 1, 2, 4 and 8 ranks, as far as they divide the query heads. With --draft-model:
     the memory of rank 0, which alone holds the whole draft model; no rank has more tokens than rank
     0. In bfloat16 on CPUs a model whose head is tied to its embedding holds the embedding twice;
-    this command counts it once.
+    this command counts it once. With --device cuda, quantized weights count in --dtype, to which a
+    GPU converts them when it loads them.
     """
     if dtype not in ITEM_BYTES:
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
@@ -128,6 +133,15 @@ def memory_command(
     _check("--utilization", utilization, 0.01, 1)
     _check("--block-size", block_size, 1, 1024)
     _check("--context-tokens", context_tokens, 2, 1_048_576)
+    load_config(
+        None,
+        {
+            "model": model,
+            "device": device,
+            "quantization": quantization,
+            "kv_cache_dtype": kv_cache_dtype,
+        },
+    )
     folder = resolve_model(model, dtype=dtype, progress=True)
     from ...workers.model.loader import open_checkpoint
 
@@ -136,7 +150,9 @@ def memory_command(
     ).config
     draft = _open_draft(draft_model, config, dtype) if draft_model else None
     sizes = tp or [each for each in DEFAULT_TPS if _divides(each, config)]
-    rows = [rank_memory(config, each, dtype, kv_cache_dtype, draft) for each in sizes]
+    rows = [
+        rank_memory(config, each, dtype, kv_cache_dtype, draft, device=device) for each in sizes
+    ]
     budget = None
     if gpu_memory_gb is not None:
         context = context_tokens or config.max_position_embeddings
@@ -173,6 +189,7 @@ def check(
     model_impl: Annotated[
         str, typer.Option(help="auto, tandem or transformers; see docs/transformers.md.")
     ] = "auto",
+    device: Annotated[str, typer.Option(help="The device of the service, cpu or cuda.")] = "cpu",
 ) -> None:
     """Tell if MODEL would run: its code, its size, its context, and the memory on each rank.
 
@@ -183,13 +200,14 @@ def check(
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
     if model_impl not in MODEL_IMPLS:
         raise InvalidArgument(f"must be one of {', '.join(MODEL_IMPLS)}", "--model-impl")
+    settings = load_config(None, {"model": model, "device": device})
     # With torch, which takes a second.
     from ...workers.model.loader import check_checkpoint, weight_schemes, weight_shapes
 
     try:
         folder = resolve_model(model, dtype=dtype, progress=True)
         config = check_checkpoint(folder, model_impl)
-        given = generation_defaults(TandemConfig(model=model), folder)
+        given = generation_defaults(settings, folder)
         refused = [_refusal(config, each) for each in tp or ()]
     except CheckpointError as error:
         typer.echo(f"{model}: refused: {error}")
@@ -203,13 +221,14 @@ def check(
         f"{num_parameters:,} parameters, stored as {config.dtype}; context of "
         f"{config.max_position_embeddings:,} tokens"
     )
-    for scheme in weight_schemes(config, dtype):
+    for scheme in weight_schemes(config, dtype, device):
         typer.echo(f"weights: {scheme}")
     if defaults := describe_defaults(given):
         typer.echo(f"defaults of requests, by {FILE}: {defaults}")
-    typer.echo(f"in {dtype}, on each rank:")
+    typer.echo(f"in {dtype} on {device}, on each rank:")
     sizes = tp or [each for each in DEFAULT_TPS if not _refusal(config, each)]
-    table_console().print(memory_table([rank_memory(config, each, dtype) for each in sizes], None))
+    rows = [rank_memory(config, each, dtype, device=device) for each in sizes]
+    table_console().print(memory_table(rows, None))
     if not config.has_tp_plan:
         typer.echo(_refusal(config, 2))
 

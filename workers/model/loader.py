@@ -56,17 +56,20 @@ def build_model(
     tp: TensorParallel | None = None,
     *,
     batch_invariant: bool = False,
+    device_type: str = "cpu",
 ) -> CausalLM:
     """Builds a rank's tree with parameters on `meta`.
 
-    Without `tp`, the tree has the whole model. `batch_invariant` as in `ModelRunner.load`. Raises
-    ValueError if the heads cannot be split over the ranks, CheckpointError if no family has the
-    architecture.
+    Without `tp`, the tree has the whole model. `batch_invariant` as in `ModelRunner.load`;
+    `device_type` as in `LinearMethod`. Raises ValueError if the heads cannot be split over the
+    ranks, CheckpointError if no family has the architecture.
     """
     options = BuildOptions(
         dtype=dtype,
         tp=tp or TensorParallel(),
-        linear_method=find_linear_method(config, batch_invariant=batch_invariant),
+        linear_method=find_linear_method(
+            config, batch_invariant=batch_invariant, device_type=device_type
+        ),
         batch_invariant=batch_invariant,
     )
     return family_of(config).build(config, options)
@@ -191,28 +194,33 @@ def linear_weights(config: ModelConfig) -> list[str]:
     return [name.removesuffix(".weight") for name in found if name.startswith("model.layers.")]
 
 
-def weight_schemes(config: ModelConfig, dtype: str) -> list[str]:
-    """Describes the formats of quantized linear weights and how they are multiplied."""
-    modules = build_model(config, DTYPES[dtype]).modules()
+def weight_schemes(config: ModelConfig, dtype: str, device_type: str = "cpu") -> list[str]:
+    """Describes the formats of quantized linear weights and how a device multiplies them."""
+    modules = build_model(config, DTYPES[dtype], device_type=device_type).modules()
     return sorted({each.scheme() for each in modules if isinstance(each, LinearMethod)} - {""})
 
 
-def rank_weight_bytes(config: ModelConfig, dtype: str, tp: int, rank: int) -> int:
+def rank_weight_bytes(
+    config: ModelConfig, dtype: str, tp: int, rank: int, device_type: str = "cpu"
+) -> int:
     """Returns the bytes of the weights that a rank keeps. Raises ValueError as `check_split`.
 
-    Does not count the packed copy of a head that is tied to the embedding, in bfloat16 on CPUs.
+    Quantized weights without a kernel for the device, cpu or cuda, count in `dtype`, because they
+    are converted when they are loaded. Does not count the packed copy of a head that is tied to the
+    embedding, in bfloat16 on CPUs.
     """
-    tree = build_model(config, DTYPES[dtype], TensorParallel(rank=rank, size=tp))
+    ranks = TensorParallel(rank=rank, size=tp)
+    tree = build_model(config, DTYPES[dtype], ranks, device_type=device_type)
     saved = sum(module.saved_bytes() for module in tree.modules())
     return sum(parameter.num_bytes for parameter in all_parameters(tree)) - saved
 
 
-def weight_bytes(config: ModelConfig, tp: int, dtype: str) -> int:
-    """Returns the bytes of weights on the largest rank. Raises ValueError as `check_split`.
+def weight_bytes(config: ModelConfig, tp: int, dtype: str, device_type: str = "cpu") -> int:
+    """Returns the bytes of weights on the largest rank, as `rank_weight_bytes`.
 
     Parts of a size that is not divisible by `tp` differ by one.
     """
-    return max(rank_weight_bytes(config, dtype, tp, rank) for rank in range(tp))
+    return max(rank_weight_bytes(config, dtype, tp, rank, device_type) for rank in range(tp))
 
 
 def load_weights(model: CausalLM, read: ReadWeight, device: torch.device) -> None:

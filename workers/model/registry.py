@@ -132,11 +132,13 @@ def family_of(config: ModelConfig) -> ModelFamily:
     )
 
 
-def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) -> LinearMethodOf:
+def find_linear_method(
+    config: ModelConfig, *, batch_invariant: bool = False, device_type: str = "cpu"
+) -> LinearMethodOf:
     """Returns a function that creates the linear method of a layer by its name.
 
-    `batch_invariant` applies to methods without a kernel of their own. Raises CheckpointError for
-    an unknown quant_method.
+    `batch_invariant` applies to methods without a kernel of their own. `device_type` as in
+    `LinearMethod`. Raises CheckpointError for an unknown quant_method.
     """
     if not config.quantization:
         return lambda name: UnquantizedLinearMethod(batch_invariant=batch_invariant)
@@ -152,6 +154,7 @@ def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) ->
     def make(name: str) -> LinearMethod:
         made: LinearMethod = method(config.quantization, name)
         made.batch_invariant = batch_invariant
+        made.device_type = device_type
         return made
 
     return make

@@ -136,7 +136,13 @@ class ModelRunner(Executor):
         config = checkpoint.config
         target = torch.device(device)
         tp = TensorParallel(group)
-        model = build_model(config, DTYPES[dtype], tp, batch_invariant=batch_invariant)
+        model = build_model(
+            config,
+            DTYPES[dtype],
+            tp,
+            batch_invariant=batch_invariant,
+            device_type=target.type,
+        )
         load_weights(model, checkpoint_reader(checkpoint), target)
         kv = PagedKv(
             checkpoint.kv_layout(dtype, cache_dtype),

@@ -233,7 +233,14 @@ def _decode(
     context: int,
 ) -> DecodeFigure:
     run = runner.decode(batch, context, options.steps)
-    cost = decode_cost(config, options.dtype, batch, run.context, options.kv_cache_dtype)
+    cost = decode_cost(
+        config,
+        options.dtype,
+        batch,
+        run.context,
+        options.kv_cache_dtype,
+        options.device.type,
+    )
     totals = [sum(step.values()) for step in run.steps]
     seconds = statistics.median(totals)
     has_split = options.profile or options.device.type == "cpu"

@@ -108,7 +108,12 @@ def random_weight(part: WeightSlice, target: torch.Tensor) -> None:
 
 
 def decode_cost(
-    config: ModelConfig, dtype: str, batch: int, context: float, cache_dtype: str = "auto"
+    config: ModelConfig,
+    dtype: str,
+    batch: int,
+    context: float,
+    cache_dtype: str = "auto",
+    device_type: str = "cpu",
 ) -> StepCost:
     """Returns the cost of a decode step of `batch` sequences that attend to `context` positions."""
     visible = [(layer, min(context, layer.window or context)) for layer in config.layers]
@@ -120,9 +125,8 @@ def decode_cost(
         4 * layer.num_heads * layer.head_dim * positions for layer, positions in visible
     )
     params = _linear_params(config) + _head_params(config)
-    saved = weight_bytes(replace(config, quantization={}), 1, dtype) - weight_bytes(
-        config, 1, dtype
-    )
+    plain = weight_bytes(replace(config, quantization={}), 1, dtype)
+    saved = plain - weight_bytes(config, 1, dtype, device_type)
     return int(params * ITEM_BYTES[dtype] + batch * keys) - saved, int(
         batch * (2 * params + attention)
     )

@@ -85,7 +85,9 @@ class BenchRunner(Executor):
         self._exact = exact
         self._device = device
         self._marks: dict[str, float] = {}
-        model = build_model(config, DTYPES[dtype], batch_invariant=batch_invariant)
+        model = build_model(
+            config, DTYPES[dtype], batch_invariant=batch_invariant, device_type=device.type
+        )
         load_weights(model, read, device)
         layout = KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
         kv = PagedKv(layout, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)

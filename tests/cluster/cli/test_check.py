@@ -45,6 +45,20 @@ def test_a_quantised_model_says_its_scheme(tmp_path: Path) -> None:
     assert len({each and each[1] for each in counts}) == 1
 
 
+def test_for_a_gpu_it_counts_the_weights_that_a_gpu_keeps(tmp_path: Path) -> None:
+    """No format of a checkpoint has a kernel there."""
+    quantized, plain = make_quantized_model(tmp_path, FORMATS["FP8 channels"])
+    code, text = check(str(quantized), "--device", "cuda")
+    assert code == 0
+    assert "a scale for each output, turned into bfloat16 when they are loaded" in text
+    tables = [
+        check(str(folder), "--device", "cuda")[1].partition("on cuda, on each rank:")[2]
+        for folder in (quantized, plain)
+    ]
+    assert tables[0]
+    assert tables[0] == tables[1]
+
+
 def test_a_model_with_code_of_transformers(tmp_path: Path) -> None:
     code, text = check(str(make_tiny_decoder(tmp_path, "cohere")))
     assert code == 0

@@ -13,6 +13,9 @@ from tandem.cluster.store.store import get_model
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.bench.engine.shapes import SHAPES
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_quantized import FORMATS, make_quantized_model
+from tandem.workers.model.kernels.c import cpu
+from tandem.workers.model.loader import check_checkpoint
 
 PAGE = Path(__file__).parents[3] / "docs" / "operations" / "pools.md"
 LLAMA = SHAPES["llama-3-8b"]  # 32 query heads, 8 KV heads, 32 layers, heads of 128
@@ -110,6 +113,17 @@ def test_what_fits_is_shown_for_a_memory(model: Path) -> None:
     assert (tp, weights, rest, tokens, sequences) == ("1", "0.5 MiB", "0.5 MiB", "1,088", "9")
 
 
+def test_for_a_gpu_quantized_weights_count_as_converted(tmp_path: Path) -> None:
+    config = check_checkpoint(make_quantized_model(tmp_path, FORMATS["FP8 channels"])[0])
+    plain = check_checkpoint(tmp_path / "plain")
+    on_gpu, of_plain = (
+        rank_memory(each, 1, "bfloat16", device="cuda").weights for each in (config, plain)
+    )
+    assert on_gpu == of_plain
+    if cpu.can_multiply_fp8(64, 64):
+        assert rank_memory(config, 1, "bfloat16").weights < on_gpu
+
+
 def test_weights_that_do_not_fit_are_named(model: Path) -> None:
     args = [str(model), "--dtype", "float32", "--gpu-memory-gb", "0.001", "--utilization", "0.3"]
     *rows, (line,) = plan(*args, "--tp", "1", "--tp", "4")
@@ -131,6 +145,12 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
         (["--utilization", "1.1"], "--utilization: must be from 0.01 to 1"),
         (["--block-size", "0"], "--block-size: must be from 1 to 1024"),
         (["--context-tokens", "1"], "--context-tokens: must be from 2 to 1048576"),
+        (
+            ["--device", "cuda", "--quantization", "int8"],
+            "quantization: int8 has kernels on cpu only; on cuda omit it, or serve a checkpoint "
+            "with quantized weights",
+        ),
+        (["--device", "tpu"], "device: must be 'cpu' or 'cuda', got 'tpu'"),
         (["--draft-model", "/none"], "--draft-model: there is no folder /none"),
     ],
 )

@@ -28,9 +28,19 @@ from tandem.tests.workers.model.helpers import Driver, load, prompt, reference, 
 from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.workers.model.config import CheckpointError
 from tandem.workers.model.kernels.c import cpu
-from tandem.workers.model.loader import check_checkpoint, rank_weight_bytes, weight_schemes
+from tandem.workers.model.loader import (
+    build_model,
+    check_checkpoint,
+    checkpoint_reader,
+    load_weights,
+    open_checkpoint,
+    rank_weight_bytes,
+    weight_bytes,
+    weight_schemes,
+)
 from tandem.workers.model.module import all_parameters
 from tandem.workers.model.quant.rounded import RoundedLinearMethod
+from tandem.workers.model.quant.stored import StoredLinearMethod
 from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
 from tandem.workers.model.runner import ModelRunner
 
@@ -122,6 +132,23 @@ def test_the_plan_counts_the_bytes_that_are_kept(folders: tuple[Path, Path], dty
             tensors.append(each._matrix)
     kept = {id(each): each.numel() * each.itemsize for each in tensors}
     assert rank_weight_bytes(runner.config, dtype, 1, 0) == sum(kept.values())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_on_a_gpu_weights_count_in_the_dtype_to_which_they_are_converted(
+    folders: tuple[Path, Path], tp: int
+) -> None:
+    quantized, plain = (open_checkpoint(each) for each in folders)
+    counted = weight_bytes(quantized.config, tp, "bfloat16", "cuda")
+    assert counted == weight_bytes(plain.config, tp, "bfloat16", "cuda")
+    for scheme in weight_schemes(quantized.config, "bfloat16", "cuda"):
+        assert scheme.endswith("turned into bfloat16 when they are loaded")
+    # Loading converts them: the tree of a GPU, loaded into this machine's memory.
+    model = build_model(quantized.config, torch.bfloat16, device_type="cuda")
+    load_weights(model, checkpoint_reader(quantized), torch.device("cpu"))
+    assert not [each for each in model.modules() if isinstance(each, RoundedLinearMethod)]
+    methods = [each for each in model.modules() if isinstance(each, StoredLinearMethod)]
+    assert all(isinstance(each._method, UnquantizedLinearMethod) for each in methods)
 
 
 def test_ignored_layers_are_plain(tmp_path: Path) -> None:

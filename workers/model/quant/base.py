@@ -98,6 +98,9 @@ class LinearMethod(Module, ABC):
     On CPUs it never does where our own kernels are used.
     """
 
+    device_type = "cpu"
+    """The kind of device that will hold the weights, cpu or cuda; set before `create_weights`."""
+
     fuses_gate = False
     """`apply_gated` computes outputs of gate and up in turn, 16 of each; its residual is in this
     order.

@@ -132,7 +132,9 @@ class RoundedLinearMethod(PlainLinearMethod):
         return weight.nbytes - outputs * row_bytes
 
     def _has_kernel(self, dtype: torch.dtype, inputs: int, group_size: int) -> bool:
-        return dtype is torch.bfloat16 and self.can_multiply(inputs, group_size)
+        if self.device_type != "cpu" or dtype is not torch.bfloat16:
+            return False
+        return self.can_multiply(inputs, group_size)
 
 
 def finite_scales(scales: torch.Tensor) -> torch.Tensor:

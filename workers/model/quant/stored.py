@@ -142,7 +142,7 @@ class StoredLinearMethod(LinearMethod):
         form = self._format
         partition = self._partition
         unit = self._kernel_group()
-        if unit is None or stored.weight.data.device.type != "cpu":
+        if unit is None:
             return UnquantizedLinearMethod.from_tensors(
                 self._restore(stored),
                 bias,
@@ -201,7 +201,7 @@ class StoredLinearMethod(LinearMethod):
         """
         form = self._format
         inputs = self._partition.local_shape[1]
-        if self._dtype is not torch.bfloat16 or form.act_order:
+        if self.device_type != "cpu" or self._dtype is not torch.bfloat16 or form.act_order:
             return None
         unit = _longest_run(self._partition.input_groups(form.group_size))
         if form.is_float:
