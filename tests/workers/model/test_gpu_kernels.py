@@ -2,6 +2,7 @@
 whether they compile for a GPU, which takes none.
 """
 
+import ast
 import functools
 import itertools
 import os
@@ -17,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from tandem.tests.paths import ROOT
 from tandem.tests.workers.model.helpers import multiply_row_by_row
+from tandem.workers.model.kernels.triton import FP_FUSION
 from tandem.workers.model.kernels.triton import chunk as gpu_chunk
 from tandem.workers.model.kernels.triton import decode as gpu_decode
 from tandem.workers.model.kernels.triton import elementwise as gpu
@@ -443,6 +446,7 @@ def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # the default of Triton 3.10
     done = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240
     )
@@ -451,9 +455,26 @@ def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
     modules = (vars(gpu), vars(gpu_chunk), vars(gpu_decode), vars(gpu_linear))
     assert compiled == {name for names in modules for name in names if name.endswith("_kernel")}
     for line in done.stdout.splitlines():
-        name, shared = line.split()
+        name, shared, fuses = line.split()
+        assert fuses == str(FP_FUSION), line
         programs = 3 if name == "_decode_kernel" else 1
         assert programs * (int(shared) + 1024) <= SHARED_BYTES, line
+
+
+def test_every_launch_says_whether_it_fuses() -> None:
+    """In the source, so that a new launch cannot be forgotten."""
+    launches = []
+    for path in (ROOT / "workers").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Subscript)
+                and ast.unparse(node.func.value).endswith("_kernel")
+            ):
+                options = {each.arg: ast.unparse(each.value) for each in node.keywords}
+                launches.append(f"{path.name}:{node.lineno}")
+                assert options.get("enable_fp_fusion") == "FP_FUSION", launches[-1]
+    assert len(launches) >= 8, launches
 
 
 class Hopper:
@@ -472,14 +493,14 @@ class Hopper:
 
 
 def compile_all() -> None:
-    """Calls every function, whose launches only compile; prints each kernel and its bytes of shared
-    memory.
+    """Calls every function, whose launches only compile; prints each kernel, its bytes of shared
+    memory, and whether it rounds a product and a sum once.
     """
 
     def launch(kernel: triton.JITFunction, grid: tuple[int, ...]) -> object:
         def compile_it(*args: object, **options: object) -> None:
             compiled = kernel.warmup(*args, grid=grid, **options)
-            print(compiled.name, compiled.metadata.shared)
+            print(compiled.name, compiled.metadata.shared, compiled.metadata.enable_fp_fusion)
 
         return compile_it
 

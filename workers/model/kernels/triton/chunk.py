@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import FP_FUSION
 from .attention import LOG2_E, Scoring, attend, nothing_attended, padded, tile_keys
 
 _CHUNK_ROWS: Final = 128  # rows of one product: two groups of warps with 64 rows
@@ -253,6 +254,7 @@ def chunk_attention(
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         DIM_PADDED=padded(head_dim),
+        enable_fp_fusion=FP_FUSION,
         num_warps=16 if exact else 8,
         num_stages=3,
     )

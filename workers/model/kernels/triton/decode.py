@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ...device import Ints
+from . import FP_FUSION
 from .attention import FLOOR, LOG2_E, Scoring, attend, nothing_attended, padded, tile_keys
 
 _Position = TypeVar("_Position", int, Ints)
@@ -224,6 +225,7 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         DIM_PADDED=padded(head_dim),
+        enable_fp_fusion=FP_FUSION,
         num_warps=4,
         num_stages=3,
     )
@@ -246,5 +248,6 @@ def _combine(
         SPLITS=_COMBINED_SPLITS,
         HEAD_DIM=head_dim,
         DIM_PADDED=padded(head_dim),
+        enable_fp_fusion=FP_FUSION,
         num_warps=4,
     )

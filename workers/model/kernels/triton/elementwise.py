@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from . import FP_FUSION
+
 _COLUMNS: Final = 1024  # columns of a row that one program gates
 _HEADS: Final = 16  # heads that one program rotates
 
@@ -76,6 +78,7 @@ def rms_norm(
         HAS_RESIDUAL=residual is not None,
         DIM=dim,
         DIM_PADDED=padded,
+        enable_fp_fusion=FP_FUSION,
         num_warps=min(max(padded // 512, 1), 16),
     )
     return out
@@ -110,7 +113,16 @@ def _gated(x: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     dim = x.shape[1] // 2
     out = x.new_empty(rows, dim)
     grid = (rows, triton.cdiv(dim, _COLUMNS))
-    _gated_kernel[grid](x, out, x.stride(0), dim, GELU=gelu, COLUMNS=_COLUMNS, num_warps=4)
+    _gated_kernel[grid](
+        x,
+        out,
+        x.stride(0),
+        dim,
+        GELU=gelu,
+        COLUMNS=_COLUMNS,
+        enable_fp_fusion=FP_FUSION,
+        num_warps=4,
+    )
     return out
 
 
@@ -165,6 +177,7 @@ def rotate(
         HALF=head_dim // 2,
         HALF_PADDED=triton.next_power_of_2(head_dim // 2),
         HEADS=_HEADS,
+        enable_fp_fusion=FP_FUSION,
         num_warps=4,
     )
     return heads
@@ -236,5 +249,6 @@ def store_kv(
         HEADS_PADDED=triton.next_power_of_2(kv_heads),
         HEAD_DIM=head_dim,
         DIM_PADDED=triton.next_power_of_2(head_dim),
+        enable_fp_fusion=FP_FUSION,
         num_warps=4,
     )

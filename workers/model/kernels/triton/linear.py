@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import FP_FUSION
 from .attention import INTERPRETED
 
 # The same tile for every number of rows: with another one, tensor cores may add in another order.
@@ -99,6 +100,7 @@ def linear(
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         DEPTH=_DEPTH_BYTES // x.element_size(),
+        enable_fp_fusion=FP_FUSION,
         num_warps=4,
         num_stages=4,
     )
