@@ -24,6 +24,7 @@ from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserNa
 from ..router.resume.policy import RESUME_SECONDS
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
+from .chat_template import ChatTemplate
 from .scaling.config import SERVE_CONFIG_ONLY, ScalingConfig
 from .settings import NULL, split_aliases
 from .text_files import read_yaml
@@ -226,6 +227,8 @@ class TandemConfig(BaseModel):
     # With vLLM's names; auto finds the parser in the chat template.
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
+    # In place of the model's: the text, or a file that is read where the configuration is.
+    chat_template: ChatTemplate | None = None
     speculative: SpeculativeConfig | None = None  # None: a step makes one token of a sequence
     # Transports of KV cache between workers, preferred to gRPC in this order; two workers use the
     # first that both have. None: shared memory (within a host) on CPUs, and only gRPC on GPUs.
@@ -378,7 +381,7 @@ def check_interface(auth: AuthConfig, host: str) -> None:
 
     Without keys only loopback is safe.
     """
-    if auth.keys_file is None and not auth.allow_anonymous and not is_loopback(host):
+    if not auth.needs_key and not auth.allow_anonymous and not is_loopback(host):
         raise InvalidArgument(
             f"{host} is not loopback: everybody who reaches it could use the service without a "
             "key; set auth.keys_file (--api-keys) or auth.allow_anonymous (--allow-anonymous)",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..proto.errors import InvalidArgument
+from .given_keys import hash_given_keys
 
 NULL: Final = object()
 """In overrides of a configuration: puts a null in the place of the file's value."""
@@ -74,6 +75,11 @@ def _adapters(value: Any) -> Mapping[str, object]:
             raise InvalidArgument(f"must be NAME=FOLDER, got {str(each)[:80]!r}", "adapters")
         found[name] = path
     return {"adapters": found}
+
+
+def _key_hashes(value: Any) -> Mapping[str, object]:
+    """Hashes a key or a list of keys: no configuration has a key in the clear."""
+    return {"auth.key_hashes": hash_given_keys(value, "api_key")}
 
 
 def _pools(name: str) -> tuple[str, str]:
@@ -230,6 +236,12 @@ SETTINGS: Final = (
         help="The format of the model's reasoning; auto finds it in the chat template.",
     ),
     Setting(
+        name="chat_template",
+        keys=("chat_template",),
+        vllm=("chat_template",),
+        help="A file, or the template itself in one line, in place of the model's chat template.",
+    ),
+    Setting(
         name="adapters",
         keys=("adapters",),
         vllm=("lora_modules",),
@@ -289,6 +301,15 @@ SETTINGS: Final = (
         help="The file of API keys, made by `tandem key create`.",
     ),
     Setting(
+        name="api_key",
+        keys=("auth.key_hashes",),
+        vllm=("api_key",),
+        kind=list,
+        convert=_key_hashes,
+        help="A key that calls need; otherwise TANDEM_API_KEY. May be given several times. Other "
+        "users can see it: --api-keys is safer.",
+    ),
+    Setting(
         name="allow_anonymous",
         keys=("auth.allow_anonymous",),
         kind=bool,
@@ -317,9 +338,6 @@ REFUSED: Final = {
     "trust_remote_code": "no code of a checkpoint is run",
     "gpu_memory_utilization": "the KV cache has a fixed size; set kv_cache_gb, which "
     "`tandem plan memory` computes",
-    "api_key": "other users see the arguments of a command; make a file of keys with "
-    "`tandem key create` and name it by --api-keys (auth.keys_file)",
-    "chat_template": "put the template into the model's folder, as chat_template.jinja",
     "seed": "each request sets a seed",
     "pipeline_parallel_size": "a model is split by tensor parallelism only; set tp",
     "data_parallel_size": "workers share the load; set prefill and decode",

@@ -8,19 +8,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, Final, TextIO
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
 from ...router.auth.keys import load_keys
+from ...router.client.wire import API_KEY_VARIABLE
 from ..config import TandemConfig, load_config
+from ..given_keys import API_KEY_FLAG, hash_given_keys, hide_given_keys
 from ..serve.environment import prepare_ray_environment
 from ..settings import check_supported, collect_overrides
 from ..store.checked import checked_folder, with_draft_folder
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from . import options as o
+
+_KEY_WARNING: Final = (
+    f"warning: {API_KEY_FLAG}: other users may have read the key in the arguments of this command; "
+    "--api-keys FILE keeps keys out of them"
+)
 
 
 class ServeCommand(TyperCommand):
@@ -58,7 +65,11 @@ def serve(
     When the service can answer, one line is printed on stdout: tandem ready grpc=HOST:PORT
     http=HOST:PORT ops=HOST:PORT. With several routers, commas separate the addresses of each kind.
     """
-    checked = load_config(config, {"model": model, **collect_overrides(context.params)})
+    given_keys = context.params["api_key"]
+    if given_keys:
+        hide_given_keys()
+    loaded = load_config(config, {"model": model, **collect_overrides(context.params)})
+    checked = _with_key_of_environment(loaded)
     if checked.auth.keys_file is not None:
         load_keys(checked.auth.keys_file)  # fails here, before anything starts
     if checked.router.tls is not None:
@@ -66,6 +77,10 @@ def serve(
     # Fails for a wrong environment, before the model is fetched.
     address = prepare_ray_environment(address)
     checked = with_draft_folder(checked)
+    if given_keys:
+        print(_KEY_WARNING, file=sys.stderr)
+    if checked.auth != loaded.auth:
+        print(f"calls need the key in {API_KEY_VARIABLE}", file=sys.stderr)
     serve_in_foreground(checked, checked_folder(checked), address)
 
 
@@ -109,6 +124,19 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
                     )
         finally:
             spinner.stop()
+
+
+def _with_key_of_environment(config: TandemConfig) -> TandemConfig:
+    """Adds the key in TANDEM_API_KEY, unless the configuration has keys or allows calls without.
+
+    Removes the variable, because Ray's processes inherit the environment. Raises InvalidArgument.
+    """
+    key = os.environ.pop(API_KEY_VARIABLE, "").strip()
+    if not key or config.auth.needs_key or config.auth.allow_anonymous:
+        return config
+    hashes = hash_given_keys(key, API_KEY_VARIABLE)
+    auth = config.auth.model_copy(update={"key_hashes": hashes})
+    return config.model_copy(update={"auth": auth})
 
 
 @contextmanager

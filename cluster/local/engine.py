@@ -106,8 +106,13 @@ class LocalEngine:
             own = replace(
                 own, canary_seconds=math.inf, rank=replace(own.rank, adapter_folders=("/",))
             )
-            parsers = config.tool_call_parser, config.reasoning_parser
-            tokenizer = await asyncio.to_thread(Tokenizer.load, folder, *parsers)
+            tokenizer = await asyncio.to_thread(
+                Tokenizer.load,
+                folder,
+                config.tool_call_parser,
+                config.reasoning_parser,
+                config.chat_template,
+            )
             ranks = await scope.enter_async_context(
                 local_ranks(own.rank, pool.tp - 1, compute_environment(pool))
             )

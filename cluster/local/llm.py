@@ -80,6 +80,8 @@ class LocalSettings(TypedDict, total=False):
     enable_prefix_caching: bool
     num_threads: int | None  # of each process; None shares the cores
     numerics: str  # exact or fast, as in the configuration of a service
+    # In place of the model's: a file, or the template itself.
+    chat_template: str | os.PathLike[str] | None
     generation_config: str  # auto: parameters that are absent are the model's own; or none
     served_model_name: str | None  # the name of the model in the requests of a batch
     max_loras: int  # held at once
@@ -332,6 +334,8 @@ def _configure(model: str, settings: LocalSettings, keys: Mapping[str, str]) -> 
     values |= {keys[name]: value for name, value in settings.items()}
     if isinstance(given := values.get("speculative"), Mapping):
         values["speculative"] = dict(given)
+    if isinstance(given := values.get("chat_template"), os.PathLike):
+        values["chat_template"] = os.fspath(given)
     values["prefill.replicas"] = 0
     values["kv_transports"] = ()
     values["decode.mixed_chunk_tokens"] = _CHUNK_TOKENS

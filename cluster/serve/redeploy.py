@@ -103,7 +103,7 @@ def _kept_cache_secret(config: TandemConfig) -> bytes | None:
     folders = list(
         dict.fromkeys(Path(pool.kv_disk) for pool in config.pools.values() if pool.kv_disk)
     )
-    if not folders or config.identity_file is not None or config.auth.keys_file is None:
+    if not folders or config.identity_file is not None or not config.auth.needs_key:
         return None
     try:
         salt = kept_salt(folders)

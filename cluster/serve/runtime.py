@@ -26,7 +26,7 @@ from ...router.api.server.servers import ApiServers
 from ...router.api.service import GenerationService
 from ...router.auth.authenticator import Authenticator
 from ...router.auth.config import AuthConfig
-from ...router.auth.keys import load_keys
+from ...router.auth.keys import load_keys, operator_keys
 from ...router.auth.tls import ServerTls
 from ...router.auth.watch import FileWatch
 from ...router.dispatch.blocked_prompts import BlockedPrompts
@@ -282,7 +282,9 @@ def _adapter_admin(
 def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
     return ServedModel(
         name=config.served_name,
-        tokenizer=Tokenizer.load(folder, config.tool_call_parser, config.reasoning_parser),
+        tokenizer=Tokenizer.load(
+            folder, config.tool_call_parser, config.reasoning_parser, config.chat_template
+        ),
         context_tokens=config.context_tokens or read_context_tokens(folder),
         defaults=generation_defaults(config, folder),
     )
@@ -302,7 +304,7 @@ def _monitor(config: TandemConfig, browsers: BrowserRules) -> RouterMonitor:
 def _browser_rules(config: TandemConfig, host: str) -> BrowserRules:
     # A page that has rebound its host name (DNS rebinding) has no key. If a key is required, any
     # host name is safe.
-    names = (host, *config.router.host_names) if config.auth.keys_file is None else (ANY_HOST,)
+    names = (ANY_HOST,) if config.auth.needs_key else (host, *config.router.host_names)
     return BrowserRules(host_names=names, cors_origins=config.router.cors_origins)
 
 
@@ -327,7 +329,7 @@ def _admission(router: RouterConfig, registry: WorkerRegistry, metrics: Metrics)
 def _authenticator(
     auth: AuthConfig, host: str, secret: bytes
 ) -> tuple[Authenticator, list[FileWatch[Any]]]:
-    if auth.keys_file is None:
+    if not auth.needs_key:
         share = auth.share_anonymous_prefixes
         open_to_all = Authenticator(
             secret=secret,
@@ -335,7 +337,9 @@ def _authenticator(
             anonymous_max_priority=auth.anonymous_max_priority,
         )
         return open_to_all, []
-    authenticator = Authenticator((), secret=secret)
+    authenticator = Authenticator(operator_keys(auth.key_hashes), secret=secret)
+    if auth.keys_file is None:
+        return authenticator, []
     return authenticator, [
         FileWatch([Path(auth.keys_file)], partial(load_keys, auth.keys_file), authenticator.replace)
     ]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ...proto.errors import InvalidArgument, TandemError
+from ...router.frontend.template import TEMPLATE_OF_MODEL
 from ...workers.model.adapter_folder import read_adapter
 from ...workers.model.config import CheckpointError
 from ...workers.model.footprint import check_config_split, check_draft
@@ -16,10 +17,9 @@ def checked_folder(config: TandemConfig) -> Path:
 
     `config` must come from `with_draft_folder`. Raises CheckpointError, or InvalidArgument with all
     reasons: a `tp` that does not divide the model's heads, a `context_tokens` beyond the model's,
-    an unusable draft model or adapter.
+    an unusable draft model, adapter or `chat_template`.
     """
-    # These import transformers and torch, which takes a second each.
-    from ...router.frontend.tokenizer import Tokenizer
+    # These import torch, which takes a second.
     from ...workers.model.adapter import check_adapter
     from ...workers.model.loader import open_checkpoint
     from ...workers.model.registry import check_context
@@ -27,10 +27,7 @@ def checked_folder(config: TandemConfig) -> Path:
     folder = resolve_model(config.model, dtype=config.dtype, progress=True)
     model = open_checkpoint(folder, config.model_impl, quantization=config.quantization).config
     generation_defaults(config, folder)
-    try:
-        Tokenizer.load(folder).check_chat_template()
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
+    _check_chat_template(config, folder)
     draft = config.speculative
     wrong = []
     if config.context_tokens is not None:
@@ -56,6 +53,26 @@ def checked_folder(config: TandemConfig) -> Path:
     if wrong:
         raise InvalidArgument("\n".join(wrong))
     return folder.resolve()
+
+
+def _check_chat_template(config: TandemConfig, folder: Path) -> None:
+    """Renders a short chat.
+
+    Raises CheckpointError or, if the configuration has a template, InvalidArgument.
+    """
+    from ...router.frontend.tokenizer import Tokenizer  # with transformers, which takes a second
+
+    try:
+        tokenizer = Tokenizer.load(folder, chat_template=config.chat_template)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    try:
+        tokenizer.check_chat_template()
+    except ValueError as error:
+        if config.chat_template is None:
+            raise CheckpointError(str(error)) from None
+        reason = str(error).removeprefix(TEMPLATE_OF_MODEL)
+        raise InvalidArgument(reason, "chat_template") from None
 
 
 def with_draft_folder(config: TandemConfig) -> TandemConfig:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from fcntl import LOCK_EX, flock
@@ -71,6 +71,17 @@ class KeyFile(BaseModel):
 def hash_key(key: str) -> bytes:
     """Returns the SHA-256 of a key; accepts any text."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def operator_keys(hashes: Sequence[str]) -> list[ApiKey]:
+    """Returns keys of the tenant `default` with the rights of an operator and without limits.
+
+    `hashes`: the SHA-256 of each key, in hexadecimal.
+    """
+    return [
+        ApiKey(name=f"api-key-{number}", sha256=sha256, tenant="default", operator=True)
+        for number, sha256 in enumerate(hashes, 1)
+    ]
 
 
 def load_keys(path: str | Path) -> list[ApiKey]:

@@ -11,6 +11,12 @@ from typing import Any, Final
 from ...proto.errors import InvalidArgument, Unavailable
 from .child_process import ChildProcess
 
+TEMPLATE_OF_MODEL: Final = "the model's chat template "
+"""How errors about a template begin."""
+
+REFUSAL: Final = "refuses these messages: "
+"""How a reason goes on that the template itself gives."""
+
 _NO_PROCESS: Final = "chat templates cannot be rendered now"
 
 
@@ -43,7 +49,7 @@ class TemplateRenderer:
             raise Unavailable(_NO_PROCESS) from None
         if "text" not in reply:
             raise InvalidArgument(
-                f"the model's chat template {reply['reason']}", reply.get("field", "prompt.chat")
+                TEMPLATE_OF_MODEL + reply["reason"], reply.get("field", "prompt.chat")
             )
         return reply["text"]
 

@@ -11,8 +11,10 @@ from functools import lru_cache
 from typing import Any, Final
 
 import psutil
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from .template import REFUSAL
 
 _MEMORY_BYTES: Final = 2**28  # of all renderings, beyond the memory of transformers
 _MAX_REASON: Final = 200
@@ -50,7 +52,10 @@ def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]
                 "field": "prompt.chat.continue_final_message",
             }
         if type(error) is TemplateError:  # by raise_exception, with a reason
-            return {"reason": f"refuses these messages: {str(error)[:_MAX_REASON]}"}
+            return {"reason": REFUSAL + str(error)[:_MAX_REASON]}
+        if isinstance(error, TemplateSyntaxError):
+            fault = " ".join(str(error.message).split())[:_MAX_REASON]
+            return {"reason": f"is not valid Jinja in line {error.lineno} ({fault})"}
         return {"reason": "refuses these messages"}
     return {"reason": f"renders more than {max_characters} characters for these messages"}
 

@@ -27,7 +27,7 @@ from .chat import active_tools, template_variables, with_developer_as_system
 from .chat_formats import AUTO, CALL_MARKUP, call_format, reasoning_format
 from .fair_threads import TOKENIZING, FairThreads
 from .spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings, encode_text
-from .template import TemplateRenderer
+from .template import REFUSAL, TEMPLATE_OF_MODEL, TemplateRenderer
 
 _TEMPLATE_SECONDS = 5.0
 _RENDERER: Final = TemplateRenderer()
@@ -108,12 +108,17 @@ class Tokenizer:
 
     @classmethod
     def load(
-        cls, folder: Path, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
+        cls,
+        folder: Path,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+        chat_template: str | None = None,
     ) -> "Tokenizer":
         """Reads the tokenizer of a local model folder: tokenizer.json, templates, configurations.
 
-        tokenizer.json may be in the cache (`tokenizer_file`). Raises ValueError, in one line, if
-        the folder has no tokenizer.json or it cannot be read.
+        `chat_template` replaces the templates of the folder. tokenizer.json may be in the cache
+        (`tokenizer_file`). Raises ValueError, in one line, if the folder has no tokenizer.json or
+        it cannot be read.
         """
         file = tokenizer_file(folder)
         if not file.is_file():
@@ -125,6 +130,8 @@ class Tokenizer:
         except Exception as error:  # the Rust parser raises bare Exception
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{file} cannot be read: {reason}") from error
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
         if tokenizer.chat_template is None:
             tokenizer.chat_template = _processor_template(folder / "chat_template.json")
         if tokenizer.chat_template is not None:
@@ -152,7 +159,8 @@ class Tokenizer:
             self._render(_PROBE, template_variables(_PROBE))
         except InvalidArgument as error:
             reason = error.message.removeprefix("prompt.chat: ")
-            if self._template.chat_template is not None and ": " not in reason:
+            is_refused = reason.startswith(TEMPLATE_OF_MODEL + REFUSAL)
+            if self._template.chat_template is not None and not is_refused:
                 raise ValueError(f"{reason}: it cannot render a chat of one message") from None
 
     def chat_template(self, tools: bool) -> str:

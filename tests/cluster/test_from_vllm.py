@@ -32,6 +32,7 @@ VALUES: dict[str, Any] = {
     "generation_config": "none",
     "tool_call_parser": "hermes",
     "reasoning_parser": "deepseek_r1",
+    "chat_template": "{{ messages[0].content }}",
     "adapters": "a=/x",
     "host": "::1",
 }

@@ -14,15 +14,16 @@ import pytest
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.serve import redeploy
 from tandem.cluster.serve.runtime import RouterRuntime
-from tandem.proto.errors import InvalidArgument, Unavailable
+from tandem.proto.errors import InvalidArgument, Unauthenticated, Unavailable
 from tandem.router.auth.config import AuthConfig
-from tandem.router.auth.keys import create_key
+from tandem.router.auth.keys import create_key, hash_key
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.wire import ClientTls
 from tandem.router.frontend.template import TemplateRenderer
 from tandem.tests.certificates import make_certificate
 from tandem.tests.fleet import fake_rank, fleet
 from tandem.tests.peers import IDENTITY
+from tandem.tests.router.auth.keys import bearer
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
 HOST = "127.0.0.1"
@@ -201,6 +202,48 @@ async def test_any_host_name_will_do_where_a_key_is_needed(
             base_url=f"http://{router.http_address}", headers=headers
         ) as client:
             assert (await client.get("/version")).status_code == (200 if needs_key else 403)
+    finally:
+        await router.stop(0)
+
+
+async def test_every_server_of_a_router_needs_a_key_whose_hash_is_configured(
+    config: TandemConfig, folder: Path
+) -> None:
+    keys = ["one", "two"]
+    auth = AuthConfig(key_hashes=tuple(hash_key(key).hex() for key in keys))
+    router = await start(config.model_copy(update={"auth": auth}), folder, 1)
+    assert router.watches == []
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as client:
+            for path in ("/v1/models", "/console/data"):
+                codes = [(await client.get(path, headers=bearer(key))).status_code for key in keys]
+                assert codes == [200 if path == "/v1/models" else 503] * 2  # no worker: no figures
+                for headers in ({}, bearer("three"), bearer(auth.key_hashes[0])):
+                    assert (await client.get(path, headers=headers)).status_code == 401
+            assert (await client.get("/health")).status_code == 503  # no worker; needs no key
+        for key in keys:
+            async with AsyncClient(router.grpc_address, api_key=key) as grpc_client:
+                assert [model.id for model in await grpc_client.list_models()] == ["m"]
+        async with AsyncClient(router.grpc_address, api_key="three") as grpc_client:
+            with pytest.raises(Unauthenticated):
+                await grpc_client.list_models()
+        caller = router.authenticator.caller("Bearer two", "")
+        assert (caller.tenant, caller.sees_all, caller.key_name) == ("default", True, "api-key-2")
+    finally:
+        await router.stop(0)
+
+
+async def test_a_configured_chat_template_is_that_of_the_service(
+    config: TandemConfig, folder: Path
+) -> None:
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content | upper }}{% endfor %}"
+    router = await start(config.model_copy(update={"chat_template": template}), folder, 1)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as client:
+            body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+            tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+            answer = await client.post("/detokenize", json={"model": "m", "tokens": tokens})
+            assert answer.json()["prompt"] == "[user] HI"
     finally:
         await router.stop(0)
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -210,6 +211,73 @@ def test_a_service_from_start_to_stop(
 
     out = service.stop(signal.SIGINT)
     assert (service.process.returncode, out) == (0, "")
+
+
+def code_of(url: str, key: str = "") -> int:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=WAIT
+        ) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def check_hidden(service: Serving, keys: list[str]) -> None:
+    """Fails if a process or a file of the service shows one of the keys.
+
+    The variables at the start of a process stay in its /proc entry, which only its user reads.
+    """
+    main = psutil.Process(service.process.pid)
+    children = main.children(recursive=True)
+    shown = [text for process in (main, *children) for text in process.cmdline()]
+    shown += [text for process in children for text in process.environ().values()]
+    scratch = {match[0] for text in shown if (match := SCRATCH.search(text))}
+    assert scratch
+    for folder in scratch:
+        files = (file for file in Path(folder).rglob("*") if file.is_file())
+        shown += [file.read_text(errors="replace") for file in files]
+    assert not [key for key in keys if any(key in text for text in shown)]
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_service_with_given_keys_shows_them_nowhere(
+    serving: Callable[..., Serving], tmp_path: Path, by_variable: bool
+) -> None:
+    keys = ["sk-canary-seven", "sk-canary-eight"][: 1 if by_variable else 2]
+    flags = () if by_variable else ("--api-key", keys[0], f"--api-key={keys[1]}")
+    template = tmp_path / "shout.jinja"
+    template.write_text("{{ messages[0].content | upper }}")
+    service = serving(
+        *flags,
+        *("--routers", "2", "--dashboard", "--chat-template", str(template)),
+        **({"TANDEM_API_KEY": keys[0]} if by_variable else {}),
+    )
+    assert service.process.stdout is not None
+    assert service.process.stderr is not None
+    ready = service.process.stdout.readline()
+    http = re.search(r" http=(\S+),(\S+) ", ready)
+    assert http, (ready, service.process.communicate()[1])
+    note = service.process.stderr.readline()
+    status_url = re.search(r"status page: (\S+)", service.process.stderr.readline())
+    assert status_url
+    expected = "calls need the key in TANDEM_API_KEY" if by_variable else "warning: --api-key: "
+    assert note.startswith(expected)
+    for url in (*(f"http://{address}/v1/models" for address in http.groups()), status_url[1]):
+        assert [code_of(url), code_of(url, "wrong")] == [401, 401]
+        assert {code_of(url, key) for key in keys} == {200}
+    check_hidden(service, keys)
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    request = urllib.request.Request(
+        f"http://{http[1]}/tokenize",
+        body,
+        {"Authorization": f"Bearer {keys[0]}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=WAIT) as answer:
+        assert len(json.load(answer)["tokens"]) <= 2  # "HI"
+    service.stop(signal.SIGTERM)
+    assert service.process.returncode == 0
 
 
 async def test_after_sigterm_streams_end_and_who_waits_is_refused(

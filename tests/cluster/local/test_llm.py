@@ -245,6 +245,16 @@ async def test_a_chat_equals_the_service(llm: LLM, folder: Path) -> None:
         assert stream.completion().text == expected[0].text
 
 
+def test_a_chat_template_replaces_that_of_the_model(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "shout.jinja"
+    file.write_text("[{{ messages[0].role }}] {{ messages[0].content | upper }}")
+    with LLM(str(folder), chat_template=file, **SMALL) as llm:
+        (found,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+        (expected,) = llm.generate("[user] HI", GREEDY)
+    assert found.prompt_token_ids == expected.prompt_token_ids
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 def test_a_stream_has_the_same_tokens_and_can_be_left(llm: LLM) -> None:
     (whole,) = llm.generate(PROMPTS[0], GREEDY)
     with llm.stream(PROMPTS[0], GREEDY) as stream:
@@ -335,6 +345,8 @@ def test_a_wrong_prompt_is_named_before_anything_runs(
         ({"kv_host_gb": -1.0}, "kv_host_gb: must be"),
         ({"kv_disk": "/x"}, "kv_disk: must be set together with kv_disk_gb above 0"),
         ({"kv_host_gb": 1.0, "enable_prefix_caching": False}, "kv_host_gb: needs prefix_caching"),
+        ({"chat_template": "/x.jinja"}, "chat_template: /x.jinja: No such file or directory"),
+        ({"chat_template": "{{ x"}, "chat_template: is not valid Jinja in line 1 (unexpected"),
     ],
 )
 def test_a_wrong_argument_is_named(folder: Path, arguments: dict[str, Any], words: str) -> None:

@@ -163,12 +163,14 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_in_a_line(
     ("template", "reason"),
     [
         (
-            "{% for m in messages %}{{ m.content }}",
-            "refuses these messages: it cannot render a chat of one message",
+            "{% for m in messages %}{{ m.content",
+            "is not valid Jinja in line 1 (unexpected end of template, expected 'end of print "
+            "statement'.): it cannot render a chat of one message",
         ),
         (
             "{{ messages[0].content | nothing }}",
-            "refuses these messages: it cannot render a chat of one message",
+            "is not valid Jinja in line 1 (No filter named 'nothing'.): it cannot render a chat of "
+            "one message",
         ),
         ("{{ nothing() }}", "refuses these messages: it cannot render a chat of one message"),
         ("{{ raise_exception('a system message is needed') }}", ""),

@@ -1,0 +1,51 @@
+"""Reads the chat template that an operator gives in place of the model's: a file or the text."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import AfterValidator, Field
+
+from .text_files import MAX_FILE_BYTES
+
+_MARKS_OF_TEXT: Final = ("{", "}", "\n")
+_TAG: Final = re.compile(r"(\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\})")
+_ESCAPE: Final = re.compile(r"\\([nrt\\])")
+_ESCAPED: Final = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
+
+
+def read_chat_template(given: str) -> str:
+    """Returns the text of a chat template. Raises ValueError, which names the setting.
+
+    `given`: the path of a file or, if it has a brace or a line break, the template. In a template
+    of one line, escapes of line breaks and tabs between Jinja's tags are replaced, as in vLLM.
+    """
+    if not any(mark in given for mark in _MARKS_OF_TEXT):
+        return _read(Path(given))
+    if "\n" in given:
+        return given
+    parts = _TAG.split(given)  # text and tags in turns
+    parts[::2] = [_ESCAPE.sub(lambda escape: _ESCAPED[escape[1]], text) for text in parts[::2]]
+    return "".join(parts)
+
+
+ChatTemplate = Annotated[
+    str, Field(min_length=1, max_length=MAX_FILE_BYTES), AfterValidator(read_chat_template)
+]
+"""The text of a template; given as a text or as the path of its file."""
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        text = data.decode()
+    except OSError as error:
+        raise ValueError(f"chat_template: {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"chat_template: {path}: not UTF-8") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"chat_template: {path}: must have at most {MAX_FILE_BYTES} bytes")
+    if not text.strip():
+        raise ValueError(f"chat_template: {path}: is empty")
+    return text
