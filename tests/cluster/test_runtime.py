@@ -216,8 +216,8 @@ async def test_every_server_of_a_router_needs_a_key_whose_hash_is_configured(
     try:
         async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as client:
             for path in ("/v1/models", "/console/data"):
-                codes = [(await client.get(path, headers=bearer(key))).status_code for key in keys]
-                assert codes == [200 if path == "/v1/models" else 503] * 2  # no worker: no figures
+                for key in keys:  # passes the check, but no worker is ready
+                    assert (await client.get(path, headers=bearer(key))).status_code == 503
                 for headers in ({}, bearer("three"), bearer(auth.key_hashes[0])):
                     assert (await client.get(path, headers=headers)).status_code == 401
             assert (await client.get("/health")).status_code == 503  # no worker; needs no key
