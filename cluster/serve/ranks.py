@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +34,10 @@ def ray_dashboard_url() -> str:
     """Returns the URL of the dashboard of this process's Ray; empty if it has none."""
     if not ray.is_initialized():
         return ""
+    handler = signal.getsignal(signal.SIGTERM)
     found = str(ray.init(ignore_reinit_error=True, configure_logging=False).dashboard_url or "")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray has replaced it by one that exits at once
     return found if "://" in found or not found else f"http://{found}"
 
 

@@ -251,7 +251,7 @@ def test_a_service_with_given_keys_shows_them_nowhere(
     template.write_text("{{ messages[0].content | upper }}")
     service = serving(
         *flags,
-        *("--routers", "2", "--chat-template", str(template)),
+        *("--routers", "2", "--dashboard", "--chat-template", str(template)),
         **({"TANDEM_API_KEY": keys[0]} if by_variable else {}),
     )
     assert service.process.stdout is not None
