@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from .text_files import MAX_FILE_BYTES
 
-_MARKS_OF_TEXT: Final = ("{", "}", "\n")
+_MARKS_OF_TEXT: Final = ("{{", "{%", "{#", "\n")
 _TAG: Final = re.compile(r"(\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\})")
 _ESCAPE: Final = re.compile(r"\\([nrt\\])")
 _ESCAPED: Final = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
@@ -17,8 +17,8 @@ _ESCAPED: Final = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 def read_chat_template(given: str) -> str:
     """Returns the text of a chat template. Raises ValueError, which names the setting.
 
-    `given`: the path of a file or, if it has a brace or a line break, the template. In a template
-    of one line, escapes of line breaks and tabs between Jinja's tags are replaced, as in vLLM.
+    `given`: the path of a file or, if it has a tag of Jinja or a line break, the template. In a
+    template of one line, escapes of line breaks and tabs between the tags are replaced, as in vLLM.
     """
     if not any(mark in given for mark in _MARKS_OF_TEXT):
         return _read(Path(given))

@@ -65,6 +65,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     reasons = {
         "absent": "No such file or directory",
+        "{absent}": "No such file or directory",
         "": "Is a directory",
         "empty": "is empty",
         "bytes": "not UTF-8",
