@@ -107,7 +107,8 @@ def test_a_given_key_has_the_rights_of_an_operator() -> None:
         ("api-key-1", "default", True),
         ("api-key-2", "default", True),
     ]
-    assert keys[0].requests_per_minute is keys[0].tokens_per_minute is keys[0].expires is None
+    assert keys[0].requests_per_minute is keys[0].max_streams is None
+    assert keys[0].expires is None
 
 
 HIDE = """
