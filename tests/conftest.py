@@ -45,6 +45,7 @@ SHARING_PATHS: Final = (
     "cluster/test_app.py",
     "cluster/test_counts.py",
     "cluster/test_metrics.py",
+    "cluster/test_ports.py",
     "cluster/test_ranks.py",
     "cluster/test_redeploy.py",
     "cluster/test_runtime.py",

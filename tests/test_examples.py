@@ -142,9 +142,14 @@ def test_example(example: Example, addresses: dict[str, str], model: Path, tmp_p
     command = (
         [sys.executable, "-W", "error", "-c", code]
         if example.language == "python"
-        else ["bash", "-c", code]
+        else ["bash", "--noprofile", "--norc", "-c", code]
     )
-    environment: dict[str, Any] = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    environment: dict[str, Any] = os.environ | {
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+        "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+        "TANDEM_URL": f"grpc://{addresses['127.0.0.1:50051']}",
+    }
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment
     )

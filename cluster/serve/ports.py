@@ -15,6 +15,7 @@ from ...router.api.server.servers import ApiServers
 from ..config import RouterConfig, TandemConfig
 
 _MAX_PORT: Final = 65_535
+_MAX_ATTEMPTS: Final = 20  # to find a free port that no other process claims
 
 
 class PortClaim:
@@ -29,26 +30,48 @@ class PortClaim:
         `shared`: the addresses of the routers that `application` replaces. Raises OSError if the
         port is taken.
         """
-        host, _, port = address.rpartition(":")
-        is_shared = address in shared
-        if not is_shared:
-            with open_socket(host) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-                probe.bind((without_brackets(host), int(port)))
-                address = f"{host}:{probe.getsockname()[1]}"
-        # Until the first process listens, the probe of a second one succeeds. A socket name of the
-        # abstract kind can be bound once, and is free again however the process ends.
-        self._lock = socket.socket(socket.AF_UNIX)
-        try:
-            self._lock.bind(f"\0tandem {application if is_shared else ''} {address}")
-        except OSError:
-            self._lock.close()
-            raise
-        self.address = address
+        if address in shared:
+            self.address = address
+            self._lock = _lock_name(f"{application} {address}")
+            return
+        # Another process may claim the free port between the probe and the lock.
+        num_attempts = 1 if port_of(address) else _MAX_ATTEMPTS
+        for is_last in [False] * (num_attempts - 1) + [True]:
+            self.address = _probe(address)
+            try:
+                self._lock = _lock_name(f" {self.address}")
+                return
+            except OSError:
+                if is_last:
+                    raise
 
     def close(self) -> None:
         """Gives the right back. Idempotent."""
         self._lock.close()
+
+
+def _probe(address: str) -> str:
+    """Returns the address with a port that can be bound. Raises OSError if it is taken."""
+    host, _, port = address.rpartition(":")
+    with open_socket(host) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        probe.bind((without_brackets(host), int(port)))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def _lock_name(name: str) -> socket.socket:
+    """Binds a name that only one process of this machine can have. Raises OSError if it is taken.
+
+    Until the first process listens on a port, the probe of a second one succeeds. A socket name of
+    the abstract kind can be bound once, and is free again however the process ends.
+    """
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        lock.bind(f"\0tandem {name}")
+    except OSError:
+        lock.close()
+        raise
+    return lock
 
 
 def port_of(address: str) -> int:

@@ -1,0 +1,44 @@
+"""Tests the claims of ports."""
+
+import pytest
+
+from tandem.cluster.serve import ports
+from tandem.cluster.serve.ports import PortClaim
+
+
+def test_a_port_has_one_claim() -> None:
+    claim = PortClaim("127.0.0.1:0", "", ())
+    with pytest.raises(OSError, match="in use"):
+        PortClaim(claim.address, "", ())
+    claim.close()
+    PortClaim(claim.address, "", ()).close()
+
+
+def test_a_port_is_shared_with_one_router_of_the_deployment_that_replaces() -> None:
+    claim = PortClaim("127.0.0.1:0", "", ())
+    successor = PortClaim(claim.address, "tandem.2", {claim.address})
+    with pytest.raises(OSError, match="in use"):
+        PortClaim(claim.address, "tandem.2", {claim.address})
+    successor.close()
+    claim.close()
+
+
+def test_a_free_port_that_another_process_claims_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    claim = PortClaim("127.0.0.1:0", "", ())
+    probe = ports._probe
+    found = iter([claim.address, claim.address, probe("127.0.0.1:0")])
+    monkeypatch.setattr(ports, "_probe", lambda _address: next(found))
+    other = PortClaim("127.0.0.1:0", "", ())
+    assert other.address != claim.address
+    other.close()
+    claim.close()
+
+
+def test_a_claim_gives_up_when_no_free_port_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = PortClaim("127.0.0.1:0", "", ())
+    monkeypatch.setattr(ports, "_probe", lambda _address: claim.address)
+    with pytest.raises(OSError, match="in use"):
+        PortClaim("127.0.0.1:0", "", ())
+    claim.close()
