@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from ..host.memory import available_memory
+from ..host.pinned import pinned_memory, unpin
 from ..kv_cache.layout import KvLayout, KvSpan
 from ..kv_cache.store import KvRead, paged_shapes
 from .device import indices, to_device
@@ -116,15 +117,14 @@ class PagedKv:
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         if not shared:
             return host_memory(num_bytes, "kv_cache_gb")
-        if num_bytes > (available := available_memory()):
-            raise ValueError(_misfit("kv_cache_gb", num_bytes, available))
+        _check_available(num_bytes, "kv_cache_gb")
         # The kernel frees an unnamed file with the last process that maps it.
         self.shared_fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.shared_fd)
         try:
             os.posix_fallocate(self.shared_fd, 0, num_bytes)
         except OSError as error:
-            raise ValueError(_misfit("kv_cache_gb", num_bytes, available)) from error
+            raise ValueError(_misfit("kv_cache_gb", num_bytes, available_memory())) from error
         shared_memory: torch.Tensor = torch.frombuffer(
             mmap.mmap(self.shared_fd, num_bytes), dtype=torch.uint8
         )
@@ -212,13 +212,13 @@ class HostBlocks:
     """
 
     def __init__(self, kv: PagedKv, num_blocks: int) -> None:
-        """Raises ValueError if host memory is insufficient."""
+        """Raises ValueError if host memory is insufficient or cannot be pinned."""
         self._kv = kv
         shapes = paged_shapes(
             kv.layout, num_blocks=1, block_size=kv.block_size, tp=kv.tp, rank=kv.rank
         )
         sizes = [math.prod(shape) for shape in shapes]
-        memory = host_memory(num_blocks * sum(sizes), "kv_host_gb", pinned=kv.device.type == "cuda")
+        memory = self._allocate(num_blocks * sum(sizes))
         # Of each group, [num_blocks, bytes].
         parts = torch.split(memory.view(num_blocks, -1), sizes, dim=1)
         # Of each group: in the KV cache [num_layers, 2, num_blocks, ...], in host memory
@@ -227,6 +227,19 @@ class HostBlocks:
             (tensor.view(torch.uint8), part.view(num_blocks, *shape[:2], *shape[3:]))
             for tensor, part, shape in zip(kv.tensors, parts, shapes, strict=True)
         ]
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        """Returns zeros, uint8 [num_bytes], that are freed with this object."""
+        if self._kv.device.type != "cuda":
+            return host_memory(num_bytes, "kv_host_gb")
+        _check_available(num_bytes, "kv_host_gb")
+        try:
+            memory = pinned_memory(num_bytes)
+        except MemoryError as error:
+            raise ValueError(f"kv_host_gb: {error}; lower it") from error
+        # The end of the process unpins by itself, when CUDA may already be gone.
+        weakref.finalize(self, unpin, memory, self._kv.device).atexit = False
+        return memory
 
     def save(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies blocks to host memory, given as (block, host block), in order with the steps."""
@@ -300,15 +313,19 @@ class HostKv:
             raw.transpose(0, 1, 2, 4, 3, 5)[index] = dense
 
 
-def host_memory(num_bytes: int, setting: str, *, pinned: bool = False) -> torch.Tensor:
+def host_memory(num_bytes: int, setting: str) -> torch.Tensor:
     """Returns zeros in host memory, uint8 [num_bytes].
 
     Raises ValueError, which names the setting, if they do not fit. All pages are allocated now:
     insufficient memory must fail here, not under load by the kernel's OOM killer.
     """
+    _check_available(num_bytes, setting)
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def _check_available(num_bytes: int, setting: str) -> None:
     if num_bytes > (available := available_memory()):
         raise ValueError(_misfit(setting, num_bytes, available))
-    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _misfit(setting: str, num_bytes: int, available: int) -> str:

@@ -1,6 +1,7 @@
 """KV cache that comes back from host memory, on real models: the same bytes, the same tokens."""
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,78 @@ def test_host_memory_that_is_not_there_is_refused() -> None:
         ValueError, match=r"kv_host_gb: .* GiB do not fit into the .* GiB that are available"
     ):
         HostBlocks(kv, 1 << 40)
+
+
+class FakeCudart:
+    """Records what is registered, address by address."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.registered: dict[int, int] = {}
+        self.calls: list[str] = []
+        self._error = error
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.calls.append("register")
+        if not self._error:
+            self.registered[address] = num_bytes
+        return self._error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append("unregister")
+        del self.registered[address]
+        return 0
+
+
+@pytest.fixture
+def kv_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCudart], PagedKv]:
+    """A cache in this machine's memory that calls itself a GPU's."""
+
+    def make(cudart: FakeCudart) -> PagedKv:
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+        monkeypatch.setattr(
+            torch.cuda, "synchronize", lambda device: cudart.calls.append("synchronize")
+        )
+        layout = KvLayout(layers=LAYERS, dtype="float32", model="m")
+        kv = PagedKv(layout, num_blocks=8, block_size=4, device=torch.device("cpu"), tp=2, rank=1)
+        kv.device = torch.device("cuda")
+        kv.mark_written = lambda: None  # type: ignore[method-assign]
+        return kv
+
+    return make
+
+
+def test_host_memory_of_a_gpu_is_pinned_to_the_byte(
+    kv_of_a_gpu: Callable[[FakeCudart], PagedKv],
+) -> None:
+    """And unpinned with the blocks, after the copies in progress."""
+    cudart = FakeCudart()
+    kv = kv_of_a_gpu(cudart)
+    block_bytes = sum(tensor.nbytes for tensor in kv.tensors) // 8
+    host = HostBlocks(kv, 5)
+    assert list(cudart.registered.values()) == [5 * block_bytes]
+    assert 5 * block_bytes & (5 * block_bytes - 1)  # no power of two
+    (address,) = cudart.registered
+    assert min(part.data_ptr() for _, part in host._groups) == address
+    for tensor in kv.tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    before = [tensor.clone() for tensor in kv.tensors]
+    host.save([(6, 4)])
+    host.load([(4, 1)])
+    for tensor, old in zip(kv.tensors, before, strict=True):
+        assert torch.equal(tensor[:, :, 1], old[:, :, 6])
+    del host
+    gc.collect()
+    assert cudart.calls == ["register", "synchronize", "unregister"]
+
+
+def test_host_memory_that_cannot_be_pinned_is_refused(
+    kv_of_a_gpu: Callable[[FakeCudart], PagedKv],
+) -> None:
+    cudart = FakeCudart(error=2)
+    with pytest.raises(ValueError, match=r"^kv_host_gb: .* CUDA error 2; lower it$"):
+        HostBlocks(kv_of_a_gpu(cudart), 5)
+    gc.collect()
+    assert cudart.calls == ["register"]
 
 
 def converse(
