@@ -39,6 +39,16 @@ def test_generated_code_runs_with_the_lowest_version_of_protobuf(module: object)
     assert lower_bounds()["protobuf"] >= tuple(map(int, found.groups()))
 
 
+def test_nixl_is_built_for_the_cuda_release_of_torch() -> None:
+    """From 2.11 on, torch on PyPI is built for CUDA 13."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert lower_bounds()["torch"] >= (2, 11)
+    (extra,) = project["optional-dependencies"]["nixl"]
+    assert extra.startswith("nixl-cu13>=")
+    pinned = re.findall(r"^nixl\S*==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned == ["nixl-cu13=="]
+
+
 def test_uvicorn_has_what_connections_override() -> None:
     assert hasattr(HttpToolsProtocol, "_start_asgi_task")
     assert lower_bounds()["uvicorn"] >= (0, 45)  # the first that has it

@@ -44,9 +44,10 @@ class NixlConnector(KvConnector):
     def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
         """Returns True if this rank's memory can be read, which a sender needs.
 
-        Returns None if the library is not installed or the rank is on a GPU.
+        Returns None if the rank is on a GPU, or if the library is not installed or cannot be
+        loaded.
         """
-        if not available() or context.device != "cpu":
+        if context.device != "cpu" or not available():
             return None
         return {"shares": context.kv.shared_fd is not None}
 

@@ -6,6 +6,7 @@ its content was still valid.
 
 import asyncio
 import importlib
+import logging
 import secrets
 import time
 from collections import Counter
@@ -22,7 +23,10 @@ import torch
 
 from .frames import TransportError
 
-_MODULES: Final = ("nixl_cu12", "nixl_cu13")  # the same API, built for two CUDA releases
+logger = logging.getLogger(__name__)
+
+# The same API, built for two CUDA releases; torch's own release is the first.
+_MODULES: Final = ("nixl_cu13", "nixl_cu12")
 _MAX_REGIONS: Final = 1024
 # NIXL has no call that waits for a read. A read within a host is done when it has begun; a read
 # over a network takes longer.
@@ -35,14 +39,22 @@ _Regions = npt.NDArray[np.uint64]  # [num_regions, 3]: address, number of bytes,
 
 
 def available() -> bool:
-    """Returns True if the library is installed."""
-    return any(find_spec(name) for name in _MODULES)
+    """Returns True if the library is installed and can be loaded."""
+    return _bindings() is not None
 
 
 @cache
 def _bindings() -> Any:
-    name = next(name for name in _MODULES if find_spec(name))
-    return importlib.import_module(f"{name}._bindings")
+    """Returns the library, or None if it is not installed or, with a log line, cannot be loaded.
+
+    The first call takes 0.1 s.
+    """
+    for name in filter(find_spec, _MODULES):
+        try:
+            return importlib.import_module(f"{name}._bindings")
+        except ImportError as error:  # such as for CUDA libraries that the machine lacks
+            logger.warning("no KV transport nixl: %s cannot be loaded: %s", name, error)
+    return None
 
 
 class NixlMemory:
@@ -235,6 +247,8 @@ class _Agent:
 
     def __init__(self, *, serves: bool, devices: str) -> None:
         self._nixl = _bindings()
+        if self._nixl is None:
+            raise OSError("NIXL is not installed")
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = serves  # a reader makes progress in its own calls
         config.pthrDelay = _IDLE_MICROSECONDS

@@ -4,6 +4,7 @@ installed, the transport is tested over fake bindings, and the library itself is
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -238,6 +239,35 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "fake":
         monkeypatch.setattr(nixl, "available", lambda: True)
         monkeypatch.setattr(nixl_agent, "_bindings", lambda: fake_nixl)
+
+
+async def test_a_library_that_cannot_be_loaded_is_as_good_as_none_and_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """KV cache moves over gRPC."""
+    package = tmp_path / "unloadable_nixl"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "_bindings.py").write_text("raise ImportError('libcudart.so.13: no such file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(nixl_agent, "_MODULES", ("unloadable_nixl", "absent_nixl"))
+    nixl_agent._bindings.cache_clear()
+    try:
+        transfer = Transfer(layout_of(4), 1, 1, 8, 0, transports=lambda rank: ("nixl",))
+        with caplog.at_level(logging.INFO, "tandem.workers.transfer"):
+            for _ in range(2):
+                assert not nixl_agent.available()
+            (fetched,) = await transfer.run()
+        transfer.check()
+        with pytest.raises(OSError, match="NIXL is not installed"):
+            NixlReader(timeout=1.0)
+    finally:
+        nixl_agent._bindings.cache_clear()
+    assert fetched.transport == "grpc"
+    lines = [record.getMessage() for record in caplog.records if "nixl" in record.getMessage()]
+    assert lines == [
+        "no KV transport nixl: unloadable_nixl cannot be loaded: libcudart.so.13: no such file"
+    ]
 
 
 @pytest.mark.parametrize("source_tp", [1, 2])
