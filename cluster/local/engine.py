@@ -5,7 +5,11 @@ requests.
 """
 
 import asyncio
+import logging
 import math
+import os
+import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
@@ -44,6 +48,11 @@ _UNBOUNDED: Final = 1 << 40
 _LONG_SECONDS: Final = 1e8
 _HEALTH_SECONDS: Final = 1.0
 _FAILED: Final = "the engine has failed; make a new one"
+# By device, the time in which the step of a failed group must end. On CPUs a wait for another rank
+# ends by the deadline of collectives. On GPUs a wait in a captured step has no deadline.
+_STEP_SECONDS: Final = {"cpu": 60.0, "cuda": 5.0}
+
+logger = logging.getLogger(__name__)
 
 
 class LocalEngine:
@@ -86,6 +95,8 @@ class LocalEngine:
             [model], self._dispatcher, admission, adapters=adapters, aliases=config.aliases
         )
         self.max_sequences = worker.info().max_sequences
+        self._has_ranks = config.decode.tp > 1
+        self._step_seconds = _STEP_SECONDS[config.device]
         self._scope = AsyncExitStack()
 
     @classmethod
@@ -210,3 +221,30 @@ class LocalEngine:
                 async with asyncio.timeout(_HEALTH_SECONDS):
                     await self._worker.failed.wait()
         self._dispatcher.stop()
+        if self._has_ranks:
+            # A thread, which `close` does not end.
+            threading.Thread(
+                target=_exit_unless_ended,
+                args=(self._worker, self._step_seconds),
+                name="tandem-exit",
+                daemon=True,
+            ).start()
+
+
+def _exit_unless_ended(worker: Worker, seconds: float) -> None:
+    """Ends this process, as a service does, if the step of a failed engine does not end in time.
+
+    A captured step on a GPU may wait for a lost rank for ever. Nothing in this process can end it
+    or free the memory of the GPU.
+    """
+    if worker.end_engine(seconds):
+        return
+    logger.critical(
+        "the engine has failed, and its step has not ended within %g seconds; this process exits "
+        "with status 1",
+        seconds,
+    )
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)

@@ -108,6 +108,17 @@ class EngineThread:
             raise TimeoutError("the engine's step does not end")
         self._thread.join()
 
+    def end(self, timeout: float) -> bool:
+        """Ends the thread after its current step; returns False if that takes too long.
+
+        Blocks the calling thread, which is not the event loop's.
+        """
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
     def _run(self, emit: Callable[[list[Event]], object]) -> None:
         try:
             while self._take_commands():

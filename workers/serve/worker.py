@@ -267,6 +267,13 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             await self._coordinator.close()
             await self._kv.close()
 
+    def end_engine(self, timeout: float) -> bool:
+        """Ends the engine's thread; returns False if its current step does not end in time.
+
+        Blocks the calling thread, which is not the event loop's.
+        """
+        return self._thread.end(timeout)
+
     def check_health(self) -> None:
         """Raises RuntimeError if the engine has failed, hangs or has computed NaN for its canary.
 

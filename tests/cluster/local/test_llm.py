@@ -480,6 +480,46 @@ def test_a_lost_rank_ends_the_call_and_says_so(folder: Path, llm: LLM) -> None:
             split.generate("dog", GREEDY)
 
 
+HANGING = """
+import threading
+
+import psutil
+from tandem import LLM, SamplingParams
+from tandem.cluster.local import engine
+from tandem.proto.errors import InternalError
+from tandem.workers.tp.process_group import TpExecutor
+
+engine._STEP_SECONDS["cpu"] = 1.0
+launch, num_steps = TpExecutor.launch, 0
+
+def launch_or_hang(self, plan, on_layers=None):
+    '''The fifth step waits for ever for a rank that has died, as a captured one does.'''
+    global num_steps
+    num_steps += bool(plan.sequences)
+    if num_steps == 5:
+        for rank in psutil.Process().children():
+            rank.kill()
+        threading.Event().wait()
+    return launch(self, plan, on_layers)
+
+TpExecutor.launch = launch_or_hang
+with LLM({folder!r}, dtype="float32", kv_cache_gb=0.02, tensor_parallel_size=2) as llm:
+    try:
+        llm.generate("dog", SamplingParams(max_tokens=100, ignore_eos=True))
+    except InternalError as error:
+        print(error)
+print("closed")
+"""
+
+
+def test_a_process_whose_step_waits_for_a_lost_rank_for_ever_exits(folder: Path) -> None:
+    """After the call has failed, and before `close` gives up."""
+    code = HANGING.format(folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (1, "the engine has failed; make a new one\n")
+    assert "has not ended within 1 seconds; this process exits with status 1" in done.stderr
+
+
 PORTS = """
 import psutil
 from tandem import LLM, SamplingParams
