@@ -104,7 +104,7 @@ def make_tiny_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
-    config = _config(family, tokenizer, config_overrides)
+    config = tiny_config(family, tokenizer, config_overrides)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     randomise(model, seed)
     model.to(getattr(torch, dtype))
@@ -115,9 +115,10 @@ def make_tiny_model(
     return folder
 
 
-def _config(
+def tiny_config(
     family: str, tokenizer: PreTrainedTokenizerBase, overrides: dict[str, Any]
 ) -> PretrainedConfig:
+    """Returns the config of a tiny model of one of FAMILIES."""
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     values = SIZES | special | {"tie_word_embeddings": False}
     if family in ("qwen2", "cohere2", "phi3"):

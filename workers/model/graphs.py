@@ -35,7 +35,8 @@ def cuda_capture() -> Capture:
         # Triton compiles and cuBLAS allocates its workspace now; neither is allowed in a capture.
         launch()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # If a capture fails, torch.cuda.graph leaves its stream current; the outer block does not.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
             result = launch()
         return graph.replay, result
 

@@ -56,6 +56,9 @@ class Parameter:
 class Module:
     """Holds parameters and other modules as attributes or in lists."""
 
+    waits_for_device = False
+    """True if computing on a GPU waits for a result, so that no CUDA graph can be captured."""
+
     def modules(self) -> Iterator["Module"]:
         """Yields all modules below this one in the order of attributes, then this one."""
         for value in list(vars(self).values()):

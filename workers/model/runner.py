@@ -5,6 +5,7 @@ adapters, drafts, sampled rows.
 """
 
 import itertools
+import logging
 import math
 from array import array
 from collections.abc import Callable, Collection, Sequence
@@ -45,6 +46,8 @@ from .sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from .graphs import Capture, DecodeGraphs
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner(Executor):
@@ -225,9 +228,10 @@ class ModelRunner(Executor):
     def warmup(self) -> None:
         """Runs typical steps, so that the first request does not pay for one-time initialization.
 
-        Captures graphs on a GPU. The largest step there is a full chunk, because kernels are
-        compiled, and libraries and the allocator take memory, by the size of the step. Overwrites
-        the KV cache: call it before the first plan.
+        Captures graphs on a GPU; if that fails, logs why, and steps run without them. The largest
+        step there is a full chunk, because kernels are compiled, and libraries and the allocator
+        take memory, by the size of the step. Overwrites the KV cache: call it before the first
+        plan.
         """
         capacity = self.kv.num_blocks * self.kv.block_size
         size = default_chunk_tokens("cuda") if self.launches_ahead else min(self.kv.block_size, 16)
@@ -242,10 +246,18 @@ class ModelRunner(Executor):
             self.execute(_warmup_plan(self.kv.block_size, size, sampling))
             self.execute(_warmup_plan(self.kv.block_size, 1, sampling))
         self.execute(StepPlan(sequences=(), dropped=(-1,)))
-        if self.launches_ahead and self._model.can_capture and kernels.on_gpu(self.kv.layers[0][0]):
+        waits = any(module.waits_for_device for module in self._model.modules())
+        if self.launches_ahead and not waits and kernels.on_gpu(self.kv.layers[0][0]):
             from .graphs import BATCHES, cuda_capture
 
-            self.capture_graphs(cuda_capture(), BATCHES)
+            try:
+                self.capture_graphs(cuda_capture(), BATCHES)
+            except RuntimeError as error:
+                # The code of transformers and of plugins may wait for the device or copy from
+                # pageable memory, which a capture forbids. All ranks run the same code, so they
+                # fail alike.
+                reason = str(error).partition("\n")[0]
+                logger.warning("CUDA graphs are off and steps run eagerly: %s", reason)
 
     @torch.inference_mode()
     def capture_graphs(self, capture: "Capture", batches: Sequence[int]) -> None:

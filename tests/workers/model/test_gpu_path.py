@@ -30,6 +30,7 @@ from tandem.workers.engine.plan import (
 from tandem.workers.model import graphs, kernels
 from tandem.workers.model.attention import triton_backend
 from tandem.workers.model.kernels.triton import elementwise as gpu
+from tandem.workers.model.runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests/gpu does it on the GPU itself"
@@ -99,6 +100,35 @@ def test_a_step_without_room_in_the_graph_runs_without(
     runner = load(folder)
     runner.capture_graphs(record, (1,))
     assert Driver(runner).generate(1, prompt(30), 4) == expected
+
+
+def test_a_failed_capture_leaves_eager_steps(
+    tmp_path: Path,
+    on_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in code that waits for the device: the start goes on with one warning."""
+    folder = make_tiny_model(tmp_path, **ONE_LAYER)
+    expected = Driver(load(folder)).generate(1, prompt(30), 4)
+    captured = []
+
+    def fail(launch: graphs.Launch) -> tuple[Callable[[], object], torch.Tensor]:
+        if len(captured) == 2:
+            raise RuntimeError("CUDA error: operation not permitted\nCompile with ...")
+        captured.append(launch())
+        return (lambda: None), captured[-1]
+
+    monkeypatch.setattr(ModelRunner, "launches_ahead", property(lambda _: True))
+    monkeypatch.setattr(graphs, "cuda_capture", lambda: fail)
+    monkeypatch.setattr(graphs, "BATCHES", (1, 2, 4))
+    runner = load(folder, num_blocks=8)
+    runner.warmup()
+    (line,) = caplog.messages
+    assert line == "CUDA graphs are off and steps run eagerly: CUDA error: operation not permitted"
+    assert Driver(runner).generate(1, prompt(30), 4) == expected
+    assert len(captured) == 2
+    assert runner.num_graph_replays() == 0
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from ..module import Module, Parameter, WeightSlice
+from ..quant.base import LinearMethod
 from ..quant.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
 from ..quant.unquantized import UnquantizedLinearMethod
 from .linear import BuildOptions
@@ -36,7 +37,7 @@ class StackedMap(Module):
         outputs, inputs = sizes
         kept_outputs, kept_inputs = kept
         self._build = build
-        self.maps: list[UnquantizedLinearMethod] = []  # by expert, after loading
+        self.maps: list[LinearMethod] = []  # by expert, after loading
         self.weight: Parameter | None = None  # [num_experts, inputs, outputs]
         self.blocks: Parameter | None = None  # [num_experts, outputs, blocks of inputs, bytes]
         self.scales: Parameter | None = None  # [num_experts, outputs, blocks of inputs]

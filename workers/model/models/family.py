@@ -5,7 +5,7 @@ The tree computes a flat batch of tokens.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,6 @@ from ..module import Module
 class CausalLM(Module, ABC):
     """Computes a decoder-only model; parameters are on `meta` until the loader fills them."""
 
-    can_capture: ClassVar[bool] = True
-    """True if the launched GPU kernels depend only on the number of tokens (CUDA graphs)."""
     lora: LoraStep | None = None
     """The layers that adapters may change; None if the model supports no adapters."""
 

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from ..config import ExpertsConfig, Fields, ModelConfig
-from ..layers.experts import RoutedExperts
+from ..layers.experts import ExpertMaps, RoutedExperts
 from ..layers.linear import BuildOptions
 from ..layers.stacked import StackedMap, inputs_together
 from ..module import Parameter, WeightSlice
@@ -62,11 +62,13 @@ class GptOssExperts(RoutedExperts):
             f"{name}.down_proj", sizes=(hidden, size), kept=(every, inputs), bias=tp.rank == 0
         )
 
-    def compute(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self.gate_up.maps[number].apply(x)
+    def maps(self) -> ExpertMaps:
+        return self.gate_up.maps, self.down.maps
+
+    def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate = gate_up[:, ::2].clamp(max=_LIMIT)
         up = gate_up[:, 1::2].clamp(-_LIMIT, _LIMIT)
-        return self.down.maps[number].apply((up + 1) * gate * torch.sigmoid(gate * _ALPHA))
+        return (up + 1) * gate * torch.sigmoid(gate * _ALPHA)
 
 
 class GptOssDecoderLayer(LlamaDecoderLayer):
@@ -86,7 +88,6 @@ class GptOssForCausalLM(LlamaForCausalLM):
     """Uses gpt-oss's layers in Llama's tree."""
 
     layer_type = GptOssDecoderLayer
-    can_capture = False
 
 
 def parse_gpt_oss_config(fields: Fields) -> ModelConfig:

@@ -53,14 +53,12 @@ class MixtralForCausalLM(LlamaForCausalLM):
     """Uses Mixtral's layers in Llama's tree."""
 
     layer_type = MixtralDecoderLayer
-    can_capture = False
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):
     """Uses Qwen3-MoE's layers in Llama's tree."""
 
     layer_type = Qwen3MoeDecoderLayer
-    can_capture = False
 
 
 def parse_mixtral_config(fields: Fields) -> ModelConfig:

@@ -125,6 +125,13 @@ class LinearMethod(Module, ABC):
         """
         return ""
 
+    def plain_form(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Returns the loaded weight [outputs, inputs] and bias [outputs] in the model's dtype.
+
+        Returns None if the method keeps the weight in another form.
+        """
+        return None
+
     @abstractmethod
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Maps x [num_tokens, inputs] to [num_tokens, outputs], adding the bias and `residual`.

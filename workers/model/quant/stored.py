@@ -124,6 +124,9 @@ class StoredLinearMethod(LinearMethod):
         self._stored = None
         self.bias = None
 
+    def plain_form(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        return self._method.plain_form()
+
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return self._method.apply(x, residual)
 

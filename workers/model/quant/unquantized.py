@@ -82,6 +82,10 @@ class UnquantizedLinearMethod(PlainLinearMethod):
         if self._matrix is not weight:
             del self.weight
 
+    def plain_form(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        is_packed = self._uses_kernel or self._uses_onednn or self.fuses_gate
+        return None if is_packed else (self._matrix, self._bias)
+
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if self.fuses_gate:  # then there is neither bias nor residual
             return cpu.apart(cpu.linear(x, self._matrix, self._num_outputs))

@@ -1,0 +1,335 @@
+"""Launches steps of every family and format on a fake GPU: no host sync, no tensor elsewhere."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+from transformers import AutoModelForCausalLM
+
+from tandem.tests.tiny import FAMILIES, ROUTED, tiny_config
+from tandem.tests.tiny_tokenizer import make_tokenizer
+from tandem.tests.workers.model.fake_cuda import HostSync, Watch, WrongDevice, fake_cuda, real
+from tandem.tests.workers.model.helpers import GREEDY, Driver, prompt
+from tandem.tests.workers.spans import span
+from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.model import adapter, graphs
+from tandem.workers.model.adapter import AdapterTable, random_adapter
+from tandem.workers.model.config import Fields, ModelConfig
+from tandem.workers.model.kernels.triton.elementwise import rms_norm
+from tandem.workers.model.kv_store import HostBlocks, PagedKv
+from tandem.workers.model.layers.linear import RowParallelLinear
+from tandem.workers.model.loader import build_model, load_weights
+from tandem.workers.model.registry import MODELS, parse_model_config
+from tandem.workers.model.runner import ModelRunner
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/gpu launches the same steps on the GPU itself"
+)
+
+CUDA: Final = torch.device("cuda")
+
+SAMPLING: Final = {
+    "greedy": GREEDY,
+    "temperature": SamplingParams(temperature=0.7),
+    "filters": SamplingParams(top_k=9, top_p=0.8, min_p=0.1, seed=1),
+    "typical": SamplingParams(typical_p=0.9),
+    "penalties": SamplingParams(
+        repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2
+    ),
+    "bias": SamplingParams(
+        logit_bias=((3, 2.0),), bad_words=((4,), (5, 6)), stop_ids=(1,), min_length=35
+    ),
+    "logprobs": SamplingParams(logprobs=3, prompt_logprobs=2),
+    "pooling": SamplingParams(temperature=0.0, pooling="mean"),
+}
+
+_INTEGERS = {"num_bits": 8, "type": "int", "symmetric": True}
+_ACTIVATIONS = {"strategy": "token", "dynamic": True, "symmetric": True, "num_bits": 8}
+
+
+def compressed(form: str, weights: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Returns the quantization_config of a checkpoint of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": weights, **options}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+FORMATS: Final[dict[str, dict[str, Any]]] = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True},
+    "act_order": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 16,
+        "desc_act": True,
+        "sym": True,
+    },
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 16,
+        "zero_point": True,
+        "version": "gemm",
+    },
+    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"},
+    "fp8_blocks": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [16, 16],
+        "activation_scheme": "dynamic",
+    },
+    "fbgemm_fp8": {"quant_method": "fbgemm_fp8"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "int_quantized": compressed(
+        "int-quantized",
+        {**_INTEGERS, "strategy": "channel", "dynamic": False},
+        input_activations={**_ACTIVATIONS, "type": "int"},
+    ),
+    "float_quantized": compressed(
+        "float-quantized",
+        {**_INTEGERS, "type": "float", "strategy": "channel", "dynamic": False},
+        input_activations={**_ACTIVATIONS, "type": "float"},
+    ),
+    "pack_quantized": compressed(
+        "pack-quantized",
+        {**_INTEGERS, "num_bits": 4, "strategy": "group", "group_size": 16, "dynamic": False},
+    ),
+}
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    with fake_cuda() as found:
+        yield found
+
+
+def config_of(family: str, **overrides: Any) -> ModelConfig:
+    """Parses the config.json of a tiny model."""
+    config = tiny_config(family, make_tokenizer(), {})
+    values = json.loads(config.to_json_string())
+    architecture = AutoModelForCausalLM._model_mapping[type(config)].__name__
+    return parse_model_config(
+        Fields("config.json", values | {"architectures": [architecture]} | overrides)
+    )
+
+
+def load(
+    watch: Watch, config: ModelConfig, *, batch_invariant: bool = False, num_host_blocks: int = 0
+) -> ModelRunner:
+    """Builds a runner in bfloat16 without numbers."""
+    build = real(build_model)
+    with watch.loading():
+        model = build(config, torch.bfloat16, batch_invariant=batch_invariant)
+        load_weights(model, lambda part, target: None, CUDA)
+        layout = KvLayout(layers=config.layers, dtype="bfloat16", model="")
+        kv = PagedKv(layout, num_blocks=128, block_size=16, device=CUDA)
+        adapters = AdapterTable(
+            model.lora, dtype=torch.bfloat16, device=CUDA, batch_invariant=batch_invariant
+        )
+        host = HostBlocks(kv, num_host_blocks) if num_host_blocks else None
+        return ModelRunner(
+            config, model, kv, adapters=adapters, host=host, batch_invariant=batch_invariant
+        )
+
+
+def record(launch: graphs.Launch) -> tuple[Callable[[], object], torch.Tensor]:
+    """Stands for a capture; a replay computes nothing."""
+    return (lambda: None), launch()
+
+
+def launch(driver: Driver, *steps: SequenceStep, **fields: Any) -> None:
+    """Launches a plan, and does not collect its results: they have no numbers."""
+    plan = StepPlan(sequences=steps, **({"dropped": ()} | fields))
+    driver.runner.launch(plan)
+
+
+def run_steps(runner: ModelRunner, *kinds: SamplingParams, **fields: Any) -> None:
+    """Launches chunks, decodes beside a chunk, decodes alone, drafts, copies and the end."""
+    driver = Driver(runner)
+    ids = range(len(kinds))
+    launch(driver, driver.step(100, prompt(40), 0, num_samples=0))
+    launch(driver, *(driver.step(each, prompt(20), 0, kinds[each], **fields) for each in ids))
+    mixed = [driver.step(each, [PENDING_TOKEN], 20) for each in ids]
+    launch(driver, driver.step(100, prompt(9), 40), *mixed)
+    for start in (21, 22):
+        launch(driver, *(driver.step(each, [PENDING_TOKEN], start) for each in ids))
+    drafts = [driver.step(each, [5, 6, 7], 23, num_samples=3, num_draft=2) for each in ids]
+    if not any(kind.pooling for kind in kinds):
+        launch(driver, *drafts, driver.step(100, [7], 49))
+    launch(driver, copies=((1, 2), (3, 4)))
+    launch(driver, dropped=(*ids, 100))
+
+
+def test_every_architecture_has_a_family_here() -> None:
+    assert {config_of(family).architecture for family in FAMILIES} == set(MODELS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(watch: Watch, family: str) -> None:
+    """Eager and captured steps with all kinds of sampling at once."""
+    runner = load(watch, config_of(family))
+    assert not any(module.waits_for_device for module in runner._model.modules())
+    kinds = [kind for kind in SAMPLING.values() if not kind.pooling]
+    run_steps(runner, *kinds)
+    runner.capture_graphs(record, (8, 2))
+    run_steps(runner, *kinds)
+    assert runner.num_graph_replays() == 2
+    assert {"_decode_kernel", "_chunk_kernel", "_store_kv_kernel"} <= watch.launched
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_sampling(watch: Watch, sampling: str) -> None:
+    """Each kind alone, because a batch of equal kinds takes other ways through the sampler."""
+    runner = load(watch, config_of("llama"))
+    run_steps(runner, SAMPLING[sampling])
+    run_steps(runner, *[SAMPLING[sampling]] * 3)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_checkpoint_formats(watch: Watch, form: str) -> None:
+    runner = load(watch, config_of("llama", quantization_config=FORMATS[form]))
+    run_steps(runner, GREEDY, GREEDY)
+
+
+def test_experts_in_checkpoint_formats(watch: Watch) -> None:
+    for family, form in (("mixtral", FORMATS["gptq"]), ("gpt_oss", {"quant_method": "mxfp4"})):
+        sizes = {"intermediate_size": 96}
+        runner = load(watch, config_of(family, quantization_config=form, **sizes))
+        assert not any(module.waits_for_device for module in runner._model.modules())
+        run_steps(runner, GREEDY)
+
+
+def test_batch_invariant_steps(watch: Watch) -> None:
+    runner = load(watch, config_of("llama"), batch_invariant=True)
+    runner.capture_graphs(record, (2,))
+    run_steps(runner, GREEDY, SAMPLING["filters"])
+    assert runner.num_graph_replays() == 2
+    assert "_linear_kernel" in watch.launched
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_batch_invariant_experts_wait(watch: Watch, family: str) -> None:
+    """They are multiplied one by one, and no capture is tried."""
+    runner = load(watch, config_of(family), batch_invariant=True)
+    assert any(module.waits_for_device for module in runner._model.modules())
+    with pytest.raises(HostSync):
+        run_steps(runner, GREEDY)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+def test_adapters(watch: Watch, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with an adapter beside rows without, adjacent and not."""
+    config = config_of(family)
+    monkeypatch.setattr(adapter, "_read_factors", real(adapter._read_factors))
+    runner = load(watch, config)
+    assert runner._model.lora is not None
+    folder = real(random_adapter)(config, 4)
+    with watch.loading():
+        for number in (1, 2):
+            runner.adapters.load(number, folder)
+    run_steps(runner, GREEDY, SAMPLING["filters"], adapter=1)
+    driver = Driver(runner)
+    for start in (0, 20):
+        ids = [PENDING_TOKEN] if start else prompt(20)
+        which = (1, 0, 1, 2)
+        steps = [driver.step(each, ids, start, adapter=which[each]) for each in range(4)]
+        launch(driver, *steps)
+    launch(driver, dropped=tuple(range(4)), unloaded=(1, 2))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_host_tier(watch: Watch, family: str) -> None:
+    runner = load(watch, config_of(family), num_host_blocks=8)
+    driver = Driver(runner)
+    launch(driver, driver.step(1, prompt(40), 0))
+    launch(driver, saved=((driver.tables[1][0], 3), (driver.tables[1][1], 4)))
+    launch(driver, driver.step(1, [PENDING_TOKEN], 40), loaded=((3, driver.free[0]),))
+
+
+def test_transfers(watch: Watch) -> None:
+    """A read waits for its own copy alone; a write waits for nothing."""
+    kv = load(watch, config_of("llama")).kv
+    part = span(kv, 3, 30)
+    data = kv.read([5, 2, 9], part)
+    kv.write([1, 4, 8], part, data)
+
+
+class Fault:
+    """Faults that a layer may have; each takes the layer's input [num_tokens, hidden]."""
+
+    @staticmethod
+    def tolist(x: torch.Tensor) -> None:
+        x.tolist()
+
+    @staticmethod
+    def item(x: torch.Tensor) -> None:
+        x[0, 0].item()
+
+    @staticmethod
+    def branch(x: torch.Tensor) -> None:
+        assert x.sum() >= 0
+
+    @staticmethod
+    def nonzero(x: torch.Tensor) -> None:
+        torch.where(x > 0)
+
+    @staticmethod
+    def mask(x: torch.Tensor) -> None:
+        x[x > 0]
+
+    @staticmethod
+    def cpu(x: torch.Tensor) -> None:
+        x.cpu()
+
+    @staticmethod
+    def blocking(x: torch.Tensor) -> None:
+        torch.zeros(3).pin_memory().to(x.device)
+
+    @staticmethod
+    def not_pinned(x: torch.Tensor) -> None:
+        torch.zeros(3).to(x.device, non_blocking=True)
+
+    @staticmethod
+    def host_index(x: torch.Tensor) -> None:
+        x[torch.tensor([0])]
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, fault: Callable[[torch.Tensor], object]) -> None:
+    """Makes every row-parallel layer do `fault` to its input first."""
+    multiply = RowParallelLinear.__call__
+
+    def call(layer: RowParallelLinear, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        fault(x)
+        return multiply(layer, x, *rest)
+
+    monkeypatch.setattr(RowParallelLinear, "__call__", call)
+
+
+@pytest.mark.parametrize("fault", [name for name in vars(Fault) if not name.startswith("_")])
+def test_a_host_sync_in_a_layer_is_caught(
+    watch: Watch, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(watch, config_of("llama"))
+    damage(monkeypatch, getattr(Fault, fault))
+    with pytest.raises(HostSync):
+        run_steps(runner, GREEDY)
+
+
+def test_a_tensor_that_stays_in_host_memory_is_caught(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an operand of torch's operations and of a Triton kernel."""
+    runner = load(watch, config_of("llama"))
+    damage(monkeypatch, lambda x: x + torch.zeros(x.shape))
+    with pytest.raises(FakeTensorDeviceMismatchError):
+        run_steps(runner, GREEDY)
+    damage(monkeypatch, lambda x: rms_norm(x, torch.zeros(x.shape[1]), 1e-5))
+    with pytest.raises(WrongDevice):
+        run_steps(runner, GREEDY)
