@@ -59,11 +59,11 @@ class WrongDevice(AssertionError):
     """A Triton kernel would read host memory."""
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises HostSync at operations that would wait; within `loading`, copies may wait."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.launched: set[str] = set()  # names of Triton kernels
         self._is_loading = False
         self._pinned: set[int] = set()  # addresses of the storages of pinned tensors
@@ -297,4 +297,4 @@ def _is_non_blocking(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 def _storage(tensor: torch.Tensor) -> int:
     """Returns a number that views of the same memory share."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -114,7 +114,8 @@ def config_of(family: str, **overrides: Any) -> ModelConfig:
     """Parses the config.json of a tiny model."""
     config = tiny_config(family, make_tokenizer(), {})
     values = json.loads(config.to_json_string())
-    architecture = AutoModelForCausalLM._model_mapping[type(config)].__name__
+    model_type: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    architecture = model_type.__name__
     return parse_model_config(
         Fields("config.json", values | {"architectures": [architecture]} | overrides)
     )

@@ -111,7 +111,7 @@ def test_a_failed_capture_leaves_eager_steps(
     """As in code that waits for the device: the start goes on with one warning."""
     folder = make_tiny_model(tmp_path, **ONE_LAYER)
     expected = Driver(load(folder)).generate(1, prompt(30), 4)
-    captured = []
+    captured: list[torch.Tensor] = []
 
     def fail(launch: graphs.Launch) -> tuple[Callable[[], object], torch.Tensor]:
         if len(captured) == 2:
