@@ -31,8 +31,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import KernelInterface
 
-from tandem.workers.model.quant.stored import StoredLinearMethod
-
 aten = torch.ops.aten
 
 CAPABILITY: Final = (9, 0)
@@ -140,9 +138,6 @@ def fake_cuda() -> Iterator[Watch]:
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
         properties = SimpleNamespace(multi_processor_count=132)
         patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-        # Reads numbers of tensors that it makes itself, to choose a kernel of CPUs.
-        kernel_group = StoredLinearMethod._kernel_group
-        patch.setattr(StoredLinearMethod, "_kernel_group", real(kernel_group))
         with FakeTensorMode(allow_non_fake_inputs=True), watch:
             yield watch
 

@@ -127,7 +127,7 @@ def load(
     """Builds a runner in bfloat16 without numbers."""
     build = real(build_model)
     with watch.loading():
-        model = build(config, torch.bfloat16, batch_invariant=batch_invariant)
+        model = build(config, torch.bfloat16, batch_invariant=batch_invariant, device_type="cuda")
         load_weights(model, lambda part, target: None, CUDA)
         layout = KvLayout(layers=config.layers, dtype="bfloat16", model="")
         kv = PagedKv(layout, num_blocks=128, block_size=16, device=CUDA)
