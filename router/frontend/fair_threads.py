@@ -105,6 +105,9 @@ class FairThreads:
         finally:
             with self._lock:
                 self._queue.remove(task)
+            # An error refers to this frame. If the frame referred to the error, the text of a
+            # refused request would stay in memory until the cycle is collected, for minutes.
+            del task, result
 
     def _push(self, task: _Task) -> None:
         """Puts a task into the queue, and starts a thread if one is free. Raises Overloaded."""
@@ -135,6 +138,7 @@ class FairThreads:
             seconds = self._clock() - began
             self._end(task, seconds)
             finish()
+            del task, finish  # an error refers to this frame; see `run`
             if seconds >= _REST_FROM_SECONDS:
                 self._sleep(min(seconds, _MAX_REST_SECONDS))
 
@@ -176,21 +180,33 @@ class _FreedMemory:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._timer: threading.Timer | None = None
+        self._is_waiting = False  # a timer runs
+        self._has_more = False  # work has ended since that timer was started
 
     def release_later(self) -> None:
-        """Returns memory in some seconds, when the results are freed. Idempotent until then."""
-        with self._lock:
-            if self._timer is None:
-                self._timer = threading.Timer(_RETURN_SECONDS, self._trim)
-                self._timer.daemon = True
-                self._timer.start()
+        """Returns memory some seconds after the last work, when its results are freed.
 
-    def _trim(self) -> None:
+        While work goes on, memory is returned at this interval as well.
+        """
         with self._lock:
-            self._timer = None
+            self._has_more = True
+            if not self._is_waiting:
+                self._start_timer()
+
+    def _start_timer(self) -> None:
+        self._is_waiting = True
+        self._has_more = False
+        timer = threading.Timer(_RETURN_SECONDS, self._release)
+        timer.daemon = True
+        timer.start()
+
+    def _release(self) -> None:
         with suppress(AttributeError):  # another libc than glibc
             ctypes.CDLL(None).malloc_trim(0)  # without the interpreter's lock
+        with self._lock:
+            self._is_waiting = False
+            if self._has_more:
+                self._start_timer()
 
 
 _FREED: Final = _FreedMemory()
