@@ -351,6 +351,10 @@ async def _abort(
     ]
     if error.retry_after is not None:
         metadata.append((PUSHBACK_KEY, str(round(error.retry_after * 1_000))))
+    # grpc keeps the error in a cycle with frames of its own. With its traceback, the message of
+    # each refused call would stay in memory until a full garbage collection.
+    error.with_traceback(None)
+    error.__context__ = None
     await context.abort(code, error.message, tuple(metadata))
 
 

@@ -1,9 +1,11 @@
 """Tests the cost of parsing large messages, and the callers that have to wait for it."""
 
 import asyncio
+import gc
 import json
 import sys
 import threading
+import types
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -140,6 +142,32 @@ def test_the_scan_accepts_the_same_messages_as_the_parser(data: bytes) -> None:
 
 def crowd(inner: str) -> str:
     return f"[{','.join([inner] * (SIZE // (len(inner) + 1) - 100))}]"
+
+
+async def test_refused_messages_do_not_wait_for_the_garbage_collector(service: Service) -> None:
+    """Errors refer to frames, and these to 4 MiB; full collections are rare."""
+    data = CROWDED[0][1]
+    async with grpc.aio.insecure_channel(service.grpc) as channel:
+        tokenize: Any = channel.unary_unary("/tandem.v1.Inference/Tokenize")
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            calls = [tokenize(data, timeout=WAIT) for _ in range(8)]
+            codes = [await call.code() for call in calls]
+            gc.collect()
+            kept = sum(
+                sys.getsizeof(value)
+                for each in gc.garbage
+                if isinstance(each, types.FrameType)
+                for value in each.f_locals.values()
+            )
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert set(codes) == {grpc.StatusCode.INVALID_ARGUMENT}
+    assert kept < SIZE
 
 
 @pytest.mark.parametrize("inner", ["{}", "[]", '""', "1", '{"a":1}'])
