@@ -72,7 +72,7 @@ clean:  ## remove caches and build output; .venv and fetched models stay
 # mypy wants a folder called tandem: .venv/typing/tandem is the repository under that name.
 .venv/.installed: pyproject.toml constraints.txt
 	@python=; \
-	for candidate in $${PYTHON:-python3.11 python3.12 python3.13 python3}; do \
+	for candidate in $${PYTHON:-$$(readlink -e .venv/bin/python || true) python3.11 python3.12 python3.13 python3}; do \
 	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    python=$$candidate; break; \
 	  fi; \
@@ -82,6 +82,7 @@ clean:  ## remove caches and build output; .venv and fetched models stay
 	  exit 1; \
 	fi; \
 	echo "installing into .venv with $$python (minutes at the first time)"; \
+	if [ -x .venv/bin/python ] && [ "$$(.venv/bin/python -V)" != "$$("$$python" -V)" ]; then rm -rf .venv; fi; \
 	"$$python" -m venv .venv
 	@$(BIN)/python -m pip -qq install --constraint constraints.txt --editable '.[dev]'
 	@mkdir -p .venv/typing && ln -sfn ../.. .venv/typing/tandem

@@ -8,6 +8,9 @@ from pydantic import AfterValidator, Field
 
 from .text_files import MAX_FILE_BYTES
 
+_MAX_NAME: Final = 200
+"""Characters of a path in an error: a template may be given in its place."""
+
 _MARKS_OF_TEXT: Final = ("{{", "{%", "{#", "\n")
 _TAG: Final = re.compile(r"(\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\})")
 _ESCAPE: Final = re.compile(r"\\([nrt\\])")
@@ -36,16 +39,19 @@ ChatTemplate = Annotated[
 
 
 def _read(path: Path) -> str:
+    name = str(path)[:_MAX_NAME]
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         text = data.decode()
     except OSError as error:
-        raise ValueError(f"chat_template: {path}: {error.strerror}") from None
+        raise ValueError(f"chat_template: {name}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"chat_template: {path}: not UTF-8") from None
+        raise ValueError(f"chat_template: {name}: not UTF-8") from None
+    except ValueError:  # NUL, or a surrogate
+        raise ValueError("chat_template: the path has characters that no path can have") from None
     if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"chat_template: {path}: must have at most {MAX_FILE_BYTES} bytes")
+        raise ValueError(f"chat_template: {name}: must have at most {MAX_FILE_BYTES} bytes")
     if not text.strip():
-        raise ValueError(f"chat_template: {path}: is empty")
+        raise ValueError(f"chat_template: {name}: is empty")
     return text

@@ -43,6 +43,7 @@ SHARING_PATHS: Final = (
     "cluster/scaling/test_policy.py",
     "cluster/store",
     "cluster/test_app.py",
+    "cluster/test_chat_template.py",
     "cluster/test_counts.py",
     "cluster/test_metrics.py",
     "cluster/test_ports.py",

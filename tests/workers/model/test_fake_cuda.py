@@ -16,7 +16,7 @@ from tandem.tests.workers.model.helpers import GREEDY, Driver, prompt
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.kv_cache.layout import KvLayout
-from tandem.workers.model import adapter, graphs
+from tandem.workers.model import adapter, graphs, kv_store
 from tandem.workers.model.adapter import AdapterTable, random_adapter
 from tandem.workers.model.config import Fields, ModelConfig
 from tandem.workers.model.kernels.triton.elementwise import rms_norm
@@ -245,8 +245,14 @@ def test_adapters(watch: Watch, family: str, monkeypatch: pytest.MonkeyPatch) ->
     launch(driver, dropped=tuple(range(4)), unloaded=(1, 2))
 
 
+def _pinned(num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_host_tier(watch: Watch, family: str) -> None:
+def test_host_tier(watch: Watch, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "pinned_memory", _pinned)  # CUDA's own call needs a GPU
+    monkeypatch.setattr(kv_store, "unpin", lambda _memory, _device: None)
     runner = load(watch, config_of(family), num_host_blocks=8)
     driver = Driver(runner)
     launch(driver, driver.step(1, prompt(40), 0))
