@@ -180,33 +180,21 @@ class _FreedMemory:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._is_waiting = False  # a timer runs
-        self._has_more = False  # work has ended since that timer was started
+        self._timer: threading.Timer | None = None
 
     def release_later(self) -> None:
-        """Returns memory some seconds after the last work, when its results are freed.
-
-        While work goes on, memory is returned at this interval as well.
-        """
+        """Returns memory in some seconds, when the results are freed. Idempotent until then."""
         with self._lock:
-            self._has_more = True
-            if not self._is_waiting:
-                self._start_timer()
+            if self._timer is None:
+                self._timer = threading.Timer(_RETURN_SECONDS, self._trim)
+                self._timer.daemon = True
+                self._timer.start()
 
-    def _start_timer(self) -> None:
-        self._is_waiting = True
-        self._has_more = False
-        timer = threading.Timer(_RETURN_SECONDS, self._release)
-        timer.daemon = True
-        timer.start()
-
-    def _release(self) -> None:
+    def _trim(self) -> None:
+        with self._lock:
+            self._timer = None
         with suppress(AttributeError):  # another libc than glibc
             ctypes.CDLL(None).malloc_trim(0)  # without the interpreter's lock
-        with self._lock:
-            self._is_waiting = False
-            if self._has_more:
-                self._start_timer()
 
 
 _FREED: Final = _FreedMemory()
