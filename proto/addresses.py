@@ -45,16 +45,22 @@ def listen(
     return socket.create_server(place, family=_family(host), backlog=backlog, reuse_port=reuse_port)
 
 
+def bindable_port(host: str, port: int) -> int:
+    """Returns `port`, or a free one for port 0, if a server can bind it. Raises OSError if not."""
+    with open_socket(host) as probe:
+        # Set as servers set it, so that closed connections do not block the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((without_brackets(host), port))
+        return int(probe.getsockname()[1])
+
+
 def why_not_bound(host: str, port: int) -> str:
     """Returns the reason why a port cannot be bound, as the end of a sentence.
 
     The reason is empty if the port can be bound.
     """
     try:
-        with open_socket(host) as probe:
-            # Set as servers set it, so that closed connections do not block the port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((without_brackets(host), port))
+        bindable_port(host, port)
     except OSError as error:
         return _REASONS.get(error.errno or 0, f": {error.strerror}")
     return ""

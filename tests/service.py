@@ -1,7 +1,6 @@
 """Helpers for tests of a whole service: its nodes, the expected tokens, the state of its workers."""
 
 import json
-import socket
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem.cluster.config import TandemConfig, load_config
+from tandem.proto.addresses import free_port
 
 NODES: Final = {"router": "127.0.0.2", "prefill": "127.0.0.3", "decode": "127.0.0.4"}
 """The nodes of the test cluster beside its head; each offers the custom resource of its name."""
@@ -28,19 +28,12 @@ def small_config(model: Path, name: str, overrides: Mapping[str, object]) -> Tan
         "model": str(model),
         "dtype": "float32",
         "name": name,
-        "status_port": free_port(),
+        "status_port": free_port("127.0.0.1"),
     }
     common |= {"router.grpc_port": 0, "router.http_port": 0}
     common |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
     common |= {f"{pool}.kv_cache_gb": 0.05 for pool in ("prefill", "decode")}
     return load_config(None, common | dict(overrides))
-
-
-def free_port() -> int:
-    """Returns a port of this machine that nobody has, for what cannot be told to take any."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def expected_tokens(

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import ExitStack, closing, suppress
 from typing import Final
 
-from ...proto.addresses import open_socket, why_not_bound, without_brackets
+from ...proto.addresses import bindable_port, why_not_bound
 from ...proto.errors import Unavailable
 from ...router.api.server.servers import ApiServers
 from ..config import RouterConfig, TandemConfig
@@ -34,29 +34,21 @@ class PortClaim:
             self.address = address
             self._lock = _lock_name(f"{application} {address}")
             return
+        host = address.rpartition(":")[0]
+        port = port_of(address)
         # Another process may claim the free port between the probe and the lock.
-        num_attempts = 1 if port_of(address) else _MAX_ATTEMPTS
-        for is_last in [False] * (num_attempts - 1) + [True]:
-            self.address = _probe(address)
+        for remaining in reversed(range(1 if port else _MAX_ATTEMPTS)):
+            self.address = f"{host}:{bindable_port(host, port)}"
             try:
                 self._lock = _lock_name(f" {self.address}")
                 return
             except OSError:
-                if is_last:
+                if not remaining:
                     raise
 
     def close(self) -> None:
         """Gives the right back. Idempotent."""
         self._lock.close()
-
-
-def _probe(address: str) -> str:
-    """Returns the address with a port that can be bound. Raises OSError if it is taken."""
-    host, _, port = address.rpartition(":")
-    with open_socket(host) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-        probe.bind((without_brackets(host), int(port)))
-        return f"{host}:{probe.getsockname()[1]}"
 
 
 def _lock_name(name: str) -> socket.socket:

@@ -4,6 +4,7 @@ import pytest
 
 from tandem.cluster.serve import ports
 from tandem.cluster.serve.ports import PortClaim
+from tandem.proto.addresses import bindable_port
 
 
 def test_a_port_has_one_claim() -> None:
@@ -27,9 +28,9 @@ def test_a_free_port_that_another_process_claims_is_left_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     claim = PortClaim("127.0.0.1:0", "", ())
-    probe = ports._probe
-    found = iter([claim.address, claim.address, probe("127.0.0.1:0")])
-    monkeypatch.setattr(ports, "_probe", lambda _address: next(found))
+    taken = ports.port_of(claim.address)
+    found = iter([taken, taken, bindable_port("127.0.0.1", 0)])
+    monkeypatch.setattr(ports, "bindable_port", lambda _host, _port: next(found))
     other = PortClaim("127.0.0.1:0", "", ())
     assert other.address != claim.address
     other.close()
@@ -38,7 +39,8 @@ def test_a_free_port_that_another_process_claims_is_left_to_it(
 
 def test_a_claim_gives_up_when_no_free_port_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     claim = PortClaim("127.0.0.1:0", "", ())
-    monkeypatch.setattr(ports, "_probe", lambda _address: claim.address)
+    taken = ports.port_of(claim.address)
+    monkeypatch.setattr(ports, "bindable_port", lambda _host, _port: taken)
     with pytest.raises(OSError, match="in use"):
         PortClaim("127.0.0.1:0", "", ())
     claim.close()

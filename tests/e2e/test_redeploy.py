@@ -4,7 +4,7 @@ computed again.
 
 from pathlib import Path
 
-from tandem.tests.service import free_port
+from tandem.proto.addresses import free_port
 
 
 def test_a_service_is_replaced_under_streams(address: str, tmp_path: Path) -> None:
@@ -15,7 +15,7 @@ def test_a_service_is_replaced_under_streams(address: str, tmp_path: Path) -> No
     folder = make_tiny_model(
         tmp_path, dtype="bfloat16", **MODEL
     )  # whose logits are the same bits in any company
-    configs = make_configs(folder, "replaced", free_port(), num_routers=1, num_workers=1)
+    configs = make_configs(folder, "replaced", free_port("127.0.0.1"), num_routers=1, num_workers=1)
     found = replace_under_streams(*configs, folder, address, streams=16, tokens=150)
     print(found)
     assert found.passed, str(found)

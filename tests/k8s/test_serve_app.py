@@ -12,12 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app as cli
+from tandem.proto.addresses import free_port
 from tandem.proto.errors import InvalidArgument, NotFound
 from tandem.proto.identity import PeerIdentity
 from tandem.router.client.client import Client
 from tandem.tests.k8s.manifests import render
 from tandem.tests.k8s.serve_api import put_config, wait_for
-from tandem.tests.service import NODES, expected_tokens, free_port, status, wait_until_idle, workers
+from tandem.tests.service import NODES, expected_tokens, status, wait_until_idle, workers
 from tandem.tests.soak.nemesis import MODEL
 from tandem.tests.soak.traffic import Traffic, fault_free, keep_going, make_cases
 from tandem.tests.tiny import make_tiny_model
@@ -40,7 +41,7 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(tiny_model: Path, identity: Path) -> dict[str, Any]:
     """The Serve configuration of the overlay cpu-demo, for a small model on one machine."""
     config = deepcopy(render("cpu-demo").serve_config)
-    config["http_options"] = {"host": "127.0.0.1", "port": free_port()}
+    config["http_options"] = {"host": "127.0.0.1", "port": free_port("127.0.0.1")}
     config["proxy_location"] = "HeadOnly"
     args = config["applications"][0]["args"]
     args |= {

@@ -12,7 +12,6 @@ bin; without a peer Tandem is measured alone.
 
 import argparse
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Final
 
 from tandem import LLM, SamplingParams
+from tandem.proto.addresses import free_port
 
 HOME: Final = Path.home() / ".cache" / "tandem-peers"
 SCHEMES: Final = ("bfloat16", "int8", "int4")
@@ -213,8 +213,8 @@ def served(options: argparse.Namespace) -> Runs:
     """Returns a run for each way to keep the weights, and for each server of llama.cpp, with its
     faster file.
     """
-    url = f"http://127.0.0.1:{_free_port()}"
-    port = url.rpartition(":")[2]
+    port = str(free_port("127.0.0.1"))
+    url = f"http://127.0.0.1:{port}"
 
     def run(command: Sequence[str | Path]) -> dict[str, float]:
         with serving(command, url):
@@ -256,12 +256,6 @@ def served(options: argparse.Namespace) -> Runs:
                 run, [binary, *place, "--threads", threads, "--ctx-size", "4096"]
             )
     return runs
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def compare(runs: Runs, rounds: int) -> None:
