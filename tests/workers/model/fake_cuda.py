@@ -136,7 +136,9 @@ def fake_cuda() -> Iterator[Watch]:
         patch.setattr(torch.cuda, "Stream", _Idle)
         patch.setattr(torch.cuda, "stream", nullcontext)
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
-        properties = SimpleNamespace(multi_processor_count=132)
+        properties = SimpleNamespace(
+            multi_processor_count=132, shared_memory_per_multiprocessor=233_472
+        )
         patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         with FakeTensorMode(allow_non_fake_inputs=True), watch:
             yield watch

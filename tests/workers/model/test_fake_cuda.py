@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from transformers import AutoModelForCausalLM
 
 from tandem.tests.tiny import FAMILIES, ROUTED, tiny_config
@@ -335,7 +334,7 @@ def test_a_tensor_that_stays_in_host_memory_is_caught(
     """As an operand of torch's operations and of a Triton kernel."""
     runner = load(watch, config_of("llama"))
     damage(monkeypatch, lambda x: x + torch.zeros(x.shape))
-    with pytest.raises(FakeTensorDeviceMismatchError):
+    with pytest.raises(RuntimeError, match=r"two .*devices"):
         run_steps(runner, GREEDY)
     damage(monkeypatch, lambda x: rms_norm(x, torch.zeros(x.shape[1]), 1e-5))
     with pytest.raises(WrongDevice):

@@ -1,27 +1,18 @@
-"""The Triton kernels against float64 on a GPU or, where there is none, in Triton's interpreter; and
-whether they compile for a GPU, which takes none.
-"""
+"""The Triton kernels against float64 on a GPU or, where there is none, in Triton's interpreter."""
 
 import ast
-import functools
 import itertools
-import os
-import subprocess
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from tandem.tests.paths import ROOT
 from tandem.tests.workers.model.helpers import multiply_row_by_row
-from tandem.workers.model.kernels.triton import FP_FUSION
-from tandem.workers.model.kernels.triton import chunk as gpu_chunk
 from tandem.workers.model.kernels.triton import decode as gpu_decode
 from tandem.workers.model.kernels.triton import elementwise as gpu
 from tandem.workers.model.kernels.triton import linear as gpu_linear
@@ -36,8 +27,6 @@ from tandem.workers.model.kernels.triton.decode import (
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-# of a multiprocessor of compute capability 9.0; a program takes 1,024 more than it asks for
-SHARED_BYTES = 233_472
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,27 +429,6 @@ def test_stored_keys_and_values_are_found_again(
     assert torch.equal(cache, expected)
 
 
-def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
-    """In a process of its own, without the interpreter, and with an empty cache of what was
-    compiled before.
-    """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # the default of Triton 3.10
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    compiled = {line.split()[0] for line in done.stdout.splitlines()}
-    modules = (vars(gpu), vars(gpu_chunk), vars(gpu_decode), vars(gpu_linear))
-    assert compiled == {name for names in modules for name in names if name.endswith("_kernel")}
-    for line in done.stdout.splitlines():
-        name, shared, fuses = line.split()
-        assert fuses == str(FP_FUSION), line
-        programs = 3 if name == "_decode_kernel" else 1
-        assert programs * (int(shared) + 1024) <= SHARED_BYTES, line
-
-
 def test_every_launch_says_whether_it_fuses() -> None:
     """In the source, so that a new launch cannot be forgotten."""
     launches = []
@@ -475,80 +443,3 @@ def test_every_launch_says_whether_it_fuses() -> None:
                 launches.append(f"{path.name}:{node.lineno}")
                 assert options.get("enable_fp_fusion") == "FP_FUSION", launches[-1]
     assert len(launches) >= 8, launches
-
-
-class Hopper:
-    """In place of Triton's driver, which wants a device."""
-
-    def get_current_target(self) -> object:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def compile_all() -> None:
-    """Calls every function, whose launches only compile; prints each kernel, its bytes of shared
-    memory, and whether it rounds a product and a sum once.
-    """
-
-    def launch(kernel: triton.JITFunction, grid: tuple[int, ...]) -> object:
-        def compile_it(*args: object, **options: object) -> None:
-            compiled = kernel.warmup(*args, grid=grid, **options)
-            print(compiled.name, compiled.metadata.shared, compiled.metadata.enable_fp_fusion)
-
-        return compile_it
-
-    triton.runtime.driver.set_active(Hopper())
-    triton.JITFunction.__getitem__ = launch
-    for shape in (
-        Shape(num_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16),
-        Shape(num_heads=9, kv_heads=3, head_dim=64, dtype=torch.bfloat16, window=100),
-        Shape(num_heads=2, kv_heads=2, head_dim=64),
-        Shape(
-            num_heads=8,
-            kv_heads=2,
-            head_dim=256,
-            dtype=torch.bfloat16,
-            window=100,
-            soft_cap=50.0,
-            has_sinks=True,
-        ),
-    ):
-        compile_shape(shape)
-
-
-def compile_shape(shape: Shape) -> None:
-    zeros = functools.partial(torch.zeros, dtype=shape.dtype)
-    query = zeros(4, shape.num_heads, shape.head_dim)
-    key = value = zeros(4, shape.kv_heads, shape.head_dim)
-    keys, values = zeros(2, 4, shape.kv_heads, shape.block_size, shape.head_dim)
-    out = zeros(4, shape.num_heads * shape.head_dim)
-    table = zeros(4, 1, shape.head_dim)
-    array = torch.zeros(4, dtype=torch.int32)
-    sinks = torch.zeros(shape.num_heads) if shape.has_sinks else None
-    scoring = Scoring(
-        window=shape.window, scale=shape.head_dim**-0.5, soft_cap=shape.soft_cap, sinks=sinks
-    )
-    gpu.rms_norm(out, zeros(out.shape[1]), 1e-5)
-    gpu.rms_norm(query, zeros(shape.head_dim), 1e-5)
-    gpu.rms_norm(out, zeros(out.shape[1]), 1e-5, 1.0, out)
-    gpu.silu_mul(out)
-    gpu.gelu_mul(out)
-    gpu.rotate(query, table, table)
-    gpu.store_kv(key, value, keys, values, array)
-    partial = torch.zeros(4, shape.num_heads, shape.head_dim + 2)
-    decodes = DecodeWork(**dict.fromkeys(DecodeWork._fields, array))
-    decode_attention(query, keys, values, decodes, scoring, partial, out, 2)
-    chunks = ChunkWork(**dict.fromkeys(ChunkWork._fields, array))
-    chunk_attention(query, keys, values, chunks, scoring, out)
-    gpu_linear.linear(out, zeros(80, out.shape[1]), zeros(80), zeros(4, 80))
-
-
-if __name__ == "__main__":
-    compile_all()

@@ -20,7 +20,7 @@ from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 
 _MAX_GRAPH_ITEMS: Final = 4096  # work items of a captured step, each of decode.SPLIT_TOKENS keys
 _MAX_GRAPH_BLOCKS: Final = 65_536  # entries of the block tables of a captured step
-_PROGRAMS_PER_PROCESSOR: Final = 3  # the number that fits its shared memory
+_DECODE_SHARED_BYTES: Final = 77_824  # the most that a decode program takes
 
 Partials = dict[tuple[int, int], torch.Tensor]
 """Scratch memory of decodes, float32 [num_items, num_heads, head_dim + 2].
@@ -46,16 +46,17 @@ class TritonAttentionBackend:
         self.batch_invariant = batch_invariant
         self.device = kv.device
         is_cuda = kv.device.type == "cuda"
-        processors = (
-            torch.cuda.get_device_properties(kv.device).multi_processor_count if is_cuda else 1
-        )
+        num_programs = 1
+        if is_cuda:
+            properties = torch.cuda.get_device_properties(kv.device)
+            num_programs = properties.multi_processor_count * programs_per_processor(
+                properties.shared_memory_per_multiprocessor
+            )
         self.layers = list(layers)
         self.tile_tokens = [
             tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers
         ]
-        self.num_programs = [
-            max(1, processors * _PROGRAMS_PER_PROCESSOR // layer.num_kv_heads) for layer in layers
-        ]
+        self.num_programs = [max(1, num_programs // layer.num_kv_heads) for layer in layers]
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         arrays = _Arrays(spans, self.kv.block_size, least_chunk=1 if self.batch_invariant else 2)
@@ -124,6 +125,11 @@ class TritonAttentionBackend:
             (heads, dim): torch.empty((num_items, heads, dim + 2), device=self.device)
             for heads, dim in shapes
         }
+
+
+def programs_per_processor(shared_bytes: int) -> int:
+    """Returns how many decode programs run at once on a multiprocessor with this shared memory."""
+    return max(1, shared_bytes // _DECODE_SHARED_BYTES)
 
 
 class StaticDecodes:
