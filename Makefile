@@ -16,7 +16,7 @@ help:  ## show these lines
 venv: .venv/.installed  ## create .venv with the pinned versions; redone when they change
 
 demo: .venv/.installed  ## serve the demo model on this machine, ask it four things at once, stop
-	@$(BIN)/python -m tandem.cluster.cli.demo
+	@$(BIN)/python -m tandem.tests.demo
 
 quick: .venv/.installed  ## run the tests that need no network, no process and no model
 	$(BIN)/pytest --quick -q -p no:schemathesis -n 2

@@ -16,8 +16,9 @@ from ...router.telemetry.requests import PARTS
 from ..tables import make_table, table_console
 
 _USAGE: Final = ("prompt_tokens", "completion_tokens", "cached_tokens")
-_PARTS: Final = {"KV wait" if part == "kv_transfer" else part: f"{part}_seconds" for part in PARTS}
-_TIMES: Final = _PARTS | {
+_TIMES: Final = {
+    "KV wait" if part == "kv_transfer" else part: f"{part}_seconds" for part in PARTS
+} | {
     "total": "end_to_end_seconds",
     "TTFT": "ttft_seconds",
     "TPOT": "tpot_seconds",
@@ -132,8 +133,3 @@ def timeline_table(rows: Iterable[tuple[str, inference_pb2.Timeline]]) -> Table:
             *map(str, (timeline.prompt_tokens, timeline.cached_tokens, timeline.completion_tokens)),
         )
     return table
-
-
-def total_of_parts(timeline: inference_pb2.Timeline) -> float:
-    """Returns the sum of the timeline's parts in seconds."""
-    return float(sum(getattr(timeline, field) for field in _PARTS.values()))

@@ -9,8 +9,8 @@ from typing import Final
 
 from tandem.proto.identity import PeerIdentity
 from tandem.tests.bench.router import CONTEXT_TOKENS, run_as_replica, until_stdin_ends
+from tandem.tests.workers.engine.null import NullExecutor
 from tandem.workers.engine.config import Budgets
-from tandem.workers.engine.null import NullExecutor
 from tandem.workers.serve.worker import Worker, WorkerConfig
 from tandem.workers.tp.rank import Rank, RankConfig
 

@@ -5,11 +5,11 @@ import time
 import pytest
 
 from tandem.tests.workers.engine.drive import PROMPT, spec
+from tandem.tests.workers.engine.null import NullExecutor
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import NewTokens
-from tandem.workers.engine.null import NullExecutor
 
 
 def test_tokens_roll_over_all_sequences() -> None:

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from mmap import mmap
 
-from ..kv_cache.layout import KvLayout, KvSpan
-from ..kv_cache.store import KvRead
-from .plan import Executor, OnLayers, Samples, StepPlan
+from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
+from tandem.workers.kv_cache.layout import KvLayout, KvSpan
+from tandem.workers.kv_cache.store import KvRead
 
 
 class NullKv:

@@ -12,18 +12,19 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ...proto.errors import TandemError
-from ...router.client.client import AsyncClient
-from ...router.client.types import Completion
-from ...workers.model.config import CheckpointError
-from ...workers.model.loader import check_checkpoint
-from ..config import load_config
-from ..eval.gather import map_concurrently
-from ..serve.environment import prepare_ray_environment
-from ..store.store import resolve_model
-from ..tables import table_console
-from .answers import timeline_table, total_of_parts
-from .serve import stopped_by_signals
+from tandem.cluster.cli.answers import timeline_table
+from tandem.cluster.cli.serve import stopped_by_signals
+from tandem.cluster.config import load_config
+from tandem.cluster.eval.gather import map_concurrently
+from tandem.cluster.serve.environment import prepare_ray_environment
+from tandem.cluster.store.store import resolve_model
+from tandem.cluster.tables import table_console
+from tandem.proto.errors import TandemError
+from tandem.router.client.client import AsyncClient
+from tandem.router.client.types import Completion
+from tandem.router.telemetry.requests import PARTS
+from tandem.workers.model.config import CheckpointError
+from tandem.workers.model.loader import check_checkpoint
 
 MODEL: Final = "smollm2-135m-instruct"
 PROMPTS: Final = (
@@ -66,7 +67,9 @@ def main() -> int:
 
 def _serve_and_ask(console: Console, folder: str) -> int:
     prepare_ray_environment(None)
-    from ..serve.launch import start_service  # imports Ray, which reads the environment
+    from tandem.cluster.serve.launch import (
+        start_service,  # imports Ray, which reads the environment
+    )
 
     overrides: dict[str, object] = {
         "model": MODEL,
@@ -114,7 +117,7 @@ def verify(completions: Sequence[Completion]) -> list[str]:
     if "Paris" not in completions[0].text:
         problems.append(f"[1] does not name Paris: {completions[0].text!r}")
     for i, completion in enumerate(completions):
-        parts = total_of_parts(completion.timeline)
+        parts = sum(getattr(completion.timeline, f"{part}_seconds") for part in PARTS)
         total = completion.timeline.end_to_end_seconds
         if total <= 0 or abs(parts - total) > TOLERANCE * total:
             problems.append(
