@@ -31,10 +31,27 @@ class Certificate:
         return certificate
 
 
+_SIGNS = x509.KeyUsage(
+    digital_signature=True,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+"""The uses of a CA's key."""
+
+
 def make_certificate(
     name: str, issuer: Certificate | None = None, address: str = "127.0.0.1"
 ) -> Certificate:
-    """Returns a CA, or with an issuer a certificate for an address."""
+    """Returns a CA, or with an issuer a certificate for an address.
+
+    Both have the key identifiers that RFC 5280 requires and Python checks from 3.13 on.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC)
@@ -47,7 +64,16 @@ def make_certificate(
         .not_valid_before(now - timedelta(days=1))
         .not_valid_after(now + timedelta(days=1))
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(
+                (issuer.key if issuer else key).public_key()
+            ),
+            critical=False,
+        )
     )
+    if issuer is None:
+        builder = builder.add_extension(_SIGNS, critical=True)
     if issuer is not None:
         names = x509.SubjectAlternativeName([x509.IPAddress(ip_address(address))])
         builder = builder.add_extension(names, critical=False)

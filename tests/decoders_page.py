@@ -15,7 +15,9 @@ import transformers
 
 from tandem.tests.source import ROOT
 from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder
+from tandem.tests.tiny_multimodal import MULTIMODAL
 from tandem.tests.workers.model import decoder_checks as checks
+from tandem.workers.model.registry import TEXT_MODELS
 
 PAGE: Final = ROOT / "docs" / "transformers.md"
 
@@ -39,7 +41,7 @@ Rules for transformers' code:
 - Weights are converted as in transformers.
 - Several ranks need a plan in transformers (`base_model_tp_plan`), and `tp` must divide the KV heads.
 - Refused, with the reason in one line: state beside the KV cache (Mamba, linear attention, convolutions), encoders, \
-images and sound, attention with a mask of the model (ALiBi, sparse), quantised weights.
+attention with a mask of the model (ALiBi, sparse), quantised weights.
 - LongRoPE uses its long factors for every prompt, if the model's context exceeds the original context, as in vLLM. \
 `context_tokens` does not change this.
 
@@ -49,6 +51,17 @@ Each decoder is tested as a tiny random model:
 - Greedy tokens are equal: alone, after a KV transfer from one worker to another, and over two ranks if there is a plan.
 
 `make test` tests all of them, and some over two ranks. `make matrix` tests all over two ranks.
+
+## Multimodal checkpoints
+
+A model for images, video or sound (`*ForConditionalGeneration`) is served as its text model: the weights of its \
+encoders are not read, and messages with images or sound are refused. A text model that has a file in Tandem runs \
+through it ({native}); the others run through transformers' code. Fields that `text_config` leaves out have \
+transformers' defaults. The chat template may be the processor's. `make test` tests these types in the same way:
+
+{multimodal}
+
+## Decoders
 
 | architecture | `model_type` | largest difference of a logit | after a KV transfer | two ranks |
 |---|---|---|---|---|
@@ -74,7 +87,14 @@ def write(rows: Sequence[str]) -> None:
 
 def head() -> str:
     """Returns the page above its rows."""
-    return _HEAD.format(version=transformers.__version__)
+    natives = ", ".join(
+        f"`{name.removesuffix('ForConditionalGeneration')}`" for name in TEXT_MODELS
+    )
+    return _HEAD.format(
+        version=transformers.__version__,
+        native=natives,
+        multimodal=", ".join(f"`{kind}`" for kind in sorted(MULTIMODAL)),
+    )
 
 
 def table_row(kind: str) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ...proto.errors import InvalidArgument, TandemError
 from ...workers.kv_cache.layout import ITEM_BYTES
-from ...workers.model.config import CheckpointError, ModelConfig
+from ...workers.model.config import CheckpointError, ModelConfig, read_fields
 from ...workers.model.footprint import check_config_split, check_draft, kv_bytes_per_token
 from ..config import KvCacheDtype, ModelImpl, Quantization, load_config
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
@@ -217,6 +217,10 @@ def check(
         raise typer.Exit(1)
     num_parameters = sum(map(prod, weight_shapes(replace(config, quantization={})).values()))
     typer.echo(f"{model}: runs, {_implementation(config)}")
+    if config.text_model_of:
+        for name, value in read_fields(folder).items():
+            if name.endswith("_config") and name != "text_config" and isinstance(value, dict):
+                typer.echo(f"text only: {name} is not loaded")
     typer.echo(
         f"{num_parameters:,} parameters, stored as {config.dtype}; context of "
         f"{config.max_position_embeddings:,} tokens"

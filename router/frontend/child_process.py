@@ -9,8 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from threading import Lock
 from typing import Final
@@ -60,8 +59,7 @@ class ChildProcess:
 
         Raises ChildProcessError if the process does not start in time, and EOFError if it ends.
         """
-        with self._lock, self._dropped_on_error():
-            self._ready()
+        self._exchange(None, 0.0)
 
     def ask(self, request: bytes, seconds: float) -> bytes:
         """Returns the reply to a request.
@@ -69,11 +67,29 @@ class ChildProcess:
         Raises TimeoutError if sending the request and receiving the reply together take more than
         `seconds`, ChildProcessError if the process does not start, and EOFError if it ends.
         """
-        with self._lock, self._dropped_on_error():
-            connection = self._ready()
-            deadline = time.monotonic() + seconds
-            _send(connection, request, deadline)
-            return _receive(connection, deadline)
+        return self._exchange(request, seconds)
+
+    def _exchange(self, request: bytes | None, seconds: float) -> bytes:
+        """Waits until the process can answer and, with a request, returns the reply.
+
+        Any failure ends the process.
+        """
+        with self._lock:
+            # A context manager of contextlib would keep the exception, and its frames this object,
+            # until a garbage collection (Python 3.12).
+            try:
+                connection = self._ready()
+                if request is None:
+                    return b""
+                deadline = time.monotonic() + seconds
+                _send(connection, request, deadline)
+                return _receive(connection, deadline)
+            except ConnectionError:
+                self._drop()
+                raise EOFError from None
+            except BaseException:
+                self._drop()
+                raise
 
     def _ready(self) -> socket.socket:
         """Returns the connection to a process that can answer."""
@@ -85,18 +101,6 @@ class ChildProcess:
                 raise ChildProcessError("it does not start") from None
             self.is_ready = True
         return connection
-
-    @contextmanager
-    def _dropped_on_error(self) -> Iterator[None]:
-        """Ends the process if the block fails."""
-        try:
-            yield
-        except ConnectionError:
-            self._drop()
-            raise EOFError from None
-        except BaseException:
-            self._drop()
-            raise
 
     def _drop(self) -> None:
         self._connection, self.is_ready = None, False

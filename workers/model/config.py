@@ -14,8 +14,15 @@ from ...proto.home import tokenizer_file
 from ..kv_cache.layout import LayerGeometry
 
 MAX_JSON_BYTES: Final = 100 * 1024 * 1024
-_CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
+CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 _MAX_SIZE: Final = 2**31 - 1
+# Where transformers 4 and 5 put the text model of a multimodal model, and its names there.
+_TEXT_PREFIXES: Final = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
+)
 # huggingface_hub writes this file into its store.
 _SHARED_BLOBS_MARKER: Final = ".huggingface-shared-blobs"
 
@@ -105,6 +112,8 @@ class ModelConfig:
     # through one of Tandem's families.
     transformers: Mapping[str, Any] | None = None
     has_tp_plan: bool = True  # whether the model can be split over ranks
+    # The architecture of the multimodal model whose text model this is; empty for other models.
+    text_model_of: str = ""
     eos_token_ids: tuple[int, ...] = ()
 
 
@@ -122,26 +131,45 @@ def read_fields(folder: Path, name: str = "config.json") -> "Fields":
     return Fields(name, read_json(folder / name))
 
 
-def read_context_tokens(folder: Path) -> int:
-    """Reads the context length of a model of any family. Raises CheckpointError."""
-    return context_tokens(read_fields(folder))
+def context_tokens(fields: "Fields", default: int | None = None) -> int:
+    """Returns the context length under any of the names that transformers' decoders use.
+
+    Raises CheckpointError if it is missing and there is no default.
+    """
+    name = next(filter(fields.has, CONTEXT_NAMES), CONTEXT_NAMES[0])
+    return fields.integer(name, default)
 
 
-def context_tokens(fields: "Fields") -> int:
-    """Returns the context length under any of the names that transformers' decoders use."""
-    return fields.integer(next(filter(fields.has, _CONTEXT_NAMES), _CONTEXT_NAMES[0]))
+def text_fields(fields: "Fields") -> "Fields":
+    """Returns the fields of the decoder: those of text_config in a multimodal model, else all."""
+    return fields.nested("text_config") if fields.has("text_config") else fields
+
+
+def plain_name(name: str) -> str:
+    """Returns the name that a tensor or layer of a multimodal checkpoint has in its text model.
+
+    Names that do not belong to the text model are returned as they are.
+    """
+    for prefix, plain in _TEXT_PREFIXES:
+        if f"{name}.".startswith(prefix):
+            return (plain + f"{name}.".removeprefix(prefix)).removesuffix(".")
+    return name
 
 
 def read_eos_token_ids(folder: Path, fields: "Fields", vocab_size: int) -> tuple[int, ...]:
     """Returns the end-of-sequence tokens, as vLLM does.
 
-    These are eos_token_id of generation_config.json, or else of `fields`, and the tokenizer's
-    eos_token. Ids beyond the vocabulary are left out. Raises CheckpointError for a value that is
-    not a token id.
+    These are eos_token_id of generation_config.json, or else of `fields` or their text_config, and
+    the tokenizer's eos_token. Ids beyond the vocabulary are left out. Raises CheckpointError for a
+    value that is not a token id.
     """
     path = folder / "generation_config.json"
     generation = Fields(path.name, read_json(path) if path.exists() else {})
-    declared = generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id")
+    declared = (
+        generation.token_ids("eos_token_id")
+        or fields.token_ids("eos_token_id")
+        or text_fields(fields).token_ids("eos_token_id")
+    )
     ids = (*declared, *_tokenizer_end(folder))
     return tuple(dict.fromkeys(token for token in ids if 0 <= token < vocab_size))
 
@@ -321,6 +349,10 @@ class Fields:
     def nested(self, name: str) -> "Fields":
         """Returns the fields of an object; no fields if it is missing."""
         return Fields(self._file, self.mapping(name), f"{self._prefix}{name}.")
+
+    def replaced(self, values: dict[str, Any], name: str) -> "Fields":
+        """Returns other values, whose errors name them as fields of the object `name`."""
+        return Fields(self._file, values, f"{self._prefix}{name}.")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """Returns one id or a list of ids as a tuple; empty if missing."""

@@ -9,8 +9,14 @@ from typing import Final
 import torch
 
 from ..host.malloc import use_huge_pages
-from .checkpoint import Checkpoint, StoredTensor, check_tokenizer, read_tensors, weights_file
-from .config import CheckpointError, ModelConfig
+from .checkpoint import (
+    Checkpoint,
+    StoredTensor,
+    check_tokenizer,
+    read_tensors,
+    weights_file,
+)
+from .config import CheckpointError, ModelConfig, plain_name
 from .device import DTYPES
 from .layers.linear import BuildOptions
 from .models.family import CausalLM
@@ -91,6 +97,8 @@ def open_checkpoint(
     """
     config = load_model_config(folder, model_impl)
     stored = read_tensors(folder)
+    if config.text_model_of and config.transformers is None:
+        stored = {plain_name(name): tensor for name, tensor in stored.items()}
     config = with_stored_quantization(config, folder, stored)
     if quantization is not None:
         config = with_quantization(config, quantization)

@@ -6,7 +6,7 @@ architecture, a `ModelFamily`) and `tandem.linear_methods` (named by quant_metho
 """
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,6 +18,7 @@ from .config import (
     Fields,
     ModelConfig,
     RopeConfig,
+    plain_name,
     read_eos_token_ids,
     read_fields,
     read_json,
@@ -65,6 +66,37 @@ MODELS: Final[dict[str, ModelFamily]] = {
     "Qwen3MoeForCausalLM": ModelFamily(parse_qwen3_moe_config, Qwen3MoeForCausalLM),
     "GptOssForCausalLM": ModelFamily(parse_gpt_oss_config, GptOssForCausalLM),
 }
+TEXT_MODELS: Final = tuple(
+    f"{name}ForConditionalGeneration"
+    for name in (
+        "DeepseekVL",
+        "Gemma3",
+        "GlmAsr",
+        "GotOcr2",
+        "Idefics2",
+        "Idefics3",
+        "InternVL",
+        "LightOnOcr",
+        "Llava",
+        "LlavaNext",
+        "LlavaNextVideo",
+        "LlavaOnevision",
+        "Mistral3",
+        "MossTranscribeDiarize",
+        "Ovis2",
+        "Qwen2Audio",
+        "Qwen3ASR",
+        "SmolVLM",
+        "VideoLlama3",
+        "VideoLlava",
+        "VipLlava",
+        "Voxtral",
+    )
+)
+"""Multimodal architectures whose text model is exactly one of MODELS.
+
+Others may add to it, or leave out a factor of the logits, as Cohere2Vision does in transformers.
+"""
 LINEAR_METHODS: Final[dict[str, QuantizationFormat]] = {
     **dict.fromkeys(BITS, integer_method),
     "compressed-tensors": compressed_tensors_method,
@@ -113,7 +145,7 @@ def find_model(architecture: str, model_impl: str = "auto") -> ModelFamily:
     "auto" does so if the architecture has no other family. Raises CheckpointError if it has
     none and `model_impl` is "tandem".
     """
-    family: ModelFamily | None = MODELS.get(architecture) or _plugin("tandem.models", architecture)
+    family = _native_family(architecture)
     if model_impl == "transformers" or (family is None and model_impl == "auto"):
         from .generic.family import TRANSFORMERS  # imports transformers, which takes a second
 
@@ -272,9 +304,47 @@ def parse_model_config(fields: Fields, model_impl: str = "auto") -> ModelConfig:
     names = fields.texts("architectures")
     if len(names) != 1:
         raise fields.error("architectures", f"must be one name, is {names!r:.60}")
-    config = find_model(names[0], model_impl).parse_config(fields)
+    config = _parse_text_model(fields, names[0]) if model_impl == "auto" else None
+    if config is None:
+        config = find_model(names[0], model_impl).parse_config(fields)
     find_linear_method(config)
     return config
+
+
+def _parse_text_model(fields: Fields, architecture: str) -> ModelConfig | None:
+    """Returns the config of a multimodal model's text model if a family of ours runs it.
+
+    Raises CheckpointError.
+    """
+    if architecture not in TEXT_MODELS:
+        return None
+    from .generic.config import text_model_fields  # imports transformers, which takes a second
+
+    text = text_model_fields(fields)
+    family = _native_family(text.texts("architectures")[0]) if text else None
+    if text is None or family is None:
+        return None
+    config = family.parse_config(text)
+    return replace(
+        config,
+        text_model_of=architecture,
+        quantization=_without_prefixes(config.quantization),
+    )
+
+
+def _native_family(architecture: str) -> ModelFamily | None:
+    return MODELS.get(architecture) or _plugin("tandem.models", architecture)
+
+
+def _without_prefixes(value: Any) -> Any:
+    """Returns a quantization_config whose names of layers are those of the text model alone."""
+    if isinstance(value, Mapping):
+        return {name: _without_prefixes(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [
+            plain_name(each) if isinstance(each, str) else _without_prefixes(each) for each in value
+        ]
+    return value
 
 
 def markdown() -> str:

@@ -2,6 +2,7 @@
 tables.
 """
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -58,9 +60,11 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 def reference(folder: Path) -> torch.nn.Module:
     """The same model in transformers, float32, with the plainest attention."""
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager"
-    )
+    config = json.loads((folder / "config.json").read_text())
+    kind = AutoModelForCausalLM
+    if "text_config" in config:  # that class would build the text model alone
+        kind = getattr(transformers, config["architectures"][0])
+    model: torch.nn.Module = kind.from_pretrained(folder, attn_implementation="eager")
     return model.eval()
 
 

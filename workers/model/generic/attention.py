@@ -15,13 +15,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig
 
 from ...engine.plan import OnLayers
 from ...kv_cache.layout import LayerGeometry
 from ..attention.backend import AttentionOptions, StepAttention
-from ..config import CheckpointError, Fields, context_tokens
+from ..config import CheckpointError, Fields, text_fields
 from ..parallel import TensorParallel
+from .config import context_tokens_of
 
 ATTENTION: Final = "tandem"
 # Arguments that change nothing here.
@@ -155,8 +156,10 @@ class PagedLayers:
         return AttentionOptions(scale=scale, soft_cap=options.get("softcap") or None, sinks=sinks)
 
 
-def trace_layers(model: PreTrainedModel, fields: Fields) -> list[AttentionLayer]:
-    """Runs a model on `meta` and returns its attention layers in the order of their calls.
+def trace_layers(
+    decoder: nn.Module, config: PreTrainedConfig, fields: Fields
+) -> list[AttentionLayer]:
+    """Runs a decoder on `meta` and returns its attention layers in the order of their calls.
 
     Raises CheckpointError if a layer needs a feature that our attention lacks.
     """
@@ -172,7 +175,7 @@ def trace_layers(model: PreTrainedModel, fields: Fields) -> list[AttentionLayer]
             )
         if mask is not None:
             raise fields.error("architectures", "attention with its own mask is not supported")
-        geometry = _geometry(len(layers), heads, options, model.config)
+        geometry = _geometry(len(layers), heads, options, config)
         if geometry.num_heads % geometry.num_kv_heads:
             raise fields.error(
                 "num_key_value_heads",
@@ -184,43 +187,51 @@ def trace_layers(model: PreTrainedModel, fields: Fields) -> list[AttentionLayer]
         query, _, value = heads
         return value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
-    tokens, positions = torch.zeros(2, 1, 2, dtype=torch.int64, device="meta")
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    positions = torch.zeros_like(tokens)
     hooks = ExitStack()
     try:
         with hooks, attend_by(trace):
-            _keep_shapes(model, hooks)
-            users = _position_users(model, positions, hooks)
-            model(input_ids=tokens, position_ids=positions, use_cache=False)
+            _keep_shapes(decoder, hooks)
+            users = _position_users(decoder, positions, hooks)
+            decoder(input_ids=tokens, position_ids=positions, use_cache=False)
     except CheckpointError:
         raise
     except Exception as error:
-        problem = f"transformers' {type(model).__name__} cannot be traced ({type(error).__name__})"
+        problem = (
+            f"transformers' {type(decoder).__name__} cannot be traced ({type(error).__name__})"
+        )
         raise fields.error("architectures", problem) from error
     if layers and not users:
         raise fields.error(
             "architectures",
-            f"{type(model).__name__} counts positions by itself, in the row of a batch, and takes "
-            "no position_ids",
+            f"{type(decoder).__name__} counts positions by itself, in the row of a batch, and "
+            "takes no position_ids",
         )
     if "sliding_window" not in given:
-        _check_no_window(model.config, fields)
+        _check_no_window(config, fields)
     return layers
 
 
 def _position_users(model: nn.Module, positions: torch.Tensor, undo: ExitStack) -> list[nn.Module]:
     """Returns a list to which the model's run adds the modules that use the positions.
 
-    Such a module has a parameter position_ids. Others ignore the positions, or pass them on with
-    all other arguments.
+    Such a module has a parameter position_ids. It gets the positions themselves or a view of them,
+    such as equal positions on several axes. Other modules ignore the positions, or pass them on
+    with all other arguments.
     """
     users: list[nn.Module] = []
+    memory = positions.untyped_storage()._cdata
+
+    def is_view(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not any(each is positions for each in (*args, *kwargs.values())):
+        if not any(map(is_view, (*args, *kwargs.values()))):
             return
         _, *names = signature(type(module).forward).parameters
         named = dict(zip(names, args, strict=False)) | kwargs
-        if "position_ids" in names and named["position_ids"] is positions:
+        if "position_ids" in names and is_view(named["position_ids"]):
             users.append(module)
 
     for module in model.modules():
@@ -234,7 +245,7 @@ def _check_no_window(config: Any, fields: Fields) -> None:
     window = None
     if not getattr(config, "layer_types", None):
         window = getattr(config, "sliding_window", None)
-    if isinstance(window, int) and window < context_tokens(fields):
+    if isinstance(window, int) and window < context_tokens_of(config, text_fields(fields)):
         raise fields.error(
             "sliding_window", "is not supported: the model applies it in its own mask"
         )

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ...engine.plan import OnLayers
 from ..attention.backend import StepAttention
-from ..config import Fields, ModelConfig, context_tokens
+from ..config import Fields, ModelConfig, text_fields
 from ..footprint import check_config_split
 from ..layers.linear import BuildOptions
 from ..models.family import CausalLM
@@ -20,6 +20,7 @@ from ..module import Module, Parameter, WeightSlice
 from ..parallel import TensorParallel
 from .attention import PagedLayers
 from .buffers import fill_buffers
+from .config import context_tokens_of
 from .definition import build_on_meta
 from .fused import use_kernels
 from .tensor_parallel import TpPlan
@@ -45,9 +46,14 @@ class _Weights(Module):
             slices = [None] * len(slices)
         self._is_whole = None in slices
         dtype = model.get_parameter_or_buffer(group.target).dtype
+        # Newer checkpoints of multimodal models have the names of transformers' modules.
+        others = (group.target,) if group.converter is None else ()
         self.sources = [
             _Source(
-                Parameter(*(WeightSlice(name, shape, each) for each in parts or [()]), dtype=dtype)
+                Parameter(
+                    *(WeightSlice(name, shape, each, other_names=others) for each in parts or [()]),
+                    dtype=dtype,
+                )
             )
             for (name, shape, _), parts in zip(group.sources, slices, strict=True)
         ]
@@ -92,10 +98,12 @@ class TransformersForCausalLM(CausalLM):
         """Raises ValueError if the model cannot be split over the ranks."""
         check_config_split(config, build.tp.size)
         fields = Fields("config.json", dict(config.transformers or {}))
-        self._model, layers = build_on_meta(fields, build.dtype)
+        decoder = build_on_meta(fields, build.dtype)
+        self._model = decoder.model
+        self._below = decoder.below
         self._dtype = build.dtype
         self._plan = TpPlan(self._model, build.tp)
-        self._layers = PagedLayers(layers, build.tp)
+        self._layers = PagedLayers(decoder.layers, build.tp)
         try:
             groups = find_weight_groups(self._model)
         except LookupError as error:
@@ -118,7 +126,6 @@ class TransformersForCausalLM(CausalLM):
                 )
         use_kernels(model, self._dtype, self._plan)
         self._plan.install(model)
-        self._below = model.base_model
         self._given = _Given()
         del model._modules[model.base_model_prefix]
         vars(model)[model.base_model_prefix] = self._given
@@ -152,26 +159,28 @@ class TransformersForCausalLM(CausalLM):
 
 def parse_transformers_config(fields: Fields) -> ModelConfig:
     """Returns the config of a transformers decoder. Raises CheckpointError as `build_on_meta`."""
-    model, layers = build_on_meta(fields, torch.float32)
-    config = model.config
+    decoder = build_on_meta(fields, torch.float32)
+    config = decoder.config
     try:
-        has_plan = TpPlan(model, TensorParallel(size=2)) is not None
+        has_plan = TpPlan(decoder.model, TensorParallel(size=2)) is not None
     except ValueError:
         has_plan = False
+    (architecture,) = fields.texts("architectures")
     return ModelConfig(
-        architecture=fields.texts("architectures")[0],
+        architecture=architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        layers=tuple(layer.geometry for layer in layers),
-        ropes=(None,) * len(layers),
-        max_position_embeddings=context_tokens(fields),
+        layers=tuple(layer.geometry for layer in decoder.layers),
+        ropes=(None,) * len(decoder.layers),
+        max_position_embeddings=context_tokens_of(config, text_fields(fields)),
         norm_eps=0.0,
-        tie_word_embeddings=bool(model.all_tied_weights_keys),
+        tie_word_embeddings=bool(decoder.model.all_tied_weights_keys),
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
         dtype=parse_dtype(fields),
         transformers=dict(fields.items()),
         has_tp_plan=has_plan,
+        text_model_of=architecture if config is not decoder.model.config else "",
     )

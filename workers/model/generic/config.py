@@ -14,14 +14,28 @@ from typing import Any, Final
 
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
-from ..config import CheckpointError, Fields
+from ..config import (
+    CONTEXT_NAMES,
+    CheckpointError,
+    Fields,
+    context_tokens,
+    read_fields,
+    text_fields,
+)
 
 LAYER_TYPES: Final = ("full_attention", "sliding_attention")
-_MAX_EXPERTS: Final = 4096
+_MAX_EXPERTS: Final = 2**15
 _MAX_LAYERS: Final = 300
 _MAX_SIZE: Final = 2**31 - 1
+# Fields that count experts or layers, such as num_experts_per_tok, n_layer, encoder_layers, depth.
+# Sizes whose names contain these words, such as vocab_size_per_layer_input, count neither.
+_NUM_EXPERTS: Final = re.compile(r"(^|_)(num|n)_(\w+_)?experts?($|_)|(^|_)experts$")
+_NUM_LAYERS: Final = re.compile(r"(^|_)(num|n)_(\w+_)?layers?($|_)|(^|_)layers$|^depth$")
 _STATE: Final = re.compile(
     r"\b(conv_states?|recurrent_states?|ssm_states?|cache_params)\b|\b_is_stateful = True"
 )
@@ -31,8 +45,8 @@ def read_config(fields: Fields) -> PreTrainedConfig:
     """Returns transformers' config of the fields.
 
     Raises CheckpointError if transformers has no such decoder or rejects a field, or if the model
-    keeps state beside the KV cache, has other kinds of attention layers, needs more than text, or
-    has quantized weights.
+    keeps state beside the KV cache, has other kinds of attention layers, has no text model of its
+    own, or has quantized weights.
     """
     for name in ("quantization_config", "compression_config"):
         if fields.mapping(name):
@@ -41,25 +55,83 @@ def read_config(fields: Fields) -> PreTrainedConfig:
             )
     config = _parse(fields)
     (architecture,) = fields.texts("architectures")
-    if architecture != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
+    if architecture not in (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type),
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type),
+    ):
         raise fields.error(
             "architectures",
             f"{architecture!r:.60} is no decoder that transformers {transformers.__version__} has",
         )
+    text = text_config(config)
     for name, sub_config in config.sub_configs.items():
-        if getattr(config, name, None) is not None and sub_config is not None:
-            raise fields.error(name, "models that take more than text are not supported")
-    if _STATE.search(_modelling_code(config, architecture)):
+        found = getattr(config, name, None)
+        if text is config and found is not None and sub_config is not None:
+            raise fields.error(name, f"transformers' {architecture} has no text model of its own")
+    if _STATE.search(_modelling_code(text, architecture)):
         raise fields.error(
             "architectures",
             f"{architecture} keeps state beside KV cache (recurrent or convolutional)",
         )
-    for kind in getattr(config, "layer_types", None) or ():
+    for kind in getattr(text, "layer_types", None) or ():
         if kind not in LAYER_TYPES:
             raise fields.error(
                 "layer_types", f"{kind!r:.40} is not supported, only {' and '.join(LAYER_TYPES)}"
             )
     return config
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config of a multimodal model's decoder; the config itself for other models."""
+    return config.get_text_config(decoder=True)
+
+
+def read_context_tokens(folder: Path) -> int:
+    """Reads the context length of a model of any family. Raises CheckpointError.
+
+    A multimodal model's config may leave it to transformers' default.
+    """
+    fields = read_fields(folder)
+    text = text_fields(fields)
+    if text is fields or any(map(text.has, CONTEXT_NAMES)):
+        return context_tokens(text)
+    return context_tokens_of(text_config(_parse(fields)), text)
+
+
+def context_tokens_of(config: PreTrainedConfig, fields: Fields) -> int:
+    """Returns the context length of a decoder's config. Raises CheckpointError for its fields."""
+    found = (getattr(config, name, None) for name in CONTEXT_NAMES)
+    return context_tokens(fields, next((each for each in found if type(each) is int), None))
+
+
+def text_model_fields(fields: Fields) -> Fields | None:
+    """Returns the text model of a multimodal model as the fields of a decoder's config.json.
+
+    Fields that text_config leaves out have transformers' defaults. Returns None if the text model
+    is no decoder that also exists alone. Raises CheckpointError if transformers rejects a field.
+    """
+    config = _parse(fields)
+    text = text_config(config)
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
+    (whole,) = fields.texts("architectures")
+    if text is config or whole != MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type):
+        return None
+    if not isinstance(architecture, str):
+        return None
+    kept = {
+        name: value
+        for name, value in fields.items()
+        if name in ("dtype", "torch_dtype", "quantization_config", "compression_config")
+    }
+    values = {
+        **text.to_dict(),
+        **kept,
+        "architectures": [architecture],
+        "tie_word_embeddings": getattr(
+            config, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False)
+        ),
+    }
+    return fields.replaced(values, "text_config")
 
 
 def invalid(fields: Fields, config: Any, error: Exception) -> CheckpointError:
@@ -78,15 +150,7 @@ def _parse(fields: Fields) -> PreTrainedConfig:
         )
     if fields.boolean("is_encoder_decoder", False):
         raise fields.error("is_encoder_decoder", "models with an encoder are not supported")
-    # Checked first, because transformers makes a list of this length.
-    for name, value in fields.items():
-        most = math.inf
-        if "expert" in name:
-            most = _MAX_EXPERTS
-        elif "layer" in name:
-            most = _MAX_LAYERS
-        if type(value) is int and value > most:
-            raise fields.error(name, f"must be at most {most}, is {value!r:.60}")
+    _check_counts(fields)
     config_class = CONFIG_MAPPING[kind]
     left_out = ("auto_map", "quantization_config", "compression_config", "dtype", "torch_dtype")
     values = {
@@ -99,11 +163,28 @@ def _parse(fields: Fields) -> PreTrainedConfig:
     except Exception as error:
         raise invalid(fields, config_class, error) from error
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        value = getattr(config, name, None)
+        value = getattr(text_config(config), name, None)
         most = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
         if type(value) is not int or not 1 <= value <= most:
             raise fields.error(name, f"must be an integer from 1 to {most}, is {value!r:.60}")
     return config
+
+
+def _check_counts(fields: Fields) -> None:
+    """Raises CheckpointError for a number of experts or layers above its bound.
+
+    Checked before transformers parses the fields, because it makes lists of this length.
+    """
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _check_counts(fields.nested(name))
+        most = math.inf
+        if _NUM_EXPERTS.search(name):
+            most = _MAX_EXPERTS
+        elif _NUM_LAYERS.search(name):
+            most = _MAX_LAYERS
+        if type(value) is int and value > most:
+            raise fields.error(name, f"must be at most {most}, is {value!r:.60}")
 
 
 def _modelling_code(config: PreTrainedConfig, architecture: str) -> str:

@@ -3,44 +3,96 @@
 It uses only classes of the installed transformers: code in a model's folder never runs.
 """
 
+import re
+from dataclasses import dataclass
 from threading import Lock
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..config import Fields
+from ..config import CheckpointError, Fields
 from .attention import ATTENTION, AttentionLayer, trace_layers
 from .buffers import fix_rope
-from .config import invalid, read_config
+from .config import invalid, read_config, text_config
 
 # While transformers builds a model, it changes the default dtype and patches of the whole process.
 _building = Lock()
 
 
-def build_on_meta(
-    fields: Fields, dtype: torch.dtype
-) -> tuple[PreTrainedModel, list[AttentionLayer]]:
-    """Returns the whole model of a config.json on `meta`, and its attention layers in their order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """Holds a decoder of transformers on `meta`, with its head."""
 
-    Raises CheckpointError as `read_config` and `trace_layers`.
+    model: PreTrainedModel  # has the head; its base model is, or contains, the decoder
+    below: nn.Module  # the decoder without its head
+    config: PreTrainedConfig  # of the decoder
+    layers: list[AttentionLayer]  # in the order of their calls
+
+
+def build_on_meta(fields: Fields, dtype: torch.dtype) -> Decoder:
+    """Returns the decoder of a config.json.
+
+    Of a multimodal model it keeps the text model alone. Raises CheckpointError as `read_config` and
+    `trace_layers`.
     """
     config = read_config(fields)
+    text = text_config(config)
     model_class: type[PreTrainedModel] = getattr(transformers, fields.texts("architectures")[0])
     try:
         with _building, torch.device("meta"):
             model = model_class._from_config(  # type: ignore[no-untyped-call]
                 config, dtype=dtype, attn_implementation=ATTENTION
             )
+    except ImportError as error:
+        raise _missing_package(fields, config, error) from error
     except Exception as error:  # a hostile field may cause any exception
         raise invalid(fields, config, error) from error
     model.eval().requires_grad_(False)
+    below = model.base_model if text is config else _keep_text(model, fields)
     fix_rope(model, fields)
-    layers = trace_layers(model, fields)
-    if len(layers) != config.num_hidden_layers:
+    layers = trace_layers(below, text, fields)
+    if len(layers) != text.num_hidden_layers:
         raise fields.error(
             "num_hidden_layers",
-            f"{config.num_hidden_layers}, but {len(layers)} of them attend through transformers' "
+            f"{text.num_hidden_layers}, but {len(layers)} of them attend through transformers' "
             "AttentionInterface",
         )
-    return model, layers
+    return Decoder(model=model, below=below, config=text, layers=layers)
+
+
+def _keep_text(model: PreTrainedModel, fields: Fields) -> nn.Module:
+    """Removes all modules of a multimodal model but its decoder and head; returns the decoder.
+
+    Raises CheckpointError if the decoder is not part of the base model.
+    """
+    below: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    names = {id(module): name for name, module in model.named_modules()}
+    kept = [names.get(id(each), "") for each in (below, head)]
+    if not kept[0].startswith(f"{model.base_model_prefix}.") or not kept[1]:
+        raise fields.error(
+            "architectures", f"transformers' {type(model).__name__} has no text model of its own"
+        )
+    # The modules on the paths to the two, and the two themselves.
+    path = {each[:end] for each in kept for end in (*_dots(each), len(each))}
+    for name in {name.rpartition(".")[0] for name in path}:
+        parent = model.get_submodule(name)
+        for leaf in list(parent._modules):
+            if f"{name}.{leaf}".lstrip(".") not in path:
+                del parent._modules[leaf]
+    return below
+
+
+def _dots(name: str) -> list[int]:
+    return [index for index, each in enumerate(name) if each == "."]
+
+
+def _missing_package(
+    fields: Fields, config: PreTrainedConfig, error: ImportError
+) -> CheckpointError:
+    """Returns the error for a part of the model that needs a package that is not installed."""
+    package = next(iter(re.findall(r"requires the (\S+) library", str(error))), str(error.name))
+    name = next((each for each in config.sub_configs if each != "text_config"), "model_type")
+    return fields.error(name, f"is built with the package {package}, which is not installed")

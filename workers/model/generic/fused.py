@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..kernels.c import cpu, elementwise  # noqa: F401  # the latter lets steps be recorded
+from .config import text_config
 from .tensor_parallel import TpPlan
 
 _MAX_TABLE_BYTES: Final = 1 << 28
@@ -32,7 +33,7 @@ def use_kernels(model: PreTrainedModel, dtype: torch.dtype, plan: TpPlan) -> Non
         elif type(module).__name__.endswith("RMSNorm"):
             forward = _norm(module, dtype)
         elif "RotaryEmbedding" in type(module).__name__:
-            forward = _rotary(module, model.config, dtype)
+            forward = _rotary(module, text_config(model.config), dtype)
         if forward is not None:
             setattr(module, "forward", forward)  # noqa: B010  # mypy refuses to assign to a method
 
@@ -79,7 +80,10 @@ def _rotary(module: nn.Module, config: Any, dtype: torch.dtype) -> Forward | Non
         kinds = [(kind,) for kind in sorted(set(config.layer_types))]
     like = torch.zeros(1, 1, 1, dtype=dtype)
     positions = torch.arange(config.max_position_embeddings)[None]
-    first = module(like, positions[:, :1], *kinds[0])
+    try:
+        first = module(like, positions[:, :1], *kinds[0])
+    except RuntimeError:  # it needs positions on several axes
+        return None
     is_pair = isinstance(first, tuple) and all(
         each.shape[:2] == (1, 1) and each.ndim == 3 for each in first
     )
@@ -94,7 +98,8 @@ def _rotary(module: nn.Module, config: Any, dtype: torch.dtype) -> Forward | Non
     def forward(
         x: torch.Tensor, position_ids: torch.Tensor, *kind: str, **named: str
     ) -> tuple[torch.Tensor, ...]:
-        rows = position_ids[0].int()
+        # Positions on several axes, [axes, 1, num_tokens], are equal for text.
+        rows = position_ids.flatten(0, -2)[0].int()
         return tuple(cpu.gather(each, rows)[None] for each in tables[kind or tuple(named.values())])
 
     return forward

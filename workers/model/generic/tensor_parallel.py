@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from ..parallel import TensorParallel
+from .config import text_config
 from .linear import PackedLinear
 
 Slices = tuple[slice, ...]
@@ -49,7 +50,8 @@ class TpPlan:
             f"tp: {tp.size}: transformers has no plan to split {type(model).__name__} that is "
             "supported"
         )
-        if tp.size > 1 and (not model.config.base_model_tp_plan or set(plan.values()) - STYLES):
+        base_plan = text_config(model.config).base_model_tp_plan
+        if tp.size > 1 and (not base_plan or set(plan.values()) - STYLES):
             raise ValueError(problem)
         names = [each for each, _ in (*model.named_modules(), *model.named_parameters())]
         self._styles = {

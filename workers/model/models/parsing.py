@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ...kv_cache.layout import LayerGeometry
-from ..config import Fields, ModelConfig, RopeConfig
+from ..config import Fields, ModelConfig, RopeConfig, text_fields
 
 _MAX_LAYERS: Final = 1_000
 _ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -157,8 +157,10 @@ def parse_rope(
 
 
 def parse_dtype(fields: Fields) -> str:
-    """Returns the dtype that config.json declares. Raises CheckpointError."""
+    """Returns the dtype that config.json, or its text_config, declares. Raises CheckpointError."""
     name = "dtype" if fields.has("dtype") else "torch_dtype"
+    if not fields.has(name) and fields.has("text_config"):
+        return parse_dtype(text_fields(fields))
     dtype = fields.text(name, "float32")
     if dtype not in ("float32", "bfloat16", "float16"):
         raise fields.error(name, f"{dtype!r} is not supported, only float32, bfloat16, float16")

@@ -1,0 +1,174 @@
+"""Text models of multimodal checkpoints: equality with transformers, names, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+from tandem.tests.tiny_multimodal import MULTIMODAL, make_tiny_multimodal
+from tandem.tests.workers.model import decoder_checks as checks
+from tandem.tests.workers.model.helpers import load
+from tandem.workers.model.config import CheckpointError, read_fields
+from tandem.workers.model.generic.config import read_config, read_context_tokens
+from tandem.workers.model.loader import open_checkpoint
+from tandem.workers.model.registry import TEXT_MODELS, parse_model_config
+
+NATIVE = [
+    kind
+    for kind in sorted(MULTIMODAL)
+    if MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind] in TEXT_MODELS
+]
+# Tied embeddings, experts, positions on three axes, windows.
+SAMPLE = ("gemma3", "kimi_k25", "llava", "qwen2_5_vl", "qwen3_vl_moe")
+OTHERS = [
+    pytest.param(kind, marks=pytest.mark.matrix)
+    for kind in sorted(MULTIMODAL)
+    if kind not in SAMPLE
+]
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def change_names(folder: Path, change: dict[str, str | None]) -> None:
+    """Replaces beginnings of tensors' names; None removes the tensor."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for old, new in change.items():
+        for name in [name for name in tensors if name.startswith(old)]:
+            tensor = tensors.pop(name)
+            if new is not None:
+                tensors[new + name.removeprefix(old)] = tensor
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("kind", sorted(MULTIMODAL))
+def test_a_text_model_gives_what_transformers_gives(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny_multimodal(tmp_path, kind)
+    assert checks.logit_difference(folder) <= checks.TOLERANCE
+    expected = checks.greedy_tokens(folder)
+    assert checks.tokens_alone(checks.load_generic(folder)) == expected
+    assert checks.tokens_after_transfer(folder) == expected
+    config = open_checkpoint(folder).config
+    assert config.text_model_of == MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind]
+    if kind in NATIVE:
+        assert config.transformers is None
+        assert checks.tokens_alone(load(folder)) == expected
+
+
+@pytest.mark.parametrize("kind", [*SAMPLE, *OTHERS])
+def test_two_ranks_give_what_transformers_gives(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny_multimodal(tmp_path, kind)
+    assert checks.tokens_of_two_ranks(folder) in (None, [checks.greedy_tokens(folder)] * 2)
+
+
+def test_every_architecture_of_a_family_of_ours_is_tested() -> None:
+    tested = {MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind] for kind in MULTIMODAL}
+    assert set(TEXT_MODELS) <= tested
+    assert len(MULTIMODAL) >= 40
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_checkpoints_may_have_the_names_of_transformers_modules(
+    tmp_path: Path, model_impl: str
+) -> None:
+    folder = make_tiny_multimodal(tmp_path, "llava")
+    expected = checks.tokens_alone(load(folder, model_impl=model_impl))
+    change_names(
+        folder,
+        {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."},
+    )
+    assert checks.tokens_alone(load(folder, model_impl=model_impl)) == expected
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_weights_of_encoders_are_not_read(tmp_path: Path, model_impl: str) -> None:
+    folder = make_tiny_multimodal(tmp_path, "gemma3")
+    expected = checks.tokens_alone(load(folder, model_impl=model_impl))
+    change_names(folder, {"vision_tower.": None, "multi_modal_projector.": None})
+    assert checks.tokens_alone(load(folder, model_impl=model_impl)) == expected
+
+
+def test_fields_that_text_config_leaves_out_have_transformers_defaults(tmp_path: Path) -> None:
+    folder = make_tiny_multimodal(tmp_path, "gemma3")
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    for name in ("max_position_embeddings", "hidden_activation", "query_pre_attn_scalar"):
+        del text[name]
+    change_config(folder, text_config=text)
+    default = CONFIG_MAPPING["gemma3_text"]().max_position_embeddings
+    assert read_context_tokens(folder) == default
+    for model_impl in ("auto", "transformers"):
+        assert (
+            parse_model_config(read_fields(folder), model_impl).max_position_embeddings == default
+        )
+
+
+def test_end_tokens_come_from_text_config_if_nothing_else_has_them(tmp_path: Path) -> None:
+    folder = make_tiny_multimodal(tmp_path, "gemma3", eos_token_id=7)
+    (folder / "generation_config.json").unlink()
+    change_config(folder, eos_token_id=None)
+    assert 7 in open_checkpoint(folder).config.eos_token_ids
+
+
+def test_a_quantization_config_names_layers_of_the_whole_model(tmp_path: Path) -> None:
+    folder = make_tiny_multimodal(tmp_path, "llava")
+    ignored = ["language_model.lm_head", "model.language_model.layers.0.mlp", "re:vision_tower.*"]
+    change_config(
+        folder,
+        quantization_config={"quant_method": "awq", "modules_to_not_convert": ignored},
+    )
+    config = parse_model_config(read_fields(folder))
+    assert config.quantization["modules_to_not_convert"] == [
+        "lm_head",
+        "model.layers.0.mlp",
+        "re:vision_tower.*",
+    ]
+
+
+def write_config(folder: Path, kind: str, names: dict[str, Any], **fields: Any) -> None:
+    config = CONFIG_MAPPING[kind]().to_dict() | {"architectures": [names[kind]]} | fields
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "nemotron", "gemma3n_text"])
+def test_sizes_whose_names_mention_experts_or_layers_are_no_counts(
+    tmp_path: Path, kind: str
+) -> None:
+    fields = {"shared_expert_intermediate_size": 5632, "vocab_size_per_layer_input": 262_144}
+    write_config(tmp_path, kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **fields)
+    read_config(read_fields(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_experts"])
+def test_counts_of_sub_configs_are_bounded(tmp_path: Path, name: str) -> None:
+    folder = make_tiny_multimodal(tmp_path, "gemma3")
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    change_config(folder, text_config=text | {name: 10**6})
+    with pytest.raises(CheckpointError, match=f"config.json: text_config.{name}: must be at most"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("gemma3n", "vision_config: is built with the package timm, which is not installed"),
+        ("phi4_multimodal", "_config: transformers' .* has no text model of its own"),
+        ("blip-2", "architectures: transformers' .* has no text model of its own"),
+        ("paligemma", "architectures: attention to later tokens is not supported"),
+        ("qwen3_5", "keeps state beside KV cache"),
+        ("llama4", "layer_types: 'chunked_attention' is not supported"),
+    ],
+)
+def test_refusals_name_the_reason(tmp_path: Path, kind: str, reason: str) -> None:
+    write_config(tmp_path, kind, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+    with pytest.raises(CheckpointError, match=f"^config.json: .*{reason}"):
+        parse_model_config(read_fields(tmp_path))
