@@ -235,8 +235,7 @@ def _position_users(model: nn.Module, positions: torch.Tensor, undo: ExitStack) 
             users.append(module)
 
     for module in model.modules():
-        if module is not model:
-            undo.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        undo.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
     return users
 
 
