@@ -18,13 +18,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tandem.cluster.cli import chat, main
+from tandem.cluster.cli import main
 from tandem.cluster.cli.chat import ChatSession
-from tandem.cluster.cli.conversation import Conversation, read_question
+from tandem.cluster.cli.questions import read_question
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument, TandemError, Unavailable
 from tandem.router.client.client import Client
-from tandem.router.client.types import ChatOptions
 from tandem.tests.stub_service import Refusal, Responses, StubService, pieces, stub_service
 
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
@@ -269,7 +268,7 @@ def test_a_late_error_is_below_what_was_printed() -> None:
 
 def test_a_piped_chat(service: StubService) -> None:
     questions = (
-        'one\n\n"""two\nlines"""\ngoes \\\non\n/system be brief\n//slash\n/retry\n/undo\nlast\n'
+        'one\n\n"""two\nlines"""\ngoes \\\non\n//slash\n/retry\n/clear\nlast\n/quit\nnever\n'
     )
     out, err = invoke(
         "chat", "--target", service.address, "--system", "S", "--timeline", stdin=questions
@@ -280,9 +279,8 @@ def test_a_piped_chat(service: StubService) -> None:
         [message.role for message in request.prompt.chat.messages] for request in service.requests
     ]
     talk = ["system", "user", "assistant", "user", "assistant", "user", "assistant", "user"]
-    assert roles == [talk[:2], talk[:4], talk[:6], talk, talk, talk]
-    systems = [request.prompt.chat.messages[0].content for request in service.requests]
-    assert systems == ["S", "S", "S", "be brief", "be brief", "be brief"]
+    assert roles == [talk[:2], talk[:4], talk[:6], talk, talk, talk[:2]]
+    assert {request.prompt.chat.messages[0].content for request in service.requests} == {"S"}
 
 
 def test_the_first_error_ends_a_piped_chat(service: StubService) -> None:
@@ -297,53 +295,18 @@ def session(service: StubService) -> Iterator[ChatSession]:
         yield ChatSession(client, {"max_tokens": 5}, Console(file=nowhere))
 
 
-def test_set(session: ChatSession, service: StubService) -> None:
-    for line in (
-        "/set temperature 0.5",
-        "/set seed 7",
-        '/set stop ["a", "b"]',
-        "/set max_tokens",
-        "hello",
-    ):
-        session.take(line)
-    assert session.options == {"temperature": 0.5, "seed": 7, "stop": ["a", "b"]}
-    assert service.requests[0].sampling == inference_pb2.SamplingParams(temperature=0.5, seed=7)
-    assert service.requests[0].stopping == inference_pb2.StoppingParams(stop=["a", "b"])
-    for line, field in (
-        ("/set temperature hot", "temperature"),
-        ("/set n 3", "n"),
-        ("/set stop [1", "stop"),
-    ):
-        with pytest.raises(InvalidArgument) as caught:
-            session.take(line)
-        assert caught.value.field == field
-    assert session.options["temperature"] == 0.5
-
-
-def test_commands_keep_the_conversation_whole(session: ChatSession, tmp_path: Path) -> None:
-    session.take("one")
-    session.take("two")
-    file = tmp_path / "talk.json"
-    session.take(f"/save {file}")
-    assert [message["content"] for message in json.loads(file.read_text())] == [
-        "one",
-        "<one>",
-        "two",
-        "<two>",
-    ]
-    session.take("/undo")
-    assert session.conversation.turns == [("one", "<one>")]
-    session.take("/clear")
-    assert session.conversation.messages == []
-    for line in ("/undo", "/retry", "/save", "/save /no/such/file", "/timeline maybe", "/whatever"):
+def test_commands_of_a_chat(session: ChatSession) -> None:
+    for line in ("/retry", "/whatever", "/quit now"):
         with pytest.raises(InvalidArgument):
             session.take(line)
-    session.take("/timeline on")
+    session.take("one")
+    session.take("two")
     session.take("/help")
-    session.take("/timeline")
-    assert session.always_timeline
-    session.take("/quit")
-    assert session.ended
+    assert [each["content"] for each in session.messages] == ["one", "<one>", "two", "<two>"]
+    session.take("/clear")
+    assert session.messages == []
+    with pytest.raises(EOFError):
+        session.take("/quit")
 
 
 @pytest.mark.parametrize("said", ["", "half"])
@@ -355,17 +318,10 @@ def test_an_error_leaves_what_came(service: StubService, session: ChatSession, s
     service.answer = fail
     with pytest.raises(Unavailable):
         session.take("one")
-    assert session.conversation.turns == [("one", said or None)]
+    assert [each["content"] for each in session.messages] == ["one", *filter(None, [said])]
     service.answer = last_words
     session.take("/retry")
-    assert session.conversation.turns == [("one", "<one>")]
-
-
-def test_a_question_without_an_answer_is_replaced() -> None:
-    conversation = Conversation()
-    conversation.ask("one")
-    conversation.ask("two")
-    assert conversation.messages == [{"role": "user", "content": "two"}]
+    assert [each["content"] for each in session.messages] == ["one", "<one>"]
 
 
 @pytest.mark.parametrize(
@@ -492,10 +448,6 @@ def test_a_chat_at_a_terminal(service: StubService, terminal: Callable[..., Term
     again.expect("<and now\\?>")
     again.type("/quit\n")
     assert again.process.wait(WAIT) == 0
-
-
-def test_settable_options_exist() -> None:
-    assert set(chat.SETTABLE) <= set(ChatOptions.__annotations__)
 
 
 def test_errors_of_the_service_are_raised(service: StubService) -> None:

@@ -1,4 +1,4 @@
-"""Holds the turns of a chat, and reads questions from a terminal or a pipe.
+"""Reads the questions of a chat from a terminal or a pipe.
 
 A terminal has line editing and a persistent history.
 """
@@ -6,7 +6,6 @@ A terminal has line editing and a persistent history.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -14,39 +13,6 @@ import platformdirs
 
 HISTORY_LINES: Final = 1_000
 QUOTES: Final = '"""'
-
-
-@dataclass(slots=True)
-class Conversation:
-    """Holds the turns so far. The next question replaces a last one without an answer."""
-
-    system: str = ""
-    turns: list[tuple[str, str | None]] = field(default_factory=list)  # question, answer
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        """Returns the messages of a chat request, with `role` and `content`."""
-        made = [{"role": "system", "content": self.system}] if self.system else []
-        for question, answer in self.turns:
-            made.append({"role": "user", "content": question})
-            if answer is not None:
-                made.append({"role": "assistant", "content": answer})
-        return made
-
-    def ask(self, question: str) -> None:
-        """Appends a question."""
-        if self.turns and self.turns[-1][1] is None:
-            self.turns.pop()
-        self.turns.append((question, None))
-
-    def answer(self, text: str) -> None:
-        """Sets the answer to the last question."""
-        question, _ = self.turns.pop()
-        self.turns.append((question, text))
-
-    def undo(self) -> str | None:
-        """Removes the last question and its answer; returns the question, or None without one."""
-        return self.turns.pop()[0] if self.turns else None
 
 
 def read_question(read_line: Callable[[str], str]) -> str:
