@@ -1,15 +1,16 @@
 """Makes the tables that commands print, the console for them, and progress bars."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-_CHARACTERS: Final = 150  # in a line if there is no terminal
+_CHARACTERS: Final = 4096  # in a line if there is no terminal: nothing is folded
 
 
 def make_table(
@@ -29,16 +30,19 @@ def make_table(
 
 
 def table_console(*, stderr: bool = False) -> Console:
-    """Returns a console, which is wide enough for tables if there is no terminal."""
+    """Returns a console, which folds no line if there is no terminal."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return Console(stderr=stderr, highlight=False, width=None if is_terminal else _CHARACTERS)
 
 
 @contextmanager
-def progress_bar(noun: str, total: int | None = None, *, shown: bool = True) -> Iterator[Progress]:
+def progress_bar(
+    noun: str, total: int | None = None, *, shown: bool = True
+) -> Iterator[Callable[..., None]]:
     """Shows a progress bar on stderr, on a terminal or in a notebook, until the end of the block.
 
-    `noun` names the units that are counted.
+    `noun` names the units that are counted. Yields the bar's `update`, which takes `advance`,
+    `completed` and `total`.
     """
     console = Console(stderr=True)
     columns = (
@@ -49,5 +53,4 @@ def progress_bar(noun: str, total: int | None = None, *, shown: bool = True) -> 
     )
     disabled = not (shown and (console.is_terminal or console.is_jupyter))
     with Progress(*columns, console=console, transient=True, disable=disabled) as bar:
-        bar.add_task(noun, total=total)
-        yield bar
+        yield partial(bar.update, bar.add_task(noun, total=total))

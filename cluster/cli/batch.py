@@ -114,8 +114,8 @@ async def _ask(
 ) -> BatchCounts:
     from ..local.batch_senders import service_sender
 
-    with progress_bar("requests", len(requests)) as bar:
-        bar.advance(bar.task_ids[0], len(answers.answered))
+    with progress_bar("requests", len(requests)) as update:
+        update(advance=len(answers.answered))
         async with service_sender(url, api_key, tls_ca) as send:
             return await answer_requests(
                 requests,
@@ -123,5 +123,5 @@ async def _ask(
                 send,
                 concurrency=concurrency,
                 patience_seconds=patience,
-                on_answer=lambda: bar.advance(bar.task_ids[0]),
+                on_answer=lambda: update(advance=1),
             )

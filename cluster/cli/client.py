@@ -11,14 +11,13 @@ from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ...proto.addresses import in_brackets, is_loopback
 from ...proto.errors import InvalidArgument
 from ...router.client.client import Client
 from ..service_url import GRPC_URL, STATUS_URL, ServiceAccess
-from ..tables import make_table
+from ..tables import make_table, table_console
 from ..text_files import read_text
 from . import options as o
 from .answers import completion_json, print_choices, print_logprobs, print_stream, print_timeline
@@ -78,13 +77,13 @@ def status(
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{found['service']}: {found['model']}")
+    typer.echo(f"{found['service']}: {found['model']}")
     for router in found["routers"]:
-        console.print(
+        typer.echo(
             f"router {router['id']}  grpc={router['grpc']} http={router['http']} "
             f"ops={router['ops']}"
         )
+    console = table_console()
     console.print(_worker_table(found["workers"]))
     if any(worker["transports"] for worker in found["workers"]):
         console.print(_transport_table(found["workers"]))

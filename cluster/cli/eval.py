@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ...router.client.client import AsyncClient
@@ -16,7 +15,7 @@ from ..eval.generate import Case, complete_cases, write_completions
 from ..eval.perplexity import Perplexity, measure_perplexity
 from ..eval.scores import import_libraries, score_texts
 from ..service_url import GRPC_URL, ServiceAccess
-from ..tables import progress_bar
+from ..tables import progress_bar, table_console
 from ..text_files import parse_lines, read_text
 from . import options as o
 
@@ -49,7 +48,7 @@ def perplexity(
     text = read_text(file, "file")
 
     async def measure() -> Perplexity:
-        with progress_bar("windows") as bar:
+        with progress_bar("windows") as update:
             async with service.connect(AsyncClient) as client:
                 return await measure_perplexity(
                     client,
@@ -58,9 +57,7 @@ def perplexity(
                     stride=stride,
                     model=model or "",
                     concurrency=concurrency,
-                    on_window=lambda done, total: bar.update(
-                        bar.task_ids[0], completed=done, total=total
-                    ),
+                    on_window=lambda done, total: update(completed=done, total=total),
                 )
 
     found = asyncio.run(measure())
@@ -100,10 +97,10 @@ def generate(
     options: Options = o.given_options(context.params)
 
     async def complete() -> list[Completion]:
-        with progress_bar("completions", len(cases)) as bar:
+        with progress_bar("completions", len(cases)) as update:
             async with service.connect(AsyncClient) as client:
                 return await complete_cases(
-                    client, cases, options, concurrency, lambda: bar.advance(bar.task_ids[0])
+                    client, cases, options, concurrency, lambda: update(advance=1)
                 )
 
     completions = asyncio.run(complete())
@@ -126,4 +123,4 @@ def _print_figures(figures: dict[str, Any], as_json: bool) -> None:
         table.add_row(
             name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
         )
-    Console(highlight=False).print(table)
+    table_console().print(table)

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console
 
 from ...proto.certificate import make_peer_tls
 from ...proto.identity import PeerIdentity
 from ...router.auth.keys import ApiKey, create_key, load_keys, parse_expiry, revoke_key
 from ..config import PeerTlsConfig
 from ..serve.identity_file import write_identity
-from ..tables import make_table
+from ..tables import make_table, table_console
 
 key_app = typer.Typer(
     help="Edit the file of API keys; make the identity of a service.", no_args_is_help=True
@@ -76,10 +75,7 @@ def list_command(file: KeysFile) -> None:
         table.add_row(
             key.name, key.tenant, _expiry(key), key.sha256[:_DIGITS], str(key.max_priority), *cells
         )
-    console = Console()
-    if not console.is_terminal:
-        console.width = 4096  # do not wrap lines in a pipe
-    console.print(table)
+    table_console().print(table)
 
 
 @key_app.command("revoke")

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Column
 
 from ...proto.errors import InvalidArgument
 from ..store.store import get_model, list_models, resolve_model
-from ..tables import make_table, progress_bar
+from ..tables import make_table, progress_bar, table_console
 from ..text_files import read_text
 
 SCHEMES: Final = ("int8", "int4")
@@ -41,10 +40,7 @@ def list_command() -> None:
     for folder, num_bytes in list_models().items():
         cells = ("-", "not fetched") if num_bytes is None else (decimal(num_bytes), str(folder))
         table.add_row(folder.name, *cells)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 4096  # do not wrap lines in a pipe
-    console.print(table)
+    table_console().print(table)
 
 
 def quantize(
@@ -99,13 +95,13 @@ def quantize(
         raise InvalidArgument(f"{out} exists", "OUT")
     # First: a text that cannot be measured is refused before hours of work.
     before = _perplexity(folder, measured)
-    with progress_bar("layers") as bar:
+    with progress_bar("layers") as update:
         quantize_model(
             folder,
             out,
             made,
             seen,
-            lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total),
+            lambda done, total: update(completed=done, total=total),
         )
     after = _perplexity(out, measured)
     change = 100 * (after / before - 1)

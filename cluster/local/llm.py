@@ -199,10 +199,10 @@ class LLM:
 
         async def measure(text: str) -> float:
             found = await measure_perplexity(engine, text, window=window, stride=stride)
-            bar.advance(bar.task_ids[0])
+            update(advance=1)
             return found.perplexity
 
-        with progress_bar("texts", len(listed), shown=progress) as bar:
+        with progress_bar("texts", len(listed), shown=progress) as update:
             return self._loop.run(map_concurrently(measure, listed, engine.max_sequences))
 
     def answer_batch(
@@ -211,15 +211,15 @@ class LLM:
         """Answers the requests of a batch that have no answer in `output`, as `tandem batch`."""
         from .batch_senders import engine_sender
 
-        with progress_bar("requests", len(requests), shown=progress) as bar:
-            bar.advance(bar.task_ids[0], len(output.answered))
+        with progress_bar("requests", len(requests), shown=progress) as update:
+            update(advance=len(output.answered))
             work = answer_requests(
                 requests,
                 output,
                 engine_sender(self._engine.service),
                 concurrency=_LOOK_AHEAD * self._engine.max_sequences,
                 patience_seconds=0.0,
-                on_answer=lambda: bar.advance(bar.task_ids[0]),
+                on_answer=lambda: update(advance=1),
             )
             return self._loop.run(work)
 
@@ -270,8 +270,8 @@ class LLM:
         if lora_request is not None:
             model = self._loop.run(self._engine.use_adapter(lora_request))
             given = [Options(**(each | {"model": model})) for each in given]
-        with progress_bar(name, len(prompts), shown=progress) as bar:
-            work = _answer(self._engine, name, prompts, given, lambda: bar.advance(bar.task_ids[0]))
+        with progress_bar(name, len(prompts), shown=progress) as update:
+            work = _answer(self._engine, name, prompts, given, lambda: update(advance=1))
             completed = self._loop.run(work)
         return [
             RequestOutput.from_completion(

@@ -175,6 +175,7 @@ async def _describe(worker: worker_pb2.WorkerInfo, channel: PeerChannel) -> dict
     try:
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
         status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
+        status.info.application = worker.application  # which only the directory knows
         state = "draining" if status.info.draining else "ready"
     except grpc.aio.AioRpcError:
         pass  # the state stays "silent"

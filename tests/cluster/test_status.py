@@ -14,9 +14,13 @@ from tandem.tests.peers import IDENTITY
 async def test_workers_are_asked_over_channels_that_are_kept() -> None:
     async with fleet(1, 1) as running:
         known = [worker.info() for worker in running.workers]
+        for info in known:
+            info.application = "tandem.2"
         statuses, kept = WorkerStatuses(lambda: known, IDENTITY), []
         for _ in range(3):
-            assert {each["state"] for each in await asked_anew(statuses)} == {"ready"}
+            found = await asked_anew(statuses)
+            assert {each["state"] for each in found} == {"ready"}
+            assert {each["application"] for each in found} == {"tandem.2"}
             kept.append(dict(statuses._channels))
         assert kept[0].keys() == {info.address for info in known}
         assert kept[0] == kept[1] == kept[2]

@@ -48,6 +48,13 @@ def test_the_transport_of_each_pair_of_ranks_is_shown(monkeypatch: pytest.Monkey
     assert lines[-1].split() == ["d-0", "10.0.0.2:7000", "grpc"]
 
 
+def test_a_pipe_gets_each_worker_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "decode-" + "x" * 200
+    *_, header, row = printed(monkeypatch, worker(name, {}))
+    assert header.split()[:4] == ["pool", "worker", "state", "running"]
+    assert row.split() == ["decode", name, "ready", *"33333333", "1", "2"]
+
+
 def test_workers_that_have_pulled_nothing_have_no_such_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
