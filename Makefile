@@ -7,6 +7,8 @@ BIN := .venv/bin
 PRODUCT := proto router workers cluster __init__.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Each test process imports 2,000 modules; without byte code of the last run it compiles them for 2 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo quick test soak matrix pods check audit fuzz breaking format proto wheel clean
 

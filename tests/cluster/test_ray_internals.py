@@ -55,9 +55,9 @@ def private_uses(module: Module) -> Iterator[str]:
     """Yields the private names of Ray that a module imports, reads or passes as keywords."""
     yield from filter(is_private, imported_names(module))
     for node in module.nodes:
-        if isinstance(node, ast.Attribute) and is_private(name := ast.unparse(node)):
+        if isinstance(node, ast.Attribute) and is_private(name := dotted(node)):
             yield name
-        if isinstance(node, ast.Call) and is_of_ray(name := ast.unparse(node.func)):
+        if isinstance(node, ast.Call) and is_of_ray(name := dotted(node.func)):
             yield from (f"{name}({each.arg}=)" for each in node.keywords if is_private_arg(each))
         if (
             isinstance(node, ast.Constant)
@@ -65,6 +65,13 @@ def private_uses(module: Module) -> Iterator[str]:
             and is_private(node.value)
         ):
             yield node.value
+
+
+def dotted(node: ast.expr) -> str:
+    """Returns a name with its attributes, `a.b.c`; "" for attributes of any other expression."""
+    if isinstance(node, ast.Attribute):
+        return f"{base}.{node.attr}" if (base := dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def is_of_ray(name: str) -> bool:

@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tandem.tests.examples import num_examples
 from tandem.workers.kv_cache.block_files import BlockFiles
 
 KIND, OTHER = b"k" * 16, b"o" * 16
@@ -127,7 +128,7 @@ class FilesMachine(RuleBasedStateMachine):
 
 
 TestFiles = FilesMachine.TestCase
-TestFiles.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)
+TestFiles.settings = settings(max_examples=num_examples(60), stateful_step_count=30, database=None)
 
 
 def size_of(folder: Path) -> int:

@@ -25,6 +25,7 @@ from tandem.router.dispatch.poison_guard import SOLO_RUN_SECONDS, PoisonGuard
 from tandem.router.dispatch.request_timer import RequestTimer
 from tandem.router.scheduling.policy import Placement
 from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.tests.examples import num_examples
 from tandem.tests.router.fake_pools import (
     SEED,
     Caller,
@@ -37,7 +38,7 @@ from tandem.tests.router.fake_pools import (
 from tandem.tests.token_request import changed
 
 
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 @given(
     seed=st.integers(0, 2**32),
     num_choices=st.integers(1, 5),
@@ -80,7 +81,6 @@ def test_the_tokens_after_any_fault_are_those_of_a_run_without_faults(
     ) == len([submit for submit in pools.submits if submit.task != worker_pb2.TASK_DECODE])
 
 
-@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), pairs=st.booleans(), kill=st.booleans())
 def test_choices_that_the_caller_ends_have_no_further_delta(
     seed: int, pairs: bool, kill: bool
@@ -111,7 +111,6 @@ def test_choices_that_the_caller_ends_have_no_further_delta(
     assert all(client.num_streams == 0 for client in pools.clients.values())
 
 
-@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     pairs=st.booleans(),

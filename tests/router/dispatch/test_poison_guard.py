@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.router.dispatch.poison_guard import SOLO_RUN_SECONDS, PoisonGuard
 from tandem.router.scheduling.policy import Placement
+from tandem.tests.examples import num_examples
 from tandem.tests.router.pools import Clock
 
 WORKERS = ("w0", "w1", "w2")
@@ -113,7 +114,7 @@ def make_service(seed: int, num_requests: int, num_poisons: int, num_kills: int)
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 @given(seed=st.integers(0, 2**32), num_requests=st.integers(1, 12))
 def test_a_request_that_kills_its_workers_costs_two_and_no_other_is_blocked(
     seed: int, num_requests: int
@@ -124,7 +125,7 @@ def test_a_request_that_kills_its_workers_costs_two_and_no_other_is_blocked(
     assert service.cost == {0: 2}
 
 
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 @given(
     seed=st.integers(0, 2**32),
     num_requests=st.integers(1, 12),

@@ -17,6 +17,7 @@ from tandem.proto.worker_pb2 import TASK_COLOCATED, TASK_DECODE, TASK_PREFILL
 from tandem.router.dispatch.execution import AVOID_SECONDS, RequestExecution
 from tandem.router.dispatch.poison_guard import SOLO_RUN_SECONDS, PoisonGuard
 from tandem.router.dispatch.worker_client import WorkerStream
+from tandem.tests.examples import num_examples
 from tandem.tests.router.fake_pools import (
     SEED,
     Caller,
@@ -271,7 +272,7 @@ def has_begun(one: Submitted) -> bool:
     return one.begun or one.submit.task != TASK_DECODE
 
 
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 @given(
     seed=st.integers(0, 2**32),
     num_others=st.integers(0, 6),

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.output.choice import CompletionText
 from tandem.router.output.detokenizer import Detokenizer, StopStrings, _fallbacks
+from tandem.tests.examples import num_examples
 from tandem.tests.router.fake_source import BOS_ID, EOS_ID, byte_tokenizer
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
@@ -74,7 +75,7 @@ def check_pieces_make(whole: str, texts: Sequence[str]) -> None:
 
 
 @given(TEXT, TEXT, CUTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150))
 def test_any_text_at_any_byte_boundary(prompt: str, text: str, cuts: list[int]) -> None:
     ids = list(text.encode())
     check_pieces_make(text, run(BYTES, list(prompt.encode()), pieces_of(ids, cuts)))
@@ -85,13 +86,13 @@ def test_any_text_at_any_byte_boundary(prompt: str, text: str, cuts: list[int]) 
 @example(b"", [0x80] * 60, [1])
 @example(b"", [0xF0, 0x9F, 0x98, 0x80] * 20, [1])
 @example(b"", [0xE2, EOS_ID, 0x82, BOS_ID, 0xAC], [1])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200))
 def test_any_bytes_and_special_tokens(prompt: bytes, ids: list[int], cuts: list[int]) -> None:
     check_pieces_make(BYTES.decode(ids), run(BYTES, list(prompt), pieces_of(ids, cuts)))
 
 
 @given(TEXT, st.lists(st.integers(0, 511), max_size=60), CUTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200))
 def test_any_tokens_of_a_merged_vocabulary(prompt: str, ids: list[int], cuts: list[int]) -> None:
     check_pieces_make(
         merged().decode(ids), run(merged(), list(prompt.encode()), pieces_of(ids, cuts))
@@ -99,7 +100,7 @@ def test_any_tokens_of_a_merged_vocabulary(prompt: str, ids: list[int], cuts: li
 
 
 @given(st.text("ab é€🦊", min_size=1, max_size=30), st.text("ab é€🦊", max_size=30), CUTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150))
 def test_byte_fallback_with_the_prompt_as_context(prompt: str, text: str, cuts: list[int]) -> None:
     def ids(value: str) -> list[int]:
         known = {" ": [256], "a": [257], "b": [258], "é": [262]}
@@ -150,7 +151,7 @@ LETTERS = st.text("ab", max_size=30)
 
 
 @given(LETTERS, st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), CUTS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=num_examples(400))
 def test_stop_strings_cut_as_in_the_whole_text(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
@@ -178,7 +179,7 @@ def test_text_without_stop_strings_is_not_held() -> None:
 
 
 @given(TEXT, st.lists(TEXT.filter(bool), max_size=3), CUTS, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150))
 def test_completion_text_is_the_cut_text(
     text: str, stops: list[str], cuts: list[int], data: st.DataObject
 ) -> None:

@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tandem.proto.hashing import hash_chain
 from tandem.router.scheduling.prefix_index import Prefix, PrefixIndex
+from tandem.tests.examples import num_examples
 
 WORKERS = ("a", "b", "c")
 PROMPTS = [tuple(range(start, start + length)) for start in (0, 100) for length in (3, 8, 13, 24)]
@@ -77,7 +78,7 @@ class AgainstAModel(RuleBasedStateMachine):
             assert self.index.match(Prefix(prompt)) == expected
 
 
-AgainstAModel.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
+AgainstAModel.TestCase.settings = settings(max_examples=num_examples(40), stateful_step_count=20)
 TestAgainstAModel = AgainstAModel.TestCase
 
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import (
 )
 
 from tandem.proto.hashing import hash_block, hash_chain, hash_root
+from tandem.tests.examples import num_examples
 from tandem.workers.engine.block_pool import BlockPool, BlockState
 
 NUM_BLOCKS = 8
@@ -149,7 +150,8 @@ class PoolMachine(RuleBasedStateMachine):
 
 def test_pool_agrees_with_a_model_of_lists() -> None:
     run_state_machine_as_test(
-        PoolMachine, settings=settings(max_examples=80, stateful_step_count=40, database=None)
+        PoolMachine,
+        settings=settings(max_examples=num_examples(80), stateful_step_count=40, database=None),
     )
 
 

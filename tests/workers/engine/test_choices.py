@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.tests.examples import num_examples
 from tandem.tests.workers.engine.drive import (
     PROMPT,
     MakeWorker,
@@ -41,7 +42,7 @@ def wanted(n: int, count: int, prompt: tuple[int, ...] = PROMPT, seed: int = 0) 
     return expected_choices(prompt, n, count, VOCAB_SIZE, seed)
 
 
-@settings(max_examples=60, database=None)
+@settings(max_examples=num_examples(60), database=None)
 @given(
     st.integers(1, 12),
     st.integers(1, 9),

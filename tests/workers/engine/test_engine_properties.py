@@ -174,7 +174,6 @@ def test_engines_keep_every_promise_in_any_order() -> None:
         settings=settings(
             max_examples=settings().max_examples * 3 // 2,
             stateful_step_count=30,
-            deadline=None,
             database=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tandem.proto.hashing import hash_chain
+from tandem.tests.examples import num_examples
 from tandem.tests.workers.engine.drive import (
     MakeWorker,
     expected,
@@ -102,7 +103,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTier = TierMachine.TestCase
-TestTier.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, database=None)
+TestTier.settings = settings(max_examples=num_examples(150), stateful_step_count=40, database=None)
 
 
 def conversations(worker: MakeWorker, num_host_blocks: int) -> tuple[list[int], int]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.tests.examples import num_examples
 from tandem.tests.workers.engine.drive import (
     PROMPT,
     MakeWorker,
@@ -48,7 +49,7 @@ def found(events: Sequence[Event], first: int, count: int) -> list[tuple[tuple[i
     return hypotheses
 
 
-@settings(max_examples=80, database=None)
+@settings(max_examples=num_examples(80), database=None)
 @given(
     st.integers(1, 9),
     st.integers(1, 12),

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.tests.examples import num_examples
 from tandem.workers.kv_cache.sharding import check_split, kv_heads, part, query_heads
 
 
@@ -26,7 +27,7 @@ def slots_of(num_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, ...]
     return [kv_heads(num_heads, num_kv_heads, tp, rank) for rank in range(tp)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=num_examples(150))
 @given(splits())
 def test_every_query_head_finds_its_kv_head_in_uniform_groups(split: tuple[int, int, int]) -> None:
     num_heads, num_kv_heads, tp = split
@@ -41,7 +42,7 @@ def test_every_query_head_finds_its_kv_head_in_uniform_groups(split: tuple[int, 
     assert seen == list(range(num_heads))
 
 
-@settings(max_examples=150)
+@settings(max_examples=num_examples(150))
 @given(splits())
 def test_slots_are_equally_many_on_every_rank_and_no_fewer_would_do(
     split: tuple[int, int, int],
@@ -57,7 +58,7 @@ def test_slots_are_equally_many_on_every_rank_and_no_fewer_would_do(
         assert uniform == (fewer % num_slots == 0)
 
 
-@settings(max_examples=150)
+@settings(max_examples=num_examples(150))
 @given(splits())
 def test_heads_repeat_only_where_a_rank_straddles_groups_unevenly(
     split: tuple[int, int, int],
@@ -88,7 +89,6 @@ def test_slots(num_heads: int, num_kv_heads: int, tp: int, expected: list[tuple[
     assert slots_of(num_heads, num_kv_heads, tp) == expected
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 200_000), st.integers(1, 64))
 def test_parts_follow_one_another_and_differ_by_at_most_one(size: int, tp: int) -> None:
     parts = [part(size, tp, rank) for rank in range(tp)]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tandem.tests.examples import num_examples
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.reshard import Piece, plan, plan_layout
 from tandem.workers.kv_cache.sharding import kv_heads
@@ -36,7 +37,7 @@ def slots_of(num_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, ...]
     return [kv_heads(num_heads, num_kv_heads, tp, rank) for rank in range(tp)]
 
 
-@settings(max_examples=120)
+@settings(max_examples=num_examples(120))
 @given(pairs())
 def test_every_slot_is_filled_once_and_with_the_right_head(pair: P2pGroup) -> None:
     num_heads, num_kv_heads, source_tp, target_tp = pair
@@ -54,7 +55,7 @@ def test_every_slot_is_filled_once_and_with_the_right_head(pair: P2pGroup) -> No
         assert cache.tolist() == list(heads)
 
 
-@settings(max_examples=80)
+@settings(max_examples=num_examples(80))
 @given(pairs())
 def test_no_plan_has_fewer_pieces(pair: P2pGroup) -> None:
     num_heads, num_kv_heads, source_tp, target_tp = pair
@@ -75,7 +76,7 @@ def test_no_plan_has_fewer_pieces(pair: P2pGroup) -> None:
         assert len(pieces) == fewest[-1]
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(pairs())
 def test_between_equal_degrees_each_rank_reads_everything_from_its_like(pair: P2pGroup) -> None:
     num_heads, num_kv_heads, tp, _ = pair
@@ -84,7 +85,7 @@ def test_between_equal_degrees_each_rank_reads_everything_from_its_like(pair: P2
         assert pieces == (Piece(source_rank=rank, source_slots=every, target_slots=every),)
 
 
-@settings(max_examples=120)
+@settings(max_examples=num_examples(120))
 @given(pairs())
 def test_targets_spread_evenly_over_the_replicas_of_each_head(pair: P2pGroup) -> None:
     num_heads, num_kv_heads, source_tp, target_tp = pair

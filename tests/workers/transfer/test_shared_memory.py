@@ -117,7 +117,7 @@ class P2pGroup:
         return sum(len(payload) for message, payload in self.frames if isinstance(message, Data))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from([(4, 4), (3, 8), (16, 5), (1, 2)]),
     st.integers(1, 40),
