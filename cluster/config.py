@@ -6,8 +6,7 @@ file because operators look up every value of the configuration here.
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Self, cast, get_args
@@ -30,6 +29,7 @@ from .settings import NULL, split_aliases
 from .text_files import read_yaml
 
 STOP_MARGIN_SECONDS: Final = 2.0  # a replica has this time beyond grace_seconds to stop
+_HOST_UTILIZATION: Final = 0.25  # of a host's memory, for KV cache of a default size
 
 
 def _check_transport(name: str) -> str:
@@ -170,8 +170,14 @@ class PoolConfig(BaseModel):
     # Of each rank; None: an equal share of its node's cores.
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     block_size: int = Field(default=16, ge=1, le=1024)  # tokens
-    # GiB of each rank's memory, which holds the rank's heads of every token.
-    kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)
+    # GPUs of each rank; below 1 for ranks that share a GPU, as 0.5 for two of them.
+    num_gpus: float = Field(default=1.0, ge=0.01, le=1)
+    # The part of a rank's share of its GPU's memory that the rank may use: for weights,
+    # activations, CUDA graphs and KV cache.
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    # GiB of each rank's memory, which holds the rank's heads of every token. None: on GPUs the rest
+    # of that part, as measured; on CPUs 1, but at most the rank's share of a quarter of the memory.
+    kv_cache_gb: float | None = Field(default=None, ge=0.001, le=4096)
     # GiB of each rank's host memory, for blocks that leave that cache.
     kv_host_gb: float = Field(default=0.0, ge=0, le=4096)
     # A folder on every node of the pool, and GiB of its disk for each worker; they keep KV cache
@@ -183,7 +189,8 @@ class PoolConfig(BaseModel):
     # The maximum of prompt tokens in a step with decodes, which wait for them; with few sequences a
     # third. None: 1024, on CPUs 40.
     mixed_chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
-    max_sequences: int = Field(default=64, ge=1, le=65_536)
+    # In one batch. None: 256, on CPUs 64.
+    max_sequences: int | None = Field(default=None, ge=1, le=65_536)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)  # that a replica reserves in Ray
     resources: Resources = {}  # custom Ray resources of a replica
     labels: Labels = {}  # of the Ray nodes on which a replica may run
@@ -296,6 +303,11 @@ class TandemConfig(BaseModel):
                     raise ValueError(f"{role}.{setting}: needs prefix_caching")
             if (pool.kv_disk is None) != (pool.kv_disk_gb == 0):
                 raise ValueError(f"{role}.kv_disk: must be set together with kv_disk_gb above 0")
+            if pool.tp > 1 and pool.num_gpus != 1:
+                raise ValueError(
+                    f"{role}.num_gpus: must be 1 with tp above 1, got {pool.num_gpus:g}: NCCL "
+                    "refuses two ranks of a worker on one GPU"
+                )
             if pool.autoscaling is not None:
                 pool.autoscaling.check(role, pool.replicas)
         return self
@@ -342,38 +354,18 @@ class TandemConfig(BaseModel):
     def mixed_chunk_tokens(self, pool: PoolConfig) -> int:
         return pool.mixed_chunk_tokens or (40 if self.device == "cpu" else 1024)
 
+    def max_sequences(self, pool: PoolConfig) -> int:
+        return pool.max_sequences or (64 if self.device == "cpu" else 256)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOffer:
-    """Describes the resources and labels of a node of the cluster."""
+    def memory_share(self, pool: PoolConfig, ranks_per_node: int) -> tuple[float, float]:
+        """Returns a rank's share of its GPU or host, and the part of that share to use.
 
-    resources: Mapping[str, float]
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    def takes(self, section: RouterConfig | PoolConfig) -> bool:
-        """Returns True if replicas of this section may run here."""
-        has_resources = all(
-            self.resources.get(name, 0) >= amount for name, amount in section.resources.items()
-        )
-        return has_resources and section.labels.items() <= self.labels.items()
-
-
-def ranks_per_node(config: TandemConfig, pool: PoolConfig, nodes: Sequence[NodeOffer]) -> int:
-    """Returns the greatest number of ranks of both pools on a node that runs ranks of `pool`.
-
-    A rank may use the node's cores divided by this number. Workers are expected to spread evenly
-    over the nodes of their pool; the ranks of a worker stay together unless its placement spreads
-    them.
-    """
-    num_ranks = [0] * len(nodes)
-    for each in (config.prefill, config.decode):
-        together = 1 if "SPREAD" in each.placement else each.tp
-        if eligible := [index for index, node in enumerate(nodes) if node.takes(each)]:
-            for index in eligible:
-                num_ranks[index] += -(-each.num_ranks // together // len(eligible)) * together
-    return max(
-        (num_ranks[index] for index, node in enumerate(nodes) if node.takes(pool)), default=1
-    )
+        The product with the memory of the GPU or the host is what the rank may use. On CPUs this is
+        for the KV cache alone.
+        """
+        if self.device == "cpu":
+            return 1 / ranks_per_node, _HOST_UTILIZATION
+        return pool.num_gpus, pool.gpu_memory_utilization
 
 
 def check_interface(auth: AuthConfig, host: str) -> None:

@@ -137,7 +137,20 @@ SETTINGS: Final = (
         name="kv_cache_gb",
         keys=_pools("kv_cache_gb"),
         kind=float,
-        help="GiB of KV cache of each rank.",
+        help="GiB of KV cache of each rank; by default the rest of its memory, on CPUs at most 1.",
+    ),
+    Setting(
+        name="gpu_memory_utilization",
+        keys=_pools("gpu_memory_utilization"),
+        vllm=("gpu_memory_utilization",),
+        kind=float,
+        help="The part of its GPU's memory, or of its share of it, that a rank may use.",
+    ),
+    Setting(
+        name="num_gpus",
+        keys=_pools("num_gpus"),
+        kind=float,
+        help="GPUs of each rank; 0.5 lets two ranks share a GPU.",
     ),
     Setting(
         name="kv_host_gb",
@@ -336,8 +349,6 @@ ALWAYS_ON: Final = {
 
 REFUSED: Final = {
     "trust_remote_code": "no code of a checkpoint is run",
-    "gpu_memory_utilization": "the KV cache has a fixed size; set kv_cache_gb, which "
-    "`tandem plan memory` computes",
     "seed": "each request sets a seed",
     "pipeline_parallel_size": "a model is split by tensor parallelism only; set tp",
     "data_parallel_size": "workers share the load; set prefill and decode",

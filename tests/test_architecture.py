@@ -129,6 +129,7 @@ ARROWS: dict[str, set[str]] = {
             "router: adapters auth frontend.chat_formats resume scheduling",
             "workers.engine",
         ),
+        "cluster.nodes": ("cluster.config",),
         "cluster.store": (
             "cluster.config",
             "router: adapters frontend request",
@@ -145,7 +146,7 @@ ARROWS: dict[str, set[str]] = {
         ),
         "cluster.serve.telemetry": ("router: api api.server dispatch scheduling telemetry",),
         "cluster.serve": (
-            "cluster: config local scaling scaling.config serve.telemetry store text_files",
+            "cluster: config local nodes scaling scaling.config serve.telemetry store text_files",
             "router: *",
             "workers: *",
         ),

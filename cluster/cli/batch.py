@@ -38,12 +38,22 @@ def batch(
     ] = "bfloat16",
     device: Annotated[str, typer.Option(help="With --model: cpu or cuda.")] = "cpu",
     kv_cache_gb: Annotated[
-        float, typer.Option(help="With --model: GiB of KV cache of each process.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="With --model: GiB of KV cache of each process; by default the rest of its "
+            "memory, on CPUs at most 1."
+        ),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="With --model: the part of its GPU's memory for each process.")
+    ] = 0.9,
     context_tokens: Annotated[
         int | None, typer.Option(help="With --model: the longest prompt plus completion.")
     ] = None,
-    max_sequences: Annotated[int, typer.Option(help="With --model: sequences in one batch.")] = 64,
+    max_sequences: Annotated[
+        int | None,
+        typer.Option(help="With --model: sequences in one batch; by default 256, on CPUs 64."),
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="With --model: the model's name in the requests.")
     ] = None,
@@ -91,6 +101,7 @@ def batch(
                 dtype=dtype,
                 device=device,
                 kv_cache_gb=kv_cache_gb,
+                gpu_memory_utilization=gpu_memory_utilization,
                 max_model_len=context_tokens,
                 max_num_seqs=max_sequences,
                 served_model_name=served_model_name,

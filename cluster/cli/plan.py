@@ -14,7 +14,12 @@ from rich.table import Table
 from ...proto.errors import InvalidArgument, TandemError
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError, ModelConfig, read_fields
-from ...workers.model.footprint import check_config_split, check_draft, kv_bytes_per_token
+from ...workers.model.footprint import (
+    check_config_split,
+    check_draft,
+    kv_bytes_per_token,
+    memory_budget,
+)
 from ..config import KvCacheDtype, ModelImpl, Quantization, load_config
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
@@ -107,9 +112,17 @@ def memory_command(
     gpu_memory_gb: Annotated[
         float | None, typer.Option(help="GiB of memory of each rank's device.")
     ] = None,
-    utilization: Annotated[
-        float, typer.Option(help="The part of that memory for weights and KV cache.")
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            "--gpu-memory-utilization",
+            "--utilization",
+            help="The part of that memory that a rank may use.",
+        ),
     ] = 0.9,
+    num_gpus: Annotated[
+        float, typer.Option(help="GPUs of each rank; 0.5 if two ranks share a GPU.")
+    ] = 1.0,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
     context_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a sequence; by default the model's context.")
@@ -121,7 +134,8 @@ def memory_command(
     the memory of rank 0, which alone holds the whole draft model; no rank has more tokens than rank
     0. In bfloat16 on CPUs a model whose head is tied to its embedding holds the embedding twice;
     this command counts it once. With --device cuda, quantized weights count in --dtype, to which a
-    GPU converts them when it loads them.
+    GPU converts them when it loads them. Activations and CUDA graphs are not counted: a service on
+    GPUs measures them when it starts, and has so much less for its KV cache.
     """
     if dtype not in ITEM_BYTES:
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
@@ -130,7 +144,8 @@ def memory_command(
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise InvalidArgument(f"must be one of {', '.join(KV_CACHE_DTYPES)}", "--kv-cache-dtype")
     _check("--gpu-memory-gb", gpu_memory_gb, 0.001, 4096)
-    _check("--utilization", utilization, 0.01, 1)
+    _check("--gpu-memory-utilization", gpu_memory_utilization, 0.01, 1)
+    _check("--num-gpus", num_gpus, 0.01, 1)
     _check("--block-size", block_size, 1, 1024)
     _check("--context-tokens", context_tokens, 2, 1_048_576)
     load_config(
@@ -156,7 +171,8 @@ def memory_command(
     budget = None
     if gpu_memory_gb is not None:
         context = context_tokens or config.max_position_embeddings
-        budget = int(gpu_memory_gb * GIB * utilization), block_size, context
+        total = int(gpu_memory_gb * GIB)
+        budget = memory_budget(total, num_gpus, gpu_memory_utilization), block_size, context
     where = "each rank" if draft is None else f"rank 0, with {draft_model} in {dtype}"
     typer.echo(f"{model}, {quantization or dtype}: {_heads(config)}; on {where}:")
     table_console().print(memory_table(rows, budget))

@@ -110,7 +110,13 @@ class LocalEngine:
         async with AsyncExitStack() as scope:
             threads = rank_threads(pool.num_threads, pool.tp, 0)
             own = worker_config(
-                config, "decode", str(folder), threads, PeerIdentity.generate(), host=_HOST
+                config,
+                "decode",
+                str(folder),
+                threads,
+                PeerIdentity.generate(),
+                host=_HOST,
+                ranks_per_node=pool.tp,
             )
             # An idle process should not run test prompts, and its user may load an adapter from any
             # folder that the process can read.

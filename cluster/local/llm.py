@@ -71,8 +71,9 @@ class LocalSettings(TypedDict, total=False):
     speculative_config: Mapping[str, object] | None
     device: str  # cpu or cuda
     max_model_len: int | None  # the longest prompt plus completion; None is the model's own
-    max_num_seqs: int  # in one batch
-    kv_cache_gb: float  # GiB of each process
+    max_num_seqs: int | None  # in one batch; None is 256, on CPUs 64
+    gpu_memory_utilization: float  # the part of its GPU's memory that each process may use
+    kv_cache_gb: float | None  # GiB of each process; None is the rest of that part
     kv_host_gb: float  # GiB of host memory of each process, for blocks that leave the KV cache
     kv_disk: str | None  # a folder that keeps KV cache beyond the process
     kv_disk_gb: float  # GiB of that folder

@@ -37,12 +37,21 @@ def worker_config(
     identity: PeerIdentity,
     *,
     host: str,
+    ranks_per_node: int,
 ) -> WorkerConfig:
     """Returns the configuration of a worker of the pool `role`, which binds `host`.
 
-    `folder` holds the model.
+    `folder` holds the model. The ranks of a node share its memory.
     """
     pool = config.pools[role]
+    budgets = Budgets(
+        chunk_tokens=config.chunk_tokens(pool, num_threads),
+        mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
+        max_sequences=config.max_sequences(pool),
+        prefix_caching=config.prefix_caching,
+        speculative=config.speculative,
+    )
+    share, utilization = config.memory_share(pool, ranks_per_node)
     rank = RankConfig(
         model=folder,
         identity=identity,
@@ -54,7 +63,11 @@ def worker_config(
         batch_invariant=config.numerics == "exact",
         model_impl=config.model_impl,
         block_size=pool.block_size,
-        kv_cache_bytes=int(pool.kv_cache_gb * _GIB),
+        kv_cache_bytes=None if pool.kv_cache_gb is None else int(pool.kv_cache_gb * _GIB),
+        memory_share=share,
+        memory_utilization=utilization,
+        max_step_tokens=budgets.max_step_tokens,
+        max_step_rows=budgets.max_step_rows,
         kv_host_bytes=int(pool.kv_host_gb * _GIB),
         context_tokens=config.context_tokens,
         num_threads=num_threads,
@@ -66,13 +79,6 @@ def worker_config(
         adapter_folders=(*config.adapters.values(), *filter(None, [config.lora.folder])),
         max_loras=config.lora.max_loras,
         max_lora_rank=config.lora.max_lora_rank,
-    )
-    budgets = Budgets(
-        chunk_tokens=config.chunk_tokens(pool, num_threads),
-        mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
-        max_sequences=pool.max_sequences,
-        prefix_caching=config.prefix_caching,
-        speculative=config.speculative,
     )
     return WorkerConfig(
         rank=rank,

@@ -131,7 +131,15 @@ class WorkerPool(Replica):
         await asyncio.to_thread(ensure_tokenizer, Path(folder))  # each node has its own cache
         pool = config.pools[role]
         threads = partial(rank_threads, pool.num_threads, ranks_per_node, pool.num_cpus)
-        own = worker_config(config, role, folder, threads(), identity, host=node_host(config.host))
+        own = worker_config(
+            config,
+            role,
+            folder,
+            threads(),
+            identity,
+            host=node_host(config.host),
+            ranks_per_node=ranks_per_node,
+        )
         self._ranks = start_ranks(
             own.rank,
             pool.tp,

@@ -21,7 +21,8 @@ from ray.serve.schema import ApplicationStatusOverview
 from ...proto.addresses import free_port, in_brackets, why_not_bound, without_brackets
 from ...proto.errors import Unavailable
 from ...router.client.client import Client
-from ..config import STOP_MARGIN_SECONDS, NodeOffer, RouterConfig, TandemConfig, check_interface
+from ..config import STOP_MARGIN_SECONDS, RouterConfig, TandemConfig, check_interface
+from ..nodes import NodeOffer, check_gpus
 from .directory import close_directory
 from .environment import cluster_address
 from .identity_file import kept_identity
@@ -137,8 +138,7 @@ def start_service(
         else:
             stack.enter_context(joined_ray(address))
         with in_one_line("Ray Serve did not start"):
-            if local:
-                _check_gpus(config)
+            check_gpus(config, _nodes())
             root_url = _start_serve(config, local=local)
             running = running_application(config.name)
             continuity = take_over(config, folder, running, local=local)
@@ -196,8 +196,7 @@ def _deploy(
     Then ends the application `running`, which this one replaces.
     """
     deadline = time.monotonic() + config.start_seconds
-    alive = [_offer(node) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    nodes = [node for node in alive if node.resources.get("CPU")]
+    nodes = [node for node in _nodes() if node.resources.get("CPU")]
     _check_interfaces(config)
     num_routers = count_routers(config, nodes)
     app = build_app(config, folder, nodes, num_routers, continuity)
@@ -226,6 +225,11 @@ def _check_interfaces(config: TandemConfig) -> None:
             check_interface(
                 config.auth, config.router.bind or config.host or node["NodeManagerAddress"]
             )
+
+
+def _nodes() -> list[NodeOffer]:
+    """Returns the living nodes of the cluster."""
+    return [_offer(node) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 def _offer(node: Mapping[str, Any]) -> NodeOffer:
@@ -295,16 +299,3 @@ def _stop_service(config: TandemConfig, application: str) -> bool:
         thread.join(config.grace_seconds + STOP_MARGIN_SECONDS + 1)
     given_up.set()
     return not thread.is_alive()
-
-
-def _check_gpus(config: TandemConfig) -> None:
-    """Raises Unavailable if this machine has fewer GPUs than ranks; Ray would wait for more."""
-    if config.device != "cuda":
-        return
-    needed = config.prefill.num_ranks + config.decode.num_ranks
-    found = round(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
-    if needed > found:
-        raise Unavailable(
-            f"device: cuda needs {needed} GPUs, one for each rank, and this machine offers {found} "
-            "(CUDA_VISIBLE_DEVICES); start fewer workers (--prefill, --decode), or use --device cpu"
-        )

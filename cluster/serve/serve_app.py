@@ -22,15 +22,14 @@ from ...proto.errors import InvalidArgument
 from ...proto.identity import PeerIdentity
 from ..config import (
     STOP_MARGIN_SECONDS,
-    NodeOffer,
     PoolConfig,
     PoolRole,
     RouterConfig,
     TandemConfig,
     load_config,
-    ranks_per_node,
 )
 from ..local.environment import compute_environment
+from ..nodes import NodeOffer, ranks_per_node
 from ..scaling.config import ScalingConfig
 from ..scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER, keep
 from ..store.checked import checked_folder, with_draft_folder
@@ -123,9 +122,9 @@ def _bind_pool(
     options |= _number_options(
         pool.replicas, pool.max_replicas, pool.autoscaling or _reports_to(config)
     )
-    gpus = {"GPU": 1.0} if config.device == "cuda" else {}
+    gpus = {"GPU": pool.num_gpus} if config.device == "cuda" else {}
     if gpus:
-        options["ray_actor_options"]["num_gpus"] = 1
+        options["ray_actor_options"]["num_gpus"] = pool.num_gpus
     if pool.tp > 1:
         bundle = {"CPU": max(pool.num_cpus, _LEAST_CPUS), **pool.resources, **gpus}
         options["placement_group_bundles"] = [bundle] * pool.tp

@@ -162,17 +162,33 @@ def test_the_limits_of_liveness_reach_a_worker() -> None:
     config = load_config(
         None, {"model": "m", "host": "127.0.0.1", "silence_seconds": 7, "hang_seconds": 77}
     )
-    made = worker_config(config, "decode", "/folder", 1, IDENTITY, host="127.0.0.1")
+    made = worker_config(
+        config, "decode", "/folder", 1, IDENTITY, host="127.0.0.1", ranks_per_node=1
+    )
     assert (made.rank.silence_seconds, made.hang_seconds) == (7, 77)
 
 
 def test_a_worker_of_one_thread_computes_short_chunks() -> None:
     config = load_config(None, {"model": "m", "prefill.tp": 2, "decode.chunk_tokens": 64})
-    of = partial(worker_config, config, folder="/folder", identity=IDENTITY, host="127.0.0.1")
+    of = partial(
+        worker_config,
+        config,
+        folder="/folder",
+        identity=IDENTITY,
+        host="127.0.0.1",
+        ranks_per_node=2,
+    )
     assert of("prefill", num_threads=1).budgets.chunk_tokens == 512  # of each of two ranks
     assert of("decode", num_threads=1).budgets.chunk_tokens == 64
     config = load_config(None, {"model": "m"})
-    of = partial(worker_config, config, folder="/folder", identity=IDENTITY, host="127.0.0.1")
+    of = partial(
+        worker_config,
+        config,
+        folder="/folder",
+        identity=IDENTITY,
+        host="127.0.0.1",
+        ranks_per_node=2,
+    )
     assert [of("prefill", num_threads=number).budgets.chunk_tokens for number in (1, 2)] == [
         128,
         512,

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tandem.cluster.config import NodeOffer, check_interface, load_config, ranks_per_node
+from tandem.cluster.config import check_interface, load_config
+from tandem.cluster.nodes import NodeOffer, check_gpus, ranks_per_node
 from tandem.cluster.text_files import MAX_FILE_BYTES
-from tandem.proto.errors import InvalidArgument
+from tandem.proto.errors import InvalidArgument, Unavailable
 
 
 def write(folder: Path, text: str) -> Path:
@@ -357,6 +358,75 @@ def test_ranks_share_the_cores_of_their_own_node(
         prefill,
         decode,
     ]
+
+
+def with_gpus(*counts: float, **labels: str) -> list[NodeOffer]:
+    return [NodeOffer(resources={"GPU": count}, labels=labels) for count in counts]
+
+
+HALVES: dict[str, object] = {"prefill.num_gpus": 0.5, "decode.num_gpus": 0.5}
+THIRDS: dict[str, object] = {"prefill.num_gpus": 0.3, "decode.num_gpus": 0.35}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "complaint"),
+    [
+        ({}, with_gpus(2), ""),
+        ({}, with_gpus(1, 1), ""),
+        ({}, with_gpus(1), "needs 2 GPUs for 2 ranks .* offer 1 .*--num-gpus 0.5"),
+        ({"decode.replicas": 2}, with_gpus(1), "--num-gpus 0.33"),
+        ({}, [NodeOffer(resources={"CPU": 8.0})], "needs 2 GPUs .* offer 0 .*--decode., or use"),
+        (HALVES, with_gpus(1), ""),
+        (HALVES | {"decode.replicas": 2}, with_gpus(1), "needs 1.5 GPUs for 3 ranks"),
+        (THIRDS | {"prefill.replicas": 1, "decode.replicas": 2}, with_gpus(1), ""),
+        ({"prefill.num_gpus": 0.1, "decode.num_gpus": 0.9}, with_gpus(1), ""),
+        (
+            {"decode.num_gpus": 0.6, "decode.replicas": 3, "prefill.num_gpus": 0.1},
+            with_gpus(1, 1),
+            "decode.replicas: must be at most 2, got 3",
+        ),
+        ({"prefill.tp": 2, "decode.tp": 2}, with_gpus(2, 2), ""),
+        ({"prefill.tp": 2, "decode.tp": 2}, with_gpus(1, 1, 1, 1), "prefill.replicas: must be at"),
+        (
+            {"prefill.replicas": 0, "decode.tp": 2, "decode.placement": "SPREAD"},
+            with_gpus(1, 1),
+            "",
+        ),
+        ({"decode.labels": {"role": "d"}}, with_gpus(3), "decode.replicas: must be at most 0"),
+        ({"decode.labels": {"role": "d"}}, [*with_gpus(1), *with_gpus(1, role="d")], ""),
+    ],
+)
+def test_a_cluster_without_the_gpus_is_refused_at_once(
+    overrides: dict[str, object], nodes: list[NodeOffer], complaint: str
+) -> None:
+    config = load_config(None, {"model": "m", "device": "cuda"} | overrides)
+    if complaint:
+        with pytest.raises(Unavailable, match=complaint):
+            check_gpus(config, nodes)
+    else:
+        check_gpus(config, nodes)
+    check_gpus(load_config(None, {"model": "m"} | overrides), [])  # on CPUs
+
+
+def test_ranks_of_a_group_do_not_share_a_gpu() -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"decode\.num_gpus: must be 1 with tp above 1, got 0\.5"
+    ):
+        load_config(None, {"model": "m", "decode.tp": 2, "decode.num_gpus": 0.5})
+
+
+def test_memory_and_batch_of_a_rank() -> None:
+    """A rank's part of its GPU or host, by one product; sequences by the device."""
+    config = load_config(
+        None, {"model": "m", "device": "cuda", "decode.num_gpus": 0.25, "prefill.max_sequences": 7}
+    )
+    assert config.memory_share(config.decode, 4) == (0.25, 0.9)
+    assert config.memory_share(config.prefill, 4) == (1, 0.9)
+    assert [config.max_sequences(pool) for pool in config.pools.values()] == [7, 256]
+    assert config.decode.kv_cache_gb is None
+    on_cpu = load_config(None, {"model": "m"})
+    assert on_cpu.memory_share(on_cpu.decode, 4) == (0.25, 0.25)
+    assert on_cpu.max_sequences(on_cpu.decode) == 64
 
 
 @pytest.mark.parametrize(

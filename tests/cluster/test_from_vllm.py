@@ -34,6 +34,7 @@ VALUES: dict[str, Any] = {
     "chat_template": "{{ messages[0].content }}",
     "adapters": "a=/x",
     "host": "::1",
+    "gpu_memory_utilization": 0.5,
 }
 """A value of each setting that is not the default; 7 of the others that are numbers."""
 

@@ -181,7 +181,8 @@ def resources_disagree(manifests: Manifests) -> list[str]:
             found.append(f"{group.name}: its memory is not its own")
         kv_gb = 0.0
         if isinstance(section, PoolConfig):
-            kv_gb = section.kv_host_gb + (section.kv_cache_gb if config.device == "cpu" else 0)
+            kv_gb = section.kv_host_gb
+            kv_gb += (section.kv_cache_gb or 1) if config.device == "cpu" else 0
         if kv_gb * GIB * ranks > memory(limits["memory"]) / 2:
             found.append(f"{group.name}: the KV cache leaves less than half of the memory")
         if overrides.get(deployment) != group.replicas:

@@ -83,6 +83,16 @@ class Budgets:
     prefix_caching: bool = True
     speculative: SpeculativeConfig | None = None
 
+    @property
+    def max_step_rows(self) -> int:
+        """Returns the maximum of rows of logits in a step: of sequences and their draft tokens."""
+        return max(self.max_sequences, self.speculative.max_step_tokens if self.speculative else 0)
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Returns the maximum of tokens in a step: a chunk, alone or beside all decodes."""
+        return max(self.chunk_tokens, self.mixed_chunk_tokens + self.max_step_rows)
+
     def chunk_beside(self, num_decodes: int, num_prompts: int) -> int:
         """Returns the number of prompt tokens that a step with these decodes may compute.
 

@@ -1,4 +1,4 @@
-"""Measures the memory that this process may still allocate."""
+"""Measures the memory of the host that this process may use."""
 
 import sys
 from contextlib import suppress
@@ -13,15 +13,29 @@ def available_memory(root: Path = Path("/")) -> int:
     This is the host's available memory, bounded by the limits of the process's cgroup and of the
     groups above it (v2 `memory.max`, v1 `memory.limit_in_bytes`). `root` holds proc and sys.
     """
-    left = [rest for group in cgroups("memory", root) if (rest := _left(group)) is not None]
+    left = [limit - used for limit, used in _cgroups(root)]
+    return max(0, min([*left, *_meminfo("MemAvailable:", root)], default=sys.maxsize))
+
+
+def total_memory(root: Path = Path("/")) -> int:
+    """Returns the bytes of the host's memory, bounded by the same limits."""
+    limits = [limit for limit, _ in _cgroups(root)]
+    return min([*limits, *_meminfo("MemTotal:", root)], default=sys.maxsize)
+
+
+def _meminfo(name: str, root: Path) -> list[int]:
     with suppress(OSError):  # not on Linux
         lines = (root / "proc/meminfo").read_text().splitlines()
-        left += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return max(0, min(left, default=sys.maxsize))
+        return [int(line.split()[1]) * 1024 for line in lines if line.startswith(name)]
+    return []
 
 
-def _left(group: Path) -> int | None:
-    """Returns the bytes that the limit of one cgroup leaves, or None without a limit.
+def _cgroups(root: Path) -> list[tuple[int, int]]:
+    return [found for group in cgroups("memory", root) if (found := _limit_and_use(group))]
+
+
+def _limit_and_use(group: Path) -> tuple[int, int] | None:
+    """Returns the limit of one cgroup and the bytes in use, or None without a limit.
 
     File pages that are not in use count as free.
     """
@@ -32,5 +46,5 @@ def _left(group: Path) -> int | None:
         with suppress(OSError, ValueError):  # a cgroup of the other version, or without a limit
             most, used = (int((group / name).read_text()) for name in (limit, usage))
             counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            return most - used + int(counts.get(unused, 0))
+            return most, used - int(counts.get(unused, 0))
     return None

@@ -1,7 +1,9 @@
-"""Computes KV cache bytes per rank, and checks that models fit the ranks and each other.
+"""Computes the memory of a rank, and checks that models fit the ranks and each other.
 
 Pure arithmetic; imports no torch.
 """
+
+from dataclasses import dataclass
 
 from ..kv_cache.layout import head_bytes
 from ..kv_cache.sharding import check_split, kv_heads
@@ -44,3 +46,38 @@ def kv_bytes_per_token(config: ModelConfig, tp: int, dtype: str, cache_dtype: st
     return 2 * sum(
         num_heads * head_bytes(head_dim, dtype, cache_dtype) for num_heads, head_dim in heads
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Holds the bytes that a rank keeps on its device beside the KV cache."""
+
+    weights: int
+    activations: int = 0  # the most that a step needs
+    graphs: int = 0  # CUDA graphs and their buffers
+    rest: int = 0  # CUDA, its libraries, and other programs
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.graphs + self.rest
+
+    def __str__(self) -> str:
+        return (
+            f"{gib(self.weights)} of weights, {gib(self.activations)} of activations, "
+            f"{gib(self.graphs)} of CUDA graphs and {gib(self.rest)} of the rest (CUDA, its "
+            "libraries, other programs)"
+        )
+
+
+def memory_budget(total: int, share: float, utilization: float) -> int:
+    """Returns the bytes of a device's or host's `total` memory that a rank may use.
+
+    `share` is the rank's share of the GPU (`num_gpus`) or of the host, `utilization` the part of
+    the share to use.
+    """
+    return int(total * share * utilization)
+
+
+def gib(num_bytes: int) -> str:
+    """Returns a number of bytes as text in GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -4,6 +4,7 @@ One launch replaces hundreds, whose cost dominates a small step.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -11,8 +12,8 @@ import torch
 from .attention.backend import SequenceSpan, StepAttention
 from .attention.triton_backend import StaticDecodes, TritonAttentionBackend
 
-BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""A step is padded to the next of these sizes; a larger step runs without a graph."""
+_BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_STEPS_PER_DOUBLING: Final = 4  # beyond the largest of these
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor]
@@ -21,6 +22,18 @@ Forward = Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor]
 Launch = Callable[[], torch.Tensor]
 Capture = Callable[[Launch], tuple[Callable[[], object], torch.Tensor]]
 """Captures a function's kernel launches; returns a replay function and the tensor it writes."""
+
+
+def graph_batches(max_sequences: int) -> list[int]:
+    """Returns the sizes to which steps are padded, in ascending order; the last one is the maximum.
+
+    A larger step runs without a graph.
+    """
+    batches = [batch for batch in _BATCHES if batch < max_sequences]
+    batch = _BATCHES[-1]
+    while (batch := batch + 2 ** (batch.bit_length() - 1) // _STEPS_PER_DOUBLING) < max_sequences:
+        batches.append(batch)
+    return [*batches, max_sequences]
 
 
 def cuda_capture() -> Capture:
@@ -55,15 +68,19 @@ class DecodeGraphs:
     ) -> None:
         """Captures a step for each size in `batches`.
 
-        The largest is captured first, so that the others find memory in its pool.
+        The largest is captured first, so that the others find memory in its pool. Its logits are
+        the buffer of all sizes: logits of their own would take 0.3 GiB for 128,000 tokens.
         """
         self.num_replays = 0
         self._batches = sorted(batches)
-        self._static = StaticDecodes(backend, self._batches[-1])
-        self._token_ids = torch.zeros(self._batches[-1], dtype=torch.int64, device=backend.device)
-        self._captured = {
-            batch: capture(self._step(forward, batch)) for batch in reversed(self._batches)
-        }
+        most = self._batches[-1]
+        self._static = StaticDecodes(backend, most)
+        self._token_ids = torch.zeros(most, dtype=torch.int64, device=backend.device)
+        replay, self._logits = capture(self._step(forward, most))
+        self._replays = {most: replay}
+        for batch in reversed(self._batches[:-1]):
+            step = partial(self._copy_logits, self._step(forward, batch))
+            self._replays[batch], _ = capture(step)
 
     def run(self, token_ids: torch.Tensor, spans: Sequence[SequenceSpan]) -> torch.Tensor | None:
         """Maps token_ids [batch] to logits [batch, vocab_size]; None if no graph is large enough.
@@ -74,13 +91,15 @@ class DecodeGraphs:
         if not self._static.fill(spans):
             return None
         self._token_ids[: len(spans)] = token_ids
-        replay, logits = self._captured[
-            next(batch for batch in self._batches if batch >= len(spans))
-        ]
-        replay()
+        self._replays[next(batch for batch in self._batches if batch >= len(spans))]()
         self.num_replays += 1
-        return logits[: len(spans)]
+        return self._logits[: len(spans)]
 
     def _step(self, forward: Forward, batch: int) -> Launch:
         positions, attention = self._static.step(batch)
         return lambda: forward(self._token_ids[:batch], positions, attention)
+
+    def _copy_logits(self, launch: Launch) -> torch.Tensor:
+        """Launches a step, and copies its logits to the buffer; returns this part of the buffer."""
+        logits = launch()
+        return self._logits[: len(logits)].copy_(logits)

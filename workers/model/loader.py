@@ -3,25 +3,20 @@
 import math
 import mmap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from ..host.malloc import use_huge_pages
-from .checkpoint import (
-    Checkpoint,
-    StoredTensor,
-    check_tokenizer,
-    read_tensors,
-    weights_file,
-)
+from .checkpoint import Checkpoint, StoredTensor, check_tokenizer, read_tensors, weights_file
 from .config import CheckpointError, ModelConfig, plain_name
-from .device import DTYPES
+from .device import DTYPES, enter_device
 from .layers.linear import BuildOptions
 from .models.family import CausalLM
 from .module import Module, Parameter, WeightSlice, all_parameters
-from .parallel import TensorParallel
+from .parallel import Group, TensorParallel
 from .quant.base import LinearMethod, PlainLinearMethod
 from .registry import (
     family_of,
@@ -229,6 +224,53 @@ def weight_bytes(config: ModelConfig, tp: int, dtype: str, device_type: str = "c
     Parts of a size that is not divisible by `tp` differ by one.
     """
     return max(rank_weight_bytes(config, dtype, tp, rank, device_type) for rank in range(tp))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """Holds a rank's part of a model on its device, without a KV cache."""
+
+    checkpoint: Checkpoint
+    model: CausalLM
+    dtype: str
+    device: torch.device
+    group: Group | None
+    batch_invariant: bool
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str,
+    device: str,
+    group: Group | None = None,
+    batch_invariant: bool = False,
+) -> LoadedModel:
+    """Loads a checked model folder; with a group, only this rank's part.
+
+    `dtype` as in `KvLayout`. `device` is an argument of torch.device, and becomes the calling
+    thread's device. With `batch_invariant`, on GPUs a token's logits do not depend on batch and
+    chunks, bit by bit, at some cost. On CPUs they never do where Tandem's kernels are used. Raises
+    ValueError if the model's heads cannot be split over the group.
+    """
+    enter_device(device)
+    target = torch.device(device)
+    model = build_model(
+        checkpoint.config,
+        DTYPES[dtype],
+        TensorParallel(group),
+        batch_invariant=batch_invariant,
+        device_type=target.type,
+    )
+    load_weights(model, checkpoint_reader(checkpoint), target)
+    return LoadedModel(
+        checkpoint=checkpoint,
+        model=model,
+        dtype=dtype,
+        device=target,
+        group=group,
+        batch_invariant=batch_invariant,
+    )
 
 
 def load_weights(model: CausalLM, read: ReadWeight, device: torch.device) -> None:

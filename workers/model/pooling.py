@@ -1,12 +1,15 @@
-"""Pools the hidden states of prompts into embeddings, chunk by chunk."""
+"""Pools the hidden states of prompts into embeddings, and collects the results of a step."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from ..engine.plan import Pooling, SequenceStep
-from .sampling.logprobs import LogprobsTensors
+from ..engine.plan import Pooling, Samples, SequenceStep, StepPlan
+from .device import to_host
+from .sampling.finite import not_finite
+from .sampling.logprobs import NUM_TENSORS, LogprobsTensors
 
 
 class Pooler:
@@ -74,3 +77,47 @@ class StepOutput(NamedTuple):
     prompts: LogprobsTensors | None = None  # log probabilities of prompt tokens
     chunks: torch.Tensor | None = None  # result of `sum_chunks`
     embeddings: Embeddings | None = None
+
+
+def collect(
+    plan: StepPlan,
+    tokens: torch.Tensor,
+    output: StepOutput,
+    logprobs: LogprobsTensors | None,
+    failed: dict[int, str],
+) -> Callable[[], Samples]:
+    """Queues the copy of tokens [num_samples] and other results to the host.
+
+    The returned function waits for it.
+    """
+    prompts = output.prompts
+    embeddings = output.embeddings
+    computed = [each for each in (logprobs, prompts) if each is not None]
+    sums = [] if output.chunks is None else [output.chunks]
+    pooled = [] if embeddings is None else [embeddings.rows]
+    wait = to_host(
+        tokens, *sums, *pooled, *(tensor for each in computed for tensor in each.tensors)
+    )
+
+    def collect() -> Samples:
+        sampled, *rest = wait()
+        found = rest.pop(0) if sums else []
+        rows = rest.pop(0) if pooled else []
+        if min(sampled, default=0) < 0 or not all(map(math.isfinite, found)):
+            failed.update(not_finite(plan, sampled, found))
+        by_id = dict(zip(embeddings.ids, rows, strict=True)) if embeddings is not None else {}
+        if not computed:
+            return Samples(tokens=sampled, embeddings=by_id, failed=failed)
+        by_sequence = iter(
+            each.to_lists(*rest[NUM_TENSORS * index : NUM_TENSORS * (index + 1)])
+            for index, each in enumerate(computed)
+        )
+        return Samples(
+            tokens=sampled,
+            logprobs=next(by_sequence) if logprobs is not None else {},
+            prompt_logprobs=next(by_sequence) if prompts is not None else {},
+            embeddings=by_id,
+            failed=failed,
+        )
+
+    return collect

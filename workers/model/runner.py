@@ -6,42 +6,41 @@ adapters, drafts, sampled rows.
 
 import itertools
 import logging
-import math
 from array import array
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..engine.config import default_chunk_tokens
 from ..engine.plan import (
     PENDING_TOKEN,
     Constrained,
     Executor,
     OnLayers,
     Samples,
-    SamplingParams,
     SequenceStep,
     StepPlan,
 )
+from ..engine.warmup import StepLimits, largest_steps, typical_steps
 from . import kernels
 from .adapter import AdapterTable
 from .attention.backend import AttentionBackend, SequenceSpan, StepAttention
 from .attention.torch_backend import TorchAttentionBackend
 from .checkpoint import Checkpoint
 from .config import ModelConfig
-from .device import DTYPES, copy_to_device, enter_device, to_host
+from .device import DTYPES, copy_to_device
 from .kv_store import HostBlocks, PagedKv
-from .loader import build_model, checkpoint_reader, load_weights
+from .loader import LoadedModel, load_model
 from .models.family import CausalLM
 from .parallel import Group, TensorParallel
-from .pooling import Pooler, StepOutput
+from .pooling import Pooler, StepOutput, collect
 from .programs import record_steps
-from .sampling.finite import not_finite, sum_chunks
+from .sampling.finite import sum_chunks
 from .sampling.grammar_cache import GrammarCache
-from .sampling.logprobs import NUM_TENSORS, LogprobsTensors, compute_prompt_logprobs
+from .sampling.logprobs import compute_prompt_logprobs
 from .sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -125,51 +124,67 @@ class ModelRunner(Executor):
         group: Group | None = None,
         batch_invariant: bool = False,
     ) -> "ModelRunner":
-        """Loads a checked model folder; with a group, only this rank's part.
-
-        `dtype` and `cache_dtype` as in `KvLayout`. `device` is an argument of torch.device, and
-        becomes the calling thread's device. `shared` as in `PagedKv`. `num_host_blocks` is the
-        number of blocks in host memory, for blocks that leave the KV cache.
-
-        With `batch_invariant`, on GPUs a token's logits do not depend on batch and chunks, bit by
-        bit, at some cost. On CPUs they never do where Tandem's kernels are used. Raises ValueError
-        if the model's heads cannot be split over the group, or host memory is insufficient.
-        """
-        enter_device(device)
-        config = checkpoint.config
-        target = torch.device(device)
-        tp = TensorParallel(group)
-        model = build_model(
-            config,
-            DTYPES[dtype],
-            tp,
-            batch_invariant=batch_invariant,
-            device_type=target.type,
+        """Loads a checked model folder and allocates its KV cache: `load_model`, then `over`."""
+        loaded = load_model(
+            checkpoint, dtype=dtype, device=device, group=group, batch_invariant=batch_invariant
         )
-        load_weights(model, checkpoint_reader(checkpoint), target)
-        kv = PagedKv(
-            checkpoint.kv_layout(dtype, cache_dtype),
+        return cls.over(
+            loaded,
+            cache_dtype=cache_dtype,
             num_blocks=num_blocks,
             block_size=block_size,
-            device=target,
+            num_host_blocks=num_host_blocks,
+            shared=shared,
+        )
+
+    @classmethod
+    def over(
+        cls,
+        loaded: LoadedModel,
+        *,
+        cache_dtype: str = "auto",
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        shared: bool = False,
+    ) -> "ModelRunner":
+        """Returns a runner of a loaded model, with a KV cache of its own.
+
+        `cache_dtype` as in `KvLayout`, `shared` as in `PagedKv`. `num_host_blocks` is the number of
+        blocks in host memory, for blocks that leave the KV cache. Raises ValueError if host memory
+        is insufficient.
+        """
+        tp = TensorParallel(loaded.group)
+        kv = PagedKv(
+            loaded.checkpoint.kv_layout(loaded.dtype, cache_dtype),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            device=loaded.device,
             shared=shared,
             tp=tp.size,
             rank=tp.rank,
         )
-        host = HostBlocks(kv, num_host_blocks) if num_host_blocks else None
         adapters = AdapterTable(
-            model.lora, dtype=DTYPES[dtype], device=target, batch_invariant=batch_invariant
+            loaded.model.lora,
+            dtype=DTYPES[loaded.dtype],
+            device=loaded.device,
+            batch_invariant=loaded.batch_invariant,
         )
         return cls(
-            config,
-            model,
+            loaded.checkpoint.config,
+            loaded.model,
             kv,
-            folder=checkpoint.folder,
-            group=group,
-            batch_invariant=batch_invariant,
+            folder=loaded.checkpoint.folder,
+            group=loaded.group,
+            batch_invariant=loaded.batch_invariant,
             adapters=adapters,
-            host=host,
+            host=HostBlocks(kv, num_host_blocks) if num_host_blocks else None,
         )
+
+    @property
+    def scratch_bytes_per_block(self) -> int:
+        """Returns the bytes of device memory that steps need for each block of the KV cache."""
+        return self._attention.scratch_bytes_per_block
 
     @property
     def launches_ahead(self) -> bool:
@@ -218,41 +233,54 @@ class ModelRunner(Executor):
                 found = self._logits(plan, on_layers, is_adapted)
         if found.logits is None or not sampled:
             # Samples no token, but the result must still wait for the end of the step.
-            return _collect(plan, self._last_tokens[:0], found, None, {})
+            return collect(plan, self._last_tokens[:0], found, None, {})
         self._on_stage("sample")
         result = self._sampler(found.logits, sampled)
         self._last_tokens = result.tokens
         self._last_rows = result.rows
-        return _collect(plan, result.tokens, found, result.logprobs, result.failed)
+        return collect(plan, result.tokens, found, result.logprobs, result.failed)
 
-    def warmup(self) -> None:
+    def warmup(self, limits: StepLimits = StepLimits()) -> None:
         """Runs typical steps, so that the first request does not pay for one-time initialization.
 
-        Captures graphs on a GPU; if that fails, logs why, and steps run without them. The largest
-        step there is a full chunk, because kernels are compiled, and libraries and the allocator
-        take memory, by the size of the step. Overwrites the KV cache: call it before the first
-        plan.
+        On a GPU also runs the largest steps within `limits`, and captures graphs. Overwrites the KV
+        cache: call it before the first plan.
         """
-        capacity = self.kv.num_blocks * self.kv.block_size
-        size = default_chunk_tokens("cuda") if self.launches_ahead else min(self.kv.block_size, 16)
-        size = min(size, capacity)
-        kinds = (
-            SamplingParams(temperature=0.0),
-            SamplingParams(),
-            SamplingParams(top_k=2, top_p=0.9, min_p=0.01),
-        )
-        for sampling in kinds if self.launches_ahead else kinds[:2]:
-            # Single tokens use other kernels than chunks.
-            self.execute(_warmup_plan(self.kv.block_size, size, sampling))
-            self.execute(_warmup_plan(self.kv.block_size, 1, sampling))
-        self.execute(StepPlan(sequences=(), dropped=(-1,)))
+        self.run_largest_steps(limits)
+        self.capture_decodes(limits.num_rows)
+
+    def run_largest_steps(self, limits: StepLimits) -> None:
+        """Runs typical steps, and on a GPU the largest ones within `limits` and the KV cache.
+
+        Kernels are compiled there, and libraries and the allocator take memory, by the size of the
+        step.
+        """
+        size = self.kv.block_size
+        capacity = self.kv.num_blocks * size
+        if not self.launches_ahead:
+            for plan in typical_steps(min(size, 16, capacity), size, with_filters=False):
+                self.execute(plan)
+            return
+        limits = replace(limits, num_tokens=min(limits.num_tokens, capacity))
+        for plan in typical_steps(limits.num_tokens, size, with_filters=True):
+            self.execute(plan)
+        for plan in largest_steps(limits, size):
+            self.execute(plan)
+
+    def capture_decodes(self, max_sequences: int) -> None:
+        """Captures graphs of decode steps, on a GPU; if that fails, logs why and goes on without.
+
+        Call it before the first plan.
+        """
         waits = any(module.waits_for_device for module in self._model.modules())
         if self.launches_ahead and not waits and kernels.on_gpu(self.kv.layers[0][0]):
-            from .graphs import BATCHES, cuda_capture
+            from .graphs import cuda_capture, graph_batches
 
             try:
-                self.capture_graphs(cuda_capture(), BATCHES)
+                self.capture_graphs(cuda_capture(), graph_batches(max_sequences))
             except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
                 # The code of transformers and of plugins may wait for the device or copy from
                 # pageable memory, which a capture forbids. All ranks run the same code, so they
                 # fail alike.
@@ -400,50 +428,6 @@ class ModelRunner(Executor):
         )
 
 
-def _collect(
-    plan: StepPlan,
-    tokens: torch.Tensor,
-    output: StepOutput,
-    logprobs: LogprobsTensors | None,
-    failed: dict[int, str],
-) -> Callable[[], Samples]:
-    """Queues the copy of tokens [num_samples] and other results to the host.
-
-    The returned function waits for it.
-    """
-    prompts = output.prompts
-    embeddings = output.embeddings
-    computed = [each for each in (logprobs, prompts) if each is not None]
-    sums = [] if output.chunks is None else [output.chunks]
-    pooled = [] if embeddings is None else [embeddings.rows]
-    wait = to_host(
-        tokens, *sums, *pooled, *(tensor for each in computed for tensor in each.tensors)
-    )
-
-    def collect() -> Samples:
-        sampled, *rest = wait()
-        found = rest.pop(0) if sums else []
-        rows = rest.pop(0) if pooled else []
-        if min(sampled, default=0) < 0 or not all(map(math.isfinite, found)):
-            failed.update(not_finite(plan, sampled, found))
-        by_id = dict(zip(embeddings.ids, rows, strict=True)) if embeddings is not None else {}
-        if not computed:
-            return Samples(tokens=sampled, embeddings=by_id, failed=failed)
-        by_sequence = iter(
-            each.to_lists(*rest[NUM_TENSORS * index : NUM_TENSORS * (index + 1)])
-            for index, each in enumerate(computed)
-        )
-        return Samples(
-            tokens=sampled,
-            logprobs=next(by_sequence) if logprobs is not None else {},
-            prompt_logprobs=next(by_sequence) if prompts is not None else {},
-            embeddings=by_id,
-            failed=failed,
-        )
-
-    return collect
-
-
 def _sampled_rows(
     steps: Sequence[SequenceStep], ends: "np.ndarray[Any, Any]"
 ) -> "np.ndarray[Any, Any]":
@@ -458,19 +442,6 @@ def _sampled_rows(
     return np.concatenate(
         [np.arange(row - count, row + 1) for row, count in zip(rows, drafts, strict=True)]
     )
-
-
-def _warmup_plan(block_size: int, num_tokens: int, sampling: SamplingParams) -> StepPlan:
-    """Returns a step of one sequence, -1, with a prompt of `num_tokens` in the first blocks."""
-    step = SequenceStep(
-        sequence_id=-1,
-        token_ids=(0,) * num_tokens,
-        start=0,
-        new_blocks=tuple(range(-(-num_tokens // block_size))),
-        sampling=sampling,
-        num_samples=1,
-    )
-    return StepPlan(sequences=(step,), dropped=())
 
 
 def _attention_backend(

@@ -107,11 +107,18 @@ class TpGroup:
 
         Raises RuntimeError if a rank does not come, or if another process comes in its place.
         """
-        self.store.set(f"here/{self.rank}", "")
-        self.store.wait([f"here/{rank}" for rank in range(self.size)])
+        self.meet("here")
         self._messages = self._open("gloo")
         self._check_ranks()
         self._tensors = self._messages if self.device == "cpu" else self._open("nccl")
+
+    def meet(self, stage: str) -> None:
+        """Waits up to the start timeout until all ranks have reached a stage of the start.
+
+        Raises RuntimeError if a rank does not come.
+        """
+        self.store.set(f"{stage}/{self.rank}", "")
+        self.store.wait([f"{stage}/{rank}" for rank in range(self.size)])
 
     def _check_ranks(self) -> None:
         expected = [

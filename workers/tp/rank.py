@@ -2,8 +2,9 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from ...proto.identity import PeerIdentity
 from ...proto.metrics import NULL_METRICS, Metrics
 from ..engine.config import Budgets, EngineConfig
 from ..engine.plan import Executor
+from ..engine.warmup import StepLimits
 from ..host.threads import available_cores, let_others_first
 from ..kv_cache.store import KvStore
 from ..model.checkpoint import Checkpoint
@@ -19,11 +21,12 @@ from ..model.config import ModelConfig
 from ..model.device import enter_device
 from ..model.footprint import check_draft, kv_bytes_per_token
 from ..model.kernels.c import cpu
-from ..model.loader import open_checkpoint
+from ..model.loader import LoadedModel, load_model, open_checkpoint
 from ..model.runner import ModelRunner
 from ..transfer.connector import TransferContext
 from .adapters import LoadOnRank, adapter_loader
 from .draft_model import DraftingExecutor
+from .memory import CacheSize, CudaMemory, explain_out_of_memory, gpu_blocks, host_blocks
 from .nice_executor import NiceExecutor, usual_niceness
 from .process_group import TpGroup
 
@@ -42,7 +45,13 @@ class RankConfig:
     batch_invariant: bool = False  # see `ModelRunner.load`
     model_impl: str = "auto"  # see `registry.find_model`
     block_size: int = 16
-    kv_cache_bytes: int = 1 << 30  # of this rank
+    kv_cache_bytes: int | None = 1 << 30  # of this rank; None: as much as its memory holds
+    # The rank's share of its GPU or host, and the part of the share to use: see `memory`.
+    memory_share: float = 1.0
+    memory_utilization: float = 0.9
+    # The maximum of tokens and of sequences in a step, for which memory is kept on GPUs.
+    max_step_tokens: int = 2048
+    max_step_rows: int = 256
     kv_host_bytes: int = 0  # of this rank's host memory, for blocks that leave the KV cache
     context_tokens: int | None = None  # None takes the model's
     num_threads: int = 1  # of torch, on CPU; 0 takes every core that this process may use
@@ -57,6 +66,17 @@ class RankConfig:
     adapter_folders: tuple[str, ...] = ()  # adapters come from these folders and those below them
     max_loras: int = 8  # maximum of adapters in memory
     max_lora_rank: int = 64
+
+    def cache_size(self, block_bytes: int) -> CacheSize:
+        """Returns the size of this rank's KV cache."""
+        return CacheSize(
+            block_bytes=block_bytes,
+            block_size=self.block_size,
+            cache_bytes=self.kv_cache_bytes,
+            share=self.memory_share,
+            utilization=self.memory_utilization,
+            limits=StepLimits(num_tokens=self.max_step_tokens, num_rows=self.max_step_rows),
+        )
 
     def transfer_context(self, kv: KvStore, metrics: Metrics = NULL_METRICS) -> TransferContext:
         """Returns the context for transfers of this rank's KV cache."""
@@ -117,35 +137,34 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     tp = group.size if group else 1
     token_bytes = kv_bytes_per_token(model, tp, config.dtype, config.kv_cache_dtype)
     draft, draft_bytes = _open_draft(config, model)
-    num_blocks = _count_blocks(config, "kv_cache_bytes", token_bytes + draft_bytes)
-    num_host_blocks = (
-        _count_blocks(config, "kv_host_bytes", token_bytes) if config.kv_host_bytes else 0
-    )
-    runner = ModelRunner.load(
-        checkpoint,
-        dtype=config.dtype,
-        cache_dtype=config.kv_cache_dtype,
-        device=config.device,
-        num_blocks=num_blocks,
-        num_host_blocks=num_host_blocks,
-        block_size=config.block_size,
-        shared=not {"shared", "nixl"}.isdisjoint(config.transports),
-        group=group,
-        batch_invariant=config.batch_invariant,
-    )
-    executor = _make_executor(runner, None if group and group.rank else draft, config)
+    block_bytes = config.block_size * (token_bytes + draft_bytes)
+    _check_holds_block(config, "kv_cache_bytes", block_bytes)
+    _check_holds_block(config, "kv_host_bytes", config.block_size * token_bytes)
+    num_host_blocks = config.kv_host_bytes // (config.block_size * token_bytes)
+    memory = CudaMemory(config.device, config.memory_share) if config.device != "cpu" else None
+    models = _load_models(config, checkpoint, None if group and group.rank else draft, group)
     if group:
         group.connect()
-    runner.warmup()
-    context = config.context_tokens or model.max_position_embeddings
+    size = config.cache_size(block_bytes)
+    build = partial(_build_runners, config, models)
+    if memory is None:
+        num_blocks = host_blocks(size, group)
+    else:
+        num_blocks = gpu_blocks(size, build, memory, config.device, group)
+    with explain_out_of_memory("the KV cache does not fit as measured; lower it"):
+        runner, *proposers = build(num_blocks, num_host_blocks)
+        if group:
+            group.meet("allocated")  # a rank may have pinned much more slowly than another one
+        for each in (runner, *proposers):
+            each.warmup(size.limits)
     return Rank(
-        executor=executor,
+        executor=_make_executor(config, runner, proposers),
         kv=runner.kv,
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         block_size=config.block_size,
         vocab_size=model.vocab_size,
-        context_tokens=context,
+        context_tokens=config.context_tokens or model.max_position_embeddings,
         launches_ahead=runner.launches_ahead,
         eos_ids=frozenset(model.eos_token_ids),
         load_grammar=runner.load_grammar,
@@ -154,22 +173,50 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     )
 
 
-def _make_executor(runner: ModelRunner, draft: Checkpoint | None, config: RankConfig) -> Executor:
-    """Returns the executor of a loaded model; loads the draft model, if there is one."""
+def _load_models(
+    config: RankConfig, checkpoint: Checkpoint, draft: Checkpoint | None, group: TpGroup | None
+) -> list[LoadedModel]:
+    """Loads this rank's part of the model, and the draft model, if there is one."""
+    with explain_out_of_memory("the weights do not fit; raise num_gpus"):
+        loaded = load_model(
+            checkpoint,
+            dtype=config.dtype,
+            device=config.device,
+            group=group,
+            batch_invariant=config.batch_invariant,
+        )
+        if draft is None:
+            return [loaded]
+        return [loaded, load_model(draft, dtype=config.dtype, device=config.device)]
+
+
+def _build_runners(
+    config: RankConfig, models: Sequence[LoadedModel], num_blocks: int, num_host_blocks: int = 0
+) -> list[ModelRunner]:
+    """Returns the runner of the model, and of the draft model, if there is one."""
+    model, *drafts = models
+    runner = ModelRunner.over(
+        model,
+        cache_dtype=config.kv_cache_dtype,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        block_size=config.block_size,
+        shared=not {"shared", "nixl"}.isdisjoint(config.transports),
+    )
+    proposers = [
+        ModelRunner.over(draft, num_blocks=num_blocks, block_size=config.block_size)
+        for draft in drafts
+    ]
+    return [runner, *proposers]
+
+
+def _make_executor(
+    config: RankConfig, runner: ModelRunner, proposers: Sequence[ModelRunner]
+) -> Executor:
     executor: Executor = (
         NiceExecutor(runner, config.nice) if config.device == "cpu" and config.nice else runner
     )
-    if draft is None:
-        return executor
-    proposer = ModelRunner.load(
-        draft,
-        dtype=config.dtype,
-        device=config.device,
-        num_blocks=runner.kv.num_blocks,
-        block_size=config.block_size,
-    )
-    proposer.warmup()
-    return DraftingExecutor(executor, proposer)
+    return DraftingExecutor(executor, proposers[0]) if proposers else executor
 
 
 def _open_draft(config: RankConfig, model: ModelConfig) -> tuple[Checkpoint | None, int]:
@@ -188,15 +235,14 @@ def _open_draft(config: RankConfig, model: ModelConfig) -> tuple[Checkpoint | No
     return draft, kv_bytes_per_token(draft.config, 1, config.dtype)
 
 
-def _count_blocks(config: RankConfig, setting: str, token_bytes: int) -> int:
-    """Returns the number of blocks that a setting's bytes hold. Raises ValueError if it is 0."""
-    size: int = getattr(config, setting)
-    if size < config.block_size * token_bytes:
+def _check_holds_block(config: RankConfig, setting: str, block_bytes: int) -> None:
+    """Raises ValueError if a setting has bytes, but fewer than a block."""
+    size: int | None = getattr(config, setting)
+    if size and size < block_bytes:
         raise ValueError(
-            f"{setting}: {size} is below {config.block_size * token_bytes}, the size of a block of "
-            f"{config.block_size} tokens; raise it"
+            f"{setting}: {size} is below {block_bytes}, the size of a block of {config.block_size} "
+            "tokens; raise it"
         )
-    return size // (config.block_size * token_bytes)
 
 
 def enter_engine_thread(config: RankConfig) -> None:

@@ -142,7 +142,11 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
         (["--dtype", "int8"], "--dtype: must be one of float32, bfloat16, float16"),
         (["--kv-cache-dtype", "int4"], "--kv-cache-dtype: must be one of auto, int8, fp8"),
         (["--gpu-memory-gb", "nan"], "--gpu-memory-gb: must be from 0.001 to 4096"),
-        (["--utilization", "1.1"], "--utilization: must be from 0.01 to 1"),
+        (
+            ["--gpu-memory-utilization", "1.1"],
+            "--gpu-memory-utilization: must be from 0.01 to 1",
+        ),
+        (["--num-gpus", "2"], "--num-gpus: must be from 0.01 to 1"),
         (["--block-size", "0"], "--block-size: must be from 1 to 1024"),
         (["--context-tokens", "1"], "--context-tokens: must be from 2 to 1048576"),
         (

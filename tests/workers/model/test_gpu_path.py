@@ -27,6 +27,7 @@ from tandem.workers.engine.plan import (
     SequenceStep,
     StepPlan,
 )
+from tandem.workers.engine.warmup import StepLimits
 from tandem.workers.model import graphs, kernels
 from tandem.workers.model.attention import triton_backend
 from tandem.workers.model.kernels.triton import elementwise as gpu
@@ -96,7 +97,7 @@ def test_a_step_without_room_in_the_graph_runs_without(
 ) -> None:
     folder = make_tiny_model(tmp_path)
     expected = Driver(load(folder)).generate(1, prompt(30), 4)
-    monkeypatch.setattr(triton_backend, "_MAX_GRAPH_BLOCKS", 1)
+    monkeypatch.setattr(triton_backend, "graph_capacity", lambda *sizes: (8, 1))
     runner = load(folder)
     runner.capture_graphs(record, (1,))
     assert Driver(runner).generate(1, prompt(30), 4) == expected
@@ -121,9 +122,8 @@ def test_a_failed_capture_leaves_eager_steps(
 
     monkeypatch.setattr(ModelRunner, "launches_ahead", property(lambda _: True))
     monkeypatch.setattr(graphs, "cuda_capture", lambda: fail)
-    monkeypatch.setattr(graphs, "BATCHES", (1, 2, 4))
     runner = load(folder, num_blocks=8)
-    runner.warmup()
+    runner.warmup(StepLimits(num_tokens=64, num_rows=4))
     (line,) = caplog.messages
     assert line == "CUDA graphs are off and steps run eagerly: CUDA error: operation not permitted"
     assert Driver(runner).generate(1, prompt(30), 4) == expected

@@ -10,8 +10,8 @@ from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt
 from tandem.tests.workers.spans import span
-from tandem.workers.engine.config import default_chunk_tokens
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
+from tandem.workers.engine.warmup import StepLimits
 from tandem.workers.model.device import enter_device
 from tandem.workers.model.footprint import kv_bytes_per_token
 from tandem.workers.model.loader import open_checkpoint
@@ -169,10 +169,10 @@ def test_warmup_leaves_nothing_behind(folder: Path) -> None:
         )
 
 
-def test_warmup_on_a_gpu_takes_the_largest_step_and_every_kernel(
+def test_warmup_on_a_gpu_takes_the_largest_steps_and_every_kernel(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk of the default size, single tokens, and greedy, random and filtered sampling."""
+    """A chunk, single tokens, and greedy, random and filtered sampling; then all rows at once."""
     runner = load(folder, num_blocks=200)
     monkeypatch.setattr(ModelRunner, "launches_ahead", property(lambda _: True))
     launched: list[StepPlan] = []
@@ -183,17 +183,19 @@ def test_warmup_on_a_gpu_takes_the_largest_step_and_every_kernel(
         return launch(plan, *rest)
 
     monkeypatch.setattr(runner, "launch", record)
-    runner.warmup()
-    assert {plan.num_tokens for plan in launched if plan.sequences} == {
-        default_chunk_tokens("cuda"),
-        1,
+    runner.warmup(StepLimits(num_tokens=512, num_rows=9))
+    launched = [plan for plan in launched if plan.sequences]
+    assert {(plan.num_tokens, len(plan.sequences)) for plan in launched} == {
+        (512, 1),
+        (1, 1),
+        (512, 9),
+        (9, 9),
     }
-    kinds = [
-        plan.sequences[0].sampling for plan in launched if plan.sequences and plan.num_tokens > 1
-    ]
+    kinds = [plan.sequences[0].sampling for plan in launched if plan.num_tokens == 512]
     assert {(kind.temperature > 0, has_filter(kind)) for kind in kinds if kind} == {
         *((False, False), (True, False), (True, True))
     }
+    assert any(kind.needs_history and kind.logprobs and kind.top_p < 1 for kind in kinds if kind)
     small = load(folder, num_blocks=3)
     small.warmup()  # no more than its memory holds
 
@@ -211,7 +213,7 @@ def test_loading_makes_the_gpu_the_thread_s_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered: list[object] = []
-    monkeypatch.setattr("tandem.workers.model.runner.enter_device", entered.append)
+    monkeypatch.setattr("tandem.workers.model.loader.enter_device", entered.append)
     load(folder)
     assert entered == ["cpu"]
 

@@ -65,6 +65,11 @@ class AttentionBackend(Protocol):
     reads_whole_blocks: bool
     """Returns True if the unused rest of a sequence's last block must hold finite numbers."""
 
+    @property
+    def scratch_bytes_per_block(self) -> int:
+        """Returns the bytes of device memory that steps need for each block of the KV cache."""
+        ...
+
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         """Prepares a step over the given sequences, whose tokens are concatenated."""
         ...

@@ -37,6 +37,8 @@ class TorchAttentionBackend:
     The C kernels, where available, read the blocks in place instead.
     """
 
+    scratch_bytes_per_block = 0  # not counted in host memory
+
     def __init__(
         self, kv: PagedKv, layers: Sequence[LayerGeometry], *, native: bool = True
     ) -> None:

@@ -1,0 +1,88 @@
+"""Builds the steps of a warm-up: typical ones, and the largest that the budgets of an engine allow.
+
+They need the first blocks of a KV cache, whose contents they overwrite.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from ...proto.limits import MAX_LOGPROBS
+from .config import default_chunk_tokens
+from .plan import SamplingParams, SequenceStep, StepPlan
+
+_TYPICAL: Final = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(top_k=2, top_p=0.9, min_p=0.01),
+)
+_LARGEST: Final = (
+    SamplingParams(top_p=0.9),
+    SamplingParams(
+        top_p=0.9,
+        typical_p=0.9,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias=((0, 1.0),),
+        logprobs=MAX_LOGPROBS,
+        prompt_logprobs=MAX_LOGPROBS,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """Holds the maximum of tokens in a step, and of rows of logits, each of another sequence."""
+
+    num_tokens: int = default_chunk_tokens("cuda")
+    num_rows: int = 256
+
+    def num_blocks(self, block_size: int) -> int:
+        """Returns the number of blocks that the largest steps need."""
+        return -(-self.num_tokens // block_size)
+
+
+def typical_steps(num_tokens: int, block_size: int, *, with_filters: bool) -> Iterator[StepPlan]:
+    """Yields steps of one sequence: a prompt of `num_tokens`, and a single token.
+
+    Single tokens use other kernels than prompts. Filters of sampling are compiled on GPUs only.
+    """
+    for sampling in _TYPICAL if with_filters else _TYPICAL[:2]:
+        for count in (num_tokens, 1):
+            yield StepPlan(sequences=(_step(-1, count, block_size, sampling),), dropped=())
+    yield StepPlan(sequences=(), dropped=(-1,))
+
+
+def largest_steps(limits: StepLimits, block_size: int) -> Iterator[StepPlan]:
+    """Yields steps that need the most memory: `num_rows` prompts of `num_tokens` together.
+
+    Every prompt ends and samples, with filters alone, and with penalties and log probabilities
+    besides. After that each sequence has a single token. The first prompt has most of the tokens.
+    All share its blocks: their contents do not matter.
+    """
+    ids = range(-limits.num_rows, 0)
+    longest = max(1, limits.num_tokens - limits.num_rows + 1)
+    for sampling in _LARGEST:
+        singles = tuple(_step(number, 1, block_size, sampling) for number in ids)
+        prompt = _step(ids[0], longest, block_size, sampling)
+        yield StepPlan(sequences=(prompt, *singles[1:]), dropped=())
+        yield StepPlan(sequences=singles, dropped=())
+    yield StepPlan(sequences=(), dropped=tuple(ids))
+
+
+def _step(
+    sequence_id: int, num_tokens: int, block_size: int, sampling: SamplingParams
+) -> SequenceStep:
+    """Returns the step of a prompt of `num_tokens` in the first blocks."""
+    tokens = (0,) * num_tokens
+    return SequenceStep(
+        sequence_id=sequence_id,
+        token_ids=tokens,
+        start=0,
+        new_blocks=tuple(range(-(-num_tokens // block_size))),
+        sampling=sampling,
+        num_samples=1,
+        history=tokens if sampling.needs_history else (),
+        num_prompt=num_tokens,
+    )

@@ -1,0 +1,187 @@
+"""Sizes the KV cache of a rank.
+
+On a GPU by measurement: with a small temporary cache the largest steps run and CUDA graphs are
+captured. The cache then gets the rest of the rank's part of the GPU. On a CPU nothing is measured:
+the cache gets a part of the host's memory.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from ..engine.warmup import StepLimits
+from ..host.memory import total_memory
+from ..model.footprint import MemoryUse, gib, memory_budget
+from ..model.parallel import Group
+from ..model.runner import ModelRunner
+
+# The default on CPUs is at most this. All pages are taken when a worker starts, at about 2 GiB a
+# second, and a crashed worker should be back soon.
+_MOST_ON_CPUS: Final = 1 << 30
+# The most that CUDA and its libraries take in a process that shares its GPU. Nothing tells a
+# process how much of the device's memory the other processes hold. Not measured.
+_CONTEXT_BYTES: Final = 1 << 30
+
+BuildRunners = Callable[[int], Sequence[ModelRunner]]
+"""Returns the runners of a rank's models, each with a KV cache of this number of blocks."""
+
+
+class DeviceMemory(Protocol):
+    """Reads the memory of a GPU, in bytes."""
+
+    def reserved(self) -> int:
+        """Returns the bytes that torch's allocator holds for this process."""
+        ...
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Returns the free bytes of the GPU, and all of its bytes."""
+        ...
+
+    def release(self) -> None:
+        """Returns the allocator's unused memory to the GPU."""
+        ...
+
+
+class CudaMemory:
+    """Implements `DeviceMemory` by torch.cuda."""
+
+    def __init__(self, device: str, share: float) -> None:
+        """Bounds this process to its `share` of the GPU, if it has not all of it."""
+        self._device = torch.device(device).index  # None: the current one
+        if share < 1:
+            torch.cuda.set_per_process_memory_fraction(share, self._device)
+
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
+
+    def free_and_total(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self._device)
+
+    def release(self) -> None:
+        gc.collect()  # a runner's closures refer to it
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSize:
+    """Describes the KV cache that a rank should have."""
+
+    block_bytes: int
+    block_size: int  # tokens
+    cache_bytes: int | None  # None: as much as fits
+    share: float  # of the GPU, or of the host
+    utilization: float  # of that share
+    limits: StepLimits
+
+
+def host_blocks(size: CacheSize, group: Group | None) -> int:
+    """Returns the number of blocks on a CPU. Raises ValueError if no block fits."""
+    if size.cache_bytes is not None:
+        return size.cache_bytes // size.block_bytes
+    own = min(_MOST_ON_CPUS, memory_budget(total_memory(), size.share, size.utilization))
+    if own < size.block_bytes:
+        raise ValueError(
+            f"kv_cache_gb: the default here is {gib(own)}, which is below {size.block_bytes}, the "
+            f"size of a block of {size.block_size} tokens; set kv_cache_gb"
+        )
+    (least,) = _least([own // size.block_bytes], torch.device("cpu"), group)
+    return least
+
+
+def gpu_blocks(
+    size: CacheSize, build: BuildRunners, memory: DeviceMemory, device: str, group: Group | None
+) -> int:
+    """Measures a GPU, and returns the number of blocks that every rank can have.
+
+    Every rank of the group must call it. Raises ValueError if no block or not `size.cache_bytes`
+    fit, with the sums of the rank that has the least memory left.
+    """
+    with explain_out_of_memory(
+        f"a step of {size.limits.num_tokens} tokens and {size.limits.num_rows} sequences does not "
+        "fit beside the weights; lower max_sequences or chunk_tokens, raise num_gpus"
+    ):
+        use, scratch = measure(size, build, memory)
+    free, total = memory.free_and_total()
+    budget = memory_budget(total, size.share, size.utilization)
+    # Steps and graphs will need their memory again.
+    left = min(budget - use.total, free - use.activations - use.graphs)
+    own = max(left, 0) // (size.block_bytes + scratch)
+    num_blocks, budget, weights, activations, graphs, rest = _least(
+        [own, budget, use.weights, use.activations, use.graphs, use.rest],
+        torch.device(device),
+        group,
+    )
+    worst = MemoryUse(weights=weights, activations=activations, graphs=graphs, rest=rest)
+    used = (
+        f"of the {gib(budget)} that a rank may use (num_gpus {size.share:g} x "
+        f"gpu_memory_utilization {size.utilization:g} of a GPU), {worst} are used"
+    )
+    remedy = "raise gpu_memory_utilization or num_gpus, lower max_sequences or chunk_tokens"
+    if num_blocks == 0:
+        raise ValueError(
+            f"gpu_memory_utilization: no memory is left for the KV cache: {used}; {remedy}, or "
+            "split the model over more GPUs (tp)"
+        )
+    if size.cache_bytes is None:
+        return num_blocks
+    wanted = size.cache_bytes // size.block_bytes
+    if wanted > num_blocks:
+        raise ValueError(
+            f"kv_cache_gb: must be at most {num_blocks * size.block_bytes / 2**30:.2f}, got "
+            f"{size.cache_bytes / 2**30:.2f}: {used}; lower it or leave it out, or {remedy}"
+        )
+    return wanted
+
+
+def measure(size: CacheSize, build: BuildRunners, memory: DeviceMemory) -> tuple[MemoryUse, int]:
+    """Runs the largest steps and captures graphs with a temporary KV cache, then frees all.
+
+    Expects the weights on the GPU. Returns the memory of a rank, and the bytes beside a block that
+    steps over a full cache need.
+    """
+    memory.release()  # loading may have needed more than the weights
+    weights = memory.reserved()
+    runners = build(size.limits.num_blocks(size.block_size))
+    cache = memory.reserved()
+    for runner in runners:
+        runner.run_largest_steps(size.limits)
+    steps = memory.reserved()
+    for runner in runners:
+        runner.capture_decodes(size.limits.num_rows)
+    graphs = memory.reserved()
+    free, total = memory.free_and_total()
+    rest = max(0, total - free - graphs)
+    use = MemoryUse(
+        weights=weights,
+        activations=steps - cache,
+        graphs=graphs - steps,
+        rest=rest if size.share == 1 else min(rest, _CONTEXT_BYTES),
+    )
+    scratch = sum(runner.scratch_bytes_per_block for runner in runners)
+    del runner, runners
+    memory.release()
+    return use, scratch
+
+
+@contextmanager
+def explain_out_of_memory(reason: str) -> Iterator[None]:
+    """Raises ValueError with the reason in place of torch's OutOfMemoryError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"gpu_memory_utilization: {reason}, or split the model over more GPUs (tp)"
+        ) from error
+
+
+def _least(numbers: Sequence[int], device: torch.device, group: Group | None) -> list[int]:
+    """Returns the numbers of the rank whose first one is the least."""
+    if group is None:
+        return list(numbers)
+    parts = group.all_gather(torch.tensor(numbers, dtype=torch.int64, device=device))
+    found: list[list[int]] = [part.tolist() for part in parts]
+    return min(found)
