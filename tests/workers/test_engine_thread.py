@@ -11,6 +11,7 @@ import pytest
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, Preempted
 from tandem.workers.serve.engine_thread import EngineThread
+from tandem.workers.serve.watchdog import Watchdog
 
 
 class PlayedEngine:
@@ -49,7 +50,7 @@ class Running:
         self.events: list[int] = []
         self.failures: list[BaseException] = []
         engine = cast(Engine, self.engine)
-        self.thread = EngineThread(engine, self.failures.append)
+        self.thread = EngineThread(engine, self.failures.append, Watchdog())
 
     def deliver(self, events: list[Event]) -> None:
         self.events += [event.id for event in events if isinstance(event, Preempted)]

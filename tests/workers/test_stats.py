@@ -32,7 +32,7 @@ from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, idle, submit
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 from tandem.workers.serve.stats import WorkerStats
-from tandem.workers.serve.watchdog import new_step_log
+from tandem.workers.serve.watchdog import Watchdog
 from tandem.workers.serve.worker import Worker
 from tandem.workers.transfer.frames import TransferError
 
@@ -112,7 +112,7 @@ async def test_a_part_of_a_gpu_reports_what_it_can_read_and_logs_once(
     stats = WorkerStats(
         load=worker.load,
         kv=worker._kv,
-        steps=new_step_log(),
+        steps=Watchdog().steps,
         num_graph_replays=lambda: 0,
         on_gpu=True,
     )

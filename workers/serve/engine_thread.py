@@ -23,11 +23,11 @@ class EngineThread:
         self,
         engine: Engine,
         failed: Callable[[BaseException], None],
-        progress: Watchdog | None = None,
+        progress: Watchdog,
     ) -> None:
         """Makes a thread that does not run yet; it marks `progress` at each command and step."""
         self._engine = engine
-        self._progress = progress or Watchdog()
+        self._progress = progress
         self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._commands: deque[Callable[[Engine], object]] = deque()

@@ -9,7 +9,6 @@ not get, so no failure here fails a request.
 import asyncio
 import itertools
 import logging
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
@@ -43,10 +42,10 @@ class PrefixLender:
         self,
         thread: EngineThread,
         kv: KvGroup,
-        kv_handle: Callable[[], worker_pb2.KvHandle],
+        kv_handle: Callable[[int], worker_pb2.KvHandle],
         block_size: int,
     ) -> None:
-        """Makes a lender; `kv_handle` returns a handle with the epoch, layout and endpoints."""
+        """Makes a lender; `kv_handle` returns the handle of a transfer of a number of tokens."""
         self._thread = thread
         self._kv = kv
         self._kv_handle = kv_handle
@@ -81,14 +80,10 @@ class PrefixLender:
 
     def _offer(self, number: int, blocks: list[int], chain: list[bytes]) -> worker_pb2.KvHandle:
         """Offers leased blocks, which are all computed, and returns their handle."""
-        handle = self._kv_handle()
-        handle.num_tokens = len(blocks) * self._block_size
-        handle.transfer_id = secrets.token_bytes(16)
+        handle = self._kv_handle(len(blocks) * self._block_size)
         if blocks:
-            self._kv.offer(
-                number, handle.transfer_id, tuple(blocks), handle.num_tokens, chain[len(blocks) - 1]
-            )
-            self._kv.progress(number, handle.num_tokens, num_ahead=0, num_layers=0)
+            self._kv.offer(number, handle, tuple(blocks), chain[len(blocks) - 1])
+            self._kv.progress(number, handle.num_tokens)
             self._kv.complete(number, _NO_FIRST_TOKENS)
         return handle
 

@@ -8,7 +8,6 @@ peer the request ends.
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -68,7 +67,7 @@ class RequestManager:
     limits: WorkerLimits
     grammars: GrammarCompiler | None
     adapters: AdapterCache
-    kv_handle: Callable[[], worker_pb2.KvHandle]  # with this worker's epoch, layout and endpoints
+    kv_handle: Callable[[int], worker_pb2.KvHandle]  # of a new transfer of this number of tokens
     load: Callable[[], worker_pb2.WorkerLoad]
     # Called on a defect, after which the worker cannot be used.
     failed: Callable[[BaseException], None]
@@ -341,7 +340,7 @@ class RequestManager:
         request.suspended[choice] = event.id
         self.metrics.add(SUSPENDS)
         handle = self._offer(event.id, event.blocks, event.tokens, request.spec.salt)
-        self.kv.progress(event.id, len(event.tokens), num_ahead=0, num_layers=0)
+        self.kv.progress(event.id, len(event.tokens))
         self.kv.complete(event.id, FirstTokens(tokens=(event.first_token,)))
         request.session.put(request.key, choice, suspended=worker_pb2.Suspended(kv=handle))
 
@@ -349,12 +348,8 @@ class RequestManager:
         self, sequence_id: int, blocks: tuple[int, ...], tokens: tuple[int, ...], salt: bytes
     ) -> worker_pb2.KvHandle:
         """Offers the KV cache of `tokens` to other workers and returns its handle."""
-        handle = self.kv_handle()
-        handle.num_tokens = len(tokens)
-        handle.transfer_id = secrets.token_bytes(16)
-        self.kv.offer(
-            sequence_id, handle.transfer_id, blocks, len(tokens), hash_prompt(tokens, salt)
-        )
+        handle = self.kv_handle(len(tokens))
+        self.kv.offer(sequence_id, handle, blocks, hash_prompt(tokens, salt))
         return handle
 
     def _end_choice(self, request: WorkerRequest, choice: int) -> None:

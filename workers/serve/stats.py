@@ -1,6 +1,7 @@
 """Reports the state of one worker as metrics."""
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -21,7 +22,6 @@ from ...proto.metrics import (
     Metrics,
 )
 from ..tp.kv_group import KvGroup
-from .watchdog import StepLog
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class WorkerStats:
 
     load: Callable[[], worker_pb2.WorkerLoad]
     kv: KvGroup
-    steps: StepLog
+    steps: deque[tuple[float, int]]  # see `Watchdog`
     num_graph_replays: Callable[[], int]
     on_gpu: bool
     _num_reported: int = 0  # graph replays

@@ -31,14 +31,7 @@ _CANARY: Final = SequenceSpec(  # a prefill and a decode
 # Maximum of the stalled time that counts between two reads: twice the period of Serve's health
 # checks.
 _COUNTED_SECONDS: Final = 4.0
-_MAX_STEPS: Final = 4_096  # steps that a log keeps until they are read
-
-StepLog = deque[tuple[float, int]]
-"""The seconds and tokens of the last steps; the engine's thread appends, the event loop removes."""
-
-
-def new_step_log() -> StepLog:
-    return deque(maxlen=_MAX_STEPS)
+_MAX_STEPS: Final = 4_096  # that are kept until they are read
 
 
 class Watchdog:
@@ -49,6 +42,8 @@ class Watchdog:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        # The seconds and tokens of the last steps; the thread appends, the event loop removes.
+        self.steps: deque[tuple[float, int]] = deque(maxlen=_MAX_STEPS)
         self._clock = clock
         self._stamp = 0.0
         self._rested = clock()  # when it last became idle
@@ -92,12 +87,9 @@ class WatchedExecutor(DelegatingExecutor):
     Reported layers count as progress, so a long chunk does not count as a hang.
     """
 
-    def __init__(
-        self, executor: Executor, progress: Watchdog, steps: StepLog | None = None
-    ) -> None:
+    def __init__(self, executor: Executor, progress: Watchdog) -> None:
         super().__init__(executor)
         self._progress = progress
-        self._steps = new_step_log() if steps is None else steps
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         def report(num_layers: int) -> None:
@@ -110,7 +102,7 @@ class WatchedExecutor(DelegatingExecutor):
 
         def finish() -> Samples:
             samples = collect()
-            self._steps.append((time.monotonic() - started, plan.num_tokens))
+            self._progress.steps.append((time.monotonic() - started, plan.num_tokens))
             return samples
 
         return finish

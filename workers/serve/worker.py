@@ -7,6 +7,7 @@ gRPC methods only delegate to them.
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -40,7 +41,7 @@ from .prefix_transfer import PrefixImporter, PrefixLender
 from .request_manager import RequestManager
 from .stats import WorkerStats
 from .submit import WorkerLimits
-from .watchdog import Canary, Watchdog, WatchedExecutor, new_step_log
+from .watchdog import Canary, Watchdog, WatchedExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +97,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._config = config
         self._metrics = metrics
         self._progress = Watchdog()
-        steps = new_step_log()
         self._disk = disk
-        watched = WatchedExecutor(rank.executor, self._progress, steps)
+        watched = WatchedExecutor(rank.executor, self._progress)
         self._engine = Engine(watched, rank.engine_config(config.budgets), source=self._disk)
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
         self._thread = EngineThread(self._engine, self._fail, self._progress)
@@ -118,7 +118,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._stats = WorkerStats(
             load=self.load,
             kv=self._kv,
-            steps=steps,
+            steps=self._progress.steps,
             num_graph_replays=rank.num_graph_replays,
             on_gpu=config.rank.device == "cuda",
         )
@@ -437,8 +437,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         seconds = min(max(0.0, request.timeout_seconds), _MAX_DRAIN_SECONDS)  # 0 for NaN
         return worker_pb2.DrainResponse(num_requests=await self.drain(seconds))
 
-    def _kv_handle(self) -> worker_pb2.KvHandle:
+    def _kv_handle(self, num_tokens: int) -> worker_pb2.KvHandle:
+        """Returns the handle of a new transfer of this worker."""
         return worker_pb2.KvHandle(
+            transfer_id=secrets.token_bytes(16),
+            num_tokens=num_tokens,
             epoch=self.epoch,
             layout=self._rank.kv.layout.digest,
             endpoints=[self.address, *self._coordinator.endpoints],

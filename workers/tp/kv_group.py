@@ -51,20 +51,22 @@ class KvGroup:
     def offer(
         self,
         sequence_id: int,
-        transfer_id: bytes,
+        handle: worker_pb2.KvHandle,
         blocks: tuple[int, ...],
-        num_tokens: int,
         prefix_hash: bytes,
     ) -> None:
         """Offers a sequence's KV cache, computed or not, to other workers on every rank."""
-        self._endpoint.sender.offer(sequence_id, transfer_id, blocks, num_tokens, prefix_hash)
-        handle = worker_pb2.KvHandle(transfer_id=transfer_id, num_tokens=num_tokens)
+        self._endpoint.sender.offer(
+            sequence_id, handle.transfer_id, blocks, handle.num_tokens, prefix_hash
+        )
         if self._clients:
             self._commanded.add(sequence_id)
         offer = worker_pb2.KvTransfer(kv=handle, prefix_hash=prefix_hash, blocks=blocks)
         self._command(sequence_id, offer_kv=offer)
 
-    def progress(self, sequence_id: int, num_ready: int, num_ahead: int, num_layers: int) -> None:
+    def progress(
+        self, sequence_id: int, num_ready: int, num_ahead: int = 0, num_layers: int = 0
+    ) -> None:
         """Reports which tokens of an offer are computed, on every rank.
 
         These are the first num_ready tokens in all layers, and the first num_ahead in the first

@@ -202,13 +202,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         match request.WhichOneof("command"):
             case "offer_kv":
                 offer = request.offer_kv
-                kv.offer(
-                    sequence_id,
-                    offer.kv.transfer_id,
-                    tuple(offer.blocks),
-                    offer.kv.num_tokens,
-                    offer.prefix_hash,
-                )
+                kv.offer(sequence_id, offer.kv, tuple(offer.blocks), offer.prefix_hash)
             case "kv_progress":
                 _progress(sequence_id, request.kv_progress, kv)
             case "fetch_kv":

@@ -38,7 +38,8 @@ async def test_a_second_stop_waits_for_the_first(lost: bool) -> None:
     """A request may be cancelled while a failed fetch is being stopped."""
     rank, called = Rank(), list[str]()
     group = KvGroup(cast(KvEndpoint, rank), [cast(RankClient, rank)])
-    group.offer(1, b"t" * 16, (0,), 16, b"hash")
+    handle = worker_pb2.KvHandle(transfer_id=b"t" * 16, num_tokens=16)
+    group.offer(1, handle, (0,), b"hash")
     for name in ("first", "second", "third"):
         group.stop(1, lambda name=name: called.append(name))  # type: ignore[misc]
     for _ in range(10):
