@@ -80,18 +80,10 @@ def batch(
     found = read_requests(requests)
     with BatchOutput(output, [request.custom_id for request in found]) as answers:
         if url is not None:
-            key = o.read_api_key(api_key_file)
-            service = ServiceAccess(url=url, api_key=key, tls=ClientTls(ca=tls_ca))
-            work = _ask(
-                service.api_url(),
-                key,
-                tls_ca,
-                found,
-                answers,
-                concurrency,
-                patience,
+            service = ServiceAccess(
+                url=url, api_key=o.read_api_key(api_key_file), tls=ClientTls(ca=tls_ca)
             )
-            counts = asyncio.run(work)
+            counts = asyncio.run(_ask(service, found, answers, concurrency, patience))
         else:
             from ..local.llm import LLM
 
@@ -115,9 +107,7 @@ def batch(
 
 
 async def _ask(
-    url: str,
-    api_key: str,
-    tls_ca: Path | None,
+    service: ServiceAccess,
     requests: list[BatchRequest],
     answers: BatchOutput,
     concurrency: int,
@@ -125,9 +115,10 @@ async def _ask(
 ) -> BatchCounts:
     from ..local.batch_senders import service_sender
 
+    url = service.api_url()
     with progress_bar("requests", len(requests)) as update:
         update(advance=len(answers.answered))
-        async with service_sender(url, api_key, tls_ca) as send:
+        async with service_sender(url, service.api_key, service.tls.ca) as send:
             return await answer_requests(
                 requests,
                 answers,

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,7 +108,7 @@ def generate(
     scores = score_texts(
         [each.text for each in completions], [each.all_references for each in cases]
     )
-    _print_figures({"cases": len(cases)} | asdict(scores), as_json)
+    _print_figures({"cases": len(cases)} | scores, as_json)
 
 
 def _print_figures(figures: dict[str, Any], as_json: bool) -> None:

@@ -13,6 +13,7 @@ from ...proto.errors import InvalidArgument
 from ..store.store import get_model, list_models, resolve_model
 from ..tables import make_table, progress_bar, table_console
 from ..text_files import read_text
+from .options import check_choice
 
 SCHEMES: Final = ("int8", "int4")
 METHODS: Final = ("rtn", "gptq")
@@ -71,9 +72,8 @@ def quantize(
     Writes OUT in the format of compressed-tensors. Embeddings, norms and the head are not changed.
     The texts for gptq and for perplexity should be different ones.
     """
-    for option, value, values in (("--scheme", scheme, SCHEMES), ("--method", method, METHODS)):
-        if value not in values:
-            raise InvalidArgument(f"must be one of {', '.join(values)}", option)
+    check_choice("--scheme", scheme, SCHEMES)
+    check_choice("--method", method, METHODS)
     if method != "gptq" and calibration is not None:
         raise InvalidArgument("needs --method gptq", "--calibration")
     if group_size is not None and group_size % 8:

@@ -5,7 +5,7 @@ Requests have the options of proto/parameters.py, settings the options of cluste
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Final, cast, get_type_hints
@@ -208,6 +208,12 @@ def read_api_key(file: Path | None) -> str:
     if file is None:
         return os.environ.get(API_KEY_VARIABLE, "")
     return read_text(file, "api-key-file").strip()
+
+
+def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
+    """Raises InvalidArgument, which names the option, for a value that is not a choice."""
+    if value not in choices:
+        raise InvalidArgument(f"must be one of {', '.join(choices)}", option)
 
 
 def given_options(params: Mapping[str, Any]) -> Options:

@@ -24,11 +24,9 @@ from ..config import KvCacheDtype, ModelImpl, Quantization, load_config
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
 from ..tables import make_table, table_console
+from .options import check_choice
 
 DEFAULT_TPS: Final = (1, 2, 4, 8)
-QUANTIZATIONS: Final = get_args(Quantization)
-KV_CACHE_DTYPES: Final = get_args(KvCacheDtype)
-MODEL_IMPLS: Final = get_args(ModelImpl)
 GIB: Final = 1024**3
 
 plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help=True)
@@ -137,12 +135,10 @@ def memory_command(
     GPU converts them when it loads them. Activations and CUDA graphs are not counted: a service on
     GPUs measures them when it starts, and has so much less for its KV cache.
     """
-    if dtype not in ITEM_BYTES:
-        raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
-    if quantization not in (None, *QUANTIZATIONS):
-        raise InvalidArgument(f"must be one of {', '.join(QUANTIZATIONS)}", "--quantization")
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise InvalidArgument(f"must be one of {', '.join(KV_CACHE_DTYPES)}", "--kv-cache-dtype")
+    check_choice("--dtype", dtype, ITEM_BYTES)
+    if quantization is not None:
+        check_choice("--quantization", quantization, get_args(Quantization))
+    check_choice("--kv-cache-dtype", kv_cache_dtype, get_args(KvCacheDtype))
     _check("--gpu-memory-gb", gpu_memory_gb, 0.001, 4096)
     _check("--gpu-memory-utilization", gpu_memory_utilization, 0.01, 1)
     _check("--num-gpus", num_gpus, 0.01, 1)
@@ -212,10 +208,8 @@ def check(
     Reads config.json and the headers of the weights, but no weights. Exit code 0: it would run. 1:
     it is refused, and one line names the file, the field and the reason.
     """
-    if dtype not in ITEM_BYTES:
-        raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
-    if model_impl not in MODEL_IMPLS:
-        raise InvalidArgument(f"must be one of {', '.join(MODEL_IMPLS)}", "--model-impl")
+    check_choice("--dtype", dtype, ITEM_BYTES)
+    check_choice("--model-impl", model_impl, get_args(ModelImpl))
     settings = load_config(None, {"model": model, "device": device})
     # With torch, which takes a second.
     from ...workers.model.loader import check_checkpoint, weight_schemes, weight_shapes

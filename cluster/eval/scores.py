@@ -7,7 +7,6 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any
@@ -15,42 +14,29 @@ from typing import Any
 from ...proto.errors import Unavailable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """Holds scores from 0 to 100; higher is better.
-
-    With several references, all scores but BLEU and chrF use the best one.
-    """
-
-    bleu: float  # of the corpus; Papineni et al., 2002
-    chrf: float  # of the corpus; Popović, 2015
-    rouge1: float  # F-measures, mean over the texts; Lin, 2004
-    rouge2: float
-    rouge_l: float
-    exact_match: float  # mean over the texts
-    f1: float  # of words, mean over the texts
-
-
-def score_texts(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
+def score_texts(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """Scores each text against its references, at least one.
 
-    Raises Unavailable without the extra `eval`.
+    Returns scores by name, from 0 to 100; higher is better. With several references, all scores but
+    BLEU (Papineni et al., 2002) and chrF (Popović, 2015), which are of the corpus, use the best
+    one. The others are means over the texts; those of ROUGE (Lin, 2004) are F-measures. Raises
+    Unavailable without the extra `eval`.
     """
     sacrebleu, rouge_scorer = import_libraries()
     streams = list(zip_longest(*references))
     scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     pairs = list(zip(texts, references, strict=True))
     rouges = [scorer.score_multi(list(refs), text) for text, refs in pairs]
-    return Scores(
-        bleu=float(sacrebleu.corpus_bleu(list(texts), streams).score),
-        chrf=float(sacrebleu.corpus_chrf(list(texts), streams).score),
-        rouge1=100 * fmean(each["rouge1"].fmeasure for each in rouges),
-        rouge2=100 * fmean(each["rouge2"].fmeasure for each in rouges),
-        rouge_l=100 * fmean(each["rougeL"].fmeasure for each in rouges),
-        exact_match=100
+    return {
+        "bleu": float(sacrebleu.corpus_bleu(list(texts), streams).score),
+        "chrf": float(sacrebleu.corpus_chrf(list(texts), streams).score),
+        "rouge1": 100 * fmean(each["rouge1"].fmeasure for each in rouges),
+        "rouge2": 100 * fmean(each["rouge2"].fmeasure for each in rouges),
+        "rouge_l": 100 * fmean(each["rougeL"].fmeasure for each in rouges),
+        "exact_match": 100
         * fmean(max(exact_match(text, ref) for ref in refs) for text, refs in pairs),
-        f1=100 * fmean(max(word_f1(text, ref) for ref in refs) for text, refs in pairs),
-    )
+        "f1": 100 * fmean(max(word_f1(text, ref) for ref in refs) for text, refs in pairs),
+    }
 
 
 def normalise_answer(text: str) -> str:

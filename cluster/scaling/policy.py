@@ -24,7 +24,7 @@ from .reports import (
     WAITING_PREFILL_TOKENS,
     WAITING_SEQUENCES,
 )
-from .sizing import DecodeDemand, PrefillDemand, bounded, sequences_within, settle
+from .sizing import bounded, decode_workers, prefill_workers, sequences_within, settle
 
 ROUTER: Final = "Router"
 PREFILL_POOL: Final = "PrefillPool"
@@ -115,18 +115,16 @@ def _workers(pool: str, config: ScalingConfig, reports: Mapping[str, Reports]) -
     routers = reports.get(ROUTER, {})
     workers = 0.0
     if pool == DECODE_POOL:
-        sequences = decode_demand(routers, reports[DECODE_POOL], config)
-        if sequences is None:
-            return None
-        workers = sequences.workers(config)
-        if PREFILL_POOL in reports:
-            return workers
-    prompts = prefill_demand(routers)
-    return None if prompts is None else workers + prompts.workers(config)
+        found = _for_sequences(routers, reports[DECODE_POOL], config)
+        if found is None or PREFILL_POOL in reports:
+            return found
+        workers = found
+    prompts = _for_prompts(routers, config)
+    return None if prompts is None else workers + prompts
 
 
-def prefill_demand(routers: Reports) -> PrefillDemand | None:
-    """Returns the demand of all routers on the prefill pool.
+def _for_prompts(routers: Reports, config: ScalingConfig) -> float | None:
+    """Returns the number of workers for the prompts of all routers.
 
     Returns None until a router has reported twice, and while prompts wait but none was sent: then
     the speed of a worker is unknown.
@@ -136,7 +134,8 @@ def prefill_demand(routers: Reports) -> PrefillDemand | None:
     waiting = _last(routers, WAITING_PREFILL_TOKENS)
     if not tokens or (waiting > 0 and seconds <= 0):
         return None
-    return PrefillDemand(
+    return prefill_workers(
+        config,
         arriving=sum(
             _growth(each) / max(each[-1].timestamp - each[0].timestamp, _LEAST_SECONDS)
             for each in tokens
@@ -146,13 +145,14 @@ def prefill_demand(routers: Reports) -> PrefillDemand | None:
     )
 
 
-def decode_demand(routers: Reports, workers: Reports, config: ScalingConfig) -> DecodeDemand | None:
-    """Returns the demand of all routers and the capacity of all workers; None without reports."""
+def _for_sequences(routers: Reports, workers: Reports, config: ScalingConfig) -> float | None:
+    """Returns the number of workers for the sequences of all routers; None without reports."""
     num_workers = len([each for each in _series(workers, MAX_SEQUENCES) if each])
     if not num_workers:
         return None
     most = max(round(_last(workers, MAX_SEQUENCES) / num_workers), 1)
-    return DecodeDemand(
+    return decode_workers(
+        config,
         sequences=_last(workers, SEQUENCES) + _last(routers, WAITING_SEQUENCES),
         kv_tokens=_last(workers, KV_TOKENS) + _last(routers, WAITING_KV_TOKENS),
         worker_sequences=sequences_within(config.tpot_seconds, most, list(_steps(workers))),

@@ -8,7 +8,6 @@ before its delay has passed.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from .config import ScalingConfig
@@ -28,38 +27,34 @@ Need = tuple[float, int]
 """A time, and the number of workers needed from then until the next one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillDemand:
-    """Holds the demand on workers that compute prompts, in tokens that no prefix cache holds."""
+def prefill_workers(
+    config: ScalingConfig, *, arriving: float, waiting: float, worker_rate: float
+) -> float:
+    """Returns the number of workers for arriving and for waiting prompts.
 
-    arriving: float  # a second
-    waiting: float  # in the queues of routers
-    worker_rate: float  # of one worker, a second; 0: unknown
-
-    def workers(self, config: ScalingConfig) -> float:
-        """Returns the number of workers for arriving and for waiting prompts.
-
-        The waiting prompts are to be computed within catch_up_seconds.
-        """
-        wanted = self.arriving + self.waiting / config.catch_up_seconds
-        return wanted / (self.worker_rate * config.utilization) if self.worker_rate > 0 else 0.0
+    The waiting prompts are to be computed within catch_up_seconds. All amounts are in tokens that
+    no prefix cache holds: `arriving` a second, `waiting` in the queues of routers, `worker_rate` a
+    second of one worker; 0: unknown.
+    """
+    wanted = arriving + waiting / config.catch_up_seconds
+    return wanted / (worker_rate * config.utilization) if worker_rate > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeDemand:
-    """Holds the demand on workers that decode, including requests in the queues of routers."""
+def decode_workers(
+    config: ScalingConfig,
+    *,
+    sequences: float,
+    kv_tokens: float,
+    worker_sequences: float,
+    worker_kv_tokens: float,
+) -> float:
+    """Returns the number of workers for the sequences or the KV cache, the greater one.
 
-    sequences: float
-    kv_tokens: float
-    worker_sequences: float  # of one worker, within the target; see `sequences_within`
-    worker_kv_tokens: float
-
-    def workers(self, config: ScalingConfig) -> float:
-        """Returns the number of workers for the sequences or the KV cache, the greater one."""
-        amounts = ((self.sequences, self.worker_sequences), (self.kv_tokens, self.worker_kv_tokens))
-        return max(
-            asked / (each * config.utilization) if each > 0 else 0.0 for asked, each in amounts
-        )
+    The demand includes requests in the queues of routers. `worker_sequences`: of one worker, within
+    the target; see `sequences_within`.
+    """
+    amounts = ((sequences, worker_sequences), (kv_tokens, worker_kv_tokens))
+    return max(asked / (each * config.utilization) if each > 0 else 0.0 for asked, each in amounts)
 
 
 def sequences_within(

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tandem.cluster.scaling.config import ScalingConfig
 from tandem.cluster.scaling.policy import DECODE_POOL, PREFILL_POOL
 from tandem.cluster.scaling.sizing import (
-    DecodeDemand,
     Need,
-    PrefillDemand,
     bounded,
+    decode_workers,
+    prefill_workers,
     sequences_within,
     settle,
 )
@@ -38,19 +38,16 @@ STEPS = st.lists(st.tuples(st.integers(1, 256).map(float), st.floats(1e-4, 10)),
 
 def test_prompts_take_what_arrives_and_what_waits() -> None:
     config = ScalingConfig(max_replicas=8, utilization=0.5, catch_up_seconds=10)
-    assert PrefillDemand(arriving=1000, waiting=0, worker_rate=500).workers(config) == 4
-    assert PrefillDemand(arriving=1000, waiting=5000, worker_rate=500).workers(config) == 6
-    assert PrefillDemand(arriving=0, waiting=0, worker_rate=0).workers(config) == 0
+    assert prefill_workers(config, arriving=1000, waiting=0, worker_rate=500) == 4
+    assert prefill_workers(config, arriving=1000, waiting=5000, worker_rate=500) == 6
+    assert prefill_workers(config, arriving=0, waiting=0, worker_rate=0) == 0
 
 
 def test_decode_takes_the_most_of_sequences_and_kv_cache() -> None:
     config = ScalingConfig(max_replicas=8, utilization=0.5)
-    by_sequences = DecodeDemand(
-        sequences=40, kv_tokens=100, worker_sequences=20, worker_kv_tokens=1000
-    )
-    by_kv = DecodeDemand(sequences=4, kv_tokens=3000, worker_sequences=20, worker_kv_tokens=1000)
-    assert by_sequences.workers(config) == 4
-    assert by_kv.workers(config) == 6
+    worker = {"worker_sequences": 20, "worker_kv_tokens": 1000}
+    assert decode_workers(config, sequences=40, kv_tokens=100, **worker) == 4
+    assert decode_workers(config, sequences=4, kv_tokens=3000, **worker) == 6
 
 
 def test_sequences_within_the_target_are_read_off_the_line_through_the_steps() -> None:
@@ -64,47 +61,36 @@ def test_sequences_within_the_target_are_read_off_the_line_through_the_steps() -
 
 
 @given(
-    demand=st.builds(PrefillDemand, arriving=AMOUNT, waiting=AMOUNT, worker_rate=RATE),
+    demand=st.fixed_dictionaries({"arriving": AMOUNT, "waiting": AMOUNT, "worker_rate": RATE}),
     config=CONFIG,
     more=AMOUNT,
 )
 def test_more_prompts_never_take_fewer_workers(
-    demand: PrefillDemand, config: ScalingConfig, more: float
+    demand: dict[str, float], config: ScalingConfig, more: float
 ) -> None:
-    rate = demand.worker_rate
-    for arriving, waiting in (
-        (demand.arriving + more, demand.waiting),
-        (demand.arriving, demand.waiting + more),
-    ):
-        larger = PrefillDemand(arriving=arriving, waiting=waiting, worker_rate=rate)
-        assert larger.workers(config) >= demand.workers(config)
+    for name in ("arriving", "waiting"):
+        larger = demand | {name: demand[name] + more}
+        assert prefill_workers(config, **larger) >= prefill_workers(config, **demand)
 
 
 @given(
-    demand=st.builds(
-        DecodeDemand,
-        sequences=AMOUNT,
-        kv_tokens=AMOUNT,
-        worker_sequences=RATE,
-        worker_kv_tokens=RATE,
+    demand=st.fixed_dictionaries(
+        {
+            "sequences": AMOUNT,
+            "kv_tokens": AMOUNT,
+            "worker_sequences": RATE,
+            "worker_kv_tokens": RATE,
+        }
     ),
     config=CONFIG,
     more=AMOUNT,
 )
 def test_more_sequences_never_take_fewer_workers(
-    demand: DecodeDemand, config: ScalingConfig, more: float
+    demand: dict[str, float], config: ScalingConfig, more: float
 ) -> None:
-    for sequences, kv_tokens in (
-        (demand.sequences + more, demand.kv_tokens),
-        (demand.sequences, demand.kv_tokens + more),
-    ):
-        larger = DecodeDemand(
-            sequences=sequences,
-            kv_tokens=kv_tokens,
-            worker_sequences=demand.worker_sequences,
-            worker_kv_tokens=demand.worker_kv_tokens,
-        )
-        assert larger.workers(config) >= demand.workers(config)
+    for name in ("sequences", "kv_tokens"):
+        larger = demand | {name: demand[name] + more}
+        assert decode_workers(config, **larger) >= decode_workers(config, **demand)
 
 
 @given(steps=STEPS, tpot=st.floats(1e-4, 10), more=st.floats(0, 10), most=st.integers(1, 1024))
