@@ -62,7 +62,7 @@ def number_lines(text: str, path: Path, line_type: type[_Line]) -> list[tuple[in
     return parsed
 
 
-def read_trust(path: Path | None, option: str) -> ssl.SSLContext | bool:
+def read_trust(path: Path | str | None, option: str) -> ssl.SSLContext | bool:
     """Returns aiohttp's `ssl` for the CA that an option names, or for the system's CAs.
 
     Raises InvalidArgument.

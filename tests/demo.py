@@ -56,7 +56,7 @@ def main() -> int:
     console = table_console()
     with stopped_by_signals() as stopped:
         try:
-            folder = resolve_model(MODEL, progress=True)
+            folder = resolve_model(MODEL)
             check_checkpoint(folder)
             return _serve_and_ask(console, str(folder))
         except (TandemError, CheckpointError) as error:

@@ -39,7 +39,7 @@ _TEXTS = (
 @functools.cache
 def folder() -> Path:
     """Returns the model's folder; fetches it the first time."""
-    return get_model(NAME, progress=False)
+    return get_model(NAME)
 
 
 @functools.cache

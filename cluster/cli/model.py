@@ -31,7 +31,7 @@ def get_command(
     name: Annotated[str, typer.Argument(help="A name that `tandem model list` shows.")],
 ) -> None:
     """Fetch a built-in model if it is missing, and print its folder."""
-    typer.echo(get_model(name, progress=True))
+    typer.echo(get_model(name))
 
 
 @model_app.command("list")
@@ -84,7 +84,7 @@ def quantize(
             _python_docstrings() if calibration is None else read_text(calibration, "--calibration")
         )
     measured = _python_reference() if text is None else read_text(text, "--text")
-    folder = resolve_model(model, progress=True)
+    folder = resolve_model(model)
     # With torch, which takes a second.
     from ..store.quantize import BITS, QuantizationScheme, quantize_model
 

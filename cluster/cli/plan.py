@@ -153,7 +153,7 @@ def memory_command(
             "kv_cache_dtype": kv_cache_dtype,
         },
     )
-    folder = resolve_model(model, dtype=dtype, progress=True)
+    folder = resolve_model(model, dtype=dtype)
     from ...workers.model.loader import open_checkpoint
 
     config = open_checkpoint(
@@ -185,7 +185,7 @@ def _open_draft(name: str, model: ModelConfig, dtype: str) -> ModelConfig:
     from ...workers.model.loader import open_checkpoint
 
     try:
-        draft = open_checkpoint(resolve_model(name, dtype=dtype, progress=True)).config
+        draft = open_checkpoint(resolve_model(name, dtype=dtype)).config
         check_draft(draft, model)
     except (TandemError, ValueError) as error:
         raise InvalidArgument(str(error).removeprefix("model: "), "--draft-model") from None
@@ -215,7 +215,7 @@ def check(
     from ...workers.model.loader import check_checkpoint, weight_schemes, weight_shapes
 
     try:
-        folder = resolve_model(model, dtype=dtype, progress=True)
+        folder = resolve_model(model, dtype=dtype)
         config = check_checkpoint(folder, model_impl)
         given = generation_defaults(settings, folder)
         refused = [_refusal(config, each) for each in tp or ()]

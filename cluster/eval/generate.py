@@ -44,7 +44,7 @@ async def complete_cases(
     cases: Sequence[Case],
     options: Options,
     concurrency: int,
-    on_completion: Callable[[], None] = lambda: None,
+    on_completion: Callable[[], None],
 ) -> list[Completion]:
     """Returns the completions in the order of the cases; calls `on_completion` after each.
 

@@ -58,7 +58,9 @@ def engine_sender(service: GenerationService) -> SendRequest:
 
 
 @asynccontextmanager
-async def service_sender(url: str, api_key: str, tls_ca: Path | None) -> AsyncIterator[SendRequest]:
+async def service_sender(
+    url: str, api_key: str, tls_ca: Path | str | None
+) -> AsyncIterator[SendRequest]:
     """Yields a function that posts requests to the server at `url`.
 
     Raises InvalidArgument for a CA that cannot be read.

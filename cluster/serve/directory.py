@@ -111,7 +111,7 @@ class DirectoryClient:
         watcher: DirectoryWatcher,
         router: RouterInfo,
         blocked_prompts: BlockedPrompts,
-        adapters: AdapterRegistry | None = None,
+        adapters: AdapterRegistry,
     ) -> bool:
         """Registers the router, waits for changes, and applies them to `watcher`.
 
@@ -120,7 +120,6 @@ class DirectoryClient:
         Exchanges blocked prompts and adapters with the directory. Returns True if the list of
         workers or of routers has changed.
         """
-        adapters = adapters or AdapterRegistry()
         timeout = EXPIRY_SECONDS / 2
         await asyncio.sleep(self._next_poll - time.monotonic())
         shared = (
@@ -137,13 +136,12 @@ class DirectoryClient:
         self,
         watcher: DirectoryWatcher,
         blocked_prompts: BlockedPrompts,
-        adapters: AdapterRegistry | None = None,
+        adapters: AdapterRegistry,
     ) -> None:
         """Reports each new blocked prompt and each change of an adapter at once, without end.
 
         If a report fails, the router's next `watch` with this watcher repeats it.
         """
-        adapters = adapters or AdapterRegistry()
         news = asyncio.Event()
         blocked_prompts.on_news = news.set
         adapters.on_news = news.set

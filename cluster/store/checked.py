@@ -24,7 +24,7 @@ def checked_folder(config: TandemConfig) -> Path:
     from ...workers.model.loader import open_checkpoint
     from ...workers.model.registry import check_context
 
-    folder = resolve_model(config.model, dtype=config.dtype, progress=True)
+    folder = resolve_model(config.model, dtype=config.dtype)
     model = open_checkpoint(folder, config.model_impl, quantization=config.quantization).config
     generation_defaults(config, folder)
     _check_chat_template(config, folder)
@@ -83,9 +83,7 @@ def with_draft_folder(config: TandemConfig) -> TandemConfig:
     if config.speculative is None or config.speculative.model is None:
         return config
     try:
-        folder = resolve_model(
-            config.speculative.model, dtype=config.dtype, progress=True
-        ).resolve()
+        folder = resolve_model(config.speculative.model, dtype=config.dtype).resolve()
     except (TandemError, CheckpointError) as error:
         raise type(error)(f"speculative.model: {str(error).removeprefix('model: ')}") from None
     draft = config.speculative.model_copy(update={"model": str(folder)})

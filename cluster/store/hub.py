@@ -16,7 +16,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
 from ...proto.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
 
@@ -29,18 +28,14 @@ _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merg
 _UNWANTED: Final = ["*/*.safetensors", "*/*.json", "consolidated*"]
 
 
-def download_snapshot(repo_id: str, revision: str | None = None, *, progress: bool = False) -> Path:
-    """Returns the folder of a revision of `repo_id`, by default the newest, with all files.
+def download_snapshot(repo_id: str, revision: str | None) -> Path:
+    """Returns the folder of a revision of `repo_id`, with all files; None: the newest.
 
     Checks the content of every file against the hash by which the hub stores it. Returns the
     revision in the cache if the hub cannot be reached. Raises NotFound, PermissionDenied (gated),
     InvalidArgument (invalid name or unknown revision) or Unavailable (unreachable and not in the
     cache, incomplete, modified, or no room on the disk).
     """
-    if progress:
-        enable_progress_bars()
-    else:
-        disable_progress_bars()
     # The library's retries would print a dozen warnings before the one line below.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:

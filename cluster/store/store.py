@@ -89,23 +89,22 @@ def list_models() -> dict[Path, int | None]:
     return {folder: _num_bytes(folder) if folder.is_dir() else None for folder in folders}
 
 
-def get_model(name: str, *, progress: bool = False) -> Path:
+def get_model(name: str) -> Path:
     """Returns the folder of the built-in model `name`; fetches and converts it if it is absent.
 
-    If two processes call at once, one builds and the other waits. With `progress`, every step is a
-    line on stderr. Raises NotFound for an unknown name, Unavailable if the download, its digest or
-    the disk fails.
+    If two processes call at once, one builds and the other waits. Every step is a line on stderr.
+    Raises NotFound for an unknown name, Unavailable if the download, its digest or the disk fails.
     """
     if name not in BUILT_IN:
         raise NotFound(
             f"no built-in model is called {name!r}; the names are: {', '.join(sorted(BUILT_IN))}"
         )
     folder = models_home() / name
-    _build_once(folder, partial(_build, BUILT_IN[name]), progress=progress)
+    _build_once(folder, partial(_build, BUILT_IN[name]))
     return folder
 
 
-def _build_once(folder: Path, build: Callable[[Path, Console], Path], *, progress: bool) -> None:
+def _build_once(folder: Path, build: Callable[[Path, Console], Path]) -> None:
     """Calls `build` with a scratch folder and renames the folder that it returns to `folder`.
 
     Does nothing if `folder` exists. If two processes call at once, one waits for the other. Raises
@@ -118,7 +117,7 @@ def _build_once(folder: Path, build: Callable[[Path, Console], Path], *, progres
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / f".{name}.lock", timeout=LOCK_DEADLINE_S):
             if not folder.is_dir():
-                _build_locked(folder, build, Console(stderr=True, quiet=not progress))
+                _build_locked(folder, build, Console(stderr=True))
     except Timeout as error:
         raise Unavailable(
             f"another process has been building {name} for {LOCK_DEADLINE_S:.0f} s"
@@ -128,7 +127,7 @@ def _build_once(folder: Path, build: Callable[[Path, Console], Path], *, progres
         raise Unavailable(f"{text}; set TANDEM_HOME to another folder") from error
 
 
-def resolve_model(model: str, *, dtype: str = "bfloat16", progress: bool = False) -> Path:
+def resolve_model(model: str, *, dtype: str = "bfloat16") -> Path:
     """Returns the local folder of MODEL; fetches or converts it first if it must.
 
     MODEL: a built-in name, a folder, a GGUF file (converted to weights of `dtype`), or a hub id
@@ -138,7 +137,7 @@ def resolve_model(model: str, *, dtype: str = "bfloat16", progress: bool = False
     cannot be fetched now.
     """
     if model in BUILT_IN:
-        return get_model(model, progress=progress)
+        return get_model(model)
     # For impossible file names, os.path returns False; Path would raise.
     path = os.path.expanduser(model)
     if os.path.isdir(path):
@@ -148,12 +147,12 @@ def resolve_model(model: str, *, dtype: str = "bfloat16", progress: bool = False
             raise InvalidArgument(
                 f"{model} is a file; expected the folder of a config.json, or a .gguf file", "model"
             )
-        return _convert_once(Path(path).resolve(), dtype, progress=progress)
+        return _convert_once(Path(path).resolve(), dtype)
     if hub_id := _HUB_ID.fullmatch(model):
         # The import takes half a second, and only a hub id needs it.
         from .hub import download_snapshot
 
-        return ensure_tokenizer(download_snapshot(hub_id[1], hub_id[2], progress=progress))
+        return ensure_tokenizer(download_snapshot(hub_id[1], hub_id[2]))
     if model.startswith(("~", ".")) or os.sep in model:
         raise NotFound(f"model: there is no folder {model}")
     known = ", ".join(sorted(BUILT_IN))
@@ -163,7 +162,7 @@ def resolve_model(model: str, *, dtype: str = "bfloat16", progress: bool = False
     )
 
 
-def _convert_once(gguf: Path, dtype: str, *, progress: bool) -> Path:
+def _convert_once(gguf: Path, dtype: str) -> Path:
     """Returns the folder of a GGUF file's model, which stays while this process lives.
 
     Removes old converted folders that no process uses. Raises CheckpointError, or Unavailable if
@@ -187,7 +186,7 @@ def _convert_once(gguf: Path, dtype: str, *, progress: bool) -> Path:
                 raise CheckpointError(error.message) from error
         return scratch / "model"
 
-    _build_once(folder, build, progress=progress)
+    _build_once(folder, build)
     try:
         os.utime(folder)
         _keep(folder)
@@ -218,7 +217,7 @@ def ensure_tokenizer(folder: Path) -> Path:
         return target
 
     try:
-        _build_once(made.parent, build, progress=False)
+        _build_once(made.parent, build)
         os.utime(made.parent)
         for old in _old_folders(made.parent.parent, _MAX_TOKENIZERS):
             shutil.rmtree(old, ignore_errors=True)

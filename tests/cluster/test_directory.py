@@ -12,6 +12,7 @@ from tandem.cluster.serve import members
 from tandem.cluster.serve.directory import DirectoryWatcher
 from tandem.cluster.serve.members import NOTHING, Changes, Directory, RouterInfo, Version
 from tandem.proto import worker_pb2
+from tandem.router.adapters import AdapterRegistry
 from tandem.router.dispatch.blocked_prompts import BlockedPrompts
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.local_directory import LocalDirectory
@@ -173,11 +174,17 @@ async def test_a_conviction_reaches_every_router_and_those_that_join() -> None:
     directory = Directory()
     client = LocalDirectory(directory)
     for number in range(2):
-        await client.watch(watchers[number], routers[number], blocked_prompts[number])
+        await client.watch(
+            watchers[number], routers[number], blocked_prompts[number], AdapterRegistry()
+        )
     # The first router knows the second one now.
-    await client.watch(watchers[0], routers[0], blocked_prompts[0])
-    waiting = asyncio.create_task(client.watch(watchers[1], routers[1], blocked_prompts[1]))
-    sharing = asyncio.create_task(client.keep_sharing(watchers[0], blocked_prompts[0]))
+    await client.watch(watchers[0], routers[0], blocked_prompts[0], AdapterRegistry())
+    waiting = asyncio.create_task(
+        client.watch(watchers[1], routers[1], blocked_prompts[1], AdapterRegistry())
+    )
+    sharing = asyncio.create_task(
+        client.keep_sharing(watchers[0], blocked_prompts[0], AdapterRegistry())
+    )
     await asyncio.sleep(0)
     blocked_prompts[0].block(REQUEST)
     assert not blocked_prompts[1].is_blocked(REQUEST)
@@ -190,8 +197,8 @@ async def test_a_conviction_reaches_every_router_and_those_that_join() -> None:
     assert (await directory.changes()).version == version, "what all know wakes nobody"
     again = LocalDirectory(Directory())  # one that has lost everything
     for _ in range(2):  # with the first it notices that this directory is another one
-        await again.watch(watchers[1], routers[1], blocked_prompts[1])
-    await again.watch(watchers[2], routers[2], blocked_prompts[2])
+        await again.watch(watchers[1], routers[1], blocked_prompts[1], AdapterRegistry())
+    await again.watch(watchers[2], routers[2], blocked_prompts[2], AdapterRegistry())
     assert blocked_prompts[2].is_blocked(REQUEST)
 
 

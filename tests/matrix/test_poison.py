@@ -10,6 +10,7 @@ import pytest
 from tandem.cluster.serve.directory import DirectoryWatcher
 from tandem.cluster.serve.members import Directory, RouterInfo
 from tandem.proto.errors import InternalError
+from tandem.router.adapters import AdapterRegistry
 from tandem.router.dispatch.blocked_prompts import BlockedPrompts
 from tandem.router.request import TokenRequest
 from tandem.tests.local_directory import LocalDirectory
@@ -60,7 +61,7 @@ async def ask_another_router(
 ) -> None:
     """Asks a router that joins now and knows of blocked_prompts by the directory alone."""
     blocked_prompts = BlockedPrompts()
-    await directory.watch(DirectoryWatcher(), JOINING, blocked_prompts)
+    await directory.watch(DirectoryWatcher(), JOINING, blocked_prompts, AdapterRegistry())
     router = cluster.router(blocked_prompts)
     try:
         await collect(router, changed(request, request_id=cluster.name()))
@@ -115,7 +116,7 @@ async def test_a_poisonous_request_harms_no_other(
         assert sum(map(is_living, nodes)) == num_living, "more than two workers were lost"
         with pytest.raises(InternalError):
             await collect(cluster.dispatcher, changed(poison, request_id=cluster.name()))
-        await directory.watch(DirectoryWatcher(), BLOCKING, blocked_prompts)
+        await directory.watch(DirectoryWatcher(), BLOCKING, blocked_prompts, AdapterRegistry())
         with pytest.raises(InternalError):
             await ask_another_router(cluster, directory, poison)
         assert sum(map(is_living, nodes)) == num_living, "a retry has cost another worker"

@@ -9,6 +9,7 @@ from typing import Final
 from tandem.cluster.serve.directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher
 from tandem.cluster.serve.members import RouterInfo
 from tandem.proto import worker_pb2
+from tandem.router.adapters import AdapterRegistry
 from tandem.router.dispatch.blocked_prompts import BlockedPrompts
 from tandem.router.scheduling.registry import WorkerRegistry
 
@@ -39,7 +40,7 @@ class RouterMember:
                 http_address="",
                 num_workers=len(self.registry.workers()),
             )
-            if await client.watch(watcher, me, blocked_prompts):
+            if await client.watch(watcher, me, blocked_prompts, AdapterRegistry()):
                 self.registry.update(watcher.workers)
                 async with self.changed:
                     self.changed.notify_all()

@@ -42,8 +42,8 @@ class RouterMonitor:
         *,
         counts: bool,
         browsers: BrowserRules,
-        spans: "SpanRecorder | None" = None,
-        logs_requests: bool = False,
+        spans: "SpanRecorder | None",
+        logs_requests: bool,
     ) -> None:
         """Creates the telemetry objects; without `counts` there are no metrics and no /metrics.
 

