@@ -378,6 +378,7 @@ def test_the_scan_sees_the_package() -> None:
     } <= names
     imported = {
         "proto.errors",
+        "cluster.cli.options",
         "cluster.local.llm",
         "cluster.store.quantize",
         "cluster.store.store",
