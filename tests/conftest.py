@@ -93,6 +93,7 @@ SHARING_PATHS: Final = (
     "workers/test_worker.py",
     "workers/tp",
     "workers/transfer/test_connections.py",
+    "workers/transfer/test_gpu_transfer.py",
     "workers/transfer/test_nixl.py",
     "workers/transfer/test_p2p_group.py",
     "workers/transfer/test_receiver.py",
@@ -144,6 +145,7 @@ _IO_EVENTS: Final = {
 hypothesis.settings.register_profile("every", deadline=None)
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2_000)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=10_000)
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of the clusters that tests start by hand

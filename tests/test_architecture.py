@@ -56,9 +56,13 @@ ARROWS: dict[str, set[str]] = {
             "workers.kv_cache",
             "workers.model: config kernels kernels.c module parallel quant",
         ),
+        "workers.model.kv": (
+            "workers: host kv_cache",
+            "workers.model: device kernels.c",
+        ),
         "workers.model.kv_store": (
             "workers: host kv_cache",
-            "workers.model: config device footprint kernels kernels.c",
+            "workers.model: config device footprint kernels kernels.c kv",
         ),
         "workers.model.attention": (
             "workers.kv_cache",

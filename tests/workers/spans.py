@@ -1,4 +1,6 @@
-"""A short way to name a part of a rank's KV cache."""
+"""Short ways to name and to read a part of a rank's KV cache."""
+
+from collections.abc import Sequence
 
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.store import KvStore
@@ -20,3 +22,14 @@ def span(
         first_slot=0,
         num_slots=kv.num_slots(first_layer),
     )
+
+
+def read_now(kv: KvStore, blocks: Sequence[int], part: KvSpan) -> memoryview:
+    """Reads from a cache in host memory, where the copy must be complete at once."""
+    reading = kv.read(blocks, part).__await__()
+    try:
+        next(reading)
+    except StopIteration as done:
+        copy: memoryview = done.value
+        return copy
+    raise AssertionError("the copy is not complete")

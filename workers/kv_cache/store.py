@@ -1,21 +1,37 @@
 """Declares the interface by which KV transfers read and write one rank's KV cache memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass
 from mmap import mmap
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from .layout import KvLayout, KvSpan
 from .sharding import kv_heads
 
+T = TypeVar("T")
+
 KvRead = Callable[[Sequence[int], KvSpan], memoryview]
-"""A function that reads a span as `KvStore.read` does."""
+"""A function that reads a span as `KvStore.read` does, and returns the copy at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed(Generic[T]):
+    """Holds a result for `await`, which continues at once."""
+
+    result: T
+
+    def __await__(self) -> Generator[None, None, T]:
+        yield from ()
+        return self.result
 
 
 class KvStore(Protocol):
     """Reads and writes the KV cache memory of one rank in canonical form, for transfers.
 
-    The caller owns the blocks for the whole call. Reads and writes of blocks that the running step
-    does not touch are safe from any thread while a step runs.
+    The caller owns the blocks for the whole call. After the call they may have another owner: on a
+    GPU, reads and writes are queued, and the other owner's steps and writes wait for them. Reads
+    and writes of blocks that the running step does not touch are safe from any thread while a step
+    runs.
     """
 
     num_blocks: int
@@ -53,8 +69,11 @@ class KvStore(Protocol):
         """
         ...
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        """Returns a copy of a span of the sequence whose block table is `blocks`.
+    def read(self, blocks: Sequence[int], span: KvSpan) -> Awaitable[memoryview]:
+        """Copies a span of the sequence whose block table is `blocks`; await the copy.
+
+        Its tokens must be computed. On a GPU the running event loop gets the copy; in host memory
+        it is complete at once.
 
         The copy has contiguous bytes of shape [num_layers, 2, num_tokens, num_slots, head_bytes].
         Raises ValueError if the span or a block is out of range.

@@ -1,35 +1,30 @@
 """Holds one rank's KV cache: paged tensors, and their canonical form for transfers."""
 
-import ctypes
 import math
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any, Final
+from collections.abc import Awaitable, Sequence
+from contextlib import nullcontext
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..host.memory import available_memory
 from ..host.pinned import pinned_memory, unpin
+from ..host.streams import BlockOrder, DeviceData
 from ..kv_cache.layout import KvLayout, KvSpan
-from ..kv_cache.store import KvRead, paged_shapes
-from .device import indices, to_device
-from .kernels.c.build import library, loaded_library
+from ..kv_cache.store import Completed, KvRead, paged_shapes
+from .device import indices
+from .kv.gpu import GpuKv
+from .kv.host import HostKv
 
 ITEMS: Final = {"int8": torch.int8, "fp8": torch.uint8}
 """The dtypes of a quantized cache's tensors.
 
 FP8 uses uint8 for the bits of E4M3, because the rows also have the bytes of a scale.
 """
-
-Bytes = npt.NDArray[np.uint8]
-# Index of a span in a group's tensor, seen as [layer, key or value, token, KV head]: layers, both,
-# block and offset of each token, KV heads.
-_Index = tuple[slice, slice, npt.NDArray[np.int64], npt.NDArray[np.int64], slice]
 
 
 class PagedKv:
@@ -93,14 +88,11 @@ class PagedKv:
             tuple(part.flatten(0, 1).flatten(1) for part in layer) for layer in self.layers
         ]
         self.scatter_rows = [tuple(part.flatten(0, 2) for part in layer) for layer in self.layers]
+        # Orders steps and transfers; None on CPUs, where `Executor.launch` ends with the step.
+        self.order: BlockOrder | None = None
         if device.type == "cuda":
-            slots = [shape[3] for shape in shapes]
-            self._locate = partial(
-                _locate, layout, num_blocks=num_blocks, block_size=block_size, slots=slots
-            )
-            self._tokens = [tensor.view(torch.int32).transpose(3, 4) for tensor in self.tensors]
-            self._reader = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.order = BlockOrder(num_blocks)
+            self._gpu = GpuKv(layout, self.tensors, self.order)
         else:
             self._host = HostKv(
                 layout,
@@ -161,47 +153,25 @@ class PagedKv:
             self.layout, raw, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
         ).read
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        if self.device.type != "cuda":
-            return self._host.read(blocks, span)
-        group, index = self._locate(blocks, span)
-        # On a separate stream, so that it waits for no step: the reader knows that the tokens are
-        # computed. It waits only for earlier writes, whose end is not reported.
-        with torch.cuda.stream(self._reader):
-            self._reader.wait_event(self._written)
-            picked = self._tokens[group][self._index_on_device(index)]
-            host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True).copy_(
-                picked, non_blocking=True
-            )
-        self._reader.synchronize()
-        return _bytes(host.numpy())
+    def read(self, blocks: Sequence[int], span: KvSpan) -> Awaitable[memoryview]:
+        if self.order is None:
+            return Completed(self._host.read(blocks, span))
+        return self._gpu.read(blocks, span)
+
+    def gather(self, blocks: Sequence[int], span: KvSpan) -> Awaitable[DeviceData]:
+        """Does the same as `read` on a GPU, but leaves the copy there."""
+        return self._gpu.gather(blocks, span)
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
         """Implements `KvStore.write`. Raises ValueError if span or length is out of range."""
-        if self.device.type != "cuda":
+        if self.order is None:
             self._host.write(blocks, span, data)
-            return
-        group, index = self._locate(blocks, span)
-        _check_length(span, self.layout, data)
-        # In order with the steps: the last owner's step may still run, the new owner's come later.
-        shape = (span.num_layers, 2, span.num_tokens, span.num_slots, -1)
-        source = np.frombuffer(data, np.int32).reshape(shape)
-        host = torch.empty(source.shape, dtype=torch.int32, pin_memory=True)
-        host.numpy()[...] = source
-        self._tokens[group][self._index_on_device(index)] = host.to(self.device, non_blocking=True)
-        self.mark_written()
+        else:
+            self._gpu.write(blocks, span, data)
 
-    def mark_written(self) -> None:
-        """Makes later reads wait for all writes so far; needed only on GPUs."""
-        if self.device.type == "cuda":
-            self._written.record()
-
-    def _index_on_device(self, index: _Index) -> tuple[Any, ...]:
-        layers, both, block, offset, slots = index
-        block_device, offset_device = (
-            to_device(torch.from_numpy(place), self.device) for place in (block, offset)
-        )
-        return layers, both, block_device, offset_device, slots
+    def scatter(self, blocks: Sequence[int], span: KvSpan, data: DeviceData) -> None:
+        """Does the same as `write` on a GPU, from a copy that is there."""
+        self._gpu.write(blocks, span, data)
 
 
 class HostBlocks:
@@ -241,76 +211,23 @@ class HostBlocks:
         weakref.finalize(self, unpin, memory, self._kv.device).atexit = False
         return memory
 
-    def save(self, pairs: Iterable[tuple[int, int]]) -> None:
+    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks to host memory, given as (block, host block), in order with the steps."""
-        for block, host_block in pairs:
-            for tensor, host in self._groups:
-                host[host_block].copy_(tensor[:, :, block], non_blocking=True)
+        order = self._kv.order
+        blocks = np.array([block for block, _ in pairs], np.int64)
+        with order.reading(blocks) if order else nullcontext():
+            for block, host_block in pairs:
+                for tensor, host in self._groups:
+                    host[host_block].copy_(tensor[:, :, block], non_blocking=True)
 
-    def load(self, pairs: Iterable[tuple[int, int]]) -> None:
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks from host memory, given as (host block, block), in order with the steps."""
-        for host_block, block in pairs:
-            for tensor, host in self._groups:
-                tensor[:, :, block].copy_(host[host_block], non_blocking=True)
-        self._kv.mark_written()
-
-
-class HostKv:
-    """Reads and writes one rank's KV cache in host memory, its own or mapped from another process.
-
-    Copies in the calling thread. torch would wake a second team of OpenMP threads, which competes
-    with the threads of the running step (measured: down to 0.04 GB/s).
-    """
-
-    def __init__(
-        self, layout: KvLayout, raw: Bytes, *, num_blocks: int, block_size: int, tp: int, rank: int
-    ) -> None:
-        """Takes `raw`, the whole memory [bytes].
-
-        Raises ValueError if it is too small, or as `check_split`.
-        """
-        shapes = paged_shapes(
-            layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
-        )
-        sizes = [math.prod(shape) for shape in shapes]
-        if min(num_blocks, block_size) < 1 or sum(sizes) > len(raw):
-            raise ValueError(
-                f"{len(raw)} bytes are too few for {num_blocks} blocks of {block_size} tokens"
-            )
-        ends = np.cumsum(sizes).tolist()
-        # Of each group, [num_layers, 2, num_blocks, num_slots, block_size, bytes of a head].
-        self._groups = [
-            raw[end - size : end].reshape(shape)
-            for end, size, shape in zip(ends, sizes, shapes, strict=True)
-        ]
-        self._layout = layout
-        slots = [shape[3] for shape in shapes]
-        self._locate = partial(
-            _locate, layout, num_blocks=num_blocks, block_size=block_size, slots=slots
-        )
-        self._native = library() is not None
-
-    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        group, index = self._locate(blocks, span)
-        raw = self._groups[group]
-        if not self._native:
-            return _bytes(raw.transpose(0, 1, 2, 4, 3, 5)[index])
-        dense = np.empty(
-            (span.num_layers, 2, span.num_tokens, span.num_slots, raw.shape[5]), np.uint8
-        )
-        _copy("read_heads", raw, index, dense)
-        return _bytes(dense)
-
-    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
-        group, index = self._locate(blocks, span)
-        _check_length(span, self._layout, data)
-        raw = self._groups[group]
-        dense = np.frombuffer(data, np.uint8)
-        dense = dense.reshape(span.num_layers, 2, span.num_tokens, span.num_slots, raw.shape[5])
-        if self._native:
-            _copy("write_heads", raw, index, dense)
-        else:
-            raw.transpose(0, 1, 2, 4, 3, 5)[index] = dense
+        order = self._kv.order
+        blocks = np.array([block for _, block in pairs], np.int64)
+        with order.writing(blocks) if order else nullcontext():
+            for host_block, block in pairs:
+                for tensor, host in self._groups:
+                    tensor[:, :, block].copy_(host[host_block], non_blocking=True)
 
 
 def host_memory(num_bytes: int, setting: str) -> torch.Tensor:
@@ -333,61 +250,3 @@ def _misfit(setting: str, num_bytes: int, available: int) -> str:
         f"{setting}: {num_bytes / 2**30:.3g} GiB do not fit into the {available / 2**30:.3g} GiB "
         "that are available"
     )
-
-
-def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:
-    """Copies between a group's memory and `dense`: [layers, 2, tokens, slots, bytes of a head]."""
-    layers, _, block, offset, slots = index
-    layer_bytes, half_bytes, block_bytes, slot_bytes, head_bytes = raw.strides[:5]
-    places = block * block_bytes + offset * head_bytes
-    numbers = (
-        raw.ctypes.data + layers.start * layer_bytes + slots.start * slot_bytes,
-        dense.ctypes.data,
-        places.ctypes.data,
-        2 * dense.shape[0],
-        half_bytes,
-        dense.shape[2],
-        dense.shape[3],
-        slot_bytes,
-        head_bytes,
-    )
-    getattr(loaded_library(), name)(*map(ctypes.c_int64, numbers))
-
-
-def _locate(
-    layout: KvLayout,
-    blocks: Sequence[int],
-    span: KvSpan,
-    *,
-    num_blocks: int,
-    block_size: int,
-    slots: Sequence[int],
-) -> tuple[int, _Index]:
-    """Returns a span's group and its index in the tensor [layer, 2, block, token, slot].
-
-    `slots` has the number of slots of each group. Raises ValueError if the span or a block is out
-    of range.
-    """
-    span.check(
-        layout,
-        num_tokens=len(blocks) * block_size,
-        num_slots=lambda layer: slots[layout.places[layer][0]],
-    )
-    table = np.asarray(blocks, np.int64)
-    if table.min() < 0 or table.max() >= num_blocks:
-        raise ValueError(f"a block is not within the range from 0 to {num_blocks - 1}")
-    positions = np.arange(span.first_token, span.first_token + span.num_tokens)
-    group, first = layout.places[span.first_layer]
-    layers = slice(first, first + span.num_layers)
-    both = slice(None)
-    slot_range = slice(span.first_slot, span.first_slot + span.num_slots)
-    return group, (layers, both, table[positions // block_size], positions % block_size, slot_range)
-
-
-def _check_length(span: KvSpan, layout: KvLayout, data: memoryview) -> None:
-    if data.nbytes != span.size(layout):
-        raise ValueError(f"KV data has {data.nbytes} bytes; must have {span.size(layout)}")
-
-
-def _bytes(array: npt.NDArray[Any]) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -8,6 +8,7 @@ import itertools
 import logging
 from array import array
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,33 +213,10 @@ class ModelRunner(Executor):
             self._release(sequence_id)
         for adapter in plan.unloaded:
             self.adapters.unload(adapter)
-        if self._host is not None:
-            self._host.save(plan.saved)
-            self._host.load(plan.loaded)
-        is_copying = plan.saved or plan.loaded
-        # A step that computes waits for all ranks in any case.
-        if is_copying and not plan.sequences and self._group:
-            self._group.all_reduce(torch.zeros(1, device=self._device))
-        if plan.copies:
-            self.kv.copy(plan.copies)
         for step in plan.sequences:
             self._admit(step)
-        sampled = [
-            each for step in plan.sequences if step.num_samples for each in step.each_sample()
-        ]
-        on_layers = None if self.launches_ahead else on_layers
-        found = StepOutput()
-        if plan.sequences:
-            with self.adapters.applied(plan) as is_adapted:
-                found = self._logits(plan, on_layers, is_adapted)
-        if found.logits is None or not sampled:
-            # Samples no token, but the result must still wait for the end of the step.
-            return collect(plan, self._last_tokens[:0], found, None, {})
-        self._on_stage("sample")
-        result = self._sampler(found.logits, sampled)
-        self._last_tokens = result.tokens
-        self._last_rows = result.rows
-        return collect(plan, result.tokens, found, result.logprobs, result.failed)
+        with self._ordered(plan):
+            return self._launch(plan, None if self.launches_ahead else on_layers)
 
     def warmup(self, limits: StepLimits = StepLimits()) -> None:
         """Runs typical steps, so that the first request does not pay for one-time initialization.
@@ -306,6 +284,52 @@ class ModelRunner(Executor):
 
         self._graphs = DecodeGraphs(forward, self._attention, capture, batches)
 
+    def _ordered(self, plan: StepPlan) -> AbstractContextManager[None]:
+        """Orders a step against the transfers of its blocks, which a GPU runs beside steps."""
+        if self.kv.order is None:
+            return nullcontext()
+        read: list[array[int]] = []
+        written: list[array[int]] = []
+        for step in plan.sequences:
+            end = -(-(step.start + len(step.token_ids)) // self.kv.block_size)
+            read.append(self._tables[step.sequence_id][:end])
+            written.append(read[-1][step.start // self.kv.block_size :])
+        if plan.copies:
+            sources, targets = zip(*plan.copies, strict=True)
+            read.append(array("i", sources))
+            written.append(array("i", targets))
+        return self.kv.order.step(_joined(read), _joined(written))
+
+    def _launch(self, plan: StepPlan, on_layers: OnLayers | None) -> Callable[[], Samples]:
+        """Copies the plan's blocks, and computes its sequences, which are admitted."""
+        if self._host is not None and (plan.saved or plan.loaded):
+            self._host.save(plan.saved)
+            self._host.load(plan.loaded)
+        is_copying = plan.saved or plan.loaded
+        # A step that computes waits for all ranks in any case.
+        if is_copying and not plan.sequences and self._group:
+            self._group.all_reduce(torch.zeros(1, device=self._device))
+        if plan.copies:
+            self.kv.copy(plan.copies)
+        if self._attention.reads_whole_blocks:
+            for step in plan.sequences:
+                self._clear_rest(step)
+        sampled = [
+            each for step in plan.sequences if step.num_samples for each in step.each_sample()
+        ]
+        found = StepOutput()
+        if plan.sequences:
+            with self.adapters.applied(plan) as is_adapted:
+                found = self._logits(plan, on_layers, is_adapted)
+        if found.logits is None or not sampled:
+            # Samples no token, but the result must still wait for the end of the step.
+            return collect(plan, self._last_tokens[:0], found, None, {})
+        self._on_stage("sample")
+        result = self._sampler(found.logits, sampled)
+        self._last_tokens = result.tokens
+        self._last_rows = result.rows
+        return collect(plan, result.tokens, found, result.logprobs, result.failed)
+
     def num_graph_replays(self) -> int:
         """Returns the number of steps that ran as a CUDA graph."""
         return self._graphs.num_replays if self._graphs else 0
@@ -327,18 +351,22 @@ class ModelRunner(Executor):
             self._pooler.admit(step.sequence_id, step.sampling.pooling)
             self._sampler.admit(step, step.sampling)
             self.adapters.admit(step.sequence_id, step.adapter)
-        blocks = self._tables[step.sequence_id]
-        blocks.extend(step.new_blocks)
-        # A mask hides any finite number, but not NaN or infinity, which the block's last sequence
-        # or a wrong draft token may have left. So if attention reads whole blocks and masks them,
-        # the rest of a block is cleared when the sequence enters it and after a draft.
+        self._tables[step.sequence_id].extend(step.new_blocks)
+
+    def _clear_rest(self, step: SequenceStep) -> None:
+        """Clears the rest of a step's last block where needed.
+
+        A mask hides any finite number, but not NaN or infinity, which the block's last sequence or
+        a wrong draft token may have left. So if attention reads whole blocks and masks them, the
+        rest of a block is cleared when the sequence enters it and after a draft.
+        """
         last = (step.start + len(step.token_ids) - 1) // self.kv.block_size
         first_in_last = max(step.start - last * self.kv.block_size, 0)
         is_unknown = (
             step.sampling is not None or first_in_last == 0 or step.sequence_id in self._drafted
         )
-        if self._attention.reads_whole_blocks and is_unknown:
-            self.kv.clear_after(blocks[last], first_in_last)
+        if is_unknown:
+            self.kv.clear_after(self._tables[step.sequence_id][last], first_in_last)
         if step.num_draft:
             self._drafted.add(step.sequence_id)
         else:
@@ -426,6 +454,11 @@ class ModelRunner(Executor):
         return torch.cat((self._last_tokens.clamp(min=0), known_device)).index_select(
             0, index_device
         )
+
+
+def _joined(tables: "Sequence[array[int]]") -> "np.ndarray[Any, np.dtype[np.int32]]":
+    # By way of bytes, because an array cannot grow while numpy uses its memory.
+    return np.frombuffer(b"".join(table.tobytes() for table in tables), np.int32)
 
 
 def _sampled_rows(

@@ -53,9 +53,11 @@ class RankDisk:
     async def write(self, digest: bytes, block: int) -> None:
         """Writes a block to a file, unless the file exists; one call at a time.
 
-        The block is read before the first await. Raises OSError if the disk refuses it.
+        The block may have another owner after the first await. Raises OSError if the disk refuses
+        it.
         """
-        parts = [self._kv.read([block], span) for span in _spans(self._kv)]
+        reads = [self._kv.read([block], span) for span in _spans(self._kv)]
+        parts = [await read for read in reads]
         await in_thread(partial(self.files.write, digest, parts), "tandem-disk-write")
 
     async def read(self, digests: Sequence[bytes], blocks: Sequence[int]) -> int:

@@ -1,6 +1,7 @@
 """Sends KV cache through a process group of two ranks: gloo for host memory, NCCL for GPU memory.
 
-The transport is two-sided: the sender sends each span as one message. All transfers of a connection
+With NCCL the bytes never enter host memory, and their checksums are computed on the GPUs. The
+transport is two-sided: the sender sends each span as one message. All transfers of a connection
 share its process group. Their messages go in the order in which the connection's stream announces
 them.
 """
@@ -9,12 +10,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import distributed
 
+from ..host.streams import DeviceData
 from ..kv_cache.layout import KvSpan
-from .connector import CONNECT_SECONDS, KvConnector, TransferContext, checked
+from .connector import CONNECT_SECONDS, DeviceKvStore, KvConnector, TransferContext, checked
 from .frames import (
     CONNECTION_LOST,
     FRAME_BYTES,
@@ -36,10 +38,11 @@ class CollectiveConnector(KvConnector):
         super().__init__(context, name)
         self.group = group
         self._announce: Callable[[Announce], None] = lambda announcement: None
-        self._waiting: deque[memoryview] = deque()  # to be sent
+        self._num_reading = 0  # spans that are copied from the KV cache
+        self._waiting: deque[memoryview | DeviceData] = deque()  # to be sent
         self._changed = asyncio.Event()
         # Messages by stream; None marks the end.
-        self._arrived: dict[int, asyncio.Queue[memoryview | None]] = {}
+        self._arrived: dict[int, asyncio.Queue[memoryview | DeviceData | None]] = {}
         # A span has at least one token of one layer, even if that is larger than FRAME_BYTES.
         layout = context.kv.layout
         tokens = (
@@ -105,18 +108,33 @@ class CollectiveConnector(KvConnector):
 
     async def ready(self) -> None:
         """Returns when fewer than _MAX_WAITING spans wait. Raises TransportError."""
-        await self._until(lambda: len(self._waiting) < _MAX_WAITING)
+        await self._until(lambda: self._num_reading + len(self._waiting) < _MAX_WAITING)
 
-    def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
+    async def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
         """Queues the span for sending. Raises TransportError."""
         self._check()
-        data = self.context.kv.read(blocks, span)
+        self._num_reading += 1
+        try:
+            data, checksum = await self._read(blocks, span)
+        finally:
+            self._num_reading -= 1
+            self._changed.set()
+        self._check()
         # Announced before it is sent: the next announcement travels while the receiver still
         # receives this message.
-        self._announce(Announce(stream=stream, num_bytes=data.nbytes, checksum=checksum_of(data)))
+        self._announce(Announce(stream=stream, num_bytes=data.nbytes, checksum=checksum))
         self._waiting.append(data)
-        self._changed.set()
         return b""
+
+    async def _read(
+        self, blocks: Sequence[int], span: KvSpan
+    ) -> tuple[memoryview | DeviceData, int]:
+        """Copies a span for the process group; returns it and its checksum."""
+        if self.name == "nccl":
+            kept = await cast(DeviceKvStore, self.context.kv).gather(blocks, span)
+            return kept, kept.checksum
+        data = await self.context.kv.read(blocks, span)
+        return data, checksum_of(data)
 
     @contextmanager
     def open_stream(self, stream: int) -> Iterator[None]:
@@ -136,15 +154,21 @@ class CollectiveConnector(KvConnector):
                 f"KV message has {announcement.num_bytes} bytes; must be from 1 to "
                 f"{self._max_bytes}"
             )
-        data = await self.group.receive(announcement.num_bytes)
-        if checksum_of(data) != announcement.checksum:
+        data: memoryview | DeviceData
+        if self.name == "nccl":
+            data = await self.group.receive_on_device(announcement.num_bytes)
+            checksum = data.checksum
+        else:
+            data = await self.group.receive(announcement.num_bytes)
+            checksum = checksum_of(data)
+        if checksum != announcement.checksum:
             raise TransferError("KV message has a wrong checksum")
         if announcement.stream in self._arrived:  # otherwise the transfer was cancelled
             self._arrived[announcement.stream].put_nowait(data)
 
     async def fetch(
         self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
-    ) -> memoryview:
+    ) -> memoryview | DeviceData:
         """Returns the stream's next message."""
         found = await self._arrived[stream].get()
         if found is None:

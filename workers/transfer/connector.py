@@ -6,16 +6,19 @@ connection of its own.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self, TypeVar
 
 from ...proto.metrics import NULL_METRICS, Metrics
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import KvStore
 from .frames import FRAME_BYTES, Announce, BlockTable, Data, TransferError, TransportError
 from .leases import LeaseTable
+
+if TYPE_CHECKING:
+    from ..host.streams import DeviceData
 
 CONNECT_SECONDS: Final = 5.0
 """The timeout of each step of connecting, and of each message of a two-sided transport."""
@@ -29,6 +32,18 @@ MEMORY_SIZES: Final[dict[str, type]] = {
 """The fields of `KvStore` that define its memory layout; one-sided transports describe them."""
 
 T = TypeVar("T")
+
+
+class DeviceKvStore(KvStore, Protocol):
+    """Reads and writes the KV cache memory of a rank on a GPU, also without host memory."""
+
+    def gather(self, blocks: Sequence[int], span: KvSpan) -> "Awaitable[DeviceData]":
+        """Does the same as `read`, but leaves the copy on the device."""
+        ...
+
+    def scatter(self, blocks: Sequence[int], span: KvSpan, data: "DeviceData") -> None:
+        """Does the same as `write`, from a copy that is on the device."""
+        ...
 
 
 @dataclass(eq=False, kw_only=True)
@@ -141,11 +156,11 @@ class KvConnector:
     async def ready(self) -> None:
         """Returns when `offer` may be called, before any other await. Raises TransportError."""
 
-    def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes | memoryview:
+    async def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes | memoryview:
         """Makes a span ready to be fetched; returns the payload of its Data frame.
 
-        A one-sided transport does nothing here. KV memory is read before this returns, or not at
-        all. Raises TransportError.
+        A one-sided transport does nothing here. The others call `KvStore.read` before their first
+        await, because the blocks may have another owner afterwards. Raises TransportError.
         """
         return b""
 
@@ -162,7 +177,7 @@ class KvConnector:
 
     async def fetch(
         self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
-    ) -> memoryview:
+    ) -> "memoryview | DeviceData":
         """Returns the bytes of a data frame's span; the caller checks their length.
 
         `blocks` is the sender's block table if the transport is one-sided. Raises TransferError,
@@ -183,9 +198,9 @@ class GrpcConnector(KvConnector):
     It needs no connection, is always available, and is the fallback of all other transports.
     """
 
-    def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> memoryview:
+    async def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> memoryview:
         """Returns the span's bytes, which become the payload of its frame."""
-        return self.context.kv.read(blocks, span)
+        return await self.context.kv.read(blocks, span)
 
     async def fetch(
         self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview

@@ -151,7 +151,7 @@ class Announce:
 
     stream: int
     num_bytes: int
-    checksum: int  # crc32c
+    checksum: int  # crc32c, or `device_checksum` of a message between GPUs
 
 
 Message = Open | Pull | BlockTable | Data | Commit | Ack | Announce

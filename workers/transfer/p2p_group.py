@@ -3,6 +3,9 @@
 Messages arrive in order, and the receiver must know their lengths. All calls into torch run in a
 thread of the group. A group that breaks stays broken. A call that fails, is cancelled or exceeds
 the timeout breaks it, because the two ranks then disagree about which message comes next.
+
+On a GPU the thread has a stream of its own. On the default stream, where the steps run, messages
+would wait for steps and steps for messages.
 """
 
 import asyncio
@@ -23,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from ...proto.addresses import listen
+from ..host.streams import DeviceData, device_checksum
 from ..host.threads import settle
 from .backend import Rendezvous, meet_peer, open_group
 from .frames import TransferError
@@ -126,7 +130,7 @@ class P2pGroup:
     def broken(self) -> bool:
         return bool(self._reason)
 
-    async def send(self, data: bytearray | memoryview) -> None:
+    async def send(self, data: bytearray | memoryview | DeviceData) -> None:
         """Sends the bytes, at least one; returns when they have left, not when they have arrived.
 
         The bytes must not change before this returns. If this fails, they must not change before
@@ -137,6 +141,11 @@ class P2pGroup:
     async def receive(self, num_bytes: int) -> memoryview:
         """Returns the other side's next message, of `num_bytes` > 0. Raises TransferError."""
         received: memoryview = await self._call(lambda: self._receive(num_bytes))
+        return received
+
+    async def receive_on_device(self, num_bytes: int) -> DeviceData:
+        """Does the same as `receive`, but leaves the message on the device."""
+        received: DeviceData = await self._call(lambda: self._receive_on_device(num_bytes))
         return received
 
     def close(self) -> None:
@@ -212,6 +221,7 @@ class P2pGroup:
             # The device is set by its index: torch.cuda.set_device("cuda") raises.
             index = torch.device(self.device).index
             torch.cuda.set_device(torch.cuda.current_device() if index is None else index)
+            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
         self._store = meet_peer(self.place, self.server, self.backend, self.timeout)
         try:
             self._group = open_group(
@@ -239,18 +249,36 @@ class P2pGroup:
         if not hmac.compare_digest(bytes(self._receive(len(secret))), secret):
             raise RuntimeError("the other side does not know the secret")
 
-    def _send(self, data: bytearray | memoryview) -> None:
-        self._run("send", torch.frombuffer(data, dtype=torch.uint8).to(self.device))
+    def _send(self, data: bytearray | memoryview | DeviceData) -> None:
+        if isinstance(data, DeviceData):
+            self._run("send", data.tensor)
+        else:
+            self._run("send", torch.frombuffer(data, dtype=torch.uint8).to(self.device))
 
     def _receive(self, num_bytes: int) -> memoryview:
-        received = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        self._run("recv", received)
+        received = self._receive_tensor(num_bytes)
         array: npt.NDArray[np.uint8] = received.cpu().numpy()
         return array.data
+
+    def _receive_on_device(self, num_bytes: int) -> DeviceData:
+        received = self._receive_tensor(num_bytes)
+        return DeviceData(received, checksum=int(device_checksum(received)))
+
+    def _receive_tensor(self, num_bytes: int) -> torch.Tensor:
+        received = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self._run("recv", received)
+        return received
 
     def _run(self, name: str, tensor: torch.Tensor) -> None:
         if self._group is None:
             raise RuntimeError("not open")
-        # Without a timeout argument, `wait` of an NCCL call would not block this thread but only
-        # the CUDA stream.
-        getattr(self._group, name)([tensor], 1 - self.rank, 0).wait(timedelta(seconds=self.timeout))
+        work = getattr(self._group, name)([tensor], 1 - self.rank, 0)
+        if self.backend != "nccl":
+            work.wait(timedelta(seconds=self.timeout))
+            return
+        # The stream waits for the message, and this thread for the stream. With a timeout `wait`
+        # would poll each millisecond. After the timeout, `_break` ends the message.
+        work.wait()
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record()
+        done.synchronize()

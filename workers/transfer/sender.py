@@ -1,7 +1,8 @@
 """Sends KV cache to other workers, also while the prefill still runs.
 
-All code of this module runs in one event loop, and reads of KV memory are synchronous. So once
-`withdraw` has returned, no byte of the blocks is read any more and they may be reused.
+All code of this module runs in one event loop, and checks that an offer stands just before it reads
+KV memory. So once `withdraw` has returned, no further read begins and the blocks may be reused: on
+CPUs a read is a copy that has ended, on GPUs the next owner's work waits for it.
 """
 
 import asyncio
@@ -270,7 +271,7 @@ class KvSender:
                     burst += 1
                 await connector.ready()
                 offer.check()
-                payload = connector.offer(request.stream, offer.blocks, span)
+                payload = await connector.offer(request.stream, offer.blocks, span)
                 age = time.monotonic() - began
                 box = {name: getattr(span, name) for name in _SPAN_FIELDS}
                 frame = Data(index=index, num_bytes=span.size(layout), burst=burst, age=age, **box)

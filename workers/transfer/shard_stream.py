@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import grpc.aio
 import numpy as np
@@ -15,7 +16,7 @@ from ..kv_cache.layout import KvSpan
 from ..kv_cache.reshard import Piece
 from ..kv_cache.store import KvStore
 from .connections import Connection, KvCall, ReceiverConnections
-from .connector import GrpcConnector, KvConnector, TransferContext
+from .connector import DeviceKvStore, GrpcConnector, KvConnector, TransferContext
 from .frames import (
     CONNECTION_LOST,
     PULL_METHOD,
@@ -32,6 +33,9 @@ from .frames import (
     decode,
     encode,
 )
+
+if TYPE_CHECKING:
+    from ..host.streams import DeviceData
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +73,7 @@ class ShardWriter:
         self._num_frames = 0
         self.num_bytes = 0
 
-    def write(self, frame: Data, payload: memoryview) -> None:
+    def write(self, frame: Data, payload: "memoryview | DeviceData") -> None:
         """Writes one data frame.
 
         Raises TransferError for a frame that is repeated, out of order, of a wrong length or
@@ -98,7 +102,10 @@ class ShardWriter:
             first_slot=self._piece.target_slots.start,
             num_slots=frame.num_slots,
         )
-        self._kv.write(self._blocks, place, payload)
+        if isinstance(payload, memoryview):
+            self._kv.write(self._blocks, place, payload)
+        else:  # only a store on a GPU fetches such data
+            cast(DeviceKvStore, self._kv).scatter(self._blocks, place, payload)
         self._next_token.update(dict.fromkeys(frame.layers, end))
         self._num_frames += 1
         self.num_bytes += payload.nbytes

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker, engine_config
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.events import Admitted, Event, NewTokens
 from tandem.workers.engine.plan import FirstTokens, SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, SequenceSpec, Task, Turn
@@ -76,7 +76,9 @@ def fill(
     start, count = admitted.num_cached, len(tokens) - admitted.num_cached
     if count:
         part = span(source.executor.kv, start, count)
-        target.executor.kv.write(admitted.blocks, part, source.executor.kv.read(held.blocks, part))
+        target.executor.kv.write(
+            admitted.blocks, part, read_now(source.executor.kv, held.blocks, part)
+        )
     source.engine.cancel(1)
     source.check_idle()
     (first,) = tokens_of(events, 1)

@@ -26,7 +26,7 @@ from tandem.workers.engine.plan import (
     StepPlan,
 )
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
-from tandem.workers.kv_cache.store import KvRead
+from tandem.workers.kv_cache.store import Completed, KvRead
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
@@ -88,7 +88,7 @@ class FakeKv:
         """Raises ValueError: this memory cannot be mapped."""
         raise ValueError("not shared")
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
+    def read(self, blocks: Sequence[int], span: KvSpan) -> Completed[memoryview]:
         """See `KvStore.read`."""
         places, slots = self._find(blocks, span)
         parts: list[bytes] = []
@@ -98,7 +98,7 @@ class FakeKv:
                     self._cells[layer][place][first + slots.start : first + slots.stop]
                     for place in places
                 ]
-        return memoryview(b"".join(parts))
+        return Completed(memoryview(b"".join(parts)))
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
         """See `KvStore.write`."""

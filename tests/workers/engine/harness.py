@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.proto.hashing import hash_chain
 from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
@@ -30,6 +30,7 @@ from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, PrefixSource, Sa
 from tandem.workers.engine.sequence import Sequence as EngineSequence
 from tandem.workers.engine.sequence import SequenceSpec, State, Task
 from tandem.workers.kv_cache.layout import KvSpan
+from tandem.workers.kv_cache.store import Completed
 
 VOCAB_SIZE = 16
 
@@ -122,7 +123,7 @@ class OrderedKv(FakeKv):
         self._executor.catch_up()
         super().write(blocks, span, data)
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
+    def read(self, blocks: Sequence[int], span: KvSpan) -> Completed[memoryview]:
         if self._executor.restoring:
             self._executor.catch_up()
         return super().read(blocks, span)
@@ -250,7 +251,7 @@ class Worker:
         """Copies to disk what has been leased for it."""
         for block, digest in self._copies:
             assert self.disk is not None
-            self.disk.blocks[digest] = bytes(self.executor.kv.read([block], self._whole))
+            self.disk.blocks[digest] = bytes(read_now(self.executor.kv, [block], self._whole))
         self.engine.unlease_cached([block for block, _ in self._copies] + self._lent)
         self._copies, self._lent = [], []
         self.check()
@@ -301,7 +302,9 @@ class Worker:
         kv = FakeKv(len(event.blocks), size, self.executor.kv.layout)
         kv.compute(range(len(event.blocks)), 0, spec.tokens, b"")
         chain = hash_chain(spec.tokens, size, spec.salt)
-        return {digest: bytes(kv.read([block], self._whole)) for block, digest in enumerate(chain)}
+        return {
+            digest: bytes(read_now(kv, [block], self._whole)) for block, digest in enumerate(chain)
+        }
 
     @property
     def in_flight(self) -> set[int]:

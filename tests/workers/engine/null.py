@@ -11,7 +11,7 @@ from mmap import mmap
 
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
-from tandem.workers.kv_cache.store import KvRead
+from tandem.workers.kv_cache.store import Completed, KvRead
 
 
 class NullKv:
@@ -35,12 +35,12 @@ class NullKv:
         """Raises ValueError, because this store has no memory to map."""
         raise ValueError("not shared")
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
+    def read(self, blocks: Sequence[int], span: KvSpan) -> Completed[memoryview]:
         """Returns zeros."""
         size = self._check(span)
         if len(self._zeros) < size:
             self._zeros = memoryview(bytes(size))
-        return self._zeros[:size]
+        return Completed(self._zeros[:size])
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
         """Drops the data after the checks of `KvStore.write`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.tests.workers.engine.fake import expected_logprobs, expected_tokens
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, FakeDisk, SeqEvent, Worker
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.beam import Beams
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.events import Admitted, NewTokens, Preempted, PrefillFinished, Progress
@@ -165,7 +165,9 @@ class Pair:
         if count > 0:
             for layer in range(source.layout.num_layers):
                 part = span(source, start, count, layer, 1)
-                target.write(request.target.blocks, part, source.read(request.source.blocks, part))
+                target.write(
+                    request.target.blocks, part, read_now(source, request.source.blocks, part)
+                )
             request.num_pulled += count
         if request.first_tokens is not None and request.num_pulled == request.num_readable:
             assert request.decode_id is not None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 
 BLOCK_SIZE = 4
@@ -67,7 +67,7 @@ def test_copied_kv_continues_the_sequence(
                     first_slot=slots.start,
                     num_slots=len(slots),
                 )
-                data = source.read((3, 1), part)
+                data = read_now(source, (3, 1), part)
                 assert data.nbytes == part.size(source.layout)
                 target.kv.write(table, part, data)
     first, second = expected_tokens(TOKENS, 2, 512)
@@ -80,7 +80,7 @@ def test_every_misplaced_element_is_found() -> None:
     """
     kv = computed().kv
     whole = span(kv, 0, 6)
-    data = bytes(kv.read((3, 1), whole))
+    data = bytes(read_now(kv, (3, 1), whole))
     rng = random.Random(1)
     for _ in range(200):
         a, b = (4 * rng.randrange(len(data) // 4) for _ in range(2))
@@ -132,9 +132,9 @@ def test_dropped_sequences_are_forgotten_and_unknown_ones_ignored() -> None:
 
 def test_a_slot_is_a_head_of_every_key_and_value() -> None:
     kv = computed().kv
-    whole = np.frombuffer(kv.read((3, 1), span(kv, 1, 4)), np.float32).reshape(3, 2, 4, 2, 4)
+    whole = np.frombuffer(read_now(kv, (3, 1), span(kv, 1, 4)), np.float32).reshape(3, 2, 4, 2, 4)
     for slot in (0, 1):
-        part = kv.read((3, 1), replace(span(kv, 1, 4), first_slot=slot, num_slots=1))
+        part = read_now(kv, (3, 1), replace(span(kv, 1, 4), first_slot=slot, num_slots=1))
         assert bytes(part) == whole[:, :, :, slot].tobytes()
 
 
@@ -158,7 +158,7 @@ def test_kv_refuses_lengths_and_ranges() -> None:
     for text, change in changes:
         outside = replace(part, **change)
         with pytest.raises(ValueError, match=text):
-            kv.read((3,), outside)
+            read_now(kv, (3,), outside)
         with pytest.raises(ValueError, match=text):
             kv.write((3,), outside, memoryview(bytes(max(0, outside.size(kv.layout)))))
 

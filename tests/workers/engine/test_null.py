@@ -6,7 +6,7 @@ import pytest
 
 from tandem.tests.workers.engine.drive import PROMPT, spec
 from tandem.tests.workers.engine.null import NullExecutor
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import NewTokens
@@ -41,11 +41,11 @@ def test_a_step_takes_its_step_seconds() -> None:
 def test_its_cache_is_zeros_of_the_right_size() -> None:
     kv = NullExecutor().kv
     part = span(kv, 3, 5)
-    data = kv.read((0, 1), part)
+    data = read_now(kv, (0, 1), part)
     assert bytes(data) == bytes(part.size(kv.layout))
     assert len(data) > 0
     kv.write((0, 1), part, data)
     with pytest.raises(ValueError, match="bytes"):
         kv.write((0, 1), part, data[1:])
     with pytest.raises(ValueError, match="layers"):
-        kv.read((0, 1), span(kv, 3, 5, 0, 2))
+        read_now(kv, (0, 1), span(kv, 3, 5, 0, 2))

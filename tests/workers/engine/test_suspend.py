@@ -24,7 +24,7 @@ from tandem.tests.workers.engine.drive import (
 from tandem.tests.workers.engine.fake import expected_choices
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker, engine_config
 from tandem.tests.workers.engine.pair import Request
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig, SpeculativeConfig
 from tandem.workers.engine.events import Admitted, NewTokens, Preempted, Suspended
@@ -47,7 +47,9 @@ def go_on(
     (admitted,) = target.step()
     assert isinstance(admitted, Admitted)
     part = span(source.executor.kv, admitted.num_cached, len(event.tokens) - admitted.num_cached)
-    target.executor.kv.write(admitted.blocks, part, source.executor.kv.read(event.blocks, part))
+    target.executor.kv.write(
+        admitted.blocks, part, read_now(source.executor.kv, event.blocks, part)
+    )
     target.engine.commit_import(number, first_tokens(event.first_token))
     source.engine.cancel(event.id)
     events = run(target)
@@ -276,7 +278,9 @@ class Service:
         count = min(len(lease.tokens) - place.num_pulled, max_tokens)
         if count:
             part = span(source.executor.kv, place.num_pulled, count)
-            sink.executor.kv.write(target.blocks, part, source.executor.kv.read(lease.blocks, part))
+            sink.executor.kv.write(
+                target.blocks, part, read_now(source.executor.kv, lease.blocks, part)
+            )
             place.num_pulled += count
         if place.num_pulled == len(lease.tokens):
             sink.engine.commit_import(place.number, first_tokens(lease.first_token))

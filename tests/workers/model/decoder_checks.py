@@ -16,7 +16,7 @@ from tandem.tests.workers.model.helpers import (
     reference_logits,
 )
 from tandem.tests.workers.model.test_parallel import on_ranks
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 
@@ -89,8 +89,10 @@ def tokens_after_transfer(folder: Path) -> list[list[int]]:
         tokens = source.run(source.step(index, ids, 0))
         step = target.step(index, tokens, len(ids))
         for layer in range(source.runner.kv.layout.num_layers):
-            moved = source.runner.kv.read(
-                source.tables[index], span(source.runner.kv, 0, len(ids), layer, 1)
+            moved = read_now(
+                source.runner.kv,
+                source.tables[index],
+                span(source.runner.kv, 0, len(ids), layer, 1),
             )
             target.runner.kv.write(
                 target.tables[index], span(target.runner.kv, 0, len(ids), layer, 1), moved

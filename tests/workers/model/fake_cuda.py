@@ -11,7 +11,7 @@ faults raise in the line that makes them:
   lacks `non_blocking` or pinned memory (`HostSync`).
 
 Numbers, the order of streams and events, and memory are not checked: a Triton kernel writes
-nothing, events and streams do nothing.
+nothing, events and streams do nothing (`stream_model` checks their order).
 
 The CPU build of torch has no device guard for cuda, so the Python bindings of some methods (`to`,
 `copy_`, indexing and others) fail before they reach the fake tensor. They are replaced by functions
@@ -135,6 +135,7 @@ def fake_cuda() -> Iterator[Watch]:
         patch.setattr(torch.cuda, "Event", _Idle)
         patch.setattr(torch.cuda, "Stream", _Idle)
         patch.setattr(torch.cuda, "stream", nullcontext)
+        patch.setattr(torch.cuda, "current_stream", _Idle)
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
         properties = SimpleNamespace(
             multi_processor_count=132, shared_memory_per_multiprocessor=233_472
@@ -157,9 +158,12 @@ def real(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Idle:
     """Stands for a stream or an event."""
 
-    def __init__(self, *args: object) -> None: ...
+    def __init__(self, *args: object, **options: object) -> None: ...
 
-    def record(self) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
 
     def wait_event(self, event: object) -> None: ...
 
@@ -253,6 +257,7 @@ def _methods(watch: Watch) -> dict[str, Callable[..., Any]]:
         "contiguous": contiguous,
         "pin_memory": pin_memory,
         "numpy": numpy,
+        "record_stream": lambda self, stream: None,
     }
 
 

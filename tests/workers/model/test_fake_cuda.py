@@ -259,12 +259,14 @@ def test_host_tier(watch: Watch, family: str, monkeypatch: pytest.MonkeyPatch) -
     launch(driver, driver.step(1, [PENDING_TOKEN], 40), loaded=((3, driver.free[0]),))
 
 
-def test_transfers(watch: Watch) -> None:
-    """A read waits for its own copy alone; a write waits for nothing."""
+async def test_transfers(watch: Watch) -> None:
+    """A read is awaited; a write waits for nothing."""
     kv = load(watch, config_of("llama")).kv
     part = span(kv, 3, 30)
-    data = kv.read([5, 2, 9], part)
+    data = await kv.read([5, 2, 9], part)
     kv.write([1, 4, 8], part, data)
+    copy = await kv.gather([5, 2, 9], part)
+    kv.scatter([1, 4, 8], part, copy)
 
 
 class Fault:

@@ -104,7 +104,6 @@ def kv_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCudart], Paged
         layout = KvLayout(layers=LAYERS, dtype="float32", model="m")
         kv = PagedKv(layout, num_blocks=8, block_size=4, device=torch.device("cpu"), tp=2, rank=1)
         kv.device = torch.device("cuda")
-        kv.mark_written = lambda: None  # type: ignore[method-assign]
         return kv
 
     return make

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan, LayerGeometry
 from tandem.workers.model import kv_store as module
+from tandem.workers.model.kv import host
 from tandem.workers.model.kv_store import PagedKv
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 8
@@ -63,7 +64,7 @@ def canonical(kv: PagedKv, blocks: list[int], span: KvSpan) -> bytes:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How heads are copied: a machine without a compiler has the second."""
     if request.param == "numpy":
-        monkeypatch.setattr(module, "library", lambda: None)
+        monkeypatch.setattr(host, "library", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_read_is_canonical(dtype: str, head_dim: int) -> None:
     places = ((0, 28, 0, 3), (3, 1, 1, 1), (3, 2, 0, 2), (5, 20, 2, 1), (27, 1, 0, 3))
     for place, (slot, slots) in zip(places, ((0, 4), (3, 1), (0, 2), (1, 3), (1, 2)), strict=True):
         part = replace(span(kv, *place), first_slot=slot, num_slots=slots)
-        data = kv.read(blocks, part)
+        data = read_now(kv, blocks, part)
         assert data.nbytes == part.size(kv.layout)
         assert bytes(data) == canonical(kv, blocks, part)
 
@@ -110,9 +111,11 @@ def test_round_trip_between_block_sizes(source_block: int, target_block: int) ->
     for first, count in choose.sample(pieces, len(pieces)):
         for layer, layers in ((2, 1), (0, 2)):
             part = span(source, first, count, layer, layers)
-            target.write(target_blocks, part, memoryview(bytes(source.read(source_blocks, part))))
+            target.write(
+                target_blocks, part, memoryview(bytes(read_now(source, source_blocks, part)))
+            )
     whole = span(source, 0, 49)
-    assert target.read(target_blocks, whole) == source.read(source_blocks, whole)
+    assert read_now(target, target_blocks, whole) == read_now(source, source_blocks, whole)
     written = {(target_blocks[token // target_block], token % target_block) for token in range(49)}
     for block in range(64):
         for offset in range(target_block):
@@ -127,9 +130,9 @@ def test_slots_go_where_they_are_sent_and_nowhere_else() -> None:
     source, target = store(block_size=4, seed=7, heads=4), store(block_size=8, seed=8, heads=4)
     before = target.data.clone()
     part = span(source, 2, 9, 1, 2)
-    data = source.read([5, 0, 9], replace(part, first_slot=2, num_slots=2))
+    data = read_now(source, [5, 0, 9], replace(part, first_slot=2, num_slots=2))
     target.write([3, 1], replace(part, first_slot=1, num_slots=2), data)
-    assert target.read([3, 1], replace(part, first_slot=1, num_slots=2)) == data
+    assert read_now(target, [3, 1], replace(part, first_slot=1, num_slots=2)) == data
     for index, block, slot, token in ((1, 3, 1, 2), (2, 1, 2, 2)):  # written; what is beside it not
         at = 2 if block == 3 else 10
         there = source.data[index, :, [5, 0, 9][at // 4], slot + 1, at % 4].view(torch.int16)
@@ -144,7 +147,7 @@ def test_slots_go_where_they_are_sent_and_nowhere_else() -> None:
 
 def test_read_copies() -> None:
     kv = store(block_size=4, seed=5)
-    data = kv.read([1, 2], span(kv, 0, 8))
+    data = read_now(kv, [1, 2], span(kv, 0, 8))
     kept = bytes(data)
     kv.data.zero_()
     assert bytes(data) == kept
@@ -177,7 +180,7 @@ def test_out_of_range_is_refused(blocks: list[int], change: dict[str, int]) -> N
         **change,
     )
     with pytest.raises(ValueError, match="not within"):
-        kv.read(blocks, part)
+        read_now(kv, blocks, part)
     with pytest.raises(ValueError, match="not within"):
         kv.write(blocks, part, memoryview(bytes(max(0, part.size(kv.layout)))))
 
@@ -201,7 +204,7 @@ def test_threads_on_different_blocks_do_not_disturb_each_other() -> None:
         blocks = list(range(first, first + 16))
         for layer in range(LAYERS):
             part = span(source, 0, 256, layer, 1)
-            target.write(blocks, part, source.read(blocks, part))
+            target.write(blocks, part, read_now(source, blocks, part))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(copy, range(0, 256, 16)))
@@ -263,8 +266,8 @@ def test_unequal_layers_are_read_and_written_where_they_are() -> None:
     before = [tensor.clone() for tensor in target.tensors]
     for layer in range(4):
         part = span(source, 2, 9, layer, 1)
-        target.write(into, part, source.read(blocks, part))
-        assert bytes(target.read(into, part)) == bytes(source.read(blocks, part))
+        target.write(into, part, read_now(source, blocks, part))
+        assert bytes(read_now(target, into, part)) == bytes(read_now(source, blocks, part))
         for kind in (0, 1):
             for token in range(2, 11):
                 there = source.layers[layer][kind][blocks[token // 4], :, token % 4].view(

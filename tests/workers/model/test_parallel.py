@@ -13,7 +13,7 @@ from tandem.tests.tiny import DENSE, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, check_close, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_generation import ALL_KINDS
 from tandem.tests.workers.model.test_generation import generate as generate_all
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, StepPlan
 from tandem.workers.model.footprint import kv_bytes_per_token
 from tandem.workers.model.loader import check_checkpoint, open_checkpoint
@@ -186,7 +186,7 @@ def test_a_rank_keeps_its_own_heads_of_the_cache(tmp_path: Path) -> None:
         """[layers, 2, tokens, heads, head_dim]"""
         driver = Driver(runner)
         driver.run(driver.step(1, prompt(37), 0))
-        data = runner.kv.read(driver.tables[1], span(runner.kv, 0, 37))
+        data = read_now(runner.kv, driver.tables[1], span(runner.kv, 0, 37))
         return torch.frombuffer(bytearray(data), dtype=torch.float32).view(layers, 2, 37, -1, 16)
 
     whole = cache(load(folder))

@@ -23,7 +23,7 @@ from tandem.proto.channel import PeerStream
 from tandem.tests.fleet import fleet
 from tandem.tests.peers import IDENTITY, peer_server
 from tandem.tests.token_request import token_request
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer.played import EPOCH, handle, placed, sender_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
@@ -124,17 +124,19 @@ class Two:
 
     def cache(self, number: int = 0) -> bytes:
         """What the receiver has."""
-        return bytes(self.target.read(self.blocks(number), span(self.target, 0, NUM_TOKENS)))
+        return bytes(read_now(self.target, self.blocks(number), span(self.target, 0, NUM_TOKENS)))
 
     def whole(self, number: int = 0) -> bytes:
         """What the sender has."""
-        return bytes(self.source.read(self.blocks(number), span(self.source, 0, NUM_TOKENS)))
+        return bytes(read_now(self.source, self.blocks(number), span(self.source, 0, NUM_TOKENS)))
 
     async def arriving(self, number: int = 0) -> None:
         """Returns when the receiver has half of it, and before the rest is sent."""
         half = span(self.target, 0, NUM_TOKENS // 2)
         blocks = self.blocks(number)
-        await until(lambda: self.target.read(blocks, half) == self.source.read(blocks, half))
+        await until(
+            lambda: read_now(self.target, blocks, half) == read_now(self.source, blocks, half)
+        )
 
     @property
     def connection(self) -> Connection:
@@ -338,9 +340,11 @@ async def test_a_message_with_a_wrong_checksum_is_not_taken(
     """The pair's bytes have no frame around them."""
     true = CollectiveConnector.offer
 
-    def offer(self: CollectiveConnector, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
-        payload = true(self, stream, blocks, span)
-        self._waiting[-1] = memoryview(bytearray(len(self._waiting[-1])))
+    async def offer(
+        self: CollectiveConnector, stream: int, blocks: Sequence[int], span: KvSpan
+    ) -> bytes:
+        payload = await true(self, stream, blocks, span)
+        self._waiting[-1] = memoryview(bytearray(self._waiting[-1].nbytes))
         return payload
 
     async with two(transports=("gloo",)) as pair:
@@ -369,7 +373,7 @@ async def test_a_transfer_that_stalls_costs_its_connection(monkeypatch: pytest.M
     async with two(transports=("gloo",)) as pair:
         await pair.move()
         pair.receiver._stall_seconds = 0.3
-        monkeypatch.setattr(CollectiveConnector, "offer", lambda *args: b"")
+        monkeypatch.setattr(CollectiveConnector, "offer", KvConnector.offer)
         with pytest.raises(TransferError, match="no progress"):
             await pair.move(1)
         assert pair.used == []
@@ -492,7 +496,7 @@ async def test_streams_wait_for_a_slow_pair_and_fail_when_it_ends() -> None:
     one = span(context.kv, 0, 1)
     for _ in range(8):
         await connector.ready()
-        connector.offer(1, (0,), one)
+        await connector.offer(1, (0,), one)
     waiting = asyncio.create_task(connector.ready())
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -500,7 +504,7 @@ async def test_streams_wait_for_a_slow_pair_and_fail_when_it_ends() -> None:
     with pytest.raises(TransportError, match=CONNECTION_LOST):
         await waiting
     with pytest.raises(TransportError, match=CONNECTION_LOST):
-        connector.offer(1, (0,), one)
+        await connector.offer(1, (0,), one)
     assert len(announced) == 8
 
 
@@ -602,7 +606,8 @@ async def test_what_arrives_for_a_stream_that_is_gone_is_dropped() -> None:
                     Announce(stream=stream, num_bytes=len(part), checksum=checksum_of(bytes(part)))
                 )
                 await sending
-            assert [await receiving.fetch(2, [], nothing, nothing) for _ in range(2)] == data[1::2]
+            fetched = [await receiving.fetch(2, [], nothing, nothing) for _ in range(2)]
+            assert fetched == [memoryview(part) for part in data[1::2]]
             receiving.close()
             with pytest.raises(TransportError, match="broke"):
                 await receiving.fetch(2, [], nothing, nothing)

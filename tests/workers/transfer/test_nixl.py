@@ -22,7 +22,7 @@ import torch
 
 from tandem.proto import worker_pb2
 from tandem.tests.peers import IDENTITY, peer_server
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer import fake_nixl
 from tandem.tests.workers.transfer.played import EPOCH, handle, placed, sender_of
 from tandem.tests.workers.transfer.test_unequal import NUM_TOKENS, Transfer, layout_of
@@ -306,10 +306,10 @@ async def test_what_is_larger_than_the_staging_comes_in_parts(
 
     blocks, part = (9, 3, 4, 15), span(kv, 5, 50)
     assert part.size(layout) > staging
-    assert await read(blocks, part) == kv.read(blocks, part)
+    assert await read(blocks, part) == read_now(kv, blocks, part)
     one_slot = replace(part, first_slot=5, num_slots=1, first_layer=1, num_layers=1)
     views = await asyncio.gather(*(read(blocks, each) for each in (one_slot, part)))  # take turns
-    assert views == [kv.read(blocks, one_slot), kv.read(blocks, part)]
+    assert views == [read_now(kv, blocks, one_slot), read_now(kv, blocks, part)]
     wrong: list[dict[str, int]] = [
         {"first_token": 30},
         {"num_layers": 3},
@@ -457,10 +457,10 @@ async def test_between_processes_until_one_is_killed(transports: str) -> None:
         endpoint = (await process.stdout.readline()).decode().strip()
         assert (await fetch(here, endpoint, 0)).transport == "nixl"
         whole, half = span(own, 0, NUM_TOKENS), span(own, 0, NUM_TOKENS // 2)
-        assert own.read(BLOCKS[0], whole) == expected.read(BLOCKS[0], whole)
+        assert read_now(own, BLOCKS[0], whole) == read_now(expected, BLOCKS[0], whole)
         fetching = asyncio.create_task(fetch(here, endpoint, 1))
         async with asyncio.timeout(10):
-            while own.read(BLOCKS[1], half) != expected.read(BLOCKS[1], half):
+            while read_now(own, BLOCKS[1], half) != read_now(expected, BLOCKS[1], half):
                 await asyncio.sleep(0.002)
         process.kill()
         async with asyncio.timeout(10):  # before the stall's deadline

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -21,6 +20,9 @@ import msgpack
 import pytest
 import torch
 
+from tandem.tests.workers.stream_model import StreamModel
+from tandem.tests.workers.transfer.played_nccl import play_nccl
+from tandem.workers.host.streams import DeviceData
 from tandem.workers.transfer.backend import join_store, listen_store, open_group
 from tandem.workers.transfer.frames import TransferError
 from tandem.workers.transfer.p2p_group import P2pGroup
@@ -392,54 +394,8 @@ def test_a_backend_that_this_torch_lacks() -> None:
 async def test_nccl_selects_its_thread_s_device_by_index(
     device: str, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch does, the mock refuses a device without an index. Gloo and host memory stand for
-    NCCL and the GPU.
-    """
-    selected: list[int] = []
-
-    def set_device(device: Any) -> None:
-        if not isinstance(device, int):
-            raise ValueError(
-                f"Expected a torch.device with a specified index or an integer, but got: {device}"
-            )
-        selected.append(device)
-
-    class Nccl:
-        """Makes its communicator with the first call."""
-
-        Options = staticmethod(types.SimpleNamespace)
-
-        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-            assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-            self._group: Any = None
-            self._store, self._rank = torch.distributed.PrefixStore("gloo", store), rank  # type: ignore[attr-defined]
-
-        def _gloo(self) -> Any:
-            if self._group is None:
-                rank, host = self._rank, "127.0.0.1"
-                self._group = open_group(
-                    self._store, backend="gloo", rank=rank, size=2, host=host, timeout=30
-                )
-            return self._group
-
-        def send(self, *arguments: Any) -> Any:
-            return self._gloo().send(*arguments)
-
-        def recv(self, *arguments: Any) -> Any:
-            return self._gloo().recv(*arguments)
-
-        def abort(self) -> None: ...
-
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
-    true_empty, true_to = torch.empty, torch.Tensor.to
-    on_host = {"device": "cpu"}
-    monkeypatch.setattr(
-        torch, "empty", lambda *size, **options: true_empty(*size, **options | on_host)
-    )
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, place: true_to(tensor, "cpu"))
+    model = StreamModel()
+    selected = play_nccl(monkeypatch, model)
     pair = P2pGroup.listen("127.0.0.1", backend="nccl", device=device, timeout=30)
     accepting = asyncio.create_task(pair.accept())
     other = await P2pGroup.join(
@@ -451,6 +407,30 @@ async def test_nccl_selects_its_thread_s_device_by_index(
     await sending
     assert selected == [index] * 2
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    await ended(pair)
+    await ended(other)
+
+
+async def test_messages_and_steps_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = StreamModel()
+    play_nccl(monkeypatch, model)
+    model.launch("step")  # which never ends
+    pair = P2pGroup.listen("127.0.0.1", backend="nccl", device="cuda:0", timeout=30)
+    accepting = asyncio.create_task(pair.accept())
+    other = await P2pGroup.join(
+        pair.address, host="127.0.0.1", backend="nccl", device="cuda:0", timeout=30
+    )
+    await accepting
+    data = DeviceData(torch.arange(64, dtype=torch.uint8), checksum=0)
+    sending = asyncio.create_task(pair.send(data))
+    received = await other.receive_on_device(64)
+    model.launch("step")
+    assert received.tensor.equal(data.tensor)
+    await sending
+    assert sum(each.kind == "message" for each in model.operations) == 6  # two secrets, both ends
+    model.check()
     await ended(pair)
     await ended(other)
 

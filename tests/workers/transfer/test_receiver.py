@@ -10,7 +10,7 @@ import pytest
 
 from tandem.proto.channel import PeerChannel
 from tandem.tests.workers.engine.fake import FakeKv
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer.played import LAYOUT, handle
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
@@ -141,7 +141,7 @@ class Side:
         self.calls[f"rank {rank}"].reads.put_nowait(encode(key, message, payload))
 
     def written(self) -> bytes:
-        return bytes(self.kv.read((1,), span(self.kv, 0, 2)))
+        return bytes(read_now(self.kv, (1,), span(self.kv, 0, 2)))
 
     @property
     def num_acks(self) -> int:

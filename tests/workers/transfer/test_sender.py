@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.tests.workers.engine.fake import FakeKv
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer.played import EPOCH, LAYOUT, sender_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.transfer.connector import KvConnector
@@ -118,7 +118,9 @@ async def test_only_the_slots_that_were_asked_for_are_sent(slots: range) -> None
         _, data, payload = decode(await anext(frames))
         assert isinstance(data, Data)
         assert (data.first_slot, data.num_slots, data.num_bytes) == (first, count, payload.nbytes)
-        assert payload == side.kv.read((3, 0), replace(whole, first_slot=first, num_slots=count))
+        assert payload == read_now(
+            side.kv, (3, 0), replace(whole, first_slot=first, num_slots=count)
+        )
         assert isinstance(decode(await anext(frames))[1], Commit)
 
 

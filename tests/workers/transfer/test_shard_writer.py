@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tandem.tests.workers.engine.fake import FakeKv
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.reshard import Piece
 from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, TransferError
@@ -48,7 +48,7 @@ def cut(kv: FakeKv) -> list[Frame]:
     steps = [[30, 16, 16], [30, 30, 30], [31, 31, 31], [44, 44, 31], [44, 44, 44]]
     for burst, ready in enumerate(dict(enumerate(step)) for step in steps):
         for part in plan_frames(LAYOUT, PIECE.source_slots, sent, ready, 5 * 64):
-            payload = kv.read(BLOCKS, part)
+            payload = read_now(kv, BLOCKS, part)
             data = Data(
                 index=len(frames), num_bytes=payload.nbytes, burst=burst, age=0.0, **asdict(part)
             )
@@ -77,7 +77,7 @@ def arrived(kv: FakeKv) -> bool:
     was cached.
     """
     found, there = (
-        np.frombuffer(store.read(BLOCKS, span(store, 0, NUM_TOKENS)), np.uint8).reshape(
+        np.frombuffer(read_now(store, BLOCKS, span(store, 0, NUM_TOKENS)), np.uint8).reshape(
             3, 2, NUM_TOKENS, 4, -1
         )
         for store in (kv, SOURCE)

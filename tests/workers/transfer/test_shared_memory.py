@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.proto import worker_pb2
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer.played import EPOCH, Calls, handle, placed, sender_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
@@ -138,10 +138,10 @@ async def test_what_arrives_is_what_was_there(
     assert pair.payload_bytes == 0
     moved = span(source, cached, num_tokens - cached)
     assert (fetched.transfer_bytes, fetched.transport) == (moved.size(LAYOUT), "shared")
-    assert target.read(into, moved) == source.read(blocks, moved)
+    assert read_now(target, into, moved) == read_now(source, blocks, moved)
     if cached:  # is as it was
         kept = span(target, 0, cached)
-        assert target.read(into, kept) == memory(sizes[1], 64, 2).read(into, kept)
+        assert read_now(target, into, kept) == read_now(memory(sizes[1], 64, 2), into, kept)
 
 
 async def withdrawn_at_commit() -> worker_pb2.KvReceived:
@@ -205,7 +205,7 @@ async def test_what_cannot_be_mapped_goes_over_the_stream(
     describe(monkeypatch, **changes.get(why, {}))
     fetched = await pair.move((1, 2), (3, 4), 8)
     whole = span(source, 0, 8)
-    assert target.read((3, 4), whole) == source.read((1, 2), whole)
+    assert read_now(target, (3, 4), whole) == read_now(source, (1, 2), whole)
     assert fetched.transport == "grpc"
     assert pair.payload_bytes == whole.size(LAYOUT)
     for end in ends:
@@ -313,9 +313,9 @@ async def test_memory_of_another_process_is_readable_and_goes_away_with_it() -> 
     with sender_process() as (found, table):
         peer = await connect(own, found)
         await peer.verify(table)
-        assert peer._read((5, 0, 7), part) == expected_kv.read((5, 0, 7), part)
-    assert peer._read((5, 0, 7), part) == expected_kv.read(
-        (5, 0, 7), part
+        assert peer._read((5, 0, 7), part) == read_now(expected_kv, (5, 0, 7), part)
+    assert peer._read((5, 0, 7), part) == read_now(
+        expected_kv, (5, 0, 7), part
     )  # what is mapped stays until it is unmapped
     with pytest.raises(OSError, match="No such file"):
         await connect(own, found)

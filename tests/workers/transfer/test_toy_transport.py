@@ -48,10 +48,10 @@ class DictConnector(KvConnector):
         connector.token = checked(description, {"token": bytes})["token"]
         return connector
 
-    def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
+    async def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
         """Puts the span into the dictionary."""
         key = (self.token, stream, span.first_layer, span.first_token)
-        SPANS[key] = self.context.kv.read(blocks, span)
+        SPANS[key] = await self.context.kv.read(blocks, span)
         return b""
 
     async def fetch(
@@ -94,7 +94,7 @@ async def test_kv_cache_moves_by_a_transport_from_outside() -> None:
 async def test_it_falls_back_to_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     async with two(transports=("dict",)) as pair:
         with monkeypatch.context() as patch:
-            patch.setattr(DictConnector, "offer", lambda *args: b"")
+            patch.setattr(DictConnector, "offer", KvConnector.offer)
             assert (await pair.move()).transport == "grpc"
         monkeypatch.setattr("tandem.workers.transfer.connections.RETRY_SECONDS", 0.0)
         await pair.move(1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tandem.proto import worker_pb2
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer import fake_nixl
 from tandem.tests.workers.transfer.played import EPOCH, Calls, handle, placed, sender_of
 from tandem.workers.engine.plan import FirstTokens
@@ -192,7 +192,9 @@ class Transfer:
         """What a target rank has, of each layer: [key or value, token, slot, bytes of a head]."""
         kv, found = self.targets[rank], []
         for layer in range(self.layout.num_layers):
-            data = np.frombuffer(kv.read(self.into, span(kv, 0, NUM_TOKENS, layer, 1)), np.uint8)
+            data = np.frombuffer(
+                read_now(kv, self.into, span(kv, 0, NUM_TOKENS, layer, 1)), np.uint8
+            )
             found.append(data.reshape(2, NUM_TOKENS, kv.num_slots(layer), -1))
         return found
 
@@ -328,10 +330,10 @@ def test_a_span_across_unequal_layers_is_refused() -> None:
     ):
         part = replace(span(kv, 0, 9, layer, num_layers), num_slots=1)
         if good:
-            assert kv.read((1,), part).nbytes == part.size(kv.layout)
+            assert read_now(kv, (1,), part).nbytes == part.size(kv.layout)
         else:
             with pytest.raises(ValueError, match="not within one group of equal layers"):
-                kv.read((1,), part)
+                read_now(kv, (1,), part)
 
 
 @pytest.mark.parametrize(

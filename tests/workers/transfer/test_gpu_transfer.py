@@ -1,0 +1,98 @@
+"""Transfers between two GPUs that are played: by gRPC through host memory, and by NCCL without it."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from tandem.tests.workers.stream_model import RecordingOrder, StreamModel, put_on_gpu
+from tandem.tests.workers.transfer.played_nccl import play_nccl
+from tandem.tests.workers.transfer.test_connections import NUM_BLOCKS, NUM_TOKENS, Two, two
+from tandem.workers.host.streams import DeviceData, device_checksum
+from tandem.workers.kv_cache.layout import KvSpan
+from tandem.workers.model.kv.gpu import GpuKv
+from tandem.workers.model.kv_store import PagedKv
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> StreamModel:
+    played = StreamModel()
+    play_nccl(monkeypatch, played)
+    # The test reads host memory, which stands for the GPU's, without the streams.
+    monkeypatch.setattr(Two, "cache", lambda pair, number=0: _bytes(pair, pair.target, number))
+    monkeypatch.setattr(Two, "whole", lambda pair, number=0: _bytes(pair, pair.source, number))
+    return played
+
+
+def _bytes(pair: Two, kv: PagedKv, number: int) -> bytes:
+    blocks = torch.tensor(pair.blocks(number))
+    tokens = kv.data.index_select(2, blocks).transpose(3, 4).flatten(2, 3)[:, :, :NUM_TOKENS]
+    return tokens.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@asynccontextmanager
+async def between_gpus(model: StreamModel, transports: tuple[str, ...]) -> AsyncIterator[Two]:
+    """Steps that never end are queued on both."""
+    async with two(transports=transports) as pair:
+        for kv, end in ((pair.source, pair.sending), (pair.target, pair.receiving)):
+            end.sender.context.device = "cuda:0"
+            put_on_gpu(kv, RecordingOrder(NUM_BLOCKS, model))
+        model.launch("step")
+        yield pair
+
+
+@pytest.mark.parametrize("transport", ["grpc", "nccl"])
+async def test_no_step_delays_a_transfer(model: StreamModel, transport: str) -> None:
+    transports = () if transport == "grpc" else (transport,)
+    async with between_gpus(model, transports) as pair:
+        for number in range(3):
+            fetched = await pair.move(number)  # which checks the bytes
+            assert (fetched.transport, fetched.transfer_bytes) == (
+                transport,
+                len(pair.whole(number)),
+            )
+        model.launch("step")
+        kinds = {each.kind for each in model.operations}
+        assert kinds == {"step", "read", "write"} | ({"message"} if transports else set())
+        model.check()
+
+
+async def test_nccl_uses_no_host_memory(
+    model: StreamModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(kv: GpuKv, blocks: Sequence[int], part: KvSpan) -> None:
+        raise AssertionError("a read into host memory")
+
+    monkeypatch.setattr(GpuKv, "read", refuse)
+    async with between_gpus(model, ("nccl",)) as pair:
+        assert (await pair.move()).transport == "nccl"
+
+
+async def test_a_message_with_a_wrong_checksum_is_not_taken(
+    model: StreamModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = GpuKv.gather
+
+    async def damaged(kv: GpuKv, blocks: Sequence[int], part: KvSpan) -> DeviceData:
+        data = await true(kv, blocks, part)
+        data.tensor[7] ^= 4
+        return data
+
+    async with between_gpus(model, ("nccl",)) as pair:
+        monkeypatch.setattr(GpuKv, "gather", damaged)
+        assert (await pair.move()).transport == "grpc"
+        assert pair.used == []
+
+
+def test_each_changed_or_exchanged_word_changes_the_checksum() -> None:
+    data = torch.randint(0, 256, (64,), dtype=torch.uint8)
+    right = int(device_checksum(data))
+    assert 0 <= right < 2**32
+    for place in range(64):
+        for bit in (1, 128):
+            damaged = data.clone()
+            damaged[place] ^= bit
+            assert int(device_checksum(damaged)) != right
+    exchanged = data.view(torch.int32).roll(1).view(torch.uint8)
+    assert int(device_checksum(exchanged)) != right

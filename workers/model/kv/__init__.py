@@ -1,0 +1,1 @@
+"""Reads and writes KV cache in canonical form, in host memory and on GPUs."""

@@ -1,0 +1,143 @@
+"""Reads and writes KV cache in a GPU's memory, beside the steps."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...host.streams import BlockOrder, DeviceData, EventWaiter, device_checksum
+from ...kv_cache.layout import KvLayout, KvSpan
+from ..device import to_device
+from .spans import check_length, check_table, place_of
+
+T = TypeVar("T")
+
+_NUM_LANES: Final = 64  # sequences whose block tables stay on the GPU while they are transferred
+
+
+class GpuKv:
+    """Reads and writes one rank's KV cache in a GPU's memory, on streams beside the steps.
+
+    Each sequence that is read or written has a lane. Pinned buffers come from torch's allocator,
+    which uses one again when its last copy has ended.
+    """
+
+    def __init__(
+        self, layout: KvLayout, tensors: Sequence[torch.Tensor], order: BlockOrder
+    ) -> None:
+        """Takes the `tensors` of a `PagedKv`, and the order of all work on its blocks."""
+        self._layout = layout
+        self._order = order
+        self._waiter = EventWaiter()
+        # Of each group, int32 [num_layers, 2, num_blocks, block_size, num_slots, words of a head].
+        self._tokens = [tensor.view(torch.int32).transpose(3, 4) for tensor in tensors]
+        _, _, num_blocks, self._block_size, *_ = self._tokens[0].shape
+        make = partial(
+            _Lane,
+            device=tensors[0].device,
+            num_blocks=num_blocks,
+            block_size=self._block_size,
+        )
+        # High priority, because the copy is small, and a decode worker waits for it.
+        self._readers = lru_cache(_NUM_LANES)(partial(make, priority=-1))
+        self._writers = lru_cache(_NUM_LANES)(partial(make, priority=0))
+
+    def read(self, blocks: Sequence[int], span: KvSpan) -> Awaitable[memoryview]:
+        return self._copy_out(blocks, span, lambda picked: (picked, lambda host: _bytes(host)))
+
+    def gather(self, blocks: Sequence[int], span: KvSpan) -> Awaitable[DeviceData]:
+        def keep(picked: torch.Tensor) -> "_Finish[DeviceData]":
+            data = picked.reshape(-1).view(torch.uint8)
+            sums = device_checksum(data).reshape(1)
+            return sums, lambda host: DeviceData(data, checksum=int(host.numpy()[0]))
+
+        return self._copy_out(blocks, span, keep)
+
+    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview | DeviceData) -> None:
+        lane = self._writers(tuple(blocks))
+        group, index = self._index(lane, span)
+        check_length(span, self._layout, data)
+        shape = (span.num_layers, 2, span.num_tokens, span.num_slots, -1)
+        with self._order.writing(lane.blocks_of(span), lane.stream):
+            if isinstance(data, DeviceData):
+                data.tensor.record_stream(lane.stream)
+                source = data.tensor.view(torch.int32).view(shape)
+            else:
+                words = np.frombuffer(data, np.int32).reshape(shape)
+                host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
+                host.numpy()[...] = words
+                source = host.to(self._tokens[group].device, non_blocking=True)
+            self._tokens[group][index] = source
+
+    def _copy_out(
+        self,
+        blocks: Sequence[int],
+        span: KvSpan,
+        finish: "Callable[[torch.Tensor], _Finish[T]]",
+    ) -> Awaitable[T]:
+        """Queues a gather of a span, and the copy of a tensor made from it to the host.
+
+        `finish` returns this tensor, and a function of the host's copy that returns the result.
+        """
+        lane = self._readers(tuple(blocks))
+        group, index = self._index(lane, span)
+        with self._order.reading(lane.blocks_of(span), lane.stream) as done:
+            source, result = finish(self._tokens[group][index])
+            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            host.copy_(source, non_blocking=True)
+        return self._waiter.wait(done, lambda: result(host))
+
+    def _index(self, lane: "_Lane", span: KvSpan) -> tuple[int, tuple[Any, ...]]:
+        """Returns a span's group, and its index in the tensor of `_tokens`."""
+        group, layers, slots = place_of(
+            self._layout,
+            span,
+            num_tokens=len(lane.blocks) * self._block_size,
+            slots=[tensor.shape[4] for tensor in self._tokens],
+        )
+        return group, (layers, slice(None), *lane.places_of(span), slots)
+
+
+class _Lane:
+    """Holds a stream for the transfers of one sequence, and its block table on the device."""
+
+    def __init__(
+        self,
+        blocks: tuple[int, ...],
+        *,
+        device: torch.device,
+        num_blocks: int,
+        block_size: int,
+        priority: int,
+    ) -> None:
+        """Raises ValueError if a block is out of range."""
+        self.blocks = check_table(blocks, num_blocks)
+        self._block_size = block_size
+        self.stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
+        offsets = np.arange(len(blocks) * block_size) % block_size
+        places = np.stack([self.blocks.repeat(block_size), offsets])
+        with torch.cuda.stream(self.stream):
+            # Block and offset of each token, int64 [2, num_tokens].
+            self._places = to_device(torch.from_numpy(places), device)
+
+    def blocks_of(self, span: KvSpan) -> npt.NDArray[np.int64]:
+        end = -(-(span.first_token + span.num_tokens) // self._block_size)
+        return self.blocks[span.first_token // self._block_size : end]
+
+    def places_of(self, span: KvSpan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the block and the offset of each token of a span."""
+        blocks, offsets = self._places[
+            :, span.first_token : span.first_token + span.num_tokens
+        ].unbind(0)
+        return blocks, offsets
+
+
+_Finish = tuple[torch.Tensor, Callable[[torch.Tensor], T]]
+
+
+def _bytes(host: torch.Tensor) -> memoryview:
+    array: npt.NDArray[np.uint8] = host.reshape(-1).view(torch.uint8).numpy()
+    return array.data

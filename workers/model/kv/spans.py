@@ -1,0 +1,38 @@
+"""Finds spans of KV cache in a rank's memory, and checks them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ...host.streams import DeviceData
+from ...kv_cache.layout import KvLayout, KvSpan
+
+
+def place_of(
+    layout: KvLayout, span: KvSpan, *, num_tokens: int, slots: Sequence[int]
+) -> tuple[int, slice, slice]:
+    """Returns a span's group, and its layers and KV slots within the group.
+
+    `slots` has the number of slots of each group. Raises ValueError if the span is not within
+    `num_tokens` or within the rank's layers and slots.
+    """
+    span.check(
+        layout, num_tokens=num_tokens, num_slots=lambda layer: slots[layout.places[layer][0]]
+    )
+    group, first = layout.places[span.first_layer]
+    layers = slice(first, first + span.num_layers)
+    return group, layers, slice(span.first_slot, span.first_slot + span.num_slots)
+
+
+def check_table(blocks: Sequence[int], num_blocks: int) -> npt.NDArray[np.int64]:
+    """Returns a block table. Raises ValueError if a block is out of range."""
+    table = np.asarray(blocks, np.int64)
+    if len(table) and (table.min() < 0 or table.max() >= num_blocks):
+        raise ValueError(f"a block is not within the range from 0 to {num_blocks - 1}")
+    return table
+
+
+def check_length(span: KvSpan, layout: KvLayout, data: memoryview | DeviceData) -> None:
+    if data.nbytes != span.size(layout):
+        raise ValueError(f"KV data has {data.nbytes} bytes; must have {span.size(layout)}")
