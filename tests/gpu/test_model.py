@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tandem.tests.bench.engine import __main__
+from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import FAMILIES, ROUTED, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_exact import NUM_TOKENS, cut, logits_by_position
@@ -26,6 +27,7 @@ from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.model.runner import ModelRunner
+from tandem.workers.tp.rank import RankConfig, load_rank
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -230,3 +232,24 @@ def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_come_back_from_host_memory(dtype: str) -> None:
     check_blocks_come_back("cuda", dtype)
+
+
+def test_the_kv_cache_takes_the_rest_of_a_part_of_the_gpu(tmp_path: Path) -> None:
+    """Half of half of the memory, all of which is taken after the largest steps ran again."""
+    config = RankConfig(
+        model=str(make_tiny_model(tmp_path)),
+        identity=IDENTITY,
+        device="cuda",
+        kv_cache_bytes=None,
+        memory_share=0.5,
+        memory_utilization=0.5,
+    )
+    try:
+        rank = load_rank(config)
+        _, total = torch.cuda.mem_get_info()
+        assert rank.num_blocks > 0
+        assert 0.9 * total / 4 - 2**30 < torch.cuda.memory_reserved() <= total / 4
+        with pytest.raises(ValueError, match="kv_cache_gb: must be at most"):
+            load_rank(replace(config, kv_cache_bytes=total))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

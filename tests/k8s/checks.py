@@ -38,14 +38,20 @@ def config_of(manifests: Manifests) -> TandemConfig:
 
 
 def sections(manifests: Manifests) -> Iterator[tuple[Group, str, RouterConfig | PoolConfig]]:
-    """Yields each group of replicas with its deployment and its part of the configuration."""
+    """Yields each deployment with its part of the configuration and the groups where it may run."""
     config = config_of(manifests)
-    for name, deployment in (
-        ("router", "Router"),
-        ("prefill", "PrefillPool"),
-        ("decode", "DecodePool"),
+    for section, deployment in (
+        (config.router, "Router"),
+        (config.prefill, "PrefillPool"),
+        (config.decode, "DecodePool"),
     ):
-        yield manifests.groups[name], deployment, getattr(config, name)
+        for group in manifests.groups.values():
+            if selects(section.labels, group.spec["labels"]):
+                yield group, deployment, section
+
+
+def worker_groups(manifests: Manifests) -> list[Group]:
+    return [each for name, each in manifests.groups.items() if name not in ("head", "router")]
 
 
 def ports_disagree(manifests: Manifests) -> list[str]:
@@ -115,11 +121,16 @@ def labels_disagree(manifests: Manifests) -> list[str]:
     for group in groups:
         if not selects(group.spec["labels"], group.spec["template"]["metadata"]["labels"]):
             found.append(f"{group.name}: Ray's labels and the pod's differ")
-    for group, deployment, section in sections(manifests):
-        if [each.name for each in groups if selects(section.labels, each.spec["labels"])] != [
-            group.name
-        ]:
-            found.append(f"{deployment} may run elsewhere than in the group {group.name}")
+    places = [(deployment, group.name) for group, deployment, _ in sections(manifests)]
+    for deployment in ("Router", "PrefillPool", "DecodePool"):
+        own = [name for each, name in places if each == deployment]
+        if len(own) != 1 or (own == ["router"]) != (deployment == "Router"):
+            found.append(f"{deployment} may run in the groups {own}")
+    found += [
+        f"{group.name}: no deployment runs there"
+        for group in groups
+        if group.name != "head" and group.name not in [name for _, name in places]
+    ]
     pods = [group.labels for group in groups]
     pods += [
         each["spec"]["template"]["metadata"]["labels"] for each in manifests.of_kind("StatefulSet")
@@ -152,46 +163,57 @@ def resources_disagree(manifests: Manifests) -> list[str]:
     overrides = {
         each["name"]: each["num_replicas"] for each in manifests.application["deployments"]
     }
+    placed: dict[str, list[tuple[float, RouterConfig | PoolConfig]]] = {}
     for group, deployment, section in sections(manifests):
-        limits, requests = (
-            group.container["resources"]["limits"],
-            group.container["resources"]["requests"],
-        )
-        cpus, gpus = (
-            float(group.spec["resources"]["CPU"]),
-            int(group.spec["resources"].get("GPU", 0)),
-        )
-        ranks = section.tp if isinstance(section, PoolConfig) else 1
-        if gpus != int(limits.get("nvidia.com/gpu", 0)) or gpus != int(
-            requests.get("nvidia.com/gpu", 0)
-        ):
-            found.append(
-                f"{group.name}: Ray has {gpus} GPUs, the pod {limits.get('nvidia.com/gpu', 0)}"
-            )
-        if isinstance(section, PoolConfig) and gpus != (ranks if config.device == "cuda" else 0):
-            found.append(f"{group.name}: tp is {ranks}, and there are {gpus} GPUs")
-        if cpus > float(requests["cpu"]):
-            found.append(f"{group.name}: Ray has {cpus:g} CPUs, the pod {requests['cpu']}")
-        if not cpus / 2 < section.num_cpus * ranks <= cpus:
-            found.append(
-                f"{group.name}: not exactly one replica of {section.num_cpus * ranks:g} CPUs fits "
-                f"{cpus:g}"
-            )
-        if limits["memory"] != requests["memory"]:
-            found.append(f"{group.name}: its memory is not its own")
-        kv_gb = 0.0
-        if isinstance(section, PoolConfig):
-            kv_gb = section.kv_host_gb
-            kv_gb += (section.kv_cache_gb or 1) if config.device == "cpu" else 0
-        if kv_gb * GIB * ranks > memory(limits["memory"]) / 2:
-            found.append(f"{group.name}: the KV cache leaves less than half of the memory")
-        if overrides.get(deployment) != group.replicas:
+        per_pod = (overrides.get(deployment) or 0) / group.replicas
+        placed.setdefault(group.name, []).append((per_pod, section))
+        if per_pod < 1 or per_pod % 1:
             found.append(
                 f"{deployment}: {overrides.get(deployment)} replicas for {group.replicas} pods"
             )
-        if not group.spec["minReplicas"] <= group.replicas <= group.spec["maxReplicas"]:
-            found.append(f"{group.name}: replicas")
+    for name, replicas in placed.items():
+        found += _resources_of(manifests.groups[name], replicas, config.device)
     return found
+
+
+def _resources_of(
+    group: Group, replicas: list[tuple[float, RouterConfig | PoolConfig]], device: str
+) -> list[str]:
+    """Complains about a group's pods, whose replicas are given as number and section."""
+    found = []
+    limits = group.container["resources"]["limits"]
+    requests = group.container["resources"]["requests"]
+    cpus = float(group.spec["resources"]["CPU"])
+    gpus = int(group.spec["resources"].get("GPU", 0))
+    # Of each replica: its number, its CPUs, its GPUs, and its GiB of KV cache in host memory.
+    needs = [(number, *_needs(section, device)) for number, section in replicas]
+    if {gpus} != {int(each.get("nvidia.com/gpu", 0)) for each in (limits, requests)}:
+        found.append(
+            f"{group.name}: Ray has {gpus} GPUs, the pod {limits.get('nvidia.com/gpu', 0)}"
+        )
+    if (needed := sum(number * own for number, _, own, _ in needs)) != gpus:
+        found.append(f"{group.name}: its replicas need {needed:g} GPUs, and there are {gpus}")
+    if cpus > float(requests["cpu"]):
+        found.append(f"{group.name}: Ray has {cpus:g} CPUs, the pod {requests['cpu']}")
+    left = cpus - sum(number * own for number, own, _, _ in needs)
+    if not 0 <= left < min(own for _, own, _, _ in needs):
+        found.append(f"{group.name}: {left:g} of {cpus:g} CPUs are left beside its replicas")
+    if limits["memory"] != requests["memory"]:
+        found.append(f"{group.name}: its memory is not its own")
+    if sum(number * own for number, _, _, own in needs) * GIB > memory(limits["memory"]) / 2:
+        found.append(f"{group.name}: the KV cache leaves less than half of the memory")
+    if not group.spec["minReplicas"] <= group.replicas <= group.spec["maxReplicas"]:
+        found.append(f"{group.name}: replicas")
+    return found
+
+
+def _needs(section: RouterConfig | PoolConfig, device: str) -> tuple[float, float, float]:
+    """Returns CPUs, GPUs and GiB of KV cache in host memory of a replica."""
+    if isinstance(section, RouterConfig):
+        return section.num_cpus, 0.0, 0.0
+    on_gpu = device == "cuda"
+    kv_gb = section.kv_host_gb + (0.0 if on_gpu else section.kv_cache_gb or 1.0)
+    return section.num_cpus * section.tp, section.tp * section.num_gpus * on_gpu, kv_gb * section.tp
 
 
 def memory(text: str) -> int:
@@ -217,9 +239,9 @@ def times_disagree(manifests: Manifests) -> list[str]:
                 )
     if pre_stop_seconds(manifests.groups["head"]) < longest:
         found.append(f"head: ends before the others, which take {longest:g} seconds")
-    for name in ("prefill", "decode"):
-        if config.grace_seconds > pre_stop_seconds(manifests.groups[name]):
-            found.append(f"{name}: drains for less than grace_seconds")
+    for group in worker_groups(manifests):
+        if config.grace_seconds > pre_stop_seconds(group):
+            found.append(f"{group.name}: drains for less than grace_seconds")
     return found
 
 
@@ -316,10 +338,8 @@ def files_are_missing(manifests: Manifests) -> list[str]:
             mounts = manifests.groups[name].mounts
             if not any(path.startswith(mount + "/") for mount in mounts):
                 found.append(f"{name}: has no {path}")
-    has_key = [
-        "TANDEM_API_KEY" in manifests.groups[name].environment for name in ("prefill", "decode")
-    ]
-    if has_key != [args["auth"].get("keys_file") is not None] * 2:
+    has_key = {"TANDEM_API_KEY" in group.environment for group in worker_groups(manifests)}
+    if has_key != {args["auth"].get("keys_file") is not None}:
         found.append("preStop asks the status page, which needs a key where clients need one")
     for group in manifests.groups.values():
         command = " ".join(group.container["lifecycle"]["preStop"]["exec"]["command"])

@@ -44,7 +44,7 @@ Document = dict[str, Any]
 class Group:
     """A group of pods of the RayService."""
 
-    name: str  # head, router, prefill or decode
+    name: str  # head, router, prefill or decode; or gpu for both pools
     spec: Document
 
     @property

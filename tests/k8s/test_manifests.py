@@ -319,7 +319,13 @@ CONTROLS: list[tuple[checks.Rule, str, Change]] = [
     (
         checks.resources_disagree,
         "gpu",
-        lambda m: container(m, "decode")["resources"]["limits"].pop("nvidia.com/gpu"),
+        lambda m: container(m, "gpu")["resources"]["limits"].pop("nvidia.com/gpu"),
+    ),
+    (checks.resources_disagree, "gpu", lambda m: set_(args(m)["prefill"], num_gpus=0.5)),
+    (
+        checks.resources_disagree,
+        "gpu",
+        lambda m: set_(m.application["deployments"][1], num_replicas=5),
     ),
     (checks.times_disagree, "cpu-demo", lambda m: set_(args(m), grace_seconds=64)),
     (
