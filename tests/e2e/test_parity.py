@@ -29,16 +29,12 @@ LENGTHS = (
     48,
     64,
     65,
-    100,
     127,
     128,
-    160,
-    200,
     256,
-    300,
     333,
     512,
-    1500,
+    1100,
 )
 
 Likeliest = Callable[[tuple[int, ...], tuple[int, ...]], list[int]]
@@ -97,7 +93,7 @@ async def assert_greedy_equals_transformers(
 @pytest.mark.parametrize(
     ("prefill", "decode", "chunk", "transports", "longest"),
     [
-        (1, 1, 512, ("shared",), 1500),
+        (1, 1, 512, ("shared",), 1100),
         (0, 1, 512, (), 512),
         (2, 2, 512, (), 333),
         (1, 1, 16, ("gloo",), 128),
@@ -114,8 +110,8 @@ async def test_greedy_equals_transformers(
     prompts: list[tuple[int, ...]],
     likeliest: Likeliest,
 ) -> None:
-    """The long prompts are for the first alone: the one of 1,500 tokens takes about as long as all
-    others together.
+    """The prompt of 1,100 tokens, three chunks, is for the first alone: it takes as long as all
+    others below 512 together.
     """
     chosen = [prompt for prompt in prompts if len(prompt) <= longest]
     await assert_greedy_equals_transformers(prefill, decode, chunk, transports, chosen, likeliest)
