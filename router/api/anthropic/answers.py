@@ -10,8 +10,8 @@ from typing_extensions import override
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ..openai.answers import error_response, error_text
-from ..openai.requests import ParsedRequest
-from ..openai.writers import AnswerForm, ItemWriter, TextKind, TokenIds
+from ..openai.requests import AnyRequest
+from ..openai.writers import Answers, ItemWriter, TextKind, TokenIds, streaming_form
 
 _STOP_REASONS: Final = {
     inference_pb2.FINISH_REASON_STOP: "end_turn",
@@ -34,7 +34,7 @@ _ERROR_TYPES: Final = {
 class MessageWriter(ItemWriter):
     """Writes the answer to one request: as events, or in full."""
 
-    def __init__(self, request: ParsedRequest, model: str, prompts: TokenIds) -> None:
+    def __init__(self, request: AnyRequest, model: str, prompts: TokenIds) -> None:
         super().__init__()
         self._head = {
             "id": f"msg_{request.request_id}",
@@ -54,9 +54,7 @@ class MessageWriter(ItemWriter):
         return _event(**anthropic_error(error, name))
 
     @override
-    async def render_full(
-        self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]
-    ) -> bytes:
+    async def render_full(self, answers: Answers) -> bytes:
         ((message,),) = answers
         content: list[dict[str, Any]] = []
         if message.reasoning:
@@ -165,4 +163,4 @@ def _counts(prompt: int, cached: int, completion: int) -> dict[str, int]:
     }
 
 
-ANTHROPIC_FORM: Final = AnswerForm(MessageWriter, partial(error_response, body=anthropic_error))
+ANTHROPIC_FORM: Final = streaming_form(MessageWriter, partial(error_response, body=anthropic_error))

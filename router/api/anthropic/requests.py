@@ -15,6 +15,7 @@ from .bodies import (
     CountTokensBody,
     InputMessage,
     MessagesBody,
+    MessagesFields,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -29,7 +30,7 @@ _MODES: Final = {
 }
 
 
-def parse_messages(body: bytes, request_id: str) -> ParsedRequest:
+def parse_messages(body: bytes, request_id: str) -> ParsedRequest[MessagesFields]:
     """Translates the body of POST /v1/messages. Raises InvalidArgument that names the field."""
     parsed = parse(MessagesBody, body)
     translated = _translate(parsed)
@@ -38,17 +39,17 @@ def parse_messages(body: bytes, request_id: str) -> ParsedRequest:
         raise InvalidArgument("field required", "max_tokens")
     return ParsedRequest(
         **translated,
+        body=parsed,
         request_id=request_id,
         is_streamed=bool(parsed.stream),
         last_event_id=parsed.last_event_id,
     )
 
 
-def parse_count_tokens(body: bytes) -> ParsedRequest:
+def parse_count_tokens(body: bytes) -> ParsedRequest[CountTokensBody]:
     """Translates the body of POST /v1/messages/count_tokens. Raises InvalidArgument."""
-    return ParsedRequest(
-        **_translate(parse(CountTokensBody, body)), request_id="", is_streamed=False
-    )
+    parsed = parse(CountTokensBody, body)
+    return ParsedRequest(**_translate(parsed), body=parsed, request_id="", is_streamed=False)
 
 
 def _translate(body: CountTokensBody) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from ....proto.errors import InvalidArgument, TandemError
 from ...frontend.fair_threads import WRITING
 from .logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .parsing import http_field
-from .requests import OpenAIRequest, ParsedRequest
-from .writers import AnswerForm, StreamWriter, TokenIds
+from .requests import AnyRequest, OpenAIRequest
+from .writers import Answers, StreamWriter, TokenIds, streaming_form
 
 _DONE: Final = b"data: [DONE]\n\n"
 
@@ -95,9 +95,7 @@ class ResponseWriter(StreamWriter):
         return f"data: {json.dumps(error_body(error, name))}\n\n".encode()  # no [DONE] follows
 
     @override
-    async def render_full(
-        self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]
-    ) -> bytes:
+    async def render_full(self, answers: Answers) -> bytes:
         messages = [message for each in answers for message in each]
         num_logprobs = sum(len(each.prompt_logprobs) + len(each.logprobs) for each in messages)
         if self._request.has_token_ids:
@@ -122,7 +120,7 @@ class ResponseWriter(StreamWriter):
         begin = {"index": index, "finish_reason": None, "delta": delta, "logprobs": None}
         return self._event(json.dumps(begin), self._prompt_id_member(prompt)) + event
 
-    def _render_full(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
+    def _render_full(self, answers: Answers) -> bytes:
         choices = []
         for prompt, messages in enumerate(answers):
             self._prompt_logprobs[prompt] = [
@@ -251,7 +249,7 @@ class ResponseWriter(StreamWriter):
         return f'{self._chunk_start}"choices": [{choice}]{members}{usage}}}\n\n'.encode()
 
 
-def check_prompt_logprobs(request: ParsedRequest, prompt_tokens: int) -> None:
+def check_prompt_logprobs(request: AnyRequest, prompt_tokens: int) -> None:
     """Raises InvalidArgument if the prompts' log probabilities exceed MAX_PROMPT_LOGPROBS."""
     if not request.common.HasField("prompt_logprobs"):
         return
@@ -266,7 +264,7 @@ def check_prompt_logprobs(request: ParsedRequest, prompt_tokens: int) -> None:
         )
 
 
-def check_prompt_ids(request: ParsedRequest, prompt_tokens: int) -> None:
+def check_prompt_ids(request: AnyRequest, prompt_tokens: int) -> None:
     """Raises InvalidArgument if the prompts' token ids exceed MAX_ANSWER_SIZE."""
     copies = 1 if request.is_chat and not request.is_streamed else request.num_choices
     if request.has_token_ids and (count := prompt_tokens * copies) > limits.MAX_ANSWER_SIZE:
@@ -353,4 +351,4 @@ def _counts(prompt: int, completion: int) -> dict[str, int]:
     }
 
 
-OPENAI_FORM: Final = AnswerForm(ResponseWriter, error_response)
+OPENAI_FORM: Final = streaming_form(ResponseWriter, error_response)

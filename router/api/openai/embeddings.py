@@ -7,13 +7,11 @@ import math
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
-from typing_extensions import override
 
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
@@ -31,7 +29,7 @@ from .bodies import (
 )
 from .parsing import parse
 from .requests import ParsedRequest, prompt_messages, set_parameters
-from .writers import AnswerForm, AnswerWriter, TokenIds
+from .writers import AnswerForm, Answers, TokenIds
 
 _POOLINGS: Final = {"LAST": inference_pb2.POOLING_LAST, "MEAN": inference_pb2.POOLING_MEAN}
 
@@ -97,45 +95,29 @@ class ScoreBody(OpenModel):
     user: Ignored[str] = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingsRequest(ParsedRequest):
-    """Adds the options of the answer to the parsed request."""
-
-    in_base64: bool
-    normalizes: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRequest(ParsedRequest):
-    """Adds the start of the scored text in each prompt to the parsed request."""
-
-    starts: Sequence[int]
-
-
-def parse_embeddings(body: bytes, request_id: str) -> EmbeddingsRequest:
+def parse_embeddings(body: bytes, request_id: str) -> ParsedRequest[EmbeddingsFields]:
     """Translates the body of POST /v1/embeddings. Raises InvalidArgument that names the field."""
     parsed = parse(EmbeddingsBody, body)
     pooling = _POOLINGS[parsed.pooling_type or "LAST"]
     common = inference_pb2.GenerateRequest(model=parsed.model or "", pooling=pooling)
     set_parameters(common, parsed, _TRUNCATION)
-    return EmbeddingsRequest(
+    return ParsedRequest(
+        body=parsed,
         common=common,
         prompts=prompt_messages(parsed.input),
         request_id=request_id,
         names={"prompt": "input"},
         is_streamed=False,
-        in_base64=parsed.encoding_format == "base64",
-        normalizes=parsed.normalize is not False,
     )
 
 
 async def make_score_request(
     body: ScoreBody, model: ServedModel, request_id: str, caller: Caller
-) -> ScoreRequest:
+) -> tuple[ParsedRequest[ScoreBody], list[int]]:
     """Makes a prompt of each pair of texts; a single text 1 is paired with every text 2.
 
-    The prompts are charged when they are accepted. Raises InvalidArgument, and Overloaded if the
-    caller has no tokens left.
+    Also returns where text 2 starts in each prompt. The prompts are charged when they are accepted.
+    Raises InvalidArgument, and Overloaded if the caller has no tokens left.
     """
     tokenizer = model.tokenizer
     firsts = body.text_1
@@ -162,14 +144,15 @@ async def make_score_request(
     kept = body.truncate_prompt_tokens or limits.MAX_TOKENS
     kept = model.context_tokens - 1 if kept < 0 else kept
     pairs = list(zip(before, after, strict=True))
-    return ScoreRequest(
+    request = ParsedRequest(
+        body=body,
         common=common,
         prompts=prompt_messages((first + second)[-kept:] for first, second in pairs),
         request_id=request_id,
         names={"prompt": "text_2", "logprobs": "text_2"},
         is_streamed=False,
-        starts=[max(min(len(first), kept - len(second)), 0) for first, second in pairs],
     )
+    return request, [max(min(len(first), kept - len(second)), 0) for first, second in pairs]
 
 
 def _check_not_empty(
@@ -182,86 +165,72 @@ def _check_not_empty(
             raise InvalidArgument("has no tokens; the minimum is 1", f"{field}[{i}]")
 
 
-class EmbeddingsWriter(AnswerWriter):
-    """Writes the answer to POST /v1/embeddings."""
+async def _render_embeddings(
+    request: ParsedRequest[EmbeddingsFields], model: str, _prompts: TokenIds, answers: Answers
+) -> bytes:
+    return await asyncio.to_thread(_embeddings, request.body, model, answers)
 
-    def __init__(self, request: EmbeddingsRequest, model: str, _prompts: TokenIds) -> None:
-        self._model = model
-        self._in_base64 = request.in_base64
-        self._normalizes = request.normalizes
 
-    @override
-    async def render_full(
-        self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]
-    ) -> bytes:
-        return await asyncio.to_thread(self._render_full, answers)
-
-    def _render_full(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
-        found = [
-            array("f", [number for each in messages for number in each.embedding])
-            for messages in answers
-        ]
-        count = sum(map(len, found))
-        most = _MAX_NUMBERS["base64" if self._in_base64 else "float"]
-        if count > most:
-            remedy = "send fewer texts"
-            if not self._in_base64:
-                remedy += ", or set encoding_format to base64"
-            raise InvalidArgument(
-                f"asks for {count} numbers; the maximum of one response is {most}; {remedy}",
-                "input",
-            )
-        # One by one, to save memory: a number takes 4 bytes here, 20 as text and 32 as an object.
-        data = ", ".join(
-            json.dumps({"object": "embedding", "index": i, "embedding": self._encode(each)})
-            for i, each in enumerate(found)
+def _embeddings(body: EmbeddingsFields, model: str, answers: Answers) -> bytes:
+    found = [
+        array("f", [number for each in messages for number in each.embedding])
+        for messages in answers
+    ]
+    count = sum(map(len, found))
+    most = _MAX_NUMBERS[body.encoding_format or "float"]
+    if count > most:
+        remedy = "send fewer texts"
+        if body.encoding_format != "base64":
+            remedy += ", or set encoding_format to base64"
+        raise InvalidArgument(
+            f"asks for {count} numbers; the maximum of one response is {most}; {remedy}", "input"
         )
-        rest = json.dumps({"model": self._model, "usage": _usage(answers)})[1:]
-        return f'{{"object": "list", "data": [{data}], {rest}'.encode()
-
-    def _encode(self, embedding: "array[float]") -> str | list[float]:
-        if self._normalizes:
-            length = math.sqrt(math.fsum(number * number for number in embedding)) or 1.0
-            embedding = array("f", [number / length for number in embedding])
-        if self._in_base64:
-            return base64.b64encode(embedding.tobytes()).decode()
-        return embedding.tolist()
+    # One by one, to save memory: a number takes 4 bytes here, 20 as text and 32 as an object.
+    data = ", ".join(
+        json.dumps({"object": "embedding", "index": i, "embedding": _encode(each, body)})
+        for i, each in enumerate(found)
+    )
+    rest = json.dumps({"model": model, "usage": _usage(answers)})[1:]
+    return f'{{"object": "list", "data": [{data}], {rest}'.encode()
 
 
-class ScoreWriter(AnswerWriter):
-    """Writes the answer to POST /score."""
+def _encode(embedding: "array[float]", body: EmbeddingsFields) -> str | list[float]:
+    if body.normalize is not False:
+        length = math.sqrt(math.fsum(number * number for number in embedding)) or 1.0
+        embedding = array("f", [number / length for number in embedding])
+    if body.encoding_format == "base64":
+        return base64.b64encode(embedding.tobytes()).decode()
+    return embedding.tolist()
 
-    def __init__(self, request: ScoreRequest, model: str, _prompts: TokenIds) -> None:
-        self._model = model
-        self._starts = request.starts
-        self._request_id = request.request_id
 
-    @override
+def score_form(starts: Sequence[int]) -> AnswerForm:
+    """Returns the form of scores of the texts that start at `starts` in their prompts."""
+
     async def render_full(
-        self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]
+        request: ParsedRequest[ScoreBody], model: str, _prompts: TokenIds, answers: Answers
     ) -> bytes:
-        return await asyncio.to_thread(self._render_full, answers)
+        return await asyncio.to_thread(_scores, starts, request.request_id, model, answers)
 
-    def _render_full(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
-        data = []
-        for index, (start, messages) in enumerate(zip(self._starts, answers, strict=True)):
-            scores = [
-                each.token.logprob for message in messages for each in message.prompt_logprobs
-            ]
-            data.append({"index": index, "object": "score", "score": math.fsum(scores[start:])})
-        head = {
-            "id": f"score-{self._request_id}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": self._model,
-        }
-        return json.dumps(head | {"data": data, "usage": _usage(answers)}).encode()
+    return AnswerForm(render_full, error_response)
 
 
-def _usage(answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> dict[str, Any]:
+def _scores(starts: Sequence[int], request_id: str, model: str, answers: Answers) -> bytes:
+    data = []
+    for index, (start, messages) in enumerate(zip(starts, answers, strict=True)):
+        scores = [each.token.logprob for message in messages for each in message.prompt_logprobs]
+        data.append({"index": index, "object": "score", "score": math.fsum(scores[start:])})
+    head = {
+        "id": f"score-{request_id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+    }
+    return json.dumps(head | {"data": data, "usage": _usage(answers)}).encode()
+
+
+def _usage(answers: Answers) -> dict[str, Any]:
     num_tokens = sum(messages[-1].usage.prompt_tokens for messages in answers)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
-EMBEDDINGS_FORM: Final = AnswerForm(EmbeddingsWriter, error_response)
-SCORE_FORM: Final = AnswerForm(ScoreWriter, error_response)
+EMBEDDINGS_FORM: Final = AnswerForm(_render_embeddings, error_response)

@@ -6,7 +6,7 @@ A field that Tandem does not support is refused by name, unless its value has no
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
@@ -44,10 +44,14 @@ _ATTRIBUTES: Final = {"json": "json_"}
 """Fields of StructuredOutputs whose names pydantic itself uses."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedRequest:
-    """Holds the translation of a body of any API, which may have several prompts."""
+_B = TypeVar("_B", bound=OpenModel, covariant=True)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest(Generic[_B]):
+    """Holds a body of any API and its translation, which may have several prompts."""
+
+    body: _B
     common: inference_pb2.GenerateRequest  # of all prompts; without prompt and id
     prompts: Sequence[inference_pb2.Prompt]
     request_id: str
@@ -87,11 +91,9 @@ class ParsedRequest:
         return http_field(path) if found is None else found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAIRequest(ParsedRequest):
-    """Adds the body of a completion or a chat to the parsed request."""
-
-    body: Body
+AnyRequest = ParsedRequest[OpenModel]
+OpenAIRequest = ParsedRequest[Body]
+"""A completion or a chat."""
 
 
 def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:

@@ -14,7 +14,7 @@ from ...frontend.prepare import RequestContext
 from ...frontend.prepared import PreparedRequest
 from ...resume.event_ids import EventIdSigner
 from .openapi import LAST_EVENT_ID, RESUME
-from .requests import ParsedRequest
+from .requests import AnyRequest
 
 _UNFINISHED: Final = inference_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -30,7 +30,7 @@ def header_event_id(headers: Mapping[str, str]) -> str | None:
     return event_id
 
 
-def with_event_id(request: ParsedRequest, context: RequestContext) -> RequestContext:
+def with_event_id(request: AnyRequest, context: RequestContext) -> RequestContext:
     """Returns the context with the event id of the header or of the body.
 
     Raises InvalidArgument if the two differ, or if the request does not support event ids.
@@ -45,7 +45,7 @@ def with_event_id(request: ParsedRequest, context: RequestContext) -> RequestCon
     return replace(context, event_id=event_id)
 
 
-def _check_resumable(request: ParsedRequest) -> None:
+def _check_resumable(request: AnyRequest) -> None:
     if not request.is_streamed:
         raise InvalidArgument("requires stream", RESUME)
     if len(request.prompts) > 1:

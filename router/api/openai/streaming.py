@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,9 +22,9 @@ from ...output.joined_answer import JoinedAnswer
 from ..service import GenerationService, tandem_errors_only
 from .answers import OPENAI_FORM, check_prompt_ids, check_prompt_logprobs
 from .openapi import MAX_TOKENS, REQUEST_ID
-from .requests import ParsedRequest
+from .requests import AnyRequest
 from .resume import EventIds, with_event_id
-from .writers import AnswerForm, AnswerWriter, StreamWriter
+from .writers import AnswerForm, StreamWriter, TokenIds
 
 _T = TypeVar("_T")
 
@@ -41,7 +41,7 @@ class GenerationResponse(Response):
     def __init__(
         self,
         service: GenerationService,
-        request: ParsedRequest,
+        request: AnyRequest,
         context: RequestContext,
         form: AnswerForm = OPENAI_FORM,
     ) -> None:
@@ -69,7 +69,8 @@ class GenerationResponse(Response):
                     async for prompt, message in messages:
                         answers[prompt].add(message)
                 joined = [answer.messages() for answer in answers]
-                body = await self._make_writer(accepted).render_full(joined)
+                model, prompts = self._described(accepted)
+                body = await self._form.render_full(self._request, model, prompts, joined)
                 return Response(body, media_type="application/json")
         except TandemError as error:
             return self._form.error_response(error, self._request.field)
@@ -103,7 +104,9 @@ class GenerationResponse(Response):
         usages = []
         with tandem_errors_only():
             accepted = await self._accept()
-            writer = self._writer = cast(StreamWriter, self._make_writer(accepted))
+            assert self._form.make_writer is not None
+            writer = self._form.make_writer(self._request, *self._described(accepted))
+            self._writer = writer
             event_ids = EventIds(accepted[0])
             timelines = [inference_pb2.Timeline() for _ in accepted]
             if accepted[0].progress:
@@ -145,10 +148,10 @@ class GenerationResponse(Response):
         runs = zip(accepted, timelines, strict=True)
         return _interleave([partial(self._service.run, each, timeline) for each, timeline in runs])
 
-    def _make_writer(self, accepted: Sequence[PreparedRequest]) -> AnswerWriter:
+    def _described(self, accepted: Sequence[PreparedRequest]) -> tuple[str, TokenIds]:
+        """Returns the model's name and the prompts, for a writer."""
         model = self._request.common.model or self._service.base_name
-        prompts = [each.tokens.submit.token_ids for each in accepted]
-        return self._form.writer(self._request, model, prompts)
+        return model, [each.tokens.submit.token_ids for each in accepted]
 
     async def _send_other(
         self, response: Response, scope: Scope, receive: Receive, send: Send

@@ -1,7 +1,7 @@
 """Defines the interface of the writers of answers, which every API implements."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,24 +14,18 @@ from ....proto.errors import TandemError
 TokenIds = Sequence[Sequence[int]]
 """The token ids of each prompt of a request."""
 
+Answers = Sequence[Sequence[inference_pb2.GenerateResponse]]
+"""By prompt, one message for each choice; the last has the usage."""
+
 TextKind = Literal["reasoning", "text"]
 
 
-class AnswerWriter(ABC):
-    """Writes the answer to one request in the form of an API."""
+class StreamWriter(ABC):
+    """Writes the answer to one request in full, or as server-sent events."""
 
     @abstractmethod
-    async def render_full(
-        self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]
-    ) -> bytes:
-        """Returns the body of an answer that is not streamed.
-
-        `answers`: by prompt, one message for each choice; the last has the usage.
-        """
-
-
-class StreamWriter(AnswerWriter):
-    """Writes the answer to one request in full, or as server-sent events."""
+    async def render_full(self, answers: Answers) -> bytes:
+        """Returns the body of an answer that is not streamed."""
 
     @abstractmethod
     async def chunk(self, prompt: int, message: inference_pb2.GenerateResponse) -> bytes:
@@ -126,9 +120,23 @@ class ItemWriter(StreamWriter):
         """Yields the events after the last item; `message` is the last one."""
 
 
+MakeWriter = Callable[[Any, str, TokenIds], StreamWriter]
+ErrorResponse = Callable[[TandemError, Callable[[str], str]], JSONResponse]
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """Makes the answers of one API: `writer` from a request, the model's name and the prompts."""
+    """Makes the answers of one API, from a request, the model's name and the prompts."""
 
-    writer: Callable[[Any, str, TokenIds], AnswerWriter]  # a StreamWriter if the API streams
-    error_response: Callable[[TandemError, Callable[[str], str]], JSONResponse]
+    render_full: Callable[[Any, str, TokenIds, Answers], Awaitable[bytes]]
+    error_response: ErrorResponse
+    make_writer: MakeWriter | None = None  # None: the API does not stream
+
+
+def streaming_form(make_writer: MakeWriter, error_response: ErrorResponse) -> AnswerForm:
+    """Returns the form of an API whose writer makes streams and answers in full."""
+
+    async def render_full(request: Any, model: str, prompts: TokenIds, answers: Answers) -> bytes:
+        return await make_writer(request, model, prompts).render_full(answers)
+
+    return AnswerForm(render_full, error_response, make_writer)

@@ -10,8 +10,9 @@ from typing_extensions import override
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ..openai.answers import error_response, error_text
-from ..openai.writers import AnswerForm, ItemWriter, TextKind, TokenIds
-from .requests import ResponsesRequest
+from ..openai.requests import ParsedRequest
+from ..openai.writers import Answers, ItemWriter, TextKind, TokenIds, streaming_form
+from .bodies import ResponsesFields
 
 _MAX_EVENTS_PER_TOKEN: Final = 16
 _ID_PREFIXES: Final = {"text": "msg", "reasoning": "rs"}
@@ -23,7 +24,9 @@ _LOGPROBS: Final[dict[TextKind, dict[str, Any]]] = {"text": {"logprobs": []}, "r
 class ResponsesWriter(ItemWriter):
     """Writes the answer to one request: as events, or in full."""
 
-    def __init__(self, request: ResponsesRequest, model: str, _prompts: TokenIds) -> None:
+    def __init__(
+        self, request: ParsedRequest[ResponsesFields], model: str, _prompts: TokenIds
+    ) -> None:
         super().__init__()
         self._request_id = request.request_id
         self._head = _head(request, model)
@@ -49,9 +52,7 @@ class ResponsesWriter(ItemWriter):
         return self._event("error", code=error.code.lower(), message=text, param=param)
 
     @override
-    async def render_full(
-        self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]
-    ) -> bytes:
+    async def render_full(self, answers: Answers) -> bytes:
         ((message,),) = answers
         list(self._events(message))  # collects the items
         return json.dumps(self._response(message)).encode()
@@ -137,7 +138,7 @@ class ResponsesWriter(ItemWriter):
         }
 
 
-def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:
+def _head(request: ParsedRequest[ResponsesFields], model: str) -> dict[str, Any]:
     """Returns the response before the first token."""
     body = request.body
     dumped = body.model_dump(
@@ -182,4 +183,4 @@ def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:
     }
 
 
-RESPONSES_FORM: Final = AnswerForm(ResponsesWriter, error_response)
+RESPONSES_FORM: Final = streaming_form(ResponsesWriter, error_response)

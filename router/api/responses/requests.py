@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from ....proto import inference_pb2
@@ -32,14 +31,7 @@ _MODES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesRequest(ParsedRequest):
-    """Adds the body, which the answer repeats, to the parsed request."""
-
-    body: ResponsesFields
-
-
-def parse_responses(body: bytes, request_id: str) -> ResponsesRequest:
+def parse_responses(body: bytes, request_id: str) -> ParsedRequest[ResponsesFields]:
     """Translates the body of POST /v1/responses. Raises InvalidArgument that names the field."""
     parsed = parse(ResponsesBody, body)
     names = {"stopping.max_tokens": "max_output_tokens", "prompt.chat.template_kwargs": "reasoning"}
@@ -51,7 +43,7 @@ def parse_responses(body: bytes, request_id: str) -> ResponsesRequest:
         model=parsed.model or "", constraint=None if must_call(chat) else constraint
     )
     set_parameters(common, parsed, PARAMETER_NAMES)
-    return ResponsesRequest(
+    return ParsedRequest(
         body=parsed,
         common=common,
         prompts=[inference_pb2.Prompt(chat=chat)],

@@ -29,15 +29,15 @@ from ..openai.bodies import (
 )
 from ..openai.embeddings import (
     EMBEDDINGS_FORM,
-    SCORE_FORM,
     EmbeddingsBody,
     ScoreBody,
     make_score_request,
     parse_embeddings,
+    score_form,
 )
 from ..openai.openapi import READ_ERRORS, Operation, generation, ok
 from ..openai.parsing import json_list, parse
-from ..openai.requests import ParsedRequest, parse_chat, parse_completion, parse_tokenize
+from ..openai.requests import AnyRequest, parse_chat, parse_completion, parse_tokenize
 from ..openai.respond import off_loop
 from ..openai.streaming import GenerationResponse
 from ..openai.writers import AnswerForm
@@ -48,7 +48,7 @@ from ..service import GenerationService
 
 
 async def _generate(
-    parse_body: Callable[[bytes, str], ParsedRequest],
+    parse_body: Callable[[bytes, str], AnyRequest],
     form: AnswerForm,
     service: GenerationService,
     body: bytes,
@@ -66,8 +66,8 @@ async def _score(
     """Scores text_2 given text_1 with log probabilities."""
     parsed = await off_loop(context.caller.turn, body, partial(parse, ScoreBody))
     model = service.model(parsed.model or "")
-    request = await make_score_request(parsed, model, request_id, context.caller)
-    return GenerationResponse(service, request, context, SCORE_FORM)
+    request, starts = await make_score_request(parsed, model, request_id, context.caller)
+    return GenerationResponse(service, request, context, score_form(starts))
 
 
 async def _count_tokens(
