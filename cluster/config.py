@@ -18,7 +18,8 @@ from ..proto.addresses import in_brackets, is_loopback
 from ..proto.errors import InvalidArgument
 from ..proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, STALL_SECONDS
 from ..router.adapters import MAX_ADAPTERS, AdapterName, LoraConfig
-from ..router.auth.config import SECTION, AbsolutePath, AuthConfig, TlsConfig
+from ..router.auth.config import SECTION, AbsolutePath, AuthConfig
+from ..router.auth.tls import TlsConfig
 from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserName
 from ..router.resume.policy import RESUME_SECONDS
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP

@@ -12,8 +12,9 @@ One file because the table is one list, of which every entry is a few lines.
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 Values = tuple[str, ...]
 """All values of a label; empty if they are not fixed: installed transports or status codes."""
@@ -148,35 +149,26 @@ def _add(
     kind: Literal["counter", "gauge", "histogram"],
     name: str,
     text: str,
-    labels: Mapping[str, Values],
-    worker: bool,
     buckets: tuple[float, ...] = (),
+    /,  # a label may have the name of a parameter
+    worker: bool = False,
+    **labels: Values,
 ) -> Metric:
-    source: Literal["router", "worker"] = "worker" if worker else "router"
     metric = Metric(
         name=name,
         kind=kind,
-        source=source,
+        source="worker" if worker else "router",
         help=text,
-        labels=MappingProxyType(dict(labels)),
+        labels=MappingProxyType(labels),
         buckets=buckets,
     )
     _table.append(metric)
     return metric
 
 
-def _counter(name: str, text: str, worker: bool = False, **labels: Values) -> Metric:
-    return _add("counter", name, text, labels, worker)
-
-
-def _gauge(name: str, text: str, worker: bool = False, **labels: Values) -> Metric:
-    return _add("gauge", name, text, labels, worker)
-
-
-def _histogram(
-    name: str, buckets: tuple[float, ...], text: str, worker: bool = False, **labels: Values
-) -> Metric:
-    return _add("histogram", name, text, labels, worker, buckets)
+_counter = partial(_add, "counter")
+_gauge = partial(_add, "gauge")
+_histogram = partial(_add, "histogram")
 
 
 # --- routers: requests
@@ -217,62 +209,62 @@ PREFIX_QUERIES = _counter(
 PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "Prompt tokens found in a prefix cache.")
 TTFT = _histogram(
     "vllm:time_to_first_token_seconds",
-    _TTFT,
     "Time from the arrival of a request to its first token.",
+    _TTFT,
 )
 ITL = _histogram(
     "vllm:inter_token_latency_seconds",
-    _TPOT,
     "Time between two tokens of a choice, counted when its request ends.",
+    _TPOT,
 )
 TPOT = _histogram(
     "vllm:request_time_per_output_token_seconds",
-    _TPOT,
     "Mean time of a request's tokens after the first.",
+    _TPOT,
 )
 E2E = _histogram(
     "vllm:e2e_request_latency_seconds",
-    _LATENCY,
     "Time from the arrival of a request to its last token.",
+    _LATENCY,
 )
 QUEUE_TIME = _histogram(
-    "vllm:request_queue_time_seconds", _LATENCY, "Time in the queues of the router and its workers."
+    "vllm:request_queue_time_seconds", "Time in the queues of the router and its workers.", _LATENCY
 )
 PREFILL_TIME = _histogram(
     "vllm:request_prefill_time_seconds",
-    _LATENCY,
     "Time from admission, or the end of a KV load, to the first token.",
+    _LATENCY,
 )
 DECODE_TIME = _histogram(
     "vllm:request_decode_time_seconds",
-    _LATENCY,
     "Time from joining the decode worker's batch to the end.",
+    _LATENCY,
 )
 INFERENCE_TIME = _histogram(
-    "vllm:request_inference_time_seconds", _LATENCY, "Time at workers, without their queues."
+    "vllm:request_inference_time_seconds", "Time at workers, without their queues.", _LATENCY
 )
-REQUEST_PROMPT = _histogram("vllm:request_prompt_tokens", _TOKENS, "Prompt tokens of a request.")
+REQUEST_PROMPT = _histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
 REQUEST_GENERATION = _histogram(
-    "vllm:request_generation_tokens", _TOKENS, "Generated tokens of a request."
+    "vllm:request_generation_tokens", "Generated tokens of a request.", _TOKENS
 )
 REQUEST_COMPUTED = _histogram(
     "vllm:request_prefill_kv_computed_tokens",
-    _TOKENS,
     "Prompt tokens of a request that were computed, not found in a prefix cache.",
+    _TOKENS,
 )
 REQUEST_MAX_TOKENS = _histogram(
-    "vllm:request_params_max_tokens", _TOKENS, "max_tokens of a request."
+    "vllm:request_params_max_tokens", "max_tokens of a request.", _TOKENS
 )
 REQUEST_MAX_GENERATION = _histogram(
     "vllm:request_max_num_generation_tokens",
-    _TOKENS,
     "Tokens generated for the longest choice of a request.",
+    _TOKENS,
 )
-REQUEST_N = _histogram("vllm:request_params_n", (1.0, 2.0, 5.0, 10.0, 20.0), "n of a request.")
+REQUEST_N = _histogram("vllm:request_params_n", "n of a request.", (1.0, 2.0, 5.0, 10.0, 20.0))
 ITERATION_TOKENS = _histogram(
     "vllm:iteration_tokens_total",
-    _STEP_TOKENS,
     "Outputs of one engine step for this router: tokens and other events.",
+    _STEP_TOKENS,
 )
 SPEC_DRAFTS = _counter(
     "vllm:spec_decode_num_drafts_total", "Steps of a completion that verified draft tokens."
@@ -326,8 +318,8 @@ LOST_WORKERS = _counter(
 )
 KV_SECONDS = _histogram(
     "tandem_kv_transfer_seconds",
-    _SECONDS,
     "Transfer time of a request's KV cache.",
+    _SECONDS,
     transport=(),
 )
 KV_BYTES = _counter(
@@ -364,10 +356,10 @@ UNBALANCED = _gauge(
     worker=True,
 )
 STEP_SECONDS = _histogram(
-    "tandem_step_seconds", _SECONDS, "Duration of one step of the engine.", worker=True
+    "tandem_step_seconds", "Duration of one step of the engine.", _SECONDS, worker=True
 )
 STEP_TOKENS = _histogram(
-    "tandem_step_tokens", _STEP_TOKENS, "Tokens computed in one step.", worker=True
+    "tandem_step_tokens", "Tokens computed in one step.", _STEP_TOKENS, worker=True
 )
 SUSPENDS = _counter("tandem_suspends_total", "Choices that were suspended.", worker=True)
 RECOMPUTED = _counter(
@@ -400,8 +392,8 @@ GPU_UTILIZATION = _gauge(
 METRICS: Final = tuple(_table)
 
 
-class Metrics(Protocol):
-    """Receives measurements.
+class Metrics:
+    """Receives measurements; this class drops them.
 
     A call costs about a microsecond. Code makes one for a message or a request, but none for a
     token.
@@ -409,27 +401,15 @@ class Metrics(Protocol):
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         """Adds to a counter."""
-        ...
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Sets a gauge."""
-        ...
 
     def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
         """Counts `count` observations of a value in a histogram."""
-        ...
 
 
-class _NullMetrics:
-    def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None: ...
-
-    def set(self, metric: Metric, value: float, **labels: str) -> None: ...
-
-    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None: ...
-
-
-NULL_METRICS: Final[Metrics] = _NullMetrics()
-"""Counts nothing."""
+NULL_METRICS: Final = Metrics()
 
 
 class BucketCounts:

@@ -73,7 +73,7 @@ def serve(
     if checked.auth.keys_file is not None:
         load_keys(checked.auth.keys_file)  # fails here, before anything starts
     if checked.router.tls is not None:
-        checked.router.tls.files.load()
+        checked.router.tls.load()
     # Fails for a wrong environment, before the model is fetched.
     address = prepare_ray_environment(address)
     checked = with_draft_folder(checked)

@@ -348,7 +348,6 @@ def _authenticator(
 def _server_tls(router: RouterConfig, watches: list[FileWatch[Any]]) -> ServerTls | None:
     if router.tls is None:
         return None
-    files = router.tls.files
-    tls = ServerTls(files.load())
-    watches.append(FileWatch(files.paths, files.load, tls.replace))
+    tls = ServerTls(router.tls.load())
+    watches.append(FileWatch(router.tls.paths, router.tls.load, tls.replace))
     return tls

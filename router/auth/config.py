@@ -1,12 +1,9 @@
-"""Configures API keys and TLS of the routers' API servers."""
+"""Configures the API keys of the routers' API servers."""
 
 import os
-from pathlib import Path
 from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
-
-from .tls import TlsFiles
 
 AbsolutePath = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(os.path.abspath)]
 KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -46,22 +43,3 @@ class AuthConfig(BaseModel):
     def needs_key(self) -> bool:
         """Returns True if each call needs a key."""
         return self.keys_file is not None or bool(self.key_hashes)
-
-
-class TlsConfig(BaseModel):
-    """Configures TLS of the API servers.
-
-    The files are in PEM, at these paths on every node of a router. They may be replaced while the
-    service runs.
-    """
-
-    model_config = SECTION
-
-    certificate: AbsolutePath  # with its chain
-    key: AbsolutePath
-    client_ca: AbsolutePath | None = None  # clients need a certificate of this CA
-
-    @property
-    def files(self) -> TlsFiles:
-        client_ca = None if self.client_ca is None else Path(self.client_ca)
-        return TlsFiles(certificate=Path(self.certificate), key=Path(self.key), client_ca=client_ca)

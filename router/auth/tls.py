@@ -4,28 +4,37 @@ Each new connection uses the latest certificate; open connections do not change.
 """
 
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+from pydantic import BaseModel
 
 from ...proto.errors import InvalidArgument
+from .config import SECTION, AbsolutePath
+
+TlsMaterial = tuple[ssl.SSLContext, Any]
+"""The loaded files: for the HTTP server, and as the configuration of the gRPC server."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TlsFiles:
-    """Names the files of a server, in PEM."""
+class TlsConfig(BaseModel):
+    """Configures TLS of the API servers.
 
-    certificate: Path  # with the chain
-    key: Path
-    client_ca: Path | None = None  # clients need a certificate of this CA; None: no certificate
+    The files are in PEM, at these paths on every node of a router. They may be replaced while the
+    service runs.
+    """
+
+    model_config = SECTION
+
+    certificate: AbsolutePath  # with its chain
+    key: AbsolutePath
+    client_ca: AbsolutePath | None = None  # clients need a certificate of this CA
 
     @property
     def paths(self) -> list[Path]:
-        return [path for path in (self.certificate, self.key, self.client_ca) if path is not None]
+        return [Path(path) for path in (self.certificate, self.key, self.client_ca) if path]
 
-    def load(self) -> "TlsMaterial":
+    def load(self) -> TlsMaterial:
         """Reads and checks the files. Raises InvalidArgument, which never quotes their content."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -45,30 +54,20 @@ class TlsFiles:
         pair = grpc.ssl_server_certificate_configuration(
             [(key, certificate)], ca[0] if ca else None
         )
-        return TlsMaterial(context=context, configuration=pair)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TlsMaterial:
-    """Holds the loaded files, in the forms that the HTTP and the gRPC server need."""
-
-    context: ssl.SSLContext
-    configuration: Any  # grpc.ServerCertificateConfiguration
+        return context, pair
 
 
 class ServerTls:
     """Gives the HTTP and the gRPC server of a router the latest certificates."""
 
     def __init__(self, material: TlsMaterial) -> None:
-        self._needs_clients = material.context.verify_mode is ssl.CERT_REQUIRED
-        self._configuration = material.configuration
         self.http_context = _LatestContext(ssl.PROTOCOL_TLS_SERVER)
-        self.http_context.latest = material.context
+        self.replace(material)
+        self._needs_clients = self.http_context.latest.verify_mode is ssl.CERT_REQUIRED
 
     def replace(self, material: TlsMaterial) -> None:
         """Replaces the certificates for new connections."""
-        self._configuration = material.configuration
-        self.http_context.latest = material.context
+        self.http_context.latest, self._configuration = material
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Returns credentials that use the latest certificates at each handshake.

@@ -17,49 +17,34 @@ TEMPLATE_OF_MODEL: Final = "the model's chat template "
 REFUSAL: Final = "refuses these messages: "
 """How a reason goes on that the template itself gives."""
 
-_NO_PROCESS: Final = "chat templates cannot be rendered now"
+NO_PROCESS: Final = "chat templates cannot be rendered now"
 
 
-class TemplateRenderer:
-    """Renders one template after the other in a child process. Thread-safe.
+def template_process() -> ChildProcess:
+    """Returns a process for `render`, which renders one template after the other."""
+    return ChildProcess("template_process")
 
-    The process begins with `start` or the first template, and ends with this object.
+
+def render(
+    process: ChildProcess, variables: Mapping[str, Any], *, max_characters: int, seconds: float
+) -> str:
+    """Renders by transformers' render_jinja_template.
+
+    `variables` are its arguments, as plain JSON values. Raises InvalidArgument if the template
+    refuses them, writes too much or does not end in time, and Unavailable if the process does not
+    start.
     """
-
-    def __init__(self) -> None:
-        self._child = ChildProcess("template_process")
-
-    def render(self, variables: Mapping[str, Any], *, max_characters: int, seconds: float) -> str:
-        """Renders by transformers' render_jinja_template.
-
-        `variables` are its arguments, as plain JSON values. Raises InvalidArgument if the template
-        refuses them, writes too much or does not end in time, and Unavailable if the process does
-        not start.
-        """
-        reply: dict[str, str] = {}
-        try:
-            reply = json.loads(
-                self._child.ask(json.dumps([variables, max_characters]).encode(), seconds)
-            )
-        except TimeoutError:
-            reply["reason"] = f"takes more than {seconds:g} seconds for these messages"
-        except EOFError:  # such as by a recursion that ends the process
-            reply["reason"] = "refuses these messages"
-        except ChildProcessError:
-            raise Unavailable(_NO_PROCESS) from None
-        if "text" not in reply:
-            raise InvalidArgument(
-                TEMPLATE_OF_MODEL + reply["reason"], reply.get("field", "prompt.chat")
-            )
-        return reply["text"]
-
-    def start(self) -> None:
-        """Starts the process. Idempotent."""
-        self._child.start()
-
-    def wait(self) -> None:
-        """Waits until the process can render. Raises Unavailable if it does not start."""
-        try:
-            self._child.wait()
-        except (ChildProcessError, EOFError):
-            raise Unavailable(_NO_PROCESS) from None
+    reply: dict[str, str] = {}
+    try:
+        reply = json.loads(process.ask(json.dumps([variables, max_characters]).encode(), seconds))
+    except TimeoutError:
+        reply["reason"] = f"takes more than {seconds:g} seconds for these messages"
+    except EOFError:  # such as by a recursion that ends the process
+        reply["reason"] = "refuses these messages"
+    except ChildProcessError:
+        raise Unavailable(NO_PROCESS) from None
+    if "text" not in reply:
+        raise InvalidArgument(
+            TEMPLATE_OF_MODEL + reply["reason"], reply.get("field", "prompt.chat")
+        )
+    return reply["text"]

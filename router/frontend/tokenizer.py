@@ -20,17 +20,17 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from ...proto import inference_pb2
-from ...proto.errors import InvalidArgument
+from ...proto.errors import InvalidArgument, Unavailable
 from ...proto.home import tokenizer_file
 from ...proto.limits import MAX_PROMPT_CHARACTERS
 from .chat import active_tools, template_variables, with_developer_as_system
 from .chat_formats import AUTO, CALL_MARKUP, call_format, reasoning_format
 from .fair_threads import TOKENIZING, FairThreads
 from .spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings, encode_text
-from .template import REFUSAL, TEMPLATE_OF_MODEL, TemplateRenderer
+from .template import NO_PROCESS, REFUSAL, TEMPLATE_OF_MODEL, render, template_process
 
 _TEMPLATE_SECONDS = 5.0
-_RENDERER: Final = TemplateRenderer()
+_RENDERER: Final = template_process()
 """Shared by all models of this process; it keeps no state of a model."""
 
 _RENDERINGS: Final = FairThreads("tandem-templates", 1)  # the renderer takes one chat at a time
@@ -147,7 +147,10 @@ class Tokenizer:
         """
         if self._template.chat_template is not None:
             await asyncio.to_thread(self._spelled[2].prepare)
-            await asyncio.to_thread(_RENDERER.wait)
+            try:
+                await asyncio.to_thread(_RENDERER.wait)
+            except (ChildProcessError, EOFError):
+                raise Unavailable(NO_PROCESS) from None
 
     def check_chat_template(self) -> None:
         """Renders a chat of one message, if the model has a template.
@@ -333,8 +336,8 @@ class Tokenizer:
                 "the model has no chat template; send text or token ids", "prompt.chat"
             )
         variables = {**self._template.special_tokens_map, **variables, "chat_template": source}
-        return _RENDERER.render(
-            variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS
+        return render(
+            _RENDERER, variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS
         )
 
 

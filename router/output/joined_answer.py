@@ -9,14 +9,20 @@ class JoinedAnswer:
     """Joins the messages of one prompt; keeps one message of each completion, not of each token."""
 
     def __init__(self) -> None:
-        self._choices: dict[int, _JoinedChoice] = {}
+        # By choice: the message, its text and its reasoning. A text that grows within the message
+        # would be copied for each token.
+        self._choices: dict[int, tuple[inference_pb2.GenerateResponse, StringIO, StringIO]] = {}
         self._usage: inference_pb2.Usage | None = None
 
     def add(self, message: inference_pb2.GenerateResponse) -> None:
         """Adds the next message."""
         if message.choice not in self._choices:
-            self._choices[message.choice] = _JoinedChoice()
-        self._choices[message.choice].add(message)
+            new = inference_pb2.GenerateResponse()
+            self._choices[message.choice] = new, StringIO(), StringIO()
+        joined, text, reasoning = self._choices[message.choice]
+        joined.MergeFrom(message)  # appends to lists, replaces other fields
+        text.write(message.text)
+        reasoning.write(message.reasoning)
         if message.HasField("usage"):
             self._usage = message.usage
 
@@ -25,28 +31,13 @@ class JoinedAnswer:
 
         The first has the prompt's log probabilities, the last has the usage.
         """
-        joined = [self._choices[number].message() for number in sorted(self._choices)]
-        if joined and self._usage is not None:
-            joined[-1].usage.CopyFrom(self._usage)
-        return joined
-
-
-class _JoinedChoice:
-    """Joins the messages of one completion."""
-
-    def __init__(self) -> None:
-        self._message = inference_pb2.GenerateResponse()
-        self._text = StringIO()  # a field of a message that grows would be copied for each token
-        self._reasoning = StringIO()
-
-    def add(self, part: inference_pb2.GenerateResponse) -> None:
-        self._message.MergeFrom(part)  # appends to lists, replaces other fields
-        self._text.write(part.text)
-        self._reasoning.write(part.reasoning)
-
-    def message(self) -> inference_pb2.GenerateResponse:
-        self._message.text = self._text.getvalue()
-        self._message.reasoning = self._reasoning.getvalue()
-        self._message.ClearField("first_index")  # of the last part
-        self._message.ClearField("usage")
-        return self._message
+        found = []
+        for _, (joined, text, reasoning) in sorted(self._choices.items()):
+            joined.text = text.getvalue()
+            joined.reasoning = reasoning.getvalue()
+            joined.ClearField("first_index")  # of the last message
+            joined.ClearField("usage")
+            found.append(joined)
+        if found and self._usage is not None:
+            found[-1].usage.CopyFrom(self._usage)
+        return found

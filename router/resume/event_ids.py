@@ -68,6 +68,7 @@ class EventIdSigner:
 
     def __init__(self, binding: ResumeBinding, resumed: ResumedAnswer | None) -> None:
         self._binding = binding
+        self._resumed = resumed
         self._choices: dict[int, _Choice] = {}
         self._carried: dict[int, bytearray] | None = {}  # ids by choice; None: too many
         self._marks: dict[int, ChoiceMark] = {}  # of choices that are computed again
@@ -95,7 +96,10 @@ class EventIdSigner:
         return True
 
     def sign(self, cached_tokens: int) -> bytes:
-        """Returns the id of the event that ends with the last ids."""
+        """Returns the id of the event that ends with the last ids.
+
+        `cached_tokens`: of the prompt, as it was computed now; a resumed answer keeps its own.
+        """
         binding = self._binding
         marks = {number: each.mark for number, each in self._choices.items()} | self._marks
         body = _HEAD.pack(
@@ -104,7 +108,7 @@ class EventIdSigner:
             binding.seed,
             binding.answer,
             binding.policy.now(),
-            cached_tokens,
+            cached_tokens if self._resumed is None else self._resumed.cached_tokens,
             len(marks),
         )
         body += b"".join(

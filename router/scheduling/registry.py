@@ -157,7 +157,7 @@ class WorkerRegistry:
         """Records a KV transfer for both workers; a pair is as fast as its slower end."""
         for worker_id in (prefill_worker, decode_worker):
             if worker_id in self._workers:
-                self._speeds.record_transfer(worker_id, num_bytes, seconds)
+                self._speeds.transfer.observe(worker_id, num_bytes, seconds)
 
     def workers(self) -> list[worker_pb2.WorkerInfo]:
         """Returns all workers, as the directory last described them."""
@@ -374,6 +374,6 @@ class WorkerRegistry:
             mixed_chunk_tokens=info.mixed_chunk_tokens,
             token_bytes=(info.kv_bytes_per_token or _DEFAULT_TOKEN_BYTES),
             prefill=self._speeds.prefill_cost(worker),
-            transfer=self._speeds.transfer_cost(info.worker_id),
+            transfer=self._speeds.transfer.cost(info.worker_id),
             step_seconds=worker.load.step_seconds or step_seconds,
         )

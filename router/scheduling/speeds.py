@@ -21,20 +21,17 @@ class WorkerSpeeds:
             role: Rates(NEUTRAL_PREFILL, typical=_TYPICAL_TOKENS, clock=clock)
             for role in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE)
         }
-        self._transfer = Rates(NEUTRAL_TRANSFER, typical=_TYPICAL_BYTES, clock=clock)
+        self.transfer = Rates(NEUTRAL_TRANSFER, typical=_TYPICAL_BYTES, clock=clock)
+        """Of KV transfers from or to a worker, in bytes."""
 
     def record_prefill(self, worker: WorkerState, num_tokens: int, seconds: float) -> None:
         """Records that a worker took `seconds` for a prompt with `num_tokens` uncached tokens."""
         self._prefill[worker.info.role].observe(worker.info.worker_id, num_tokens, seconds)
 
-    def record_transfer(self, worker_id: str, num_bytes: int, seconds: float) -> None:
-        """Records that a KV transfer from or to a worker took `seconds`."""
-        self._transfer.observe(worker_id, num_bytes, seconds)
-
     def forget(self, worker: WorkerState) -> None:
         """Removes the observations of a worker that has left or restarted."""
         self._prefill[worker.info.role].forget(worker.info.worker_id)
-        self._transfer.forget(worker.info.worker_id)
+        self.transfer.forget(worker.info.worker_id)
 
     def prefill_cost(self, worker: WorkerState) -> LinearCost:
         """Returns the cost of a prompt; without observations of its role, the other role's best."""
@@ -44,10 +41,6 @@ class WorkerSpeeds:
         is_prefill = worker.info.role == worker_pb2.ROLE_PREFILL
         other = worker_pb2.ROLE_DECODE if is_prefill else worker_pb2.ROLE_PREFILL
         return self._prefill[other].best()
-
-    def transfer_cost(self, worker_id: str) -> LinearCost:
-        """Returns the cost of a KV transfer from or to a worker, in bytes."""
-        return self._transfer.cost(worker_id)
 
     def token_seconds(self, worker: WorkerState) -> float:
         """Returns the seconds per prompt token of a busy worker, as reported or else predicted."""

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from ...proto.metrics import METRICS, BucketCounts, Metric
+from ...proto.metrics import METRICS, BucketCounts, Metric, Metrics
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -18,8 +18,8 @@ _Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 _Labels = tuple[str, ...]
 
 
-class PrometheusMetrics(Collector):
-    """Implements `Metrics` with plain numbers of one event loop.
+class PrometheusMetrics(Metrics, Collector):
+    """Holds measurements as plain numbers of one event loop.
 
     It needs no lock; prometheus_client takes two for each count. A series whose label values are
     known begins at 0.

@@ -40,7 +40,7 @@ from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
 from tandem.router.auth.keys import create_key, load_keys
-from tandem.router.auth.tls import ServerTls, TlsFiles
+from tandem.router.auth.tls import ServerTls, TlsConfig
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import byte_tokenizer
@@ -234,17 +234,17 @@ class _Access:
         )
         if tls:
             made = make_peer_tls("localhost")
-            access.tls.certificate.write_bytes(made.certificate)
-            access.tls.key.write_bytes(made.key)
+            Path(access.tls.certificate).write_bytes(made.certificate)
+            Path(access.tls.key).write_bytes(made.key)
         return access
 
     @property
-    def tls(self) -> TlsFiles:
-        return TlsFiles(certificate=self.folder / "tls.crt", key=self.folder / "tls.key")
+    def tls(self) -> TlsConfig:
+        return TlsConfig(certificate=str(self.folder / "tls.crt"), key=str(self.folder / "tls.key"))
 
     @property
     def has_tls(self) -> bool:
-        return self.tls.key.exists()
+        return Path(self.tls.key).exists()
 
     def authenticator(self) -> Authenticator:
         file = self.folder / "keys.json"
@@ -257,7 +257,7 @@ class _Access:
         scheme, _, place = url.partition("://")
         secure = f"{scheme}s://localhost:{place.rpartition(':')[2]}"
         return ServerAddress(
-            url=secure, model=_MODEL, api_key=self.api_key, tls_ca=self.tls.certificate
+            url=secure, model=_MODEL, api_key=self.api_key, tls_ca=Path(self.tls.certificate)
         )
 
 

@@ -263,7 +263,7 @@ def test_tls_names_its_files_from_every_folder_and_a_wrong_key_is_named() -> Non
     tls: dict[str, object] = {"certificate": "a.crt", "key": "a.key"}
     config = load_config(None, {"model": "m", "router.tls": tls})
     assert config.router.tls is not None
-    assert config.router.tls.files.paths == [Path("a.crt").absolute(), Path("a.key").absolute()]
+    assert config.router.tls.paths == [Path("a.crt").absolute(), Path("a.key").absolute()]
     with pytest.raises(
         InvalidArgument, match=r"router\.tls\.clientca: unknown key; did you mean client_ca\?"
     ):

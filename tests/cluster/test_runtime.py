@@ -19,7 +19,7 @@ from tandem.router.auth.config import AuthConfig
 from tandem.router.auth.keys import create_key, hash_key
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.wire import ClientTls
-from tandem.router.frontend.template import TemplateRenderer
+from tandem.router.frontend.template import template_process
 from tandem.tests.certificates import make_certificate
 from tandem.tests.fleet import fake_rank, fleet
 from tandem.tests.peers import IDENTITY
@@ -78,13 +78,13 @@ async def test_the_first_chat_does_not_wait_for_the_process_of_templates(
     has_template: bool,
 ) -> None:
     """A router that listens can render a chat; a model without a template needs no process."""
-    renderer = TemplateRenderer()
+    renderer = template_process()
     monkeypatch.setattr("tandem.router.frontend.tokenizer._RENDERER", renderer)
     if not has_template:
         (tmp_path / "chat_template.jinja").unlink()
     before = set(psutil.Process().children())
     router = await start(config, folder, 1)
-    assert (len(set(psutil.Process().children()) - before), renderer._child.is_ready) == (
+    assert (len(set(psutil.Process().children()) - before), renderer.is_ready) == (
         has_template,
         has_template,
     )

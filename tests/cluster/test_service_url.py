@@ -21,7 +21,7 @@ from tandem.router.api.server.ops_server import OpsServer
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
-from tandem.router.auth.tls import ServerTls, TlsFiles
+from tandem.router.auth.tls import ServerTls, TlsConfig
 from tandem.router.client import AsyncClient, ClientTls
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.certificates import make_certificate
@@ -235,8 +235,8 @@ async def test_the_key_is_demanded_and_sent(proxy: Proxy) -> None:
 
 async def test_tls_is_checked_and_goes_on_over_grpc(proxy: Proxy, tmp_path: Path) -> None:
     ca = make_certificate("ca")
-    files = TlsFiles(certificate=tmp_path / "cert", key=tmp_path / "key")
-    make_certificate("server", ca).write(files.certificate, files.key)
+    files = TlsConfig(certificate=str(tmp_path / "cert"), key=str(tmp_path / "key"))
+    make_certificate("server", ca).write(Path(files.certificate), Path(files.key))
     trusted = ClientTls(ca=ca.write(tmp_path / "ca"))
     service = SmallService(proxy)
     await service.start(tls=ServerTls(files.load()))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.proto.metrics import ITL, METRICS, TTFT, BucketCounts, Metric
+from tandem.proto.metrics import ITL, METRICS, TTFT, BucketCounts, Metric, Metrics
 from tandem.router.telemetry.prometheus import PrometheusMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations" / "metrics.md"
@@ -49,15 +49,11 @@ VLLM: dict[str, tuple[str, set[str]]] = {
 }
 
 
-class Recorder:
+class Recorder(Metrics):
     """Keeps what it is told to observe."""
 
     def __init__(self) -> None:
         self.observed: list[tuple[float, int]] = []
-
-    def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None: ...
-
-    def set(self, metric: Metric, value: float, **labels: str) -> None: ...
 
     def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
         self.observed.append((value, count))

@@ -22,6 +22,7 @@ from tandem.proto.metrics import (
     TRANSFERS,
     UNBALANCED,
     Metric,
+    Metrics,
 )
 from tandem.proto.worker_pb2 import Cancel, Suspend
 from tandem.tests.fleet import fake_rank, fleet
@@ -39,7 +40,7 @@ from tandem.workers.transfer.frames import TransferError
 WAIT = 10.0
 
 
-class Figures:
+class Figures(Metrics):
     """Keeps what is reported."""
 
     def __init__(self) -> None:

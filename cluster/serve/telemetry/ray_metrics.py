@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from ....proto.metrics import METRICS, Metric
+from ....proto.metrics import METRICS, Metric, Metrics
 
 _TAGS: Final = ("model_name", "pool")
 _SECONDS: Final = 5.0  # between two reports; Ray's agent collects them every ten seconds
@@ -21,8 +21,8 @@ async def keep_reporting(report: Callable[[bool], Awaitable[None]]) -> None:
         await asyncio.sleep(_SECONDS)
 
 
-class RayMetrics:
-    """Implements `Metrics` with Ray's metrics. Ray adds the worker's id and node to each series."""
+class RayMetrics(Metrics):
+    """Passes measurements to Ray's metrics. Ray adds the worker's id and node to each series."""
 
     def __init__(self, model_name: str, pool: str) -> None:
         self._metrics = {

@@ -106,7 +106,7 @@ def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
     has_prompt_logprobs = common.HasField("prompt_logprobs")
     if common.echo and common.HasField("logprobs") and not has_prompt_logprobs:
         common.prompt_logprobs = common.logprobs
-    return OpenAIRequest(
+    return ParsedRequest(
         body=parsed,
         common=common,
         prompts=prompts,
@@ -147,7 +147,7 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
     chat.tool_choice.single_call = parsed.parallel_tool_calls is False
     if must_call(chat) and not common.HasField("constraint"):
         names["constraint"] = "tools"
-    return OpenAIRequest(
+    return ParsedRequest(
         body=parsed,
         common=common,
         prompts=[inference_pb2.Prompt(chat=chat)],

@@ -6,17 +6,13 @@ and proxies bound headers, and some clients cannot set headers.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
 
-from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ...frontend.prepare import RequestContext
 from ...frontend.prepared import PreparedRequest
 from ...resume.event_ids import EventIdSigner
 from .openapi import LAST_EVENT_ID, RESUME
 from .requests import AnyRequest
-
-_UNFINISHED: Final = inference_pb2.FINISH_REASON_UNSPECIFIED
 
 
 def header_event_id(headers: Mapping[str, str]) -> str | None:
@@ -54,29 +50,13 @@ def _check_resumable(request: AnyRequest) -> None:
         raise InvalidArgument("is not supported with logprobs if events have ids", "echo")
 
 
-class EventIds:
-    """Makes the ids of the events of one answer, and finds the messages that its client has."""
+def event_signer(request: PreparedRequest) -> EventIdSigner | None:
+    """Returns the signer of the ids of a stream's events; None if they have no ids."""
+    if request.resume is None or not request.has_event_ids:
+        return None
+    return EventIdSigner(request.resume, request.begun)
 
-    def __init__(self, request: PreparedRequest) -> None:
-        self._signer: EventIdSigner | None = None
-        self._cached_tokens = request.cached_tokens
-        if request.has_event_ids and request.resume is not None:
-            self._signer = EventIdSigner(request.resume, request.begun)
 
-    def take(self, message: inference_pb2.GenerateResponse) -> bool:
-        """Counts the next message; returns True if the client has it.
-
-        Raises InternalError if it differs from the message that the client has.
-        """
-        if self._signer is None:
-            return False
-        has_ended = message.finish_reason != _UNFINISHED
-        return self._signer.take(message.choice, message.token_ids, has_ended)
-
-    def add(self, event: bytes, timeline: inference_pb2.Timeline) -> bytes:
-        """Returns the events of the last message with an id at their end."""
-        if self._signer is None:
-            return event
-        known = self._cached_tokens
-        event_id = self._signer.sign(timeline.cached_tokens if known is None else known)
-        return event[:-1] + b"id: " + event_id + b"\n\n"
+def with_id(event: bytes, event_id: bytes) -> bytes:
+    """Returns the events of a message with an id at their end."""
+    return event[:-1] + b"id: " + event_id + b"\n\n"

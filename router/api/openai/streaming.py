@@ -17,13 +17,13 @@ from ....proto.metrics import ERRORS
 from ...frontend.prepare import RequestContext
 from ...frontend.prepared import PreparedRequest
 from ...frontend.validation import answer_size, check_answer_size, check_num_sequences
-from ...output.choice import delivered
+from ...output.choice import UNFINISHED, delivered
 from ...output.joined_answer import JoinedAnswer
 from ..service import GenerationService, tandem_errors_only
 from .answers import OPENAI_FORM, check_prompt_ids, check_prompt_logprobs
 from .openapi import MAX_TOKENS, REQUEST_ID
 from .requests import AnyRequest
-from .resume import EventIds, with_event_id
+from .resume import event_signer, with_event_id, with_id
 from .writers import AnswerForm, StreamWriter, TokenIds
 
 _T = TypeVar("_T")
@@ -107,18 +107,23 @@ class GenerationResponse(Response):
             assert self._form.make_writer is not None
             writer = self._form.make_writer(self._request, *self._described(accepted))
             self._writer = writer
-            event_ids = EventIds(accepted[0])
+            signer = event_signer(accepted[0])
             timelines = [inference_pb2.Timeline() for _ in accepted]
             if accepted[0].progress:
                 writer.continue_after(await asyncio.to_thread(delivered, accepted[0]))
             async with aclosing(self._messages(accepted, timelines)) as messages:
                 async for prompt, message in messages:
-                    if event_ids.take(message):
+                    has_ended = message.finish_reason != UNFINISHED
+                    ids = message.token_ids
+                    if signer is not None and signer.take(message.choice, ids, has_ended):
                         writer.continue_after([message])
                         continue
                     if message.HasField("usage"):
                         usages.append(message.usage)
-                    yield event_ids.add(await writer.chunk(prompt, message), timelines[prompt])
+                    event = await writer.chunk(prompt, message)
+                    if signer is not None:
+                        event = with_id(event, signer.sign(timelines[prompt].cached_tokens))
+                    yield event
             yield writer.end(usages)
 
     async def _accept(self) -> list[PreparedRequest]:

@@ -18,6 +18,7 @@ from tandem.router.api.openai.logprobs import prompt_logprobs
 from tandem.router.api.openai.parsing import parse
 from tandem.router.api.openai.requests import (
     OpenAIRequest,
+    ParsedRequest,
     parse_chat,
     parse_completion,
     parse_tokenize,
@@ -103,14 +104,14 @@ async def test_a_request_that_is_refused_is_made_once(
 ) -> None:
     """Otherwise each of 128 prompts would have a copy of the wrong 2 MB."""
     made = []
-    requests = OpenAIRequest.requests
+    requests = ParsedRequest.requests
 
     def counted(body: OpenAIRequest) -> Any:
         for request in requests(body):
             made.append(request)
             yield request
 
-    monkeypatch.setattr(OpenAIRequest, "requests", counted)
+    monkeypatch.setattr(ParsedRequest, "requests", counted)
     server = HttpServer(GenerationService([model], FakeTokenSource()))
     address = await server.start("127.0.0.1:0")
     try:

@@ -17,7 +17,7 @@ from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.router.api.server.connection import ConnectionBounds
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
-from tandem.router.auth.tls import ServerTls, TlsFiles, TlsMaterial
+from tandem.router.auth.tls import ServerTls, TlsConfig, TlsMaterial
 from tandem.router.auth.watch import FileWatch
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.wire import ClientTls
@@ -85,9 +85,11 @@ async def secure(
     ca = make_certificate("ca")
     ca.write(tmp_path / "ca.pem")
     write(tmp_path, "server", ca)
-    client_ca = tmp_path / "ca.pem" if request.param else None
-    files = TlsFiles(
-        certificate=tmp_path / "server.pem", key=tmp_path / "server.key", client_ca=client_ca
+    client_ca = str(tmp_path / "ca.pem") if request.param else None
+    files = TlsConfig(
+        certificate=str(tmp_path / "server.pem"),
+        key=str(tmp_path / "server.key"),
+        client_ca=client_ca,
     )
     tls = ServerTls(files.load())
     source = HeldSource(answer=b"abcd")
@@ -204,7 +206,7 @@ async def bounded_service(
     ca = make_certificate("ca")
     ca.write(tmp_path / "ca.pem")
     write(tmp_path, "server", ca)
-    files = TlsFiles(certificate=tmp_path / "server.pem", key=tmp_path / "server.key")
+    files = TlsConfig(certificate=str(tmp_path / "server.pem"), key=str(tmp_path / "server.key"))
     tls, source = ServerTls(files.load()), HeldSource(answer=b"abcd")
     servers = await ApiServers.start(GenerationService([model], source), tls=tls, bounds=bounds)
     await servers.set_serving(True)
@@ -277,15 +279,15 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
     one, two = (write(tmp_path, name, make_certificate("ca")) for name in ("one", "two"))
     assert one.key is not two.key
     with pytest.raises(InvalidArgument, match="do not match"):
-        TlsFiles(certificate=tmp_path / "one.pem", key=tmp_path / "two.key").load()
+        TlsConfig(certificate=str(tmp_path / "one.pem"), key=str(tmp_path / "two.key")).load()
     with pytest.raises(InvalidArgument, match=r"absent\.pem: No such file"):
-        TlsFiles(certificate=tmp_path / "absent.pem", key=tmp_path / "two.key").load()
+        TlsConfig(certificate=str(tmp_path / "absent.pem"), key=str(tmp_path / "two.key")).load()
     (tmp_path / "bad.pem").write_text("no certificate")
     with pytest.raises(InvalidArgument, match="client_ca"):
-        TlsFiles(
-            certificate=tmp_path / "one.pem",
-            key=tmp_path / "one.key",
-            client_ca=tmp_path / "bad.pem",
+        TlsConfig(
+            certificate=str(tmp_path / "one.pem"),
+            key=str(tmp_path / "one.key"),
+            client_ca=str(tmp_path / "bad.pem"),
         ).load()
 
 

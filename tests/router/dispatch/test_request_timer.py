@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.proto.metrics import INTERRUPTIONS, ITL, RECOVERIES, Metric
+from tandem.proto.metrics import INTERRUPTIONS, ITL, RECOVERIES, Metric, Metrics
 from tandem.router.dispatch import request_timer
 from tandem.router.dispatch.causes import Cause
 from tandem.router.dispatch.request_timer import RequestTimer
@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
 
-class Recorder:
+class Recorder(Metrics):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -35,8 +35,6 @@ class Recorder:
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         self.added.append((metric, labels))
-
-    def set(self, metric: Metric, value: float, **labels: str) -> None: ...
 
     def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
         self.observed.append((metric, value, count))

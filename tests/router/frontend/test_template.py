@@ -11,8 +11,9 @@ import pytest
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
+from tandem.router.frontend import template as templates
 from tandem.router.frontend.chat import check_chat
-from tandem.router.frontend.template import TemplateRenderer
+from tandem.router.frontend.child_process import ChildProcess
 from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.router.frontend.test_chat import MODES, WEATHER, chat, tool
 from tandem.tests.tiny_tokenizer import make_tokenizer
@@ -161,7 +162,7 @@ NO_SYSTEM = (
 
 @pytest.mark.parametrize("template", [PARTS, BY_MACRO, BY_ROLE])
 def test_a_template_gets_content_in_the_form_that_it_takes(
-    renderer: TemplateRenderer, template: str
+    renderer: ChildProcess, template: str
 ) -> None:
     """Of each role: a template may take the parts of some and the text of others."""
     roles = ("system", "user", "assistant", "tool", "critic")
@@ -175,7 +176,7 @@ def test_a_template_gets_content_in_the_form_that_it_takes(
     )
 
 
-def test_a_template_that_refuses_a_role_still_does(renderer: TemplateRenderer) -> None:
+def test_a_template_that_refuses_a_role_still_does(renderer: ChildProcess) -> None:
     messages = [{"role": "user", "content": "Look."}]
     assert render(renderer, NO_SYSTEM, {"conversations": [messages]}) == "[user] Look.|"
     with pytest.raises(InvalidArgument, match="refuses these messages: no system"):
@@ -215,19 +216,19 @@ TOO_LARGE = [
 
 
 @pytest.fixture(scope="module")
-def renderer() -> TemplateRenderer:
-    return TemplateRenderer()
+def renderer() -> ChildProcess:
+    return templates.template_process()
 
 
 def render(
-    renderer: TemplateRenderer, template: str, variables: dict[str, Any], seconds: float = 60
+    renderer: ChildProcess, template: str, variables: dict[str, Any], seconds: float = 60
 ) -> str:
     arguments = {"conversations": [[]], "chat_template": template} | variables
-    return renderer.render(arguments, max_characters=1_000_000, seconds=seconds)
+    return templates.render(renderer, arguments, max_characters=1_000_000, seconds=seconds)
 
 
 @pytest.mark.parametrize("template", ENDLESS)
-def test_a_template_without_end_is_stopped(renderer: TemplateRenderer, template: str) -> None:
+def test_a_template_without_end_is_stopped(renderer: ChildProcess, template: str) -> None:
     renderer.wait()  # a process that was stopped before is replaced first
     began = time.monotonic()
     with pytest.raises(InvalidArgument, match=r"takes more than 0\.05 seconds"):
@@ -237,20 +238,18 @@ def test_a_template_without_end_is_stopped(renderer: TemplateRenderer, template:
 
 
 @pytest.mark.parametrize("template", TOO_LARGE)
-def test_a_template_that_makes_too_much_is_stopped(
-    renderer: TemplateRenderer, template: str
-) -> None:
+def test_a_template_that_makes_too_much_is_stopped(renderer: ChildProcess, template: str) -> None:
     with pytest.raises(InvalidArgument, match="renders more than 1000000 characters"):
         render(renderer, template, {"big": "x" * 10_000})
 
 
-def test_the_largest_prompt_is_rendered(renderer: TemplateRenderer) -> None:
+def test_the_largest_prompt_is_rendered(renderer: ChildProcess) -> None:
     text = "🍵" * 1_000_000
     assert render(renderer, "{{ text }}", {"text": text}) == text
 
 
 def test_threads_share_the_process_and_it_ends_with_the_renderer() -> None:
-    renderer = TemplateRenderer()
+    renderer = templates.template_process()
     before = set(psutil.Process().children())
 
     with ThreadPoolExecutor(8) as threads:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
-from tandem.router.api.openai.resume import EventIds
+from tandem.router.api.openai.resume import event_signer, with_id
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Caller
 from tandem.router.auth.rate import Quota
@@ -78,11 +78,12 @@ async def answer_after(
     service = GenerationService([MODEL], source, resume_key=KEY, resume_policy=ageless())
     context = RequestContext(arrived=time.monotonic(), event_id=event_id)
     prepared = await service.accept(message, context)
-    ids, timeline = EventIds(prepared), inference_pb2.Timeline()
+    signer, timeline = event_signer(prepared), inference_pb2.Timeline()
+    assert signer is not None
     return [
-        (each, ids.add(b"\n", timeline).decode().removeprefix("id: ").strip())
+        (each, with_id(b"\n", signer.sign(timeline.cached_tokens)).decode()[4:].strip())
         async for each in service.run(prepared, timeline)
-        if not ids.take(each)
+        if not signer.take(each.choice, each.token_ids, bool(each.finish_reason))
     ]
 
 

@@ -17,6 +17,7 @@ from tandem.proto.metrics import (
     PROMPT_TOKENS,
     TTFT,
     Metric,
+    Metrics,
 )
 from tandem.router.telemetry.requests import (
     EndedRequest,
@@ -29,7 +30,7 @@ STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LEN
 TOOLS = inference_pb2.FINISH_REASON_TOOL_CALLS
 
 
-class Recorder:
+class Recorder(Metrics):
     """Sums what is counted."""
 
     def __init__(self) -> None:
@@ -37,8 +38,6 @@ class Recorder:
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         self.sums[metric, *labels.values()] += amount  # type: ignore[assignment]
-
-    def set(self, metric: Metric, value: float, **labels: str) -> None: ...
 
     def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
         self.sums[metric] += count  # type: ignore[index]
