@@ -59,20 +59,6 @@ _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _CANCELLED: Final = "the client cancelled the request"
 
 
-def connect(
-    address: Addresses,
-    *,
-    api_key: str | None = None,
-    tls: wire.ClientTls = wire.ClientTls(),
-    compression: bool = False,
-    max_retries: int = 2,
-) -> "Client":
-    """Returns a client of the service at HOST:PORT, which connects at the first call."""
-    return Client(
-        address, api_key=api_key, tls=tls, compression=compression, max_retries=max_retries
-    )
-
-
 class _Generation:
     """Makes one stream of a request's tries; each continues where the last one broke off."""
 
@@ -90,7 +76,7 @@ class _Generation:
     def delta(self, message: inference_pb2.GenerateResponse) -> Delta:
         self._has_begun = True
         if message.token_ids:
-            self._routed.progressed()
+            self._routed.retries.reset()
         return self.collector.delta(message)
 
     def delay(self, error: TandemError) -> float:
@@ -271,6 +257,9 @@ class _BaseClient(Generic[_S]):
         routed = self._routed(lambda router: router.inference.Generate, timeout, self._max_retries)
         return self._make_stream(_Generation(routed, request))
 
+    def _health_call(self, timeout: Seconds) -> RoutedCall:
+        return self._routed(lambda router: router.health.Check, timeout, len(self._routers.all) - 1)
+
     def _routed(
         self, choose: Callable[[RouterStubs], Any], timeout: Seconds, max_retries: int
     ) -> RoutedCall:
@@ -339,13 +328,11 @@ class Client(_BaseClient[Stream]):
 
     def health(self, *, timeout: Seconds = None) -> bool:
         """Returns True if the service can be reached and reports that it can answer."""
-        routed = self._routed(
-            lambda router: router.health.Check, timeout, len(self._routers.all) - 1
-        )
         try:
-            return bool(call(routed, health_pb2.HealthCheckRequest()).status == _SERVING)
+            answer = call(self._health_call(timeout), health_pb2.HealthCheckRequest())
         except Unavailable:
             return False
+        return bool(answer.status == _SERVING)
 
     def close(self) -> None:
         """Closes the connections; requests that still run are cancelled."""
@@ -362,6 +349,10 @@ class Client(_BaseClient[Stream]):
         self, choose: Callable[[RouterStubs], Any], request: ProtobufMessage, timeout: Seconds
     ) -> Any:
         return call(self._routed(choose, timeout, self._max_retries), request)
+
+
+connect = Client
+"""Opens a client: `with tandem.connect("127.0.0.1:50051") as client`."""
 
 
 class AsyncClient(_BaseClient[AsyncStream]):
@@ -432,15 +423,11 @@ class AsyncClient(_BaseClient[AsyncStream]):
 
     async def health(self, *, timeout: Seconds = None) -> bool:
         """Returns True if the service can be reached and reports that it can answer."""
-        routed = self._routed(
-            lambda router: router.health.Check, timeout, len(self._routers.all) - 1
-        )
         try:
-            return bool(
-                (await call_async(routed, health_pb2.HealthCheckRequest())).status == _SERVING
-            )
+            answer = await call_async(self._health_call(timeout), health_pb2.HealthCheckRequest())
         except Unavailable:
             return False
+        return bool(answer.status == _SERVING)
 
     async def close(self) -> None:
         """Closes the connections; requests that still run are cancelled."""

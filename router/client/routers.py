@@ -69,23 +69,19 @@ class RoutedCall:
         self._routers = routers
         self._choose = choose
         self._metadata = metadata
-        self._retries = retries
+        self.retries = retries
 
     def start(self, request: Message) -> Any:
         self._router = self._routers.current
         return self._choose(self._router)(
-            request, timeout=self._retries.timeout, metadata=self._metadata
+            request, timeout=self.retries.timeout, metadata=self._metadata
         )
-
-    def progressed(self) -> None:
-        """Forgets the failed tries, after an answer of the service."""
-        self._retries.reset()
 
     def delay(self, error: TandemError) -> float:
         """Returns the seconds until the next try, by Retries; raises `error` without a next try."""
         if error.retry_after is not None:
             self._routers.leave(self._router)
-        return self._retries.delay(error)
+        return self.retries.delay(error)
 
 
 def call(routed: RoutedCall, request: Message) -> Any:

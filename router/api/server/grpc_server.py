@@ -180,7 +180,7 @@ class GrpcServer:
                 with _counted(self._health_calls, context, self._bounds.max_per_address):
                     yield await self._read(health_pb2.HealthCheckRequest, context)
             except TandemError as error:
-                await _abort(context, error, inference_pb2.Timeline(), self._audit)
+                await _abort(context, error, self._audit)
 
         async def check(_messages: object, context: _Context) -> Message:
             async with received(context) as request:
@@ -230,7 +230,7 @@ class GrpcServer:
                                 await context.write(part)
                                 writes.end()
         except TandemError as error:
-            await _abort(context, error, timeline, self._audit, self._key_name(context))
+            await _abort(context, error, self._audit, self._key_name(context), timeline)
         context.set_trailing_metadata(_timeline_metadata(timeline))
 
     def _unary(
@@ -243,9 +243,7 @@ class GrpcServer:
                 with tandem_errors_only(), self._call(context) as caller:
                     return await method(await self._read(kind, context, caller.turn), caller)
             except TandemError as error:
-                await _abort(
-                    context, error, inference_pb2.Timeline(), self._audit, self._key_name(context)
-                )
+                await _abort(context, error, self._audit, self._key_name(context))
 
         return grpc.stream_unary_rpc_method_handler(respond, None, _serialize)
 
@@ -328,7 +326,7 @@ def _counted(calls: Counter[str], context: _Context, most: int) -> Iterator[None
 
 def _refusal(error: TandemError, audit: AuditLog) -> "grpc.RpcMethodHandler[Any, Any]":
     async def refuse(_messages: object, context: _Context) -> None:
-        await _abort(context, error, inference_pb2.Timeline(), audit)
+        await _abort(context, error, audit)
 
     # grpc reads no message for a handler of this kind, which fits every call.
     return grpc.stream_stream_rpc_method_handler(refuse)
@@ -337,9 +335,9 @@ def _refusal(error: TandemError, audit: AuditLog) -> "grpc.RpcMethodHandler[Any,
 async def _abort(
     context: _Context,
     error: TandemError,
-    timeline: inference_pb2.Timeline,
     audit: AuditLog,
     key_name: str = "",
+    timeline: inference_pb2.Timeline | None = None,
 ) -> NoReturn:
     audit.failed("grpc", error.code)
     if is_refusal(error.http_status):
@@ -407,7 +405,9 @@ def _split_prompt_logprobs(
     yield message
 
 
-def _timeline_metadata(timeline: inference_pb2.Timeline) -> tuple[tuple[str, str | bytes], ...]:
-    if not timeline.request_id:  # the request was never accepted
+def _timeline_metadata(
+    timeline: inference_pb2.Timeline | None,
+) -> tuple[tuple[str, str | bytes], ...]:
+    if timeline is None or not timeline.request_id:  # the request was never accepted
         return ()
     return ((TIMELINE_KEY, timeline.SerializeToString()),)

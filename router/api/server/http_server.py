@@ -152,20 +152,18 @@ class HttpServer:
 
     def _card(self, model: ServedModel) -> dict[str, Any]:
         base = self._service.base_name if model.adapter else None
-        root = self._service.model(base or model.name).name
-        names: dict[str, Any] = {
+        return {
             "id": model.name,
             "object": "model",
             "owned_by": "tandem",
-            "root": root,
-        }
-        defaults = {ROWS[field].client_name: value for field, value in model.defaults.items()}
-        names |= {
+            "root": self._service.model(base or model.name).name,
             "created": self._started_at,
             "max_model_len": model.context_tokens,
             "parent": base,
+            "default_sampling_params": {
+                ROWS[field].client_name: value for field, value in model.defaults.items()
+            },
         }
-        return names | {"default_sampling_params": defaults}
 
 
 def _not_ready() -> JSONResponse:
