@@ -323,7 +323,7 @@ class Admission:
         """Returns the longest wait after which the request can still meet its deadline."""
         if deadline is None:
             return math.inf
-        return deadline - self._clock() - self._capacity.min_prefill_seconds()
+        return deadline - self._clock() - self._capacity.speeds.min_prefill_seconds()
 
     def _overloaded(self, message: str, entry: QueueEntry, reason: str) -> Overloaded:
         self._metrics.add(REFUSALS, reason=reason)

@@ -31,7 +31,7 @@ class PoolCapacity:
     ) -> None:
         """`workers`: the live map of the registry. `local_prefill_tokens`: as in WorkerRegistry."""
         self._workers = workers
-        self._speeds = speeds
+        self.speeds = speeds
         self._local_prefill_tokens = local_prefill_tokens
         self._free = {_PREFILL: NO_CAPACITY, _DECODE: NO_CAPACITY}
         self._stale: set[WorkerState] = set()  # workers to recount
@@ -91,7 +91,7 @@ class PoolCapacity:
         pool = self._computing
         if not pool:
             return LinearCost(fixed=0.0, each=0.0)
-        token_seconds = 1 / sum(1 / self._speeds.token_seconds(worker) for worker in pool)
+        token_seconds = 1 / sum(1 / self.speeds.token_seconds(worker) for worker in pool)
         uncached_rate = self.uncached_rate
         own = sum(worker.own.sequences for worker in self._workers.values())
         others = sum(worker.others.sequences for worker in self._workers.values())
@@ -101,10 +101,6 @@ class PoolCapacity:
             fixed=num_tokens * token_seconds,
             each=uncached_rate * token_seconds * (1 + others / max(own, 1)),
         )
-
-    def min_prefill_seconds(self) -> float:
-        """Returns the time of the fastest worker for one token; 0 before the first measurement."""
-        return self._speeds.min_prefill_seconds()
 
     @property
     def uncached_rate(self) -> float:
@@ -156,7 +152,7 @@ class PoolCapacity:
 
     def _count(self, worker: WorkerState) -> None:
         before = worker.free
-        worker.free = worker.measure_free(self._speeds.token_seconds(worker))
+        worker.free = worker.measure_free(self.speeds.token_seconds(worker))
         self._free[worker.info.role] += worker.free - before
         if worker.free.exceeds(before):
             self.notify()
