@@ -65,7 +65,7 @@ class RequestManager:
     thread: EngineThread
     kv: KvGroup
     limits: WorkerLimits
-    grammars: GrammarCompiler | None
+    grammars: GrammarCompiler
     adapters: AdapterCache
     kv_handle: Callable[[int], worker_pb2.KvHandle]  # of a new transfer of this number of tokens
     load: Callable[[], worker_pb2.WorkerLoad]
@@ -169,10 +169,7 @@ class RequestManager:
             return
         first = submit.first_choice
         num_choices = spec.beam.num_best if spec.beam else spec.num_choices
-        request = WorkerRequest(spec, session, key, set(range(first, first + num_choices)))
-        request.adapter = submit.adapter if submit.HasField("adapter") else None
-        request.holder = submit.prefix_holder
-        request.tenant = submit.tenant
+        request = WorkerRequest(submit, spec, session, key, set(range(first, first + num_choices)))
         self._next_id += spec.num_choices
         self._requests.add(request)
         self._sequences |= {
@@ -183,7 +180,7 @@ class RequestManager:
         if spec.task is Task.DECODE:
             request.fetch = self.kv.fetch(spec.id, submit.kv, hash_prompt(spec.tokens, spec.salt))
             request.fetch.add_done_callback(partial(self._fetched, request))
-        if request.adapter or (spec.sampling.grammar and self.grammars is not None):
+        if submit.HasField("adapter") or spec.sampling.grammar:
             request.preparing = asyncio.create_task(self._prepare(request, submitted))
             request.preparing.add_done_callback(self._check_task)
         else:
@@ -278,7 +275,8 @@ class RequestManager:
                             self._end_choice(request, choice)
                     case Admitted() if event.importing:
                         loading = self.kv.load(
-                            event.id, self.importer.load(event, request.spec, request.holder)
+                            event.id,
+                            self.importer.load(event, request.spec, request.submit.prefix_holder),
                         )
                         loading.add_done_callback(
                             partial(self._loaded, request, event, time.monotonic())
@@ -407,13 +405,13 @@ class RequestManager:
         sampling = request.spec.sampling
         try:
             async with asyncio.timeout(_PREPARE_SECONDS):
-                if request.adapter:
-                    number = await self.load_adapter(request.adapter)
+                if request.submit.HasField("adapter"):
+                    number = await self.load_adapter(request.submit.adapter)
                     request.spec = replace(request.spec, adapter=number)
-                if sampling.grammar and self.grammars is not None:
+                if sampling.grammar:
                     missing = "grammar: is not compiled"
                     request.grammar = await self.grammars.compile(
-                        sampling.grammar, sampling.grammar_owner, request.tenant
+                        sampling.grammar, sampling.grammar_owner, request.submit.tenant
                     )
         except TimeoutError:
             message = f"{missing} after {_PREPARE_SECONDS:g} seconds"
@@ -432,7 +430,7 @@ class RequestManager:
 
         The adapter stays loaded while a request uses it. Raises Unavailable or queue.Full.
         """
-        in_use = {request.adapter.fingerprint for request in self._requests if request.adapter}
+        in_use = {request.submit.adapter.fingerprint for request in self._requests}
         return await self.adapters.load(adapter, in_use)
 
     def _check_task(self, task: "asyncio.Task[None]") -> None:

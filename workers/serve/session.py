@@ -31,17 +31,14 @@ _FINISH = {
 class WorkerRequest:
     """Holds a submit that a worker has accepted and that has not ended."""
 
+    submit: worker_pb2.Submit
     spec: SequenceSpec
     session: "RouterSession"
     key: RequestKey
     choices: set[int]  # choices that have not ended
-    adapter: worker_pb2.Adapter | None = None
-    tenant: bytes = b""  # see Submit
     preparing: asyncio.Task[None] | None = None  # loads its adapter and compiles its grammar
     grammar: object = None  # a reference that keeps its grammar compiled
     fetch: asyncio.Task[FetchResult] | None = None  # fetches its KV cache from another worker
-    # The worker that has a longer prefix of its prompt than this one.
-    holder: worker_pb2.PrefixHolder = field(default_factory=worker_pb2.PrefixHolder)
     # Sequence ids by choice, of choices whose KV cache is offered to other workers.
     suspended: dict[int, int] = field(default_factory=dict)
 

@@ -137,7 +137,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                 max_sequences=config.budgets.max_sequences,
                 eos_ids=rank.eos_ids,
             ),
-            grammars=GrammarCompiler(rank.load_grammar) if rank.load_grammar else None,
+            grammars=GrammarCompiler(rank.load_grammar),
             adapters=AdapterCache(
                 rank.load_adapter,
                 self._coordinator.clients,

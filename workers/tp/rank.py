@@ -100,7 +100,7 @@ class Rank:
     # Compiles a grammar for an owner and a tenant, see `GrammarCache.load`. Thread-safe. Raises
     # ValueError if the grammar is wrong, with a text that may be shown to users. queue.Full and
     # OSError have other causes than the grammar.
-    load_grammar: Callable[[str, bytes, bytes], object] | None = None
+    load_grammar: Callable[[str, bytes, bytes], object] = lambda text, owner, tenant: None
     num_graph_replays: Callable[[], int] = lambda: 0  # steps that ran as a CUDA graph
     num_host_blocks: int = 0  # in host memory, for blocks that leave the KV cache
     load_adapter: LoadOnRank = lambda number, adapter: "this worker takes no adapters"

@@ -24,7 +24,6 @@ from ..model.device import enter_device
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.sender import KvSender
 from ..transfer.shard_stream import FetchResult
-from .adapters import LoadOnRank
 from .kv_group import KvGroup
 from .process_group import TpGroup, rank_loop
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
@@ -50,8 +49,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         self._events: asyncio.Queue[worker_pb2.RankControlResponse] = asyncio.Queue()
         self._is_led = False
         self._kv: KvGroup | None = None
-        self._load_adapter: LoadOnRank | None = None
-        self._rank_kv: KvStore | None = None
+        self._rank: Rank | None = None
         self._disk: RankDisk | None = None
         self._calls: set[asyncio.Future[Any]] = set()  # calls without an answer yet
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -164,8 +162,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         kv_endpoint.serve_on(self._kv_server)
         address = self._kv_server.bind(self._config.host, 0)
         await self._kv_server.start()
-        self._load_adapter = rank.load_adapter
-        self._rank_kv = rank.kv
+        self._rank = rank
         self._kv = KvGroup(kv_endpoint)
         self._events.put_nowait(worker_pb2.RankControlResponse(ready=address))
         await in_thread(partial(self._execute_plans, group, rank), "tandem-engine")
@@ -214,12 +211,12 @@ class RankServer(worker_pb2_grpc.RankServicer):
                 stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 kv.stop(sequence_id, lambda: settle(stopped, None))
                 return stopped
-            case "load_adapter" if self._load_adapter:
+            case "load_adapter" if self._rank:
                 load = request.load_adapter
-                loading = partial(self._load_adapter, load.number, load.adapter)
+                loading = partial(self._rank.load_adapter, load.number, load.adapter)
                 return in_thread(loading, "tandem-adapter")
-            case "open_disk" if self._rank_kv:
-                return asyncio.create_task(self._open_disk(request.open_disk, self._rank_kv))
+            case "open_disk" if self._rank:
+                return asyncio.create_task(self._open_disk(request.open_disk, self._rank.kv))
             case "read_disk" if self._disk:
                 read = request.read_disk
                 return kv.load(sequence_id, self._disk.read(read.hashes, read.blocks))
