@@ -290,11 +290,6 @@ class TandemConfig(BaseModel):
                 f"quantization: {self.quantization} has kernels on cpu only; on cuda omit it, or "
                 "serve a checkpoint with quantized weights"
             )
-        if self.kv_cache_dtype != "auto" and self.device == "cuda":
-            raise ValueError(
-                f"kv_cache_dtype: {self.kv_cache_dtype} has kernels on cpu only; on cuda it must "
-                "be auto"
-            )
         for name in (self.served_name, *self.aliases):
             if name in self.adapters:
                 raise ValueError(f"adapters.{name}: the model has this name; choose another one")

@@ -66,7 +66,7 @@ ARROWS: dict[str, set[str]] = {
         ),
         "workers.model.attention": (
             "workers.kv_cache",
-            "workers.model: device kernels kernels.c kernels.triton kv_store",
+            "workers.model: device kernels kernels.c kernels.triton kv kv_store",
         ),
         "workers.model.models": (
             "workers: engine kv_cache",

@@ -74,10 +74,6 @@ def test_flags_alone_are_enough() -> None:
             "with quantized weights",
         ),
         (
-            "model: m\nkv_cache_dtype: fp8\ndevice: cuda",
-            "kv_cache_dtype: fp8 has kernels on cpu only; on cuda it must be auto",
-        ),
-        (
             "model: m\ndecode: {kv_host_gb: -1}",
             "decode.kv_host_gb: must be greater than or equal to 0, got -1",
         ),

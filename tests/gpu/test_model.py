@@ -24,7 +24,7 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.engine.sequence import SequenceSpec, Task
-from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.layout import QUANTIZED, KvLayout
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.tp.rank import RankConfig, load_rank
@@ -89,6 +89,14 @@ def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
     runner.warmup()  # captures
     runner.kv.data.fill_(torch.nan)
     runner.execute(StepPlan(sequences=(), dropped=(1, 2, 3)))
+    assert mixed_steps(runner) == expected
+
+
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_tokens_over_a_quantized_cache_are_those_of_the_cpu(folder: Path, cache_dtype: str) -> None:
+    expected = mixed_steps(load(folder, cache_dtype=cache_dtype))
+    runner = load(folder, cache_dtype=cache_dtype, device="cuda")
+    runner.warmup()
     assert mixed_steps(runner) == expected
 
 
@@ -165,9 +173,11 @@ def test_whoever_collects_a_step_without_tokens_has_waited_for_it(folder: Path) 
     assert torch.cuda.current_stream().query()
 
 
-async def test_kv_cache_moves_to_and_from_a_gpu_unchanged(folder: Path) -> None:
-    gpu, cpu = load(folder, device="cuda", block_size=16), load(folder, block_size=4)
-    whole = Driver(load(folder)).generate(1, prompt(37), 10)
+@pytest.mark.parametrize("cache_dtype", ["auto", *QUANTIZED])
+async def test_kv_cache_moves_to_and_from_a_gpu_unchanged(folder: Path, cache_dtype: str) -> None:
+    gpu = load(folder, device="cuda", block_size=16, cache_dtype=cache_dtype)
+    cpu = load(folder, block_size=4, cache_dtype=cache_dtype)
+    whole = Driver(load(folder, cache_dtype=cache_dtype)).generate(1, prompt(37), 10)
     for source, target in ((gpu, cpu), (cpu, gpu)):
         prefill, decode = Driver(source), Driver(target, seed=4)
         tokens = prefill.run(prefill.step(1, prompt(37), 0))

@@ -10,6 +10,8 @@ import torch
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes of weights, activations and KV cache, by the names that configs use."""
 
+FP8_GPUS: Final = "a GPU of compute capability 8.9 or later (L40S, H100)"
+
 Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]  # one-dimensional
 
 
@@ -22,6 +24,11 @@ def enter_device(device: torch.device | str) -> None:
     device = torch.device(device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
+
+
+def can_compute_fp8(device: torch.device) -> bool:
+    """Returns True if the device has instructions for E4M3, or is no GPU."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,7 @@ from ..host.pinned import pinned_memory, unpin
 from ..host.streams import BlockOrder, DeviceData
 from ..kv_cache.layout import KvLayout, KvSpan
 from ..kv_cache.store import Completed, KvRead, paged_shapes
-from .device import indices
+from .device import FP8_GPUS, can_compute_fp8, indices
 from .kv.gpu import GpuKv
 from .kv.host import HostKv
 
@@ -32,7 +32,8 @@ class PagedKv:
 
     Its shape is [num_layers, 2, num_blocks, num_slots, block_size, head_dim], where a slot holds
     one KV head. The tensors of the groups are adjacent in one allocation. In a quantized cache the
-    last dimension also has the bytes of the scale: [.., head_dim + SCALE_BYTES].
+    last dimension also has the bytes of the scale: [.., head_dim + SCALE_BYTES]. On GPUs a slot of
+    that size holds all numbers first and then all scales; see `split_scales`.
 
     The slot comes before the token, so that one gather of (block, slot) rows returns the [head,
     token, head_dim] that attention multiplies.
@@ -52,7 +53,7 @@ class PagedKv:
         """Allocates the memory; `shared` lets other processes of the host map it (CPUs only).
 
         Raises ValueError if the layout's heads cannot be split over `tp` ranks, there is no such
-        rank, host memory is insufficient, or a quantized cache is on a GPU.
+        rank, host memory is insufficient, or the GPU does not support the cache's dtype.
         """
         self.layout = layout
         self.tp = tp
@@ -62,11 +63,8 @@ class PagedKv:
         self.device = device
         self.dtype: torch.dtype = getattr(torch, layout.dtype)  # of the model's activations
         self.is_quantized = layout.cache_dtype in ITEMS
-        if self.is_quantized and device.type != "cpu":
-            raise ValueError(
-                f"kv_cache_dtype: {layout.cache_dtype} has kernels on cpu only, on cuda it must be "
-                "auto"
-            )
+        if layout.cache_dtype == "fp8" and not can_compute_fp8(device):
+            raise ValueError(f"kv_cache_dtype: fp8 needs {FP8_GPUS}; use int8 or auto")
         self.shared_fd: int | None = None
         shapes = paged_shapes(
             layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank

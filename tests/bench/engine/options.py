@@ -92,11 +92,6 @@ def parse(arguments: list[str] | None) -> EngineBenchOptions:
         parser.error(
             f"--shape {options.shape} has no weights: add --random-weights, or give --model"
         )
-    cache_dtypes = {options.kv_cache_dtype, COMPARED_CACHES.get(options.compare or "", "auto")} - {
-        "auto"
-    }
-    if cache_dtypes and options.device.type != "cpu":
-        parser.error(f"a KV cache of {min(cache_dtypes)} has kernels on cpu only")
     if options.kv_cache_dtype != "auto" and options.compare in COMPARED_CACHES:
         parser.error(f"--compare {options.compare} needs --kv-cache-dtype auto")
     if options.model_impl == "transformers" and options.compare == "model-impl":

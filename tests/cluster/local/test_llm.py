@@ -320,10 +320,6 @@ def test_a_wrong_prompt_is_named_before_anything_runs(
             {"quantization": "int4", "device": "cuda"},
             "quantization: int4 has kernels on cpu only; on cuda omit it, or serve a checkpoint",
         ),
-        (
-            {"kv_cache_dtype": "int8", "device": "cuda"},
-            "kv_cache_dtype: int8 has kernels on cpu only",
-        ),
         ({"max_num_seqs": "8"}, "max_num_seqs: must be"),
         (
             {"speculative_config": {"method": "eagle"}},

@@ -22,9 +22,10 @@ from triton.backends.compiler import GPUTarget
 
 from tandem.tests.workers.model.test_gpu_kernels import Shape
 from tandem.workers.model.kernels.triton import elementwise, linear
-from tandem.workers.model.kernels.triton.attention import Scoring
+from tandem.workers.model.kernels.triton.attention import Scales, Scoring
 from tandem.workers.model.kernels.triton.chunk import ChunkWork, chunk_attention
 from tandem.workers.model.kernels.triton.decode import DecodeWork, decode_attention
+from tandem.workers.model.kv.gpu import split_scales
 
 LLAMA: Final = Shape(num_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 # All that a kernel may be asked for, at the largest head.
@@ -41,6 +42,9 @@ UNEVEN: Final = Shape(num_heads=9, kv_heads=3, head_dim=64, dtype=torch.bfloat16
 EXACT: Final = Shape(num_heads=2, kv_heads=2, head_dim=64)
 SHAPES: Final = {80: (LLAMA, GEMMA), 90: (LLAMA, GEMMA, UNEVEN, EXACT), 100: (LLAMA, GEMMA)}
 """By compute capability, ten times: the shapes to compile for."""
+
+CACHES: Final = {80: torch.int8, 90: torch.uint8, 100: torch.uint8}
+"""By compute capability, ten times: the item of a quantized cache; E4M3 needs 8.9."""
 
 WITH_PRODUCTS: Final = ("_chunk_kernel", "_decode_kernel", "_linear_kernel")
 """The kernels whose instructions are listed, which takes a third of a second each."""
@@ -159,6 +163,9 @@ def compile_all() -> list[CompiledKernel]:
             compiler.label = str(shape)
             launch_attention(shape)
             launch_others(shape)
+        item = CACHES[compiler.gpu.arch]
+        compiler.label = f"{LLAMA} over {item}"
+        launch_attention(LLAMA, item)
     compiler.gpu.arch = 90
     compiler.label = SPILLING
     compiler.options = {"num_warps": 4}
@@ -166,11 +173,19 @@ def compile_all() -> list[CompiledKernel]:
     return compiler.results()
 
 
-def launch_attention(shape: Shape) -> None:
-    """Launches the kernels of paged attention."""
+def launch_attention(shape: Shape, item: torch.dtype | None = None) -> None:
+    """Launches the kernels of paged attention, over a quantized cache if `item` is given."""
     zeros = functools.partial(torch.zeros, dtype=shape.dtype)
     query = zeros(4, shape.num_heads, shape.head_dim)
     keys, values = zeros(2, 4, shape.kv_heads, shape.block_size, shape.head_dim)
+    scales = None
+    if item is not None:
+        rows = torch.zeros(4, shape.kv_heads, shape.block_size, shape.head_dim + 2, dtype=item)
+        keys = values = split_scales(rows, shape.head_dim)[0]
+        scales = Scales(*[split_scales(rows, shape.head_dim)[1]] * 2)
+        heads = zeros(4, shape.kv_heads, shape.head_dim)
+        slots = torch.zeros(4, dtype=torch.int32)
+        elementwise.store_kv(heads, heads, keys, values, slots, scales)
     out = zeros(4, shape.num_heads * shape.head_dim)
     array = torch.zeros(4, dtype=torch.int32)
     scoring = Scoring(
@@ -181,9 +196,9 @@ def launch_attention(shape: Shape) -> None:
     )
     partial = torch.zeros(4, shape.num_heads, shape.head_dim + 2)
     decodes = DecodeWork(**dict.fromkeys(DecodeWork._fields, array))
-    decode_attention(query, keys, values, decodes, scoring, partial, out, 2)
+    decode_attention(query, keys, values, decodes, scoring, partial, out, 2, scales)
     chunks = ChunkWork(**dict.fromkeys(ChunkWork._fields, array))
-    chunk_attention(query, keys, values, chunks, scoring, out)
+    chunk_attention(query, keys, values, chunks, scoring, out, scales)
 
 
 def launch_others(shape: Shape) -> None:

@@ -14,7 +14,7 @@ from tandem.tests.workers.model.fake_cuda import HostSync, Watch, WrongDevice, f
 from tandem.tests.workers.model.helpers import GREEDY, Driver, prompt
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
-from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.layout import QUANTIZED, KvLayout
 from tandem.workers.model import adapter, graphs, kv_store
 from tandem.workers.model.adapter import AdapterTable, random_adapter
 from tandem.workers.model.config import Fields, ModelConfig
@@ -121,14 +121,19 @@ def config_of(family: str, **overrides: Any) -> ModelConfig:
 
 
 def load(
-    watch: Watch, config: ModelConfig, *, batch_invariant: bool = False, num_host_blocks: int = 0
+    watch: Watch,
+    config: ModelConfig,
+    *,
+    batch_invariant: bool = False,
+    num_host_blocks: int = 0,
+    cache_dtype: str = "auto",
 ) -> ModelRunner:
     """Builds a runner in bfloat16 without numbers."""
     build = real(build_model)
     with watch.loading():
         model = build(config, torch.bfloat16, batch_invariant=batch_invariant, device_type="cuda")
         load_weights(model, lambda part, target: None, CUDA)
-        layout = KvLayout(layers=config.layers, dtype="bfloat16", model="")
+        layout = KvLayout(layers=config.layers, dtype="bfloat16", model="", cache_dtype=cache_dtype)
         kv = PagedKv(layout, num_blocks=128, block_size=16, device=CUDA)
         adapters = AdapterTable(
             model.lora, dtype=torch.bfloat16, device=CUDA, batch_invariant=batch_invariant
@@ -259,9 +264,18 @@ def test_host_tier(watch: Watch, family: str, monkeypatch: pytest.MonkeyPatch) -
     launch(driver, driver.step(1, [PENDING_TOKEN], 40), loaded=((3, driver.free[0]),))
 
 
-async def test_transfers(watch: Watch) -> None:
+@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+def test_quantized_caches(watch: Watch, cache_dtype: str) -> None:
+    runner = load(watch, config_of("llama"), cache_dtype=cache_dtype)
+    runner.capture_graphs(record, (8, 2))
+    run_steps(runner, GREEDY, GREEDY)
+    assert runner.num_graph_replays() == 2
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", *QUANTIZED])
+async def test_transfers(watch: Watch, cache_dtype: str) -> None:
     """A read is awaited; a write waits for nothing."""
-    kv = load(watch, config_of("llama")).kv
+    kv = load(watch, config_of("llama"), cache_dtype=cache_dtype).kv
     part = span(kv, 3, 30)
     data = await kv.read([5, 2, 9], part)
     kv.write([1, 4, 8], part, data)

@@ -11,10 +11,11 @@ import torch
 
 from ...kv_cache.layout import LayerGeometry
 from ..device import Ints, copy_to_device, to_device
-from ..kernels.triton.attention import Scoring
+from ..kernels.triton.attention import Scales, Scoring
 from ..kernels.triton.chunk import ChunkWork, chunk_attention, tile_tokens
 from ..kernels.triton.decode import SPLIT_TOKENS, DecodeWork, decode_attention, num_splits
 from ..kernels.triton.elementwise import store_kv
+from ..kv.gpu import split_scales
 from ..kv_store import PagedKv
 from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 
@@ -56,6 +57,10 @@ class TritonAttentionBackend:
         self.layers = list(layers)
         self.tile_tokens = [
             tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers
+        ]
+        self._caches = [
+            _split(*each, layer.head_dim) if kv.is_quantized else (*each, None)
+            for each, layer in zip(kv.layers, layers, strict=True)
         ]
         self.num_programs = [max(1, num_programs // layer.num_kv_heads) for layer in layers]
 
@@ -101,21 +106,24 @@ class TritonAttentionBackend:
             value: torch.Tensor,
             options: AttentionOptions = PLAIN,
         ) -> torch.Tensor:
-            keys, values = self.kv.layers[layer]
+            keys, values, scales = self._caches[layer]
             scoring = Scoring(
                 window=self.layers[layer].window or 0,
                 scale=options.scale_of(query.shape[2]),
                 soft_cap=options.soft_cap or 0.0,
                 sinks=options.sinks,
             )
-            store_kv(key, value, keys, values, slots)
+            store_kv(key, value, keys, values, slots, scales)
             out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
             if decode:
                 partial = partials[query.shape[1], query.shape[2]]
                 num_programs = self.num_programs[layer]
-                decode_attention(query, keys, values, decode, scoring, partial, out, num_programs)
+                decode_attention(
+                    query, keys, values, decode, scoring, partial, out, num_programs, scales
+                )
             if chunks:
-                chunk_attention(query, keys, values, chunks[self.tile_tokens[layer]], scoring, out)
+                tiles = chunks[self.tile_tokens[layer]]
+                chunk_attention(query, keys, values, tiles, scoring, out, scales)
             return out
 
         return attend
@@ -149,6 +157,14 @@ def graph_capacity(num_blocks: int, block_size: int, max_batch: int) -> tuple[in
     """
     entries = _GRAPH_SHARING * num_blocks + max_batch
     return -(-entries * block_size // SPLIT_TOKENS) + max_batch, entries
+
+
+def _split(
+    keys: torch.Tensor, values: torch.Tensor, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, Scales]:
+    """Returns a quantized layer's keys and values [.., head_dim] and their scales."""
+    numbers, scales = zip(*(split_scales(each, head_dim) for each in (keys, values)), strict=True)
+    return *numbers, Scales(*scales)
 
 
 def programs_per_processor(shared_bytes: int) -> int:

@@ -9,13 +9,27 @@ import numpy.typing as npt
 import torch
 
 from ...host.streams import BlockOrder, DeviceData, EventWaiter, device_checksum
-from ...kv_cache.layout import KvLayout, KvSpan
+from ...kv_cache.layout import SCALE_BYTES, KvLayout, KvSpan
 from ..device import to_device
 from .spans import check_length, check_table, place_of
 
 T = TypeVar("T")
 
 _NUM_LANES: Final = 64  # sequences whose block tables stay on the GPU while they are transferred
+
+
+def split_scales(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits a quantized cache [.., block_size, head_dim + SCALE_BYTES] by memory, not by index.
+
+    Returns the numbers [.., block_size, head_dim] and then the scales, bfloat16 [.., block_size].
+    So the rows of numbers are aligned, which copies of whole tiles to shared memory need.
+    """
+    block_size = cache.shape[-2]
+    flat = cache.flatten(-2)
+    numbers = flat[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
+    if cache.dtype is torch.uint8:
+        numbers = numbers.view(torch.float8_e4m3fn)
+    return numbers, flat[..., block_size * head_dim :].view(torch.bfloat16)
 
 
 class GpuKv:
@@ -32,9 +46,10 @@ class GpuKv:
         self._layout = layout
         self._order = order
         self._waiter = EventWaiter()
-        # Of each group, int32 [num_layers, 2, num_blocks, block_size, num_slots, words of a head].
-        self._tokens = [tensor.view(torch.int32).transpose(3, 4) for tensor in tensors]
-        _, _, num_blocks, self._block_size, *_ = self._tokens[0].shape
+        # Of each group, the parts of a head's vector, as words: [num_layers, 2, num_blocks,
+        # block_size, num_slots, words].
+        self._tokens = [[part.transpose(3, 4) for part in _parts_of(tensor)] for tensor in tensors]
+        _, _, num_blocks, self._block_size, *_ = self._tokens[0][0].shape
         make = partial(
             _Lane,
             device=tensors[0].device,
@@ -60,17 +75,21 @@ class GpuKv:
         lane = self._writers(tuple(blocks))
         group, index = self._index(lane, span)
         check_length(span, self._layout, data)
+        parts = self._tokens[group]
+        word = parts[0].dtype
         shape = (span.num_layers, 2, span.num_tokens, span.num_slots, -1)
         with self._order.writing(lane.blocks_of(span), lane.stream):
             if isinstance(data, DeviceData):
                 data.tensor.record_stream(lane.stream)
-                source = data.tensor.view(torch.int32).view(shape)
+                source = data.tensor.view(word).view(shape)
             else:
-                words = np.frombuffer(data, np.int32).reshape(shape)
-                host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
+                words = np.frombuffer(data, np.dtype(f"i{word.itemsize}")).reshape(shape)
+                host = torch.empty(words.shape, dtype=word, pin_memory=True)
                 host.numpy()[...] = words
-                source = host.to(self._tokens[group].device, non_blocking=True)
-            self._tokens[group][index] = source
+                source = host.to(parts[0].device, non_blocking=True)
+            sizes = [part.shape[-1] for part in parts]
+            for part, new in zip(parts, torch.split(source, sizes, -1), strict=True):
+                part[index] = new
 
     def _copy_out(
         self,
@@ -85,7 +104,8 @@ class GpuKv:
         lane = self._readers(tuple(blocks))
         group, index = self._index(lane, span)
         with self._order.reading(lane.blocks_of(span), lane.stream) as done:
-            source, result = finish(self._tokens[group][index])
+            picked = [part[index] for part in self._tokens[group]]
+            source, result = finish(picked[0] if len(picked) == 1 else torch.cat(picked, dim=-1))
             host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             host.copy_(source, non_blocking=True)
         return self._waiter.wait(done, lambda: result(host))
@@ -96,9 +116,17 @@ class GpuKv:
             self._layout,
             span,
             num_tokens=len(lane.blocks) * self._block_size,
-            slots=[tensor.shape[4] for tensor in self._tokens],
+            slots=[parts[0].shape[4] for parts in self._tokens],
         )
         return group, (layers, slice(None), *lane.places_of(span), slots)
+
+
+def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views a group's tensor as words: a quantized one as its numbers and its scales."""
+    if tensor.is_floating_point():
+        return (tensor.view(torch.int32),)
+    numbers, scales = split_scales(tensor, tensor.shape[-1] - SCALE_BYTES)
+    return numbers.view(torch.int16), scales.view(torch.int16)[..., None]
 
 
 class _Lane:

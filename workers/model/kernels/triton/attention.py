@@ -41,11 +41,27 @@ class Scoring(NamedTuple):
         return 1.0, self.scale * LOG2_E
 
 
+class Scales(NamedTuple):
+    """Holds the scales of a quantized cache, bfloat16 [num_blocks, num_kv_heads, block_size].
+
+    They follow the numbers of their block and head: strides in elements are half of the numbers'.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 @triton.jit
 def nothing_attended(ROWS: tl.constexpr, DIM_PADDED: tl.constexpr):
     """Returns the initial peak, total and mix of `attend`."""
     mix = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     return tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32), mix
+
+
+@triton.jit
+def _dequantize(numbers, scales, known, dtype: tl.constexpr):
+    scale = tl.load(scales, mask=known, other=0.0).to(tl.float32)
+    return (numbers.to(tl.float32) * scale[:, None]).to(dtype)
 
 
 @triton.jit
@@ -80,6 +96,8 @@ def attend(
     mix,  # [ROWS, DIM_PADDED] weighted sum of the values so far, relative to the peak
     keys,  # of one head
     values,
+    key_scales,
+    value_scales,
     table,
     stride_block,
     stride_slot,
@@ -92,6 +110,7 @@ def attend(
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,  # False: all queries see all keys
+    SCALED: tl.constexpr,  # the cache is quantized
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -110,6 +129,10 @@ def attend(
         loaded = known[:, None] & (columns < HEAD_DIM)[None, :]
         key_tile = tl.load(keys + place, mask=loaded, other=0.0)
         value_tile = tl.load(values + place, mask=loaded, other=0.0)
+        if SCALED:
+            slot = block.to(tl.int64) * (stride_block // 2) + key % BLOCK_SIZE
+            key_tile = _dequantize(key_tile, key_scales + slot, known, query.dtype)
+            value_tile = _dequantize(value_tile, value_scales + slot, known, query.dtype)
         if INTERPRETED:  # the interpreter cannot multiply bfloat16
             query = query.to(tl.float32)
             key_tile = key_tile.to(tl.float32)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from . import FP_FUSION
-from .attention import LOG2_E, Scoring, attend, nothing_attended, padded, tile_keys
+from .attention import LOG2_E, Scales, Scoring, attend, nothing_attended, padded, tile_keys
 
 _CHUNK_ROWS: Final = 128  # rows of one product: two groups of warps with 64 rows
 
@@ -29,6 +29,8 @@ def _chunk_kernel(
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     out,
     tile_rows,
     tile_counts,
@@ -49,6 +51,7 @@ def _chunk_kernel(
     HAS_SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SCALED: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -68,6 +71,9 @@ def _chunk_kernel(
     queries = tl.load(query + row[:, None] * query_stride_row + place, mask=inside, other=0.0)
     keys += kv_head.to(tl.int64) * stride_head
     values += kv_head.to(tl.int64) * stride_head
+    if SCALED:
+        key_scales += kv_head.to(tl.int64) * (stride_head // 2)
+        value_scales += kv_head.to(tl.int64) * (stride_head // 2)
     peak, total, mix = nothing_attended(ROWS, DIM_PADDED)
     if HAS_SINKS:
         peak = tl.load(sinks + kv_head * GROUP + tl.arange(0, ROWS) % GROUP) * sink_scale
@@ -82,6 +88,8 @@ def _chunk_kernel(
         start + count - 1,
         keys,
         values,
+        key_scales,
+        value_scales,
         tables + tl.load(tile_offsets + tile),
         stride_block,
         stride_slot,
@@ -89,6 +97,7 @@ def _chunk_kernel(
         scale,
         CAPPED,
         WINDOW,
+        SCALED,
         KEYS,
         BLOCK_SIZE,
         HEAD_DIM,
@@ -108,6 +117,8 @@ def _attend_tile(
     last_key,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     stride_block,
     stride_slot,
@@ -115,6 +126,7 @@ def _attend_tile(
     scale,
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SCALED: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -138,6 +150,8 @@ def _attend_tile(
             mix,
             keys,
             values,
+            key_scales,
+            value_scales,
             table,
             stride_block,
             stride_slot,
@@ -150,6 +164,7 @@ def _attend_tile(
             CAPPED,
             WINDOW,
             True,
+            SCALED,
             KEYS,
             BLOCK_SIZE,
             HEAD_DIM,
@@ -163,6 +178,8 @@ def _attend_tile(
         mix,
         keys,
         values,
+        key_scales,
+        value_scales,
         table,
         stride_block,
         stride_slot,
@@ -175,6 +192,7 @@ def _attend_tile(
         CAPPED,
         WINDOW,
         False,
+        SCALED,
         KEYS,
         BLOCK_SIZE,
         HEAD_DIM,
@@ -188,6 +206,8 @@ def _attend_tile(
         mix,
         keys,
         values,
+        key_scales,
+        value_scales,
         table,
         stride_block,
         stride_slot,
@@ -200,6 +220,7 @@ def _attend_tile(
         CAPPED,
         WINDOW,
         True,
+        SCALED,
         KEYS,
         BLOCK_SIZE,
         HEAD_DIM,
@@ -221,6 +242,7 @@ def chunk_attention(
     work: ChunkWork,
     scoring: Scoring,
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
+    scales: Scales | None = None,  # of a quantized cache
 ) -> None:
     """Computes causal attention of new tokens over keys that are read in place.
 
@@ -235,6 +257,7 @@ def chunk_attention(
         query,
         keys,
         values,
+        *(scales or (query, query)),
         out,
         *work,
         query if scoring.sinks is None else scoring.sinks,
@@ -250,7 +273,8 @@ def chunk_attention(
         HAS_SINKS=scoring.sinks is not None,
         CAPPED=scoring.soft_cap > 0,
         WINDOW=scoring.window,
-        KEYS=16 if exact else tile_keys(query),
+        SCALED=scales is not None,
+        KEYS=16 if exact else tile_keys(query) // (1 if scales is None else 2),
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         DIM_PADDED=padded(head_dim),

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ...device import Ints
 from . import FP_FUSION
-from .attention import FLOOR, LOG2_E, Scoring, attend, nothing_attended, padded, tile_keys
+from .attention import FLOOR, LOG2_E, Scales, Scoring, attend, nothing_attended, padded, tile_keys
 
 _Position = TypeVar("_Position", int, Ints)
 
@@ -44,6 +44,8 @@ def _decode_kernel(
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     partial,
     # The fields of DecodeWork, except first_items.
     rows,
@@ -63,6 +65,7 @@ def _decode_kernel(
     GROUP_PADDED: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -78,6 +81,9 @@ def _decode_kernel(
     place = (kv_head * GROUP + head)[:, None] * HEAD_DIM + columns[None, :]
     keys += kv_head.to(tl.int64) * stride_head
     values += kv_head.to(tl.int64) * stride_head
+    if SCALED:
+        key_scales += kv_head.to(tl.int64) * (stride_head // 2)
+        value_scales += kv_head.to(tl.int64) * (stride_head // 2)
     for item in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
         sequence = tl.load(item_sequences + item)
         last_key = tl.load(last_keys + sequence)
@@ -97,6 +103,8 @@ def _decode_kernel(
                 mix,
                 keys,
                 values,
+                key_scales,
+                value_scales,
                 tables + tl.load(offsets + sequence),
                 stride_block,
                 stride_slot,
@@ -109,6 +117,7 @@ def _decode_kernel(
                 CAPPED,
                 WINDOW,
                 True,
+                SCALED,
                 KEYS,
                 BLOCK_SIZE,
                 HEAD_DIM,
@@ -194,6 +203,7 @@ def decode_attention(
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
     # Per KV head. Best is three per multiprocessor over all heads, the number that runs at once.
     num_programs: int,
+    scales: Scales | None = None,  # of a quantized cache
 ) -> None:
     """Computes attention of one query per sequence over its own keys, read in place.
 
@@ -209,6 +219,7 @@ def decode_attention(
         query,
         keys,
         values,
+        *(scales or (query, query)),
         partial,
         *work[1:],
         query.stride(0),
@@ -220,8 +231,10 @@ def decode_attention(
         GROUP_PADDED=padded(group),
         CAPPED=scoring.soft_cap > 0,
         WINDOW=scoring.window,
+        SCALED=scales is not None,
         SPLIT=SPLIT_TOKENS,
-        KEYS=tile_keys(query),
+        # Half a tile, because the conversion needs registers: so three programs run at once, too.
+        KEYS=tile_keys(query) // (1 if scales is None else 2),
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         DIM_PADDED=padded(head_dim),

@@ -14,9 +14,12 @@ import triton
 import triton.language as tl
 
 from . import FP_FUSION
+from .attention import Scales
 
 _COLUMNS: Final = 1024  # columns of a row that one program gates
 _HEADS: Final = 16  # heads that one program rotates
+LARGEST: Final = {torch.int8: 127, torch.float8_e4m3fn: 448}
+"""The largest number of a quantized cache."""
 
 
 @triton.jit
@@ -183,12 +186,55 @@ def rotate(
     return heads
 
 
+@triton.jit
+def _store_heads(heads, target, scales, inside, LARGEST: tl.constexpr):
+    """Stores heads [HEADS, DIM], quantized if LARGEST, the largest number, is not 0.
+
+    Rounds as `quantized_cache.quantize`, to the last bit. Does not use Triton's conversions, which
+    do not round to the nearest in its interpreter.
+    """
+    if LARGEST == 0:
+        tl.store(target, heads, mask=inside)
+    else:
+        wide = heads.to(tl.float32)
+        # A vector with NaN or infinity gets an infinite scale.
+        peaks = tl.where(tl.abs(wide) < float("inf"), tl.abs(wide), float("inf"))
+        bits = (tl.max(peaks, axis=1) * (1 / LARGEST)).to(tl.int32, bitcast=True)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1) & -0x10000  # to bfloat16
+        scale = rounded.to(tl.float32, bitcast=True)
+        # The inverse of a smaller one could be infinite.
+        scale = tl.where(scale < 2.0**-119, 0.0, scale)
+        factor = tl.where(scale > 0, tl.div_rn(1.0, tl.maximum(scale, 2.0**-119)), 0.0)[:, None]
+        numbers = tl.where(factor > 0, wide * factor, 0.0)
+        if LARGEST == 127:
+            magic = 1.5 * 2.0**23  # the sum is rounded to a whole number
+            tl.store(target, (numbers + magic - magic).to(tl.int8), mask=inside)
+        else:
+            code = _to_e4m3(numbers).to(tl.uint8)
+            tl.store(target, code.to(tl.float8e4nv, bitcast=True), mask=inside)
+        tl.store(scales, scale.to(tl.bfloat16), mask=tl.max(inside.to(tl.int32), axis=1) > 0)
+
+
+@triton.jit
+def _to_e4m3(numbers):
+    """Rounds numbers below 464 to the nearest in E4M3; returns their bits."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    # The last of three bits of mantissa gets a carry; the exponent's bias is 7 instead of 127.
+    normal = ((bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1) >> 20) - (120 << 3)
+    # Below 2^-6 numbers are multiples of 2^-9, the last bit of 2^14.
+    small = (tl.abs(numbers) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    magnitude = tl.where(tl.abs(numbers) < 2.0**-6, small, normal)
+    return magnitude | ((bits >> 24) & 0x80)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def _store_kv_kernel(
     key,
     value,
     keys,
     values,
+    key_scales,
+    value_scales,
     slots,
     key_stride_token,
     value_stride_token,
@@ -200,27 +246,23 @@ def _store_kv_kernel(
     HEADS_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:
-        head = tl.arange(0, HEADS_PADDED)[:, None]
+        head = tl.arange(0, HEADS_PADDED)
         column = tl.arange(0, DIM_PADDED)[None, :]
-        inside = (head < KV_HEADS) & (column < HEAD_DIM)
-        source = head * HEAD_DIM + column
+        inside = (head < KV_HEADS)[:, None] & (column < HEAD_DIM)
+        source = head[:, None] * HEAD_DIM + column
         # In 64 bits, because a cache may have more than 2^31 elements.
-        start = (slot // BLOCK_SIZE).to(tl.int64) * stride_block + (slot % BLOCK_SIZE) * stride_slot
-        target = start + head * stride_head + column
-        tl.store(
-            keys + target,
-            tl.load(key + token * key_stride_token + source, mask=inside),
-            mask=inside,
-        )
-        tl.store(
-            values + target,
-            tl.load(value + token * value_stride_token + source, mask=inside),
-            mask=inside,
-        )
+        start = (slot // BLOCK_SIZE).to(tl.int64) * stride_block + head * stride_head
+        target = (start + (slot % BLOCK_SIZE) * stride_slot)[:, None] + column
+        scale = start // 2 + slot % BLOCK_SIZE
+        heads = tl.load(key + token * key_stride_token + source, mask=inside, other=0.0)
+        _store_heads(heads, keys + target, key_scales + scale, inside, LARGEST)
+        heads = tl.load(value + token * value_stride_token + source, mask=inside, other=0.0)
+        _store_heads(heads, values + target, value_scales + scale, inside, LARGEST)
 
 
 def store_kv(
@@ -230,6 +272,7 @@ def store_kv(
     values: torch.Tensor,  # the same, in the same strides
     # [num_tokens] int32, block * block_size + offset; negative for padding
     slots: torch.Tensor,
+    scales: Scales | None = None,  # of a quantized cache
 ) -> None:
     """Writes the step's keys and values to their token slots; skips negative slots."""
     num_tokens, kv_heads, head_dim = key.shape
@@ -238,6 +281,7 @@ def store_kv(
         value,
         keys,
         values,
+        *(scales or (key, key)),
         slots,
         key.stride(0),
         value.stride(0),
@@ -249,6 +293,7 @@ def store_kv(
         HEADS_PADDED=triton.next_power_of_2(kv_heads),
         HEAD_DIM=head_dim,
         DIM_PADDED=triton.next_power_of_2(head_dim),
+        LARGEST=LARGEST.get(keys.dtype, 0),
         enable_fp_fusion=FP_FUSION,
         num_warps=4,
     )
