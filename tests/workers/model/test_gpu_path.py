@@ -76,9 +76,11 @@ def test_replayed_steps_give_the_same_tokens(tmp_path: Path, on_gpu: None) -> No
     expected = mixed_steps(load(folder))
     runner = load(folder)
     replays = 0
+    buffers = set()
 
     def counting(launch: graphs.Launch) -> tuple[Callable[[], object], torch.Tensor]:
         replay, logits = record(launch)
+        buffers.add(logits.data_ptr())
 
         def count() -> None:
             nonlocal replays
@@ -90,6 +92,7 @@ def test_replayed_steps_give_the_same_tokens(tmp_path: Path, on_gpu: None) -> No
     runner.capture_graphs(counting, (4, 2))
     assert mixed_steps(runner) == expected
     assert replays == 3
+    assert len(buffers) == 1  # all sizes share the logits of the largest
 
 
 def test_a_step_without_room_in_the_graph_runs_without(
