@@ -81,7 +81,7 @@ class Event:
 class Operation:
     """Work on a stream, and the places that it reads and writes."""
 
-    kind: str  # step, read, write or message
+    kind: str  # step, read, write, copy (of the host tier) or message
     stream: Stream
     clock: Clock
     known: Clock  # what the host knew to have ended when it launched this
@@ -168,7 +168,7 @@ class StreamModel:
                     or not later.follows(each)
                     or later.known.get(each.stream.number, 0) >= each.clock[each.stream.number]
                 ), "a step waits for a message"
-            if later.kind == "step" or later.stream is self.default:
+            if later.kind in ("step", "copy"):
                 continue
             needed = [
                 each.done

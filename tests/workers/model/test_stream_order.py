@@ -128,6 +128,7 @@ class World:
             ):
                 if pairs:
                     copy(pairs)
+                    self.model.operations[-1].kind = "copy"
                     of_blocks = [pair[name == "writes"] for pair in pairs]
                     places = [(each, at) for each in of_blocks for at in range(BLOCK_SIZE)]
                     setattr(self.model.operations[-1], name, places)

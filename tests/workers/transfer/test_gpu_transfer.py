@@ -1,14 +1,17 @@
 """Transfers between two GPUs that are played: by gRPC through host memory, and by NCCL without it."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 import torch
 
-from tandem.tests.workers.stream_model import RecordingOrder, StreamModel, put_on_gpu
+from tandem.tests.workers.spans import span
+from tandem.tests.workers.stream_model import Event, RecordingOrder, StreamModel, put_on_gpu
 from tandem.tests.workers.transfer.played_nccl import play_nccl
-from tandem.tests.workers.transfer.test_connections import NUM_BLOCKS, NUM_TOKENS, Two, two
+from tandem.tests.workers.transfer.test_connections import NUM_BLOCKS, NUM_TOKENS, Two, memory, two
 from tandem.workers.host.streams import DeviceData, device_checksum
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.model.kv.gpu import GpuKv
@@ -83,6 +86,22 @@ async def test_a_message_with_a_wrong_checksum_is_not_taken(
         monkeypatch.setattr(GpuKv, "gather", damaged)
         assert (await pair.move()).transport == "grpc"
         assert pair.used == []
+
+
+async def test_the_event_loop_runs_while_the_gpu_reads(
+    model: StreamModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    in_time: list[bool] = []
+    monkeypatch.setattr(Event, "synchronize", lambda event: in_time.append(ended.wait(10)))
+    kv = memory(1)
+    put_on_gpu(kv, RecordingOrder(NUM_BLOCKS, model))
+    reading = asyncio.ensure_future(kv.read((3, 1), span(kv, 0, 8)))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    ended.set()
+    assert (await reading).nbytes == span(kv, 0, 8).size(kv.layout)
+    assert in_time == [True]
 
 
 def test_each_changed_or_exchanged_word_changes_the_checksum() -> None:
