@@ -36,7 +36,7 @@ _HOST_UTILIZATION: Final = 0.25  # of a host's memory, for KV cache of a default
 def _check_transport(name: str) -> str:
     """Returns the name of an installed transport of KV cache, which workers import."""
     # Not taken from the registry of transports, which imports torch.
-    known = ["shared", "gloo", "nccl", "nixl"]
+    known = ["shared", "ipc", "gloo", "nccl", "nixl"]
     known += sorted(entry_points(group="tandem.kv_connectors").names)
     if name not in known:
         raise PydanticCustomError(
@@ -342,7 +342,7 @@ class TandemConfig(BaseModel):
     def transports(self) -> tuple[str, ...]:
         if self.kv_transports is not None:
             return self.kv_transports
-        return ("shared",) if self.device == "cpu" else ()
+        return ("shared",) if self.device == "cpu" else ("ipc",)
 
     def chunk_tokens(self, pool: PoolConfig, num_threads: int) -> int:
         return pool.chunk_tokens or default_chunk_tokens(self.device, num_threads * pool.tp)

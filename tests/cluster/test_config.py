@@ -43,7 +43,7 @@ decode: {kv_cache_gb: 0.5}
     ("text", "transports"),
     [
         ("", ("shared",)),
-        ("device: cuda", ()),
+        ("device: cuda", ("ipc",)),
         ("kv_transports: []", ()),
         ("{device: cuda, kv_transports: [nixl, shared]}", ("nixl", "shared")),
     ],
@@ -139,7 +139,7 @@ def test_flags_alone_are_enough() -> None:
         ),
         (
             "model: m\nkv_transports: [gloo, tcp]",
-            "kv_transports.1: must be one of shared, gloo, nccl, nixl, got 'tcp'",
+            "kv_transports.1: must be one of shared, ipc, gloo, nccl, nixl, got 'tcp'",
         ),
         ("model: m\nkv_transports: gloo", "kv_transports: must be a list, got 'gloo'"),
         ("model: m\nprefill: 3", "prefill: must hold keys and values, got 3"),

@@ -4,13 +4,15 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Final
 
 import numpy as np
 import torch
 
+from ..host.cuda_ipc import export_memory, open_memory
 from ..host.memory import available_memory
 from ..host.pinned import pinned_memory, unpin
 from ..host.streams import BlockOrder, DeviceData
@@ -69,12 +71,10 @@ class PagedKv:
         shapes = paged_shapes(
             layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
         )
-        sizes = [math.prod(shape) for shape in shapes]
-        memory = self._allocate(sum(sizes), shared=shared)  # [bytes of all groups]
-        item = ITEMS.get(layout.cache_dtype, self.dtype)
-        parts = zip(torch.split(memory, sizes), shapes, strict=True)
+        # [bytes of all groups]
+        memory = self._allocate(sum(map(math.prod, shapes)), shared=shared)
         # One tensor for each group.
-        self.tensors = tuple(part.view(item).view(*shape[:-1], -1) for part, shape in parts)
+        self.tensors = self._split(memory, shapes)
         # Views of each layer's keys and values. They are created once, because a small step would
         # spend most of its time on creating them: in place, each [num_blocks, num_slots,
         # block_size, head_dim]; as rows of (block, slot), each [rows, block_size * head_dim]; and
@@ -89,6 +89,7 @@ class PagedKv:
         # Orders steps and transfers; None on CPUs, where `Executor.launch` ends with the step.
         self.order: BlockOrder | None = None
         if device.type == "cuda":
+            self._memory = memory
             self.order = BlockOrder(num_blocks)
             self._gpu = GpuKv(layout, self.tensors, self.order)
         else:
@@ -100,6 +101,20 @@ class PagedKv:
                 tp=tp,
                 rank=rank,
             )
+
+    def _split(
+        self, memory: torch.Tensor, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the tensor of each group in a rank's memory, uint8 [num_bytes].
+
+        `shapes` as of `paged_shapes`. Raises ValueError if the memory is too small.
+        """
+        sizes = [math.prod(shape) for shape in shapes]
+        if min(sizes) < 1 or sum(sizes) > len(memory):
+            raise ValueError(f"{len(memory)} bytes are too few for KV cache of {sum(sizes)} bytes")
+        item = ITEMS.get(self.layout.cache_dtype, self.dtype)
+        parts = torch.split(memory[: sum(sizes)], sizes)
+        return tuple(part.view(shape).view(item) for part, shape in zip(parts, shapes, strict=True))
 
     def _allocate(self, num_bytes: int, *, shared: bool) -> torch.Tensor:
         """Returns zeros, uint8 [num_bytes]."""
@@ -159,6 +174,26 @@ class PagedKv:
     def gather(self, blocks: Sequence[int], span: KvSpan) -> Awaitable[DeviceData]:
         """Does the same as `read` on a GPU, but leaves the copy there."""
         return self._gpu.gather(blocks, span)
+
+    def export(self) -> bytes:
+        """Returns a description of the memory of a GPU for `attach_device`. Raises OSError."""
+        return export_memory(self._memory)
+
+    def attach_device(
+        self, description: bytes, *, num_blocks: int, block_size: int, tp: int, rank: int
+    ) -> Callable[[Sequence[int], KvSpan], Awaitable[DeviceData]]:
+        """Returns a function that gathers from another process's memory of a GPU.
+
+        Its copies have no checksum. The owner of the memory does not know of them, so the reader
+        checks a lease after the last one. Arguments as of `attach`. Raises OSError and ValueError
+        as `open_memory`, and ValueError as `attach`.
+        """
+        memory = open_memory(description, self.device)
+        shapes = paged_shapes(
+            self.layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
+        )
+        tensors = self._split(memory, shapes)
+        return partial(GpuKv(self.layout, tensors, BlockOrder(num_blocks)).gather, is_checked=False)
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
         """Implements `KvStore.write`. Raises ValueError if span or length is out of range."""

@@ -45,6 +45,20 @@ class DeviceKvStore(KvStore, Protocol):
         """Does the same as `write`, from a copy that is on the device."""
         ...
 
+    def export(self) -> bytes:
+        """Returns a description of the memory for `attach_device`. Raises OSError."""
+        ...
+
+    def attach_device(
+        self, description: bytes, *, num_blocks: int, block_size: int, tp: int, rank: int
+    ) -> "Callable[[Sequence[int], KvSpan], Awaitable[DeviceData]]":
+        """Returns a function that does the same as `gather` with another process's memory.
+
+        Arguments as of `KvStore.attach`. Raises OSError if this device cannot open the memory, and
+        ValueError as `attach`.
+        """
+        ...
+
 
 @dataclass(eq=False, kw_only=True)
 class TransferContext:
@@ -59,7 +73,8 @@ class TransferContext:
     _resources: dict[str, asyncio.Future[Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.leases = LeaseTable(shared=self.kv.shared_fd is not None)
+        is_shared = self.kv.shared_fd is not None or self.device != "cpu"
+        self.leases = LeaseTable(shared=is_shared)
 
     async def resource(self, name: str, make: Callable[[], T]) -> T:
         """Returns a transport's resource that exists once per rank, shared by all connections.

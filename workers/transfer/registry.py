@@ -13,10 +13,11 @@ from typing import Any, Final
 from .collective import CollectiveConnector
 from .connector import KvConnector, TransferContext
 from .nixl import NixlConnector
-from .shared_memory import SharedMemoryConnector
+from .shared_memory import IpcConnector, SharedMemoryConnector
 
 KV_CONNECTORS: Final[dict[str, type[KvConnector]]] = {
     "shared": SharedMemoryConnector,
+    "ipc": IpcConnector,
     "nixl": NixlConnector,
     "nccl": CollectiveConnector,
     "gloo": CollectiveConnector,

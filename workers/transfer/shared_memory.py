@@ -1,28 +1,35 @@
-"""Reads KV cache of another process on the same host from mapped memory.
+"""Reads KV cache of another process on the same host, from host memory or from a GPU's memory.
 
-The receiver maps the sender's memory and copies from it.
+The receiver opens the sender's memory and copies from it, without any help of the sender.
 """
 
+import asyncio
 import mmap
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
 
+from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import KvRead
-from .connector import MEMORY_SIZES, KvConnector, TransferContext, checked
-from .frames import BlockTable, Data
+from .connector import MEMORY_SIZES, DeviceKvStore, KvConnector, TransferContext, checked
+from .frames import Announce, BlockTable, Data
 from .leases import ENTRY_BYTES, TABLE_BYTES, TOKEN_BYTES, check_entry, entry_offset
 
+if TYPE_CHECKING:
+    from ..host.streams import DeviceData
+
 # `token` is the beginning of the sender's lease table.
-_DESCRIPTION: Final = {"token": bytes, "pid": int, "kv_fd": int, "leases_fd": int, **MEMORY_SIZES}
+_DESCRIPTION: Final = {"token": bytes, "pid": int, "leases_fd": int, **MEMORY_SIZES}
 
 
 class SharedMemoryConnector(KvConnector):
     """Connects two ranks of one host."""
 
     one_sided = True
+    memory_types: ClassVar[Mapping[str, type]] = {"kv_fd": int}
+    """The fields of the description that describe the KV memory."""
     _read: KvRead
     _leases: mmap.mmap
 
@@ -38,26 +45,29 @@ class SharedMemoryConnector(KvConnector):
 
     def description(self) -> dict[str, Any]:
         """Returns where other processes find the KV memory and the lease table."""
-        kv = self.context.kv
         leases = self.context.leases
-        files = {
-            "token": leases.token,
-            "pid": os.getpid(),
-            "kv_fd": kv.shared_fd,
-            "leases_fd": leases.fd,
-        }
-        return files | {name: getattr(kv, name) for name in MEMORY_SIZES}
+        table = {"token": leases.token, "pid": os.getpid(), "leases_fd": leases.fd}
+        sizes = {name: getattr(self.context.kv, name) for name in MEMORY_SIZES}
+        return {**table, **sizes, **self.describe_memory()}
+
+    def describe_memory(self) -> dict[str, Any]:
+        """Returns where other processes find the KV memory."""
+        return {"kv_fd": self.context.kv.shared_fd}
+
+    def attach(self, found: Mapping[str, Any], sizes: dict[str, int]) -> None:
+        """Opens the described KV memory. Raises OSError or ValueError."""
+        self._read = self.context.kv.attach(_map(found["pid"], found["kv_fd"]), **sizes)
 
     @classmethod
     async def connect(
         cls, context: TransferContext, name: str, description: dict[str, Any]
-    ) -> "SharedMemoryConnector":
-        """Maps the sender's memory.
+    ) -> Self:
+        """Opens the sender's memory.
 
-        Raises OSError or ValueError if this process cannot map it, or if it is other memory than
+        Raises OSError or ValueError if this process cannot open it, or if it is other memory than
         the sender described.
         """
-        found = checked(description, _DESCRIPTION)
+        found = checked(description, {**_DESCRIPTION, **cls.memory_types})
         connector = cls(context, name)
         connector._leases = _map(found["pid"], found["leases_fd"])
         if (
@@ -66,18 +76,58 @@ class SharedMemoryConnector(KvConnector):
         ):
             raise ValueError("KV transport: the lease table is not the one that was described")
         sizes = {name: found[name] for name in MEMORY_SIZES}
-        connector._read = context.kv.attach(_map(found["pid"], found["kv_fd"]), **sizes)
+        # In a thread, because a GPU takes milliseconds to open memory.
+        await asyncio.to_thread(connector.attach, found, sizes)
         return connector
 
     async def fetch(
         self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
-    ) -> memoryview:
+    ) -> "memoryview | DeviceData":
         """Copies the span from the sender's memory."""
         return self._read(blocks, data)
 
     async def verify(self, table: BlockTable) -> None:
         start = entry_offset(table)
         check_entry(self._leases[start : start + ENTRY_BYTES], table)
+
+
+class IpcConnector(SharedMemoryConnector):
+    """Connects two ranks on GPUs of one host by CUDA's interprocess handles.
+
+    The copies run on streams of the receiver, and no byte passes through host memory.
+    """
+
+    frame_bytes: ClassVar[int] = 64 * 2**20
+    memory_types: ClassVar[Mapping[str, type]] = {"memory": bytes}
+    _exported: bytes  # of the sender
+    _gather: "Callable[[Sequence[int], KvSpan], Awaitable[DeviceData]]"
+
+    @classmethod
+    def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
+        """Returns the host's id; None for a rank without a GPU."""
+        return None if context.device == "cpu" else {"host": host_id(), "shares": True}
+
+    @classmethod
+    async def listen(
+        cls, context: TransferContext, name: str, announce: Callable[[Announce], None]
+    ) -> Self:
+        """Exports this rank's memory. Raises OSError if the device cannot share it."""
+        connector = cls(context, name)
+        connector._exported = cast(DeviceKvStore, context.kv).export()
+        return connector
+
+    def describe_memory(self) -> dict[str, Any]:
+        return {"memory": self._exported}
+
+    def attach(self, found: Mapping[str, Any], sizes: dict[str, int]) -> None:
+        kv = cast(DeviceKvStore, self.context.kv)
+        self._gather = kv.attach_device(found["memory"], **sizes)
+
+    async def fetch(
+        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+    ) -> "DeviceData":
+        """Copies the span from the sender's memory to memory of this rank's GPU."""
+        return await self._gather(blocks, data)
 
 
 def host_id() -> str:

@@ -1,5 +1,5 @@
-"""KV cache read out of another worker's memory: byte for byte, and never after its blocks were
-freed.
+"""KV cache read out of another worker's memory, in the host's or a GPU's: byte for byte, and never
+after its blocks were freed.
 """
 
 import asyncio
@@ -13,16 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgpack
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.proto import worker_pb2
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer.played import EPOCH, Calls, handle, placed, sender_of
+from tandem.tests.workers.transfer.played_ipc import Held, play_ipc
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.model.kv.gpu import GpuKv
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import leases, shared_memory
 from tandem.workers.transfer.connector import TransferContext
@@ -67,14 +70,16 @@ class P2pGroup:
 
     source: PagedKv
     target: PagedKv
+    transport: str
     hook: FrameHook | None = None
     frames: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.released: list[int] = []
-        self.sender = sender_of(self.source, ("shared",), self.released, frame_hook=self._spy)
+        transports = (self.transport,)
+        self.sender = sender_of(self.source, transports, self.released, frame_hook=self._spy)
         self.calls = Calls({"there": self.sender})
-        context = TransferContext(kv=self.target, transports=("shared",))
+        context = TransferContext(kv=self.target, transports=transports)
         self.receiver = KvReceiver(context, stall_seconds=5, channel=self.calls.channel)
 
     async def _spy(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -117,7 +122,17 @@ class P2pGroup:
         return sum(len(payload) for message, payload in self.frames if isinstance(message, Data))
 
 
-@settings(max_examples=25)
+@pytest.fixture(params=["shared", "ipc"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "ipc":
+        play_ipc(monkeypatch)
+    return str(request.param)
+
+
+@settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # one for all examples
+)
 @given(
     st.sampled_from([(4, 4), (3, 8), (16, 5), (1, 2)]),
     st.integers(1, 40),
@@ -125,7 +140,7 @@ class P2pGroup:
     st.sampled_from([1000, 7]),
 )
 async def test_what_arrives_is_what_was_there(
-    sizes: tuple[int, int], num_tokens: int, data: st.DataObject, chunk: int
+    transport: str, sizes: tuple[int, int], num_tokens: int, data: st.DataObject, chunk: int
 ) -> None:
     source, target = (memory(size, 64, seed) for size, seed in zip(sizes, (1, 2), strict=True))
     blocks, into = (
@@ -133,20 +148,20 @@ async def test_what_arrives_is_what_was_there(
         for kv in (source, target)
     )
     cached = data.draw(st.integers(0, num_tokens - 1))
-    pair = P2pGroup(source, target)
+    pair = P2pGroup(source, target, transport)
     fetched = await pair.move(blocks, into, num_tokens, cached, chunk)
     assert pair.payload_bytes == 0
     moved = span(source, cached, num_tokens - cached)
-    assert (fetched.transfer_bytes, fetched.transport) == (moved.size(LAYOUT), "shared")
+    assert (fetched.transfer_bytes, fetched.transport) == (moved.size(LAYOUT), transport)
     assert read_now(target, into, moved) == read_now(source, blocks, moved)
     if cached:  # is as it was
         kept = span(target, 0, cached)
         assert read_now(target, into, kept) == read_now(memory(sizes[1], 64, 2), into, kept)
 
 
-async def withdrawn_at_commit() -> worker_pb2.KvReceived:
+async def withdrawn_at_commit(transport: str) -> worker_pb2.KvReceived:
     """The sender frees the blocks when the Commit is under way already."""
-    pair = P2pGroup(memory(seed=1), memory())
+    pair = P2pGroup(memory(seed=1), memory(), transport)
 
     async def hook(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for frame in frames:
@@ -158,15 +173,17 @@ async def withdrawn_at_commit() -> worker_pb2.KvReceived:
     return await pair.move((1, 2), (3, 4), 8)
 
 
-async def test_a_copy_of_blocks_that_were_freed_is_refused() -> None:
+async def test_a_copy_of_blocks_that_were_freed_is_refused(transport: str) -> None:
     with pytest.raises(TransferError, match="withdrawn"):
-        await withdrawn_at_commit()
+        await withdrawn_at_commit(transport)
 
 
-async def test_without_the_lease_table_it_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_lease_table_it_would_be_taken(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The negative control of the test above."""
     monkeypatch.setattr(shared_memory, "check_entry", lambda content, table: None)
-    await withdrawn_at_commit()  # which checks the first tokens
+    await withdrawn_at_commit(transport)  # which checks the first tokens
 
 
 @pytest.mark.parametrize(
@@ -184,7 +201,7 @@ async def test_without_the_lease_table_it_would_be_taken(monkeypatch: pytest.Mon
     ],
 )
 async def test_what_cannot_be_mapped_goes_over_the_stream(
-    why: str, monkeypatch: pytest.MonkeyPatch
+    why: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = memory(seed=1, is_shared=why != "not shared"), memory()
     if why == "no entry":
@@ -198,7 +215,10 @@ async def test_what_cannot_be_mapped_goes_over_the_stream(
         "no file": {"kv_fd": 10**6},
         "a pipe": {"kv_fd": ends[0]},
     }
-    pair = P2pGroup(source, target)
+    if transport == "ipc":
+        changes["no file"] = {"memory": msgpack.packb([os.getpid(), 10**6])}
+        changes["a pipe"] = {"memory": b"no description"}
+    pair = P2pGroup(source, target, transport)
     if why == "host":
         hosts = iter(["here", "elsewhere"])
         monkeypatch.setattr(shared_memory, "host_id", lambda: next(hosts))
@@ -226,16 +246,18 @@ def describe(monkeypatch: pytest.MonkeyPatch, **change: Any) -> None:
     "change", [{"pid": None}, {"token": 7}, {"kv_fd": -1}, {"pid": "self"}, {"more": 1}]
 )
 async def test_an_impossible_description_is_refused(
-    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = P2pGroup(memory(seed=1), memory())
+    pair = P2pGroup(memory(seed=1), memory(), transport)
     describe(monkeypatch, **change)
     assert (await pair.move((1, 2), (3, 4), 8)).transport == "grpc"
 
 
 @pytest.mark.parametrize("change", [{"entry": 10**6}, {"entry": 2**63}, {"number": 7}])
-async def test_an_impossible_lease_is_a_failed_transfer(change: dict[str, int]) -> None:
-    pair = P2pGroup(memory(seed=1), memory())
+async def test_an_impossible_lease_is_a_failed_transfer(
+    change: dict[str, int], transport: str
+) -> None:
+    pair = P2pGroup(memory(seed=1), memory(), transport)
 
     async def hook(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for frame in frames:
@@ -253,12 +275,73 @@ async def test_an_impossible_lease_is_a_failed_transfer(change: dict[str, int]) 
 
 @pytest.mark.parametrize("change", [{"tp": 2}, {"block_size": 1}, {"num_blocks": 2}])
 async def test_blocks_that_the_memory_has_not_are_a_failed_transfer(
-    change: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    change: dict[str, int], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = P2pGroup(memory(seed=1), memory())
+    pair = P2pGroup(memory(seed=1), memory(), transport)
     describe(monkeypatch, **change)
     with pytest.raises(TransferError, match="out of bounds"):
         await pair.move((1, 2), (3, 4), 8)
+
+
+async def test_the_event_loop_goes_on_while_a_gpu_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_ipc(monkeypatch)
+    held = Held(monkeypatch)
+    pair = P2pGroup(memory(seed=1), memory(), "ipc")
+    moving = asyncio.create_task(pair.move((1, 2), (3, 4), 8))
+    while not held.reached.is_set():
+        await asyncio.sleep(0)
+    for _ in range(100):  # turns of the loop that a blocking wait would not allow
+        await asyncio.sleep(0)
+    assert not moving.done()
+    held.let_go.set()
+    assert (await moving).transport == "ipc"
+
+
+async def test_a_gpu_copy_uses_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_ipc(monkeypatch)
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("KV in host memory")
+
+    pair = P2pGroup(memory(seed=1), memory(), "ipc")
+    for name in ("read", "write"):
+        monkeypatch.setattr(PagedKv, name, refuse)
+    monkeypatch.setattr(GpuKv, "read", refuse)
+    assert (await pair.move((1, 2), (3, 4), 8)).transport == "ipc"
+    assert pair.payload_bytes == 0
+
+
+async def test_a_device_that_cannot_share_its_memory_goes_over_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    play_ipc(monkeypatch)
+
+    def refuse(kv: PagedKv) -> bytes:
+        raise OSError("GPU memory cannot be shared: expandable segments")
+
+    monkeypatch.setattr(PagedKv, "export", refuse)
+    pair = P2pGroup(memory(seed=1), memory(), "ipc")
+    assert (await pair.move((1, 2), (3, 4), 8)).transport == "grpc"
+    assert pair.payload_bytes > 0
+
+
+async def test_a_cancelled_copy_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks may have another owner when the copy ends."""
+    play_ipc(monkeypatch)
+    held = Held(monkeypatch)
+    source, target = memory(seed=1), memory(seed=2)
+    before = target.data.clone()
+    pair = P2pGroup(source, target, "ipc")
+    moving = asyncio.create_task(pair.move((1, 2), (3, 4), 8))
+    while not held.reached.is_set():
+        await asyncio.sleep(0)
+    moving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await moving
+    held.let_go.set()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert torch.equal(target.data.view(torch.uint8), before.view(torch.uint8))
 
 
 async def connect(context: TransferContext, description: dict[str, Any]) -> SharedMemoryConnector:

@@ -110,7 +110,7 @@ async def test_a_rank_without_it_takes_the_next() -> None:
 
 def test_a_service_takes_what_is_built_in_or_installed(request: pytest.FixtureRequest) -> None:
     load_config(None, {"model": "m", "kv_transports": list(KV_CONNECTORS)})
-    refused = r"^kv_transports\.1: must be one of shared, gloo, nccl, nixl, got 'dict'$"
+    refused = r"^kv_transports\.1: must be one of shared, ipc, gloo, nccl, nixl, got 'dict'$"
     with pytest.raises(InvalidArgument, match=refused):
         load_config(None, {"model": "m", "kv_transports": ["shared", "dict"]})
     request.getfixturevalue("installed")

@@ -16,6 +16,7 @@ from tandem.proto import worker_pb2
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer import fake_nixl
 from tandem.tests.workers.transfer.played import EPOCH, Calls, handle, placed, sender_of
+from tandem.tests.workers.transfer.played_ipc import play_ipc
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.reshard import plan
@@ -99,7 +100,8 @@ class Transfer:
         """Adds a rank of the target group, or of another."""
         self.targets.append(self._store(tp, rank, 16, is_target=True))
         self.calls.append(Calls(dict(zip(self.endpoints, self.senders, strict=True))))
-        context = TransferContext(kv=self.targets[-1], transports=("shared", "gloo", "nixl"))
+        transports = ("shared", "ipc", "gloo", "nixl")
+        context = TransferContext(kv=self.targets[-1], transports=transports)
         self.receivers.append(KvReceiver(context, stall_seconds=5, channel=self.calls[-1].channel))
 
     def _store(self, tp: int, rank: int, block_size: int, *, is_target: bool = False) -> PagedKv:
@@ -108,7 +110,7 @@ class Transfer:
             num_blocks=NUM_BLOCKS,
             block_size=block_size,
             device=torch.device("cpu"),
-            shared=is_target or not {"shared", "nixl"}.isdisjoint(self.transports(rank)),
+            shared=is_target or not {"shared", "ipc", "nixl"}.isdisjoint(self.transports(rank)),
             tp=tp,
             rank=rank,
         )
@@ -228,8 +230,10 @@ def _short_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KvConnector, "frame_bytes", 160)
 
 
-def use_fake_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the library is not installed."""
+def play(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for a library or a device that is not there."""
+    if transport == "ipc":
+        play_ipc(monkeypatch)
     if not nixl_agent.available():
         monkeypatch.setattr("tandem.workers.transfer.nixl.available", lambda: True)
         monkeypatch.setattr(nixl_agent, "_bindings", lambda: fake_nixl)
@@ -243,10 +247,11 @@ SPLITS = ((8, 0), (16, 21), (32, 16))  # block size of the source, tokens that t
     [
         ("grpc", SPLITS),
         ("shared", SPLITS),
+        ("ipc", SPLITS[1:2]),
         ("gloo", SPLITS[1:2]),
         ("nixl", SPLITS[1:2]),
     ],
-    ids=["grpc", "shared", "gloo", "nixl"],
+    ids=["grpc", "shared", "ipc", "gloo", "nixl"],
 )
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("target_tp", SIZES)
@@ -259,7 +264,7 @@ async def test_every_rank_gets_its_heads(
     splits: Sequence[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    use_fake_nixl(monkeypatch)
+    play(transport, monkeypatch)
     for source_block, num_cached in splits:
         transfer = Transfer(
             layout_of(num_kv_heads),
@@ -290,7 +295,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("transport", ["grpc", "shared", "gloo", "nixl"])
+@pytest.mark.parametrize("transport", ["grpc", "shared", "ipc", "gloo", "nixl"])
 @pytest.mark.parametrize("layers", MIXED)
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (1, 2), (2, 1), (4, 2)])
 async def test_layers_of_unequal_geometry_arrive(
@@ -301,7 +306,7 @@ async def test_layers_of_unequal_geometry_arrive(
     cache_dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    use_fake_nixl(monkeypatch)
+    play(transport, monkeypatch)
     layout = KvLayout(layers=MIXED[layers], dtype="bfloat16", model="m", cache_dtype=cache_dtype)
     for frame_bytes in (160, 4096, 2**20):
         monkeypatch.setattr(KvConnector, "frame_bytes", frame_bytes)
