@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tandem.workers.model.kv_store import PagedKv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-SIZES = {"num_blocks": 64, "block_size": 16, "tp": 1, "rank": 0}
+SIZES: dict[str, Any] = {"num_blocks": 64, "block_size": 16, "tp": 1, "rank": 0}
 BLOCKS = (5, 0, 63)
 
 

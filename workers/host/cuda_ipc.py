@@ -19,7 +19,8 @@ def export_memory(memory: torch.Tensor) -> bytes:
     allocator cannot share it.
     """
     try:
-        _, *shared = memory.untyped_storage()._share_cuda_()
+        storage = memory.untyped_storage()
+        _, *shared = storage._share_cuda_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise OSError(f"GPU memory cannot be shared: {_first_line(error)}") from error
     packed: bytes = msgpack.packb(shared)

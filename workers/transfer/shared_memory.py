@@ -34,7 +34,7 @@ class SharedMemoryConnector(KvConnector):
     _leases: mmap.mmap
 
     @classmethod
-    def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any]:
+    def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
         """Returns the host's id and whether this rank's memory can be mapped by a receiver."""
         return {"host": host_id(), "shares": context.kv.shared_fd is not None}
 
