@@ -3,6 +3,7 @@ from any source.
 """
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -294,8 +295,14 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("transport", ["grpc", "shared", "ipc", "gloo", "nixl"])
+# Quantized blocks have another layout on GPUs, which mapped host memory does not show.
+@pytest.mark.parametrize(
+    ("transport", "cache_dtype"),
+    [
+        *itertools.product(["grpc", "shared", "gloo", "nixl"], ["auto", "int8"]),
+        ("ipc", "auto"),
+    ],
+)
 @pytest.mark.parametrize("layers", MIXED)
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (1, 2), (2, 1), (4, 2)])
 async def test_layers_of_unequal_geometry_arrive(
