@@ -4,16 +4,18 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 BIN := .venv/bin
+GPU := .venv-gpu
 PRODUCT := proto router workers cluster __init__.py
+TESTS_WITHOUT_RAY := tests/workers/model tests/workers/transfer tests/workers/tp
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Each test process imports 2,000 modules; without byte code of the last run it compiles them for 2 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo quick test soak matrix pods check audit fuzz breaking format proto wheel clean
+.PHONY: help venv demo quick test test-gpu-versions gpu gpu-tree soak matrix pods check audit fuzz breaking format proto wheel clean
 
 help:  ## show these lines
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 27
 
 venv: .venv/.installed  ## create .venv with the pinned versions; redone when they change
 
@@ -25,6 +27,16 @@ quick: .venv/.installed  ## run the tests that need no network, no process and n
 
 test: .venv/.installed  ## run every test but the long soaks; RERUN=1 runs failed tests a second time, alone
 	$(BIN)/python -m tandem.tests.suite $(if $(RERUN),--rerun)
+
+test-gpu-versions: $(GPU)/.installed  ## run the tests of models, transfers and ranks with a GPU machine's versions of torch, Triton and Python
+	OMP_NUM_THREADS=1 PYTHONPATH=$(GPU)/tree $(GPU)/bin/python -m pytest -q -n 2 $(TESTS_WITHOUT_RAY)
+
+gpu: .venv/.installed  ## check and measure this machine's GPU: right, fast, from prefill to decode; PARTS=A,B,C OUT=FOLDER SECONDS=N DEVICE=cuda SHAPE=NAME
+	$(BIN)/python -m tandem.tests.bench.gpu --out $(or $(OUT),build/gpu) $(if $(PARTS),--parts $(PARTS)) \
+	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(DEVICE),--device $(DEVICE)) $(if $(SHAPE),--shape $(SHAPE))
+
+gpu-tree: .venv/.installed  ## put the repository and the packages that a bare GPU machine lacks into the folder OUT, below 64 MiB
+	$(BIN)/python -m tandem.tests.bench.gpu.tree $(or $(OUT),$(error OUT=FOLDER is missing))
 
 soak: .venv/.installed  ## run the long soaks alone
 	$(BIN)/pytest -m soak
@@ -88,4 +100,24 @@ clean:  ## remove caches and build output; .venv and fetched models stay
 	"$$python" -m venv .venv
 	@$(BIN)/python -m pip -qq install --constraint constraints.txt --editable '.[dev]'
 	@mkdir -p .venv/typing && ln -sfn ../.. .venv/typing/tandem
+	@touch $@
+
+# The versions of a GPU machine; Tandem is a link there, as on that machine. PyPI has torch's build for GPUs alone: 5 GB.
+$(GPU)/.installed: tests/gpu/requirements.txt constraints.txt
+	@python=; \
+	for candidate in $${PYTHON:-} python3.12 "$$HOME"/.pyenv/versions/3.12*/bin/python; do \
+	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then \
+	    python=$$candidate; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "error: no Python 3.12 with venv found; install it, or name it: make PYTHON=/path/to/python3.12" >&2; \
+	  exit 1; \
+	fi; \
+	echo "installing into $(GPU) with $$python (minutes, 5 GB)"; \
+	"$$python" -m venv $(GPU)
+	@awk -F== 'NR == FNR {if (NF == 2) replaced[$$1]; next} !($$1 in replaced)' \
+	  tests/gpu/requirements.txt constraints.txt >$(GPU)/constraints.txt
+	@$(GPU)/bin/python -m pip -qq install --constraint $(GPU)/constraints.txt --requirement tests/gpu/requirements.txt
+	@mkdir -p $(GPU)/tree && ln -sfn ../.. $(GPU)/tree/tandem
 	@touch $@

@@ -79,7 +79,7 @@ _SPARSE: Final = (
     *("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "qwen3_moe"),
 )
 
-DECODERS: Final[dict[str, dict[str, Any]]] = {
+_EVERY: Final[dict[str, dict[str, Any]]] = {
     **{kind: {} for kind in _PLAIN},
     **dict.fromkeys(_WINDOWED, _ALTERNATING),
     **dict.fromkeys(_SPARSE, _EXPERTS),
@@ -87,7 +87,8 @@ DECODERS: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v3": _EXPERTS | _LATENT,
     "glm4_moe_lite": _EXPERTS | _LATENT,
 }
-"""By `model_type`: what is set beside what all have."""
+DECODERS: Final = {kind: fields for kind, fields in _EVERY.items() if kind in CONFIG_MAPPING}
+"""By `model_type` that this release of transformers has: what is set beside what all have."""
 
 
 def tiny_config(kind: str, **overrides: Any) -> PreTrainedConfig:

@@ -7,6 +7,7 @@ import gc
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -59,6 +60,8 @@ _OTHERS: Final[dict[str, dict[str, Any]]] = {
 }
 """By the value of `--compare`: the options of the variant that takes turns with the plain run."""
 
+OnFigure = Callable[[DecodeFigure | PrefillFigure], None]
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints; returns 0, or 2 after one line on stderr if it cannot run as asked."""
@@ -77,8 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def measure(options: EngineBenchOptions) -> Report:
-    """Runs all requested measurements.
+def measure(options: EngineBenchOptions, on_figure: OnFigure = lambda figure: None) -> Report:
+    """Runs all requested measurements; calls `on_figure` after each decode and prefill.
 
     Raises InvalidArgument or CheckpointError, before it loads anything, if it cannot run them.
     """
@@ -87,7 +90,7 @@ def measure(options: EngineBenchOptions) -> Report:
     if options.threads:
         torch.set_num_threads(options.threads)
     enter_device(options.device)
-    report = _measure_engine(options, config, num_blocks)
+    report = _measure_engine(options, config, num_blocks, on_figure)
     if options.plot:
         title = f"{report.shape}, {report.dtype}, {report.device}: one decode step"
         plot(options.plot, title, report.sweep_batch, report.sweep_context)
@@ -105,13 +108,22 @@ def _config(options: EngineBenchOptions) -> ModelConfig:
     return with_quantization(config, options.quantization) if options.quantization else config
 
 
-def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks: int) -> Report:
+def _measure_engine(
+    options: EngineBenchOptions, config: ModelConfig, num_blocks: int, on_figure: OnFigure
+) -> Report:
     """Measures the engine and frees the model, because transformers needs the memory."""
-    floors = measure_floors(config, DTYPES[options.dtype], options.device)
+    floors = measure_floors(config, DTYPES[options.dtype], options.device, options.chunk)
     runner = _runner(options, config, num_blocks)
 
     def decode(batch: int, context: int) -> DecodeFigure:
-        return _decode(options, config, floors, runner, batch, context)
+        figure = _decode(options, config, floors, runner, batch, context)
+        on_figure(figure)
+        return figure
+
+    def prefill(prompt: int) -> PrefillFigure:
+        figure = _prefill(options, config, floors, runner, prompt)
+        on_figure(figure)
+        return figure
 
     sweeps = options.plot is not None
     report = Report(
@@ -124,11 +136,11 @@ def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks
         torch=torch.__version__,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         floors=floors,
-        decode=tuple(decode(batch, options.context) for batch in options.batches),
-        prefill=tuple(
-            _prefill(options, config, floors, runner, prompt) for prompt in options.prompts
+        decode=tuple(
+            decode(batch, context) for context in options.contexts for batch in options.batches
         ),
-        sweep_batch=tuple(decode(batch, options.context) for batch in SWEEP_BATCHES if sweeps),
+        prefill=tuple(prefill(prompt) for prompt in options.prompts),
+        sweep_batch=tuple(decode(batch, options.contexts[0]) for batch in SWEEP_BATCHES if sweeps),
         sweep_context=tuple(
             decode(SWEEP_CONTEXT_BATCH, context) for context in SWEEP_CONTEXTS if sweeps
         ),

@@ -1,6 +1,7 @@
 """Parses the arguments of `python -m tandem.tests.bench.engine`, checked field by field."""
 
 import argparse
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -29,7 +30,7 @@ _EPILOG: Final = """
 Decode: sequences with --context tokens and noise as KV cache step together through a whole engine
 (schedule, prepare, model, sample, emit). Prefill: one prompt at a time, in chunks, from its
 submission to its first token. The same run measures the floors: the sum and the copy of a large
-tensor, and matrix products of the shapes of one decoder layer over 512 tokens. The floor of a
+tensor, and matrix products of the shapes of one decoder layer over the tokens of a chunk. The floor of a
 decode step is the longer of two times: reading the weights and the KV cache once, and computing the
 matrix products. The roofline share is that floor divided by the step's time. On a GPU, --profile
 waits for the device between the parts, which makes steps slower; take step times from a run without
@@ -53,7 +54,7 @@ class EngineBenchOptions:
     kv_cache_dtype: str
     compare: str | None
     batches: tuple[int, ...]
-    context: int
+    contexts: tuple[int, ...]
     prompts: tuple[int, ...]
     steps: int
     threads: int | None
@@ -77,9 +78,9 @@ class EngineBenchOptions:
     @property
     def decodes(self) -> list[tuple[int, int]]:
         """Returns every (batch, context) to decode."""
-        wanted = [(batch, self.context) for batch in self.batches]
+        wanted = list(itertools.product(self.batches, self.contexts))
         if self.plot:
-            wanted += [(batch, self.context) for batch in SWEEP_BATCHES]
+            wanted += [(batch, self.contexts[0]) for batch in SWEEP_BATCHES]
             wanted += [(SWEEP_CONTEXT_BATCH, context) for context in SWEEP_CONTEXTS]
         return wanted
 
@@ -122,10 +123,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--batches", type=_numbers(1, 1024), default=(1, 16, 64, 256), metavar="N,N")
     add(
         "--context",
-        type=_number(1, 1 << 20),
-        default=256,
-        metavar="TOKENS",
-        help="tokens before the first decoded token",
+        dest="contexts",
+        type=_numbers(1, 1 << 20),
+        default=(256,),
+        metavar="N,N",
+        help="tokens before the first decoded token; every batch is measured at each",
     )
     add(
         "--prompts",

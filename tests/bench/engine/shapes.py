@@ -1,13 +1,16 @@
 """Defines the benchmark's shapes without a checkpoint, random weights, and the cost of a step."""
 
+import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from tandem.tests.tiny_tokenizer import make_tokenizer
 from tandem.workers.kv_cache.layout import ITEM_BYTES, head_bytes
 from tandem.workers.model.config import Fields, ModelConfig
 from tandem.workers.model.loader import weight_bytes, weight_shapes
@@ -58,6 +61,22 @@ def _hf_config(
     }
 
 
+def _qwen3_moe(sizes: tuple[int, int, int, int, int, int, int], **fields: Any) -> dict[str, Any]:
+    """Returns config.json of a mixture of experts; `sizes` as in `_hf_config`."""
+    described = _hf_config(
+        "Qwen3Moe",
+        sizes,
+        max_position_embeddings=40_960,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        **fields,
+    )
+    return described | {"model_type": "qwen3_moe"}
+
+
 HF_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "tiny": _hf_config("Llama", (2, 64, 96, 4, 2, 16, 512), max_position_embeddings=8192),
     "smollm2-135m": _hf_config(
@@ -83,6 +102,15 @@ HF_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
         rms_norm_eps=1e-6,
         rope_theta=1e6,
     ),
+    "qwen3-30b-a3b": _qwen3_moe(
+        (48, 2048, 6144, 32, 4, 128, 151_936),
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
+    "tiny-moe": _qwen3_moe(
+        (2, 64, 96, 4, 2, 16, 512), num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
 }
 """The fields of config.json by shape; llama-3-8b has the positions of 3.1 without its scaling."""
 
@@ -105,6 +133,26 @@ def random_weight(part: WeightSlice, target: torch.Tensor) -> None:
             0, 0.4 if "embed" in part.name else part.shape[-1] ** -0.5, generator=generator
         )
     target.copy_(whole[part.slices])
+
+
+def write_unread_weights(folder: Path, shape: str) -> None:
+    """Writes a model folder that passes the checks, with a file of weights that only has a header.
+
+    The numbers, a hole in the file, must not be read: use `random_weight` in their place.
+    """
+    config = dict(HF_CONFIGS[shape]) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    make_tokenizer().save_pretrained(folder)
+    header: dict[str, dict[str, Any]] = {}
+    end = 0
+    for name, sizes in weight_shapes(SHAPES[shape]).items():
+        begin = end
+        end += 2 * prod(sizes)
+        header[name] = {"dtype": "BF16", "shape": list(sizes), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def decode_cost(

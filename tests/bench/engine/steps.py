@@ -74,12 +74,14 @@ class BenchRunner(Executor):
         exact: bool,
         batch_invariant: bool = False,
         lora_rank: int | None = None,
+        on_loaded: Callable[[str], None] = lambda stage: None,
     ) -> None:
         """Loads the model and fills its KV memory with noise.
 
         `chunk` is the maximum number of tokens of a prefill step. `exact` waits for a GPU at every
         mark. Then the times of the parts are exact, but the steps are slower and do not overlap.
-        `lora_rank` is the rank of an adapter that all sequences use.
+        `lora_rank` is the rank of an adapter that all sequences use. `on_loaded` is called with
+        "weights", "KV cache" and "warm-up" when these are done.
         """
         self._chunk = chunk
         self._exact = exact
@@ -89,6 +91,7 @@ class BenchRunner(Executor):
             config, DTYPES[dtype], batch_invariant=batch_invariant, device_type=device.type
         )
         load_weights(model, read, device)
+        on_loaded("weights")
         layout = KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
         kv = PagedKv(layout, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
         generator = torch.Generator(device).manual_seed(0)
@@ -103,6 +106,7 @@ class BenchRunner(Executor):
                     part.copy_(quantize(noise, part.dtype))
                 else:
                     part.normal_(generator=generator)
+        on_loaded("KV cache")
         adapters = AdapterTable(
             model.lora, dtype=DTYPES[dtype], device=device, batch_invariant=batch_invariant
         )
@@ -118,6 +122,7 @@ class BenchRunner(Executor):
             adapters=adapters,
         )
         self.runner.warmup()
+        on_loaded("warm-up")
         self.code = model.code
         self._vocab_size = config.vocab_size
         self._num_blocks = num_blocks

@@ -29,6 +29,7 @@ from tandem.proto.identity import PeerIdentity
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.host.malloc import keep_freed_memory
 from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.model.device import enter_device
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.endpoint import KvEndpoint, add_bytes_method
@@ -50,19 +51,23 @@ Rates = dict[int, float]
 """GB/s by size in MB."""
 
 
-def make_endpoint(transport: str, num_tokens: int, identity: PeerIdentity) -> KvEndpoint:
+def make_endpoint(
+    transport: str, num_tokens: int, identity: PeerIdentity, device: str
+) -> KvEndpoint:
     """Returns an endpoint with the random KV cache of one long sequence, in blocks 0, 1, 2, ..."""
     kv = PagedKv(
         LAYOUT,
         num_blocks=-(-num_tokens // _BLOCK_SIZE),
         block_size=_BLOCK_SIZE,
-        device=torch.device("cpu"),
-        shared=transport in ("shared", "nixl"),
+        device=torch.device(device),
+        shared=device == "cpu" and transport in ("shared", "nixl"),
     )
     kv.data.view(torch.uint8).random_(0, 256)
     return KvEndpoint(
         KvSender(
-            TransferContext(kv=kv, transports=() if transport == "grpc" else (transport,)),
+            TransferContext(
+                kv=kv, transports=() if transport == "grpc" else (transport,), device=device
+            ),
             epoch=_EPOCH,
             lease_seconds=_WAIT_SECONDS,
             stall_seconds=_WAIT_SECONDS,
@@ -72,14 +77,14 @@ def make_endpoint(transport: str, num_tokens: int, identity: PeerIdentity) -> Kv
     )
 
 
-async def serve(transport: str, num_tokens: int) -> None:
+async def serve(transport: str, num_tokens: int, device: str) -> None:
     """Runs the sender's process.
 
     Reads the identity from stdin. Then makes an offer for every number of tokens on stdin and
     prints the offer's id.
     """
     identity = PeerIdentity.from_text(sys.stdin.readline())
-    endpoint = make_endpoint(transport, num_tokens, identity)
+    endpoint = make_endpoint(transport, num_tokens, identity, device)
     server = PeerServer(identity)
     endpoint.serve_on(server)
     add_bytes_method(server, _BYTES_METHOD, _send_bytes)
@@ -188,11 +193,15 @@ class TransferBench:
 
 
 @asynccontextmanager
-async def _started(name: str, num_tokens: int, tls: bool) -> AsyncIterator[TransferBench]:
+async def _started(
+    name: str, num_tokens: int, tls: bool, device: str
+) -> AsyncIterator[TransferBench]:
     command = [
         sys.executable,
         "-m",
         "tandem.tests.bench.engine.transfer",
+        "--device",
+        device,
         "--serve",
         name,
         str(num_tokens),
@@ -206,7 +215,7 @@ async def _started(name: str, num_tokens: int, tls: bool) -> AsyncIterator[Trans
         process.stdin.write(f"{identity.to_text()}\n".encode())
         address = (await process.stdout.readline()).decode().strip()
         bench = TransferBench(
-            name, process, make_endpoint(name, num_tokens, identity), address, identity
+            name, process, make_endpoint(name, num_tokens, identity, device), address, identity
         )
         await bench.warm_up(num_tokens)
         yield bench
@@ -217,11 +226,11 @@ async def _started(name: str, num_tokens: int, tls: bool) -> AsyncIterator[Trans
 
 
 async def measure(
-    names: list[str], sizes: list[int], repeat: int, *, tls: bool = False
+    names: list[str], sizes: list[int], repeat: int, *, tls: bool = False, device: str = "cpu"
 ) -> dict[str, Rates]:
     """Returns the median rates of each transport and of the bare stream, which take turns.
 
-    `sizes` are in MB. With `tls` all gRPC is encrypted, including the bare stream. Raises
+    `sizes` are in MB; both KV caches are on `device`. With `tls` all gRPC is encrypted, including the bare stream. Raises
     RuntimeError if a transport does not work.
     """
     tokens = {size: max(1, size * 1_000_000 // LAYOUT.bytes_per_token) for size in sizes}
@@ -230,7 +239,7 @@ async def measure(
     }
     async with AsyncExitStack() as stack:
         benches = {
-            name: await stack.enter_async_context(_started(name, max(tokens.values()), tls))
+            name: await stack.enter_async_context(_started(name, max(tokens.values()), tls, device))
             for name in names
         }
         for _, (size, num_tokens) in itertools.product(range(repeat), tokens.items()):
@@ -271,17 +280,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--peer-tls", action="store_true", help="encrypt gRPC as with `peer_tls.mode: cluster`"
     )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N, of both KV caches")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options: Any = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    enter_device(options.device)
     keep_freed_memory()
     gc.freeze()  # a service does the same
     if options.serve:
         name, num_tokens = options.serve
-        asyncio.run(serve(name, int(num_tokens)))
+        asyncio.run(serve(name, int(num_tokens), options.device))
     else:
         rates = asyncio.run(
-            measure(options.transports, options.sizes, options.repeat, tls=options.peer_tls)
+            measure(
+                options.transports,
+                options.sizes,
+                options.repeat,
+                tls=options.peer_tls,
+                device=options.device,
+            )
         )
         Console().print(report(rates, options.sizes))
     return 0

@@ -49,9 +49,8 @@ def processors(params: SamplingParams, num_prompt: int) -> list[LogitsProcessor]
     """transformers' for the same, in its order."""
     made: list[LogitsProcessor] = []
     if params.logit_bias:
-        made.append(
-            SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias])
-        )
+        biases = {(token,): bias for token, bias in params.logit_bias}
+        made.append(SequenceBiasLogitsProcessor(biases))
     if params.repetition_penalty != 1:
         made.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if params.bad_words:

@@ -13,7 +13,6 @@ from typing import Final, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from ..parallel import TensorParallel
 from .config import text_config
@@ -55,9 +54,7 @@ class TpPlan:
             raise ValueError(problem)
         names = [each for each, _ in (*model.named_modules(), *model.named_parameters())]
         self._styles = {
-            each: plan[pattern]
-            for each in names
-            if (pattern := replace_layer_number_by_wildcard(each)) in plan
+            each: plan[pattern] for each in names if (pattern := _pattern(each)) in plan
         }
         for each, module in model.named_modules():
             is_split = self._styles.get(each, "replicate") in (*_COLUMNS, *_ROWS, *_PACKED)
@@ -161,3 +158,11 @@ class TpPlan:
 
 def _at(dim: int, part: slice) -> Slices:
     return (*[slice(None)] * dim, part)
+
+
+def _pattern(name: str) -> str:
+    """Returns a module's or parameter's name with `*` for layer numbers, as plans have it.
+
+    Releases of transformers differ in the module that has this function.
+    """
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,0 +1,170 @@
+"""The benchmark of GPUs runs without one, and no part affects the results of the others."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.tests.bench.gpu import tree
+from tandem.tests.bench.gpu.bench import Bench
+from tandem.tests.bench.gpu.driver import PRELOADED, Run, as_text, run_parts
+from tandem.tests.bench.gpu.parts import PARTS, Part, find_parts
+from tandem.tests.paths import ROOT
+
+CALLS = {"facts": "imports of worker modules", "serve": "the prefill worker is killed"}
+
+
+def finish(bench: Bench) -> None:
+    bench.row("finished", pid=os.getpid())
+
+
+def die(bench: Bench) -> None:
+    bench.row("before the end", value=1.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(bench: Bench) -> None:
+    """Starts a process, which must not outlive the part."""
+    child = subprocess.Popen(["sleep", "600"])
+    bench.row("before the wait", child=child.pid)
+    threading.Event().wait()
+
+
+def fail(bench: Bench) -> None:
+    raise RuntimeError("kernel 7 is missing")
+
+
+def faulty(name: str, seconds: float = 60) -> Part:
+    return Part(
+        name=name, group="A", seconds=seconds, function=f"tandem.tests.bench.test_gpu_bench:{name}"
+    )
+
+
+def run(out: Path, seconds: float, *parts: Part) -> dict[str, Any]:
+    """Returns gpu.json."""
+    returned = run_parts(Run(device="cpu", shape="tiny", seconds=seconds, out=out), parts)
+    written: dict[str, Any] = json.loads((out / "gpu.json").read_text())
+    assert written == returned
+    return written
+
+
+def test_parts_that_die_hang_or_fail_lose_only_their_own_results(tmp_path: Path) -> None:
+    lost = Part(name="lost", group="A", seconds=60, function="tandem.tests.bench.nowhere:measure")
+    found = run(
+        tmp_path, 300, faulty("die"), faulty("hang", 8), faulty("fail"), lost, faulty("finish")
+    )
+    parts = found["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == {
+        "die": "failed: signal 9",
+        "hang": "cut off after 8 s",
+        "fail": "failed: RuntimeError: kernel 7 is missing",
+        "lost": "failed: ModuleNotFoundError: No module named 'tandem.tests.bench.nowhere'",
+        "finish": "ok",
+    }
+    assert parts["die"]["rows"] == [{"name": "before the end", "value": 1.5}]
+    (waiting,) = parts["hang"]["rows"]
+    assert not psutil.pid_exists(waiting["child"]) or (
+        psutil.Process(waiting["child"]).status() == psutil.STATUS_ZOMBIE
+    )
+    assert parts["finish"]["rows"][0]["name"] == "finished"
+    assert "before the end" in as_text(found)
+
+
+def test_the_process_that_is_forked_has_not_asked_for_a_gpu() -> None:
+    script = f"""
+import importlib, torch
+def asked(*args): raise SystemExit("a GPU was asked for")
+torch.cuda.is_available = torch.cuda.init = torch.cuda.device_count = asked
+for name in {PRELOADED}: importlib.import_module(name)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_part_without_time_is_not_started(tmp_path: Path) -> None:
+    found = run(tmp_path, 0, faulty("finish"))
+    assert found["parts"]["finish"] == {"status": "not started: 0 s are over"}
+
+
+@pytest.mark.timeout(900)
+def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
+    """With --device cpu and the tiny shape; what needs a GPU says so."""
+    command = [sys.executable, "-m", "tandem.tests.bench.gpu", "--device", "cpu", "--shape", "tiny"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=850
+    )
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    statuses = {name: part["status"] for name, part in found["parts"].items()}
+    assert statuses == dict.fromkeys((part.name for part in PARTS), "ok"), done.stdout
+    assert done.returncode == 0
+    for name, part in found["parts"].items():
+        measured = [row for row in part["rows"] if "note" not in row]
+        assert measured or name == "sanitize", name
+        assert all("seconds" in part and row["name"] in done.stdout for row in part["rows"])
+    notes = {
+        row["note"] for part in found["parts"].values() for row in part["rows"] if "note" in row
+    }
+    assert "not measured: needs a GPU" in notes
+    for name, row_name in CALLS.items():
+        assert row_name in {row["name"] for row in found["parts"][name]["rows"]}
+    assert (tmp_path / "gpu.txt").read_text() == done.stdout
+
+
+def test_parts_are_found_by_group_and_by_name() -> None:
+    assert [part.name for part in find_parts("C,kv")] == [
+        "kv",
+        "serve",
+        "fuzz",
+        "memory",
+        "sanitize",
+    ]
+    with pytest.raises(ValueError, match="--parts: Z is not one of A, B, C, attention"):
+        find_parts("A,Z")
+
+
+def test_a_tree_that_is_too_large_names_its_largest_file(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(bytes(10))
+    (tmp_path / ".whl").mkdir()
+    (tmp_path / ".whl" / "large.whl").write_bytes(bytes(90))
+    assert tree.check_size(tmp_path, 100) == 100
+    with pytest.raises(tree.TreeTooLarge, match=r"has 100 bytes, the maximum is 99; .*large\.whl"):
+        tree.check_size(tmp_path, 99)
+
+
+def test_a_tree_takes_the_versions_of_constraints() -> None:
+    constraints = (ROOT / "constraints.txt").read_text()
+    packages = tree.pinned(tree.WHEELS, constraints)
+    assert len(packages) == len(tree.WHEELS)
+    assert set(packages) <= set(constraints.splitlines())
+    command = tree.download_command(packages, Path("there"))
+    assert command[command.index("--dest") + 1] == "there"
+    with pytest.raises(KeyError):
+        tree.pinned(["not-a-package"], constraints)
+
+
+def test_the_command_of_a_tree_runs_the_bench_of_its_own_files(tmp_path: Path) -> None:
+    """The real command, in a copy of the repository, with other places and without the packages."""
+    folder = tmp_path / "copy"
+    tree.copy_repository(folder)
+    site, link = tmp_path / "site", tmp_path / "tree"
+    command = tree.run_command("python3 -m tandem.tests.bench.gpu --list")
+    install, _, rest = command.partition(" && ")
+    words = shlex.split(install)
+    assert words[:4] == ["python3", "-m", "pip", "install"]
+    assert {"--no-index", "--no-deps", "--target"} <= set(words)
+    rest = rest.replace("/tmp/site", str(site)).replace("/tmp/tree", str(link))
+    rest = rest.replace("python3", f"{sys.executable} -P")
+    script = f"{rest} && {sys.executable} -c 'import tandem; print(tandem.__file__)'"
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *listed, origin = done.stdout.splitlines()
+    assert listed == [f"{part.group} {part.name} {part.seconds:.0f}" for part in PARTS]
+    assert origin == str(link / "tandem" / "__init__.py")
