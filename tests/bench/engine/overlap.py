@@ -211,7 +211,7 @@ async def _serve(role: str, options: argparse.Namespace) -> None:
         transports=tuple(options.transports),
     )
     config = WorkerConfig(rank=rank, budgets=Budgets(chunk_tokens=options.chunk_tokens))
-    reader = "tandem.workers.model.runner.checkpoint_reader"
+    reader = "tandem.workers.model.loader.checkpoint_reader"
     with (
         mock.patch(reader, return_value=random_weight) if options.random_weights else nullcontext()
     ):

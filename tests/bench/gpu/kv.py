@@ -4,7 +4,7 @@ import asyncio
 import random
 import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import torch
@@ -12,13 +12,15 @@ import torch
 from tandem.tests.bench.engine import transfer
 from tandem.tests.bench.gpu.bench import NEEDS_GPU, Bench, Stopwatch
 from tandem.tests.workers.spans import span
-from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.tp.process_group import TpGroup
 from tandem.workers.transfer.registry import find_connector
 
 _DEVICE_TRANSPORTS: Final = ("ipc", "cuda_ipc", "nixl")
 _ROUNDS: Final = 9
+
+Call = Callable[[], Awaitable[object]]
 
 
 def measure(bench: Bench) -> None:
@@ -54,7 +56,7 @@ def _last_block(bench: Bench) -> None:
     data = random.Random(0).randbytes(part.size(kv.layout))
     kv.write((0,), part, memoryview(bytes(len(data))))
     kv.write((num_blocks - 1,), part, memoryview(data))
-    are_equal = bytes(kv.read((num_blocks - 1,), part)) == data
+    are_equal = bytes(asyncio.run(_read(kv, (num_blocks - 1,), part))) == data
     bench.row("the last block holds its bytes", blocks=num_blocks, equal=are_equal)
     if not are_equal:
         raise RuntimeError(f"block {num_blocks - 1} of {num_blocks} holds other bytes")
@@ -75,13 +77,14 @@ def _reads_and_writes(bench: Bench) -> None:
     num_tokens = max(1, min(context, 2**20 // token_bytes))
     blocks = tuple(range(-(-num_tokens // kv.block_size)))
     part = span(kv, 0, num_tokens)
-    data = memoryview(bytes(kv.read(blocks, part)))
-    calls: dict[str, Callable[[], object]] = {
-        "read": lambda: kv.read(blocks, part),
-        "write": lambda: kv.write(blocks, part, data),
-    }
+    data = memoryview(bytes(asyncio.run(_read(kv, blocks, part))))
+
+    async def write() -> None:
+        kv.write(blocks, part, data)
+
+    calls: dict[str, Call] = {"read": lambda: _read(kv, blocks, part), "write": write}
     for name, call in calls.items():
-        bench.row(f"{name} of {len(data) / 2**20:.2f} MiB, idle", **_times(call))
+        bench.row(f"{name} of {len(data) / 2**20:.2f} MiB, idle", **asyncio.run(_times(call)))
     busy = threading.Event()
     done = threading.Event()
 
@@ -95,17 +98,21 @@ def _reads_and_writes(bench: Bench) -> None:
     try:
         busy.wait(bench.seconds)
         for name, call in calls.items():
-            bench.row(f"{name}, beside decodes of {batch}", **_times(call))
+            bench.row(f"{name}, beside decodes of {batch}", **asyncio.run(_times(call)))
     finally:
         done.set()
         thread.join()
 
 
-def _times(call: Callable[[], object]) -> dict[str, float]:
+async def _read(kv: PagedKv, blocks: Sequence[int], part: KvSpan) -> memoryview:
+    return await kv.read(blocks, part)
+
+
+async def _times(call: Call) -> dict[str, float]:
     times = []
     for _ in range(_ROUNDS):
         clock = Stopwatch()
-        call()
+        await call()
         times.append(clock.ms)
     return {"median_ms": statistics.median(times), "max_ms": max(times)}
 
