@@ -285,11 +285,16 @@ class TandemConfig(BaseModel):
                 "certificates"
             )
         if self.quantization is not None and self.device == "cuda":
-            # Without a kernel, a step would restore all weights: 70 ms for 8 billion of them.
-            raise ValueError(
-                f"quantization: {self.quantization} has kernels on cpu only; on cuda omit it, or "
-                "serve a checkpoint with quantized weights"
-            )
+            if self.quantization != "fp8":
+                # Without a kernel, a step would restore all weights: 70 ms for 8 billion of them.
+                raise ValueError(
+                    f"quantization: {self.quantization} has kernels on cpu only; on cuda use fp8, "
+                    "or serve a checkpoint with quantized weights"
+                )
+            if self.numerics == "exact":
+                raise ValueError(
+                    "quantization: fp8 on cuda needs numerics: fast; its sums depend on the batch"
+                )
         for name in (self.served_name, *self.aliases):
             if name in self.adapters:
                 raise ValueError(f"adapters.{name}: the model has this name; choose another one")

@@ -98,7 +98,9 @@ def memory_command(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     quantization: Annotated[
         str | None,
-        typer.Option(help="Rounds the weights when they are loaded, on CPUs: int8, int4 or fp8."),
+        typer.Option(
+            help="Rounds the weights when they are loaded: int8, int4 (CPUs only) or fp8."
+        ),
     ] = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="The numbers of the KV cache: auto (--dtype), int8 or fp8.")

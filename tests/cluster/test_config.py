@@ -69,9 +69,13 @@ def test_flags_alone_are_enough() -> None:
         ("", "model: missing"),
         ("model: m\ndecode: {replicas: 0}", "decode.replicas: must be at least 1, got 0"),
         (
-            "model: m\nquantization: fp8\ndevice: cuda",
-            "quantization: fp8 has kernels on cpu only; on cuda omit it, or serve a checkpoint "
+            "model: m\nquantization: int8\ndevice: cuda",
+            "quantization: int8 has kernels on cpu only; on cuda use fp8, or serve a checkpoint "
             "with quantized weights",
+        ),
+        (
+            "model: m\nquantization: fp8\nnumerics: exact\ndevice: cuda",
+            "quantization: fp8 on cuda needs numerics: fast; its sums depend on the batch",
         ),
         (
             "model: m\ndecode: {kv_host_gb: -1}",

@@ -14,7 +14,7 @@ import torch
 from tandem.tests.bench.engine import __main__
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import FAMILIES, ROUTED, make_tiny_model
-from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt, recorded_logits
 from tandem.tests.workers.model.test_exact import NUM_TOKENS, cut, logits_by_position
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
 from tandem.tests.workers.model.test_host_blocks import check_blocks_come_back
@@ -98,6 +98,24 @@ def test_tokens_over_a_quantized_cache_are_those_of_the_cpu(folder: Path, cache_
     runner = load(folder, cache_dtype=cache_dtype, device="cuda")
     runner.warmup()
     assert mixed_steps(runner) == expected
+
+
+def test_weights_in_fp8_give_logits_near_those_of_bfloat16(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for quantization in (None, "fp8"):
+        runner = load(folder, dtype="bfloat16", device="cuda", quantization=quantization)
+        driver = Driver(runner)
+        with recorded_logits(monkeypatch) as recorded:
+            driver.run(driver.step(0, prompt(100), 0))
+        found.append(recorded[0][0].float())
+        runner.warmup()  # captures
+        step = driver.step(0, [5], 100)
+        with no_waiting():
+            runner.launch(StepPlan(sequences=(step,), dropped=()))
+    plain, rounded = (logits - logits.mean() for logits in found)
+    assert 0 < (rounded - plain).norm() <= 0.2 * plain.norm()
 
 
 def test_an_engine_that_overlaps_gives_the_tokens_of_one_that_does_not(folder: Path) -> None:

@@ -46,8 +46,11 @@ from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
 from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
 from .quant.base import LinearMethod, LinearMethodOf, QuantizationFormat
 from .quant.compressed_tensors import compressed_tensors_method
+from .quant.fp8 import Fp8LinearMethod
 from .quant.gptq import awq_method, gptq_method
 from .quant.integer import BITS, integer_method
+from .quant.rounded import RoundedLinearMethod
+from .quant.scaled import ScaledLinearMethod
 from .quant.stored_fp8 import FP8, fbgemm_fp8_method, fp8_method, modelopt_method
 from .quant.unquantized import UnquantizedLinearMethod
 
@@ -186,6 +189,9 @@ def find_linear_method(
 
     def make(name: str) -> LinearMethod:
         made: LinearMethod = method(config.quantization, name)
+        if device_type == "cuda" and isinstance(made, RoundedLinearMethod):
+            is_fp8 = isinstance(made, Fp8LinearMethod)
+            made = ScaledLinearMethod() if is_fp8 else UnquantizedLinearMethod()
         made.batch_invariant = batch_invariant
         made.device_type = device_type
         return made

@@ -114,7 +114,7 @@ def test_what_fits_is_shown_for_a_memory(model: Path) -> None:
 
 
 def test_for_a_gpu_quantized_weights_count_as_converted(tmp_path: Path) -> None:
-    config = check_checkpoint(make_quantized_model(tmp_path, FORMATS["FP8 channels"])[0])
+    config = check_checkpoint(make_quantized_model(tmp_path, FORMATS["FP8 groups"])[0])
     plain = check_checkpoint(tmp_path / "plain")
     on_gpu, of_plain = (
         rank_memory(each, 1, "bfloat16", device="cuda").weights for each in (config, plain)
@@ -151,7 +151,7 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
         (["--context-tokens", "1"], "--context-tokens: must be from 2 to 1048576"),
         (
             ["--device", "cuda", "--quantization", "int8"],
-            "quantization: int8 has kernels on cpu only; on cuda omit it, or serve a checkpoint "
+            "quantization: int8 has kernels on cpu only; on cuda use fp8, or serve a checkpoint "
             "with quantized weights",
         ),
         (["--device", "tpu"], "device: must be 'cpu' or 'cuda', got 'tpu'"),

@@ -318,7 +318,7 @@ def test_a_wrong_prompt_is_named_before_anything_runs(
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: must be 'auto', 'int8' or 'fp8'"),
         (
             {"quantization": "int4", "device": "cuda"},
-            "quantization: int4 has kernels on cpu only; on cuda omit it, or serve a checkpoint",
+            "quantization: int4 has kernels on cpu only; on cuda use fp8, or serve a checkpoint",
         ),
         ({"max_num_seqs": "8"}, "max_num_seqs: must be"),
         (

@@ -213,6 +213,7 @@ def launch_others(shape: Shape) -> None:
     elementwise.rms_norm(query, zeros(shape.head_dim), 1e-5)
     elementwise.rms_norm(out, zeros(out.shape[1]), 1e-5, 1.0, out)
     elementwise.silu_mul(out)
+    elementwise.quantize_rows(out)
     elementwise.gelu_mul(out)
     elementwise.rotate(query, table, table)
     elementwise.store_kv(key, value, keys, values, torch.zeros(4, dtype=torch.int32))

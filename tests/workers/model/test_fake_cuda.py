@@ -21,8 +21,11 @@ from tandem.workers.model.config import Fields, ModelConfig
 from tandem.workers.model.kernels.triton.elementwise import rms_norm
 from tandem.workers.model.kv_store import HostBlocks, PagedKv
 from tandem.workers.model.layers.linear import RowParallelLinear
-from tandem.workers.model.loader import build_model, load_weights
-from tandem.workers.model.registry import MODELS, parse_model_config
+from tandem.workers.model.loader import build_model, load_weights, rank_weight_bytes
+from tandem.workers.model.module import all_parameters
+from tandem.workers.model.quant.scaled import ScaledLinearMethod
+from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
+from tandem.workers.model.registry import MODELS, parse_model_config, with_quantization
 from tandem.workers.model.runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(
@@ -201,6 +204,37 @@ def test_sampling(watch: Watch, sampling: str) -> None:
 def test_checkpoint_formats(watch: Watch, form: str) -> None:
     runner = load(watch, config_of("llama", quantization_config=FORMATS[form]))
     run_steps(runner, GREEDY, GREEDY)
+
+
+def test_weights_rounded_to_fp8(watch: Watch) -> None:
+    """Layers are multiplied in FP8; experts stay in bfloat16, in one launch."""
+    for family in ("llama", "mixtral"):
+        config = with_quantization(config_of(family), "fp8")
+        runner = load(watch, config)
+        methods = [each for each in runner._model.modules() if isinstance(each, ScaledLinearMethod)]
+        assert any(each.plain_form() is None for each in methods)
+        assert not any(module.waits_for_device for module in runner._model.modules())
+        runner.capture_graphs(record, (2,))
+        run_steps(runner, GREEDY, GREEDY)
+        assert "_quantize_kernel" in watch.launched
+
+
+@pytest.mark.parametrize("form", ["fp8", "fbgemm_fp8", "float_quantized", "fp8_blocks", "rounded"])
+def test_the_plan_counts_the_bytes_that_a_gpu_keeps(watch: Watch, form: str) -> None:
+    """A byte for each number in FP8, and two where blocks share a scale."""
+    config = config_of("llama", quantization_config=FORMATS.get(form))
+    if form == "rounded":
+        config = with_quantization(config, "fp8")
+    tree = load(watch, config)._model
+    methods = [each for each in tree.modules() if isinstance(each, ScaledLinearMethod)]
+    plain = [each for each in tree.modules() if isinstance(each, UnquantizedLinearMethod)]
+    assert bool(methods) == (form != "fp8_blocks")
+    kept = sum(each._numbers.nbytes + each._scales.nbytes for each in methods)
+    parameters = {id(each): each for each in all_parameters(tree)}
+    for each in plain:
+        parameters.setdefault(id(each.weight), each.weight)
+    kept += sum(each.data.nbytes for each in parameters.values())
+    assert real(rank_weight_bytes)(config, "bfloat16", 1, 0, "cuda") == kept
 
 
 def test_experts_in_checkpoint_formats(watch: Watch) -> None:

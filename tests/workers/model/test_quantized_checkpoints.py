@@ -40,6 +40,7 @@ from tandem.workers.model.loader import (
 )
 from tandem.workers.model.module import all_parameters
 from tandem.workers.model.quant.rounded import RoundedLinearMethod
+from tandem.workers.model.quant.scaled import ScaledLinearMethod
 from tandem.workers.model.quant.stored import StoredLinearMethod
 from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
 from tandem.workers.model.runner import ModelRunner
@@ -135,20 +136,36 @@ def test_the_plan_counts_the_bytes_that_are_kept(folders: tuple[Path, Path], dty
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_on_a_gpu_weights_count_in_the_dtype_to_which_they_are_converted(
-    folders: tuple[Path, Path], tp: int
-) -> None:
+def test_on_a_gpu_weights_are_in_fp8_or_converted(folders: tuple[Path, Path], tp: int) -> None:
+    """In FP8 if a scale is of a whole output; the plan counts what is kept."""
     quantized, plain = (open_checkpoint(each) for each in folders)
-    counted = weight_bytes(quantized.config, tp, "bfloat16", "cuda")
-    assert counted == weight_bytes(plain.config, tp, "bfloat16", "cuda")
-    for scheme in weight_schemes(quantized.config, "bfloat16", "cuda"):
-        assert scheme.endswith("turned into bfloat16 when they are loaded")
+    schemes = weight_schemes(quantized.config, "bfloat16", "cuda")
+    is_scaled = any(scheme.endswith("multiplied so on GPUs with FP8") for scheme in schemes)
+    counted, of_plain = (
+        weight_bytes(each.config, tp, "bfloat16", "cuda") for each in (quantized, plain)
+    )
     # Loading converts them: the tree of a GPU, loaded into this machine's memory.
     model = build_model(quantized.config, torch.bfloat16, device_type="cuda")
     load_weights(model, checkpoint_reader(quantized), torch.device("cpu"))
     assert not [each for each in model.modules() if isinstance(each, RoundedLinearMethod)]
-    methods = [each for each in model.modules() if isinstance(each, StoredLinearMethod)]
-    assert all(isinstance(each._method, UnquantizedLinearMethod) for each in methods)
+    stored = [each for each in model.modules() if isinstance(each, StoredLinearMethod)]
+    if not is_scaled:
+        assert counted == of_plain
+        assert all(
+            scheme.endswith("turned into bfloat16 when they are loaded") for scheme in schemes
+        )
+        assert all(isinstance(each._method, UnquantizedLinearMethod) for each in stored)
+        return
+    assert counted < of_plain
+    exact = build_model(plain.config, torch.float32)
+    load_weights(exact, checkpoint_reader(plain), torch.device("cpu"))
+    matrices = [
+        each._matrix for each in exact.modules() if isinstance(each, UnquantizedLinearMethod)
+    ]
+    for each, matrix in zip(stored, matrices, strict=False):
+        assert isinstance(each._method, ScaledLinearMethod)
+        weight = each._method._numbers.float() * each._method._scales.t()
+        torch.testing.assert_close(weight, matrix, rtol=2**-8, atol=1e-6)
 
 
 def test_ignored_layers_are_plain(tmp_path: Path) -> None:

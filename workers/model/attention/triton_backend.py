@@ -59,8 +59,8 @@ class TritonAttentionBackend:
             tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers
         ]
         self._caches = [
-            _split(*each, layer.head_dim) if kv.is_quantized else (*each, None)
-            for each, layer in zip(kv.layers, layers, strict=True)
+            _cache_of(keys, values, layer.head_dim)
+            for (keys, values), layer in zip(kv.layers, layers, strict=True)
         ]
         self.num_programs = [max(1, num_programs // layer.num_kv_heads) for layer in layers]
 
@@ -159,12 +159,15 @@ def graph_capacity(num_blocks: int, block_size: int, max_batch: int) -> tuple[in
     return -(-entries * block_size // SPLIT_TOKENS) + max_batch, entries
 
 
-def _split(
+def _cache_of(
     keys: torch.Tensor, values: torch.Tensor, head_dim: int
-) -> tuple[torch.Tensor, torch.Tensor, Scales]:
-    """Returns a quantized layer's keys and values [.., head_dim] and their scales."""
-    numbers, scales = zip(*(split_scales(each, head_dim) for each in (keys, values)), strict=True)
-    return *numbers, Scales(*scales)
+) -> tuple[torch.Tensor, torch.Tensor, Scales | None]:
+    """Returns a layer's keys and values [.., head_dim], and the scales of a quantized cache."""
+    if keys.is_floating_point():
+        return keys, values, None
+    key_numbers, key_scales = split_scales(keys, head_dim)
+    value_numbers, value_scales = split_scales(values, head_dim)
+    return key_numbers, value_numbers, Scales(key_scales, value_scales)
 
 
 def programs_per_processor(shared_bytes: int) -> int:

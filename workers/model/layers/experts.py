@@ -166,11 +166,15 @@ class GatedExperts(RoutedExperts):
             prefix = f"{names.experts}.{number}"
             inner = [f"{prefix}.{names.gate}", f"{prefix}.{names.up}"]
             outputs = tuple((name, size, part) for name in inner)
-            partition = LinearPartition(outputs=outputs, num_inputs=hidden, gated=True)
+            partition = LinearPartition(
+                outputs=outputs, num_inputs=hidden, gated=True, is_expert=True
+            )
             self.gate_up.append(make(inner, partition))
             outer = f"{prefix}.{names.down}"
             outputs = ((outer, hidden, slice(None)),)
-            partition = LinearPartition(outputs=outputs, num_inputs=size, inputs=part)
+            partition = LinearPartition(
+                outputs=outputs, num_inputs=size, inputs=part, is_expert=True
+            )
             self.down.append(make([outer], partition))
 
     def maps(self) -> ExpertMaps:

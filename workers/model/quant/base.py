@@ -25,6 +25,7 @@ class LinearPartition:
     inputs: slice = field(default_factory=lambda: slice(None))  # kept
     has_bias: bool = False
     gated: bool = False  # the maps are gate and up, and `LinearMethod.apply_gated` is used
+    is_expert: bool = False  # one of many, for some of the rows
 
     @property
     def local_shape(self) -> tuple[int, int]:

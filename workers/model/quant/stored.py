@@ -14,6 +14,7 @@ from .base import LinearMethod, LinearPartition
 from .fp8 import SCALE_BYTES, Fp8LinearMethod
 from .integer import MAX_GROUP, UNIT, IntegerLinearMethod
 from .rounded import Numbers
+from .scaled import ScaledLinearMethod, can_scale
 from .unquantized import UnquantizedLinearMethod
 
 WORD_BITS: Final = 32  # of a word of packed numbers
@@ -138,6 +139,8 @@ class StoredLinearMethod(LinearMethod):
     def scheme(self) -> str:
         if self._kernel_group() is not None:
             return f"{self._format.describe()}, multiplied so on CPUs like this one"
+        if self._is_scaled():
+            return f"{self._format.describe()}, multiplied so on GPUs with FP8"
         dtype = str(self._dtype).removeprefix("torch.")
         return f"{self._format.describe()}, turned into {dtype} when they are loaded"
 
@@ -145,6 +148,9 @@ class StoredLinearMethod(LinearMethod):
         form = self._format
         partition = self._partition
         unit = self._kernel_group()
+        if self._is_scaled():
+            numbers, scales, _ = form.decode(form, partition, stored)
+            return ScaledLinearMethod.from_numbers(numbers, scales[:, 0], bias)
         if unit is None:
             return UnquantizedLinearMethod.from_tensors(
                 self._restore(stored),
@@ -193,9 +199,24 @@ class StoredLinearMethod(LinearMethod):
         form = self._format
         outputs, inputs = self._partition.local_shape
         unit = self._kernel_group()
+        if self._is_scaled():
+            return outputs * (inputs + SCALE_BYTES)
         if unit is None:
             return outputs * inputs * self._dtype.itemsize
         return outputs * (inputs * form.bits // 8 + inputs // unit * form.term_bytes)
+
+    def _is_scaled(self) -> bool:
+        """Returns True if a GPU multiplies by the numbers as they are stored."""
+        return (
+            self._format.is_float
+            and self._format.num_groups(self._partition) == 1
+            and can_scale(
+                self._partition,
+                self._dtype,
+                self.device_type,
+                batch_invariant=self.batch_invariant,
+            )
+        )
 
     def _kernel_group(self) -> int | None:
         """Returns the largest group of inputs that a kernel can use without changing a scale.

@@ -216,6 +216,51 @@ def _store_heads(heads, target, scales, inside, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def _quantize_kernel(
+    x,
+    out,  # bytes, contiguous
+    scales,
+    x_stride_row,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, DIM_PADDED)
+    inside = columns < DIM
+    wide = tl.load(x + row * x_stride_row + columns, mask=inside, other=0.0).to(tl.float32)
+    peak = tl.max(tl.where(tl.abs(wide) < float("inf"), tl.abs(wide), float("inf")), axis=0)
+    is_finite = peak < float("inf")
+    scale = tl.maximum(peak * (1 / 448), 2.0**-119)  # the inverse of a smaller one may be infinite
+    numbers = tl.where(is_finite, wide * tl.div_rn(1.0, scale), 0.0)
+    tl.store(out + row * DIM + columns, _to_e4m3(numbers).to(tl.uint8), mask=inside)
+    tl.store(scales + row, tl.where(is_finite, scale, float("nan")))
+
+
+def quantize_rows(
+    x: torch.Tensor,  # [rows, dim], any stride of rows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds rows to E4M3: contiguous [rows, dim], and their scales, float32 [rows].
+
+    The scale of a row that is not finite is NaN.
+    """
+    rows, dim = x.shape
+    out = torch.empty(rows, dim, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    padded = triton.next_power_of_2(dim)
+    _quantize_kernel[(rows,)](
+        x,
+        out,
+        scales,
+        x.stride(0),
+        DIM=dim,
+        DIM_PADDED=padded,
+        enable_fp_fusion=FP_FUSION,
+        num_warps=min(max(padded // 1024, 1), 16),
+    )
+    return out.view(torch.float8_e4m3fn), scales
+
+
+@triton.jit
 def _to_e4m3(numbers):
     """Rounds numbers below 464 to the nearest in E4M3; returns their bits."""
     bits = numbers.to(tl.int32, bitcast=True)
