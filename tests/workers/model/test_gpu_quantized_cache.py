@@ -81,9 +81,9 @@ def test_attention(
     tokens = sum(span.num_tokens for span in spans)
     query = torch.randn(tokens, num_heads, head_dim).to(ours.dtype)
     key, value = (torch.randn(tokens, kv_heads, head_dim).to(ours.dtype) for _ in range(2))
-    stored = (dequantize(quantize(each, item), torch.float32) for each in (key, value))
+    new_key, new_value = (dequantize(quantize(each, item), torch.float32) for each in (key, value))
     expected = TorchAttentionBackend(exact, [layer], native=False).plan(spans)(
-        0, query.float(), *stored, options
+        0, query.float(), new_key, new_value, options
     )
     backend = TritonAttentionBackend(ours, [layer], batch_invariant=batch_invariant)
     found = backend.plan(spans)(0, query, key, value, options)

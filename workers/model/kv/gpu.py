@@ -26,7 +26,7 @@ def split_scales(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torc
     """
     block_size = cache.shape[-2]
     flat = cache.flatten(-2)
-    numbers = flat[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
+    numbers = flat[..., : block_size * head_dim].view(*flat.shape[:-1], block_size, head_dim)
     if cache.dtype is torch.uint8:
         numbers = numbers.view(torch.float8_e4m3fn)
     return numbers, flat[..., block_size * head_dim :].view(torch.bfloat16)
