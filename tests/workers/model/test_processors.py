@@ -50,7 +50,7 @@ def processors(params: SamplingParams, num_prompt: int) -> list[LogitsProcessor]
     made: list[LogitsProcessor] = []
     if params.logit_bias:
         biases = {(token,): bias for token, bias in params.logit_bias}
-        made.append(SequenceBiasLogitsProcessor(biases))
+        made.append(SequenceBiasLogitsProcessor(biases))  # type: ignore[arg-type]
     if params.repetition_penalty != 1:
         made.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if params.bad_words:
