@@ -48,8 +48,8 @@ workers.engine.request_table:RequestTable.add
 
 TOKEN: Final = """
 workers.model.sampling.sampler:Sampler.__call__
-workers.model.runner:ModelRunner.launch
-workers.model.runner:_collect
+workers.model.runner:ModelRunner._launch
+workers.model.pooling:collect
 workers.engine.engine:Engine.step ~ collect
 workers.engine.update:update
 workers.engine.update:append_tokens
@@ -95,7 +95,7 @@ workers.serve.request_manager:RequestManager._fetched < RequestManager.submit
 workers.engine.engine:Engine.commit_import
 """
 
-PATHS: Final = {"prompt": (PROMPT, 30, 14), "token": (TOKEN, 21, 12), "KV handle": (HANDLE, 26, 11)}
+PATHS: Final = {"prompt": (PROMPT, 30, 14), "token": (TOKEN, 21, 13), "KV handle": (HANDLE, 26, 11)}
 """Each path with the most functions and files that it may have."""
 
 

@@ -387,7 +387,7 @@ def test_the_scan_sees_the_package() -> None:
         "cluster.store.quantize",
         "cluster.store.store",
     }
-    imported |= {"cluster.tables", "cluster.text_files", "workers.model.generic.config"}
+    imported |= {"cluster.tables", "cluster.text_files", "workers.model.generic.context"}
     assert edges(package_modules())["tandem.cluster.cli.model"] == {
         f"tandem.{each}" for each in imported
     }

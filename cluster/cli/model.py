@@ -112,7 +112,7 @@ def quantize(
 
 
 def _perplexity(folder: Path, text: str) -> float:
-    from ...workers.model.generic.config import read_context_tokens
+    from ...workers.model.generic.context import read_context_tokens
     from ..local.llm import LLM
 
     with LLM(

@@ -37,7 +37,7 @@ from ...router.request import LoraAdapter
 from ...router.resume.policy import ResumePolicy
 from ...router.scheduling.admission import Admission
 from ...router.scheduling.registry import WorkerRegistry
-from ...workers.model.generic.config import read_context_tokens
+from ...workers.model.generic.context import read_context_tokens
 from ..config import RouterConfig, TandemConfig, check_interface
 from ..scaling.reports import router_report
 from ..store.adapters import configured_adapters, named_adapter

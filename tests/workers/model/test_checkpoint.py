@@ -21,7 +21,7 @@ from tandem.tests.tiny import FAMILIES, TINY, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt, reference, reference_greedy
 from tandem.workers.model import checkpoint, loader
 from tandem.workers.model.config import CheckpointError, RopeConfig
-from tandem.workers.model.generic.config import read_context_tokens
+from tandem.workers.model.generic.context import read_context_tokens
 from tandem.workers.model.loader import check_checkpoint, open_checkpoint, weight_shapes
 from tandem.workers.model.registry import load_model_config
 from tandem.workers.model.sampling.grammar_cache import GrammarCache

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.workers.model.checkpoint import read_tensors
 from tandem.workers.model.config import CheckpointError
-from tandem.workers.model.generic.config import read_context_tokens
+from tandem.workers.model.generic.context import read_context_tokens
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from tandem.tests.tiny_multimodal import MULTIMODAL, make_tiny_multimodal
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import load
 from tandem.workers.model.config import CheckpointError, read_fields
-from tandem.workers.model.generic.config import read_config, read_context_tokens
+from tandem.workers.model.generic.config import read_config
+from tandem.workers.model.generic.context import read_context_tokens
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.registry import TEXT_MODELS, parse_model_config
 

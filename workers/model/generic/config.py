@@ -24,8 +24,6 @@ from ..config import (
     CheckpointError,
     Fields,
     context_tokens,
-    read_fields,
-    text_fields,
 )
 
 LAYER_TYPES: Final = ("full_attention", "sliding_attention")
@@ -84,18 +82,6 @@ def read_config(fields: Fields) -> PreTrainedConfig:
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns the config of a multimodal model's decoder; the config itself for other models."""
     return config.get_text_config(decoder=True)
-
-
-def read_context_tokens(folder: Path) -> int:
-    """Reads the context length of a model of any family. Raises CheckpointError.
-
-    A multimodal model's config may leave it to transformers' default.
-    """
-    fields = read_fields(folder)
-    text = text_fields(fields)
-    if text is fields or any(map(text.has, CONTEXT_NAMES)):
-        return context_tokens(text)
-    return context_tokens_of(text_config(_parse(fields)), text)
 
 
 def context_tokens_of(config: PreTrainedConfig, fields: Fields) -> int:
