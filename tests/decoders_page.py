@@ -23,11 +23,13 @@ PAGE: Final = ROOT / "docs" / "transformers.md"
 
 _HEAD: Final = """# Decoders of transformers
 
-Written by `python -m tandem.tests.decoders_page`. `tandem check MODEL` prints if and how a model would run.
+Written by `python -m tandem.tests.decoders_page`. `tandem check MODEL` prints if and how a model \
+would run.
 
-[models.md](models.md) lists the architectures with a file in Tandem. Any other decoder of transformers (tested with \
-{version}) runs through transformers' modelling code. Tandem replaces its attention, so paged KV cache, chunked prefill, \
-prefix cache, KV transfer and tensor parallelism work in the same way.
+[models.md](models.md) lists the architectures with a file in Tandem. Any other decoder of \
+transformers (tested with {version}) runs through transformers' modelling code. Tandem replaces \
+its attention, so paged KV cache, chunked prefill, prefix cache, KV transfer and tensor \
+parallelism work in the same way.
 
 `model_impl` chooses the code, as in vLLM:
 
@@ -39,25 +41,29 @@ Rules for transformers' code:
 
 - Code in a model's folder is never run.
 - Weights are converted as in transformers.
-- Several ranks need a plan in transformers (`base_model_tp_plan`), and `tp` must divide the KV heads.
-- Refused, with the reason in one line: state beside the KV cache (Mamba, linear attention, convolutions), encoders, \
-attention with a mask of the model (ALiBi, sparse), quantised weights.
-- LongRoPE uses its long factors for every prompt, if the model's context exceeds the original context, as in vLLM. \
-`context_tokens` does not change this.
+- Several ranks need a plan in transformers (`base_model_tp_plan`), and `tp` must divide the KV \
+heads.
+- Refused, with the reason in one line: state beside the KV cache (Mamba, linear attention, \
+convolutions), encoders, attention with a mask of the model (ALiBi, sparse), quantised weights.
+- LongRoPE uses its long factors for every prompt, if the model's context exceeds the original \
+context, as in vLLM. `context_tokens` does not change this.
 
 Each decoder is tested as a tiny random model:
 
-- Logits in float32 are within 1e-4 of transformers' for prompts of 1 to 300 tokens: whole, in chunks, and in a batch.
-- Greedy tokens are equal: alone, after a KV transfer from one worker to another, and over two ranks if there is a plan.
+- Logits in float32 are within 1e-4 of transformers' for prompts of 1 to 300 tokens: whole, in \
+chunks, and in a batch.
+- Greedy tokens are equal: alone, after a KV transfer from one worker to another, and over two \
+ranks if there is a plan.
 
 `make test` tests all of them, and some over two ranks. `make matrix` tests all over two ranks.
 
 ## Multimodal checkpoints
 
-A model for images, video or sound (`*ForConditionalGeneration`) is served as its text model: the weights of its \
-encoders are not read, and messages with images or sound are refused. A text model that has a file in Tandem runs \
-through it ({native}); the others run through transformers' code. Fields that `text_config` leaves out have \
-transformers' defaults. The chat template may be the processor's. `make test` tests these types in the same way:
+A model for images, video or sound (`*ForConditionalGeneration`) is served as its text model: the \
+weights of its encoders are not read, and messages with images or sound are refused. A text model \
+that has a file in Tandem runs through it ({native}); the others run through transformers' code. \
+Fields that `text_config` leaves out have transformers' defaults. The chat template may be the \
+processor's. `make test` tests these types in the same way:
 
 {multimodal}
 

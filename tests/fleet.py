@@ -96,7 +96,9 @@ class Fleet:
         return found
 
     async def check_idle(self, timeout: float = 5.0) -> None:
-        """Waits until no worker holds anything for a request; fails if one does, or loses blocks."""
+        """Waits until no worker holds anything for a request; fails if one does, or loses
+        blocks.
+        """
         deadline = time.monotonic() + timeout
         while True:
             statuses = await self.statuses()

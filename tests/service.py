@@ -1,4 +1,6 @@
-"""Helpers for tests of a whole service: its nodes, the expected tokens, the state of its workers."""
+"""Helpers for tests of a whole service: its nodes, the expected tokens, the state of its
+workers.
+"""
 
 import json
 import time

@@ -11,7 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """One source file of the package; `name` is absolute and a package's is that of its `__init__`."""
+    """One source file of the package; `name` is absolute and a package's is that of its
+    `__init__`.
+    """
 
     name: str
     source: str
@@ -75,7 +77,9 @@ def imported_names(module: Module) -> Iterator[str]:
 
 
 def made_up(**sources: str) -> list[Module]:
-    """Modules by names with `__` for the dot: `router__policy` is tandem.router.scheduling.policy."""
+    """Modules by names with `__` for the dot: `router__policy` is
+    tandem.router.scheduling.policy.
+    """
     return [
         Module(name=f"tandem.{name.replace('__', '.')}", source=source)
         for name, source in sources.items()

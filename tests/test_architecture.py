@@ -499,9 +499,11 @@ ALLOWED: dict[str, str] = {
     "workers__serve__worker": "import grpc\nfrom ..tp import rank\nfrom ..model import runner\n"
     "from ...proto import limits",
     "workers__tp__rank": "from ..model import runner\nfrom ..engine.plan import StepPlan",
-    "workers__model__runner": "import torch\nfrom ..engine.plan import StepPlan\nmodel.eval()\nyaml.safe_load('')",
+    "workers__model__runner": "import torch\nfrom ..engine.plan import StepPlan\nmodel.eval()\n"
+    "yaml.safe_load('')",
     "workers__engine__plan": "def f():\n    'Why.'\n" + "    x = (\n1)\n" * MAX_FUNCTION_STATEMENTS,
-    "router__request": "import grpc\nfrom ..proto.limits import MAX_TOKENS\nf(trust_remote_code=False)",
+    "router__request": "import grpc\nfrom ..proto.limits import MAX_TOKENS\n"
+    "f(trust_remote_code=False)",
     "proto__limits": "MAX_TOKENS = 1\n" * MAX_FILE_LINES,
     "proto__parameters": f"'{REASON_FOR_LENGTH} it is a table.'\n" + "x = 1\n" * MAX_FILE_LINES,
     "proto__big_pb2": "x = 1\n" * (MAX_FILE_LINES + 1),

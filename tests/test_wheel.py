@@ -96,7 +96,8 @@ def test_the_wheel_generates_tokens(
         "import sys, tandem\n"
         "assert tandem.__file__.startswith(sys.argv[1]), tandem.__file__\n"
         "with tandem.LLM(sys.argv[2]) as llm:\n"
-        "    (result,) = llm.generate(['a'], tandem.SamplingParams(max_tokens=3, ignore_eos=True))\n"
+        "    (result,) = llm.generate(['a'], tandem.SamplingParams(max_tokens=3, "
+        "ignore_eos=True))\n"
         "print(len(result.outputs[0].token_ids))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}

@@ -1,4 +1,6 @@
-"""The multimodal models of transformers whose text models are tested, each as a tiny random model."""
+"""The multimodal models of transformers whose text models are tested, each as a tiny random
+model.
+"""
 
 from pathlib import Path
 from typing import Any, Final

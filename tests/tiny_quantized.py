@@ -176,9 +176,17 @@ def gptq_config(
 
 
 def compressed_config(
-    form: str, bits: int, strategy: str, size: int | None = None, *, sym: bool = True, order: str | None = None,
-    kind: str = "int", activations: int | None = None, **more: Any,
-) -> dict[str, Any]:  # fmt: skip
+    form: str,
+    bits: int,
+    strategy: str,
+    size: int | None = None,
+    *,
+    sym: bool = True,
+    order: str | None = None,
+    kind: str = "int",
+    activations: int | None = None,
+    **more: Any,
+) -> dict[str, Any]:
     weights = {
         "num_bits": bits,
         "type": kind,

@@ -1,4 +1,6 @@
-"""Tests keys of `--api-key` and TANDEM_API_KEY: hashed at once, shown nowhere, refused with others."""
+"""Tests keys of `--api-key` and TANDEM_API_KEY: hashed at once, shown nowhere, refused with
+others.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,6 @@
-"""Tests a service whose router, prefill and decode workers are on different nodes of a Ray cluster."""
+"""Tests a service whose router, prefill and decode workers are on different nodes of a Ray
+cluster.
+"""
 
 import asyncio
 import base64

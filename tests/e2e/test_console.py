@@ -230,12 +230,18 @@ def test_the_playground_answers(opened: Any) -> None:
 
 def polls(page: Any) -> list[float]:
     """When the page has polled, in milliseconds of its own clock."""
-    script = "return performance.getEntriesByType('resource').filter(each => each.name.includes('/console/data'))"
+    script = (
+        "return performance.getEntriesByType('resource').filter(each => "
+        "each.name.includes('/console/data'))"
+    )
     return [float(each) for each in page.execute_script(f"{script}.map(each => each.startTime)")]
 
 
 def test_it_does_not_poll_while_its_tab_is_hidden(opened: Any) -> None:
-    script = "window.hid = []; document.onvisibilitychange = () => hid.push([document.hidden, performance.now()])"
+    script = (
+        "window.hid = []; document.onvisibilitychange = () => hid.push([document.hidden, "
+        "performance.now()])"
+    )
     opened.execute_script(f"performance.clearResourceTimings(); {script}")
     wait(lambda: len(polls(opened)) >= 2)
     console = opened.current_window_handle

@@ -141,7 +141,9 @@ def serve_once(
 def test_prefixes_on_disk_outlive_a_restart_for_their_tenant_alone(
     address: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Each start makes another identity; the salt of the tenants' prefixes lies beside the cache."""
+    """Each start makes another identity; the salt of the tenants' prefixes lies beside the
+    cache.
+    """
     file = tmp_path / "keys.json"
     ada, bob = (create_key(file, name=name, tenant=name) for name in ("ada", "bob"))
     overrides: dict[str, object] = {

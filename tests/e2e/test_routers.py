@@ -250,7 +250,9 @@ def controller_pid() -> int | None:
 
 
 def has_recovered(name: str) -> bool:
-    """Returns whether the controller knows all replicas of the service, and that they are healthy."""
+    """Returns whether the controller knows all replicas of the service, and that they are
+    healthy.
+    """
     import ray
     from ray import serve
 

@@ -33,7 +33,9 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.fixture
 def service(request: pytest.FixtureRequest, address: str, model: Path) -> Iterator[Any]:
-    """Runs a service with these settings of the pools; checks that all its processes end with it."""
+    """Runs a service with these settings of the pools; checks that all its processes end with
+    it.
+    """
     from tandem.cluster.serve.launch import start_service
 
     overrides: dict[str, object] = {f"{role}.resources": {role: 1.0} for role in NODES}
@@ -50,7 +52,9 @@ def service(request: pytest.FixtureRequest, address: str, model: Path) -> Iterat
 
 
 def processes_of(kind: str) -> dict[int, psutil.Process]:
-    """Returns the processes of Ray actors of this kind, by pid: RankActor is any rank other than 0."""
+    """Returns the processes of Ray actors of this kind, by pid: RankActor is any rank other than
+    0.
+    """
     return {process.pid: process for process in psutil.process_iter() if kind in _title(process)}
 
 

@@ -126,9 +126,12 @@ _SPAN: Final = KvSpan(
 )
 _HEADER: Final = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
 _CONFIG: Final = (
-    b'{"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, '
-    b'"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "max_position_embeddings": 64, '
-    b'"rms_norm_eps": 1e-5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "torch_dtype": "float32"}'
+    b'{"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 8, '
+    b'"intermediate_size": 8, '
+    b'"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, '
+    b'"max_position_embeddings": 64, '
+    b'"rms_norm_eps": 1e-5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "torch_dtype": '
+    b'"float32"}'
 )
 _CHAT: Final = (
     b'{"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "n": 2, '
@@ -136,15 +139,20 @@ _CHAT: Final = (
 )
 
 _MESSAGES: Final = (
-    b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "tool_result", '
-    b'"tool_use_id": "a", "content": "x"}]}, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", '
-    b'"name": "f", "input": {"b": 1}}]}], "max_tokens": 3, "system": "s", "tools": [{"name": "f", "input_schema": {}}]}'
+    b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}, '
+    b'{"type": "tool_result", '
+    b'"tool_use_id": "a", "content": "x"}]}, {"role": "assistant", "content": [{"type": '
+    b'"tool_use", "id": "a", '
+    b'"name": "f", "input": {"b": 1}}]}], "max_tokens": 3, "system": "s", "tools": [{"name": "f", '
+    b'"input_schema": {}}]}'
 )
 _RESPONSES: Final = (
-    b'{"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}, {"type": "function_call", '
+    b'{"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}, '
+    b'{"type": "function_call", '
     b'"call_id": "a", "name": "f", "arguments": "{}"}, '
     b'{"type": "function_call_output", "call_id": "a", "output": "x"}], '
-    b'"tools": [{"type": "function", "name": "f"}], "text": {"format": {"type": "json_schema", "schema": {}}}}'
+    b'"tools": [{"type": "function", "name": "f"}], "text": '
+    b'{"format": {"type": "json_schema", "schema": {}}}}'
 )
 
 TARGETS: Final = {

@@ -252,7 +252,10 @@ def test_logits_depend_on_the_tokens_alone_if_that_is_asked_for(
 
 
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "--shape tiny --random-weights --device cuda --batches 1,3,16 --prompts 40,600 --context 300"
+    arguments = (
+        "--shape tiny --random-weights --device cuda --batches 1,3,16 --prompts 40,600 --context "
+        "300"
+    )
     assert __main__.main(arguments.split()) == 0
     assert "roofline" in capsys.readouterr().out
 

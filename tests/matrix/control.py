@@ -1,4 +1,6 @@
-"""Lets a test steer a worker in another process: a few numbers in a file that both map into memory."""
+"""Lets a test steer a worker in another process: a few numbers in a file that both map into
+memory.
+"""
 
 import mmap
 import struct

@@ -1,4 +1,6 @@
-"""Negative controls: a router or a worker with a defect fails the matrix, which passes it without."""
+"""Negative controls: a router or a worker with a defect fails the matrix, which passes it
+without.
+"""
 
 import asyncio
 import inspect

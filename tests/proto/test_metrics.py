@@ -62,7 +62,8 @@ class Recorder(Metrics):
 def line_of(metric: Metric) -> str:
     """Returns the line of docs/operations/metrics.md for a metric."""
     labels = " ".join(f"`{name}`" for name in metric.labels)
-    return f"| `{'ray_' * (metric.source == 'worker')}{metric.name}` | {metric.kind} | {labels} | {metric.help} |"
+    name = "ray_" * (metric.source == "worker") + metric.name
+    return f"| `{name}` | {metric.kind} | {labels} | {metric.help} |"
 
 
 def test_vllm_names_have_its_kinds_and_labels() -> None:

@@ -62,7 +62,8 @@ async def main():
         for path, prompt in (("completions", {"prompt": "hi"}), ("chat/completions", {"messages": [
                 {"role": "user", "content": "x"}]})):
             answer = await http.post(f"{url}/v1/{path}", json=prompt | {"toy_scale": 0.25})
-            assert answer.status_code == 200 and source.requests[-1].submit.sampling.toy_scale == 0.25
+            assert answer.status_code == 200
+            assert source.requests[-1].submit.sampling.toy_scale == 0.25
             answer = await http.post(f"{url}/v1/{path}", json=prompt | {"toy_scale": -2})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "toy_scale")
             assert "from -1 to 1" in answer.json()["error"]["message"]
@@ -76,7 +77,9 @@ asyncio.run(main())
 limits = WorkerLimits(vocab_size=9, context_tokens=9, max_sequences=9, eos_ids=frozenset())
 def submit(scale):
     sampling = inference_pb2.SamplingParams(toy_scale=scale)
-    return worker_pb2.Submit(task=worker_pb2.TASK_COLOCATED, token_ids=[1], max_tokens=1, sampling=sampling)
+    return worker_pb2.Submit(
+        task=worker_pb2.TASK_COLOCATED, token_ids=[1], max_tokens=1, sampling=sampling
+    )
 assert parse_submit(submit(1), 1, limits).sampling.toy_scale == 1
 try:
     parse_submit(submit(2), 1, limits)
@@ -86,7 +89,8 @@ else:
     raise AssertionError("the worker does not check it")
 app = typer.Typer()
 app.command()(command)
-assert "--toy-scale" in [option for parameter in typer.main.get_command(app).params for option in parameter.opts]
+parameters = typer.main.get_command(app).params
+assert "--toy-scale" in [option for parameter in parameters for option in parameter.opts]
 assert "`toy_scale`" in markdown()
 print("found everywhere")
 """

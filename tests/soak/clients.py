@@ -225,7 +225,10 @@ def litellm(service: Service) -> str:
 def llm(service: Service) -> str:
     """Its command line: a prompt, a stream, a schema, tools, a conversation."""
     Path("user").mkdir()
-    model = f"- model_id: demo\n  model_name: {_MODEL}\n  api_base: {service.url}/v1\n  api_key_name: none\n"
+    model = (
+        f"- model_id: demo\n  model_name: {_MODEL}\n  api_base: {service.url}/v1\n  api_key_name: "
+        "none\n"
+    )
     Path("user", "extra-openai-models.yaml").write_text(
         f"{model}  supports_schema: true\n  supports_tools: true\n"
     )
@@ -254,7 +257,10 @@ def lm_eval(service: Service) -> str:
     rows = [{"q": "The capital of France is", "a": ["Paris", "Rome"], "gold": 0}]
     rows += [{"q": "The capital of Italy is", "a": ["Paris", "Rome"], "gold": 1}]
     Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    files = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {Path('rows.jsonl').resolve()}}}}}\n"
+    files = (
+        "dataset_path: json\ndataset_kwargs: "
+        f"{{data_files: {{test: {Path('rows.jsonl').resolve()}}}}}\n"
+    )
     common = f"{files}test_split: test\ndoc_to_text: '{{{{q}}}}'\n"
     choices = "output_type: multiple_choice\ndoc_to_choice: '{{a}}'\ndoc_to_target: gold\n"
     Path("choices.yaml").write_text(
@@ -262,7 +268,10 @@ def lm_eval(service: Service) -> str:
     )
     generated = "output_type: generate_until\ndoc_to_target: '{{a[gold]}}'\n"
     generated += "generation_kwargs: {until: ['\\n'], max_gen_toks: 16, temperature: 0}\n"
-    metric = "metric_list: [{metric: exact_match, ignore_case: true, regexes_to_ignore: ['\\W*(is|The)\\W*']}]\n"
+    metric = (
+        "metric_list: "
+        "[{metric: exact_match, ignore_case: true, regexes_to_ignore: ['\\W*(is|The)\\W*']}]\n"
+    )
     Path("texts.yaml").write_text(f"task: texts\n{common}{generated}{metric}")
     tokenizer = f"tokenizer={service.folder},tokenizer_backend=huggingface"
     found = _evaluate(
@@ -277,7 +286,8 @@ def lm_eval(service: Service) -> str:
     )
     samples = "".join(path.read_text() for path in Path("out").rglob("samples_texts*.jsonl"))
     assert samples.count("Paris") >= 2, samples
-    return f"local-completions: accuracy {found['choices']['acc,none']:.2f} by log probabilities; generations of both"
+    accuracy = found["choices"]["acc,none"]
+    return f"local-completions: accuracy {accuracy:.2f} by log probabilities; generations of both"
 
 
 def _evaluate(model: str, tasks: str, url: str, more: str) -> Any:

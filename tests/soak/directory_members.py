@@ -1,4 +1,6 @@
-"""Plays the members of a directory for `tests.soak.directory`: routers that follow it, and workers."""
+"""Plays the members of a directory for `tests.soak.directory`: routers that follow it, and
+workers.
+"""
 
 import asyncio
 import itertools

@@ -74,7 +74,10 @@ class Phase:
         return self.num_good / len(self.records) if self.records else 0.0
 
     def __str__(self) -> str:
-        counts = f"{len(self.records)} requests in {self.seconds:.0f} s, {self.num_good} good ({self.share:.1%})"
+        counts = (
+            f"{len(self.records)} requests in {self.seconds:.0f} s, {self.num_good} good "
+            f"({self.share:.1%})"
+        )
         if ttft := distribution(
             "ttft", [record.ttft for record in self.records if record.failure is None]
         ):
@@ -102,7 +105,10 @@ class Overload:
 
     def __str__(self) -> str:
         ratio = self.during.goodput / self.before.goodput if self.before.goodput else 0.0
-        verdict = f"under overload {ratio:.0%} of the goodput before; from {RECOVERY_SECONDS:g} s after it on"
+        verdict = (
+            f"under overload {ratio:.0%} of the goodput before; from {RECOVERY_SECONDS:g} s after "
+            "it on"
+        )
         verdict += (
             f" {self.after.share:.1%} of the requests are good, before it {self.before.share:.1%}"
         )

@@ -26,7 +26,9 @@ from tandem.tests.token_request import token_request
 
 @dataclass
 class Measured:
-    """A service, and of its returning turns the seconds to the first token and the cached tokens."""
+    """A service, and of its returning turns the seconds to the first token and the cached
+    tokens.
+    """
 
     name: str
     running: Fleet

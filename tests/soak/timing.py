@@ -43,7 +43,9 @@ Samples = dict[str, list[float]]
 
 
 def wrong_keys(key: str) -> dict[str, str]:
-    """Returns keys of the right one's length: the same but for the end, another, and the right one."""
+    """Returns keys of the right one's length: the same but for the end, another, and the right
+    one.
+    """
     last = "".join(
         random.choice([letter for letter in string.ascii_letters if letter != old])
         for old in key[-3:]

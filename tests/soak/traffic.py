@@ -169,7 +169,10 @@ async def _stream(client: AsyncClient, case: Case) -> Ended:
                 last, num_tokens = now, num_tokens + len(delta.token_ids)
         difference = _difference((await stream.completion()).choices, case.expected)
     except TandemError as raised:
-        error = f"{type(raised).__name__}: {raised} (after {num_tokens} tokens, {time.monotonic() - started:.1f} s)"
+        error = (
+            f"{type(raised).__name__}: {raised} (after {num_tokens} tokens, "
+            f"{time.monotonic() - started:.1f} s)"
+        )
     return Ended(
         case=case.name,
         num_tokens=num_tokens,
@@ -195,7 +198,8 @@ def _difference(found: Sequence[Choice], expected: Sequence[Choice]) -> str:
                     left, right, strict=False
                 )  # one of them may be the beginning of the other
                 same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-                return f"{name} of choice {index}: {len(left)} instead of {len(right)}, equal up to {same}"
+                counts = f"{len(left)} instead of {len(right)}"
+                return f"{name} of choice {index}: {counts}, equal up to {same}"
     return ""
 
 

@@ -52,9 +52,7 @@ async def status(worker: Worker, identity: PeerIdentity) -> worker_pb2.GetStatus
         return found
 
 
-async def test_a_request_crosses_workers_over_tls_and_a_peer_without_the_certificate_does_not_connect() -> (
-    None
-):
+async def test_requests_cross_workers_over_tls_and_a_peer_without_the_certificate_cannot() -> None:
     identity = PeerIdentity.generate(make_peer_tls("tandem-peer"))
     async with running(identity) as fleet:
         tokens, timeline = await fleet.generate(token_request(PROMPT, 5))

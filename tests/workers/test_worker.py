@@ -373,8 +373,12 @@ from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import SequenceSpec, Task
 engine = Engine(FakeExecutor(4, 16), EngineConfig(num_blocks=4))
-engine.submit(SequenceSpec(id=1, task=Task.COLOCATED, tokens=(1, 2), max_tokens=1, sampling=SamplingParams(temperature=0)))
-assert [t for e in engine.step() if hasattr(e, "token_ids") for t in e.token_ids] == expected_tokens((1, 2), 1, 512)
+greedy = SamplingParams(temperature=0)
+engine.submit(
+    SequenceSpec(id=1, task=Task.COLOCATED, tokens=(1, 2), max_tokens=1, sampling=greedy)
+)
+found = [t for e in engine.step() if hasattr(e, "token_ids") for t in e.token_ids]
+assert found == expected_tokens((1, 2), 1, 512)
 """
 
 

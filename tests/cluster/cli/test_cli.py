@@ -34,7 +34,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_command_line_loads_neither_ray_nor_torch() -> None:
-    code = "import sys, tandem.cluster.cli.main; print({'ray', 'torch', 'transformers', 'sacrebleu'} & set(sys.modules))"
+    code = (
+        "import sys, tandem.cluster.cli.main; print({'ray', 'torch', 'transformers', 'sacrebleu'} "
+        "& set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "set()\n", done.stderr
 

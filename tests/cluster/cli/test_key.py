@@ -1,4 +1,6 @@
-"""`tandem key`: the commands that keep the file of API keys, and `tandem serve` with a wrong one."""
+"""`tandem key`: the commands that keep the file of API keys, and `tandem serve` with a wrong
+one.
+"""
 
 import stat
 from pathlib import Path

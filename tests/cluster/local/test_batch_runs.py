@@ -175,8 +175,8 @@ def test_a_batch_over_a_service(service: HttpService, tmp_path: Path) -> None:
     done = run(*command(source, output, "--url", service.url, "--concurrency", "3"))
     assert done.returncode == 0, done.stderr
     assert (
-        done.stderr
-        == f"{NUM_REQUESTS} requests: 0 answered before, {NUM_REQUESTS} now, 1 of these with an error\n"
+        done.stderr == f"{NUM_REQUESTS} requests: 0 answered before, {NUM_REQUESTS} now, "
+        "1 of these with an error\n"
     )
     answers = read_answers(output)
     assert set(answers) == {f"r{i}" for i in range(NUM_REQUESTS)}

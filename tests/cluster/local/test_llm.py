@@ -596,7 +596,10 @@ def test_a_script_of_six_lines_that_closes_nothing_ends_in_order(llm: LLM, folde
     "imported", ["import tandem", "from tandem import LLM, SamplingParams, RequestOutput"]
 )
 def test_the_import_is_light(imported: str) -> None:
-    code = f"{imported}; import sys; print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
+    code = (
+        f"{imported}; import sys; print([name for name in ('torch', 'ray', 'transformers') if name "
+        "in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 

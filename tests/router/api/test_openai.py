@@ -498,7 +498,8 @@ async def test_messages_come_back_as_clients_keep_them(
     await client.chat.completions.create(model="tiny", messages=[*ASK, said, answer], tools=TOOLS)
     prompt = bytes(service.source.requests[-1].submit.token_ids).decode()
     assert prompt.endswith(
-        'assistant: <tool_call>{"name": "weather", "arguments": {"city": "x"}}</tool_call>\ntool: rain\nassistant: '
+        'assistant: <tool_call>{"name": "weather", "arguments": {"city": "x"}}</tool_call>\ntool: '
+        "rain\nassistant: "
     )
     refused: Any = {"role": "assistant", "content": None, "refusal": "I cannot."}
     await client.chat.completions.create(model="tiny", messages=[*ASK, refused])

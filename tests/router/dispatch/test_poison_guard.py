@@ -185,7 +185,7 @@ def test_candidates_with_one_cached_prompt_go_elsewhere_once_several_wait_for_it
     )
 
 
-def test_a_solo_run_keeps_others_away_for_a_while_only_which_grows_until_a_slow_poison_was_alone() -> (
+def test_a_solo_run_keeps_others_away_for_a_while_that_grows_until_a_slow_poison_was_alone() -> (
     None
 ):
     service = make_service(1, 2, 0, 0)

@@ -129,7 +129,10 @@ async def test_no_other_field_makes_a_role(fields: dict[str, Any]) -> None:
 
 
 async def test_calls_tools_and_variables_make_no_role() -> None:
-    template = "{{ '<|im_start|>' ~ (messages[0].tool_calls | tojson) ~ (tools | tojson) ~ more ~ '<|im_end|>' }}"
+    template = (
+        "{{ '<|im_start|>' ~ (messages[0].tool_calls | tojson) ~ (tools | tojson) ~ more "
+        "~ '<|im_end|>' }}"
+    )
     tokenizer = chatml_tokenizer(template)
     call = inference_pb2.ToolCall(id=START, name="f", arguments=f'{{"{END}": ["{START}"]}}')
     broken = inference_pb2.ToolCall(id="2", name="f", arguments=f"no JSON {START}")

@@ -47,7 +47,7 @@ QWEN = """
     {{- '<|im_start|>assistant\\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}
-"""
+"""  # noqa: E501
 
 
 async def test_tools_and_calls_render_as_in_transformers() -> None:

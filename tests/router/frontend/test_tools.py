@@ -33,17 +33,17 @@ SCHEMA = {
 QWEN_2_5 = """{%- if tools %}
     {{- "\\n\\n# Tools\\n\\nYou may call one or more functions to assist with the user query." }}
     {{- "\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call><|im_end|>\\n" }}
-{%- endif %}"""
+{%- endif %}"""  # noqa: E501
 QWEN_3 = (
-    QWEN_2_5
-    + "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}"
+    QWEN_2_5 + "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>' }}{%- endif %}"
 )
 LLAMA_3_1 = """{%- if not tools is none %}
     {{- "Given the following functions, please respond with a JSON for a function call with its proper arguments." }}
     {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}. ' }}
 {%- endif %}
 {%- if builtin_tools is defined %}{{- "<|python_tag|>" + tool_call.name + ".call(" }}
-{%- else %}{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{%- endif %}"""
+{%- else %}{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{%- endif %}"""  # noqa: E501
 LLAMA_3_2 = LLAMA_3_1.replace("<|python_tag|>", "")
 
 

@@ -330,9 +330,7 @@ async def test_a_burst_is_measured_by_what_workers_report_before_anything_has_de
     await requests.cancel_all()
 
 
-async def test_a_burst_that_waits_for_prompts_alone_does_not_wait_for_the_end_of_long_requests() -> (
-    None
-):
+async def test_a_burst_that_waits_for_prompts_alone_does_not_wait_for_long_requests() -> None:
     """Running requests take minutes, but there are sequences and KV cache for all."""
     clock = Clock()
     requests = AdmittedRequests(max_sequences=64, clock=clock, max_queue_seconds=30.0)

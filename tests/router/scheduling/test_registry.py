@@ -316,9 +316,7 @@ def test_slow_transfers_are_avoided_until_the_fast_worker_is_crowded() -> None:
     assert "d0" in placed
 
 
-def test_a_short_uncached_rest_is_prefilled_by_the_decode_worker_if_that_is_allowed_and_faster() -> (
-    None
-):
+def test_a_short_uncached_rest_is_prefilled_by_the_decode_worker_if_allowed_and_faster() -> None:
     registry = registry_of(1, 1, local_prefill_tokens=64)
     report(registry, "d0", load=load(step_seconds=0.01))
     dispatch(registry, request(prompt(1, 4000), "long"))

@@ -1,4 +1,6 @@
-"""What holds for a decoder that runs through transformers' code: it gives what transformers gives."""
+"""What holds for a decoder that runs through transformers' code: it gives what transformers
+gives.
+"""
 
 from pathlib import Path
 from typing import Final

@@ -452,7 +452,9 @@ def test_the_context_is_read_without_the_family(folder: Path) -> None:
 
 
 def test_older_rope_fields(folder: Path) -> None:
-    """transformers 4 wrote `rope_theta` and `rope_scaling`, with `type` before it was `rope_type`."""
+    """transformers 4 wrote `rope_theta` and `rope_scaling`, with `type` before it was
+    `rope_type`.
+    """
     unset_config("rope_parameters")(folder)
     set_config(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})(folder)
     assert load_model_config(folder).ropes[0] == RopeConfig(kind="linear", theta=5e5, factor=2.0)

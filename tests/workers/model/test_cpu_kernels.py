@@ -375,7 +375,10 @@ def test_a_team_of_all_cores_gets_one_each() -> None:
 
 
 def test_denormals_stay_what_they_are() -> None:
-    code = "from tandem.workers.model.kernels.c import build; build.library(); print(5e-324 * 1.0, 1e-310 / 2 > 0)"
+    code = (
+        "from tandem.workers.model.kernels.c import build; build.library(); print(5e-324 * 1.0, "
+        "1e-310 / 2 > 0)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
@@ -402,7 +405,10 @@ def test_they_compile_without_a_warning() -> None:
 
 
 def test_without_a_compiler_the_model_runs_in_plain_torch(tmp_path: Path) -> None:
-    code = "import torch; from tandem.workers.model.kernels.c import cpu; print(cpu.usable(torch.zeros(1)))"
+    code = (
+        "import torch; from tandem.workers.model.kernels.c import cpu; "
+        "print(cpu.usable(torch.zeros(1)))"
+    )
     environment = os.environ | {"CC": str(tmp_path / "none"), "TANDEM_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60

@@ -37,7 +37,9 @@ LARGE = {
 
 
 def tensors(part: object) -> Iterator[torch.Tensor]:
-    """Yields every tensor that a part of the model holds, some maybe twice, but for rotary tables."""
+    """Yields every tensor that a part of the model holds, some maybe twice, but for rotary
+    tables.
+    """
     if isinstance(part, torch.Tensor):
         yield part
     elif isinstance(part, list):
@@ -120,7 +122,9 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_loading_a_rank_takes_little_more_than_its_part(
     large_model: Path, tmp_path: Path, dtype: str, tp: int
 ) -> None:
-    """All of the process's memory is counted, also pages of the file, which the kernel could drop."""
+    """All of the process's memory is counted, also pages of the file, which the kernel could
+    drop.
+    """
     tiny, rank = make_tiny_model(tmp_path), tp - 1
     command = [
         sys.executable,

@@ -110,7 +110,8 @@ def test_a_window_that_only_a_mask_would_know_is_refused(tmp_path: Path) -> None
     )
     with pytest.raises(
         CheckpointError,
-        match=r"^config.json: sliding_window: is not supported: the model applies it in its own mask$",
+        match=r"^config.json: sliding_window: is not supported: "
+        r"the model applies it in its own mask$",
     ):
         parse_model_config(read_fields(tmp_path))
     write_config(

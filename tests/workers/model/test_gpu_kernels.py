@@ -138,7 +138,9 @@ def decode(cache: Cache, query: torch.Tensor, work: DecodeWork, num_programs: in
 
 
 def check_decode(shape: Shape, lengths: list[int], num_programs: int = 2) -> None:
-    """Sequences of these lengths, their rows in reverse, one row of padding in the midst of them."""
+    """Sequences of these lengths, their rows in reverse, one row of padding in the midst of
+    them.
+    """
     torch.manual_seed(0)
     cache = Cache(shape)
     last_keys = [length - 1 for length in lengths]
@@ -237,7 +239,9 @@ def test_splits_of_a_sequence() -> None:
 def check_chunks(
     shape: Shape, chunks: list[tuple[int, int]], most_tokens: int | None = None
 ) -> None:
-    """Chunks (start, tokens), one row that is of none after each; `most_tokens` cuts smaller tiles."""
+    """Chunks (start, tokens), one row that is of none after each; `most_tokens` cuts smaller
+    tiles.
+    """
     torch.manual_seed(0)
     cache = Cache(shape)
     size = min(

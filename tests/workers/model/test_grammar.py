@@ -242,7 +242,8 @@ def use(kind):
     length = 0
     while not matcher.is_stopped() and length < 100:
         mask = matcher.compute_bitmask()
-        matcher.consume_token(next(token for token in range(512) if mask[token // 8] >> token % 8 & 1))
+        allowed = (token for token in range(512) if mask[token // 8] >> token % 8 & 1)
+        matcher.consume_token(next(allowed))
         length += 1
     matcher.deep_copy().rollback(length)
     del matcher

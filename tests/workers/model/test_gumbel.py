@@ -74,7 +74,9 @@ def test_distribution(params: SamplingParams) -> None:
 
 
 def test_seeds_draw_independently() -> None:
-    """Pairs sampled with two seeds at the same positions fall as the product of the distributions."""
+    """Pairs sampled with two seeds at the same positions fall as the product of the
+    distributions.
+    """
     logits = logits_row(4, spread=1.0).expand(NUM_SAMPLES, -1)
     first, second = (
         sample(logits, [SamplingParams(seed=seed)] * NUM_SAMPLES, range(NUM_SAMPLES))

@@ -54,7 +54,9 @@ exec cc "$@" """
 def test_a_compiler_that_does_not_end_ends_the_worker_s_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker in plain torch would continue the streams of those with kernels with other tokens."""
+    """A worker in plain torch would continue the streams of those with kernels with other
+    tokens.
+    """
     script = 'case "$1" in --version) exec cc --version;; esac; exec sleep 600'
     monkeypatch.setenv("CC", str(compiler(tmp_path, script)))
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path))

@@ -72,7 +72,9 @@ def test_layers_of_different_geometry(backend: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_options_are_those_of_the_formula(native: bool) -> None:
-    """Scale, soft cap and sinks against their definition in float64, for chunks and single tokens."""
+    """Scale, soft cap and sinks against their definition in float64, for chunks and single
+    tokens.
+    """
     layer = LayerGeometry(num_heads=6, num_kv_heads=2, head_dim=16, window=20)
     options = AttentionOptions(scale=0.5, soft_cap=3.0, sinks=torch.linspace(-1, 2, 6))
     kv = make_kv((layer,), "float32")

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(params=DENSE)
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> ModelRunner:
-    """Heads of 64, for which there are kernels of chunks; so many layers that memory is used again."""
+    """Heads of 64, for which there are kernels of chunks; so many layers that memory is used
+    again.
+    """
     sizes: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 6} | (
         {} if request.param == "qwen2" else {"head_dim": 64}
     )

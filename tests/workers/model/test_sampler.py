@@ -69,7 +69,9 @@ def read(measured: LogprobsTensors | None) -> dict[int, list[SampledLogprobs]]:
     ],
 )
 def test_distribution(params: SamplingParams) -> None:
-    """Chi-square of 20,000 samples of one row, each by a seed of its own; five standard deviations."""
+    """Chi-square of 20,000 samples of one row, each by a seed of its own; five standard
+    deviations.
+    """
     logits = logits_row(spread=1.0)
     tokens = sample_once(make_sampler(64), logits[None], [step(1, params, NUM_SAMPLES)]).tokens
     scores = expected_scores(logits, params, HISTORY, 2)

@@ -55,7 +55,9 @@ else:
     group = TpGroup.listen(**where)
     print(json.dumps(group.address), flush=True)
 checkpoint = open_checkpoint(Path(folder))
-runner = ModelRunner.load(checkpoint, dtype=dtype, device="cpu", num_blocks=128, block_size=16, group=group)
+runner = ModelRunner.load(
+    checkpoint, dtype=dtype, device="cpu", num_blocks=128, block_size=16, group=group
+)
 group.connect()
 print(json.dumps([mixed_steps(runner), Driver(runner).generate(9, prompt(70, 2), 24)]), flush=True)
 sys.stdin.readline()

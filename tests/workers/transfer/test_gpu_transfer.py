@@ -1,4 +1,6 @@
-"""Transfers between two GPUs that are played: by gRPC through host memory, and by NCCL without it."""
+"""Transfers between two GPUs that are played: by gRPC through host memory, and by NCCL without
+it.
+"""
 
 import asyncio
 import threading

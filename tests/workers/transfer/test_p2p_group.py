@@ -47,7 +47,9 @@ async def main():
             if name == "receive":
                 answer = [hashlib.sha256(await pair.receive(size)).hexdigest() for size in values]
             else:
-                answer = [await pair.send(bytearray([value % 256]) * size) for value, size in values]
+                answer = []
+                for value, size in values:
+                    answer.append(await pair.send(bytearray([value % 256]) * size))
         except TransferError as error:
             answer = [str(error), time.monotonic() - began]
         print(json.dumps(answer), flush=True)
@@ -92,7 +94,8 @@ def listener_process() -> Iterator[tuple[subprocess.Popen[str], Callable[[], str
     code = (
         "import asyncio; from tandem.workers.transfer.p2p_group import P2pGroup\n"
         "async def main():\n"
-        "    pair = P2pGroup.listen('127.0.0.1', timeout=60); print(pair.address, flush=True); await "
+        "    pair = P2pGroup.listen('127.0.0.1', timeout=60); print(pair.address, flush=True); "
+        "await "
         "pair.accept()\n"
         "    await pair.receive(1); await asyncio.sleep(600)\n"
         "asyncio.run(main())"
