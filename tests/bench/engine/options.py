@@ -30,14 +30,14 @@ _EPILOG: Final = """
 Decode: sequences with --context tokens and noise as KV cache step together through a whole engine
 (schedule, prepare, model, sample, emit). Prefill: one prompt at a time, in chunks, from its
 submission to its first token. The same run measures the floors: the sum and the copy of a large
-tensor, and matrix products of the shapes of one decoder layer over the tokens of a chunk. The floor of a
-decode step is the longer of two times: reading the weights and the KV cache once, and computing the
-matrix products. The roofline share is that floor divided by the step's time. On a GPU, --profile
-waits for the device between the parts, which makes steps slower; take step times from a run without
-it. --compare measures a variant in turns with the plain run on the same machine: a KV cache of 8
-bits, weights rounded when they are loaded, transformers' code in place of ours, or an adapter of
---lora-rank, both used by all rows and loaded but unused. It prints each variant's time divided by
-the plain time.
+tensor, and matrix products of the shapes of one decoder layer over the tokens of a chunk. The
+floor of a decode step is the longer of two times: reading the weights and the KV cache once, and
+computing the matrix products. The roofline share is that floor divided by the step's time. On a
+GPU, --profile waits for the device between the parts, which makes steps slower; take step times
+from a run without it. --compare measures a variant in turns with the plain run on the same machine:
+a KV cache of 8 bits, weights rounded when they are loaded, transformers' code in place of ours, or
+an adapter of --lora-rank, both used by all rows and loaded but unused. It prints each variant's
+time divided by the plain time.
 """
 
 

@@ -230,8 +230,8 @@ async def measure(
 ) -> dict[str, Rates]:
     """Returns the median rates of each transport and of the bare stream, which take turns.
 
-    `sizes` are in MB; both KV caches are on `device`. With `tls` all gRPC is encrypted, including the bare stream. Raises
-    RuntimeError if a transport does not work.
+    `sizes` are in MB; both KV caches are on `device`. With `tls` all gRPC is
+    encrypted, including the bare stream. Raises RuntimeError if a transport does not work.
     """
     tokens = {size: max(1, size * 1_000_000 // LAYOUT.bytes_per_token) for size in sizes}
     found: dict[str, dict[int, list[float]]] = {

@@ -28,7 +28,7 @@ _KERNEL_TESTS: Final = ROOT / "tests/workers/model/test_gpu_kernels.py"
 
 
 def facts(bench: Bench) -> None:
-    """Records versions, the device and its rates; fails if a module of the workers has no import."""
+    """Records versions, the device and its rates; fails if a worker module has no import."""
     bench.row("versions", python=platform.python_version(), **{p: version(p) for p in _PACKAGES})
     if bench.is_gpu:
         device = torch.cuda.get_device_properties(bench.torch_device)

@@ -43,7 +43,7 @@ PARTS: Final = (
 
 
 def find_parts(names: str) -> list[Part]:
-    """Returns the parts of groups or names like `A,decode`; raises ValueError for an unknown one."""
+    """Returns the parts of groups or names like `A,decode`; raises ValueError for another."""
     wanted = names.split(",")
     known = {part.group for part in PARTS} | {part.name for part in PARTS}
     if unknown := sorted(set(wanted) - known):

@@ -1,8 +1,8 @@
 """Makes a folder with the repository and the packages that a bare GPU machine lacks.
 
-`python -m tandem.tests.bench.gpu.tree FOLDER` downloads the packages for Python 3.12 in the versions
-of constraints.txt, checks the size of the folder, and prints the command to run there. The machine
-has torch, Triton, transformers and pytest, and needs no network.
+`python -m tandem.tests.bench.gpu.tree FOLDER` downloads the packages for Python 3.12 in the
+versions of constraints.txt, checks the size of the folder, and prints the command to run there. The
+machine has torch, Triton, transformers and pytest, and needs no network.
 """
 
 import argparse
@@ -33,7 +33,7 @@ WHEELS: Final = (
     "pytest-asyncio",
     "typing-inspection",
 )
-"""Packages that are not on the machine, or there in another version; all that they need is listed."""
+"""Packages that are not on the machine, or there in another version; their needs are listed."""
 
 OTHERS: Final = ("nvidia-cudnn-frontend==1.18.0",)  # an attention to compare with; 1.32 needs more
 _PLATFORMS: Final = ("2_31", "2_28", "2_27", "2_17", "2_12", "2_5")  # of glibc, oldest last

@@ -1,4 +1,4 @@
-"""A quantized KV cache in the Triton kernels against the CPU's: the same bytes, the same results."""
+"""A quantized KV cache in Triton kernels against the CPU's: the same bytes, the same results."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""FP8 weights on GPUs: `_scaled_mm` runs on CPUs, too, so its numbers are compared with the CPU's."""
+"""FP8 weights on GPUs: `_scaled_mm` runs on CPUs, too; its numbers are compared with the CPU's."""
 
 import pytest
 import torch
