@@ -1,5 +1,6 @@
 """Describes the nodes of a cluster, and counts the ranks and GPUs that a service has there."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -43,18 +44,20 @@ def ranks_per_node(config: TandemConfig, pool: PoolConfig, nodes: Sequence[NodeO
 def check_gpus(config: TandemConfig, nodes: Sequence[NodeOffer]) -> None:
     """Raises Unavailable if the nodes have fewer GPUs than the workers need; Ray would wait.
 
-    Does not find every case: fractions that add up may still not fit, such as 0.6, 0.6 and 0.7 of
-    two GPUs.
+    Does not find every case: different fractions that add up may still not fit, such as 0.6, 0.6,
+    0.6 and 0.1 of two GPUs.
     """
     if config.device != "cuda":
         return
     num_ranks = config.prefill.num_ranks + config.decode.num_ranks
     needed = sum(pool.num_ranks * pool.num_gpus for pool in config.pools.values())
     found = sum(node.resources.get("GPU", 0) for node in nodes)
-    if round(needed, 4) > found:
+    least = min(pool.num_gpus for pool in config.pools.values() if pool.num_ranks)
+    if round(needed, 4) > found or num_ranks > int(found) * int(1 / least):
         share = ""
-        if config.prefill.tp == config.decode.tp == 1 and 0 < found < num_ranks:
-            share = f", let ranks share GPUs (--num-gpus {int(100 * found / num_ranks) / 100:g})"
+        if config.prefill.tp == config.decode.tp == 1 and 1 <= found < num_ranks:
+            each = 100 // math.ceil(num_ranks / int(found)) / 100  # no rank spans two GPUs
+            share = f", let ranks share GPUs (--num-gpus {each:g})"
         raise Unavailable(
             f"device: cuda needs {needed:g} GPUs for {num_ranks} ranks (num_gpus), and the nodes "
             f"offer {found:g} (CUDA_VISIBLE_DEVICES); start fewer workers (--prefill, --decode)"

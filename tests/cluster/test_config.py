@@ -375,6 +375,13 @@ THIRDS: dict[str, object] = {"prefill.num_gpus": 0.3, "decode.num_gpus": 0.35}
         ({}, with_gpus(1, 1), ""),
         ({}, with_gpus(1), "needs 2 GPUs for 2 ranks .* offer 1 .*--num-gpus 0.5"),
         ({"decode.replicas": 2}, with_gpus(1), "--num-gpus 0.33"),
+        ({"decode.replicas": 2}, with_gpus(1, 1), "--num-gpus 0.5"),
+        (HALVES | {"decode.replicas": 2}, with_gpus(1, 1), ""),
+        (
+            {"prefill.num_gpus": 0.66, "decode.num_gpus": 0.66, "decode.replicas": 2},
+            with_gpus(1, 1),
+            "needs 1.98 GPUs for 3 ranks .* offer 2 .*--num-gpus 0.5",
+        ),
         ({}, [NodeOffer(resources={"CPU": 8.0})], "needs 2 GPUs .* offer 0 .*--decode., or use"),
         (HALVES, with_gpus(1), ""),
         (HALVES | {"decode.replicas": 2}, with_gpus(1), "needs 1.5 GPUs for 3 ranks"),
