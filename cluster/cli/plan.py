@@ -134,8 +134,9 @@ def memory_command(
     the memory of rank 0, which alone holds the whole draft model; no rank has more tokens than rank
     0. In bfloat16 on CPUs a model whose head is tied to its embedding holds the embedding twice;
     this command counts it once. With --device cuda, quantized weights count in --dtype, to which a
-    GPU converts them when it loads them. Activations and CUDA graphs are not counted: a service on
-    GPUs measures them when it starts, and has so much less for its KV cache.
+    GPU converts them when it loads them, except FP8 weights that it multiplies in FP8. Activations
+    and CUDA graphs are not counted: a service on GPUs measures them when it starts, and has so much
+    less for its KV cache.
     """
     check_choice("--dtype", dtype, ITEM_BYTES)
     if quantization is not None:
