@@ -84,7 +84,7 @@ ARROWS: dict[str, set[str]] = {
         ),
         "workers.model.sampling": (
             "workers.engine",
-            "workers.model: device kernels kernels.c",
+            "workers.model: device kernels kernels.c kernels.triton",
         ),
         "workers.model": ("workers: engine host kv_cache", "workers.model: *"),
         "workers.transfer": ("workers: engine host kv_cache",),

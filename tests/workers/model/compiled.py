@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 from tandem.tests.workers.model.test_gpu_kernels import Shape
-from tandem.workers.model.kernels.triton import elementwise, linear
+from tandem.workers.model.kernels.triton import elementwise, linear, sampling
 from tandem.workers.model.kernels.triton.attention import Scales, Scoring
 from tandem.workers.model.kernels.triton.chunk import ChunkWork, chunk_attention
 from tandem.workers.model.kernels.triton.decode import DecodeWork, decode_attention
@@ -202,7 +203,7 @@ def launch_attention(shape: Shape, item: torch.dtype | None = None) -> None:
 
 
 def launch_others(shape: Shape) -> None:
-    """Launches the kernels of norms, activations, rotation, KV cache and linear layers."""
+    """Launches the kernels of norms, activations, rotation, KV cache, linear layers, sampling."""
     zeros = functools.partial(torch.zeros, dtype=shape.dtype)
     query = zeros(4, shape.num_heads, shape.head_dim)
     key = value = zeros(4, shape.kv_heads, shape.head_dim)
@@ -218,6 +219,8 @@ def launch_others(shape: Shape) -> None:
     elementwise.rotate(query, table, table)
     elementwise.store_kv(key, value, keys, values, torch.zeros(4, dtype=torch.int32))
     linear.linear(out, zeros(80, out.shape[1]), zeros(80), zeros(4, 80))
+    one = torch.zeros(1, 1, dtype=torch.int32)
+    sampling.sample(zeros(4, 128_256), np.zeros(4, sampling.ROW), one, one.bool(), one)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,14 @@ import pytest
 
 from tandem.tests.workers.model.compiled import SHAPES, SPILLING, WITH_PRODUCTS, CompiledKernel
 from tandem.workers.model.attention import triton_backend
-from tandem.workers.model.kernels.triton import FP_FUSION, chunk, decode, elementwise, linear
+from tandem.workers.model.kernels.triton import (
+    FP_FUSION,
+    chunk,
+    decode,
+    elementwise,
+    linear,
+    sampling,
+)
 
 SHARED_BYTES: Final = {80: 167_936, 90: 233_472, 100: 233_472}
 """By architecture: the shared memory of a multiprocessor."""
@@ -76,7 +83,7 @@ def num_programs(kernel: CompiledKernel) -> int:
 
 
 def test_all_compile(compiled: list[CompiledKernel]) -> None:
-    modules = (chunk, decode, elementwise, linear)
+    modules = (chunk, decode, elementwise, linear, sampling)
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     for arch in SHAPES:
         assert {each.name for each in of_ours(compiled, arch)} == names
@@ -85,6 +92,12 @@ def test_all_compile(compiled: list[CompiledKernel]) -> None:
 
 def test_hopper_kernels_spill_no_registers(compiled: list[CompiledKernel]) -> None:
     assert spilling(of_ours(compiled, 90)) == []
+
+
+def test_the_sampler_spills_no_registers_on_any_gpu(compiled: list[CompiledKernel]) -> None:
+    samplers = [each for each in of_ours(compiled, *SHAPES) if each.name == "_sample_kernel"]
+    assert {each.arch for each in samplers} == set(SHAPES)
+    assert spilling(samplers) == []
 
 
 def test_a_kernel_that_spills_is_found(compiled: list[CompiledKernel]) -> None:

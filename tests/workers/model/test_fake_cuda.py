@@ -198,6 +198,7 @@ def test_sampling(watch: Watch, sampling: str) -> None:
     runner = load(watch, config_of("llama"))
     run_steps(runner, SAMPLING[sampling])
     run_steps(runner, *[SAMPLING[sampling]] * 3)
+    assert "_sample_kernel" in watch.launched
 
 
 @pytest.mark.parametrize("form", FORMATS)

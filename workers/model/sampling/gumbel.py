@@ -7,11 +7,13 @@ batch nor the device changes a sample, and rounding of the logits changes it onl
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 
 from ...engine.plan import SamplingParams
+from .. import kernels
 from ..device import column, indices, to_device
 from ..kernels.c import cpu
 from .filters import filter_scores, has_filter
@@ -19,25 +21,45 @@ from .filters import filter_scores, has_filter
 # Below it sampling is greedy, because the division would overflow float32.
 MIN_TEMPERATURE: Final = 1e-5
 
+NO_MIN_P: Final = -3e38
+"""The logarithm of a min-p that excludes no token."""
+
 _MASK64: Final = 2**64 - 1
 
 
+class Adjustments(NamedTuple):
+    """Holds the penalties and grammar masks that the Triton kernel applies, on the device."""
+
+    counts: torch.Tensor  # [num_sequences, vocab_size] int32: how often each token was sampled
+    in_prompt: torch.Tensor  # [num_sequences, vocab_size] bool
+    masks: torch.Tensor  # [num_masks, num_words] int32: a bit for each allowed token
+    penalty_rows: Sequence[int]  # [num_rows] the row of `counts`; -1 for no penalties
+    mask_rows: Sequence[int]  # [num_rows] the row of `masks`; -1 for no mask
+
+
 def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    adjustments: Adjustments | None = None,
 ) -> torch.Tensor:
     """Maps logits [num_rows, vocab_size] to sampled token ids [num_rows], int64.
 
     A token is -1 if a logit of its row is NaN or positive infinity, or the largest is negative
-    infinity. `positions` are the sampled tokens' positions in their sequences.
+    infinity. `positions` are the sampled tokens' positions in their sequences. Only the Triton
+    kernel makes `adjustments`, and not for rows with typical sampling.
     """
-    native = cpu.usable(logits)
     random = [
         row for row, row_params in enumerate(params) if row_params.temperature >= MIN_TEMPERATURE
     ]
-    tokens = (
-        _sample_native(logits, params, positions) if native else _unless_invalid(*logits.max(-1))
-    )
-    if native:
+    fused = kernels.on_gpu(logits) or cpu.usable(logits)
+    if kernels.on_gpu(logits):
+        tokens = _sample_in_triton(logits, params, positions, adjustments)
+    elif fused:
+        tokens = _sample_native(logits, params, positions)
+    else:
+        tokens = _unless_invalid(*logits.max(-1))
+    if fused:
         random = [row for row in random if params[row].typical_p < 1]
     for filtered in (False, True):
         rows = [row for row in random if has_filter(params[row]) == filtered]
@@ -50,24 +72,75 @@ def sample(
     return tokens
 
 
+def _sample_in_triton(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    adjustments: Adjustments | None,
+) -> torch.Tensor:
+    """Samples all rows with the Triton kernel; rows with typical sampling greedily."""
+    # Imports Triton, which is not always installed.
+    from ..kernels.triton import sampling as triton
+
+    if adjustments is None:
+        nothing = torch.empty(1, 1, dtype=torch.int32, device=logits.device)
+        none = [-1] * len(params)
+        adjustments = Adjustments(nothing, nothing.bool(), nothing, none, none)
+    temperatures = np.array(_temperatures(params), np.float32)
+    rows = np.array(
+        [
+            (
+                0,
+                _keys(row.seed, position) if temperature else (0, 0),
+                row.top_k if temperature else 0,
+                row.top_p if temperature else 1,
+                _log_min_p(row) if temperature else NO_MIN_P,
+                row.repetition_penalty,
+                row.presence_penalty,
+                row.frequency_penalty,
+                penalty_row,
+                mask_row,
+            )
+            for row, position, temperature, penalty_row, mask_row in zip(
+                params,
+                positions,
+                temperatures.tolist(),
+                adjustments.penalty_rows,
+                adjustments.mask_rows,
+                strict=True,
+            )
+        ],
+        triton.ROW,
+    )
+    np.divide(np.float32(1), temperatures, out=rows["scale"], where=temperatures > 0)
+    return triton.sample(logits, rows, adjustments.counts, adjustments.in_prompt, adjustments.masks)
+
+
 def _sample_native(
     logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> torch.Tensor:
     """Samples all rows with the C kernel; rows with typical sampling greedily."""
-    temperatures = [
-        0.0 if row.typical_p < 1 or row.temperature < MIN_TEMPERATURE else row.temperature
-        for row in params
-    ]
+    temperatures = _temperatures(params)
     keys = [
         _keys(row.seed, position) if temperature else (0, 0)
         for row, position, temperature in zip(params, positions, temperatures, strict=True)
     ]
     filters = None
     if any(map(has_filter, params)):
-        filters = torch.tensor(
-            [[row.top_k, row.top_p, math.log(row.min_p) if row.min_p else -3e38] for row in params]
-        )
+        filters = torch.tensor([[row.top_k, row.top_p, _log_min_p(row)] for row in params])
     return cpu.sample(logits, torch.tensor(temperatures), torch.tensor(keys), filters)
+
+
+def _temperatures(params: Sequence[SamplingParams]) -> list[float]:
+    """Returns the temperatures of the fused kernels; 0 is greedy."""
+    return [
+        0.0 if row.typical_p < 1 or row.temperature < MIN_TEMPERATURE else row.temperature
+        for row in params
+    ]
+
+
+def _log_min_p(params: SamplingParams) -> float:
+    return math.log(params.min_p) if params.min_p else NO_MIN_P
 
 
 def _sample_random(

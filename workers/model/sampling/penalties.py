@@ -56,8 +56,12 @@ class RowPool:
         if sequence_id in self._allocated:
             self._free.append(self._allocated.pop(sequence_id))
 
+    def row_of(self, sequence_id: int) -> int:
+        """Returns the sequence's row; -1 if it has none."""
+        return self._allocated.get(sequence_id, -1)
+
     def rows_of(self, sequence_ids: Sequence[int]) -> torch.Tensor:
-        """Returns the sequences' rows, int64 [num_sequences]."""
+        """Returns the sequences' rows, int64 [num_sequences]; all have one."""
         return indices([self._allocated[sequence_id] for sequence_id in sequence_ids], self.device)
 
     def _grow(self) -> None:

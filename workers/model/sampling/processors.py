@@ -14,6 +14,7 @@ from ...engine.plan import SamplingParams, SequenceStep
 from ..device import copy_to_device, indices, take_rows, to_device
 from .grammar import GrammarMatchers
 from .grammar_cache import GrammarCache
+from .gumbel import Adjustments
 from .penalties import BANNED, LEAST_SCORE, BadWords, Penalties
 
 _Additions = tuple[torch.Tensor, torch.Tensor]
@@ -34,6 +35,7 @@ class LogitsProcessors:
         self._end_ids = indices(end_ids, device)
         self._shifts = to_device(torch.arange(8, dtype=torch.uint8), device)
         self._always: set[int] = set()  # sequences that use more than `_stops`
+        self._typical: set[int] = set()  # sequences with typical sampling
         self._biases: dict[int, _Additions] = {}
         # The length from which stop ids may be sampled, and their bans, by sequence.
         self._stops: dict[int, tuple[int, _Additions]] = {}
@@ -75,6 +77,8 @@ class LogitsProcessors:
             self.matchers.release(step.sequence_id)
         if params.logit_bias or params.needs_history:
             self._always.add(step.sequence_id)
+        if params.typical_p < 1:
+            self._typical.add(step.sequence_id)
 
     def release(self, sequence_id: int) -> None:
         """Removes a sequence, if it is there."""
@@ -84,6 +88,7 @@ class LogitsProcessors:
     def _forget(self, sequence_id: int) -> None:
         """Removes a sequence, except its matcher, which may exist before the sequence."""
         self._always.discard(sequence_id)
+        self._typical.discard(sequence_id)
         self._biases.pop(sequence_id, None)
         self._stops.pop(sequence_id, None)
         for feature in (self._penalties, self._bad_words):
@@ -101,6 +106,51 @@ class LogitsProcessors:
             if step.sequence_id in self:
                 rows.append(row)
         return rows
+
+    def adjusted_rows(self, steps: Sequence[SequenceStep], rows: Sequence[int]) -> set[int]:
+        """Returns which of `rows` need only `adjustments` instead of `apply`.
+
+        Those are the rows of sequences that use only penalties, without a draft, and grammars.
+        """
+        drafted = {step.sequence_id for step in steps if step.num_draft}
+        return {
+            row
+            for row in rows
+            if not self._needs_scores(steps[row].sequence_id, steps[row].sequence_id in drafted)
+        }
+
+    def _needs_scores(self, sequence_id: int, is_drafted: bool) -> bool:
+        return (
+            sequence_id in self._biases
+            or sequence_id in self._stops
+            or sequence_id in self._bad_words
+            or sequence_id in self._typical
+            or (is_drafted and sequence_id in self._penalties)
+        )
+
+    def adjustments(self, steps: Sequence[SequenceStep | None]) -> Adjustments:
+        """Returns the penalties and masks of steps; None for a step without."""
+        constrained = [
+            step for step in steps if step is not None and step.sequence_id in self.matchers
+        ]
+        if constrained:
+            masks = to_device(self.matchers.masks(constrained), self._device)
+        else:
+            masks = torch.empty(1, 1, dtype=torch.int32, device=self._device)
+        numbers = iter(range(len(constrained)))
+        counts, in_prompt, _ = self._penalties.tensors
+        return Adjustments(
+            counts=counts,
+            in_prompt=in_prompt,
+            masks=masks,
+            penalty_rows=[
+                -1 if step is None else self._penalties.row_of(step.sequence_id) for step in steps
+            ],
+            mask_rows=[
+                -1 if step is None or step.sequence_id not in self.matchers else next(numbers)
+                for step in steps
+            ],
+        )
 
     def apply(self, logits: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """Returns float32 scores [num_rows, vocab_size] for the logits of `rows`.

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import torch
 
 from ...engine.plan import Constrained, SamplingParams, SequenceStep
+from .. import kernels
 from ..device import indices, take_rows
 from .grammar_cache import GrammarCache
 from .gumbel import sample
@@ -120,23 +121,34 @@ class Sampler:
         self, logits: torch.Tensor, steps: Sequence[SequenceStep], samples: Sequence[_Sample]
     ) -> torch.Tensor:
         """Returns tokens [num_samples], each from its row of logits or processed scores."""
-        processed = {row: index for index, row in enumerate(self._processors.rows(steps))}
+        rows = self._processors.rows(steps)
+        adjusted: set[int] = set()
+        if kernels.on_gpu(logits):
+            adjusted = self._processors.adjusted_rows(steps, rows)
+        processed = {
+            row: index for index, row in enumerate(row for row in rows if row not in adjusted)
+        }
         which = [index for index, each in enumerate(samples) if each.row in processed]
         tokens = torch.empty(len(samples), dtype=torch.int64, device=self._device)
         if len(which) < len(samples):
             # Processed rows are also sampled here, greedily: leaving them out would copy all other
             # rows.
             params = [_GREEDY if each.row in processed else each.params for each in samples]
-            rows = take_rows(logits, [each.row for each in samples])
-            tokens = sample(rows, params, [each.position for each in samples])
+            adjustments = None
+            if adjusted:
+                adjustments = self._processors.adjustments(
+                    [steps[each.row] if each.row in adjusted else None for each in samples]
+                )
+            own = take_rows(logits, [each.row for each in samples])
+            tokens = sample(own, params, [each.position for each in samples], adjustments)
         if which:
             own = take_rows(logits, list(processed))
             scores = self._processors.apply(own, [steps[row] for row in processed])
-            rows = take_rows(scores, [processed[samples[index].row] for index in which])
+            own = take_rows(scores, [processed[samples[index].row] for index in which])
             own_samples = [samples[index] for index in which]
             params = [each.params for each in own_samples]
             positions = [each.position for each in own_samples]
-            tokens[indices(which, self._device)] = sample(rows, params, positions)
+            tokens[indices(which, self._device)] = sample(own, params, positions)
         return tokens
 
     def _append(
