@@ -27,6 +27,7 @@ from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.kv_cache.layout import QUANTIZED, KvLayout
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.model.runner import ModelRunner
+from tandem.workers.model.sampling.gumbel import sample
 from tandem.workers.tp.rank import RankConfig, load_rank
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -174,6 +175,26 @@ def test_every_feature_gives_the_tokens_of_the_cpu(folder: Path) -> None:
         for place in (1, 2):
             values = [one.logprob for one in theirs[place]]
             assert [one.logprob for one in ours[place]] == pytest.approx(values, abs=1e-2)
+
+
+def test_the_sampler_draws_the_tokens_of_the_cpu() -> None:
+    """256 rows of a large vocabulary, of each kind, without a wait; near ties may differ."""
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8),
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_k=50, top_p=0.95, min_p=0.01, temperature=1.3),
+    ]
+    params = [replace(kinds[row % 4], seed=row) for row in range(256)]
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(256, 128_256, generator=generator)).bfloat16()
+    on_gpu = logits.cuda()
+    sample(on_gpu, params, range(256))  # compiles
+    with no_waiting():
+        tokens = sample(on_gpu, params, range(256))
+        again = sample(on_gpu, params, range(256))
+    assert torch.equal(tokens, again)
+    assert int((tokens.cpu() != sample(logits, params, range(256))).sum()) <= 2
 
 
 def test_whoever_collects_a_step_without_tokens_has_waited_for_it(folder: Path) -> None:

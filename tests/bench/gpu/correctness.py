@@ -25,6 +25,7 @@ from tandem.workers.model.runner import ModelRunner
 _PACKAGES: Final = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "llguidance")
 _STEPS: Final = 50
 _KERNEL_TESTS: Final = ROOT / "tests/workers/model/test_gpu_kernels.py"
+_SAMPLER_TESTS: Final = ROOT / "tests/workers/model/test_gpu_sampling.py"
 
 
 def facts(bench: Bench) -> None:
@@ -110,7 +111,7 @@ def _no_waiting(bench: Bench) -> Iterator[None]:
 def tests(bench: Bench) -> None:
     """Runs tests/gpu and the tests of the kernels; fails if one of them does."""
     options = bench.pick(
-        ("-n", "12", str(ROOT / "tests/gpu"), str(_KERNEL_TESTS)),
+        ("-n", "12", str(ROOT / "tests/gpu"), str(_KERNEL_TESTS), str(_SAMPLER_TESTS)),
         ("-n", "0", str(_KERNEL_TESTS), "-k", "silu_mul or tiles_hold"),
     )
     path = bench.folder / "failed_tests"

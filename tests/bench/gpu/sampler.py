@@ -15,6 +15,7 @@ _KINDS: Final = {
     "top-k": SamplingParams(top_k=50),
     "top-p": SamplingParams(top_p=0.9),
     "min-p": SamplingParams(min_p=0.05),
+    "top-k and top-p": SamplingParams(top_k=50, top_p=0.9),
     "penalties": SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5),
     "log probabilities": SamplingParams(logprobs=5),
 }

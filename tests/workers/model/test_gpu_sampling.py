@@ -303,7 +303,7 @@ def test_the_sampler_gives_the_tokens_of_the_cpu(monkeypatch: pytest.MonkeyPatch
     """Over steps, with drafts and several samples of a row; sampled tokens count at once."""
     kinds = [
         *PENALTIES,
-        SamplingParams(repetition_penalty=1.5, typical_p=0.8, seed=5),
+        SamplingParams(repetition_penalty=0.1, typical_p=0.95, seed=5),
         SamplingParams(frequency_penalty=0.5, logit_bias=((3, 4.0),), logprobs=2, seed=6),
         SamplingParams(presence_penalty=2.0, bad_words=((4,),), temperature=0.0),
     ]
