@@ -310,9 +310,12 @@ def parse_model_config(fields: Fields, model_impl: str = "auto") -> ModelConfig:
     names = fields.texts("architectures")
     if len(names) != 1:
         raise fields.error("architectures", f"must be one name, is {names!r:.60}")
-    config = _parse_text_model(fields, names[0]) if model_impl == "auto" else None
-    if config is None:
-        config = find_model(names[0], model_impl).parse_config(fields)
+    try:
+        config = _parse_text_model(fields, names[0]) if model_impl == "auto" else None
+        if config is None:
+            config = find_model(names[0], model_impl).parse_config(fields)
+    except RecursionError as error:  # JSON may be nested more deeply than Python's calls
+        raise CheckpointError("config.json: objects are nested too deeply") from error
     find_linear_method(config)
     return config
 

@@ -158,6 +158,16 @@ def test_counts_of_sub_configs_are_bounded(tmp_path: Path, name: str) -> None:
         open_checkpoint(folder)
 
 
+def test_a_config_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_multimodal(tmp_path, "gemma3")
+    path = folder / "config.json"
+    nested = '{"a":' * 900 + "{}" + "}" * 900
+    path.write_text(path.read_text().replace("{", '{"deep": ' + nested + ",", 1))
+    for model_impl in ("auto", "transformers"):
+        with pytest.raises(CheckpointError, match=r"^config\.json: "):
+            open_checkpoint(folder, model_impl)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

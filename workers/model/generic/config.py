@@ -161,16 +161,19 @@ def _check_counts(fields: Fields) -> None:
 
     Checked before transformers parses the fields, because it makes lists of this length.
     """
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            _check_counts(fields.nested(name))
-        most = math.inf
-        if _NUM_EXPERTS.search(name):
-            most = _MAX_EXPERTS
-        elif _NUM_LAYERS.search(name):
-            most = _MAX_LAYERS
-        if type(value) is int and value > most:
-            raise fields.error(name, f"must be at most {most}, is {value!r:.60}")
+    waiting = [fields]
+    while waiting:  # no recursion: the objects of a hostile file may be nested deeply
+        fields = waiting.pop()
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                waiting.append(fields.nested(name))
+            most = math.inf
+            if _NUM_EXPERTS.search(name):
+                most = _MAX_EXPERTS
+            elif _NUM_LAYERS.search(name):
+                most = _MAX_LAYERS
+            if type(value) is int and value > most:
+                raise fields.error(name, f"must be at most {most}, is {value!r:.60}")
 
 
 def _modelling_code(config: PreTrainedConfig, architecture: str) -> str:
