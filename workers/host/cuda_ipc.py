@@ -38,9 +38,9 @@ def open_memory(description: bytes, device: torch.device) -> torch.Tensor:
         raise ValueError("GPU memory: fields or types of the description are wrong")
     try:
         storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *shared)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     except RuntimeError as error:
         raise OSError(f"GPU memory cannot be opened: {_first_line(error)}") from error
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 from tandem.tests.tiny_multimodal import MULTIMODAL, make_tiny_multimodal
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import load
+from tandem.tests.workers.model.test_generic import change_config
 from tandem.workers.model.config import CheckpointError, read_fields
 from tandem.workers.model.generic.config import read_config
 from tandem.workers.model.generic.context import read_context_tokens
@@ -33,11 +34,6 @@ OTHERS = [
     for kind in sorted(MULTIMODAL)
     if kind not in SAMPLE
 ]
-
-
-def change_config(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def change_names(folder: Path, change: dict[str, str | None]) -> None:

@@ -148,8 +148,9 @@ def _parse(fields: Fields) -> PreTrainedConfig:
         config: PreTrainedConfig = config_class.from_dict(values)
     except Exception as error:
         raise invalid(fields, config_class, error) from error
+    text = text_config(config)
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        value = getattr(text_config(config), name, None)
+        value = getattr(text, name, None)
         most = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
         if type(value) is not int or not 1 <= value <= most:
             raise fields.error(name, f"must be an integer from 1 to {most}, is {value!r:.60}")

@@ -5,6 +5,7 @@ It uses only classes of the installed transformers: code in a model's folder nev
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 from threading import Lock
 
 import torch
@@ -76,17 +77,13 @@ def _keep_text(model: PreTrainedModel, fields: Fields) -> nn.Module:
             "architectures", f"transformers' {type(model).__name__} has no text model of its own"
         )
     # The modules on the paths to the two, and the two themselves.
-    path = {each[:end] for each in kept for end in (*_dots(each), len(each))}
+    path = {part for each in kept for part in accumulate(each.split("."), "{}.{}".format)}
     for name in {name.rpartition(".")[0] for name in path}:
         parent = model.get_submodule(name)
         for leaf in list(parent._modules):
             if f"{name}.{leaf}".lstrip(".") not in path:
                 del parent._modules[leaf]
     return below
-
-
-def _dots(name: str) -> list[int]:
-    return [index for index, each in enumerate(name) if each == "."]
 
 
 def _missing_package(
