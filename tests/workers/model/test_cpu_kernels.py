@@ -26,7 +26,7 @@ from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
 from tandem.workers.model.sampling.gumbel import sample
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def test_this_machine_has_them() -> None:
@@ -39,7 +39,11 @@ def test_this_machine_has_them() -> None:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize(
     ("num_heads", "kv_heads", "head_dim"),
-    [(9, 3, 64), (8, 8, 64), (8, 1, 128), (6, 2, 48), (4, 2, 256)],
+    [
+        *((9, 3, 64), (8, 8, 64), (8, 1, 128), (6, 2, 48), (4, 2, 256)),
+        # More query heads of a KV head than rows of an item; wide heads have fewer rows.
+        *((300, 1, 32), (65, 1, 260), (6, 2, 512)),
+    ],
 )
 @pytest.mark.parametrize(
     ("window", "options"),
@@ -47,7 +51,7 @@ def test_this_machine_has_them() -> None:
         (None, PLAIN),
         (20, PLAIN),
         (20, AttentionOptions(scale=0.3, soft_cap=2.0)),
-        (None, AttentionOptions(sinks=torch.linspace(-2, 4, 9))),
+        (None, AttentionOptions(sinks=torch.linspace(-2, 4, 300))),
     ],
 )
 def test_attention_equals_plain_torch(

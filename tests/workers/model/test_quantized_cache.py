@@ -50,14 +50,17 @@ def make_kv(layer: LayerGeometry, dtype: str, cache_dtype: str) -> PagedKv:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("num_heads", "kv_heads", "head_dim"),
-    [(9, 3, 64), (8, 8, 64), (8, 1, 128), (6, 2, 48), (4, 2, 96), (4, 2, 256)],
+    [
+        *((9, 3, 64), (8, 8, 64), (8, 1, 128), (6, 2, 48), (4, 2, 96), (4, 2, 256)),
+        *((40, 1, 32), (4, 2, 512)),
+    ],
 )
 @pytest.mark.parametrize(
     ("window", "options"),
     [
         (None, PLAIN),
         (20, AttentionOptions(scale=0.3, soft_cap=2.0)),
-        (None, AttentionOptions(sinks=torch.linspace(-2, 4, 9))),
+        (None, AttentionOptions(sinks=torch.linspace(-2, 4, 40))),
     ],
 )
 def test_attention_equals_that_over_what_the_numbers_stand_for(
@@ -115,7 +118,7 @@ def test_attention_equals_that_over_what_the_numbers_stand_for(
 
 @pytest.mark.parametrize("item", ITEMS.values())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 256, 512])
 def test_the_kernel_stores_what_plain_torch_makes(
     dtype: torch.dtype, head_dim: int, item: torch.dtype
 ) -> None:

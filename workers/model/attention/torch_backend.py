@@ -48,9 +48,7 @@ class TorchAttentionBackend:
         self._has_kernel: dict[LayerGeometry, bool] = {}
         for layer in self._layers:
             query = torch.empty(layer.head_dim, dtype=kv.dtype, device=kv.device)
-            self._has_kernel[layer] = native and cpu.can_attend(
-                query, layer.num_heads // layer.num_kv_heads
-            )
+            self._has_kernel[layer] = native and cpu.can_attend(query)
         self.reads_whole_blocks = not all(self._has_kernel.values())
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:

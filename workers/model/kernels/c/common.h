@@ -31,7 +31,7 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 enum { SMALL = 4096 };  // elements of an item in elementwise kernels
 static inline int64_t rows_of_item(int64_t elements) { return elements < SMALL ? SMALL / elements : 1; }
 
-enum { MAX_GROUP = 32, MAX_HEAD_DIM = 256 };  // for attention; a group is the query heads that share a KV head
+enum { MAX_HEAD_DIM = 576 };  // of attention: a latent of 512 elements and 64 with positions
 
 // In a KV cache of int8 or fp8, a head's vector consists of head_dim numbers (-127..127, or as in
 // fp8.h) and their scale in bfloat16.
@@ -86,13 +86,14 @@ static inline float gelu(float x) { return sigmoid_mul(1.5957691216f * (x + 0.04
 
 enum { SILU = 1, GELU = 2 };  // activations of gates
 
-// New tokens of one sequence and its KV cache; see paged_attention.c.
+// New tokens of one sequence and its KV cache; see paged_attention.c. A group is the query heads that
+// share a KV head.
 typedef struct {
     const void *query;  // [tokens, kv_heads * group, head_dim], tokens query_stride elements apart
-    void *out;          // the same, tokens out_stride elements apart
-    const void *keys, *values;
+    void *out;          // [tokens, kv_heads * group, value_dim], tokens out_stride elements apart
+    const void *keys, *values;  // the same address if the first value_dim elements of a key are its value
     const int32_t *table;
-    int64_t query_stride, out_stride, kv_heads, group, head_dim, block_size;
+    int64_t query_stride, out_stride, kv_heads, group, head_dim, value_dim, block_size;
     int64_t start, tokens, window;  // token i has position start + i and sees the `window` keys up to it
     float scale, soft_cap;  // scores become soft_cap * tanh(score / soft_cap), unless it is 0
     const float *sinks;     // [kv_heads * group] or NULL: scores of a key without value that every token sees
@@ -104,12 +105,12 @@ typedef struct {
     int64_t head, first, last;
 } NextKeys;
 
-// Computes an item of a chunk: some tokens of a KV head with the query heads that share it. `next`
-// may be NULL. See tile_attention.c and tile_attention_scaled.h; tile_attention_wide.c computes the
+// Computes an item of a chunk: some tokens of a KV head with query heads that share it. `next` may be
+// NULL. See tile_attention.c and tile_attention_scaled.h; tile_attention_wide.c computes the
 // cases that these do not support.
 typedef void AttendTiles(const Chunk *chunk, int64_t item, const NextKeys *next);
 AttendTiles attend_tiles, attend_tiles_int8, attend_tiles_fp8;
 AttendTiles attend_wide_f32, attend_wide_int8_f32, attend_wide_fp8_f32;
 AttendTiles attend_wide_bf16, attend_wide_int8_bf16, attend_wide_fp8_bf16;
-int has_tile_attention(int64_t head_dim);
-int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group);
+int has_tile_attention(int64_t head_dim, int64_t value_dim);
+int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group, int64_t head_dim);

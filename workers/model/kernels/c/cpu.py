@@ -19,8 +19,7 @@ _MAX_SUMMED_INPUTS: Final = (2**31 - 1) // (255 * 127)
 
 Numbers are 0 to 255, inputs -127 to 127, and the sum of their products has 32 bits.
 """
-_MAX_HEAD_DIM: Final = 256  # limited by a thread's stack
-_MAX_GROUP: Final = 32  # as in common.h
+_MAX_HEAD_DIM: Final = 576  # as in common.h
 _PANEL: Final = 32  # as in linear.c
 # Suffixes of kernels by the dtype of a quantized KV cache.
 _QUANTIZED: Final = {torch.int8: "_int8", torch.uint8: "_fp8"}
@@ -38,18 +37,19 @@ def usable(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in SUFFIX and library() is not None
 
 
-def can_attend(query: torch.Tensor, group: int) -> bool:
-    """Returns True if `paged_attention` supports queries [.., head_dim], `group` per KV head."""
-    return query.shape[-1] <= _MAX_HEAD_DIM and group <= _MAX_GROUP and usable(query)
+def can_attend(query: torch.Tensor) -> bool:
+    """Returns True if `paged_attention` supports queries [.., head_dim]."""
+    return query.shape[-1] <= _MAX_HEAD_DIM and usable(query)
 
 
 def paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     # [num_blocks, num_kv_heads, block_size, head_dim], or quantized as in PagedKv
     keys: torch.Tensor,
-    values: torch.Tensor,  # the same
+    # The same; or `keys` themselves, if the first value_dim elements of a key are its value.
+    values: torch.Tensor,
     tables: torch.Tensor,  # [2] int64, see paged_attention.c
-    out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
+    out: torch.Tensor,  # [num_tokens, num_heads * value_dim]
     scale: float,
     soft_cap: float | None = None,  # see AttentionOptions
     sinks: torch.Tensor | None = None,  # float32 [num_heads]
@@ -58,7 +58,7 @@ def paged_attention(
     rows, num_heads, head_dim = query.shape
     kv_heads, block_size = keys.shape[1:3]
     shape = (kv_heads, num_heads // kv_heads, head_dim, block_size)
-    options = (float(scale), float(soft_cap or 0), sinks)
+    options = (float(scale), float(soft_cap or 0), sinks, out.shape[1] // num_heads)
     places = (query, query.stride(0), out, out.stride(0), keys, values, tables)
     call(
         f"paged_attention{_QUANTIZED.get(keys.dtype, '')}",
@@ -75,7 +75,7 @@ def store_kv(
     key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
     value: torch.Tensor,  # the same
     keys: torch.Tensor,  # [..., head_dim], a layer's cache, or quantized as in PagedKv
-    values: torch.Tensor,  # the same
+    values: torch.Tensor | None,  # the same; None: only keys are written
     slots: torch.Tensor,  # [num_tokens * num_kv_heads] int64, rows of the cache
 ) -> None:
     """Writes the step's keys and values to their token slots."""

@@ -141,7 +141,8 @@ DEFINE_ROTATE(float, f32)
 DEFINE_ROTATE(uint16_t, bf16)
 
 // Copies each KV head of each new token to its row of the cache: key, value [tokens, heads, row_bytes], tokens
-// `key_stride` and `value_stride` bytes apart; slots [tokens * heads] rows of row_bytes in keys and values.
+// `key_stride` and `value_stride` bytes apart; slots [tokens * heads] rows of row_bytes in keys and values. Without
+// values, only keys are copied.
 int64_t store_kv(const Arg *a, int64_t tokens, int64_t item) {
     const char *key = a[0].p, *value = a[2].p;
     char *keys = a[4].p, *values = a[5].p;
@@ -153,7 +154,7 @@ int64_t store_kv(const Arg *a, int64_t tokens, int64_t item) {
         for (int64_t head = 0; head < heads; head++) {
             const int64_t to = slots[token * heads + head] * row_bytes, from = head * row_bytes;
             memcpy(keys + to, key + token * key_stride + from, row_bytes);
-            memcpy(values + to, value + token * value_stride + from, row_bytes);
+            if (values) memcpy(values + to, value + token * value_stride + from, row_bytes);
         }
     return 0;
 }

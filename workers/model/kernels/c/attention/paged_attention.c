@@ -2,13 +2,15 @@
 
 #include "common.h"
 
-// query, out    [rows, kv_heads * group, head_dim], rows query_stride and out_stride elements apart
-// keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim], of int8 and fp8 [.., head_dim + 2]
+// query, out    [rows, kv_heads * group, head_dim], of out value_dim; rows query_stride and out_stride elements
+//               apart
+// keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim], of int8 and fp8 [.., head_dim + 2].
+//               If they are the same memory, the first value_dim elements of a key are its value
 // tables        [2] addresses: of the concatenated block tables, and of the step's parts. The latter are the
 //               number of chunks, the number of single tokens, and for each of them, chunks first: first row,
 //               number of tokens, position of the first token, window of keys, start of its block table
 //
-// An item is a single token's KV head with its query heads, or some tokens of a chunk.
+// An item is some query heads of a single token's KV head, or of some tokens of a chunk; see item_of.
 enum { PART = 5 };  // numbers of a part
 
 static Chunk chunk_of(const Arg *a, const int64_t *part, int64_t element) {
@@ -23,6 +25,7 @@ static Chunk chunk_of(const Arg *a, const int64_t *part, int64_t element) {
         .kv_heads = a[7].n,
         .group = a[8].n,
         .head_dim = a[9].n,
+        .value_dim = a[14].n,
         .block_size = a[10].n,
         .start = part[2],
         .tokens = part[1],
@@ -40,10 +43,11 @@ static NextKeys next_of(const Chunk *single, int64_t head) {
 
 // `element` is the size of a number in queries and results, in bytes.
 static int64_t attend_parts(const Arg *a, int64_t item, int64_t element, AttendTiles *attend) {
-    const int64_t *parts = ((const Arg *)a[6].p)[1].p, kv_heads = a[7].n, group = a[8].n, singles = parts[1] * kv_heads;
+    const int64_t *parts = ((const Arg *)a[6].p)[1].p, kv_heads = a[7].n, group = a[8].n, head_dim = a[9].n;
+    const int64_t each = tile_items(1, kv_heads, group, head_dim), singles = parts[1] * each;
     int64_t items = singles;
     for (int64_t i = 0; i < parts[0]; i++) {
-        const int64_t *part = parts + 2 + PART * i, own = tile_items(part[1], kv_heads, group);
+        const int64_t *part = parts + 2 + PART * i, own = tile_items(part[1], kv_heads, group, head_dim);
         items += own;
         if (item >= 0 && item < own) {
             const Chunk chunk = chunk_of(a, part, element);
@@ -53,15 +57,15 @@ static int64_t attend_parts(const Arg *a, int64_t item, int64_t element, AttendT
         if (item >= 0) item -= own;
     }
     if (item < 0) return items;
-    const int64_t *part = parts + 2 + PART * (parts[0] + item / kv_heads), head = item % kv_heads;
+    const int64_t *part = parts + 2 + PART * (parts[0] + item / each), own = item % each;
     const Chunk single = chunk_of(a, part, element);
     if (item + 1 == singles) {
-        attend(&single, head, 0);
+        attend(&single, own, 0);
         return 0;
     }
-    const Chunk following = head + 1 < kv_heads ? single : chunk_of(a, part + PART, element);
-    const NextKeys next = next_of(&following, (head + 1) % kv_heads);
-    attend(&single, head, &next);
+    const Chunk following = own + 1 < each ? single : chunk_of(a, part + PART, element);
+    const NextKeys next = next_of(&following, (own + 1) % each * kv_heads / each);
+    attend(&single, own, &next);
     return 0;
 }
 
@@ -70,7 +74,7 @@ static int64_t attend_parts(const Arg *a, int64_t item, int64_t element, AttendT
         (void)rows;                                                                                                    \
         return attend_parts(a, item, sizeof(ELEMENT), ATTEND);                                                         \
     }
-#define TILES_OR(TILES, WIDE) (has_tile_attention(a[9].n) ? TILES : WIDE)
+#define TILES_OR(TILES, WIDE) (has_tile_attention(a[9].n, a[14].n) ? TILES : WIDE)
 DEFINE_PAGED(paged_attention_f32, float, attend_wide_f32)
 DEFINE_PAGED(paged_attention_int8_f32, float, attend_wide_int8_f32)
 DEFINE_PAGED(paged_attention_fp8_f32, float, attend_wide_fp8_f32)

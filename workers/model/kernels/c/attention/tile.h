@@ -4,7 +4,11 @@
 
 #include "common.h"
 
-enum { TILE = 64, MAX_ROWS = 256 };  // keys of a tile; rows of an item
+enum { TILE = 64 };  // keys of a tile
+// Rows of an item: so many that its rows and a tile of keys fit into the L2 cache.
+enum { MAX_ROWS = 256, ROW_DIM = 256, MAX_WIDE_ROWS = 64 };  // the last for heads of more than ROW_DIM elements
+enum { MAX_ELEMENTS = MAX_ROWS * ROW_DIM };                  // of the rows of an item
+_Static_assert(MAX_WIDE_ROWS * MAX_HEAD_DIM <= MAX_ELEMENTS, "wide rows have the same memory");
 
 // Finds a tile's keys, `row` elements each, from `begin` on. Keys before the first or after the last key
 // that any token sees are masked, but must be finite: the first or the last key replaces them.
@@ -37,26 +41,42 @@ static inline void *resolved(void *memory) {
     return memory;
 }
 
-static inline int64_t tokens_of_item(int64_t group) { return least(MAX_ROWS / group, 32); }
+// How the pairs of a token and a query head of one KV head are split into items.
+typedef struct {
+    int64_t tokens, heads;  // of an item
+    int64_t splits;         // items that share the query heads of a KV head
+} Split;
 
-// Some tokens of a KV head with the query heads that share it; each pair of them is a row.
+static inline Split split_of(int64_t group, int64_t head_dim) {
+    const int64_t most = head_dim > ROW_DIM ? MAX_WIDE_ROWS : MAX_ROWS, splits = ceil_div(group, most);
+    const int64_t heads = ceil_div(group, splits);
+    return (Split){least(most / heads, 32), heads, ceil_div(group, heads)};
+}
+
+// Some tokens of a KV head with query heads that share it; each pair of them is a row.
 typedef struct {
     int64_t token, rows;  // the first token, and the number of rows
+    int64_t head, heads;  // the first query head, and the number of query heads
     NextKeys keys;        // the keys that the rows see
 } Item;
 
 static inline Item item_of(const Chunk *c, int64_t item) {
-    const int64_t step = tokens_of_item(c->group);
+    const Split split = split_of(c->group, c->head_dim);
+    const int64_t kv_head = item / split.splits % c->kv_heads, skipped = item % split.splits * split.heads;
     // The last tokens come first, because they see the most keys.
-    const int64_t token = (ceil_div(c->tokens, step) - 1 - item / c->kv_heads) * step;
-    const int64_t count = least(step, c->tokens - token), last = c->start + token + count - 1;
+    const int64_t row = item / split.splits / c->kv_heads;
+    const int64_t token = (ceil_div(c->tokens, split.tokens) - 1 - row) * split.tokens;
+    const int64_t count = least(split.tokens, c->tokens - token), last = c->start + token + count - 1;
     const int64_t first = last + 2 - count > c->window ? last + 2 - count - c->window : 0;
-    return (Item){token, count * c->group, {c->table, item % c->kv_heads, first, last}};
+    const int64_t heads = least(split.heads, c->group - skipped);
+    return (Item){
+        token, count * heads, kv_head * c->group + skipped, heads, {c->table, kv_head, first, last},
+    };
 }
 
 #ifdef HAS_TILES
 
-enum { ROWS = 6, MAX_DIM = 256 };  // rows of a register block
+enum { ROWS = 6 };  // rows of a register block
 
 // Transposes 16 rows of 16 words.
 static inline __attribute__((always_inline)) void transpose(__m512i *v) {

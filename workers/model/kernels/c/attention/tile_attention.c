@@ -9,10 +9,10 @@
 #ifdef HAS_TILES
 
 typedef struct {
-    _Alignas(64) uint32_t query[MAX_ROWS * MAX_DIM / 2];  // [rows, head_dim / 2] pairs along the head dimension
-    _Alignas(64) uint32_t key[MAX_DIM / 2 * TILE];        // [head_dim / 2, TILE] the same pairs, keys side by side
-    _Alignas(64) uint32_t weight[MAX_ROWS * TILE / 2];    // [rows, TILE / 2] pairs of keys
-    _Alignas(64) float score[MAX_ROWS * TILE], acc[MAX_ROWS * MAX_DIM];  // [rows, TILE], [rows, head_dim]
+    _Alignas(64) uint32_t query[MAX_ELEMENTS / 2];       // [rows, head_dim / 2] pairs along the head dimension
+    _Alignas(64) uint32_t key[MAX_HEAD_DIM / 2 * TILE];  // [head_dim / 2, TILE] the same pairs, keys side by side
+    _Alignas(64) uint32_t weight[MAX_ROWS * TILE / 2];   // [rows, TILE / 2] pairs of keys
+    _Alignas(64) float score[MAX_ROWS * TILE], acc[MAX_ELEMENTS];  // [rows, TILE], [rows, value_dim]
     float top[MAX_ROWS], sum[MAX_ROWS];
     int64_t slots[TILE], next_slots[TILE];  // places of keys and values of this tile and of the next
 } Tile;
@@ -67,10 +67,10 @@ static void load_keys(Tile *t, const uint16_t *keys, int64_t count, int64_t D) {
     for (int64_t i = count; i < TILE; i++) fetch(keys + t->next_slots[i], 2 * D);
 }
 
-// Adds the weighted values of the tile's first `count` keys to acc [rows, D], from dimension d on;
+// Adds the weighted values of the tile's first `count` keys to acc [rows, V], from dimension d on;
 // prefetches the values of the next tile. Values of a pair of keys are combined in registers.
 static inline __attribute__((always_inline)) void mix(float *acc, const uint32_t *weight, const Tile *t,
-                                                      const uint16_t *values, int64_t count, int64_t D, int64_t d,
+                                                      const uint16_t *values, int64_t count, int64_t V, int64_t d,
                                                       const int rows, const int width) {
     const __m512i front = _mm512_add_epi16(_mm512_set1_epi32(32 << 16), _mm512_set_epi32(
         0xF000F, 0xE000E, 0xD000D, 0xC000C, 0xB000B, 0xA000A, 0x90009, 0x80008,
@@ -78,7 +78,7 @@ static inline __attribute__((always_inline)) void mix(float *acc, const uint32_t
     const __m512i back = _mm512_add_epi16(front, _mm512_set1_epi16(16));
     __m512 sums[ROWS][4];
     for (int r = 0; r < rows; r++)
-        for (int j = 0; j < width; j++) sums[r][j] = _mm512_load_ps(acc + r * D + d + 16 * j);
+        for (int j = 0; j < width; j++) sums[r][j] = _mm512_load_ps(acc + r * V + d + 16 * j);
     for (int64_t i = 0; i < count; i += 2) {
         const uint16_t *one = values + t->slots[i] + d, *other = values + t->slots[i + 1] + d;
         for (int j = 0; j < 2; j++) fetch(values + t->next_slots[i + j] + d, 32 * width);
@@ -94,50 +94,50 @@ static inline __attribute__((always_inline)) void mix(float *acc, const uint32_t
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int j = 0; j < width; j++) _mm512_store_ps(acc + r * D + d + 16 * j, sums[r][j]);
+        for (int j = 0; j < width; j++) _mm512_store_ps(acc + r * V + d + 16 * j, sums[r][j]);
 }
 
 #define MIX(R)                                                                                                         \
     case R:                                                                                                            \
-        if (d + 32 < D) mix(acc, weight, t, values, count, D, d, R, 4);                                                \
-        else mix(acc, weight, t, values, count, D, d, R, 2);                                                           \
+        if (d + 32 < V) mix(acc, weight, t, values, count, V, d, R, 4);                                                \
+        else mix(acc, weight, t, values, count, V, d, R, 2);                                                           \
         break;
 
 // The same for all dimensions and any number of rows.
-static void mix_rows(Tile *t, const uint16_t *values, int64_t count, int64_t D, int64_t rows) {
+static void mix_rows(Tile *t, const uint16_t *values, int64_t count, int64_t V, int64_t rows) {
     float *acc = t->acc;
     const uint32_t *weight = t->weight;
     for (int64_t left = ceil_div(rows, ROWS); left > 0; left--) {
         const int64_t height = ceil_div(rows, left);
-        for (int64_t d = 0; d < D; d += 64)
+        for (int64_t d = 0; d < V; d += 64)
             switch (height) { MIX(1) MIX(2) MIX(3) MIX(4) MIX(5) MIX(6) }
-        acc += height * D, weight += height * TILE / 2, rows -= height;
+        acc += height * V, weight += height * TILE / 2, rows -= height;
     }
-    for (int64_t i = count; i < TILE; i++) fetch(values + t->next_slots[i], 2 * D);
+    for (int64_t i = count; i < TILE; i++) fetch(values + t->next_slots[i], 2 * V);
 }
 
 // Turns the scores of row r into weights; keys outside [first, last] are masked.
-static void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, float scale, float soft_cap) {
+static void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t V, float scale, float soft_cap) {
     __m512 weight[TILE / 16];
-    softmax_tile(weight, t->score + r * TILE, first, last, scale, soft_cap, t->top + r, t->sum + r, t->acc + r * D, D);
+    softmax_tile(weight, t->score + r * TILE, first, last, scale, soft_cap, t->top + r, t->sum + r, t->acc + r * V, V);
     for (int j = 0; j < TILE / 16; j += 2)
         _mm512_store_si512(t->weight + r * TILE / 2 + 8 * j, (__m512i)_mm512_cvtne2ps_pbh(weight[j + 1], weight[j]));
 }
 
-int has_tile_attention(int64_t head_dim) { return head_dim % 32 == 0; }
+int has_tile_attention(int64_t head_dim, int64_t value_dim) { return head_dim % 32 == 0 && value_dim % 32 == 0; }
 
 // See common.h.
 void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
     const Item own = item_of(c, item);
-    const int64_t group = c->group, D = c->head_dim, token = own.token, rows = own.rows, head = own.keys.head;
+    const int64_t D = c->head_dim, V = c->value_dim, token = own.token, rows = own.rows, heads = own.heads;
     const int64_t first = own.keys.first, last = own.keys.last;
     static __thread Tile tile;
     Tile *t = resolved(&tile);
-    memset(t->acc, 0, sizeof *t->acc * rows * D);
+    memset(t->acc, 0, sizeof *t->acc * rows * V);
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t at = (token + r / group) * c->query_stride + (head * group + r % group) * D;
+        const int64_t at = (token + r / heads) * c->query_stride + (own.head + r % heads) * D;
         memcpy(t->query + r * D / 2, (const uint16_t *)c->query + at, 2 * D);
-        t->top[r] = c->sinks ? c->sinks[head * group + r % group] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
+        t->top[r] = c->sinks ? c->sinks[own.head + r % heads] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
     }
     find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, D);
     for (int64_t begin = first / TILE * TILE; begin <= last; begin += TILE) {
@@ -148,22 +148,22 @@ void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
         load_keys(t, c->keys, padded, D);
         compare_rows(t, padded, D, rows);
         for (int64_t r = 0; r < rows; r++) {
-            const int64_t position = c->start + token + r / group - begin;
-            weigh(t, r, position + 1 - c->window, position, D, c->scale, c->soft_cap);
+            const int64_t position = c->start + token + r / heads - begin;
+            weigh(t, r, position + 1 - c->window, position, V, c->scale, c->soft_cap);
         }
-        mix_rows(t, c->values, padded, D, rows);
+        mix_rows(t, c->values, padded, V, rows);
     }
     for (int64_t r = 0; r < rows; r++) {
-        uint16_t *to = (uint16_t *)c->out + (token + r / group) * c->out_stride + (head * group + r % group) * D;
+        uint16_t *to = (uint16_t *)c->out + (token + r / heads) * c->out_stride + (own.head + r % heads) * V;
         const __m512 inverse = _mm512_set1_ps(1 / t->sum[r]);
-        for (int64_t d = 0; d < D; d += 32) {
-            const __m512 low = _mm512_mul_ps(_mm512_load_ps(t->acc + r * D + d), inverse);
-            const __m512 high = _mm512_mul_ps(_mm512_load_ps(t->acc + r * D + d + 16), inverse);
+        for (int64_t d = 0; d < V; d += 32) {
+            const __m512 low = _mm512_mul_ps(_mm512_load_ps(t->acc + r * V + d), inverse);
+            const __m512 high = _mm512_mul_ps(_mm512_load_ps(t->acc + r * V + d + 16), inverse);
             _mm512_storeu_si512(to + d, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
     }
 }
 #else
-int has_tile_attention(int64_t head_dim) { return (void)head_dim, 0; }
+int has_tile_attention(int64_t head_dim, int64_t value_dim) { return (void)head_dim, (void)value_dim, 0; }
 void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) { (void)c, (void)item, (void)next; }
 #endif

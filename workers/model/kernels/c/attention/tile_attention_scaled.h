@@ -1,4 +1,4 @@
-// Like tile_attention.c, over a cache of 8-bit numbers with scales. A file that includes this header
+// Like tile_attention.c, over a cache of 8-bit numbers with scales, where values are as long as keys. A file that includes this header
 // defines for its number format:
 //
 // dot(sum, a, b)               adds the products of 16 pairs of 16 bits each to 16 sums
@@ -20,11 +20,11 @@
 enum { PART = 64 };
 
 typedef struct {
-    _Alignas(64) uint32_t query[MAX_ROWS * MAX_DIM / 2];  // [rows, D / 2] pairs along the head dimension
-    _Alignas(64) uint32_t key[MAX_DIM / 2 * TILE];        // [D / 2, TILE] the same pairs, keys side by side
-    _Alignas(64) uint32_t value[TILE / 2 * MAX_DIM];      // [TILE / 2, D] pairs of keys, in the order of load_values
-    _Alignas(64) uint32_t weight[MAX_ROWS * TILE / 2];    // [rows, TILE / 2] pairs of keys
-    _Alignas(64) float score[MAX_ROWS * TILE], acc[MAX_ROWS * MAX_DIM];  // [rows, TILE], [rows, D] as the values
+    _Alignas(64) uint32_t query[MAX_ELEMENTS / 2];       // [rows, D / 2] pairs along the head dimension
+    _Alignas(64) uint32_t key[MAX_HEAD_DIM / 2 * TILE];  // [D / 2, TILE] the same pairs, keys side by side
+    _Alignas(64) uint32_t value[TILE / 2 * MAX_HEAD_DIM];  // [TILE / 2, D] pairs of keys, as of load_values
+    _Alignas(64) uint32_t weight[MAX_ROWS * TILE / 2];     // [rows, TILE / 2] pairs of keys
+    _Alignas(64) float score[MAX_ROWS * TILE], acc[MAX_ELEMENTS];  // [rows, TILE], [rows, D] as the values
     _Alignas(64) float key_scale[TILE], value_scale[TILE];
     float query_scale[MAX_ROWS], weight_scale[MAX_ROWS], top[MAX_ROWS], sum[MAX_ROWS];
     int64_t slots[TILE], next_slots[TILE];  // places of keys and values of this tile and of the next
@@ -82,7 +82,7 @@ static inline __m512i load_part(const int8_t *row, int64_t d, int64_t head_dim) 
 }
 
 static void load_query(Tile *t, int64_t r, const uint16_t *query, int64_t head_dim, int64_t D, float scale) {
-    _Alignas(64) float wide[MAX_DIM] = {0};
+    _Alignas(64) float wide[MAX_HEAD_DIM] = {0};
     float peak = 0;
     for (int64_t d = 0; d < head_dim; d++) {
         wide[d] = load_bf16(query[d]);
@@ -173,16 +173,16 @@ static void store_row(const Tile *t, int64_t r, uint16_t *to, int64_t head_dim, 
 // See attend_tiles.
 void ATTEND(const Chunk *c, int64_t item, const NextKeys *next) {
     const Item own = item_of(c, item);
-    const int64_t group = c->group, head_dim = c->head_dim, size = scaled_row(head_dim);
-    const int64_t D = ceil_div(head_dim, PART) * PART, token = own.token, rows = own.rows, head = own.keys.head;
+    const int64_t head_dim = c->head_dim, size = scaled_row(head_dim);
+    const int64_t D = ceil_div(head_dim, PART) * PART, token = own.token, rows = own.rows, heads = own.heads;
     const int64_t first = own.keys.first, last = own.keys.last;
     static __thread Tile tile;
     Tile *t = resolved(&tile);
     memset(t->acc, 0, sizeof *t->acc * rows * D);
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t at = (token + r / group) * c->query_stride + (head * group + r % group) * head_dim;
+        const int64_t at = (token + r / heads) * c->query_stride + (own.head + r % heads) * head_dim;
         load_query(t, r, (const uint16_t *)c->query + at, head_dim, D, c->scale);
-        t->top[r] = c->sinks ? c->sinks[head * group + r % group] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
+        t->top[r] = c->sinks ? c->sinks[own.head + r % heads] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
     }
     find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, size);
     for (int64_t begin = first / TILE * TILE; begin <= last; begin += TILE) {
@@ -196,7 +196,7 @@ void ATTEND(const Chunk *c, int64_t item, const NextKeys *next) {
         for (int64_t i = 0; i < padded; i++)
             t->value_scale[i] = scale_of_row((const int8_t *)c->values + t->slots[i], head_dim);
         for (int64_t r = 0; r < rows; r++) {
-            const int64_t position = c->start + token + r / group - begin;
+            const int64_t position = c->start + token + r / heads - begin;
             weigh(t, r, position + 1 - c->window, position, D, c->soft_cap);
         }
         load_values(t, c->keys, c->values, padded, head_dim, D);
@@ -204,7 +204,7 @@ void ATTEND(const Chunk *c, int64_t item, const NextKeys *next) {
             multiply_rows(t->acc + d, D, t->weight, TILE / 2, t->value + d, D, padded / 2, t->weight_scale, 0, rows, 4);
     }
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t at = (token + r / group) * c->out_stride + (head * group + r % group) * head_dim;
+        const int64_t at = (token + r / heads) * c->out_stride + (own.head + r % heads) * head_dim;
         store_row(t, r, (uint16_t *)c->out + at, head_dim, D);
     }
 }

@@ -7,10 +7,10 @@ enum { BLOCK = 3, WIDTH = 4 };  // rows, and keys or vectors, of a register bloc
 enum { FEW_ROWS = 2 * BLOCK };  // up to this number, rows read the cache directly; else a tile is widened first
 
 typedef struct {
-    _Alignas(64) float query[MAX_ROWS * MAX_HEAD_DIM];  // [rows, D], where D is head_dim rounded up to LANES
-    _Alignas(64) float wide[2][TILE * MAX_HEAD_DIM];    // keys and values [TILE, D], for many rows or an odd head_dim
-    _Alignas(64) float weight[MAX_ROWS * TILE];         // [rows, TILE], scores before
-    _Alignas(64) float acc[MAX_ROWS * MAX_HEAD_DIM];    // [rows, D]
+    _Alignas(64) float query[MAX_ELEMENTS];           // [rows, D], where D is head_dim rounded up to LANES
+    _Alignas(64) float wide[2][TILE * MAX_HEAD_DIM];  // keys and values [TILE, D], for many rows or an odd head_dim
+    _Alignas(64) float weight[MAX_ROWS * TILE];       // [rows, TILE], scores before
+    _Alignas(64) float acc[MAX_ELEMENTS];             // [rows, V], where V is value_dim rounded up to LANES
     float key_scale[TILE], value_scale[TILE], top[MAX_ROWS], sum[MAX_ROWS];
     const char *key[TILE], *value[TILE];    // address of each row of the tile, in the cache or in `wide`
     int64_t slots[TILE], next_slots[TILE];  // offsets in bytes of keys and values of this tile and of the next
@@ -67,13 +67,13 @@ INLINE void score_block(Tile *t, int64_t row, int64_t first, int64_t D, const in
 }
 
 // Adds the weighted values of `count` keys to `rows` rows, in `width` vectors of elements from d on.
-INLINE void mix_block(Tile *t, int64_t row, int64_t d, int64_t count, int64_t D, const int rows, const int width,
+INLINE void mix_block(Tile *t, int64_t row, int64_t d, int64_t count, int64_t V, const int rows, const int width,
                       const Kind kind) {
     const float *weight = t->weight + row * TILE;
-    float *acc = t->acc + row * D + d;
+    float *acc = t->acc + row * V + d;
     Floats sum[BLOCK][WIDTH];
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < width; v++) sum[r][v] = load_floats(acc + r * D + v * LANES);
+        for (int v = 0; v < width; v++) sum[r][v] = load_floats(acc + r * V + v * LANES);
     for (int64_t i = 0; i < count; i++)
         for (int v = 0; v < width; v++) {
             const char *from = t->value[i] + (d + v * LANES) * bytes_of_element(kind);
@@ -81,17 +81,17 @@ INLINE void mix_block(Tile *t, int64_t row, int64_t d, int64_t count, int64_t D,
             for (int r = 0; r < rows; r++) sum[r][v] = add_product(sum[r][v], weight[r * TILE + i], value);
         }
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < width; v++) store_floats(acc + r * D + v * LANES, sum[r][v]);
+        for (int v = 0; v < width; v++) store_floats(acc + r * V + v * LANES, sum[r][v]);
 }
 
 INLINE void score_rows(Tile *t, int64_t row, int64_t count, int64_t D, const int rows, const Kind kind) {
     for (int64_t first = 0; first < count; first += WIDTH) score_block(t, row, first, D, rows, kind);
 }
 
-INLINE void mix_rows(Tile *t, int64_t row, int64_t count, int64_t D, const int rows, const Kind kind) {
+INLINE void mix_rows(Tile *t, int64_t row, int64_t count, int64_t V, const int rows, const Kind kind) {
     int64_t d = 0;
-    for (; d + WIDTH * LANES <= D; d += WIDTH * LANES) mix_block(t, row, d, count, D, rows, WIDTH, kind);
-    for (; d < D; d += LANES) mix_block(t, row, d, count, D, rows, 1, kind);
+    for (; d + WIDTH * LANES <= V; d += WIDTH * LANES) mix_block(t, row, d, count, V, rows, WIDTH, kind);
+    for (; d < V; d += LANES) mix_block(t, row, d, count, V, rows, 1, kind);
 }
 
 // The same for any number of rows; each row's result is the same as alone.
@@ -101,25 +101,25 @@ INLINE void score(Tile *t, int64_t rows, int64_t count, int64_t D, const Kind ki
     for (; row < rows; row++) score_rows(t, row, count, D, 1, kind);
 }
 
-INLINE void mix(Tile *t, int64_t rows, int64_t count, int64_t D, const Kind kind) {
+INLINE void mix(Tile *t, int64_t rows, int64_t count, int64_t V, const Kind kind) {
     int64_t row = 0;
-    for (; row + BLOCK <= rows; row += BLOCK) mix_rows(t, row, count, D, BLOCK, kind);
-    for (; row < rows; row++) mix_rows(t, row, count, D, 1, kind);
+    for (; row + BLOCK <= rows; row += BLOCK) mix_rows(t, row, count, V, BLOCK, kind);
+    for (; row < rows; row++) mix_rows(t, row, count, V, 1, kind);
 }
 
 static __attribute__((noinline)) void score_wide(Tile *t, int64_t rows, int64_t count, int64_t D) {
     score(t, rows, count, D, F32);
 }
-static __attribute__((noinline)) void mix_wide(Tile *t, int64_t rows, int64_t count, int64_t D) {
-    mix(t, rows, count, D, F32);
+static __attribute__((noinline)) void mix_wide(Tile *t, int64_t rows, int64_t count, int64_t V) {
+    mix(t, rows, count, V, F32);
 }
 
 // Turns the scores of row r into weights of the keys [first, last], and zero for other keys: a softmax
 // relative to the running peak. If the peak rises, scales down the sum of the weights and the weighted
 // values so far. In a quantized cache, scores and weights include the scales.
-static __attribute__((noinline)) void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, const Chunk *c,
+static __attribute__((noinline)) void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t V, const Chunk *c,
                                             int scaled) {
-    float *weights = t->weight + r * TILE, *acc = t->acc + r * D;
+    float *weights = t->weight + r * TILE, *acc = t->acc + r * V;
     if (c->soft_cap) {
         const float *scales = scaled ? t->key_scale : NULL;
         for (int i = 0; i < TILE; i++) weights[i] *= c->scale * (scales ? scales[i] : 1) / c->soft_cap;
@@ -144,14 +144,15 @@ static __attribute__((noinline)) void weigh(Tile *t, int64_t r, int64_t first, i
     }
     if (peak > t->top[r]) {
         const float shrink = decay_floats((Floats){0} + (t->top[r] - peak))[0];
-        for (int64_t d = 0; d < D; d++) acc[d] *= shrink;
+        for (int64_t d = 0; d < V; d++) acc[d] *= shrink;
         t->sum[r] *= shrink, t->top[r] = peak;
     }
     for (int i = 0; i < LANES; i++) t->sum[r] += total[i];
 }
 
-int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group) {
-    return ceil_div(tokens, tokens_of_item(group)) * kv_heads;
+int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group, int64_t head_dim) {
+    const Split split = split_of(group, head_dim);
+    return ceil_div(tokens, split.tokens) * kv_heads * split.splits;
 }
 
 // Finds the rows of the tile's first `count` keys or values, and converts them to float32 if `widened`;
@@ -167,21 +168,22 @@ INLINE void find_rows(Tile *t, const char **found, float *wide, float *scales, c
     }
 }
 
-// Computes some tokens of a KV head with the query heads that share it; `inputs` is the type of queries and
+// Computes some tokens of a KV head with query heads that share it; `inputs` is the type of queries and
 // results.
 INLINE void attend(const Chunk *c, int64_t item, const NextKeys *next, const Kind inputs, const Kind kind) {
     const Item own = item_of(c, item);
-    const int64_t group = c->group, head_dim = c->head_dim, token = own.token, rows = own.rows, head = own.keys.head;
-    const int64_t D = ceil_div(head_dim, LANES) * LANES, size = bytes_of_row(head_dim, kind);
-    const int64_t first = own.keys.first, last = own.keys.last, element = bytes_of_element(inputs);
-    const int widened = rows > FEW_ROWS || D != head_dim;
+    const int64_t head_dim = c->head_dim, value_dim = c->value_dim, token = own.token, rows = own.rows;
+    const int64_t D = ceil_div(head_dim, LANES) * LANES, V = ceil_div(value_dim, LANES) * LANES, heads = own.heads;
+    const int64_t first = own.keys.first, last = own.keys.last, size = bytes_of_row(head_dim, kind);
+    const int64_t element = bytes_of_element(inputs);
+    const int widened = rows > FEW_ROWS || D != head_dim, is_shared = c->keys == c->values;
     static __thread Tile tile;
     Tile *t = resolved(&tile);
-    memset(t->acc, 0, sizeof *t->acc * rows * D);
+    memset(t->acc, 0, sizeof *t->acc * rows * V);
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t at = (token + r / group) * c->query_stride + (head * group + r % group) * head_dim;
+        const int64_t at = (token + r / heads) * c->query_stride + (own.head + r % heads) * head_dim;
         widen_row(t->query + r * D, (const char *)c->query + at * element, head_dim, inputs);
-        t->top[r] = c->sinks ? c->sinks[head * group + r % group] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
+        t->top[r] = c->sinks ? c->sinks[own.head + r % heads] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
     }
     find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, size);
     for (int64_t begin = first / TILE * TILE; begin <= last; begin += TILE) {
@@ -192,21 +194,22 @@ INLINE void attend(const Chunk *c, int64_t item, const NextKeys *next, const Kin
         find_rows(t, t->key, t->wide[0], t->key_scale, c->keys, padded, head_dim, D, widened, kind);
         if (widened) score_wide(t, rows, padded, D);
         else score(t, rows, padded, D, kind);
-        find_rows(t, t->value, t->wide[1], t->value_scale, c->values, padded, head_dim, D, widened, kind);
+        if (is_shared) memcpy(t->value, t->key, sizeof t->value);
+        else find_rows(t, t->value, t->wide[1], t->value_scale, c->values, padded, head_dim, D, widened, kind);
         for (int64_t r = 0; r < rows; r++) {
-            const int64_t position = c->start + token + r / group - begin;
-            weigh(t, r, position + 1 - c->window, position, D, c, is_scaled(kind));
+            const int64_t position = c->start + token + r / heads - begin;
+            weigh(t, r, position + 1 - c->window, position, V, c, is_scaled(kind));
         }
-        if (widened) mix_wide(t, rows, padded, D);
-        else mix(t, rows, padded, D, kind);
+        if (widened) mix_wide(t, rows, padded, V);
+        else mix(t, rows, padded, V, kind);
     }
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t at = (token + r / group) * c->out_stride + (head * group + r % group) * head_dim;
-        const float *acc = t->acc + r * D, inverse = 1 / t->sum[r];
+        const int64_t at = (token + r / heads) * c->out_stride + (own.head + r % heads) * value_dim;
+        const float *acc = t->acc + r * V, inverse = 1 / t->sum[r];
         if (inputs == F32)
-            for (int64_t d = 0; d < head_dim; d++) ((float *)c->out)[at + d] = acc[d] * inverse;
+            for (int64_t d = 0; d < value_dim; d++) ((float *)c->out)[at + d] = acc[d] * inverse;
         else
-            for (int64_t d = 0; d < head_dim; d++) ((uint16_t *)c->out)[at + d] = store_bf16(acc[d] * inverse);
+            for (int64_t d = 0; d < value_dim; d++) ((uint16_t *)c->out)[at + d] = store_bf16(acc[d] * inverse);
     }
 }
 

@@ -1,0 +1,159 @@
+"""Attention over latent rows: one row for all heads, whose first elements are also the value."""
+
+import random
+
+import pytest
+import torch
+
+from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, SequenceSpan
+from tandem.workers.model.attention.native_tables import NativeTables
+from tandem.workers.model.kernels.c import cpu
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+BLOCK = 8
+# Number of query heads, elements of a row, and elements of the value: DeepSeek-V3's heads in two
+# items, MiniCPM3's sizes with few heads, and sizes that are no multiple of a vector.
+SHAPES = [(130, 576, 512), (6, 288, 256), (3, 44, 30)]
+
+
+def random_spans(*chunks: tuple[int, int], num_blocks: int) -> list[SequenceSpan]:
+    """Returns sequences of (start, tokens) with random blocks."""
+    order = torch.randperm(num_blocks).tolist()
+    return [
+        SequenceSpan(
+            blocks=[order.pop() for _ in range(-(-(start + count) // BLOCK))],
+            start=start,
+            num_tokens=count,
+        )
+        for start, count in chunks
+    ]
+
+
+def attend(
+    query: torch.Tensor,  # [num_tokens, num_heads, row]
+    rows: torch.Tensor,  # [num_blocks, 1, BLOCK, row]
+    spans: list[SequenceSpan],
+    value_dim: int,
+    options: AttentionOptions = PLAIN,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Returns the kernel's results [num_tokens, num_heads, value_dim]."""
+    firsts = [sum(span.num_tokens for span in spans[:index]) for index in range(len(spans))]
+    tables = NativeTables(window, list(zip(firsts, spans, strict=True)))
+    out = query.new_full((len(query), query.shape[1] * value_dim), torch.nan)
+    cpu.paged_attention(
+        query,
+        rows,
+        rows,
+        tables.addresses,
+        out,
+        options.scale_of(query.shape[2]),
+        options.soft_cap,
+        options.sinks,
+    )
+    return out.view(len(query), -1, value_dim)
+
+
+def reference(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    spans: list[SequenceSpan],
+    value_dim: int,
+    options: AttentionOptions = PLAIN,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Computes the same as `attend` in float32, token by token."""
+    results = []
+    queries = iter(query.float())
+    for span in spans:
+        keys = rows[torch.tensor(span.blocks)].flatten(0, 2).float()
+        for position in range(span.start, span.start + span.num_tokens):
+            first = max(0, position + 1 - window) if window else 0
+            seen = keys[first : position + 1]
+            scores = next(queries) @ seen.T * options.scale_of(query.shape[2])
+            if options.soft_cap is not None:
+                scores = torch.tanh(scores / options.soft_cap) * options.soft_cap
+            if options.sinks is not None:
+                scores = torch.cat((scores, options.sinks[:, None]), dim=1)
+            results.append(scores.softmax(1)[:, : len(seen)] @ seen[:, :value_dim])
+    return torch.stack(results)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(("num_heads", "row", "value_dim"), SHAPES)
+@pytest.mark.parametrize(
+    ("window", "options"),
+    [
+        (None, PLAIN),
+        (20, AttentionOptions(scale=0.05, soft_cap=2.0)),
+        (None, AttentionOptions(sinks=torch.linspace(-2, 4, 130))),
+    ],
+)
+def test_the_kernel_equals_plain_torch(
+    dtype: str,
+    num_heads: int,
+    row: int,
+    value_dim: int,
+    window: int | None,
+    options: AttentionOptions,
+) -> None:
+    torch.manual_seed(0)
+    if options.sinks is not None:
+        options = AttentionOptions(sinks=options.sinks[:num_heads])
+    rows = torch.randn(96, 1, BLOCK, row).to(DTYPES[dtype])
+    spans = random_spans((0, 1), (7, 1), (129, 1), (254, 3), (0, 70), num_blocks=len(rows))
+    tokens = sum(span.num_tokens for span in spans)
+    query = torch.randn(tokens, num_heads, row).to(DTYPES[dtype])
+    found = attend(query, rows, spans, value_dim, options, window)
+    expected = reference(query, rows, spans, value_dim, options, window)
+    assert (found.float() - expected).abs().max() <= TOLERANCE[DTYPES[dtype]]
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(("num_heads", "row", "value_dim"), SHAPES)
+def test_a_token_has_the_same_bits_in_any_chunk_and_batch(
+    dtype: str, num_heads: int, row: int, value_dim: int
+) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(96, 1, BLOCK, row).to(DTYPES[dtype])
+    whole, mate = random_spans((0, 150), (90, 40), num_blocks=len(rows))
+    query = torch.randn(190, num_heads, row).to(DTYPES[dtype])
+    expected = attend(query, rows, [whole, mate], value_dim)
+    for seed in range(3):
+        sizes = random.Random(seed)
+        at = 0
+        while at < 150:
+            count = min(sizes.choice((1, 1, 2, 5, 33)), 150 - at)
+            part = SequenceSpan(blocks=whole.blocks, start=at, num_tokens=count)
+            single = SequenceSpan(blocks=mate.blocks, start=90, num_tokens=1)
+            # A single token beside the chunk, before or after it.
+            spans = [part, single] if seed % 2 else [single, part]
+            mine = slice(0, count) if seed % 2 else slice(1, count + 1)
+            parts = [query[at : at + count], query[150:151]]
+            found = attend(torch.cat(parts if seed % 2 else parts[::-1]), rows, spans, value_dim)
+            assert torch.equal(found[mine], expected[at : at + count]), (seed, at)
+            assert torch.equal(found[-1 if seed % 2 else 0], expected[150]), (seed, at)
+            at += count
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_heads_have_the_same_bits_alone(dtype: str) -> None:
+    """A rank has some of the heads, so that its items have other rows."""
+    torch.manual_seed(0)
+    rows = torch.randn(48, 1, BLOCK, 576).to(DTYPES[dtype])
+    spans = random_spans((100, 1), (3, 40), (200, 1), num_blocks=len(rows))
+    query = torch.randn(42, 128, 576).to(DTYPES[dtype])
+    whole = attend(query, rows, spans, 512)
+    for heads in (slice(0, 32), slice(64, 128), slice(127, 128)):
+        alone = attend(query[:, heads].contiguous(), rows, spans, 512)
+        assert torch.equal(alone, whole[:, heads])
+
+
+def test_keys_alone_are_stored() -> None:
+    new = torch.randn(5, 1, 576).bfloat16()
+    rows = torch.zeros(40, 576, dtype=torch.bfloat16)
+    slots = torch.tensor([3, 39, 0, 17, 8])
+    cpu.store_kv(new, new, rows, None, slots)
+    assert torch.equal(rows[slots], new[:, 0])
+    assert rows.count_nonzero(1).count_nonzero() == 5
