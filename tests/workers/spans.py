@@ -13,14 +13,16 @@ def span(
     first_layer: int = 0,
     num_layers: int | None = None,
 ) -> KvSpan:
-    """All KV slots; of all layers if num_layers is None."""
+    """All KV slots of layers of the model; of all layers of the group if num_layers is None."""
+    group, first = kv.layout.place(first_layer)
     return KvSpan(
-        first_layer=first_layer,
-        num_layers=kv.layout.num_layers if num_layers is None else num_layers,
+        group=group,
+        first_layer=first,
+        num_layers=len(kv.layout.groups[group].layers) if num_layers is None else num_layers,
         first_token=first_token,
         num_tokens=num_tokens,
         first_slot=0,
-        num_slots=kv.num_slots(first_layer),
+        num_slots=kv.num_slots(group),
     )
 
 

@@ -1,6 +1,6 @@
 """Describes the layout of a model's KV cache, by layer and for any split over ranks."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final
@@ -24,22 +24,75 @@ def head_bytes(head_dim: int, dtype: str, cache_dtype: str = "auto") -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StatePart:
+    """Describes one part of the state that a layer keeps for each sequence.
+
+    Each part is split over ranks by its own heads: the matrix of a gated delta net by value heads,
+    for example, and the last inputs of its convolution by key heads and by value heads.
+    """
+
+    name: str  # unique within the layer, such as "matrix" or "conv_value"
+    # As of `LayerGeometry`: they decide the heads of a rank.
+    num_heads: int
+    num_kv_heads: int
+    planes: int = 1  # equal arrays with the same heads, such as the inputs of query and key
+    row: int  # elements of a head in a plane
+    dtype: str = "float32"  # one of ITEM_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGeometry:
-    """Describes the properties of a layer's attention that its KV cache depends on."""
+    """Describes the properties of a layer that its KV cache depends on."""
 
     num_heads: int  # query heads: they decide the KV heads of a rank, see `sharding`
-    num_kv_heads: int
+    num_kv_heads: int  # 0: the layer keeps nothing for each token
     head_dim: int
     # The number of tokens that a query attends to, including its own; None: all tokens before it.
     window: int | None = None
+    # A layer with latent attention keeps one row of head_dim elements for each token; the first
+    # value_dim of them are also the value. None: a key and a value.
+    value_dim: int | None = field(default=None, repr=False)
+    # The earlier layer whose cache this layer reads; it keeps none of its own.
+    reads: int | None = field(default=None, repr=False)
+    states: tuple[StatePart, ...] = field(default=(), repr=False)
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Returns True if the layer keeps something for each token."""
+        return self.num_kv_heads > 0 and self.reads is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePart:
+    """Describes what a layer keeps in one group: rows of equal size, by plane and KV head."""
+
+    num_heads: int
+    num_kv_heads: int
+    planes: int  # 2: keys and values
+    row_bytes: int  # of one KV head in one plane, of one token or, in a state, of the sequence
+    window: int | None = None  # as of LayerGeometry
+    state: str = ""  # the name of the part of a state; empty: kept for each token
+
+    @property
+    def slot_bytes(self) -> int:
+        """Returns the bytes of all planes of one KV head, of one token or one state."""
+        return self.planes * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """Describes the layers that keep equal parts, whose memory is one array."""
+
+    part: CachePart
+    layers: tuple[int, ...]  # numbers of the layers, ascending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
     """Describes the KV cache of a model, independent of its split over ranks.
 
-    The canonical form of a run of equal layers is [layer, key or value, token, KV head,
-    head_bytes].
+    The canonical form of a run of layers of a group is [layer, plane, token, KV head, row_bytes];
+    a state has one token.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -47,36 +100,57 @@ class KvLayout:
     model: str  # the model's fingerprint: equal weights and config give equal KV cache
     # The cache's dtype: one of QUANTIZED, with a scale for each token and head; auto: the model's.
     cache_dtype: str = "auto"
-    # Layers whose KV cache has equal shape form a group. The layer numbers of each group, by first
-    # appearance.
-    groups: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    # The group of each layer, and the layer's index within it.
-    places: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    # By first appearance: the groups that are kept for each token, then those of states.
+    groups: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
+    # The group of each layer's tokens, and the layer's index within it; of the layer that it reads,
+    # if it reads another. None: the layer has no attention.
+    places: tuple[tuple[int, int] | None, ...] = field(init=False, repr=False, compare=False)
     # 16 bytes, equal for equal layouts.
     digest: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        groups: dict[tuple[int, int, int], list[int]] = {}
+        found: dict[CachePart, list[int]] = {}
         for layer, geometry in enumerate(self.layers):
-            groups.setdefault(
-                (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim), []
-            ).append(layer)
-        places = {
-            layer: (g, i)
-            for g, group in enumerate(groups.values())
-            for i, layer in enumerate(group)
-        }
+            if geometry.keeps_tokens:
+                found.setdefault(self._token_part(geometry), []).append(layer)
+        numbers = {part: number for number, part in enumerate(found)}
+        for layer, geometry in enumerate(self.layers):
+            for state in geometry.states:
+                found.setdefault(_state_part(state), []).append(layer)
+        groups = tuple(
+            CacheGroup(part=part, layers=tuple(layers)) for part, layers in found.items()
+        )
+        places: list[tuple[int, int] | None] = []
+        for layer, geometry in enumerate(self.layers):
+            if geometry.reads is not None:
+                places.append(places[geometry.reads])
+            elif geometry.keeps_tokens:
+                group = numbers[self._token_part(geometry)]
+                places.append((group, groups[group].layers.index(layer)))
+            else:
+                places.append(None)
         # The dataclass is frozen. These are derived once, because transfers look them up for every
         # frame.
-        object.__setattr__(self, "groups", tuple(map(tuple, groups.values())))
-        object.__setattr__(
-            self, "places", tuple(places[layer] for layer in range(len(self.layers)))
-        )
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "places", tuple(places))
         described = repr((self.layers, self.dtype, self.model))
-        # Only then, so that the digests of running services do not change.
+        # The rest only where a layout has it, so that the digests of running services do not
+        # change.
         if self.cache_dtype != "auto":
             described += self.cache_dtype
+        further = [(layer.value_dim, layer.reads, layer.states) for layer in self.layers]
+        if any(fields != (None, None, ()) for fields in further):
+            described += repr(further)
         object.__setattr__(self, "digest", blake2b(described.encode(), digest_size=16).digest())
+
+    def _token_part(self, geometry: LayerGeometry) -> CachePart:
+        return CachePart(
+            num_heads=geometry.num_heads,
+            num_kv_heads=geometry.num_kv_heads,
+            planes=2 if geometry.value_dim is None else 1,
+            row_bytes=head_bytes(geometry.head_dim, self.dtype, self.cache_dtype),
+            window=geometry.window,
+        )
 
     @classmethod
     def uniform(
@@ -97,16 +171,46 @@ class KvLayout:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def bytes_per_slot(self, layer: int) -> int:
-        """Returns the bytes of one token's key and value in one KV slot of a layer."""
-        return 2 * head_bytes(self.layers[layer].head_dim, self.dtype, self.cache_dtype)
+    @property
+    def token_groups(self) -> tuple[CacheGroup, ...]:
+        """Returns the groups that are kept for each token; they come first in `groups`."""
+        return tuple(group for group in self.groups if not group.part.state)
+
+    @property
+    def state_groups(self) -> tuple[CacheGroup, ...]:
+        """Returns the groups that are kept for each sequence."""
+        return tuple(group for group in self.groups if group.part.state)
 
     @property
     def bytes_per_token(self) -> int:
-        """Returns the bytes of one token's keys and values in all layers of the whole model."""
-        return sum(
-            geometry.num_kv_heads * self.bytes_per_slot(i) for i, geometry in enumerate(self.layers)
-        )
+        """Returns the bytes that all layers of the whole model keep for one token."""
+        return sum(map(_group_bytes, self.token_groups))
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Returns the bytes that all layers of the whole model keep for one sequence."""
+        return sum(map(_group_bytes, self.state_groups))
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """Returns the group of a layer's tokens and the layer's index in it. Raises ValueError."""
+        place = self.places[layer]
+        if place is None:
+            raise ValueError(f"layer {layer} keeps no KV cache")
+        return place
+
+
+def _state_part(state: StatePart) -> CachePart:
+    return CachePart(
+        num_heads=state.num_heads,
+        num_kv_heads=state.num_kv_heads,
+        planes=state.planes,
+        row_bytes=state.row * ITEM_BYTES[state.dtype],
+        state=state.name,
+    )
+
+
+def _group_bytes(group: CacheGroup) -> int:
+    return len(group.layers) * group.part.num_kv_heads * group.part.slot_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,40 +220,34 @@ class KvSpan:
     The positions belong to one sequence. For KV slots see `sharding`.
     """
 
-    first_layer: int
+    group: int = 0  # index into KvLayout.groups
+    first_layer: int  # index into the group's layers
     num_layers: int
-    first_token: int
+    first_token: int  # a state has one token, 0
     num_tokens: int
     first_slot: int
     num_slots: int
 
     @property
     def layers(self) -> range:
+        """Returns the indices of the span's layers within its group."""
         return range(self.first_layer, self.first_layer + self.num_layers)
 
-    def check(self, layout: KvLayout, *, num_tokens: int, num_slots: Callable[[int], int]) -> None:
+    def check(self, layout: KvLayout, *, num_tokens: int, num_slots: Sequence[int]) -> None:
         """Raises ValueError unless the span is valid.
 
-        It must lie within `num_tokens` tokens and `num_slots(layer)` KV slots, and its layers must
-        belong to one group.
+        It must lie within `num_tokens` tokens and `num_slots[group]` KV slots.
         """
-        _check_range(self.first_layer, self.num_layers, layout.num_layers, "layers")
-        if len({layout.places[layer][0] for layer in self.layers}) > 1:
-            raise ValueError(
-                f"layers {self.first_layer} + {self.num_layers} are not within one group of equal "
-                "layers"
-            )
+        _check_range(self.group, 1, len(layout.groups), "group")
+        num_layers = len(layout.groups[self.group].layers)
+        _check_range(self.first_layer, self.num_layers, num_layers, "layers")
         _check_range(self.first_token, self.num_tokens, num_tokens, "tokens")
-        _check_range(self.first_slot, self.num_slots, num_slots(self.first_layer), "KV slots")
+        _check_range(self.first_slot, self.num_slots, num_slots[self.group], "KV slots")
 
     def size(self, layout: KvLayout) -> int:
         """Returns the bytes of the span in canonical form."""
-        return (
-            self.num_layers
-            * self.num_tokens
-            * self.num_slots
-            * layout.bytes_per_slot(self.first_layer)
-        )
+        slot_bytes = layout.groups[self.group].part.slot_bytes
+        return self.num_layers * self.num_tokens * self.num_slots * slot_bytes
 
 
 def _check_range(first: int, count: int, size: int, what: str) -> None:

@@ -1,7 +1,7 @@
 """Plans KV transfers between prefill and decode ranks for any two degrees of tensor parallelism.
 
 Pure arithmetic on KV slots (see `sharding`). A piece covers all tokens of all layers of one group.
-In the canonical form of the cache, [layer, key or value, token, KV head, head_dim], it is one slice
+In the canonical form of the cache, [layer, plane, token, KV head, row], it is one slice
 of the KV head axis on both sides. Block sizes and storage layouts do not matter.
 """
 
@@ -27,15 +27,15 @@ class Piece:
 def plan_layout(
     layout: KvLayout, source_tp: int, target_tp: int, target_rank: int
 ) -> tuple[Piece, ...]:
-    """Returns the pieces that fill a target rank, for each group of equal layers.
+    """Returns the pieces that fill a target rank, for each group of the layout.
 
     Raises ValueError as `check_split` does.
     """
     pieces: list[Piece] = []
-    for group, layers in enumerate(layout.groups):
-        geometry = layout.layers[layers[0]]
-        planned = plan(geometry.num_heads, geometry.num_kv_heads, source_tp, target_tp, target_rank)
-        pieces += (replace(piece, group=group) for piece in planned)
+    for number, group in enumerate(layout.groups):
+        part = group.part
+        planned = plan(part.num_heads, part.num_kv_heads, source_tp, target_tp, target_rank)
+        pieces += (replace(piece, group=number) for piece in planned)
     return tuple(pieces)
 
 

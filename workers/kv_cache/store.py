@@ -50,8 +50,8 @@ class KvStore(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def num_slots(self, layer: int) -> int:
-        """Returns the number of KV slots of this rank in a layer: the length of `kv_heads`."""
+    def num_slots(self, group: int) -> int:
+        """Returns the number of KV slots of this rank in a group: the length of `kv_heads`."""
         ...
 
     @property
@@ -75,7 +75,8 @@ class KvStore(Protocol):
         Its tokens must be computed. On a GPU the running event loop gets the copy; in host memory
         it is complete at once.
 
-        The copy has contiguous bytes of shape [num_layers, 2, num_tokens, num_slots, head_bytes].
+        The copy has contiguous bytes of shape [num_layers, planes, num_tokens, num_slots,
+        row_bytes].
         Raises ValueError if the span or a block is out of range.
         """
         ...
@@ -91,16 +92,26 @@ class KvStore(Protocol):
 def paged_shapes(
     layout: KvLayout, *, num_blocks: int, block_size: int, tp: int, rank: int
 ) -> list[tuple[int, ...]]:
-    """Returns the shape of each group's blocks in one rank's memory.
+    """Returns the shape of the blocks of each group of tokens in one rank's memory.
 
-    A shape is [num_layers, 2, num_blocks, num_slots, block_size, head_bytes]. In memory that other
-    processes read, the groups follow one another. Raises ValueError as `check_split` does.
+    A shape is [num_layers, planes, num_blocks, num_slots, block_size, row_bytes]. In memory that
+    other processes read, the groups follow one another. Raises ValueError as `check_split` does.
     """
     shapes: list[tuple[int, ...]] = []
-    for group in layout.groups:
-        geometry = layout.layers[group[0]]
-        num_slots = len(kv_heads(geometry.num_heads, geometry.num_kv_heads, tp, rank))
+    for group, num_slots in zip(layout.token_groups, slots_of(layout, tp, rank), strict=False):
+        part = group.part
         shapes.append(
-            (len(group), 2, num_blocks, num_slots, block_size, layout.bytes_per_slot(group[0]) // 2)
+            (len(group.layers), part.planes, num_blocks, num_slots, block_size, part.row_bytes)
         )
     return shapes
+
+
+def slots_of(layout: KvLayout, tp: int, rank: int) -> list[int]:
+    """Returns the number of KV slots of a rank in each group of the layout.
+
+    Raises ValueError as `check_split` does.
+    """
+    return [
+        len(kv_heads(group.part.num_heads, group.part.num_kv_heads, tp, rank))
+        for group in layout.groups
+    ]

@@ -32,10 +32,10 @@ FP8 uses uint8 for the bits of E4M3, because the rows also have the bytes of a s
 class PagedKv:
     """Implements `KvStore` with one tensor per group of equal layers.
 
-    Its shape is [num_layers, 2, num_blocks, num_slots, block_size, head_dim], where a slot holds
-    one KV head. The tensors of the groups are adjacent in one allocation. In a quantized cache the
-    last dimension also has the bytes of the scale: [.., head_dim + SCALE_BYTES]. On GPUs a slot of
-    that size holds all numbers first and then all scales; see `split_scales`.
+    Its shape is [num_layers, planes, num_blocks, num_slots, block_size, head_dim], where a slot
+    holds one KV head. The tensors of the groups are adjacent in one allocation. In a quantized
+    cache the last dimension also has the bytes of the scale: [.., head_dim + SCALE_BYTES]. On GPUs
+    a slot of that size holds all numbers first and then all scales; see `split_scales`.
 
     The slot comes before the token, so that one gather of (block, slot) rows returns the [head,
     token, head_dim] that attention multiplies.
@@ -80,7 +80,8 @@ class PagedKv:
         # block_size, head_dim]; as rows of (block, slot), each [rows, block_size * head_dim]; and
         # as rows of (block, slot, token), each [rows, head_dim].
         self.layers = [
-            tuple(self.tensors[group][index].unbind(0)) for group, index in layout.places
+            tuple(self.tensors[group][index].unbind(0))
+            for group, index in map(layout.place, range(layout.num_layers))
         ]
         self.gather_rows = [
             tuple(part.flatten(0, 1).flatten(1) for part in layer) for layer in self.layers
@@ -142,8 +143,8 @@ class PagedKv:
         (tensor,) = self.tensors
         return tensor
 
-    def num_slots(self, layer: int) -> int:
-        return int(self.tensors[self.layout.places[layer][0]].shape[3])
+    def num_slots(self, group: int) -> int:
+        return int(self.tensors[group].shape[3])
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, given as (source, target), in order with the steps.
@@ -218,7 +219,7 @@ class HostBlocks:
     """Keeps copies of whole blocks of a `PagedKv` in host memory.
 
     The memory is pinned if the KV cache is on a GPU. A host block is contiguous, [bytes of a
-    block]: of each group in turn [num_layers, 2, num_slots, block_size, head_bytes].
+    block]: of each group in turn [num_layers, planes, num_slots, block_size, row_bytes].
     """
 
     def __init__(self, kv: PagedKv, num_blocks: int) -> None:
@@ -231,8 +232,8 @@ class HostBlocks:
         memory = self._allocate(num_blocks * sum(sizes))
         # Of each group, [num_blocks, bytes].
         parts = torch.split(memory.view(num_blocks, -1), sizes, dim=1)
-        # Of each group: in the KV cache [num_layers, 2, num_blocks, ...], in host memory
-        # [num_blocks, num_layers, 2, ...].
+        # Of each group: in the KV cache [num_layers, planes, num_blocks, ...], in host
+        # memory [num_blocks, num_layers, planes, ...].
         self._groups = [
             (tensor.view(torch.uint8), part.view(num_blocks, *shape[:2], *shape[3:]))
             for tensor, part, shape in zip(kv.tensors, parts, shapes, strict=True)

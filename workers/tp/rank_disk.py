@@ -3,7 +3,6 @@
 It knows neither the other ranks nor which blocks are worth keeping.
 """
 
-import itertools
 import struct
 from collections.abc import Sequence
 from functools import partial
@@ -94,23 +93,16 @@ def _block_bytes(kv: KvStore) -> int:
 
 
 def _spans(kv: KvStore) -> list[KvSpan]:
-    """Returns the spans of a block, with all KV slots of the rank.
-
-    Each run of equal layers has one span.
-    """
-    spans = []
-    for _, run in itertools.groupby(
-        range(kv.layout.num_layers), key=lambda layer: kv.layout.places[layer][0]
-    ):
-        layers = list(run)
-        spans.append(
-            KvSpan(
-                first_layer=layers[0],
-                num_layers=len(layers),
-                first_token=0,
-                num_tokens=kv.block_size,
-                first_slot=0,
-                num_slots=kv.num_slots(layers[0]),
-            )
+    """Returns the spans of a block, one for each group, with all KV slots of the rank."""
+    return [
+        KvSpan(
+            group=number,
+            first_layer=0,
+            num_layers=len(group.layers),
+            first_token=0,
+            num_tokens=kv.block_size,
+            first_slot=0,
+            num_slots=kv.num_slots(number),
         )
-    return spans
+        for number, group in enumerate(kv.layout.token_groups)
+    ]

@@ -45,10 +45,7 @@ class CollectiveConnector(KvConnector):
         self._arrived: dict[int, asyncio.Queue[memoryview | DeviceData | None]] = {}
         # A span has at least one token of one layer, even if that is larger than FRAME_BYTES.
         layout = context.kv.layout
-        tokens = (
-            geometry.num_heads * layout.bytes_per_slot(i)
-            for i, geometry in enumerate(layout.layers)
-        )
+        tokens = (group.part.num_heads * group.part.slot_bytes for group in layout.groups)
         self._max_bytes = max(FRAME_BYTES, *tokens)
 
     @classmethod

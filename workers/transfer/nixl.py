@@ -35,7 +35,7 @@ class NixlConnector(KvConnector):
     _reading: asyncio.Lock
     # MEMORY_SIZES of the sender's memory.
     _sizes: dict[str, int]
-    # Of each group: [num_layers, 2, num_blocks, num_slots, block_size, head_bytes].
+    # Of each group: [num_layers, planes, num_blocks, num_slots, block_size, row_bytes].
     _shapes: list[tuple[int, ...]]
     # Byte offset of each group, and at last the end of the KV cache.
     _starts: list[int]
@@ -103,10 +103,14 @@ class NixlConnector(KvConnector):
         layout = self.context.kv.layout
         block_size = self._sizes["block_size"]
         num_blocks = self._sizes["num_blocks"]
-        data.check(layout, num_tokens=len(blocks) * block_size, num_slots=self._num_slots)
+        data.check(
+            layout,
+            num_tokens=len(blocks) * block_size,
+            num_slots=[shape[3] for shape in self._shapes],
+        )
         if min(blocks) < 0 or max(blocks) >= num_blocks:
             raise ValueError(f"KV block table: a block is not below {num_blocks}")
-        head_bytes = layout.bytes_per_slot(data.first_layer) // 2
+        head_bytes = layout.groups[data.group].part.row_bytes
         first_block, offset = divmod(data.first_token, block_size)
         rows = self._rows(
             blocks[first_block : -(-(data.first_token + data.num_tokens) // block_size)], data
@@ -130,22 +134,18 @@ class NixlConnector(KvConnector):
                 )
         return dense.reshape(-1).data
 
-    def _num_slots(self, layer: int) -> int:
-        return self._shapes[self.context.kv.layout.places[layer][0]][3]
-
     def _rows(self, blocks: Sequence[int], span: KvSpan) -> npt.NDArray[np.int64]:
-        """Returns the byte offset of the span's slots in each block: [2 * num_layers, num_blocks].
+        """Returns the byte offset of the span's slots in each block: [num_rows, num_blocks].
 
-        The rows are the keys and values of each layer.
+        The rows are the planes of each layer.
         """
-        layout = self.context.kv.layout
-        group, first = layout.places[span.first_layer]
-        _, _, num_blocks, num_slots, block_size, head_bytes = self._shapes[group]
-        halves = np.arange(2 * first, 2 * (first + span.num_layers))
+        _, planes, num_blocks, num_slots, block_size, head_bytes = self._shapes[span.group]
+        end = span.first_layer + span.num_layers
+        halves = np.arange(planes * span.first_layer, planes * end)
         slots = (
             halves[:, None] * num_blocks + np.asarray(blocks, np.int64)
         ) * num_slots + span.first_slot
-        places: npt.NDArray[np.int64] = self._starts[group] + slots * (block_size * head_bytes)
+        places: npt.NDArray[np.int64] = self._starts[span.group] + slots * (block_size * head_bytes)
         return places
 
     async def verify(self, table: BlockTable) -> None:

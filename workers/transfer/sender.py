@@ -8,7 +8,14 @@ CPUs a read is a copy that has ended, on GPUs the next owner's work waits for it
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Final
@@ -235,12 +242,10 @@ class KvSender:
         return offer
 
     def _has(self, offer: KvOffer, request: Pull) -> bool:
-        groups = self.context.kv.layout.groups
-        if request.first_token > offer.num_tokens or request.group >= len(groups):
+        kv = self.context.kv
+        if request.first_token > offer.num_tokens or request.group >= len(kv.layout.groups):
             return False
-        return request.first_slot + request.num_slots <= self.context.kv.num_slots(
-            groups[request.group][0]
-        )
+        return request.first_slot + request.num_slots <= kv.num_slots(request.group)
 
     async def _send_data(
         self, offer: KvOffer, request: Pull, connector: KvConnector
@@ -252,13 +257,16 @@ class KvSender:
         layout = self.context.kv.layout
         index = 0
         burst = 0
-        sent = dict.fromkeys(layout.groups[request.group], request.first_token)
+        layers = layout.groups[request.group].layers
+        sent = dict.fromkeys(range(len(layers)), request.first_token)
         slots = range(request.first_slot, request.first_slot + request.num_slots)
         while min(sent.values()) < offer.num_tokens or offer.first_tokens is None:
-            await self._wait_for_more(offer, sent)
+            await self._wait_for_more(offer, layers, sent)
             began = time.monotonic()
-            ready = {layer: max(sent[layer], offer.ready(layer)) for layer in sent}
-            spans = plan_frames(layout, slots, sent, ready, connector.frame_bytes)
+            ready = {
+                index: max(sent[index], offer.ready(layer)) for index, layer in enumerate(layers)
+            }
+            spans = plan_frames(layout, request.group, slots, sent, ready, connector.frame_bytes)
             for span in spans:
                 # No decode waits for these frames until the prefill is done. Spread over half of
                 # the time that the next chunk will take, they delay neither frames that a decode
@@ -280,10 +288,12 @@ class KvSender:
             sent = ready
             burst += 1
 
-    async def _wait_for_more(self, offer: KvOffer, sent: Mapping[int, int]) -> None:
+    async def _wait_for_more(
+        self, offer: KvOffer, layers: Sequence[int], sent: Mapping[int, int]
+    ) -> None:
         def more() -> bool:
             return offer.first_tokens is not None or any(
-                offer.ready(layer) > count for layer, count in sent.items()
+                offer.ready(layer) > sent[index] for index, layer in enumerate(layers)
             )
 
         try:
@@ -328,6 +338,7 @@ class KvSender:
 
 def plan_frames(
     layout: KvLayout,
+    group: int,
     slots: range,
     sent: Mapping[int, int],
     ready: Mapping[int, int],
@@ -335,25 +346,23 @@ def plan_frames(
 ) -> list[KvSpan]:
     """Divides the tokens from sent[layer] to ready[layer], in each layer of a group, into spans.
 
-    A span has about frame_bytes of these KV slots. It grows in tokens first, then in layers.
-    Without slots the list is empty.
+    The keys of `sent` and `ready` are the indices of the layers within the group. A span has about
+    frame_bytes of these KV slots. It grows in tokens first, then in layers. Without slots the list
+    is empty.
     """
     if not slots:
         return []
     spans = []
-    token_bytes = len(slots) * layout.bytes_per_slot(next(iter(sent)))  # of one token in one layer
+    token_bytes = len(slots) * layout.groups[group].part.slot_bytes  # of one token in one layer
     chunk = max(1, frame_bytes // token_bytes)
-    # Layers that are neighbours in the model have the same difference to their index in the group.
-    places = [(layer - place, layer) for place, layer in enumerate(sent)]
-    for (_, start, end), run in itertools.groupby(
-        places, lambda item: (item[0], sent[item[1]], ready[item[1]])
-    ):
-        layers = [layer for _, layer in run]
+    for (start, end), run in itertools.groupby(sent, lambda layer: (sent[layer], ready[layer])):
+        layers = list(run)
         for first_token in range(start, end, chunk):
             num_tokens = min(chunk, end - first_token)
             width = max(1, frame_bytes // (token_bytes * num_tokens))
             spans += [
                 KvSpan(
+                    group=group,
                     first_layer=layers[first],
                     num_layers=len(layers[first : first + width]),
                     first_token=first_token,

@@ -69,7 +69,8 @@ class ShardWriter:
         self._kv = kv
         self._piece = piece
         first = num_cached if piece.target_slots else num_tokens
-        self._next_token = dict.fromkeys(kv.layout.groups[piece.group], first)  # by layer
+        # By the index of the layer in the group.
+        self._next_token = dict.fromkeys(range(len(kv.layout.groups[piece.group].layers)), first)
         self._num_frames = 0
         self.num_bytes = 0
 
@@ -86,8 +87,9 @@ class ShardWriter:
             raise TransferError("KV frame out of bounds")
         if range(frame.first_slot, frame.first_slot + frame.num_slots) != self._piece.source_slots:
             raise TransferError("KV frame out of bounds")
-        # Checked before `frame.layers` is iterated, because num_layers may be huge. A layer of
-        # another group has no next token.
+        if frame.group != self._piece.group:
+            raise TransferError("KV frame out of bounds")
+        # Checked before `frame.layers` is iterated, because num_layers may be huge.
         if frame.num_layers > len(self._next_token):
             raise TransferError("KV frame out of bounds")
         if set(map(self._next_token.get, frame.layers)) != {frame.first_token}:
@@ -95,6 +97,7 @@ class ShardWriter:
         if not frame.size(self._kv.layout) == frame.num_bytes == payload.nbytes:
             raise TransferError("KV frame of a wrong length")
         place = KvSpan(
+            group=frame.group,
             first_layer=frame.first_layer,
             num_layers=frame.num_layers,
             first_token=frame.first_token,

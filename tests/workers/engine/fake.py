@@ -68,8 +68,11 @@ class FakeKv:
         self.tp, self.rank, self.shared_fd = 1, 0, None
         self.num_blocks, self.block_size = num_blocks, block_size
         self._cell_bytes = [
-            self.num_slots(layer) * layout.bytes_per_slot(layer)
-            for layer in range(layout.num_layers)
+            part.num_kv_heads * part.slot_bytes
+            for part in (
+                layout.groups[group].part
+                for group, _ in map(layout.place, range(layout.num_layers))
+            )
         ]
         self._cells = [
             [bytes(size)] * (num_blocks * block_size) for size in self._cell_bytes
@@ -78,9 +81,9 @@ class FakeKv:
             int, list[list[bytes]]
         ] = {}  # in host memory: of each layer the cells of a block
 
-    def num_slots(self, layer: int) -> int:
+    def num_slots(self, group: int) -> int:
         """See `KvStore.num_slots`."""
-        return self.layout.layers[layer].num_kv_heads
+        return self.layout.groups[group].part.num_kv_heads
 
     def attach(
         self, memory: mmap, *, num_blocks: int, block_size: int, tp: int, rank: int
@@ -92,7 +95,7 @@ class FakeKv:
         """See `KvStore.read`."""
         places, slots = self._find(blocks, span)
         parts: list[bytes] = []
-        for layer in span.layers:
+        for layer in self._layers(span):
             for first in (0, self._cell_bytes[layer] // 2):  # key, value
                 parts += [
                     self._cells[layer][place][first + slots.start : first + slots.stop]
@@ -107,7 +110,7 @@ class FakeKv:
             raise ValueError(f"data: {data.nbytes} bytes, {span.size(self.layout)} are expected")
         raw, size = data.tobytes(), len(slots)
         at = 0
-        for layer in span.layers:
+        for layer in self._layers(span):
             for first in (0, self._cell_bytes[layer] // 2):
                 for place in places:
                     cell, start, stop = (
@@ -162,12 +165,17 @@ class FakeKv:
                     )
         return history
 
+    def _layers(self, span: KvSpan) -> tuple[int, ...]:
+        """Returns the numbers of the span's layers in the model."""
+        return self.layout.groups[span.group].layers[span.first_layer : span.layers.stop]
+
     def _find(self, blocks: Sequence[int], span: KvSpan) -> tuple[list[int], range]:
         """Returns the places of a span's tokens, and the bytes of its KV slots in either half of a
         cell.
         """
-        span.check(self.layout, num_tokens=len(blocks) * self.block_size, num_slots=self.num_slots)
-        size = self.layout.bytes_per_slot(span.first_layer) // 2
+        slots = [group.part.num_kv_heads for group in self.layout.groups]
+        span.check(self.layout, num_tokens=len(blocks) * self.block_size, num_slots=slots)
+        size = self.layout.groups[span.group].part.row_bytes
         places = self._places(blocks, span.first_token, span.num_tokens)
         return places, range(span.first_slot * size, (span.first_slot + span.num_slots) * size)
 

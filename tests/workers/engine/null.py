@@ -26,8 +26,8 @@ class NullKv:
         self.block_size = 0
         self._zeros = memoryview(b"")
 
-    def num_slots(self, layer: int) -> int:
-        return self.layout.layers[layer].num_kv_heads
+    def num_slots(self, group: int) -> int:
+        return self.layout.groups[group].part.num_kv_heads
 
     def attach(
         self, memory: mmap, *, num_blocks: int, block_size: int, tp: int, rank: int
@@ -49,9 +49,9 @@ class NullKv:
             raise ValueError(f"data: {data.nbytes} bytes, expected {size}")
 
     def _check(self, span: KvSpan) -> int:
-        span.check(
-            self.layout, num_tokens=span.first_token + span.num_tokens, num_slots=self.num_slots
-        )
+        num_tokens = span.first_token + span.num_tokens
+        num_slots = [group.part.num_kv_heads for group in self.layout.groups]
+        span.check(self.layout, num_tokens=num_tokens, num_slots=num_slots)
         return span.size(self.layout)
 
 

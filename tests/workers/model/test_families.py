@@ -135,9 +135,11 @@ def test_after_a_transfer(folder: Path, runner: ModelRunner, model: torch.nn.Mod
     tokens = sender.run(sender.step(1, ids, 0))
     step = receiver.step(1, tokens, 70)
     for layer in range(len(runner.config.layers)):
-        slots = runner.kv.num_slots(layer)
+        group, index = runner.kv.layout.place(layer)
+        slots = runner.kv.num_slots(group)
         span = KvSpan(
-            first_layer=layer,
+            group=group,
+            first_layer=index,
             num_layers=1,
             first_token=0,
             num_tokens=70,

@@ -198,13 +198,17 @@ MIXED = KvLayout(
 )
 
 
-def test_equal_layers_form_a_group_whatever_their_windows() -> None:
-    assert MIXED.groups == ((0, 2), (1, 3))
-    assert MIXED.places == ((0, 0), (1, 0), (0, 1), (1, 1))
-    assert [MIXED.bytes_per_slot(layer) for layer in range(4)] == [256, 512, 256, 512]
+def slot_bytes(layout: KvLayout) -> list[int]:
+    return [group.part.slot_bytes for group in layout.groups]
+
+
+def test_layers_with_equal_shapes_and_windows_form_a_group() -> None:
+    assert [group.layers for group in MIXED.groups] == [(0,), (1, 3), (2,)]
+    assert MIXED.places == ((0, 0), (1, 0), (2, 0), (1, 1))
+    assert slot_bytes(MIXED) == [256, 512, 256]
     assert MIXED.bytes_per_token == 4 * 512
     rounded = replace(MIXED, cache_dtype="int8")  # two bytes more for each scale
-    assert [rounded.bytes_per_slot(layer) for layer in range(4)] == [132, 260, 132, 260]
+    assert slot_bytes(rounded) == [132, 260, 132]
     assert rounded.bytes_per_token == 2 * (2 * 132 + 260)
 
 
@@ -228,6 +232,8 @@ def test_each_group_has_its_own_pieces() -> None:
         piece(0, FIRST, FIRST),
         piece(1, FIRST, SECOND),
         replace(piece(0, FIRST, FIRST), group=1),
+        replace(piece(0, FIRST, FIRST), group=2),
+        replace(piece(1, FIRST, SECOND), group=2),
     )
     with pytest.raises(ValueError, match="tp: 3 does not divide"):
         plan_layout(MIXED, 3, 1, 0)

@@ -47,7 +47,7 @@ def cut(kv: FakeKv) -> list[Frame]:
     sent = dict.fromkeys(range(3), 16)
     steps = [[30, 16, 16], [30, 30, 30], [31, 31, 31], [44, 44, 31], [44, 44, 44]]
     for burst, ready in enumerate(dict(enumerate(step)) for step in steps):
-        for part in plan_frames(LAYOUT, PIECE.source_slots, sent, ready, 5 * 64):
+        for part in plan_frames(LAYOUT, 0, PIECE.source_slots, sent, ready, 5 * 64):
             payload = read_now(kv, BLOCKS, part)
             data = Data(
                 index=len(frames), num_bytes=payload.nbytes, burst=burst, age=0.0, **asdict(part)
@@ -125,8 +125,8 @@ def test_a_plan_covers_every_layer_of_every_token_once(
     ready = {layer: max(sent[layer], ready[layer]) for layer in range(layers)}
     ends = dict(sent)
     assume(layers * (count + 300) < 9000)
-    for part in plan_frames(layout, slots, sent, ready, FRAME_BYTES):
-        assert part.size(layout) <= max(FRAME_BYTES, len(slots) * layout.bytes_per_slot(0))
+    for part in plan_frames(layout, 0, slots, sent, ready, FRAME_BYTES):
+        assert part.size(layout) <= max(FRAME_BYTES, len(slots) * layout.groups[0].part.slot_bytes)
         assert range(part.first_slot, part.first_slot + part.num_slots) == slots
         for layer in range(part.first_layer, part.first_layer + part.num_layers):
             assert ends[layer] == part.first_token
@@ -143,7 +143,12 @@ def test_a_plan_covers_every_layer_of_every_token_once(
 def test_without_slots_there_are_no_frames_and_none_is_taken() -> None:
     assert (
         plan_frames(
-            LAYOUT, range(0), dict.fromkeys(range(3), 0), dict.fromkeys(range(3), 44), FRAME_BYTES
+            LAYOUT,
+            0,
+            range(0),
+            dict.fromkeys(range(3), 0),
+            dict.fromkeys(range(3), 44),
+            FRAME_BYTES,
         )
         == []
     )

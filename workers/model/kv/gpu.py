@@ -46,8 +46,8 @@ class GpuKv:
         self._layout = layout
         self._order = order
         self._waiter = EventWaiter()
-        # Of each group, the parts of a head's vector, as words: [num_layers, 2, num_blocks,
-        # block_size, num_slots, words].
+        # Of each group, the parts of a head's vector, as words: [num_layers, planes,
+        # num_blocks, block_size, num_slots, words].
         self._tokens = [[part.transpose(3, 4) for part in _parts_of(tensor)] for tensor in tensors]
         _, _, num_blocks, self._block_size, *_ = self._tokens[0][0].shape
         make = partial(
@@ -78,11 +78,11 @@ class GpuKv:
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview | DeviceData) -> None:
         lane = self._writers(tuple(blocks))
-        group, index = self._index(lane, span)
+        index = self._index(lane, span)
         check_length(span, self._layout, data)
-        parts = self._tokens[group]
+        parts = self._tokens[span.group]
         word = parts[0].dtype
-        shape = (span.num_layers, 2, span.num_tokens, span.num_slots, -1)
+        shape = (span.num_layers, parts[0].shape[1], span.num_tokens, span.num_slots, -1)
         with self._order.writing(lane.blocks_of(span), lane.stream):
             if isinstance(data, DeviceData):
                 data.tensor.record_stream(lane.stream)
@@ -107,23 +107,23 @@ class GpuKv:
         `finish` returns this tensor, and a function of the host's copy that returns the result.
         """
         lane = self._readers(tuple(blocks))
-        group, index = self._index(lane, span)
+        index = self._index(lane, span)
         with self._order.reading(lane.blocks_of(span), lane.stream) as done:
-            picked = [part[index] for part in self._tokens[group]]
+            picked = [part[index] for part in self._tokens[span.group]]
             source, result = finish(picked[0] if len(picked) == 1 else torch.cat(picked, dim=-1))
             host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             host.copy_(source, non_blocking=True)
         return self._waiter.wait(done, lambda: result(host))
 
-    def _index(self, lane: "_Lane", span: KvSpan) -> tuple[int, tuple[Any, ...]]:
-        """Returns a span's group, and its index in the tensor of `_tokens`."""
-        group, layers, slots = place_of(
+    def _index(self, lane: "_Lane", span: KvSpan) -> tuple[Any, ...]:
+        """Returns a span's index in the tensor of `_tokens`."""
+        layers, slots = place_of(
             self._layout,
             span,
             num_tokens=len(lane.blocks) * self._block_size,
             slots=[parts[0].shape[4] for parts in self._tokens],
         )
-        return group, (layers, slice(None), *lane.places_of(span), slots)
+        return (layers, slice(None), *lane.places_of(span), slots)
 
 
 def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -13,7 +13,7 @@ from ..kernels.c.build import library, loaded_library
 from .spans import check_length, check_table, place_of
 
 Bytes = npt.NDArray[np.uint8]
-# Index of a span in a group's tensor, seen as [layer, key or value, token, KV head]: layers, both,
+# Index of a span in a group's tensor, seen as [layer, plane, token, KV head]: layers, all planes,
 # block and offset of each token, KV heads.
 _Index = tuple[slice, slice, npt.NDArray[np.int64], npt.NDArray[np.int64], slice]
 
@@ -41,7 +41,7 @@ class HostKv:
                 f"{len(raw)} bytes are too few for {num_blocks} blocks of {block_size} tokens"
             )
         ends = np.cumsum(sizes).tolist()
-        # Of each group, [num_layers, 2, num_blocks, num_slots, block_size, bytes of a head].
+        # Of each group, [num_layers, planes, num_blocks, num_slots, block_size, row_bytes].
         self._groups = [
             raw[end - size : end].reshape(shape)
             for end, size, shape in zip(ends, sizes, shapes, strict=True)
@@ -53,43 +53,45 @@ class HostKv:
         self._native = library() is not None
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        group, index = self._locate(blocks, span)
-        raw = self._groups[group]
+        index = self._locate(blocks, span)
+        raw = self._groups[span.group]
         if not self._native:
             return _flat(raw.transpose(0, 1, 2, 4, 3, 5)[index])
         dense = np.empty(
-            (span.num_layers, 2, span.num_tokens, span.num_slots, raw.shape[5]), np.uint8
+            (span.num_layers, raw.shape[1], span.num_tokens, span.num_slots, raw.shape[5]), np.uint8
         )
         _copy("read_heads", raw, index, dense)
         return _flat(dense)
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
-        group, index = self._locate(blocks, span)
+        index = self._locate(blocks, span)
         check_length(span, self._layout, data)
-        raw = self._groups[group]
+        raw = self._groups[span.group]
         dense = np.frombuffer(data, np.uint8)
-        dense = dense.reshape(span.num_layers, 2, span.num_tokens, span.num_slots, raw.shape[5])
+        dense = dense.reshape(
+            span.num_layers, raw.shape[1], span.num_tokens, span.num_slots, raw.shape[5]
+        )
         if self._native:
             _copy("write_heads", raw, index, dense)
         else:
             raw.transpose(0, 1, 2, 4, 3, 5)[index] = dense
 
-    def _locate(self, blocks: Sequence[int], span: KvSpan) -> tuple[int, _Index]:
-        """Returns a span's group and its index in the tensor [layer, 2, block, token, slot].
+    def _locate(self, blocks: Sequence[int], span: KvSpan) -> _Index:
+        """Returns a span's index in its group's tensor [layer, plane, block, token, slot].
 
         Raises ValueError if the span or a block is out of range.
         """
-        group, layers, slots = place_of(
+        layers, slots = place_of(
             self._layout, span, num_tokens=len(blocks) * self._block_size, slots=self._slots
         )
         table = check_table(blocks, self._num_blocks)
         positions = np.arange(span.first_token, span.first_token + span.num_tokens)
         block, offset = table[positions // self._block_size], positions % self._block_size
-        return group, (layers, slice(None), block, offset, slots)
+        return layers, slice(None), block, offset, slots
 
 
 def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:
-    """Copies between a group's memory and `dense`: [layers, 2, tokens, slots, bytes of a head]."""
+    """Copies between a group's memory and `dense`: [layers, planes, tokens, slots, row_bytes]."""
     layers, _, block, offset, slots = index
     layer_bytes, half_bytes, block_bytes, slot_bytes, head_bytes = raw.strides[:5]
     places = block * block_bytes + offset * head_bytes
@@ -97,7 +99,7 @@ def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:
         raw.ctypes.data + layers.start * layer_bytes + slots.start * slot_bytes,
         dense.ctypes.data,
         places.ctypes.data,
-        2 * dense.shape[0],
+        dense.shape[0] * dense.shape[1],
         half_bytes,
         dense.shape[2],
         dense.shape[3],

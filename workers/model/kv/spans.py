@@ -11,18 +11,15 @@ from ...kv_cache.layout import KvLayout, KvSpan
 
 def place_of(
     layout: KvLayout, span: KvSpan, *, num_tokens: int, slots: Sequence[int]
-) -> tuple[int, slice, slice]:
-    """Returns a span's group, and its layers and KV slots within the group.
+) -> tuple[slice, slice]:
+    """Returns a span's layers and KV slots within its group.
 
     `slots` has the number of slots of each group. Raises ValueError if the span is not within
     `num_tokens` or within the rank's layers and slots.
     """
-    span.check(
-        layout, num_tokens=num_tokens, num_slots=lambda layer: slots[layout.places[layer][0]]
-    )
-    group, first = layout.places[span.first_layer]
-    layers = slice(first, first + span.num_layers)
-    return group, layers, slice(span.first_slot, span.first_slot + span.num_slots)
+    span.check(layout, num_tokens=num_tokens, num_slots=slots)
+    layers = slice(span.first_layer, span.first_layer + span.num_layers)
+    return layers, slice(span.first_slot, span.first_slot + span.num_slots)
 
 
 def check_table(blocks: Sequence[int], num_blocks: int) -> npt.NDArray[np.int64]:

@@ -1,0 +1,79 @@
+"""Plans the block tables of a model: one for all tokens, and one for each sliding window.
+
+All blocks have the same number of bytes, so that one pool serves every table. Pure arithmetic.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Final
+
+from .layout import CacheGroup, KvLayout
+
+MAX_RATIO: Final = 8
+"""The maximum of base blocks whose tokens a block of another table holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSpec:
+    """Describes one block table of each sequence: its layers' window, and its blocks' tokens."""
+
+    block_size: int  # tokens
+    window: int | None = None  # as of LayerGeometry; None: all tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TableBlocks:
+    """Holds a part of a sequence's block table: the blocks from index `first` on.
+
+    The tokens of the blocks before have left the window, or the reader does not need them.
+    """
+
+    blocks: tuple[int, ...]
+    first: int = 0  # the index of blocks[0] in the table
+
+
+def plan_tables(layout: KvLayout, block_size: int) -> tuple[TableSpec, ...]:
+    """Returns the table of each distinct window of a model, the one without a window first.
+
+    The table with the most bytes per token has blocks of `block_size` tokens. The blocks of the
+    others hold the nearest whole multiple of it, at most MAX_RATIO, that makes their bytes equal.
+    """
+    tokens: dict[int | None, int] = {}
+    for group in layout.token_groups:
+        part = group.part
+        slot_bytes = len(group.layers) * part.num_kv_heads * part.slot_bytes
+        tokens[part.window] = tokens.get(part.window, 0) + slot_bytes
+    most = max(tokens.values(), default=0)
+    return tuple(
+        TableSpec(block_size=block_size * ratio(most, tokens[window]), window=window)
+        for window in sorted(tokens, key=lambda window: (window is not None, window or 0))
+    )
+
+
+def ratio(most: int, token_bytes: int) -> int:
+    """Returns the multiple of the base block for a table with `token_bytes` for each token."""
+    return min(MAX_RATIO, max(1, (2 * most + token_bytes) // (2 * token_bytes)))
+
+
+def table_of(tables: Sequence[TableSpec], group: CacheGroup) -> int:
+    """Returns the index of the table that holds a group of tokens."""
+    return next(i for i, table in enumerate(tables) if table.window == group.part.window)
+
+
+def alignment(tables: Iterable[TableSpec]) -> int:
+    """Returns the number of tokens that fills whole blocks of every table."""
+    return lcm(*(table.block_size for table in tables))
+
+
+def block_bytes(layout: KvLayout, tables: Sequence[TableSpec], slots: Sequence[int]) -> int:
+    """Returns the bytes of a block in a rank's memory, which are equal in all tables.
+
+    `slots` has the number of KV slots of each group, as `slots_of` returns it.
+    """
+    sizes = [0] * len(tables)
+    for group, num_slots in zip(layout.token_groups, slots, strict=False):
+        table = table_of(tables, group)
+        token_bytes = len(group.layers) * num_slots * group.part.slot_bytes
+        sizes[table] += tables[table].block_size * token_bytes
+    return max(sizes, default=0)
