@@ -95,6 +95,18 @@ async def test_a_router_that_disconnects_leaves_nothing(how: str) -> None:
         assert all(status.num_sessions == 0 for status in await running.statuses())
 
 
+async def drop_cancelled_timers() -> None:
+    """Has asyncio remove the timers that were cancelled.
+
+    It keeps them until there are more than a hundred, and more than other timers: how many it
+    keeps at a moment depends on the speed of the machine.
+    """
+    loop = asyncio.get_running_loop()
+    for _ in range(400):
+        loop.call_later(60, gc.collect).cancel()
+    await asyncio.sleep(0)
+
+
 async def test_five_hundred_requests_leave_no_object_behind() -> None:
     async with fleet(1, 2) as running:
         prompts = [[(n * i) % VOCAB for i in range(20 + n)] for n in range(1, 26)]
@@ -107,8 +119,7 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
         def held() -> list[int]:
             counts = [
                 len(asyncio.all_tasks()),
-                # asyncio keeps some timers that are cancelled, until others before them have run.
-                sum(not timer.cancelled() for timer in asyncio.get_running_loop()._scheduled),  # type: ignore[attr-defined]
+                len(asyncio.get_running_loop()._scheduled),  # type: ignore[attr-defined]
                 len(clients(running)),
                 sum(len(client._streams) for client in clients(running)),
             ]
@@ -125,18 +136,21 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
             """After so many rounds of 25 requests, when all is quiet."""
             await asyncio.gather(*(one(prompt) for prompt in prompts * rounds))
             await running.check_idle()
-            async with asyncio.timeout(5):
+            await drop_cancelled_timers()
+            async with asyncio.timeout(60):
                 while any(now > then for now, then in zip(held(), quiet, strict=False)):
                     await asyncio.sleep(0.01)
+                    await drop_cancelled_timers()
                 # Collecting gRPC's request iterators schedules their closing on this loop.
                 while gc.collect():
                     await asyncio.sleep(0.01)
+            await drop_cancelled_timers()
             return len(gc.get_objects())
 
         quiet: list[int] = []
         await num_objects(8)  # fills the prefix caches of both decode workers
         quiet = held()
         quiet[1] += 1  # the timer of the timeout there
-        counts = [await num_objects(10) for _ in range(4)]
+        counts = [await num_objects(5) for _ in range(4)]
         grown = [after - before for before, after in pairwise(counts)]
-        assert min(grown) < 25, "a leak of one object in ten requests"
+        assert min(grown) < 12, "a leak of one object in ten requests"
