@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 from tandem.tests.fuzz.mutations import inputs
 from tandem.tests.fuzz.targets import Target
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.tp.process_group import EMPTY_PLAN, decode_plan, encode_plan
 
 STEP = SequenceStep(
     sequence_id=1,
     token_ids=(1, 2),
     start=0,
-    new_blocks=(3, 4),
+    new_blocks=(TableBlocks((3, 4)),),
     sampling=SamplingParams(temperature=0.5, seed=7),
     num_samples=1,
 )

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...proto.limits import mixed_chunk
+from ..kv_cache.tables import TableSpec
 
 
 def default_chunk_tokens(device: str, num_threads: int = 0) -> int:
@@ -111,10 +112,18 @@ class EngineConfig:
 
     num_blocks: int
     num_host_blocks: int = 0  # in host memory, for evicted blocks
-    block_size: int = 16  # tokens
+    block_size: int = 16  # tokens of a base block, which the hashes of the prefix cache name
+    # The block tables of each sequence, as of `plan_tables`; empty stands for one full table.
+    tables: tuple[TableSpec, ...] = ()
+    num_states: int = 0  # in device memory; 0: the model keeps no state
+    state_tokens: int = 0  # tokens of KV cache that have as many bytes as a state
     # Schedule a step while the last one runs; for executors whose launch does not wait.
     overlap: bool = False
     budgets: Budgets = Budgets()
+
+    def __post_init__(self) -> None:
+        if not self.tables:  # the dataclass is frozen
+            object.__setattr__(self, "tables", (TableSpec(block_size=self.block_size),))
 
     @property
     def capacity_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ..kv_cache.tables import TableBlocks
 from .plan import NOT_FINITE, FirstTokens, SampledLogprobs
 from .sequence import FinishReason
 
@@ -19,7 +20,7 @@ class Admitted:
     queue_seconds: float
     num_cached: int  # prompt tokens found in the prefix cache
     num_loaded: int = 0  # cached tokens that the next step loads from host memory
-    blocks: tuple[int, ...]  # the block table of the whole prompt
+    tables: tuple[TableBlocks, ...]  # the block tables of the whole prompt
     # Hashes of the blocks after the cached ones that have to be filled from elsewhere.
     importing: tuple[bytes, ...] = ()
     # The source of the `importing` blocks. A remote is the worker of `SequenceSpec.num_remote`.
@@ -82,7 +83,7 @@ class Suspended:
     """
 
     id: int
-    blocks: tuple[int, ...]
+    tables: tuple[TableBlocks, ...]
     # All tokens with KV cache: the prompt and the generated tokens except the last.
     tokens: tuple[int, ...]
     first_token: int  # the last generated token; the next worker computes its KV cache first

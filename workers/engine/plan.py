@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Protocol
 
+from ..kv_cache.tables import TableBlocks
+
 Pooling = Literal["last", "mean"]
 """The embedding of a prompt: its last token's hidden state after the last norm, or their mean."""
 
@@ -66,14 +68,19 @@ class SequenceStep:
     """Holds one sequence's part of a step.
 
     The ranks keep the block tables, so a step has only the new blocks. A step with `sampling`
-    registers the sequence, or replaces it; then its block table consists of `new_blocks` alone.
+    registers the sequence, or replaces it; then its block tables consist of `new_blocks` alone.
     """
 
     sequence_id: int
     # The tokens whose KV this step computes, at least one; or PENDING_TOKEN alone.
     token_ids: tuple[int, ...]
-    start: int  # the position of token_ids[0]; every earlier position has its KV in the block table
-    new_blocks: tuple[int, ...]  # appended to the sequence's block table before the step
+    # The position of token_ids[0]; every earlier position has its KV in the block tables, except
+    # positions that have left the window of a table.
+    start: int
+    # For each table of `EngineConfig.tables`, the blocks that the table has from index `first` on
+    # before the step; empty if no table has a new block. No token that the step reads is in a block
+    # between the end of a rank's table and `first`.
+    new_blocks: tuple[TableBlocks, ...]
     sampling: SamplingParams | None  # set in the sequence's first step on this worker, then None
     num_samples: int  # tokens sampled to follow token_ids[-1]; the i-th with `sampling.seed` + i
     # The number of draft tokens at the end of token_ids. One token is sampled after the token

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
+from ..kv_cache.tables import TableBlocks
 from . import fork
 from .events import Admitted, Event, NewTokens, Preempted, Suspended
 from .ngram import Drafter
@@ -222,7 +223,7 @@ class Scheduler:
         *tokens, last = sequence.tokens
         return Suspended(
             id=sequence.spec.id,
-            blocks=tuple(sequence.blocks),
+            tables=(TableBlocks(tuple(sequence.blocks)),),
             tokens=tuple(tokens),
             first_token=last,
         )
@@ -250,6 +251,7 @@ class Scheduler:
             is_remote = num_remote > count
             sequence.importing = tuple(chain[: max(num_remote, count)])
         self._requests.admit(sequence, shared, in_host)
+        blocks = tuple((sequence.blocks + sequence.reserved)[: sequence.num_prompt_blocks])
         return Admitted(
             id=sequence.spec.id,
             queue_seconds=sequence.started - sequence.submitted,
@@ -257,7 +259,7 @@ class Scheduler:
             num_loaded=sequence.num_loaded,
             importing=sequence.importing,
             prefix_source="remote" if is_remote else "disk",
-            blocks=tuple((sequence.blocks + sequence.reserved)[: sequence.num_prompt_blocks]),
+            tables=(TableBlocks(blocks),),
         )
 
     def _match(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
@@ -371,11 +373,15 @@ class Scheduler:
         start = sequence.num_scheduled
         end = start + count
         num_samples = sequence.num_samples if end >= len(sequence.tokens) else 0
+        new_blocks: tuple[TableBlocks, ...] = ()
+        first = sequence.num_sent_blocks
+        if first < len(sequence.blocks):
+            new_blocks = (TableBlocks(tuple(sequence.blocks[first:]), first),)
         step = SequenceStep(
             sequence_id=sequence.spec.id,
             token_ids=(tuple(sequence.tokens[start:end]) or (PENDING_TOKEN,)) + draft,
             start=start,
-            new_blocks=tuple(sequence.blocks[sequence.num_sent_blocks :]),
+            new_blocks=new_blocks,
             sampling=None if sequence.sampling_sent else sequence.spec.sampling,
             adapter=0 if sequence.sampling_sent else sequence.spec.adapter,
             num_samples=num_samples + len(draft),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...proto.limits import MAX_LOGPROBS
+from ..kv_cache.tables import TableBlocks
 from .config import default_chunk_tokens
 from .plan import SamplingParams, SequenceStep, StepPlan
 
@@ -80,7 +81,7 @@ def _step(
         sequence_id=sequence_id,
         token_ids=tokens,
         start=0,
-        new_blocks=tuple(range(-(-num_tokens // block_size))),
+        new_blocks=(TableBlocks(tuple(range(-(-num_tokens // block_size)))),),
         sampling=sampling,
         num_samples=1,
         history=tokens if sampling.needs_history else (),

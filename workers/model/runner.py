@@ -351,7 +351,8 @@ class ModelRunner(Executor):
             self._pooler.admit(step.sequence_id, step.sampling.pooling)
             self._sampler.admit(step, step.sampling)
             self.adapters.admit(step.sequence_id, step.adapter)
-        self._tables[step.sequence_id].extend(step.new_blocks)
+        for new in step.new_blocks:
+            self._tables[step.sequence_id].extend(new.blocks)
 
     def _clear_rest(self, step: SequenceStep) -> None:
         """Clears the rest of a step's last block where needed.

@@ -129,7 +129,7 @@ class DiskTier:
         """
         num_filled = 0
         started = time.monotonic()
-        blocks = event.blocks[event.num_cached // self._block_size :]
+        blocks = event.tables[0].blocks[event.num_cached // self._block_size :]
         try:
             async with asyncio.timeout(_LOAD_SECONDS):
                 while num_filled < len(event.importing):

@@ -142,9 +142,8 @@ class PrefixImporter:
             num_blocks, rest = divmod(handle.num_tokens, holder.block_size)
             if rest or num_blocks > len(chain) or not handle.endpoints:
                 raise TransferError("the lease does not match the requested prefix")
-            await self._kv.fetch_now(
-                event.id, handle, chain[num_blocks - 1], (event.blocks, event.num_cached)
-            )
+            target = event.tables[0].blocks, event.num_cached
+            await self._kv.fetch_now(event.id, handle, chain[num_blocks - 1], target)
         finally:
             call.cancel()
         return handle.num_tokens // self._block_size * self._block_size - event.num_cached

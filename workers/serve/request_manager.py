@@ -328,16 +328,18 @@ class RequestManager:
             self.num_recomputed_tokens += len(spec.tokens) - event.num_cached
             self.metrics.add(RECOMPUTED, len(spec.tokens) - event.num_cached)
         if spec.task is Task.DECODE:
-            self.kv.set_target(spec.id, event.blocks, event.num_cached)
+            self.kv.set_target(spec.id, event.tables[0].blocks, event.num_cached)
         elif spec.task is Task.PREFILL:
-            message.kv.CopyFrom(self._offer(spec.id, event.blocks, spec.tokens, spec.salt))
+            message.kv.CopyFrom(
+                self._offer(spec.id, event.tables[0].blocks, spec.tokens, spec.salt)
+            )
         return message
 
     def _suspended(self, request: WorkerRequest, choice: int, event: Suspended) -> None:
         """Offers the KV cache of a suspended choice, which is completely computed."""
         request.suspended[choice] = event.id
         self.metrics.add(SUSPENDS)
-        handle = self._offer(event.id, event.blocks, event.tokens, request.spec.salt)
+        handle = self._offer(event.id, event.tables[0].blocks, event.tokens, request.spec.salt)
         self.kv.progress(event.id, len(event.tokens))
         self.kv.complete(event.id, FirstTokens(tokens=(event.first_token,)))
         request.session.put(request.key, choice, suspended=worker_pb2.Suspended(kv=handle))

@@ -19,6 +19,7 @@ from ..engine.plan import (
     SequenceStep,
     StepPlan,
 )
+from ..kv_cache.tables import TableBlocks
 from ..model.runner import ModelRunner
 
 # Known tokens that one call computes at most, so that a long prompt delays other streams little.
@@ -119,11 +120,12 @@ class DraftingExecutor(DelegatingExecutor):
         """Returns the step that computes `tokens`, which begin at the position `start`."""
         held = self._held[request.sequence_id]
         blocks = request.blocks
+        first = held.num_blocks
         step = SequenceStep(
             sequence_id=request.sequence_id,
             token_ids=tuple(tokens),
             start=start,
-            new_blocks=tuple(blocks[held.num_blocks :]),
+            new_blocks=(TableBlocks(tuple(blocks[first:]), first),) if first < len(blocks) else (),
             sampling=None if held.num_blocks else _own_sampling(request.sampling),
             num_samples=int(samples),
         )

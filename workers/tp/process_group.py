@@ -25,6 +25,7 @@ from ..engine.plan import (
     SequenceStep,
     StepPlan,
 )
+from ..kv_cache.tables import TableBlocks
 from ..transfer.backend import join_store, listen_store, open_group
 
 EMPTY_PLAN: Final = StepPlan(sequences=(), dropped=())
@@ -37,6 +38,7 @@ _SAMPLING_FIELDS: Final = tuple(each.name for each in fields(SamplingParams))
 _VALUES: Final = {
     SequenceStep: attrgetter(*_STEP_FIELDS),
     SamplingParams: attrgetter(*_SAMPLING_FIELDS),
+    TableBlocks: attrgetter("blocks", "first"),
 }
 _LENGTH: Final = struct.Struct("<I")
 _SECRET_BYTES: Final = 32
@@ -265,6 +267,7 @@ def decode_plan(data: bytes) -> StepPlan:
 
 def _decode_step(values: tuple[Any, ...]) -> SequenceStep:
     step = dict(zip(_STEP_FIELDS, values, strict=True))
+    step["new_blocks"] = tuple(TableBlocks(*table) for table in step["new_blocks"])
     if step["sampling"] is not None:
         step["sampling"] = SamplingParams(
             **dict(zip(_SAMPLING_FIELDS, step["sampling"], strict=True))

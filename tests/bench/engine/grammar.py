@@ -19,6 +19,7 @@ from tandem.tests.bench.engine.floor import synchronize
 from tandem.tests.bench.engine.steps import BLOCK_SIZE, WARMUP_STEPS
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
 from tandem.workers.host.malloc import keep_freed_memory
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.config import CheckpointError
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
@@ -58,7 +59,7 @@ class Batch:
                 sequence_id=sequence_id,
                 token_ids=prompt,
                 start=0,
-                new_blocks=tuple(range(begin, begin + num_blocks)),
+                new_blocks=(TableBlocks(tuple(range(begin, begin + num_blocks))),),
                 sampling=SamplingParams(temperature=0.8, seed=row, grammar=grammar),
                 num_samples=1,
                 history=prompt,

@@ -77,7 +77,9 @@ def fill(
     if count:
         part = span(source.executor.kv, start, count)
         target.executor.kv.write(
-            admitted.blocks, part, read_now(source.executor.kv, held.blocks, part)
+            admitted.tables[0].blocks,
+            part,
+            read_now(source.executor.kv, held.tables[0].blocks, part),
         )
     source.engine.cancel(1)
     source.check_idle()

@@ -287,7 +287,8 @@ class FakeExecutor(Executor):
             raise RuntimeError(
                 f"sequence {number}: position {step.start} after a gap or a repetition"
             )
-        self._tables[number] += step.new_blocks
+        for new in step.new_blocks:
+            self._tables[number] += new.blocks
         return self.kv.history(self._tables[number], step.start)
 
     def _run(self, step: SequenceStep, history: bytes, samples: Samples) -> list[int]:

@@ -202,7 +202,7 @@ class Worker:
                     elif event.importing:
                         self.importing[event.id] = event
                         first = event.num_cached // self.config.block_size
-                        for block in event.blocks[first : first + len(event.importing)]:
+                        for block in event.tables[0].blocks[first : first + len(event.importing)]:
                             self._clear(block)
 
         self.engine.step(take)
@@ -290,7 +290,7 @@ class Worker:
                 if self.disk is None or event.prefix_source == "remote"
                 else self.disk.blocks[digest]
             )
-            block = event.blocks[event.num_cached // self.config.block_size + place]
+            block = event.tables[0].blocks[event.num_cached // self.config.block_size + place]
             self.executor.kv.write([block], self._whole, memoryview(data))
         self.engine.commit_prefix(number, num_blocks * self.config.block_size)
         self.check()
@@ -299,8 +299,8 @@ class Worker:
     def _other_worker(self, event: Admitted) -> dict[bytes, bytes]:
         """The blocks of a prompt as another worker has computed them."""
         spec, size = self.specs[event.id], self.config.block_size
-        kv = FakeKv(len(event.blocks), size, self.executor.kv.layout)
-        kv.compute(range(len(event.blocks)), 0, spec.tokens, b"")
+        kv = FakeKv(len(event.tables[0].blocks), size, self.executor.kv.layout)
+        kv.compute(range(len(event.tables[0].blocks)), 0, spec.tokens, b"")
         chain = hash_chain(spec.tokens, size, spec.salt)
         return {
             digest: bytes(read_now(kv, [block], self._whole)) for block, digest in enumerate(chain)
@@ -347,12 +347,12 @@ class Worker:
         """
         spec = self.specs[event.id]
         prefix = spec.tokens[: event.num_cached]
-        cached = event.blocks[: event.num_cached // self.config.block_size]
+        cached = event.tables[0].blocks[: event.num_cached // self.config.block_size]
         known = next(
             (i for i, block in enumerate(cached) if block in self.executor.restoring), len(cached)
         )
         num_readable = known * self.config.block_size
-        found = self.executor.kv.history(event.blocks, num_readable)
+        found = self.executor.kv.history(event.tables[0].blocks, num_readable)
         assert found == functools.reduce(_extend, prefix[:num_readable], b""), (
             "KV of another prefix"
         )
@@ -361,7 +361,7 @@ class Worker:
             == event.num_loaded % self.config.block_size
             == 0
         )
-        assert len(event.blocks) == -(-len(spec.tokens) // self.config.block_size)
+        assert len(event.tables[0].blocks) == -(-len(spec.tokens) // self.config.block_size)
         others = [
             s for s in self.specs.values() if s.salt == spec.salt and s is not spec
         ]  # which may overtake it
@@ -381,7 +381,7 @@ class Worker:
         if num_tokens:
             part = span(self.executor.kv, event.num_cached, num_tokens)
             self.executor.kv.write(
-                event.blocks, part, memoryview(bytes(part.size(self.executor.kv.layout)))
+                event.tables[0].blocks, part, memoryview(bytes(part.size(self.executor.kv.layout)))
             )
 
 

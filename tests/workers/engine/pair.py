@@ -165,9 +165,8 @@ class Pair:
         if count > 0:
             for layer in range(source.layout.num_layers):
                 part = span(source, start, count, layer, 1)
-                target.write(
-                    request.target.blocks, part, read_now(source, request.source.blocks, part)
-                )
+                data = read_now(source, request.source.tables[0].blocks, part)
+                target.write(request.target.tables[0].blocks, part, data)
             request.num_pulled += count
         if request.first_tokens is not None and request.num_pulled == request.num_readable:
             assert request.decode_id is not None

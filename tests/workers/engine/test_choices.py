@@ -102,7 +102,7 @@ def test_full_blocks_are_shared_and_the_partial_one_is_copied(worker: MakeWorker
     while not any(plan.copies for plan in target.executor.plans):
         target.step()
     plan = target.executor.plans[-1]
-    tables = [step.new_blocks for step in plan.sequences]
+    tables = [step.new_blocks[0].blocks if step.new_blocks else () for step in plan.sequences]
     assert [len(table) for table in tables] == [0, 3, 3, 3], "the first goes on with its own"
     assert [step.sampling is not None for step in plan.sequences] == [False, True, True, True]
     assert len({table[:2] for table in tables[1:]}) == 1
@@ -368,7 +368,7 @@ def test_nobody_gets_the_block_that_a_copy_is_from_before_the_copy(worker: MakeW
         events.extend(reported)
         for event in reported:
             if isinstance(event, Admitted):
-                filled.extend(event.blocks)
+                filled.extend(event.tables[0].blocks)
                 fill(target, event, tuple(range(20, 36)))
 
     target.engine.step(emit)

@@ -248,7 +248,9 @@ def test_a_suspended_sequence_gives_the_blocks_of_its_draft_back(
     assert (*event.tokens, event.first_token) == (*PROMPT, *made)
     assert made == expected(PROMPT, len(made))
     assert (
-        len(event.blocks) == -(-len(event.tokens) // 2) == target.engine.blocks()[BlockState.LEASED]
+        len(event.tables[0].blocks)
+        == -(-len(event.tokens) // 2)
+        == target.engine.blocks()[BlockState.LEASED]
     )
     assert target.engine.blocks()[BlockState.OWNED] == 0
     target.engine.cancel(1)

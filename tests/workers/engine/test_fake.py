@@ -9,6 +9,7 @@ import pytest
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
 from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.kv_cache.tables import TableBlocks
 
 BLOCK_SIZE = 4
 TOKENS = (5, 6, 7, 8, 9, 10)
@@ -26,7 +27,7 @@ def plan(
         sequence_id=sequence_id,
         token_ids=tokens,
         start=start,
-        new_blocks=blocks,
+        new_blocks=(TableBlocks(blocks),) if blocks else (),
         sampling=SamplingParams() if first else None,
         num_samples=1,
     )

@@ -142,7 +142,9 @@ def test_steps_ask_for_candidates_only_and_beams_share_the_prompt(worker: MakeWo
     )
     assert all(step.num_samples == 1 for plan in plans for step in plan.sequences)
     assert target.executor.num_tokens == 10 + 3 * (len(plans) - 1)
-    shared = {step.new_blocks[:2] for plan in plans for step in plan.sequences if step.sampling}
+    shared = {
+        step.new_blocks[0].blocks[:2] for plan in plans for step in plan.sequences if step.sampling
+    }
     assert len(shared) == 1
 
 

@@ -48,7 +48,7 @@ def go_on(
     assert isinstance(admitted, Admitted)
     part = span(source.executor.kv, admitted.num_cached, len(event.tokens) - admitted.num_cached)
     target.executor.kv.write(
-        admitted.blocks, part, read_now(source.executor.kv, event.blocks, part)
+        admitted.tables[0].blocks, part, read_now(source.executor.kv, event.tables[0].blocks, part)
     )
     target.engine.commit_import(number, first_tokens(event.first_token))
     source.engine.cancel(event.id)
@@ -74,7 +74,7 @@ def test_a_suspended_sequence_continues_elsewhere_and_nothing_is_computed_twice(
     assert (event.tokens, event.first_token) == ((*PROMPT, *made[:-1]), made[-1])
     blocks = source.engine.blocks()
     num_blocks = -(-len(event.tokens) // block_size)
-    assert len(event.blocks) == num_blocks == blocks[BlockState.LEASED]
+    assert len(event.tables[0].blocks) == num_blocks == blocks[BlockState.LEASED]
     assert (blocks[BlockState.OWNED], blocks[BlockState.RESERVED]) == (0, 0)
     assert source.engine.suspend(1), "it has been"
     made += go_on(source, event, target, 12 - len(made) + 1, len(made) - 1)
@@ -149,7 +149,7 @@ def test_a_prompt_is_computed_and_forks_first(
         assert made == want[number - 1][: len(made)]
         assert (*event.tokens, event.first_token) == (*prompt, *made)
         source.executor.kv.history(
-            event.blocks, len(event.tokens)
+            event.tables[0].blocks, len(event.tokens)
         )  # raises if it is of something else
     for number in (2, 1, 3):
         source.engine.cancel(number)
@@ -182,7 +182,7 @@ def test_a_committed_import_is_suspended_again_with_its_first_token(worker: Make
     target.engine.commit_import(1, first_tokens(first))
     assert target.engine.suspend(1)
     (event,) = run(target)
-    assert event == Suspended(id=1, blocks=admitted.blocks, tokens=PROMPT, first_token=first)
+    assert event == Suspended(id=1, tables=admitted.tables, tokens=PROMPT, first_token=first)
     assert target.executor.num_tokens == 0
     target.engine.cancel(1)
     run(target)
@@ -279,7 +279,9 @@ class Service:
         if count:
             part = span(source.executor.kv, place.num_pulled, count)
             sink.executor.kv.write(
-                target.blocks, part, read_now(source.executor.kv, lease.blocks, part)
+                target.tables[0].blocks,
+                part,
+                read_now(source.executor.kv, lease.tables[0].blocks, part),
             )
             place.num_pulled += count
         if place.num_pulled == len(lease.tokens):
@@ -375,7 +377,7 @@ class Service:
             case Suspended():
                 assert event.tokens == (*request.prompt, *request.tokens[:-1])
                 assert event.first_token == request.tokens[-1]
-                assert len(event.blocks) == -(
+                assert len(event.tables[0].blocks) == -(
                     -len(event.tokens) // self.workers[worker].config.block_size
                 )
                 decode = self._spec(request, Task.DECODE)

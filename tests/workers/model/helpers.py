@@ -23,6 +23,7 @@ from tandem.workers.engine.plan import (
     SequenceStep,
     StepPlan,
 )
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.gumbel import sample
@@ -122,7 +123,7 @@ class Driver:
             sequence_id=sequence_id,
             token_ids=tuple(token_ids),
             start=start,
-            new_blocks=tuple(new),
+            new_blocks=(TableBlocks(tuple(new), len(table) - len(new)),) if new else (),
             **(values | fields),
         )
 

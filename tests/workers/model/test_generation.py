@@ -29,6 +29,7 @@ from tandem.workers.engine.plan import (
     SequenceStep,
     StepPlan,
 )
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling import logprobs
 
@@ -213,7 +214,10 @@ def test_choices_of_one_prefill_are_those_of_their_seeds(
             else {}
         )
         own = replace(kind, seed=kind.seed + number)
-        steps.append(replace(step, new_blocks=table + step.new_blocks, sampling=own, **history))  # type: ignore[arg-type]
+        new = table + tuple(block for each in step.new_blocks for block in each.blocks)
+        steps.append(
+            replace(step, new_blocks=(TableBlocks(new),), sampling=own, **history)  # type: ignore[arg-type]
+        )
         copies += pairs
     samples = driver.sample(*steps, copies=tuple(copies))
     while True:
@@ -251,7 +255,7 @@ def test_a_sequence_that_is_made_known_anew_goes_on(folder: Path, kind: Sampling
         sequence_id=1,
         token_ids=(tokens[-1],),
         start=25,
-        new_blocks=tuple(table[1]),
+        new_blocks=(TableBlocks(tuple(table[1])),),
         sampling=kind,
         num_samples=1,
         history=known,

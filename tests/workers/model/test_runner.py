@@ -12,6 +12,7 @@ from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt
 from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
 from tandem.workers.engine.warmup import StepLimits
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.device import enter_device
 from tandem.workers.model.footprint import kv_bytes_per_token
 from tandem.workers.model.loader import open_checkpoint
@@ -38,7 +39,7 @@ def test_only_sequences_with_sample_answer_in_order(folder: Path) -> None:
             sequence_id=index,
             token_ids=tuple(prompt(20, index)),
             start=0,
-            new_blocks=(2 * index, 2 * index + 1),
+            new_blocks=(TableBlocks((2 * index, 2 * index + 1)),),
             sampling=SamplingParams(temperature=0.0),
             num_samples=int(sample),
         )
@@ -140,7 +141,7 @@ def test_what_the_last_owner_of_a_block_left_does_not_matter(folder: Path) -> No
         sequence_id=8,
         token_ids=(prompt(21)[20],),
         start=20,
-        new_blocks=blocks,
+        new_blocks=(TableBlocks(blocks),),
         sampling=GREEDY,
         num_samples=1,
     )

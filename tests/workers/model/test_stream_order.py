@@ -31,6 +31,7 @@ from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
 from tandem.workers.host.streams import Ints
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.store import Completed
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv_store import HostBlocks, PagedKv
 from tandem.workers.model.runner import ModelRunner
 
@@ -108,7 +109,7 @@ class World:
                     sequence_id=each.number,
                     token_ids=(1,),
                     start=each.num_launched,
-                    new_blocks=tuple(each.blocks[known:]),
+                    new_blocks=(TableBlocks(tuple(each.blocks[known:]), known),),
                     sampling=GREEDY if each.is_new else None,
                     num_samples=1,
                 )

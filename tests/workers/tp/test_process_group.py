@@ -31,6 +31,7 @@ from tandem.workers.engine.plan import (
     SequenceStep,
     StepPlan,
 )
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.serve.watchdog import WatchedExecutor
 from tandem.workers.tp.draft_model import DraftingExecutor
 from tandem.workers.tp.nice_executor import NiceExecutor
@@ -139,7 +140,7 @@ STEP_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "sequence_id": st.integers(0, 2**63 - 1),
     "token_ids": st.lists(st.integers(PENDING_TOKEN, 2**20), min_size=1).map(tuple),
     "start": IDS,
-    "new_blocks": TOKENS,
+    "new_blocks": st.lists(st.builds(TableBlocks, TOKENS, IDS), max_size=3).map(tuple),
     "num_samples": st.integers(0, 3),
     "num_draft": st.integers(0, 3),
     "adapter": IDS,
