@@ -13,12 +13,13 @@ import torch
 
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer.played import LAYOUT
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv_store import PagedKv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 SIZES: dict[str, Any] = {"num_blocks": 64, "block_size": 16, "tp": 1, "rank": 0}
-BLOCKS = (5, 0, 63)
+BLOCKS = TableBlocks((5, 0, 63))
 
 
 def memory(seed: int) -> PagedKv:

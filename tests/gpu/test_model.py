@@ -18,7 +18,7 @@ from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_exact import NUM_TOKENS, cut, logits_by_position
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
 from tandem.tests.workers.model.test_host_blocks import check_blocks_come_back
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import as_table, span
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import NewTokens
@@ -221,10 +221,10 @@ async def test_kv_cache_moves_to_and_from_a_gpu_unchanged(folder: Path, cache_dt
         prefill, decode = Driver(source), Driver(target, seed=4)
         tokens = prefill.run(prefill.step(1, prompt(37), 0))
         part = span(source.kv, 0, 37)
-        data = await source.kv.read(prefill.tables[1], part)
+        data = await source.kv.read(as_table(prefill.tables[1]), part)
         step = decode.step(1, [tokens[0]], 37)
-        target.kv.write(decode.tables[1], part, data)
-        assert await target.kv.read(decode.tables[1], part) == data
+        target.kv.write(as_table(decode.tables[1]), part, data)
+        assert await target.kv.read(as_table(decode.tables[1]), part) == data
         tokens += decode.run(step)
         while len(tokens) < 10:
             tokens += decode.run(decode.step(1, tokens[-1:], 37 + len(tokens) - 1))
@@ -244,13 +244,13 @@ async def test_kv_slots_of_a_gpu_are_those_of_the_cpu(dtype: str) -> None:
     )
     cpu.data.view(torch.uint8).random_(0, 256)
     gpu.data.copy_(cpu.data)
-    blocks = (7, 0, 3)
+    table = as_table((7, 0, 3))
     for slots in (range(1), range(1, 2), range(2)):
         part = replace(span(cpu, 3, 11, 1, 1), first_slot=slots.start, num_slots=len(slots))
-        data = await cpu.read(blocks, part)
-        assert await gpu.read(blocks, part) == data
+        data = await cpu.read(table, part)
+        assert await gpu.read(table, part) == data
         for kv in (gpu, cpu):
-            kv.write((4, 8, 6), part, data)
+            kv.write(as_table((4, 8, 6)), part, data)
             torch.cuda.synchronize()  # a copy outside of steps has no order with writes
             kv.copy(((4, 1), (6, 5)))
         assert gpu.data.cpu().view(torch.uint8).equal(cpu.data.view(torch.uint8))

@@ -4,6 +4,14 @@ from collections.abc import Sequence
 
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.store import KvStore
+from tandem.workers.kv_cache.tables import TableBlocks
+
+Blocks = TableBlocks | Sequence[int]
+"""A block table, or the blocks of a table from its first one on."""
+
+
+def as_table(blocks: Blocks) -> TableBlocks:
+    return blocks if isinstance(blocks, TableBlocks) else TableBlocks(tuple(blocks))
 
 
 def span(
@@ -26,9 +34,9 @@ def span(
     )
 
 
-def read_now(kv: KvStore, blocks: Sequence[int], part: KvSpan) -> memoryview:
+def read_now(kv: KvStore, blocks: Blocks, part: KvSpan) -> memoryview:
     """Reads from a cache in host memory, where the copy must be complete at once."""
-    reading = kv.read(blocks, part).__await__()
+    reading = kv.read(as_table(blocks), part).__await__()
     try:
         next(reading)
     except StopIteration as done:

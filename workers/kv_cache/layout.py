@@ -233,15 +233,17 @@ class KvSpan:
         """Returns the indices of the span's layers within its group."""
         return range(self.first_layer, self.first_layer + self.num_layers)
 
-    def check(self, layout: KvLayout, *, num_tokens: int, num_slots: Sequence[int]) -> None:
+    def check(self, layout: KvLayout, *, tokens: range, num_slots: Sequence[int]) -> None:
         """Raises ValueError unless the span is valid.
 
-        It must lie within `num_tokens` tokens and `num_slots[group]` KV slots.
+        It must lie within the positions `tokens` and `num_slots[group]` KV slots.
         """
         _check_range(self.group, 1, len(layout.groups), "group")
         num_layers = len(layout.groups[self.group].layers)
         _check_range(self.first_layer, self.num_layers, num_layers, "layers")
-        _check_range(self.first_token, self.num_tokens, num_tokens, "tokens")
+        if self.first_token < tokens.start:
+            raise ValueError(f"tokens {self.first_token} are not within {tokens}")
+        _check_range(self.first_token, self.num_tokens, tokens.stop, "tokens")
         _check_range(self.first_slot, self.num_slots, num_slots[self.group], "KV slots")
 
     def size(self, layout: KvLayout) -> int:

@@ -1,16 +1,17 @@
 """Declares the interface by which KV transfers read and write one rank's KV cache memory."""
 
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Generic, Protocol, TypeVar
 
 from .layout import KvLayout, KvSpan
 from .sharding import kv_heads
+from .tables import TableBlocks
 
 T = TypeVar("T")
 
-KvRead = Callable[[Sequence[int], KvSpan], memoryview]
+KvRead = Callable[[TableBlocks, KvSpan], memoryview]
 """A function that reads a span as `KvStore.read` does, and returns the copy at once."""
 
 
@@ -69,11 +70,11 @@ class KvStore(Protocol):
         """
         ...
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> Awaitable[memoryview]:
-        """Copies a span of the sequence whose block table is `blocks`; await the copy.
+    def read(self, table: TableBlocks, span: KvSpan) -> Awaitable[memoryview]:
+        """Copies a span of the sequence that owns the blocks of `table`; await the copy.
 
-        Its tokens must be computed. On a GPU the running event loop gets the copy; in host memory
-        it is complete at once.
+        It is the block table of the span's group, and the span's tokens must be computed. On a GPU
+        the running event loop gets the copy; in host memory it is complete at once.
 
         The copy has contiguous bytes of shape [num_layers, planes, num_tokens, num_slots,
         row_bytes].
@@ -81,7 +82,7 @@ class KvStore(Protocol):
         """
         ...
 
-    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
+    def write(self, table: TableBlocks, span: KvSpan, data: memoryview) -> None:
         """Writes a span from bytes in the form that `read` returns.
 
         Raises ValueError if the length of `data` is not exactly the expected length.

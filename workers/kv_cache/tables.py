@@ -32,6 +32,10 @@ class TableBlocks:
     blocks: tuple[int, ...]
     first: int = 0  # the index of blocks[0] in the table
 
+    def tokens(self, block_size: int) -> range:
+        """Returns the positions in the sequence of the tokens that the blocks hold."""
+        return range(self.first * block_size, (self.first + len(self.blocks)) * block_size)
+
 
 def plan_tables(layout: KvLayout, block_size: int) -> tuple[TableSpec, ...]:
     """Returns the table of each distinct window of a model, the one without a window first.

@@ -18,6 +18,7 @@ from ..host.pinned import pinned_memory, unpin
 from ..host.streams import BlockOrder, DeviceData
 from ..kv_cache.layout import KvLayout, KvSpan
 from ..kv_cache.store import Completed, KvRead, paged_shapes
+from ..kv_cache.tables import TableBlocks
 from .device import FP8_GPUS, can_compute_fp8, indices
 from .kv.gpu import GpuKv
 from .kv.host import HostKv
@@ -168,14 +169,14 @@ class PagedKv:
             self.layout, raw, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
         ).read
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> Awaitable[memoryview]:
+    def read(self, table: TableBlocks, span: KvSpan) -> Awaitable[memoryview]:
         if self.order is None:
-            return Completed(self._host.read(blocks, span))
-        return self._gpu.read(blocks, span)
+            return Completed(self._host.read(table, span))
+        return self._gpu.read(table, span)
 
-    def gather(self, blocks: Sequence[int], span: KvSpan) -> Awaitable[DeviceData]:
+    def gather(self, table: TableBlocks, span: KvSpan) -> Awaitable[DeviceData]:
         """Does the same as `read` on a GPU, but leaves the copy there."""
-        return self._gpu.gather(blocks, span)
+        return self._gpu.gather(table, span)
 
     def export(self) -> bytes:
         """Returns a description of the memory of a GPU for `attach_device`. Raises OSError.
@@ -189,7 +190,7 @@ class PagedKv:
 
     def attach_device(
         self, description: bytes, *, num_blocks: int, block_size: int, tp: int, rank: int
-    ) -> Callable[[Sequence[int], KvSpan], Awaitable[DeviceData]]:
+    ) -> Callable[[TableBlocks, KvSpan], Awaitable[DeviceData]]:
         """Returns a function that gathers from another process's memory of a GPU.
 
         Its copies have no checksum. The owner of the memory does not know of them, so the reader
@@ -203,16 +204,16 @@ class PagedKv:
         tensors = self._split(memory, shapes)
         return partial(GpuKv(self.layout, tensors, BlockOrder(num_blocks)).gather, is_checked=False)
 
-    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
+    def write(self, table: TableBlocks, span: KvSpan, data: memoryview) -> None:
         """Implements `KvStore.write`. Raises ValueError if span or length is out of range."""
         if self.order is None:
-            self._host.write(blocks, span, data)
+            self._host.write(table, span, data)
         else:
-            self._gpu.write(blocks, span, data)
+            self._gpu.write(table, span, data)
 
-    def scatter(self, blocks: Sequence[int], span: KvSpan, data: DeviceData) -> None:
+    def scatter(self, table: TableBlocks, span: KvSpan, data: DeviceData) -> None:
         """Does the same as `write` on a GPU, from a copy that is there."""
-        self._gpu.write(blocks, span, data)
+        self._gpu.write(table, span, data)
 
 
 class HostBlocks:

@@ -14,6 +14,7 @@ from ..host.threads import in_thread
 from ..kv_cache.block_files import BlockFiles
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import KvStore
+from ..kv_cache.tables import TableBlocks
 
 _PART: Final = struct.Struct(">II")  # number of ranks, rank
 
@@ -55,7 +56,7 @@ class RankDisk:
         The block may have another owner after the first await. Raises OSError if the disk refuses
         it.
         """
-        reads = [self._kv.read([block], span) for span in _spans(self._kv)]
+        reads = [self._kv.read(TableBlocks((block,)), span) for span in _spans(self._kv)]
         parts = [await read for read in reads]
         await in_thread(partial(self.files.write, digest, parts), "tandem-disk-write")
 
@@ -84,7 +85,7 @@ class RankDisk:
         start = 0
         for span in _spans(self._kv):
             end = start + span.size(self._kv.layout)
-            self._kv.write([block], span, payload[start:end])
+            self._kv.write(TableBlocks((block,)), span, payload[start:end])
             start = end
 
 

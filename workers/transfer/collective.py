@@ -8,7 +8,7 @@ them.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
@@ -16,6 +16,7 @@ from torch import distributed
 
 from ..host.streams import DeviceData
 from ..kv_cache.layout import KvSpan
+from ..kv_cache.tables import TableBlocks
 from .connector import CONNECT_SECONDS, DeviceKvStore, KvConnector, TransferContext, checked
 from .frames import (
     CONNECTION_LOST,
@@ -107,12 +108,12 @@ class CollectiveConnector(KvConnector):
         """Returns when fewer than _MAX_WAITING spans wait. Raises TransportError."""
         await self._until(lambda: self._num_reading + len(self._waiting) < _MAX_WAITING)
 
-    async def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
+    async def offer(self, stream: int, table: TableBlocks, span: KvSpan) -> bytes:
         """Queues the span for sending. Raises TransportError."""
         self._check()
         self._num_reading += 1
         try:
-            data, checksum = await self._read(blocks, span)
+            data, checksum = await self._read(table, span)
         finally:
             self._num_reading -= 1
             self._changed.set()
@@ -123,14 +124,12 @@ class CollectiveConnector(KvConnector):
         self._waiting.append(data)
         return b""
 
-    async def _read(
-        self, blocks: Sequence[int], span: KvSpan
-    ) -> tuple[memoryview | DeviceData, int]:
+    async def _read(self, table: TableBlocks, span: KvSpan) -> tuple[memoryview | DeviceData, int]:
         """Copies a span for the process group; returns it and its checksum."""
         if self.name == "nccl":
-            kept = await cast(DeviceKvStore, self.context.kv).gather(blocks, span)
+            kept = await cast(DeviceKvStore, self.context.kv).gather(table, span)
             return kept, kept.checksum
-        data = await self.context.kv.read(blocks, span)
+        data = await self.context.kv.read(table, span)
         return data, checksum_of(data)
 
     @contextmanager
@@ -164,7 +163,7 @@ class CollectiveConnector(KvConnector):
             self._arrived[announcement.stream].put_nowait(data)
 
     async def fetch(
-        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+        self, stream: int, table: TableBlocks, data: Data, payload: memoryview
     ) -> memoryview | DeviceData:
         """Returns the stream's next message."""
         found = await self._arrived[stream].get()

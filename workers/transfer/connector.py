@@ -6,7 +6,7 @@ connection of its own.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self, TypeVar
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self, TypeVar
 from ...proto.metrics import NULL_METRICS, Metrics
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import KvStore
+from ..kv_cache.tables import TableBlocks
 from .frames import FRAME_BYTES, Announce, BlockTable, Data, TransferError, TransportError
 from .leases import LeaseTable
 
@@ -37,11 +38,11 @@ T = TypeVar("T")
 class DeviceKvStore(KvStore, Protocol):
     """Reads and writes the KV cache memory of a rank on a GPU, also without host memory."""
 
-    def gather(self, blocks: Sequence[int], span: KvSpan) -> "Awaitable[DeviceData]":
+    def gather(self, table: TableBlocks, span: KvSpan) -> "Awaitable[DeviceData]":
         """Does the same as `read`, but leaves the copy on the device."""
         ...
 
-    def scatter(self, blocks: Sequence[int], span: KvSpan, data: "DeviceData") -> None:
+    def scatter(self, table: TableBlocks, span: KvSpan, data: "DeviceData") -> None:
         """Does the same as `write`, from a copy that is on the device."""
         ...
 
@@ -51,7 +52,7 @@ class DeviceKvStore(KvStore, Protocol):
 
     def attach_device(
         self, description: bytes, *, num_blocks: int, block_size: int, tp: int, rank: int
-    ) -> "Callable[[Sequence[int], KvSpan], Awaitable[DeviceData]]":
+    ) -> "Callable[[TableBlocks, KvSpan], Awaitable[DeviceData]]":
         """Returns a function that does the same as `gather` with another process's memory.
 
         Arguments as of `KvStore.attach`. Raises OSError if this device cannot open the memory, and
@@ -171,7 +172,7 @@ class KvConnector:
     async def ready(self) -> None:
         """Returns when `offer` may be called, before any other await. Raises TransportError."""
 
-    async def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes | memoryview:
+    async def offer(self, stream: int, table: TableBlocks, span: KvSpan) -> bytes | memoryview:
         """Makes a span ready to be fetched; returns the payload of its Data frame.
 
         A one-sided transport does nothing here. The others call `KvStore.read` before their first
@@ -191,11 +192,11 @@ class KvConnector:
         raise TransferError("KV announcement out of order")
 
     async def fetch(
-        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+        self, stream: int, table: TableBlocks, data: Data, payload: memoryview
     ) -> "memoryview | DeviceData":
         """Returns the bytes of a data frame's span; the caller checks their length.
 
-        `blocks` is the sender's block table if the transport is one-sided. Raises TransferError,
+        `table` is the sender's block table if the transport is one-sided. Raises TransferError,
         ValueError for a span out of range, and TransportError if the transport failed.
         """
         raise NotImplementedError
@@ -213,12 +214,12 @@ class GrpcConnector(KvConnector):
     It needs no connection, is always available, and is the fallback of all other transports.
     """
 
-    async def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> memoryview:
+    async def offer(self, stream: int, table: TableBlocks, span: KvSpan) -> memoryview:
         """Returns the span's bytes, which become the payload of its frame."""
-        return await self.context.kv.read(blocks, span)
+        return await self.context.kv.read(table, span)
 
     async def fetch(
-        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+        self, stream: int, table: TableBlocks, data: Data, payload: memoryview
     ) -> memoryview:
         """Returns the payload."""
         return payload

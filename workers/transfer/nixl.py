@@ -18,6 +18,7 @@ import torch
 from ...proto.addresses import is_loopback
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import paged_shapes
+from ..kv_cache.tables import TableBlocks
 from .connector import CONNECT_SECONDS, MEMORY_SIZES, KvConnector, TransferContext, checked
 from .frames import Announce, BlockTable, Data
 from .leases import ENTRY_BYTES, TABLE_BYTES, check_entry, entry_offset
@@ -97,24 +98,21 @@ class NixlConnector(KvConnector):
         return connector
 
     async def fetch(
-        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+        self, stream: int, table: TableBlocks, data: Data, payload: memoryview
     ) -> memoryview:
         """Reads the span, in parts if it is larger than the staging memory."""
         layout = self.context.kv.layout
         block_size = self._sizes["block_size"]
         num_blocks = self._sizes["num_blocks"]
-        data.check(
-            layout,
-            num_tokens=len(blocks) * block_size,
-            num_slots=[shape[3] for shape in self._shapes],
-        )
-        if min(blocks) < 0 or max(blocks) >= num_blocks:
+        tokens = table.tokens(block_size)
+        data.check(layout, tokens=tokens, num_slots=[shape[3] for shape in self._shapes])
+        if min(table.blocks) < 0 or max(table.blocks) >= num_blocks:
             raise ValueError(f"KV block table: a block is not below {num_blocks}")
         head_bytes = layout.groups[data.group].part.row_bytes
-        first_block, offset = divmod(data.first_token, block_size)
-        rows = self._rows(
-            blocks[first_block : -(-(data.first_token + data.num_tokens) // block_size)], data
-        )
+        first = data.first_token - tokens.start
+        first_block, offset = divmod(first, block_size)
+        end_block = -(-(first + data.num_tokens) // block_size)
+        rows = self._rows(table.blocks[first_block:end_block], data)
         piece_bytes = data.num_slots * block_size * head_bytes
         num_rows = max(1, _STAGING_BYTES // (rows.shape[1] * piece_bytes))
         order = np.arange(min(num_rows, len(rows)) * rows.shape[1] * data.num_slots * block_size)

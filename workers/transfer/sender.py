@@ -24,6 +24,7 @@ import numpy as np
 
 from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvLayout, KvSpan
+from ..kv_cache.tables import TableBlocks
 from .connections import SenderConnections, receive
 from .connector import GrpcConnector, KvConnector, TransferContext
 from .frames import (
@@ -279,7 +280,7 @@ class KvSender:
                     burst += 1
                 await connector.ready()
                 offer.check()
-                payload = await connector.offer(request.stream, offer.blocks, span)
+                payload = await connector.offer(request.stream, TableBlocks(offer.blocks), span)
                 age = time.monotonic() - began
                 box = {name: getattr(span, name) for name in _SPAN_FIELDS}
                 frame = Data(index=index, num_bytes=span.size(layout), burst=burst, age=age, **box)

@@ -15,6 +15,7 @@ from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.reshard import Piece
 from ..kv_cache.store import KvStore
+from ..kv_cache.tables import TableBlocks
 from .connections import Connection, KvCall, ReceiverConnections
 from .connector import DeviceKvStore, GrpcConnector, KvConnector, TransferContext
 from .frames import (
@@ -65,7 +66,8 @@ class ShardWriter:
         """Prepares for the prompt of `num_tokens` and `prefix_hash` that this worker was given."""
         self._num_tokens = num_tokens
         self._prefix_hash = prefix_hash
-        self._blocks, num_cached = target
+        blocks, num_cached = target
+        self._table = TableBlocks(blocks)
         self._kv = kv
         self._piece = piece
         first = num_cached if piece.target_slots else num_tokens
@@ -106,9 +108,9 @@ class ShardWriter:
             num_slots=frame.num_slots,
         )
         if isinstance(payload, memoryview):
-            self._kv.write(self._blocks, place, payload)
+            self._kv.write(self._table, place, payload)
         else:  # only a store on a GPU fetches such data
-            cast(DeviceKvStore, self._kv).scatter(self._blocks, place, payload)
+            cast(DeviceKvStore, self._kv).scatter(self._table, place, payload)
         self._next_token.update(dict.fromkeys(frame.layers, end))
         self._num_frames += 1
         self.num_bytes += payload.nbytes
@@ -273,16 +275,16 @@ class ShardStream:
             )
             await self._send(pull)
             table: BlockTable | None = None
-            blocks: list[int] = []
+            source = TableBlocks(())
             if connector.one_sided:
                 answer, payload = await self._receive()
                 if not isinstance(answer, BlockTable) or len(payload) % 4:
                     raise TransferError("KV pull out of order")
                 table = answer
-                blocks = np.frombuffer(payload, "<i4").tolist()
+                source = TableBlocks(tuple(np.frombuffer(payload, "<i4").tolist()))
                 connector = connector if table.number else self._connector
             writer = ShardWriter(self._num_tokens, self._prefix_hash, target, self._kv, self.piece)
-            commit, active_seconds = await self._collect(connector, stream, blocks, writer)
+            commit, active_seconds = await self._collect(connector, stream, source, writer)
             if table and table.number:
                 await connector.verify(table)
         return writer.finish(commit), worker_pb2.KvReceived(
@@ -292,7 +294,7 @@ class ShardStream:
         )
 
     async def _collect(
-        self, connector: KvConnector, stream: int, blocks: list[int], writer: ShardWriter
+        self, connector: KvConnector, stream: int, source: TableBlocks, writer: ShardWriter
     ) -> tuple[Commit, float]:
         """Receives every frame up to the Commit; returns it and the active seconds."""
         active = 0.0
@@ -306,7 +308,7 @@ class ShardStream:
                 raise TransferError("KV pull out of order")
             received = time.monotonic()
             try:
-                data = await connector.fetch(stream, blocks, message, payload)
+                data = await connector.fetch(stream, source, message, payload)
             except ValueError as error:
                 raise TransferError("KV frame out of bounds") from error
             writer.write(message, data)

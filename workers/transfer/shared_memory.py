@@ -7,12 +7,13 @@ import asyncio
 import mmap
 import os
 import stat
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
 
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import KvRead
+from ..kv_cache.tables import TableBlocks
 from .connector import MEMORY_SIZES, DeviceKvStore, KvConnector, TransferContext, checked
 from .frames import Announce, BlockTable, Data
 from .leases import ENTRY_BYTES, TABLE_BYTES, TOKEN_BYTES, check_entry, entry_offset
@@ -81,10 +82,10 @@ class SharedMemoryConnector(KvConnector):
         return connector
 
     async def fetch(
-        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+        self, stream: int, table: TableBlocks, data: Data, payload: memoryview
     ) -> "memoryview | DeviceData":
         """Copies the span from the sender's memory."""
-        return self._read(blocks, data)
+        return self._read(table, data)
 
     async def verify(self, table: BlockTable) -> None:
         start = entry_offset(table)
@@ -100,7 +101,7 @@ class IpcConnector(SharedMemoryConnector):
     frame_bytes: ClassVar[int] = 64 * 2**20
     memory_types: ClassVar[Mapping[str, type]] = {"memory": bytes}
     _exported: bytes  # of the sender
-    _gather: "Callable[[Sequence[int], KvSpan], Awaitable[DeviceData]]"
+    _gather: "Callable[[TableBlocks, KvSpan], Awaitable[DeviceData]]"
 
     @classmethod
     def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
@@ -124,10 +125,10 @@ class IpcConnector(SharedMemoryConnector):
         self._gather = kv.attach_device(found["memory"], **sizes)
 
     async def fetch(
-        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+        self, stream: int, table: TableBlocks, data: Data, payload: memoryview
     ) -> "DeviceData":
         """Copies the span from the sender's memory to memory of this rank's GPU."""
-        return await self._gather(blocks, data)
+        return await self._gather(table, data)
 
 
 def host_id() -> str:

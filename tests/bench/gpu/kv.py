@@ -13,6 +13,7 @@ from tandem.tests.bench.engine import transfer
 from tandem.tests.bench.gpu.bench import NEEDS_GPU, Bench, Stopwatch
 from tandem.tests.workers.spans import span
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.tp.process_group import TpGroup
 from tandem.workers.transfer.registry import find_connector
@@ -54,8 +55,8 @@ def _last_block(bench: Bench) -> None:
     kv = _make_kv(bench, num_blocks)
     part = span(kv, 0, kv.block_size)
     data = random.Random(0).randbytes(part.size(kv.layout))
-    kv.write((0,), part, memoryview(bytes(len(data))))
-    kv.write((num_blocks - 1,), part, memoryview(data))
+    kv.write(TableBlocks((0,)), part, memoryview(bytes(len(data))))
+    kv.write(TableBlocks((num_blocks - 1,)), part, memoryview(data))
     are_equal = bytes(asyncio.run(_read(kv, (num_blocks - 1,), part))) == data
     bench.row("the last block holds its bytes", blocks=num_blocks, equal=are_equal)
     if not are_equal:
@@ -80,7 +81,7 @@ def _reads_and_writes(bench: Bench) -> None:
     data = memoryview(bytes(asyncio.run(_read(kv, blocks, part))))
 
     async def write() -> None:
-        kv.write(blocks, part, data)
+        kv.write(TableBlocks(blocks), part, data)
 
     calls: dict[str, Call] = {"read": lambda: _read(kv, blocks, part), "write": write}
     for name, call in calls.items():
@@ -105,7 +106,7 @@ def _reads_and_writes(bench: Bench) -> None:
 
 
 async def _read(kv: PagedKv, blocks: Sequence[int], part: KvSpan) -> memoryview:
-    return await kv.read(blocks, part)
+    return await kv.read(TableBlocks(tuple(blocks)), part)
 
 
 async def _times(call: Call) -> dict[str, float]:

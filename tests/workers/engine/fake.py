@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from mmap import mmap
 
+from tandem.tests.workers.spans import Blocks, as_table
 from tandem.workers.engine.plan import (
     PENDING_TOKEN,
     Executor,
@@ -91,7 +92,7 @@ class FakeKv:
         """Raises ValueError: this memory cannot be mapped."""
         raise ValueError("not shared")
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> Completed[memoryview]:
+    def read(self, blocks: Blocks, span: KvSpan) -> Completed[memoryview]:
         """See `KvStore.read`."""
         places, slots = self._find(blocks, span)
         parts: list[bytes] = []
@@ -103,7 +104,7 @@ class FakeKv:
                 ]
         return Completed(memoryview(b"".join(parts)))
 
-    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
+    def write(self, blocks: Blocks, span: KvSpan, data: memoryview) -> None:
         """See `KvStore.write`."""
         places, slots = self._find(blocks, span)
         if data.nbytes != span.size(self.layout):
@@ -169,14 +170,16 @@ class FakeKv:
         """Returns the numbers of the span's layers in the model."""
         return self.layout.groups[span.group].layers[span.first_layer : span.layers.stop]
 
-    def _find(self, blocks: Sequence[int], span: KvSpan) -> tuple[list[int], range]:
+    def _find(self, blocks: Blocks, span: KvSpan) -> tuple[list[int], range]:
         """Returns the places of a span's tokens, and the bytes of its KV slots in either half of a
         cell.
         """
         slots = [group.part.num_kv_heads for group in self.layout.groups]
-        span.check(self.layout, num_tokens=len(blocks) * self.block_size, num_slots=slots)
+        own = as_table(blocks)
+        tokens = own.tokens(self.block_size)
+        span.check(self.layout, tokens=tokens, num_slots=slots)
         size = self.layout.groups[span.group].part.row_bytes
-        places = self._places(blocks, span.first_token, span.num_tokens)
+        places = self._places(own.blocks, span.first_token - tokens.start, span.num_tokens)
         return places, range(span.first_slot * size, (span.first_slot + span.num_slots) * size)
 
     def _places(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.proto.hashing import hash_chain
 from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
-from tandem.tests.workers.spans import read_now, span
+from tandem.tests.workers.spans import Blocks, read_now, span
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
@@ -119,11 +119,11 @@ class OrderedKv(FakeKv):
         super().__init__(num_blocks, block_size, executor.kv.layout)
         self._executor = executor
 
-    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
+    def write(self, blocks: Blocks, span: KvSpan, data: memoryview) -> None:
         self._executor.catch_up()
         super().write(blocks, span, data)
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> Completed[memoryview]:
+    def read(self, blocks: Blocks, span: KvSpan) -> Completed[memoryview]:
         if self._executor.restoring:
             self._executor.catch_up()
         return super().read(blocks, span)

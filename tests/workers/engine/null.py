@@ -6,9 +6,10 @@ models.
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from mmap import mmap
 
+from tandem.tests.workers.spans import Blocks
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.kv_cache.store import Completed, KvRead
@@ -35,14 +36,14 @@ class NullKv:
         """Raises ValueError, because this store has no memory to map."""
         raise ValueError("not shared")
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> Completed[memoryview]:
+    def read(self, blocks: Blocks, span: KvSpan) -> Completed[memoryview]:
         """Returns zeros."""
         size = self._check(span)
         if len(self._zeros) < size:
             self._zeros = memoryview(bytes(size))
         return Completed(self._zeros[:size])
 
-    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
+    def write(self, blocks: Blocks, span: KvSpan, data: memoryview) -> None:
         """Drops the data after the checks of `KvStore.write`."""
         size = self._check(span)
         if data.nbytes != size:
@@ -51,7 +52,7 @@ class NullKv:
     def _check(self, span: KvSpan) -> int:
         num_tokens = span.first_token + span.num_tokens
         num_slots = [group.part.num_kv_heads for group in self.layout.groups]
-        span.check(self.layout, num_tokens=num_tokens, num_slots=num_slots)
+        span.check(self.layout, tokens=range(num_tokens), num_slots=num_slots)
         return span.size(self.layout)
 
 

@@ -18,7 +18,7 @@ from tandem.tests.workers.model.helpers import (
     reference_logits,
 )
 from tandem.tests.workers.model.test_parallel import on_ranks
-from tandem.tests.workers.spans import read_now, span
+from tandem.tests.workers.spans import as_table, read_now, span
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 
@@ -97,7 +97,7 @@ def tokens_after_transfer(folder: Path) -> list[list[int]]:
                 span(source.runner.kv, 0, len(ids), layer, 1),
             )
             target.runner.kv.write(
-                target.tables[index], span(target.runner.kv, 0, len(ids), layer, 1), moved
+                as_table(target.tables[index]), span(target.runner.kv, 0, len(ids), layer, 1), moved
             )
         tokens += target.run(step)
         while len(tokens) < _NUM_TOKENS:

@@ -12,7 +12,7 @@ from tandem.tests.tiny import FAMILIES, ROUTED, tiny_config
 from tandem.tests.tiny_tokenizer import make_tokenizer
 from tandem.tests.workers.model.fake_cuda import HostSync, Watch, WrongDevice, fake_cuda, real
 from tandem.tests.workers.model.helpers import GREEDY, Driver, prompt
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import as_table, span
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.kv_cache.layout import QUANTIZED, KvLayout
 from tandem.workers.model import adapter, graphs, kv_store
@@ -312,10 +312,10 @@ async def test_transfers(watch: Watch, cache_dtype: str) -> None:
     """A read is awaited; a write waits for nothing."""
     kv = load(watch, config_of("llama"), cache_dtype=cache_dtype).kv
     part = span(kv, 3, 30)
-    data = await kv.read([5, 2, 9], part)
-    kv.write([1, 4, 8], part, data)
-    copy = await kv.gather([5, 2, 9], part)
-    kv.scatter([1, 4, 8], part, copy)
+    data = await kv.read(as_table([5, 2, 9]), part)
+    kv.write(as_table([1, 4, 8]), part, data)
+    copy = await kv.gather(as_table([5, 2, 9]), part)
+    kv.scatter(as_table([1, 4, 8]), part, copy)
 
 
 class Fault:

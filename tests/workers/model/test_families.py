@@ -28,7 +28,7 @@ from tandem.tests.workers.model.helpers import (
 from tandem.tests.workers.model.test_exact import cut, logits_by_position
 from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.tests.workers.model.test_programs import step_logits
-from tandem.tests.workers.spans import read_now
+from tandem.tests.workers.spans import as_table, read_now
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.model import registry
 from tandem.workers.model.kernels.c import cpu
@@ -147,7 +147,7 @@ def test_after_a_transfer(folder: Path, runner: ModelRunner, model: torch.nn.Mod
             num_slots=slots,
         )
         receiver.runner.kv.write(
-            receiver.tables[1], span, read_now(runner.kv, sender.tables[1], span)
+            as_table(receiver.tables[1]), span, read_now(runner.kv, sender.tables[1], span)
         )
     sender.drop(1)
     tokens += receiver.run(step)

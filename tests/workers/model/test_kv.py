@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.tests.workers.spans import read_now, span
+from tandem.tests.workers.spans import as_table, read_now, span
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan, LayerGeometry
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model import kv_store as module
 from tandem.workers.model.kv import host
 from tandem.workers.model.kv_store import PagedKv
@@ -112,7 +113,9 @@ def test_round_trip_between_block_sizes(source_block: int, target_block: int) ->
         for layer, layers in ((2, 1), (0, 2)):
             part = span(source, first, count, layer, layers)
             target.write(
-                target_blocks, part, memoryview(bytes(read_now(source, source_blocks, part)))
+                as_table(target_blocks),
+                part,
+                memoryview(bytes(read_now(source, source_blocks, part))),
             )
     whole = span(source, 0, 49)
     assert read_now(target, target_blocks, whole) == read_now(source, source_blocks, whole)
@@ -131,7 +134,7 @@ def test_slots_go_where_they_are_sent_and_nowhere_else() -> None:
     before = target.data.clone()
     part = span(source, 2, 9, 1, 2)
     data = read_now(source, [5, 0, 9], replace(part, first_slot=2, num_slots=2))
-    target.write([3, 1], replace(part, first_slot=1, num_slots=2), data)
+    target.write(as_table([3, 1]), replace(part, first_slot=1, num_slots=2), data)
     assert read_now(target, [3, 1], replace(part, first_slot=1, num_slots=2)) == data
     for index, block, slot, token in ((1, 3, 1, 2), (2, 1, 2, 2)):  # written; what is beside it not
         at = 2 if block == 3 else 10
@@ -143,6 +146,22 @@ def test_slots_go_where_they_are_sent_and_nowhere_else() -> None:
     assert {int(slot) for slot in changed.nonzero()[:, 3]} == {1, 2}
     assert {int(layer) for layer in changed.nonzero()[:, 0]} == {1, 2}
     assert {int(block) for block in changed.nonzero()[:, 2]} == {1, 3}
+
+
+@pytest.mark.usefixtures("way")
+def test_a_table_without_its_first_blocks_has_the_same_positions() -> None:
+    kv, target = store(block_size=4, seed=1), store(block_size=4)
+    whole, tail = as_table((9, 3, 7, 5)), TableBlocks((7, 5), first=2)
+    assert tail.tokens(4) == range(8, 16)
+    for first, count in ((8, 8), (9, 3), (11, 2), (15, 1)):
+        part = span(kv, first, count)
+        data = read_now(kv, whole, part)
+        assert read_now(kv, tail, part) == data
+        target.write(TableBlocks((1, 2), first=2), part, data)
+        assert read_now(target, (63, 63, 1, 2), part) == data
+    for part in (span(kv, 7, 1), span(kv, 7, 2), span(kv, 15, 2)):
+        with pytest.raises(ValueError, match="not within"):
+            read_now(kv, tail, part)
 
 
 def test_read_copies() -> None:
@@ -182,7 +201,7 @@ def test_out_of_range_is_refused(blocks: list[int], change: dict[str, int]) -> N
     with pytest.raises(ValueError, match="not within"):
         read_now(kv, blocks, part)
     with pytest.raises(ValueError, match="not within"):
-        kv.write(blocks, part, memoryview(bytes(max(0, part.size(kv.layout)))))
+        kv.write(as_table(blocks), part, memoryview(bytes(max(0, part.size(kv.layout)))))
 
 
 @pytest.mark.parametrize("extra", [-32, -1, 1, 32])
@@ -190,7 +209,7 @@ def test_wrong_length_is_refused_and_writes_nothing(extra: int) -> None:
     kv = store(block_size=4)
     part = span(kv, 0, 5, 0, 2)
     with pytest.raises(ValueError, match="bytes"):
-        kv.write([1, 2], part, memoryview(b"\x01" * (part.size(kv.layout) + extra)))
+        kv.write(as_table([1, 2]), part, memoryview(b"\x01" * (part.size(kv.layout) + extra)))
     assert not kv.data.any()
 
 
@@ -204,7 +223,7 @@ def test_threads_on_different_blocks_do_not_disturb_each_other() -> None:
         blocks = list(range(first, first + 16))
         for layer in range(LAYERS):
             part = span(source, 0, 256, layer, 1)
-            target.write(blocks, part, read_now(source, blocks, part))
+            target.write(as_table(blocks), part, read_now(source, blocks, part))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(copy, range(0, 256, 16)))
@@ -264,7 +283,7 @@ def test_unequal_layers_are_read_and_written_where_they_are() -> None:
     before = [tensor.clone() for tensor in target.tensors]
     for layer in range(4):
         part = span(source, 2, 9, layer, 1)
-        target.write(into, part, read_now(source, blocks, part))
+        target.write(as_table(into), part, read_now(source, blocks, part))
         assert bytes(read_now(target, into, part)) == bytes(read_now(source, blocks, part))
         for kind in (0, 1):
             for token in range(2, 11):

@@ -9,7 +9,7 @@ import torch
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt
-from tandem.tests.workers.spans import read_now, span
+from tandem.tests.workers.spans import as_table, read_now, span
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
 from tandem.workers.engine.warmup import StepLimits
 from tandem.workers.kv_cache.tables import TableBlocks
@@ -109,7 +109,7 @@ def test_a_sequence_can_move_to_another_runner(folder: Path) -> None:
     step = decode.step(1, [*prompt(37), tokens[0]], 0, SAMPLED)
     part = span(prefill.runner.kv, 0, 37)
     decode.runner.kv.write(
-        decode.tables[1], part, read_now(prefill.runner.kv, prefill.tables[1], part)
+        as_table(decode.tables[1]), part, read_now(prefill.runner.kv, prefill.tables[1], part)
     )
     joined = SequenceStep(
         sequence_id=1,
@@ -136,7 +136,9 @@ def test_what_the_last_owner_of_a_block_left_does_not_matter(folder: Path) -> No
     expected = clean.run(clean.step(8, prompt(21), 0))
     blocks = tuple(poisoned.free[:3])
     part = span(clean.runner.kv, 0, 20)
-    poisoned.runner.kv.write(blocks, part, read_now(clean.runner.kv, clean.tables[8], part))
+    poisoned.runner.kv.write(
+        as_table(blocks), part, read_now(clean.runner.kv, clean.tables[8], part)
+    )
     joined = SequenceStep(
         sequence_id=8,
         token_ids=(prompt(21)[20],),

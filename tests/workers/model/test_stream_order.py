@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt
-from tandem.tests.workers.spans import span
+from tandem.tests.workers.spans import as_table, span
 from tandem.tests.workers.stream_model import (
     Operation,
     RecordingOrder,
@@ -209,7 +209,7 @@ class World:
             each = able[first % len(able)]
             begin = second % each.num_ready
             end = min(each.num_ready, begin + 1 + first % 3)
-            self.kv.read(tuple(each.blocks), span(self.kv, begin, end - begin))
+            self.kv.read(as_table(tuple(each.blocks)), span(self.kv, begin, end - begin))
             self.model.operations[-1].reads = each.places(begin, end)
 
     def write(self, first: int, second: int) -> None:
@@ -222,7 +222,7 @@ class World:
             if begin < end:
                 part = span(self.kv, begin, end - begin)
                 data = memoryview(bytes(part.size(self.kv.layout)))
-                self.kv.write(tuple(each.blocks), part, data)
+                self.kv.write(as_table(tuple(each.blocks)), part, data)
                 self.model.operations[-1].writes = each.places(begin, end)
             each.arriving = end
             if end == len(each.blocks) * BLOCK_SIZE - 1:
@@ -348,7 +348,7 @@ def test_steps_of_a_runner_wait_for_transfers_of_their_blocks_alone(
     def write(block: int) -> Operation:
         part = span(runner.kv, 0, 1)
         data = memoryview(bytes(part.size(runner.kv.layout)))
-        runner.kv.write((block,), part, data)
+        runner.kv.write(as_table((block,)), part, data)
         return model.operations[-1]
 
     first = launch(driver.step(1, prompt(20), 0))

@@ -3,7 +3,6 @@
 import mmap
 import os
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -13,6 +12,7 @@ import torch
 from tandem.tests.workers.stream_model import Event, StreamModel
 from tandem.workers.host.streams import BlockOrder, DeviceData
 from tandem.workers.kv_cache.layout import KvSpan
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model import kv_store
 from tandem.workers.model.kv.gpu import GpuKv
 from tandem.workers.model.kv_store import PagedKv
@@ -48,8 +48,8 @@ def _open(description: bytes, device: torch.device) -> torch.Tensor:
     return mapped
 
 
-def _scatter(kv: PagedKv, blocks: Sequence[int], span: KvSpan, data: DeviceData) -> None:
-    GpuKv(kv.layout, kv.tensors, BlockOrder(kv.num_blocks)).write(blocks, span, data)
+def _scatter(kv: PagedKv, table: TableBlocks, span: KvSpan, data: DeviceData) -> None:
+    GpuKv(kv.layout, kv.tensors, BlockOrder(kv.num_blocks)).write(table, span, data)
 
 
 class Held:

@@ -7,7 +7,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer.played import EPOCH, handle, placed, sender_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import connections
 from tandem.workers.transfer.collective import CollectiveConnector
@@ -341,9 +342,9 @@ async def test_a_message_with_a_wrong_checksum_is_not_taken(
     true = CollectiveConnector.offer
 
     async def offer(
-        self: CollectiveConnector, stream: int, blocks: Sequence[int], span: KvSpan
+        self: CollectiveConnector, stream: int, table: TableBlocks, span: KvSpan
     ) -> bytes:
-        payload = await true(self, stream, blocks, span)
+        payload = await true(self, stream, table, span)
         self._waiting[-1] = memoryview(bytearray(self._waiting[-1].nbytes))
         return payload
 
@@ -496,7 +497,7 @@ async def test_streams_wait_for_a_slow_pair_and_fail_when_it_ends() -> None:
     one = span(context.kv, 0, 1)
     for _ in range(8):
         await connector.ready()
-        await connector.offer(1, (0,), one)
+        await connector.offer(1, TableBlocks((0,)), one)
     waiting = asyncio.create_task(connector.ready())
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -504,7 +505,7 @@ async def test_streams_wait_for_a_slow_pair_and_fail_when_it_ends() -> None:
     with pytest.raises(TransportError, match=CONNECTION_LOST):
         await waiting
     with pytest.raises(TransportError, match=CONNECTION_LOST):
-        await connector.offer(1, (0,), one)
+        await connector.offer(1, TableBlocks((0,)), one)
     assert len(announced) == 8
 
 
@@ -606,13 +607,15 @@ async def test_what_arrives_for_a_stream_that_is_gone_is_dropped() -> None:
                     Announce(stream=stream, num_bytes=len(part), checksum=checksum_of(bytes(part)))
                 )
                 await sending
-            fetched = [await receiving.fetch(2, [], nothing, nothing) for _ in range(2)]
+            fetched = [
+                await receiving.fetch(2, TableBlocks(()), nothing, nothing) for _ in range(2)
+            ]
             assert fetched == [memoryview(part) for part in data[1::2]]
             receiving.close()
             with pytest.raises(TransportError, match="broke"):
-                await receiving.fetch(2, [], nothing, nothing)
+                await receiving.fetch(2, TableBlocks(()), nothing, nothing)
         with receiving.open_stream(3), pytest.raises(TransportError, match="broke"):
-            await receiving.fetch(3, [], nothing, nothing)
+            await receiving.fetch(3, TableBlocks(()), nothing, nothing)
 
 
 # --- what is left

@@ -4,7 +4,7 @@ it.
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,6 +16,7 @@ from tandem.tests.workers.transfer.played_nccl import play_nccl
 from tandem.tests.workers.transfer.test_connections import NUM_BLOCKS, NUM_TOKENS, Two, memory, two
 from tandem.workers.host.streams import DeviceData, device_checksum
 from tandem.workers.kv_cache.layout import KvSpan
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv.gpu import GpuKv
 from tandem.workers.model.kv_store import PagedKv
 
@@ -66,7 +67,7 @@ async def test_no_step_delays_a_transfer(model: StreamModel, transport: str) -> 
 async def test_nccl_uses_no_host_memory(
     model: StreamModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(kv: GpuKv, blocks: Sequence[int], part: KvSpan) -> None:
+    def refuse(kv: GpuKv, table: TableBlocks, part: KvSpan) -> None:
         raise AssertionError("a read into host memory")
 
     monkeypatch.setattr(GpuKv, "read", refuse)
@@ -79,8 +80,8 @@ async def test_a_message_with_a_wrong_checksum_is_not_taken(
 ) -> None:
     true = GpuKv.gather
 
-    async def damaged(kv: GpuKv, blocks: Sequence[int], part: KvSpan) -> DeviceData:
-        data = await true(kv, blocks, part)
+    async def damaged(kv: GpuKv, table: TableBlocks, part: KvSpan) -> DeviceData:
+        data = await true(kv, table, part)
         data.tensor[7] ^= 4
         return data
 
@@ -98,7 +99,7 @@ async def test_the_event_loop_runs_while_the_gpu_reads(
     monkeypatch.setattr(Event, "synchronize", lambda event: in_time.append(ended.wait(10)))
     kv = memory(1)
     put_on_gpu(kv, RecordingOrder(NUM_BLOCKS, model))
-    reading = asyncio.ensure_future(kv.read((3, 1), span(kv, 0, 8)))
+    reading = asyncio.ensure_future(kv.read(TableBlocks((3, 1)), span(kv, 0, 8)))
     await asyncio.sleep(0)
     assert not reading.done()
     ended.set()

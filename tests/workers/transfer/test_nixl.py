@@ -28,6 +28,7 @@ from tandem.tests.workers.transfer.played import EPOCH, handle, placed, sender_o
 from tandem.tests.workers.transfer.test_unequal import NUM_TOKENS, Transfer, layout_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import nixl, nixl_agent
 from tandem.workers.transfer.connector import TransferContext
@@ -302,7 +303,7 @@ async def test_what_is_larger_than_the_staging_comes_in_parts(
     memory = await NixlConnector.connect(context, "nixl", description)
 
     async def read(blocks: tuple[int, ...], part: KvSpan) -> memoryview:
-        return await memory.fetch(0, blocks, cast(Data, part), memoryview(b""))
+        return await memory.fetch(0, TableBlocks(blocks), cast(Data, part), memoryview(b""))
 
     blocks, part = (9, 3, 4, 15), span(kv, 5, 50)
     assert part.size(layout) > staging

@@ -25,6 +25,7 @@ from tandem.tests.workers.transfer.played import EPOCH, Calls, handle, placed, s
 from tandem.tests.workers.transfer.played_ipc import Held, play_ipc
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv.gpu import GpuKv
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import leases, shared_memory
@@ -396,8 +397,8 @@ async def test_memory_of_another_process_is_readable_and_goes_away_with_it() -> 
     with sender_process() as (found, table):
         peer = await connect(own, found)
         await peer.verify(table)
-        assert peer._read((5, 0, 7), part) == read_now(expected_kv, (5, 0, 7), part)
-    assert peer._read((5, 0, 7), part) == read_now(
+        assert peer._read(TableBlocks((5, 0, 7)), part) == read_now(expected_kv, (5, 0, 7), part)
+    assert peer._read(TableBlocks((5, 0, 7)), part) == read_now(
         expected_kv, (5, 0, 7), part
     )  # what is mapped stays until it is unmapped
     with pytest.raises(OSError, match="No such file"):

@@ -3,7 +3,7 @@ process.
 """
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tandem.cluster.config import load_config
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.workers.transfer.test_connections import two, until
 from tandem.workers.kv_cache.layout import KvSpan
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.transfer.connector import KvConnector, TransferContext, checked
 from tandem.workers.transfer.frames import Announce, Data, TransportError
 from tandem.workers.transfer.registry import KV_CONNECTORS, find_connector
@@ -48,14 +49,14 @@ class DictConnector(KvConnector):
         connector.token = checked(description, {"token": bytes})["token"]
         return connector
 
-    async def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
+    async def offer(self, stream: int, table: TableBlocks, span: KvSpan) -> bytes:
         """Puts the span into the dictionary."""
         key = (self.token, stream, span.first_layer, span.first_token)
-        SPANS[key] = await self.context.kv.read(blocks, span)
+        SPANS[key] = await self.context.kv.read(table, span)
         return b""
 
     async def fetch(
-        self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview
+        self, stream: int, table: TableBlocks, data: Data, payload: memoryview
     ) -> memoryview:
         """Takes the span out of the dictionary."""
         try:

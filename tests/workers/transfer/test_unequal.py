@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tandem.proto import worker_pb2
-from tandem.tests.workers.spans import read_now, span
+from tandem.tests.workers.spans import as_table, read_now, span
 from tandem.tests.workers.transfer import fake_nixl
 from tandem.tests.workers.transfer.played import EPOCH, Calls, handle, placed, sender_of
 from tandem.tests.workers.transfer.played_ipc import play_ipc
@@ -84,7 +84,8 @@ class Transfer:
         for rank, kv in enumerate(self.sources):
             for layer, whole in enumerate(self.whole):
                 part = np.ascontiguousarray(whole[:, :, self._heads(layer, self.source_tp, rank)])
-                kv.write(self.blocks, span(kv, 0, NUM_TOKENS, layer, 1), memoryview(part.tobytes()))
+                place = span(kv, 0, NUM_TOKENS, layer, 1)
+                kv.write(as_table(self.blocks), place, memoryview(part.tobytes()))
         self.senders = [self._sender(rank) for rank in range(self.source_tp)]
         self.endpoints = [f"rank {rank}" for rank in range(self.source_tp)]
         self.targets: list[PagedKv] = []

@@ -10,6 +10,7 @@ import torch
 
 from ...host.streams import BlockOrder, DeviceData, EventWaiter, device_checksum
 from ...kv_cache.layout import SCALE_BYTES, KvLayout, KvSpan
+from ...kv_cache.tables import TableBlocks
 from ..device import to_device
 from .spans import check_length, check_table, place_of
 
@@ -60,11 +61,11 @@ class GpuKv:
         self._readers = lru_cache(_NUM_LANES)(partial(make, priority=-1))
         self._writers = lru_cache(_NUM_LANES)(partial(make, priority=0))
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> Awaitable[memoryview]:
-        return self._copy_out(blocks, span, lambda picked: (picked, lambda host: _bytes(host)))
+    def read(self, table: TableBlocks, span: KvSpan) -> Awaitable[memoryview]:
+        return self._copy_out(table, span, lambda picked: (picked, lambda host: _bytes(host)))
 
     def gather(
-        self, blocks: Sequence[int], span: KvSpan, *, is_checked: bool = True
+        self, table: TableBlocks, span: KvSpan, *, is_checked: bool = True
     ) -> Awaitable[DeviceData]:
         """Copies a span to memory of its own on the device; the checksum is 0 unless checked."""
 
@@ -74,10 +75,10 @@ class GpuKv:
             sums = device_checksum(data).reshape(1) if is_checked else data[:0]
             return sums, lambda host: DeviceData(data, checksum=int(host.numpy().sum()))
 
-        return self._copy_out(blocks, span, keep)
+        return self._copy_out(table, span, keep)
 
-    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview | DeviceData) -> None:
-        lane = self._writers(tuple(blocks))
+    def write(self, table: TableBlocks, span: KvSpan, data: memoryview | DeviceData) -> None:
+        lane = self._writers(table)
         index = self._index(lane, span)
         check_length(span, self._layout, data)
         parts = self._tokens[span.group]
@@ -98,7 +99,7 @@ class GpuKv:
 
     def _copy_out(
         self,
-        blocks: Sequence[int],
+        table: TableBlocks,
         span: KvSpan,
         finish: "Callable[[torch.Tensor], _Finish[T]]",
     ) -> Awaitable[T]:
@@ -106,7 +107,7 @@ class GpuKv:
 
         `finish` returns this tensor, and a function of the host's copy that returns the result.
         """
-        lane = self._readers(tuple(blocks))
+        lane = self._readers(table)
         index = self._index(lane, span)
         with self._order.reading(lane.blocks_of(span), lane.stream) as done:
             picked = [part[index] for part in self._tokens[span.group]]
@@ -120,7 +121,7 @@ class GpuKv:
         layers, slots = place_of(
             self._layout,
             span,
-            num_tokens=len(lane.blocks) * self._block_size,
+            tokens=lane.tokens,
             slots=[parts[0].shape[4] for parts in self._tokens],
         )
         return (layers, slice(None), *lane.places_of(span), slots)
@@ -139,7 +140,7 @@ class _Lane:
 
     def __init__(
         self,
-        blocks: tuple[int, ...],
+        table: TableBlocks,
         *,
         device: torch.device,
         num_blocks: int,
@@ -147,24 +148,25 @@ class _Lane:
         priority: int,
     ) -> None:
         """Raises ValueError if a block is out of range."""
-        self.blocks = check_table(blocks, num_blocks)
+        self.tokens = table.tokens(block_size)  # positions in the sequence
+        self._blocks = check_table(table, num_blocks)
         self._block_size = block_size
         self.stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
-        offsets = np.arange(len(blocks) * block_size) % block_size
-        places = np.stack([self.blocks.repeat(block_size), offsets])
+        offsets = np.arange(len(self.tokens)) % block_size
+        places = np.stack([self._blocks.repeat(block_size), offsets])
         with torch.cuda.stream(self.stream):
             # Block and offset of each token, int64 [2, num_tokens].
             self._places = to_device(torch.from_numpy(places), device)
 
     def blocks_of(self, span: KvSpan) -> npt.NDArray[np.int64]:
-        end = -(-(span.first_token + span.num_tokens) // self._block_size)
-        return self.blocks[span.first_token // self._block_size : end]
+        first = span.first_token - self.tokens.start
+        end = -(-(first + span.num_tokens) // self._block_size)
+        return self._blocks[first // self._block_size : end]
 
     def places_of(self, span: KvSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the block and the offset of each token of a span."""
-        blocks, offsets = self._places[
-            :, span.first_token : span.first_token + span.num_tokens
-        ].unbind(0)
+        first = span.first_token - self.tokens.start
+        blocks, offsets = self._places[:, first : first + span.num_tokens].unbind(0)
         return blocks, offsets
 
 

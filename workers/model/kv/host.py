@@ -2,13 +2,13 @@
 
 import ctypes
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kv_cache.layout import KvLayout, KvSpan
 from ...kv_cache.store import paged_shapes
+from ...kv_cache.tables import TableBlocks
 from ..kernels.c.build import library, loaded_library
 from .spans import check_length, check_table, place_of
 
@@ -52,8 +52,8 @@ class HostKv:
         self._slots = [shape[3] for shape in shapes]
         self._native = library() is not None
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        index = self._locate(blocks, span)
+    def read(self, table: TableBlocks, span: KvSpan) -> memoryview:
+        index = self._locate(table, span)
         raw = self._groups[span.group]
         if not self._native:
             return _flat(raw.transpose(0, 1, 2, 4, 3, 5)[index])
@@ -63,8 +63,8 @@ class HostKv:
         _copy("read_heads", raw, index, dense)
         return _flat(dense)
 
-    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
-        index = self._locate(blocks, span)
+    def write(self, table: TableBlocks, span: KvSpan, data: memoryview) -> None:
+        index = self._locate(table, span)
         check_length(span, self._layout, data)
         raw = self._groups[span.group]
         dense = np.frombuffer(data, np.uint8)
@@ -76,17 +76,17 @@ class HostKv:
         else:
             raw.transpose(0, 1, 2, 4, 3, 5)[index] = dense
 
-    def _locate(self, blocks: Sequence[int], span: KvSpan) -> _Index:
+    def _locate(self, table: TableBlocks, span: KvSpan) -> _Index:
         """Returns a span's index in its group's tensor [layer, plane, block, token, slot].
 
         Raises ValueError if the span or a block is out of range.
         """
-        layers, slots = place_of(
-            self._layout, span, num_tokens=len(blocks) * self._block_size, slots=self._slots
-        )
-        table = check_table(blocks, self._num_blocks)
-        positions = np.arange(span.first_token, span.first_token + span.num_tokens)
-        block, offset = table[positions // self._block_size], positions % self._block_size
+        tokens = table.tokens(self._block_size)
+        layers, slots = place_of(self._layout, span, tokens=tokens, slots=self._slots)
+        blocks = check_table(table, self._num_blocks)
+        first = span.first_token - tokens.start
+        positions = np.arange(first, first + span.num_tokens)
+        block, offset = blocks[positions // self._block_size], positions % self._block_size
         return layers, slice(None), block, offset, slots
 
 

@@ -7,27 +7,28 @@ import numpy.typing as npt
 
 from ...host.streams import DeviceData
 from ...kv_cache.layout import KvLayout, KvSpan
+from ...kv_cache.tables import TableBlocks
 
 
 def place_of(
-    layout: KvLayout, span: KvSpan, *, num_tokens: int, slots: Sequence[int]
+    layout: KvLayout, span: KvSpan, *, tokens: range, slots: Sequence[int]
 ) -> tuple[slice, slice]:
     """Returns a span's layers and KV slots within its group.
 
-    `slots` has the number of slots of each group. Raises ValueError if the span is not within
-    `num_tokens` or within the rank's layers and slots.
+    `slots` has the number of slots of each group. Raises ValueError if the span is not within the
+    positions `tokens` or within the rank's layers and slots.
     """
-    span.check(layout, num_tokens=num_tokens, num_slots=slots)
+    span.check(layout, tokens=tokens, num_slots=slots)
     layers = slice(span.first_layer, span.first_layer + span.num_layers)
     return layers, slice(span.first_slot, span.first_slot + span.num_slots)
 
 
-def check_table(blocks: Sequence[int], num_blocks: int) -> npt.NDArray[np.int64]:
-    """Returns a block table. Raises ValueError if a block is out of range."""
-    table = np.asarray(blocks, np.int64)
-    if len(table) and (table.min() < 0 or table.max() >= num_blocks):
+def check_table(table: TableBlocks, num_blocks: int) -> npt.NDArray[np.int64]:
+    """Returns the blocks of a table. Raises ValueError if a block is out of range."""
+    blocks = np.asarray(table.blocks, np.int64)
+    if len(blocks) and (blocks.min() < 0 or blocks.max() >= num_blocks):
         raise ValueError(f"a block is not within the range from 0 to {num_blocks - 1}")
-    return table
+    return blocks
 
 
 def check_length(span: KvSpan, layout: KvLayout, data: memoryview | DeviceData) -> None:
