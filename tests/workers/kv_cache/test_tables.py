@@ -39,10 +39,12 @@ def layout(*runs: tuple[int, int | None, int]) -> KvLayout:
         pytest.param([(1, None, 1), (40, 512, 1)], {None: 128, 512: 16}, id="at most 8"),
     ],
 )
-def test_known_models(runs: list[tuple[int, int | None, int]], block_sizes: object) -> None:
+def test_known_models(
+    runs: list[tuple[int, int | None, int]], block_sizes: dict[int | None, int]
+) -> None:
     tables = plan_tables(layout(*runs), 16)
     assert {table.window: table.block_size for table in tables} == block_sizes
-    assert [table.window for table in tables] == list(block_sizes)  # type: ignore[call-overload]
+    assert [table.window for table in tables] == list(block_sizes)
 
 
 def test_the_waste_of_gemma_is_as_designed() -> None:
