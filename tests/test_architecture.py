@@ -77,6 +77,7 @@ ARROWS: dict[str, set[str]] = {
             "workers.model: attention config footprint kernels kernels.c layers models module",
             "workers.model: parallel quant",
         ),
+        "workers.model.states": ("workers.model: kernels kernels.c",),
         "workers.model.registry": ("workers.model: config generic models quant",),
         "workers.model.loader": (
             "workers.host",
@@ -347,6 +348,7 @@ DATA_PACKAGES = {
     "tandem.router.api.console.static",
     "tandem.workers.model.kernels.c.attention",
     "tandem.workers.model.kernels.c.linear",
+    "tandem.workers.model.kernels.c.scan",
 }
 """Folders without modules whose files setuptools installs only if they are listed as packages."""
 

@@ -1,0 +1,1 @@
+"""Computes layers that keep a state for each sequence: convolutions and recurrences."""
