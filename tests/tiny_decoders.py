@@ -86,6 +86,18 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v2": _EXPERTS | _LATENT,
     "deepseek_v3": _EXPERTS | _LATENT,
     "glm4_moe_lite": _EXPERTS | _LATENT,
+    "axk1": _EXPERTS | _LATENT,
+    "longcat_flash": _EXPERTS
+    | _LATENT
+    | {
+        "num_hidden_layers": 4,  # two for each of its layers
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+    },
+    "minicpm3": _LATENT,
+    "youtu": _LATENT,
 }
 DECODERS: Final = {kind: fields for kind, fields in _EVERY.items() if kind in CONFIG_MAPPING}
 """By `model_type` that this release of transformers has: what is set beside what all have."""

@@ -15,6 +15,7 @@ from ...proto.errors import InvalidArgument, TandemError
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError, ModelConfig, read_fields
 from ...workers.model.footprint import (
+    check_cache_dtype,
     check_config_split,
     check_draft,
     kv_bytes_per_token,
@@ -68,13 +69,18 @@ def rank_memory(
     *,
     device: str = "cpu",
 ) -> RankMemory:
-    """Computes the memory of a rank. Raises InvalidArgument if `tp` does not split the heads."""
+    """Computes the memory of a rank.
+
+    Raises InvalidArgument if `tp` does not split the heads, or the cache cannot have the dtype.
+    """
     from ...workers.model.loader import weight_bytes  # with torch, which takes a second
 
     try:
         check_config_split(config, tp)
+        check_cache_dtype(config, kv_cache_dtype)
     except ValueError as error:
-        raise InvalidArgument(f"--{error}") from None
+        field, reason = str(error).split(": ", 1)
+        raise InvalidArgument(reason, f"--{field.replace('_', '-')}") from None
     per_rank, whole = (
         kv_bytes_per_token(config, ranks, dtype, kv_cache_dtype) for ranks in (tp, 1)
     )

@@ -6,7 +6,7 @@ from ...proto.errors import InvalidArgument, TandemError
 from ...router.frontend.template import TEMPLATE_OF_MODEL
 from ...workers.model.adapter_folder import read_adapter
 from ...workers.model.config import CheckpointError
-from ...workers.model.footprint import check_config_split, check_draft
+from ...workers.model.footprint import check_cache_dtype, check_config_split, check_draft
 from ..config import TandemConfig
 from .generation_defaults import generation_defaults
 from .store import resolve_model
@@ -17,7 +17,8 @@ def checked_folder(config: TandemConfig) -> Path:
 
     `config` must come from `with_draft_folder`. Raises CheckpointError, or InvalidArgument with all
     reasons: a `tp` that does not divide the model's heads, a `context_tokens` beyond the model's,
-    an unusable draft model, adapter or `chat_template`.
+    a `kv_cache_dtype` that the model cannot have, an unusable draft model, adapter or
+    `chat_template`.
     """
     # These import torch, which takes a second.
     from ...workers.model.adapter import check_adapter
@@ -40,6 +41,10 @@ def checked_folder(config: TandemConfig) -> Path:
             check_draft(open_checkpoint(Path(draft.model)).config, model)
         except ValueError as error:
             wrong.append(f"speculative.model: {error}")
+    try:
+        check_cache_dtype(model, config.kv_cache_dtype)
+    except ValueError as error:
+        wrong.append(str(error))
     for role, pool in config.pools.items():
         try:
             check_config_split(model, pool.tp)

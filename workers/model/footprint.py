@@ -14,7 +14,9 @@ def check_config_split(config: ModelConfig, tp: int) -> None:
     """Raises ValueError, a one-line message, if a layer's heads cannot be split over `tp` ranks."""
     for layer in config.layers:
         check_split(layer.num_heads, layer.num_kv_heads, tp)
-        if config.transformers is not None and layer.num_kv_heads % tp:
+        # Every rank holds the rows of a latent layer.
+        is_latent = layer.value_dim is not None
+        if config.transformers is not None and not is_latent and layer.num_kv_heads % tp:
             raise ValueError(
                 f"tp: {tp} does not divide the model's {layer.num_kv_heads} KV heads, which "
                 "transformers requires"
@@ -34,17 +36,23 @@ def check_draft(draft: ModelConfig, model: ModelConfig) -> None:
         )
 
 
+def check_cache_dtype(config: ModelConfig, cache_dtype: str) -> None:
+    """Raises ValueError, a one-line message, if the KV cache cannot have a dtype."""
+    if cache_dtype != "auto" and any(layer.value_dim is not None for layer in config.layers):
+        raise ValueError(f"kv_cache_dtype: {cache_dtype} is not supported for latent keys")
+
+
 def kv_bytes_per_token(config: ModelConfig, tp: int, dtype: str, cache_dtype: str = "auto") -> int:
     """Returns the bytes of one token's keys and values in all layers, on each rank.
 
-    Raises ValueError as `check_split`.
+    Raises ValueError as `check_split` and `check_cache_dtype`.
     """
-    heads = (
-        (len(kv_heads(layer.num_heads, layer.num_kv_heads, tp, 0)), layer.head_dim)
+    check_cache_dtype(config, cache_dtype)
+    return sum(
+        (2 if layer.value_dim is None else 1)
+        * len(kv_heads(layer.num_heads, layer.num_kv_heads, tp, 0))
+        * head_bytes(layer.head_dim, dtype, cache_dtype)
         for layer in config.layers
-    )
-    return 2 * sum(
-        num_heads * head_bytes(head_dim, dtype, cache_dtype) for num_heads, head_dim in heads
     )
 
 

@@ -26,7 +26,7 @@ from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
 from tandem.workers.model.sampling.gumbel import sample
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def test_this_machine_has_them() -> None:
@@ -110,7 +110,8 @@ def test_attention_equals_plain_torch(
         results.append([step(layer, query, key, value, options).float() for layer in range(2)])
     assert torch.equal(stores[0].data, stores[1].data)
     for ours, reference in zip(*results, strict=True):
-        assert (ours - reference).abs().max() <= TOLERANCE[DTYPES[dtype]]
+        # Half as much again, because plain torch also rounds scores and weights to bfloat16.
+        assert (ours - reference).abs().max() <= 1.5 * TOLERANCE[DTYPES[dtype]]
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -179,6 +180,24 @@ def test_linear_equals_plain_torch(rows: int, outputs: int, inputs: int) -> None
         assert torch.equal(
             cpu.linear(x[row:][:1], packed, outputs, bias, residual[row:][:1])[0], y[row]
         )
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("rows", [1, 7, 40])
+@pytest.mark.parametrize(("heads", "outputs", "inputs"), [(5, 64, 48), (3, 32, 128)])
+def test_each_head_has_a_weight_of_its_own(
+    rows: int, heads: int, outputs: int, inputs: int
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(heads, outputs, inputs).bfloat16()
+    # The heads of a query before it is split: rows and heads have strides of their own.
+    x = torch.randn(heads, rows, inputs + 16).bfloat16().transpose(0, 1)[..., :inputs]
+    assert cpu.can_multiply_heads(weight)
+    found = cpu.linear_by_head(x, cpu.pack_linear(weight.flatten(0, 1)))
+    expected = torch.einsum("nhi,hoi->nho", x.float(), weight.float())
+    assert (found.float() - expected).norm() <= 4e-3 * expected.norm()
+    alone = cpu.linear_by_head(x[-1:], cpu.pack_linear(weight.flatten(0, 1)))
+    assert torch.equal(alone, found[-1:])
 
 
 @pytest.mark.parametrize("bits", BITS.values())

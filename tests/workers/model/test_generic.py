@@ -14,8 +14,13 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder, tiny_config
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import load, mixed_steps, recorded_logits
+from tandem.workers.kv_cache.layout import LayerGeometry
 from tandem.workers.model.config import CheckpointError, read_fields
-from tandem.workers.model.footprint import check_config_split
+from tandem.workers.model.footprint import (
+    check_cache_dtype,
+    check_config_split,
+    kv_bytes_per_token,
+)
 from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.registry import parse_model_config
@@ -25,12 +30,26 @@ from tandem.workers.model.registry import parse_model_config
 SAMPLE = (
     "apertus",
     "cohere2",
+    "deepseek_v2",
     "deepseek_v3",
     "gemma2",
     "glm4_moe",
     "gpt2",
     "gpt_oss",
     "granitemoe",
+)
+LATENT = tuple(
+    kind
+    for kind in (
+        "axk1",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe_lite",
+        "longcat_flash",
+        "minicpm3",
+        "youtu",
+    )
+    if kind in DECODERS
 )
 OTHERS = [
     pytest.param(kind, marks=pytest.mark.matrix) for kind in sorted(DECODERS) if kind not in SAMPLE
@@ -50,6 +69,31 @@ def test_a_decoder_of_transformers_gives_what_transformers_gives(tmp_path: Path,
 def test_two_ranks_give_what_transformers_gives(tmp_path: Path, kind: str) -> None:
     folder = make_tiny_decoder(tmp_path, kind)
     assert checks.tokens_of_two_ranks(folder) in (None, [checks.greedy_tokens(folder)] * 2)
+
+
+@pytest.mark.parametrize("kind", LATENT)
+def test_latent_attention_keeps_one_row_of_a_token(tmp_path: Path, kind: str) -> None:
+    config = parse_model_config(read_fields(make_tiny_decoder(tmp_path, kind)))
+    row = LayerGeometry(num_heads=4, num_kv_heads=1, head_dim=24, value_dim=16)
+    assert set(config.layers) == {row}
+    assert kv_bytes_per_token(config, 1, "bfloat16") == len(config.layers) * 24 * 2
+    assert kv_bytes_per_token(config, 4, "bfloat16") == len(config.layers) * 24 * 2
+
+
+def test_a_token_of_deepseek_v3_takes_an_85th_of_expanded_keys_and_values(tmp_path: Path) -> None:
+    write_config(tmp_path, "deepseek_v3")  # transformers' defaults are its shape
+    config = parse_model_config(read_fields(tmp_path))
+    assert kv_bytes_per_token(config, 8, "bfloat16") == 61 * 576 * 2 == 70_272
+    expanded = 61 * 2 * 128 * 192 * 2  # values are padded to the length of the keys
+    assert 70_272 * 85 < expanded
+
+
+def test_latents_are_not_quantized(tmp_path: Path) -> None:
+    config = parse_model_config(read_fields(make_tiny_decoder(tmp_path, "deepseek_v2")))
+    message = "^kv_cache_dtype: int8 is not supported for latent keys$"
+    with pytest.raises(ValueError, match=message):
+        kv_bytes_per_token(config, 1, "bfloat16", "int8")
+    check_cache_dtype(config, "auto")
 
 
 @pytest.mark.skipif("flint" not in DECODERS, reason="the page is of a newer transformers")

@@ -5,9 +5,12 @@ import random
 import pytest
 import torch
 
+from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, SequenceSpan
 from tandem.workers.model.attention.native_tables import NativeTables
+from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
 from tandem.workers.model.kernels.c import cpu
+from tandem.workers.model.kv_store import PagedKv
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -157,3 +160,32 @@ def test_keys_alone_are_stored() -> None:
     cpu.store_kv(new, new, rows, None, slots)
     assert torch.equal(rows[slots], new[:, 0])
     assert rows.count_nonzero(1).count_nonzero() == 5
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("backend", ["plain", "native"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_backends_store_a_row_and_attend_over_it(
+    backend: str, dtype: str, window: int | None
+) -> None:
+    torch.manual_seed(0)
+    layer = LayerGeometry(num_heads=6, num_kv_heads=1, head_dim=80, value_dim=64, window=window)
+    layout = KvLayout(layers=(layer, layer), dtype=dtype, model="m")
+    kv = PagedKv(layout, num_blocks=64, block_size=BLOCK, device=torch.device("cpu"))
+    kv.data.normal_()
+    spans = random_spans((0, 1), (30, 1), (100, 1), (50, 3), (0, 20), num_blocks=64)
+    tokens = sum(span.num_tokens for span in spans)
+    query = torch.randn(tokens, 6, 80).to(DTYPES[dtype])
+    row = torch.randn(tokens, 1, 80).to(DTYPES[dtype])
+    before = kv.data.clone()
+    step = TorchAttentionBackend(kv, layout.layers, native=backend == "native").plan(spans)
+    found = step(1, query, row, row[..., :64], AttentionOptions(scale=0.1))
+    rows = before[1, 0]
+    new = iter(row)
+    for span in spans:
+        for position in range(span.start, span.start + span.num_tokens):
+            rows[span.blocks[position // BLOCK], :, position % BLOCK] = next(new)
+    assert torch.equal(kv.data, before)
+    expected = reference(query, rows, spans, 64, AttentionOptions(scale=0.1), window)
+    difference = found.view(tokens, 6, 64).float() - expected
+    assert difference.abs().max() <= 1.5 * TOLERANCE[DTYPES[dtype]]

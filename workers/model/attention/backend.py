@@ -52,9 +52,10 @@ class StepAttention(Protocol):
         """Stores the step's keys and values, then computes causal attention.
 
         Each token sees all stored keys of its sequence, or those within the layer's window.
-        `query` is [num_tokens, num_heads, head_dim]; `key` and `value` are [num_tokens,
-        num_kv_heads, head_dim]. Sequences are in the order of the plan. Returns [num_tokens,
-        num_heads * head_dim].
+        `query` is [num_tokens, num_heads, head_dim], `key` is [num_tokens, num_kv_heads, head_dim],
+        and `value` is [num_tokens, num_kv_heads, value_dim]: of a latent layer it must be the first
+        elements of `key`, of any other layer it has head_dim elements. Sequences are in the order
+        of the plan. Returns [num_tokens, num_heads * value_dim].
         """
         ...
 

@@ -15,7 +15,7 @@ from .native_tables import NativeTables
 from .quantized_cache import dequantize, quantize
 
 _Attend = Callable[[int, torch.Tensor, AttentionOptions], torch.Tensor]
-"""Maps a layer's query [rows, num_heads, head_dim] to [rows, num_heads * head_dim]."""
+"""Maps a layer's query [rows, num_heads, head_dim] to [rows, num_heads * value_dim]."""
 
 _Part = tuple[torch.Tensor, _Attend]
 """Sequences computed together: their rows of the flat batch, and their attention function."""
@@ -115,18 +115,19 @@ class TorchAttentionBackend:
     ) -> torch.Tensor:
         """Implements `StepAttention`; `tables` are by layer."""
         slots, native, parts = tables[layer]
-        key_rows, value_rows = self._kv.scatter_rows[layer]
+        planes = self._kv.scatter_rows[layer]  # one for a latent layer
         if native:
-            cpu.store_kv(key, value, key_rows, value_rows, slots)
+            cpu.store_kv(key, value, planes[0], planes[1] if len(planes) > 1 else None, slots)
         else:
-            for rows_of, new in ((key_rows, key), (value_rows, value)):
+            for rows_of, new in zip(planes, (key, value), strict=False):
                 heads = new.reshape(-1, new.shape[-1])
                 rows_of.index_copy_(
                     0, slots, quantize(heads, rows_of.dtype) if self._kv.is_quantized else heads
                 )
-        result = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+        result = query.new_empty(query.shape[0], query.shape[1] * value.shape[2])
         if native:
-            keys, values = self._kv.layers[layer]
+            keys = self._kv.layers[layer][0]
+            values = self._kv.layers[layer][-1]
             scale = options.scale_of(query.shape[2])
             cpu.paged_attention(
                 query,
@@ -173,6 +174,7 @@ class _Planner:
         self._kv = kv
         self._block_size = kv.block_size
         self._num_kv_heads = layer.num_kv_heads
+        self._value_dim = layer.value_dim or layer.head_dim
         self._window = layer.window
         self._sequences = rows
         self._heads = torch.arange(self._num_kv_heads)
@@ -224,7 +226,7 @@ class _Planner:
             products = batch * self._num_kv_heads
             query = query.reshape(products, -1, head_dim)
             keys, values = (
-                each.view(products, -1, head_dim) for each in self._gather(layer, table)
+                each.view(products, -1, each.shape[-1]) for each in self._gather(layer, table)
             )
             scores = torch.bmm(query, keys.transpose(1, 2)).view(batch, num_heads, 1, -1)
             weights = _weigh(scores, mask, options, head_dim).view(products, -1, keys.shape[1])
@@ -252,7 +254,7 @@ class _Planner:
             group = num_heads // kv_heads
             query = query.reshape(num_tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)
             keys, values = (
-                each.view(kv_heads, 1, -1, head_dim)[:, :, : len(positions)].expand(
+                each.view(kv_heads, 1, -1, each.shape[-1])[:, :, : len(positions)].expand(
                     -1, group, -1, -1
                 )
                 for each in self._gather(layer, table)
@@ -270,15 +272,18 @@ class _Planner:
 
         return attend
 
-    def _gather(self, layer: int, table: torch.Tensor) -> list[torch.Tensor]:
-        """Returns keys and values at rows of (block, head), [rows * block_size, head_dim]."""
+    def _gather(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values at rows of (block, head).
+
+        They are [rows * block_size, head_dim] and [rows * block_size, value_dim].
+        """
         found = [
             rows[table].view(len(table) * self._block_size, -1)
             for rows in self._kv.gather_rows[layer]
         ]
-        return (
-            [dequantize(each, self._kv.dtype) for each in found] if self._kv.is_quantized else found
-        )
+        if self._kv.is_quantized:
+            found = [dequantize(each, self._kv.dtype) for each in found]
+        return found[0], found[-1][:, : self._value_dim]
 
     def _num_blocks(self, span: SequenceSpan) -> int:
         return (span.start + span.num_tokens + self._block_size - 1) // self._block_size

@@ -23,6 +23,7 @@ from ..attention.backend import AttentionOptions, StepAttention
 from ..config import CheckpointError, Fields, text_fields
 from ..parallel import TensorParallel
 from .config import context_tokens_of
+from .latent import LatentHeads, is_latent, value_dim_of
 
 ATTENTION: Final = "tandem"
 # Arguments that change nothing here.
@@ -97,7 +98,15 @@ class PagedLayers:
         self._tp = tp
         self._layers = {id(layer.module): (index, layer) for index, layer in enumerate(layers)}
         self._options: dict[int, AttentionOptions] = {}
+        self._latents: dict[int, LatentHeads] = {}
         self._group_size = -(-len(layers) // _NUM_LAYER_GROUPS)
+
+    def process_after_load(self) -> None:
+        """Takes the weights of latent layers that multiply queries and results."""
+        for index, layer in self._layers.values():
+            if layer.geometry.value_dim is not None:
+                heads = self._tp.query_heads(layer.geometry)
+                self._latents[index] = LatentHeads(layer.module, layer.geometry.num_heads, heads)
 
     def step(
         self, attention: StepAttention, on_layers: OnLayers | None
@@ -129,17 +138,26 @@ class PagedLayers:
             query = query[:, self._tp.query_heads(layer)]
             key = key[:, slots]
             value = value[:, slots]
+        latent = self._latents.get(index)
+        if latent:
+            query = latent.absorb(query)
         query_dim = query.shape[2]
         value_dim = value.shape[2]
         dim = layer.head_dim
-        if query_dim < dim or value_dim < dim:
+        if not latent and (query_dim < dim or value_dim < dim):
             query, key, value = (
                 functional.pad(each, (0, dim - each.shape[2])) for each in (query, key, value)
             )
         result = attention(
-            index, query.contiguous(), key.contiguous(), value.contiguous(), self._options[index]
+            index,
+            query.contiguous(),
+            key.contiguous(),
+            value if latent else value.contiguous(),
+            self._options[index],
         )
-        result = result.view(len(query), -1, dim)[..., :value_dim]
+        result = result.view(*query.shape[:2], -1)[..., :value_dim]
+        if latent:
+            result = latent.expand(result)
         if is_whole and self._tp.group:
             result = torch.cat(self._tp.group.all_gather(result.contiguous()), dim=1)
         return result[None]
@@ -175,7 +193,7 @@ def trace_layers(
             )
         if mask is not None:
             raise fields.error("architectures", "attention with its own mask is not supported")
-        geometry = _geometry(len(layers), heads, options, config)
+        geometry = _geometry(len(layers), module, heads, options, config)
         if geometry.num_heads % geometry.num_kv_heads:
             raise fields.error(
                 "num_key_value_heads",
@@ -185,7 +203,8 @@ def trace_layers(
         _check_options(module, options, fields)
         given.update(options)
         query, _, value = heads
-        return value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        value_dim = value_dim_of(module) if is_latent(module) else value.shape[3]
+        return value.new_empty(1, query.shape[2], query.shape[1], value_dim)
 
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     positions = torch.zeros_like(tokens)
@@ -291,13 +310,16 @@ def _check_options(module: nn.Module, options: dict[str, Any], fields: Fields) -
         raise fields.error("architectures", "attention to later tokens is not supported")
 
 
-def _geometry(index: int, heads: _Heads, options: dict[str, Any], config: Any) -> LayerGeometry:
+def _geometry(
+    index: int, module: nn.Module, heads: _Heads, options: dict[str, Any], config: Any
+) -> LayerGeometry:
     query, key, value = heads
     return LayerGeometry(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=max(key.shape[3], value.shape[3]),
         window=_window(index, options, config),
+        value_dim=value.shape[3] if is_latent(module) else None,
     )
 
 

@@ -124,6 +124,7 @@ class TransformersForCausalLM(CausalLM):
                 model.get_submodule(path)._parameters[leaf] = nn.Parameter(
                     part, requires_grad=False
                 )
+        self._layers.process_after_load()
         use_kernels(model, self._dtype, self._plan)
         self._plan.install(model)
         self._given = _Given()

@@ -277,6 +277,28 @@ def linear(
     return out
 
 
+def can_multiply_heads(weight: torch.Tensor) -> bool:
+    """Returns True if `linear_by_head` supports a weight [heads, outputs, inputs]."""
+    return weight.shape[1] % _PANEL == 0 and can_multiply(weight[0])
+
+
+def linear_by_head(
+    x: torch.Tensor,  # [rows, heads, inputs] bfloat16, any strides of rows and heads
+    packed: torch.Tensor,  # from pack_linear, of [heads * outputs, inputs]
+) -> torch.Tensor:
+    """Multiplies each head by a weight of its own: [rows, heads, outputs]."""
+    rows, heads, inputs = x.shape
+    outputs = len(packed) * _PANEL
+    is_wide = linear_form() == WIDENED
+    if is_wide:
+        x = _widen(x.reshape(rows, heads * inputs)).view(x.shape)
+    out = x.new_empty(rows, heads, outputs // heads, dtype=packed.dtype)
+    places = (x, x.stride(0), packed, None, None, out)
+    sizes = (outputs, inputs, 0, None, inputs, outputs // heads, x.stride(1))
+    call("linear_wide" if is_wide else "linear", packed.dtype, rows, *places, *sizes)
+    return out
+
+
 def _widen(x: torch.Tensor) -> torch.Tensor:
     """Converts x [rows, inputs] to float32."""
     rows, inputs = x.shape

@@ -101,9 +101,9 @@ MULTIPLY_ROWS(8)
 
 // x [rows, inputs], rows x_stride elements apart; weights packed as above; y [rows, outputs]. FP8
 // weights have scales [.., groups, 32]; for bfloat16 the scales are NULL, and there is one group. Bias,
-// residual and gate are as in linear.h. An item is a panel.
+// residual, gate and heads are as in linear.h. An item is a panel.
 int64_t linear_bf16(const Arg *a, int64_t rows, int64_t item) {
-    const uint16_t *x = a[0].p;
+    const uint16_t *x = (const uint16_t *)a[0].p + inputs_of_panel(item, a[11].n, a[12].n);
     const Epilogue end = {.bias = a[3].p, .residual = a[4].p, .y = a[5].p, .outputs = a[6].n, .gated = a[8].n};
     const int64_t x_stride = a[1].n, inputs = a[7].n, group = a[10].n;
     if (item < 0) return ceil_div(end.outputs, PANEL);

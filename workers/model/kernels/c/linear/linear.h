@@ -11,6 +11,13 @@ enum { NO_LINEAR, DOT_PRODUCT, WIDENED };
 // address would be in memory.
 enum { PANEL = 32, ROWS = 11 };
 
+// Returns the place in a row of x of a panel's inputs. They are the same for all panels if head_outputs is
+// 0. Else each head_outputs outputs, a multiple of PANEL, have inputs of their own, `head_stride`
+// elements after the last head's.
+static inline int64_t inputs_of_panel(int64_t panel, int64_t head_outputs, int64_t head_stride) {
+    return head_outputs ? panel * PANEL / head_outputs * head_stride : 0;
+}
+
 // `bias` [outputs] and `residual` [rows, outputs] are added unless they are NULL; y [rows, outputs]. If
 // `gated` is not 0, the weights of gate and up alternate in runs of 16, and y [rows, outputs / 2] =
 // act(gate) * up, with SILU or GELU (arXiv 2002.05202).

@@ -125,22 +125,22 @@ int64_t widen_rows_bf16(const Arg *a, int64_t rows, int64_t item) {
     return 0;
 }
 
-// x is from widen_rows; packed weights, scales and zeros are as in linear.c and linear_int.c. An item is
-// a panel.
-INLINE int64_t multiply_panel(const Arg *a, int64_t rows, int64_t item, const char *scales, const uint8_t *zeros,
-                              int64_t inputs, int64_t group, const Weights kind, const Epilogue *end) {
-    const float *x = a[0].p;
+// x is from widen_rows, rows x_stride elements apart; packed weights, scales and zeros are as in linear.c
+// and linear_int.c. An item is a panel.
+INLINE int64_t multiply_panel(const Arg *a, int64_t rows, int64_t item, const float *x, int64_t x_stride,
+                              const char *scales, const uint8_t *zeros, int64_t inputs, int64_t group,
+                              const Weights kind, const Epilogue *end) {
     const int64_t words = group / inputs_of_word(kind), group_bytes = words * PANEL * bytes_of_word(kind);
     const int64_t groups = inputs / group, scale_bytes = PANEL * bytes_of_scale(kind), blocks = ceil_div(rows, BLOCK);
     const uint8_t *panel = (const uint8_t *)a[2].p + item * groups * group_bytes;
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t row = rows * block / blocks, height = rows * (block + 1) / blocks - row;
         _Alignas(64) float results[BLOCK * PANEL] = {0};
-        WideGroup each = {.x = x + row * inputs,
+        WideGroup each = {.x = x + row * x_stride,
                           .panel = panel,
                           .scales = kind == WIDE_BF16 ? NULL : scales + item * groups * scale_bytes,
                           .zeros = zeros ? zeros + item * groups * PANEL : NULL,
-                          .x_stride = inputs,
+                          .x_stride = x_stride,
                           .words = words,
                           .ahead = panel + 4096,
                           .pace = PANEL * bytes_of_word(kind),
@@ -166,14 +166,17 @@ INLINE int64_t multiply_panel(const Arg *a, int64_t rows, int64_t item, const ch
 int64_t linear_wide_bf16(const Arg *a, int64_t rows, int64_t item) {
     const Epilogue end = {.bias = a[3].p, .residual = a[4].p, .y = a[5].p, .outputs = a[6].n, .gated = a[8].n};
     if (item < 0) return ceil_div(end.outputs, PANEL);
-    return a[9].p ? multiply_panel(a, rows, item, a[9].p, NULL, a[7].n, a[10].n, WIDE_FP8, &end)
-                  : multiply_panel(a, rows, item, NULL, NULL, a[7].n, a[7].n, WIDE_BF16, &end);
+    const float *x = (const float *)a[0].p + inputs_of_panel(item, a[11].n, a[12].n);
+    return a[9].p ? multiply_panel(a, rows, item, x, a[1].n, a[9].p, NULL, a[7].n, a[10].n, WIDE_FP8, &end)
+                  : multiply_panel(a, rows, item, x, a[1].n, NULL, NULL, a[7].n, a[7].n, WIDE_BF16, &end);
 }
 
 // Like linear_int_bf16, except that x is in the place of q.
 int64_t linear_int_wide_bf16(const Arg *a, int64_t rows, int64_t item) {
     const Epilogue end = {.bias = a[4].p, .residual = a[5].p, .y = a[6].p, .outputs = a[7].n, .gated = a[11].n};
     if (item < 0) return ceil_div(end.outputs, PANEL);
-    return a[10].n == 8 ? multiply_panel(a, rows, item, a[3].p, a[12].p, a[8].n, a[9].n, WIDE_INT8, &end)
-                        : multiply_panel(a, rows, item, a[3].p, a[12].p, a[8].n, a[9].n, WIDE_INT4, &end);
+    const int64_t inputs = a[8].n;
+    return a[10].n == 8
+               ? multiply_panel(a, rows, item, a[0].p, inputs, a[3].p, a[12].p, inputs, a[9].n, WIDE_INT8, &end)
+               : multiply_panel(a, rows, item, a[0].p, inputs, a[3].p, a[12].p, inputs, a[9].n, WIDE_INT4, &end);
 }
