@@ -42,9 +42,13 @@ Rules for transformers' code:
 - Code in a model's folder is never run.
 - Weights are converted as in transformers.
 - Several ranks need a plan in transformers (`base_model_tp_plan`), and `tp` must divide the KV \
-heads.
+heads. With latent attention it must divide the query heads.
+- Latent attention (DeepSeek V2 and later) keeps the latent and the shared part of the key: one \
+row of a token for all heads, on every rank. `kv_cache_dtype` must be `auto`.
+- Sparse attention (DeepSeek V3.2, GLM-5) runs as dense attention up to `index_topk` tokens. Set \
+`context_tokens` to at most this number; longer contexts are refused.
 - Refused, with the reason in one line: state beside the KV cache (Mamba, linear attention, \
-convolutions), encoders, attention with a mask of the model (ALiBi, sparse), quantised weights.
+convolutions), encoders, attention with a mask of the model (ALiBi), quantised weights.
 - LongRoPE uses its long factors for every prompt, if the model's context exceeds the original \
 context, as in vLLM. `context_tokens` does not change this.
 

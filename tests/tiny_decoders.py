@@ -31,6 +31,7 @@ _LATENT: Final[dict[str, Any]] = {
     "first_k_dense_replace": 1,
     "head_dim": 8,
 }
+_INDEXER: Final[dict[str, Any]] = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 2048}
 _ALTERNATING: Final[dict[str, Any]] = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention"],
@@ -96,6 +97,10 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
         "moe_topk": 2,
         "zero_expert_num": 2,
     },
+    "deepseek_v32": _EXPERTS | _LATENT | _INDEXER,
+    "glm_moe_dsa": _EXPERTS | _LATENT | _INDEXER | {"indexer_types": ["full", "shared"]},
+    "axk2": _EXPERTS | _LATENT | _INDEXER,
+    "hy_v4": _EXPERTS | _LATENT | _INDEXER,
     "minicpm3": _LATENT,
     "youtu": _LATENT,
 }

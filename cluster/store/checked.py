@@ -15,27 +15,26 @@ from .store import resolve_model
 def checked_folder(config: TandemConfig) -> Path:
     """Returns the model's folder, fetched if needed, after checking that it can be served.
 
-    `config` must come from `with_draft_folder`. Raises CheckpointError, or InvalidArgument with all
-    reasons: a `tp` that does not divide the model's heads, a `context_tokens` beyond the model's,
-    a `kv_cache_dtype` that the model cannot have, an unusable draft model, adapter or
-    `chat_template`.
+    `config` must come from `with_draft_folder`. Raises CheckpointError, InvalidArgument for a
+    `context_tokens` beyond the model's, or InvalidArgument with all other reasons: a `tp` that does
+    not divide the model's heads, a `kv_cache_dtype` that the model cannot have, an unusable draft
+    model, adapter or `chat_template`.
     """
     # These import torch, which takes a second.
     from ...workers.model.adapter import check_adapter
     from ...workers.model.loader import open_checkpoint
-    from ...workers.model.registry import check_context
 
     folder = resolve_model(config.model, dtype=config.dtype)
-    model = open_checkpoint(folder, config.model_impl, quantization=config.quantization).config
+    model = open_checkpoint(
+        folder,
+        config.model_impl,
+        quantization=config.quantization,
+        context_tokens=config.context_tokens,
+    ).config
     generation_defaults(config, folder)
     _check_chat_template(config, folder)
     draft = config.speculative
     wrong = []
-    if config.context_tokens is not None:
-        try:
-            check_context(model, config.context_tokens)
-        except InvalidArgument as error:
-            wrong.append(str(error))
     if draft is not None and draft.model is not None:
         try:
             check_draft(open_checkpoint(Path(draft.model)).config, model)

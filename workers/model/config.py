@@ -112,6 +112,8 @@ class ModelConfig:
     # through one of Tandem's families.
     transformers: Mapping[str, Any] | None = None
     has_tp_plan: bool = True  # whether the model can be split over ranks
+    # The longest sequence; a longer one would need sparse attention. None: attention is dense.
+    dense_tokens: int | None = None
     # The architecture of the multimodal model whose text model this is; empty for other models.
     text_model_of: str = ""
     eos_token_ids: tuple[int, ...] = ()

@@ -19,6 +19,7 @@ from .module import Module, Parameter, WeightSlice, all_parameters
 from .parallel import Group, TensorParallel
 from .quant.base import LinearMethod, PlainLinearMethod
 from .registry import (
+    check_dense,
     family_of,
     find_linear_method,
     load_model_config,
@@ -99,6 +100,7 @@ def open_checkpoint(
         config = with_quantization(config, quantization)
     if context_tokens is not None:
         config = with_context(config, context_tokens)
+    check_dense(config, context_tokens or config.max_position_embeddings)
     config, stored = _with_stored_head(config, stored)
     tensors: dict[str, StoredTensor] = {}
     for part, dtype in _weight_slices(config):

@@ -274,6 +274,16 @@ def check_context(config: ModelConfig, context_tokens: int) -> None:
         )
 
 
+def check_dense(config: ModelConfig, context_tokens: int) -> None:
+    """Raises CheckpointError for a context that needs sparse attention."""
+    most = config.dense_tokens
+    if most is not None and context_tokens > most:
+        raise CheckpointError(
+            f"config.json: index_topk: sparse attention beyond {most} tokens is not supported; set "
+            f"context_tokens to at most {most}"
+        )
+
+
 def with_context(config: ModelConfig, context_tokens: int) -> ModelConfig:
     """Returns the config for serving sequences of at most `context_tokens`.
 

@@ -85,7 +85,7 @@ def test_a_token_of_deepseek_v3_takes_an_85th_of_expanded_keys_and_values(tmp_pa
     config = parse_model_config(read_fields(tmp_path))
     assert kv_bytes_per_token(config, 8, "bfloat16") == 61 * 576 * 2 == 70_272
     expanded = 61 * 2 * 128 * 192 * 2  # values are padded to the length of the keys
-    assert 70_272 * 85 < expanded
+    assert expanded > 70_272 * 85
 
 
 def test_latents_are_not_quantized(tmp_path: Path) -> None:
@@ -106,6 +106,24 @@ def test_the_page_lists_every_decoder_that_is_tested() -> None:
     ]
     assert listed == sorted(DECODERS)
     assert len(DECODERS) >= 40
+
+
+SPARSE = tuple(
+    kind for kind in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4") if kind in DECODERS
+)
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_attention_is_refused_beyond_what_is_dense(tmp_path: Path, kind: str) -> None:
+    make_tiny_decoder(tmp_path, kind, index_topk=64)
+    message = (
+        "^config.json: index_topk: sparse attention beyond 64 tokens is not supported; set "
+        "context_tokens to at most 64$"
+    )
+    for context in (None, 65):
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(tmp_path, context_tokens=context)
+    assert open_checkpoint(tmp_path, context_tokens=64).config.dense_tokens == 64
 
 
 def change_config(folder: Path, **fields: Any) -> None:

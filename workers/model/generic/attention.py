@@ -22,8 +22,9 @@ from ...kv_cache.layout import LayerGeometry
 from ..attention.backend import AttentionOptions, StepAttention
 from ..config import CheckpointError, Fields, text_fields
 from ..parallel import TensorParallel
-from .config import context_tokens_of
+from .config import INDEXED, context_tokens_of
 from .latent import LatentHeads, is_latent, value_dim_of
+from .sparse import CausalMask, without_mask
 
 ATTENTION: Final = "tandem"
 # Arguments that change nothing here.
@@ -71,11 +72,12 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | CausalMask | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Implements transformers' interface of attention functions, which also returns weights."""
-    return _handler.get()(module, (query, key, value), attention_mask, options), None
+    mask = without_mask(attention_mask)
+    return _handler.get()(module, (query, key, value), mask, options), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
@@ -329,7 +331,7 @@ def _window(index: int, options: dict[str, Any], config: Any) -> int | None:
     Some modules pass no window, because transformers' mask for their layer's type has it.
     """
     kinds = getattr(config, "layer_types", None)
-    if kinds and kinds[index] == "full_attention":
+    if kinds and kinds[index] in ("full_attention", INDEXED):
         return None
     window = options.get("sliding_window")
     if kinds and not window:

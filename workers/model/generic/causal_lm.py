@@ -23,6 +23,7 @@ from .buffers import fill_buffers
 from .config import context_tokens_of
 from .definition import build_on_meta
 from .fused import use_kernels
+from .sparse import dense_tokens_of
 from .tensor_parallel import TpPlan
 from .weights import WeightGroup, find_weight_groups
 
@@ -183,5 +184,6 @@ def parse_transformers_config(fields: Fields) -> ModelConfig:
         dtype=parse_dtype(fields),
         transformers=dict(fields.items()),
         has_tp_plan=has_plan,
+        dense_tokens=dense_tokens_of(config),
         text_model_of=architecture if config is not decoder.model.config else "",
     )

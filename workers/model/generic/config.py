@@ -26,7 +26,8 @@ from ..config import (
     context_tokens,
 )
 
-LAYER_TYPES: Final = ("full_attention", "sliding_attention")
+INDEXED: Final = "indexed_attention"  # attention to the keys that an indexer chooses
+LAYER_TYPES: Final = ("full_attention", "sliding_attention", INDEXED)
 _MAX_EXPERTS: Final = 2**15
 _MAX_LAYERS: Final = 300
 _MAX_SIZE: Final = 2**31 - 1
@@ -74,7 +75,7 @@ def read_config(fields: Fields) -> PreTrainedConfig:
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in LAYER_TYPES:
             raise fields.error(
-                "layer_types", f"{kind!r:.40} is not supported, only {' and '.join(LAYER_TYPES)}"
+                "layer_types", f"{kind!r:.40} is not supported, only {', '.join(LAYER_TYPES)}"
             )
     return config
 

@@ -18,6 +18,7 @@ from .attention import ATTENTION, AttentionLayer, trace_layers
 from .buffers import fix_rope
 from .config import invalid, read_config, text_config
 from .latent import keep_latents
+from .sparse import see_all_keys
 
 # While transformers builds a model, it changes the default dtype and patches of the whole process.
 _building = Lock()
@@ -55,6 +56,7 @@ def build_on_meta(fields: Fields, dtype: torch.dtype) -> Decoder:
     below = model.base_model if text is config else _keep_text(model, fields)
     fix_rope(model, fields)
     keep_latents(below)
+    see_all_keys(below)
     layers = trace_layers(below, text, fields)
     if len(layers) != text.num_hidden_layers:
         raise fields.error(
