@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,10 +39,21 @@ GEMMA: Final = Shape(
     soft_cap=50.0,
     has_sinks=True,
 )
+# DeepSeek-V2 and V3 on one GPU, and on eight; Gemma 4's heads.
+LATENT: Final = Shape(num_heads=128, kv_heads=1, head_dim=576, value_dim=512, dtype=torch.bfloat16)
+FEW_LATENT: Final = replace(LATENT, num_heads=16)
+WIDE: Final = Shape(num_heads=8, kv_heads=2, head_dim=512, dtype=torch.bfloat16, window=100)
 UNEVEN: Final = Shape(num_heads=9, kv_heads=3, head_dim=64, dtype=torch.bfloat16, window=100)
 EXACT: Final = Shape(num_heads=2, kv_heads=2, head_dim=64)
-SHAPES: Final = {80: (LLAMA, GEMMA), 90: (LLAMA, GEMMA, UNEVEN, EXACT), 100: (LLAMA, GEMMA)}
+SHAPES: Final = {
+    80: (LLAMA, GEMMA),
+    90: (LLAMA, GEMMA, UNEVEN, EXACT),
+    100: (LLAMA, GEMMA),
+}
 """By compute capability, ten times: the shapes to compile for."""
+
+ATTENTION_SHAPES: Final = (LATENT, FEW_LATENT, WIDE)
+"""Shapes for which only attention is compiled, for capability 9.0."""
 
 CACHES: Final = {80: torch.int8, 90: torch.uint8, 100: torch.uint8}
 """By compute capability, ten times: the item of a quantized cache; E4M3 needs 8.9."""
@@ -168,6 +179,9 @@ def compile_all() -> list[CompiledKernel]:
         compiler.label = f"{LLAMA} over {item}"
         launch_attention(LLAMA, item)
     compiler.gpu.arch = 90
+    for shape in ATTENTION_SHAPES:
+        compiler.label = str(shape)
+        launch_attention(shape)
     compiler.label = SPILLING
     compiler.options = {"num_warps": 4}
     launch_attention(LLAMA)
@@ -179,6 +193,10 @@ def launch_attention(shape: Shape, item: torch.dtype | None = None) -> None:
     zeros = functools.partial(torch.zeros, dtype=shape.dtype)
     query = zeros(4, shape.num_heads, shape.head_dim)
     keys, values = zeros(2, 4, shape.kv_heads, shape.block_size, shape.head_dim)
+    if shape.value_dim is not None:
+        values = keys[..., : shape.value_dim]
+        row = zeros(4, shape.kv_heads, shape.head_dim)
+        elementwise.store_kv(row, row, keys, None, torch.zeros(4, dtype=torch.int32))
     scales = None
     if item is not None:
         rows = torch.zeros(4, shape.kv_heads, shape.block_size, shape.head_dim + 2, dtype=item)
@@ -187,7 +205,7 @@ def launch_attention(shape: Shape, item: torch.dtype | None = None) -> None:
         heads = zeros(4, shape.kv_heads, shape.head_dim)
         slots = torch.zeros(4, dtype=torch.int32)
         elementwise.store_kv(heads, heads, keys, values, slots, scales)
-    out = zeros(4, shape.num_heads * shape.head_dim)
+    out = zeros(4, shape.num_heads * shape.result_dim)
     array = torch.zeros(4, dtype=torch.int32)
     scoring = Scoring(
         window=shape.window,
@@ -195,7 +213,7 @@ def launch_attention(shape: Shape, item: torch.dtype | None = None) -> None:
         soft_cap=shape.soft_cap,
         sinks=torch.zeros(shape.num_heads) if shape.has_sinks else None,
     )
-    partial = torch.zeros(4, shape.num_heads, shape.head_dim + 2)
+    partial = torch.zeros(4, shape.num_heads, shape.result_dim + 2)
     decodes = DecodeWork(**dict.fromkeys(DecodeWork._fields, array))
     decode_attention(query, keys, values, decodes, scoring, partial, out, 2, scales)
     chunks = ChunkWork(**dict.fromkeys(ChunkWork._fields, array))

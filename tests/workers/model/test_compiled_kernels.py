@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Final
@@ -121,8 +122,9 @@ def test_a_kernel_without_tensor_core_instructions_is_found(
 def test_programs_fit_a_multiprocessor(compiled: list[CompiledKernel], arch: int) -> None:
     """As many decode programs as the backend starts, and one of each other kernel."""
     for each in of_ours(compiled, arch):
+        head_dim = int(re.findall(r"head_dim=(\d+)|$", each.label)[0] or 0)
         started = (
-            triton_backend.programs_per_processor(SHARED_BYTES[arch])
+            triton_backend.programs_per_processor(SHARED_BYTES[arch], head_dim)
             if each.name == "_decode_kernel"
             else 1
         )
@@ -130,5 +132,8 @@ def test_programs_fit_a_multiprocessor(compiled: list[CompiledKernel], arch: int
 
 
 def test_the_backend_starts_three_decode_programs_on_a_hopper_multiprocessor() -> None:
-    started = [triton_backend.programs_per_processor(SHARED_BYTES[arch]) for arch in SHAPES]
-    assert started == [2, 3, 3]
+    started = [
+        [triton_backend.programs_per_processor(SHARED_BYTES[arch], head_dim) for arch in SHAPES]
+        for head_dim in (128, 576)
+    ]
+    assert started == [[2, 3, 3], [2, 2, 2]]

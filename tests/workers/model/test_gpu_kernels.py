@@ -34,11 +34,17 @@ class Shape:
     num_heads: int
     kv_heads: int
     head_dim: int
+    # Of latent attention: the elements of a row that are also its value.
+    value_dim: int | None = None
     block_size: int = 16
     window: int = 0
     soft_cap: float = 0.0
     has_sinks: bool = False
     dtype: torch.dtype = torch.float32
+
+    @property
+    def result_dim(self) -> int:
+        return self.value_dim or self.head_dim
 
 
 class Cache:
@@ -47,7 +53,10 @@ class Cache:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         size = (2, 512, shape.kv_heads, shape.block_size, shape.head_dim)
-        self.keys, self.values = torch.full(size, torch.nan, dtype=shape.dtype, device=DEVICE)
+        planes = torch.full(size, torch.nan, dtype=shape.dtype, device=DEVICE)
+        self.keys, self.values = planes
+        if shape.value_dim is not None:
+            self.values = self.keys[..., : shape.value_dim]
         sinks = 2 * torch.randn(shape.num_heads, device=DEVICE) if shape.has_sinks else None
         scale = shape.head_dim**-0.5 * (1.0 if not shape.soft_cap else 3.0)
         self.scoring = Scoring(
@@ -64,13 +73,13 @@ class Cache:
         self.tables += [self._free.pop() for _ in range(-(-end // size))]
         seen = torch.arange(max(0, first_token), end)
         blocks = torch.tensor(self.tables[offset:])[seen // size]
-        for part in (self.keys, self.values):
+        for part in (self.keys,) if self.shape.value_dim else (self.keys, self.values):
             random = torch.randn(len(seen), self.shape.kv_heads, self.shape.head_dim)
             part[blocks, :, seen % size] = random.to(part)
         return offset
 
     def expected(self, query: torch.Tensor, position: int, offset: int) -> torch.Tensor:
-        """One token's [num_heads, head_dim] in float64."""
+        """One token's [num_heads, result_dim] in float64."""
         shape = self.shape
         seen = torch.arange(
             max(0, position + 1 - shape.window) if shape.window else 0, position + 1
@@ -88,7 +97,7 @@ class Cache:
             scores = torch.cat((scores, sinks), dim=-1)
         weights = scores.softmax(-1)[:, :, : len(seen)]
         return torch.einsum("kgn,nkd->kgd", weights, values).reshape(
-            shape.num_heads, shape.head_dim
+            shape.num_heads, shape.result_dim
         )
 
 
@@ -126,15 +135,15 @@ def decode_work(
 
 
 def decode(cache: Cache, query: torch.Tensor, work: DecodeWork, num_programs: int) -> torch.Tensor:
-    """[num_tokens, num_heads, head_dim]; NaN where nothing is written."""
+    """[num_tokens, num_heads, result_dim]; NaN where nothing is written."""
     shape = cache.shape
-    size = (len(work.item_splits), shape.num_heads, shape.head_dim + 2)
+    size = (len(work.item_splits), shape.num_heads, shape.result_dim + 2)
     partial = torch.full(size, torch.nan, device=DEVICE)
-    out = query.new_full((len(query), shape.num_heads * shape.head_dim), torch.nan)
+    out = query.new_full((len(query), shape.num_heads * shape.result_dim), torch.nan)
     decode_attention(
         query, cache.keys, cache.values, work, cache.scoring, partial, out, num_programs
     )
-    return out.view(query.shape)
+    return out.view(*query.shape[:2], -1)
 
 
 def check_decode(shape: Shape, lengths: list[int], num_programs: int = 2) -> None:
@@ -164,6 +173,13 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
     assert error <= TOLERANCE[ours.dtype] * max(1.0, expected.abs().max().item())
 
 
+WIDE = [
+    # Latent attention: more heads than a program computes, and sizes that are no power of two.
+    Shape(num_heads=20, kv_heads=1, head_dim=576, value_dim=512, dtype=torch.bfloat16),
+    Shape(num_heads=3, kv_heads=1, head_dim=44, value_dim=30, block_size=4),
+    Shape(num_heads=70, kv_heads=1, head_dim=160, value_dim=144),
+    Shape(num_heads=6, kv_heads=2, head_dim=512, dtype=torch.bfloat16, soft_cap=2.0),
+]
 SHAPES = [
     Shape(num_heads=9, kv_heads=3, head_dim=64),
     Shape(num_heads=2, kv_heads=2, head_dim=16, block_size=4),
@@ -181,6 +197,14 @@ SHAPES = [
 @pytest.mark.parametrize("window", [0, 100, 256])
 def test_decode_attention(shape: Shape, window: int) -> None:
     check_decode(replace(shape, window=window), [1, 255, 256, 257, 700])
+
+
+@pytest.mark.parametrize("shape", WIDE, ids=str)
+@pytest.mark.parametrize("window", [0, 20])
+def test_attention_of_wide_and_latent_rows(shape: Shape, window: int) -> None:
+    shape = replace(shape, window=window, has_sinks=window > 0)
+    check_decode(shape, [1, 257, 300])
+    check_chunks(shape, [(0, 20), (60, 3)])
 
 
 @settings(max_examples=15)
@@ -265,10 +289,10 @@ def check_chunks(
         tile_offsets=offsets,
         tables=ints(cache.tables),
     )
-    out = query.new_full((len(query), shape.num_heads * shape.head_dim), torch.nan)
+    out = query.new_full((len(query), shape.num_heads * shape.result_dim), torch.nan)
     chunk_attention(query, cache.keys, cache.values, work, cache.scoring, out)
-    result = out.view(query.shape)
-    expected = torch.full(query.shape, torch.nan, dtype=torch.float64, device=DEVICE)
+    result = out.view(*query.shape[:2], -1)
+    expected = torch.full(result.shape, torch.nan, dtype=torch.float64, device=DEVICE)
     for row, count, position, offset in tiles:
         for token in range(count):
             expected[row + token] = cache.expected(query[row + token], position + token, offset)

@@ -9,6 +9,7 @@ from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, SequenceSpan
 from tandem.workers.model.attention.native_tables import NativeTables
 from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
+from tandem.workers.model.attention.triton_backend import TritonAttentionBackend
 from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.kv_store import PagedKv
 
@@ -163,7 +164,7 @@ def test_keys_alone_are_stored() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("backend", ["plain", "native"])
+@pytest.mark.parametrize("backend", ["plain", "native", "triton"])
 @pytest.mark.parametrize("window", [None, 20])
 def test_the_backends_store_a_row_and_attend_over_it(
     backend: str, dtype: str, window: int | None
@@ -178,7 +179,12 @@ def test_the_backends_store_a_row_and_attend_over_it(
     query = torch.randn(tokens, 6, 80).to(DTYPES[dtype])
     row = torch.randn(tokens, 1, 80).to(DTYPES[dtype])
     before = kv.data.clone()
-    step = TorchAttentionBackend(kv, layout.layers, native=backend == "native").plan(spans)
+    made = (
+        TritonAttentionBackend(kv, layout.layers)
+        if backend == "triton"
+        else TorchAttentionBackend(kv, layout.layers, native=backend == "native")
+    )
+    step = made.plan(spans)
     found = step(1, query, row, row[..., :64], AttentionOptions(scale=0.1))
     rows = before[1, 0]
     new = iter(row)

@@ -4,16 +4,22 @@ Steps are planned on the host in flat arrays.
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from ...kv_cache.layout import LayerGeometry
 from ..device import Ints, copy_to_device, to_device
-from ..kernels.triton.attention import Scales, Scoring
+from ..kernels.triton.attention import MAX_NARROW_DIM, Scales, Scoring
 from ..kernels.triton.chunk import ChunkWork, chunk_attention, tile_tokens
-from ..kernels.triton.decode import SPLIT_TOKENS, DecodeWork, decode_attention, num_splits
+from ..kernels.triton.decode import (
+    SPLIT_TOKENS,
+    DecodeWork,
+    decode_attention,
+    num_head_groups,
+    num_splits,
+)
 from ..kernels.triton.elementwise import store_kv
 from ..kv.gpu import split_scales
 from ..kv_store import PagedKv
@@ -23,11 +29,12 @@ from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 # sequences with a common prefix share its blocks.
 _GRAPH_SHARING: Final = 2
 _DECODE_SHARED_BYTES: Final = 77_824  # the most that a decode program takes
+_WIDE_PROGRAMS: Final = 2  # at once, limited by registers: programs of heads above MAX_NARROW_DIM
 
 Partials = dict[tuple[int, int], torch.Tensor]
-"""Scratch memory of decodes, float32 [num_items, num_heads, head_dim + 2].
+"""Scratch memory of decodes, float32 [num_items, num_heads, value_dim + 2].
 
-The keys are num_heads and head_dim of the layers.
+The keys are num_heads and value_dim of the layers.
 """
 
 
@@ -48,21 +55,15 @@ class TritonAttentionBackend:
         self.batch_invariant = batch_invariant
         self.device = kv.device
         is_cuda = kv.device.type == "cuda"
-        num_programs = 1
-        if is_cuda:
-            properties = torch.cuda.get_device_properties(kv.device)
-            num_programs = properties.multi_processor_count * programs_per_processor(
-                properties.shared_memory_per_multiprocessor
-            )
+        processors = torch.cuda.get_device_properties(kv.device) if is_cuda else None
         self.layers = list(layers)
         self.tile_tokens = [
             tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers
         ]
         self._caches = [
-            _cache_of(keys, values, layer.head_dim)
-            for (keys, values), layer in zip(kv.layers, layers, strict=True)
+            _cache_of(planes, layer) for planes, layer in zip(kv.layers, layers, strict=True)
         ]
-        self.num_programs = [max(1, num_programs // layer.num_kv_heads) for layer in layers]
+        self.num_programs = [_num_programs(processors, layer) for layer in layers]
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         arrays = _Arrays(spans, self.kv.block_size, least_chunk=1 if self.batch_invariant else 2)
@@ -113,10 +114,11 @@ class TritonAttentionBackend:
                 soft_cap=options.soft_cap or 0.0,
                 sinks=options.sinks,
             )
-            store_kv(key, value, keys, values, slots, scales)
-            out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+            is_latent = self.layers[layer].value_dim is not None
+            store_kv(key, value, keys, None if is_latent else values, slots, scales)
+            out = query.new_empty(query.shape[0], query.shape[1] * value.shape[2])
             if decode:
-                partial = partials[query.shape[1], query.shape[2]]
+                partial = partials[query.shape[1], value.shape[2]]
                 num_programs = self.num_programs[layer]
                 decode_attention(
                     query, keys, values, decode, scoring, partial, out, num_programs, scales
@@ -136,7 +138,7 @@ class TritonAttentionBackend:
 
     @property
     def _shapes(self) -> set[tuple[int, int]]:
-        return {(layer.num_heads, layer.head_dim) for layer in self.layers}
+        return {(layer.num_heads, layer.value_dim or layer.head_dim) for layer in self.layers}
 
     @property
     def scratch_bytes_per_block(self) -> int:
@@ -160,19 +162,39 @@ def graph_capacity(num_blocks: int, block_size: int, max_batch: int) -> tuple[in
 
 
 def _cache_of(
-    keys: torch.Tensor, values: torch.Tensor, head_dim: int
+    planes: Sequence[torch.Tensor], layer: LayerGeometry
 ) -> tuple[torch.Tensor, torch.Tensor, Scales | None]:
-    """Returns a layer's keys and values [.., head_dim], and the scales of a quantized cache."""
+    """Returns a layer's keys [.., head_dim], its values and the scales of a quantized cache.
+
+    The values of a latent layer are a view of its keys, [.., value_dim].
+    """
+    keys = planes[0]
+    values = planes[-1][..., : layer.value_dim]
     if keys.is_floating_point():
         return keys, values, None
-    key_numbers, key_scales = split_scales(keys, head_dim)
-    value_numbers, value_scales = split_scales(values, head_dim)
+    key_numbers, key_scales = split_scales(keys, layer.head_dim)
+    value_numbers, value_scales = split_scales(values, layer.head_dim)
     return key_numbers, value_numbers, Scales(key_scales, value_scales)
 
 
-def programs_per_processor(shared_bytes: int) -> int:
+def _num_programs(processors: Any, layer: LayerGeometry) -> int:
+    """Returns the number of decode programs for each group of query heads.
+
+    `processors` are CUDA's properties of the device; None: it has no multiprocessors.
+    """
+    if processors is None:
+        return 1
+    at_once = processors.multi_processor_count * programs_per_processor(
+        processors.shared_memory_per_multiprocessor, layer.head_dim
+    )
+    groups = num_head_groups(layer.num_heads, layer.num_kv_heads, layer.head_dim)
+    return max(1, at_once // groups)
+
+
+def programs_per_processor(shared_bytes: int, head_dim: int) -> int:
     """Returns how many decode programs run at once on a multiprocessor with this shared memory."""
-    return max(1, shared_bytes // _DECODE_SHARED_BYTES)
+    fitting = max(1, shared_bytes // _DECODE_SHARED_BYTES)
+    return min(fitting, _WIDE_PROGRAMS) if head_dim > MAX_NARROW_DIM else fitting
 
 
 class StaticDecodes:

@@ -3,7 +3,11 @@
 As in elementwise.py, all tensors are on one device, in float32, bfloat16 or float16, and their last
 dimension is contiguous; nothing waits for the device. Softmax is in base 2 and online (arXiv
 2205.14135). A program computes one KV head and all query heads that share it, so that keys and
-values are read once. A sequence's result does not depend on the rest of the batch, bit by bit.
+values are read once; if these are too many for its registers, it computes some of them. A
+sequence's result does not depend on the rest of the batch, bit by bit.
+
+With latent attention, keys are rows whose first VALUE_DIM elements are also the value. Then these
+and the rest of the row are two tiles, and the first is read once.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
@@ -18,6 +22,10 @@ import triton.language as tl
 
 # Of the keys of one product, so that three decode programs fit a multiprocessor.
 _TILE_BYTES: Final = 16_384
+# Programs with longer heads compute at most _WIDE_HEADS query heads of a token, so that sums and
+# addresses fit into the registers.
+MAX_NARROW_DIM: Final = 256
+_WIDE_HEADS: Final = 16
 LOG2_E: Final = math.log2(math.e)
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -66,8 +74,7 @@ def _dequantize(numbers, scales, known, dtype: tl.constexpr):
 
 @triton.jit
 def _scores(
-    query,
-    key_tile,
+    scores,  # products of queries and keys
     known,
     key,
     position,
@@ -76,7 +83,6 @@ def _scores(
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    scores = tl.dot(query, tl.trans(key_tile), input_precision="ieee")
     if CAPPED:
         scores = 2 * tl.sigmoid(2 * scores * cap_scale) - 1  # tanh
     if MASKED:
@@ -90,6 +96,7 @@ def _scores(
 @triton.jit
 def attend(
     query,  # [ROWS, DIM_PADDED]
+    query_rest,  # [ROWS, REST_PADDED] the elements from VALUE_DIM on, if REST is not 0
     positions,  # [ROWS] of the queries
     peak,  # [ROWS] the greatest score so far, in base 2
     total,  # [ROWS] sum of the weights so far, relative to the peak
@@ -113,8 +120,10 @@ def attend(
     SCALED: tl.constexpr,  # the cache is quantized
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    REST: tl.constexpr,  # elements of a row after its value; 0: keys and values are apart
+    REST_PADDED: tl.constexpr,
 ):
     """Continues over the keys [begin, end); returns the new peak, total and mix."""
     columns = tl.arange(0, DIM_PADDED)
@@ -126,9 +135,9 @@ def attend(
             :, None
         ] + columns[None, :]
         # A slot that no query sees may hold anything, and zero times NaN is NaN.
-        loaded = known[:, None] & (columns < HEAD_DIM)[None, :]
+        loaded = known[:, None] & (columns < VALUE_DIM)[None, :]
         key_tile = tl.load(keys + place, mask=loaded, other=0.0)
-        value_tile = tl.load(values + place, mask=loaded, other=0.0)
+        value_tile = key_tile if REST > 0 else tl.load(values + place, mask=loaded, other=0.0)
         if SCALED:
             slot = block.to(tl.int64) * (stride_block // 2) + key % BLOCK_SIZE
             key_tile = _dequantize(key_tile, key_scales + slot, known, query.dtype)
@@ -137,9 +146,20 @@ def attend(
             query = query.to(tl.float32)
             key_tile = key_tile.to(tl.float32)
             value_tile = value_tile.to(tl.float32)
+        products = tl.dot(query, tl.trans(key_tile), input_precision="ieee")
+        if REST > 0:
+            rest_columns = VALUE_DIM + tl.arange(0, REST_PADDED)
+            rest_place = (block.to(tl.int64) * stride_block + (key % BLOCK_SIZE) * stride_slot)[
+                :, None
+            ] + rest_columns[None, :]
+            rest_loaded = known[:, None] & (rest_columns < VALUE_DIM + REST)[None, :]
+            rest_tile = tl.load(keys + rest_place, mask=rest_loaded, other=0.0)
+            if INTERPRETED:
+                query_rest = query_rest.to(tl.float32)
+                rest_tile = rest_tile.to(tl.float32)
+            products = tl.dot(query_rest, tl.trans(rest_tile), products, input_precision="ieee")
         scores = _scores(
-            query,
-            key_tile,
+            products,
             known[None, :],
             key[None, :],
             positions[:, None],
@@ -167,6 +187,19 @@ def padded(length: int) -> int:
     return max(16, int(triton.next_power_of_2(length)))
 
 
-def tile_keys(query: torch.Tensor) -> int:
-    """Returns the number of keys of one product, which divides the length of a split."""
-    return min(128, max(16, _TILE_BYTES // (query.element_size() * padded(query.shape[-1]))))
+def tile_keys(query: torch.Tensor, value_dim: int, *, scaled: bool) -> int:
+    """Returns the number of keys of one product, which divides the length of a split.
+
+    With scales it is half as many, because the conversion needs registers.
+    """
+    most = min(128, _TILE_BYTES // (query.element_size() * padded(value_dim)))
+    return max(16, most // 2 if scaled else most)
+
+
+def heads_of_program(group: int, head_dim: int, most: int) -> int:
+    """Returns how many of the `group` query heads that share a KV head a program computes.
+
+    It divides the group and is at most `most`.
+    """
+    most = min(most, _WIDE_HEADS) if head_dim > MAX_NARROW_DIM else most
+    return max(heads for heads in range(1, min(group, most) + 1) if group % heads == 0)

@@ -9,7 +9,17 @@ import triton
 import triton.language as tl
 
 from . import FP_FUSION
-from .attention import LOG2_E, Scales, Scoring, attend, nothing_attended, padded, tile_keys
+from .attention import (
+    LOG2_E,
+    MAX_NARROW_DIM,
+    Scales,
+    Scoring,
+    attend,
+    heads_of_program,
+    nothing_attended,
+    padded,
+    tile_keys,
+)
 
 _CHUNK_ROWS: Final = 128  # rows of one product: two groups of warps with 64 rows
 
@@ -46,7 +56,8 @@ def _chunk_kernel(
     cap_scale,
     scale,
     sink_scale,
-    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,  # query heads of a program
+    SPLITS: tl.constexpr,  # programs that share a KV head
     ROWS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -54,21 +65,31 @@ def _chunk_kernel(
     SCALED: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ):
     # The last tiles of a prompt see the most keys. They start first, so that short tiles fill the
     # gaps at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // SPLITS
     count = tl.load(tile_counts + tile)
     start = tl.load(tile_starts + tile)
-    token = tl.arange(0, ROWS) // GROUP
+    token = tl.arange(0, ROWS) // HEADS
+    head = tl.program_id(1) * HEADS + tl.arange(0, ROWS) % HEADS
     columns = tl.arange(0, DIM_PADDED)
-    place = (kv_head * GROUP + tl.arange(0, ROWS) % GROUP)[:, None] * HEAD_DIM + columns[None, :]
     row = tl.load(tile_rows + tile).to(tl.int64) + token
-    inside = (token < count)[:, None] & (columns < HEAD_DIM)[None, :]
-    queries = tl.load(query + row[:, None] * query_stride_row + place, mask=inside, other=0.0)
+    known = token < count
+    inside = known[:, None] & (columns < VALUE_DIM)[None, :]
+    place = query + row[:, None] * query_stride_row + head[:, None] * (VALUE_DIM + REST)
+    queries = tl.load(place + columns[None, :], mask=inside, other=0.0)
+    queries_rest = queries
+    if REST > 0:
+        rest = tl.arange(0, REST_PADDED)
+        rest_inside = known[:, None] & (rest < REST)[None, :]
+        queries_rest = tl.load(place + VALUE_DIM + rest[None, :], mask=rest_inside, other=0.0)
     keys += kv_head.to(tl.int64) * stride_head
     values += kv_head.to(tl.int64) * stride_head
     if SCALED:
@@ -76,10 +97,11 @@ def _chunk_kernel(
         value_scales += kv_head.to(tl.int64) * (stride_head // 2)
     peak, total, mix = nothing_attended(ROWS, DIM_PADDED)
     if HAS_SINKS:
-        peak = tl.load(sinks + kv_head * GROUP + tl.arange(0, ROWS) % GROUP) * sink_scale
+        peak = tl.load(sinks + head) * sink_scale
         total += 1.0
     total, mix = _attend_tile(
         queries,
+        queries_rest,
         start + token,
         peak,
         total,
@@ -100,15 +122,20 @@ def _chunk_kernel(
         SCALED,
         KEYS,
         BLOCK_SIZE,
-        HEAD_DIM,
+        VALUE_DIM,
         DIM_PADDED,
+        REST,
+        REST_PADDED,
+        ONE_LOOP,
     )
-    tl.store(out + row[:, None] * out_stride_row + place, mix / total[:, None], mask=inside)
+    target = out + row[:, None] * out_stride_row + head[:, None] * VALUE_DIM + columns[None, :]
+    tl.store(target, mix / total[:, None], mask=inside)
 
 
 @triton.jit
 def _attend_tile(
     queries,
+    queries_rest,
     positions,
     peak,
     total,
@@ -129,21 +156,27 @@ def _attend_tile(
     SCALED: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ):
     """Computes a tile of positions [start, last_key]; returns the total and the mix."""
     first_key = tl.maximum(start + 1 - WINDOW, 0) if WINDOW > 0 else 0
     begin = first_key // KEYS * KEYS
     middle_end = (start + 1) // KEYS * KEYS
     middle = begin
+    if ONE_LOOP:
+        middle_end = begin
     # First the keys that only some tokens see because of the window, then the keys that all tokens
-    # see, then the causal end.
-    if WINDOW > 0:
+    # see, then the causal end. Wide values leave no registers for three loops.
+    if WINDOW > 0 and not ONE_LOOP:
         all_seen = tl.cdiv(tl.maximum(last_key + 1 - WINDOW, 0), KEYS) * KEYS
         middle = tl.minimum(all_seen, tl.maximum(middle_end, begin))
         peak, total, mix = attend(
             queries,
+            queries_rest,
             positions,
             peak,
             total,
@@ -167,39 +200,46 @@ def _attend_tile(
             SCALED,
             KEYS,
             BLOCK_SIZE,
-            HEAD_DIM,
+            VALUE_DIM,
             DIM_PADDED,
+            REST,
+            REST_PADDED,
+        )
+    if not ONE_LOOP:
+        peak, total, mix = attend(
+            queries,
+            queries_rest,
+            positions,
+            peak,
+            total,
+            mix,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            table,
+            stride_block,
+            stride_slot,
+            middle,
+            middle_end,
+            first_key,
+            last_key,
+            cap_scale,
+            scale,
+            CAPPED,
+            WINDOW,
+            False,
+            SCALED,
+            KEYS,
+            BLOCK_SIZE,
+            VALUE_DIM,
+            DIM_PADDED,
+            REST,
+            REST_PADDED,
         )
     peak, total, mix = attend(
         queries,
-        positions,
-        peak,
-        total,
-        mix,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        table,
-        stride_block,
-        stride_slot,
-        middle,
-        middle_end,
-        first_key,
-        last_key,
-        cap_scale,
-        scale,
-        CAPPED,
-        WINDOW,
-        False,
-        SCALED,
-        KEYS,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        DIM_PADDED,
-    )
-    peak, total, mix = attend(
-        queries,
+        queries_rest,
         positions,
         peak,
         total,
@@ -223,25 +263,32 @@ def _attend_tile(
         SCALED,
         KEYS,
         BLOCK_SIZE,
-        HEAD_DIM,
+        VALUE_DIM,
         DIM_PADDED,
+        REST,
+        REST_PADDED,
     )
     return total, mix
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     """Returns the maximum number of tokens of a tile of `ChunkWork`."""
-    rows = _CHUNK_ROWS if head_dim <= _CHUNK_ROWS else _CHUNK_ROWS // 2
-    return max(1, rows * num_kv_heads // num_heads)
+    most = _tile_rows(head_dim)
+    return most // heads_of_program(num_heads // num_kv_heads, head_dim, most)
+
+
+def _tile_rows(head_dim: int) -> int:
+    return _CHUNK_ROWS if head_dim <= _CHUNK_ROWS else _CHUNK_ROWS // 2
 
 
 def chunk_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim], heads one after the other
     keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], a layer's cache
-    values: torch.Tensor,  # the same, in the same strides
+    # The same, in the same strides; or a view of the first elements of the keys.
+    values: torch.Tensor,
     work: ChunkWork,
     scoring: Scoring,
-    out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
+    out: torch.Tensor,  # [num_tokens, num_heads * value_dim]
     scales: Scales | None = None,  # of a quantized cache
 ) -> None:
     """Computes causal attention of new tokens over keys that are read in place.
@@ -249,11 +296,11 @@ def chunk_attention(
     The keys and values of the new tokens must be stored already.
     """
     _, num_heads, head_dim = query.shape
-    _, kv_heads, block_size, _ = keys.shape
-    group = num_heads // kv_heads
+    _, kv_heads, block_size, value_dim = values.shape
+    heads = heads_of_program(num_heads // kv_heads, head_dim, _tile_rows(head_dim))
     # Without tensor cores a product needs more registers.
     exact = query.dtype == torch.float32
-    _chunk_kernel[(len(work.tile_rows), kv_heads)](
+    _chunk_kernel[(len(work.tile_rows), num_heads // heads)](
         query,
         keys,
         values,
@@ -268,16 +315,20 @@ def chunk_attention(
         keys.stride(2),
         *scoring.factors,
         LOG2_E,
-        GROUP=group,
-        ROWS=padded(tile_tokens(num_heads, kv_heads, head_dim) * group),
+        HEADS=heads,
+        SPLITS=num_heads // kv_heads // heads,
+        ROWS=padded(tile_tokens(num_heads, kv_heads, head_dim) * heads),
         HAS_SINKS=scoring.sinks is not None,
         CAPPED=scoring.soft_cap > 0,
         WINDOW=scoring.window,
         SCALED=scales is not None,
-        KEYS=16 if exact else tile_keys(query) // (1 if scales is None else 2),
+        KEYS=16 if exact else tile_keys(query, value_dim, scaled=scales is not None),
         BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        DIM_PADDED=padded(head_dim),
+        VALUE_DIM=value_dim,
+        DIM_PADDED=padded(value_dim),
+        REST=head_dim - value_dim,
+        REST_PADDED=padded(head_dim - value_dim),
+        ONE_LOOP=head_dim > MAX_NARROW_DIM,
         enable_fp_fusion=FP_FUSION,
         num_warps=16 if exact else 8,
         num_stages=3,

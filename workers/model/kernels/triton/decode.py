@@ -10,7 +10,17 @@ import triton.language as tl
 
 from ...device import Ints
 from . import FP_FUSION
-from .attention import FLOOR, LOG2_E, Scales, Scoring, attend, nothing_attended, padded, tile_keys
+from .attention import (
+    FLOOR,
+    LOG2_E,
+    Scales,
+    Scoring,
+    attend,
+    heads_of_program,
+    nothing_attended,
+    padded,
+    tile_keys,
+)
 
 _Position = TypeVar("_Position", int, Ints)
 
@@ -61,24 +71,28 @@ def _decode_kernel(
     stride_slot,
     cap_scale,
     scale,
-    GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,  # query heads of a program
+    SPLITS: tl.constexpr,  # programs that share a KV head
+    HEADS_PADDED: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PADDED: tl.constexpr,
 ):
     # 64 bits, so that an item's place in `partial` has 64 bits.
-    num_heads = (tl.num_programs(1) * GROUP).to(tl.int64)
-    kv_head = tl.program_id(1)
-    head = tl.arange(0, GROUP_PADDED)
+    num_heads = (tl.num_programs(1) * HEADS).to(tl.int64)
+    kv_head = tl.program_id(1) // SPLITS
+    is_head = tl.arange(0, HEADS_PADDED) < HEADS
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS_PADDED)
     columns = tl.arange(0, DIM_PADDED)
-    inside = (head < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
-    place = (kv_head * GROUP + head)[:, None] * HEAD_DIM + columns[None, :]
+    inside = is_head[:, None] & (columns < VALUE_DIM)[None, :]
+    place = head[:, None] * (VALUE_DIM + REST) + columns[None, :]
     keys += kv_head.to(tl.int64) * stride_head
     values += kv_head.to(tl.int64) * stride_head
     if SCALED:
@@ -94,10 +108,17 @@ def _decode_kernel(
         if begin < end:
             row_start = query + tl.load(rows + sequence).to(tl.int64) * query_stride_row
             queries = tl.load(row_start + place, mask=inside, other=0.0)
-            peak, total, mix = nothing_attended(GROUP_PADDED, DIM_PADDED)
+            queries_rest = queries
+            if REST > 0:
+                rest = tl.arange(0, REST_PADDED)[None, :]
+                rest_place = head[:, None] * (VALUE_DIM + REST) + VALUE_DIM + rest
+                rest_inside = is_head[:, None] & (rest < REST)
+                queries_rest = tl.load(row_start + rest_place, mask=rest_inside, other=0.0)
+            peak, total, mix = nothing_attended(HEADS_PADDED, DIM_PADDED)
             peak, total, mix = attend(
                 queries,
-                tl.zeros([GROUP_PADDED], tl.int32) + last_key,
+                queries_rest,
+                tl.zeros([HEADS_PADDED], tl.int32) + last_key,
                 peak,
                 total,
                 mix,
@@ -120,18 +141,20 @@ def _decode_kernel(
                 SCALED,
                 KEYS,
                 BLOCK_SIZE,
-                HEAD_DIM,
+                VALUE_DIM,
                 DIM_PADDED,
+                REST,
+                REST_PADDED,
             )
-            target = partial + (item * num_heads + kv_head * GROUP + head) * (HEAD_DIM + 2)
-            _store_partial(target, peak, total, mix, columns, inside, head < GROUP, HEAD_DIM)
+            target = partial + (item * num_heads + head) * (VALUE_DIM + 2)
+            _store_partial(target, peak, total, mix, columns, inside, is_head, VALUE_DIM)
 
 
 @triton.jit
-def _store_partial(target, peak, total, mix, columns, inside, is_head, HEAD_DIM: tl.constexpr):
+def _store_partial(target, peak, total, mix, columns, inside, is_head, VALUE_DIM: tl.constexpr):
     tl.store(target[:, None] + columns[None, :], mix, mask=inside)
-    tl.store(target + HEAD_DIM, peak, mask=is_head)
-    tl.store(target + HEAD_DIM + 1, total, mask=is_head)
+    tl.store(target + VALUE_DIM, peak, mask=is_head)
+    tl.store(target + VALUE_DIM + 1, total, mask=is_head)
 
 
 @triton.jit(do_not_specialize=DecodeWork._fields)
@@ -148,7 +171,7 @@ def _combine_kernel(
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
     sequence = tl.program_id(0)
@@ -160,7 +183,7 @@ def _combine_kernel(
         first_item = tl.load(first_items + sequence).to(tl.int64)
         first_split = tl.maximum(last_key + 1 - WINDOW, 0) // SPLIT if WINDOW > 0 else 0
         columns = tl.arange(0, DIM_PADDED)
-        inside = columns < HEAD_DIM
+        inside = columns < VALUE_DIM
         peak = tl.full([], FLOOR, tl.float32)
         total = tl.full([], 0.0, tl.float32)
         mix = tl.zeros([DIM_PADDED], tl.float32)
@@ -170,9 +193,9 @@ def _combine_kernel(
         for splits in range(first_split, last_key // SPLIT + 1, SPLITS):
             split = splits + tl.arange(0, SPLITS)
             known = split <= last_key // SPLIT
-            source = partial + ((first_item + split) * num_heads + head) * (HEAD_DIM + 2)
-            peaks = tl.load(source + HEAD_DIM, mask=known, other=FLOOR)
-            totals = tl.load(source + HEAD_DIM + 1, mask=known, other=0.0)
+            source = partial + ((first_item + split) * num_heads + head) * (VALUE_DIM + 2)
+            peaks = tl.load(source + VALUE_DIM, mask=known, other=FLOOR)
+            totals = tl.load(source + VALUE_DIM + 1, mask=known, other=0.0)
             mixes = tl.load(
                 source[:, None] + columns[None, :], mask=known[:, None] & inside[None, :], other=0.0
             )
@@ -182,7 +205,7 @@ def _combine_kernel(
             total = total * fade + tl.sum(totals * weights, axis=0)
             mix = mix * fade + tl.sum(mixes * weights[:, None], axis=0)
             peak = higher
-        tl.store(out + row * out_stride_row + head * HEAD_DIM + columns, mix / total, mask=inside)
+        tl.store(out + row * out_stride_row + head * VALUE_DIM + columns, mix / total, mask=inside)
 
 
 def num_splits(last_key: _Position) -> _Position:
@@ -193,15 +216,23 @@ def num_splits(last_key: _Position) -> _Position:
     return last_key // SPLIT_TOKENS + 1
 
 
+def num_head_groups(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """Returns the number of groups of query heads; a program computes one group."""
+    group = num_heads // num_kv_heads
+    return num_heads // heads_of_program(group, head_dim, group)
+
+
 def decode_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim], heads one after the other
     keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], a layer's cache
-    values: torch.Tensor,  # the same, in the same strides
+    # The same, in the same strides; or a view of the first elements of the keys.
+    values: torch.Tensor,
     work: DecodeWork,
     scoring: Scoring,
-    partial: torch.Tensor,  # [capacity, num_heads, head_dim + 2] float32, contiguous: scratch
-    out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
-    # Per KV head. Best is three per multiprocessor over all heads, the number that runs at once.
+    partial: torch.Tensor,  # [capacity, num_heads, value_dim + 2] float32, contiguous: scratch
+    out: torch.Tensor,  # [num_tokens, num_heads * value_dim]
+    # Per group of query heads. Best is three per multiprocessor over all groups, the number that
+    # runs at once.
     num_programs: int,
     scales: Scales | None = None,  # of a quantized cache
 ) -> None:
@@ -213,9 +244,10 @@ def decode_attention(
     written.
     """
     num_heads, head_dim = query.shape[1:]
-    kv_heads, block_size = keys.shape[1:3]
-    group = num_heads // kv_heads
-    _decode_kernel[(num_programs, kv_heads)](
+    kv_heads, block_size, value_dim = values.shape[1:]
+    num_groups = num_head_groups(num_heads, kv_heads, head_dim)
+    heads = num_heads // num_groups
+    _decode_kernel[(num_programs, num_groups)](
         query,
         keys,
         values,
@@ -227,26 +259,28 @@ def decode_attention(
         keys.stride(1),
         keys.stride(2),
         *scoring.factors,
-        GROUP=group,
-        GROUP_PADDED=padded(group),
+        HEADS=heads,
+        SPLITS=num_groups // kv_heads,
+        HEADS_PADDED=padded(heads),
         CAPPED=scoring.soft_cap > 0,
         WINDOW=scoring.window,
         SCALED=scales is not None,
         SPLIT=SPLIT_TOKENS,
-        # Half a tile, because the conversion needs registers: so three programs run at once, too.
-        KEYS=tile_keys(query) // (1 if scales is None else 2),
+        KEYS=tile_keys(query, value_dim, scaled=scales is not None),
         BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        DIM_PADDED=padded(head_dim),
+        VALUE_DIM=value_dim,
+        DIM_PADDED=padded(value_dim),
+        REST=head_dim - value_dim,
+        REST_PADDED=padded(head_dim - value_dim),
         enable_fp_fusion=FP_FUSION,
         num_warps=4,
         num_stages=3,
     )
-    _combine(partial, work, scoring, out, head_dim)
+    _combine(partial, work, scoring, out, value_dim)
 
 
 def _combine(
-    partial: torch.Tensor, work: DecodeWork, scoring: Scoring, out: torch.Tensor, head_dim: int
+    partial: torch.Tensor, work: DecodeWork, scoring: Scoring, out: torch.Tensor, value_dim: int
 ) -> None:
     _combine_kernel[(len(work.rows), partial.shape[1])](
         partial,
@@ -259,8 +293,8 @@ def _combine(
         WINDOW=scoring.window,
         SPLIT=SPLIT_TOKENS,
         SPLITS=_COMBINED_SPLITS,
-        HEAD_DIM=head_dim,
-        DIM_PADDED=padded(head_dim),
+        VALUE_DIM=value_dim,
+        DIM_PADDED=padded(value_dim),
         enable_fp_fusion=FP_FUSION,
         num_warps=4,
     )

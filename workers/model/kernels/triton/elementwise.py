@@ -292,6 +292,7 @@ def _store_kv_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     LARGEST: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -306,15 +307,16 @@ def _store_kv_kernel(
         scale = start // 2 + slot % BLOCK_SIZE
         heads = tl.load(key + token * key_stride_token + source, mask=inside, other=0.0)
         _store_heads(heads, keys + target, key_scales + scale, inside, LARGEST)
-        heads = tl.load(value + token * value_stride_token + source, mask=inside, other=0.0)
-        _store_heads(heads, values + target, value_scales + scale, inside, LARGEST)
+        if HAS_VALUES:
+            heads = tl.load(value + token * value_stride_token + source, mask=inside, other=0.0)
+            _store_heads(heads, values + target, value_scales + scale, inside, LARGEST)
 
 
 def store_kv(
     key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], heads one after the other
     value: torch.Tensor,  # the same
     keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], a layer's cache
-    values: torch.Tensor,  # the same, in the same strides
+    values: torch.Tensor | None,  # the same, in the same strides; None: only keys are written
     # [num_tokens] int32, block * block_size + offset; negative for padding
     slots: torch.Tensor,
     scales: Scales | None = None,  # of a quantized cache
@@ -325,7 +327,7 @@ def store_kv(
         key,
         value,
         keys,
-        values,
+        keys if values is None else values,
         *(scales or (key, key)),
         slots,
         key.stride(0),
@@ -339,6 +341,7 @@ def store_kv(
         HEAD_DIM=head_dim,
         DIM_PADDED=triton.next_power_of_2(head_dim),
         LARGEST=LARGEST.get(keys.dtype, 0),
+        HAS_VALUES=values is not None,
         enable_fp_fusion=FP_FUSION,
         num_warps=4,
     )
