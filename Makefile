@@ -29,7 +29,7 @@ test: .venv/.installed  ## run every test but the long soaks; RERUN=1 runs faile
 	$(BIN)/python -m tandem.tests.suite $(if $(RERUN),--rerun)
 
 test-gpu-versions: $(GPU)/.installed  ## run the tests of models, transfers and ranks with a GPU machine's versions of torch, Triton and Python
-	OMP_NUM_THREADS=1 PYTHONPATH=$(GPU)/tree $(GPU)/bin/python -m pytest -q -n 2 $(TESTS_WITHOUT_RAY)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(GPU)/tree $(GPU)/bin/python -m pytest -q -n 2 $(TESTS_WITHOUT_RAY)
 
 gpu: .venv/.installed  ## check and measure this machine's GPU: right, fast, from prefill to decode; PARTS=A,B,C OUT=FOLDER SECONDS=N DEVICE=cuda SHAPE=NAME
 	$(BIN)/python -m tandem.tests.bench.gpu --out $(or $(OUT),build/gpu) $(if $(PARTS),--parts $(PARTS)) \

@@ -285,15 +285,16 @@ class TandemConfig(BaseModel):
                 "certificates"
             )
         if self.quantization is not None and self.device == "cuda":
-            if self.quantization != "fp8":
+            if self.quantization == "int8":
                 # Without a kernel, a step would restore all weights: 70 ms for 8 billion of them.
                 raise ValueError(
-                    f"quantization: {self.quantization} has kernels on cpu only; on cuda use fp8, "
-                    "or serve a checkpoint with quantized weights"
+                    "quantization: int8 has kernels on cpu only; on cuda use fp8 or int4, or serve "
+                    "a checkpoint with quantized weights"
                 )
             if self.numerics == "exact":
                 raise ValueError(
-                    "quantization: fp8 on cuda needs numerics: fast; its sums depend on the batch"
+                    f"quantization: {self.quantization} on cuda needs numerics: fast; its sums "
+                    "depend on the batch"
                 )
         for name in (self.served_name, *self.aliases):
             if name in self.adapters:

@@ -125,7 +125,7 @@ SETTINGS: Final = (
         name="quantization",
         keys=("quantization",),
         vllm=("quantization",),
-        help="Rounds the weights when they are loaded: int8, int4 (CPUs only) or fp8.",
+        help="Rounds the weights when they are loaded: int8 (CPUs only), int4 or fp8.",
     ),
     Setting(
         name="kv_cache_dtype",

@@ -105,7 +105,7 @@ def memory_command(
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="Rounds the weights when they are loaded: int8, int4 (CPUs only) or fp8."
+            help="Rounds the weights when they are loaded: int8 (CPUs only), int4 or fp8."
         ),
     ] = None,
     kv_cache_dtype: Annotated[

@@ -70,8 +70,12 @@ def test_flags_alone_are_enough() -> None:
         ("model: m\ndecode: {replicas: 0}", "decode.replicas: must be at least 1, got 0"),
         (
             "model: m\nquantization: int8\ndevice: cuda",
-            "quantization: int8 has kernels on cpu only; on cuda use fp8, or serve a checkpoint "
-            "with quantized weights",
+            "quantization: int8 has kernels on cpu only; on cuda use fp8 or int4, or serve a "
+            "checkpoint with quantized weights",
+        ),
+        (
+            "model: m\nquantization: int4\nnumerics: exact\ndevice: cuda",
+            "quantization: int4 on cuda needs numerics: fast; its sums depend on the batch",
         ),
         (
             "model: m\nquantization: fp8\nnumerics: exact\ndevice: cuda",

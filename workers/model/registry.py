@@ -48,6 +48,7 @@ from .quant.base import LinearMethod, LinearMethodOf, QuantizationFormat
 from .quant.compressed_tensors import compressed_tensors_method
 from .quant.fp8 import Fp8LinearMethod
 from .quant.gptq import awq_method, gptq_method
+from .quant.int4 import Int4LinearMethod
 from .quant.integer import BITS, integer_method
 from .quant.rounded import RoundedLinearMethod
 from .quant.scaled import ScaledLinearMethod
@@ -191,13 +192,19 @@ def find_linear_method(
     def make(name: str) -> LinearMethod:
         made: LinearMethod = method(config.quantization, name)
         if device_type == "cuda" and isinstance(made, RoundedLinearMethod):
-            is_fp8 = isinstance(made, Fp8LinearMethod)
-            made = ScaledLinearMethod() if is_fp8 else UnquantizedLinearMethod()
+            made = _on_gpu(made)
         made.batch_invariant = batch_invariant
         made.device_type = device_type
         return made
 
     return make
+
+
+def _on_gpu(method: RoundedLinearMethod) -> LinearMethod:
+    """Returns the method by which GPUs multiply by weights that are rounded at loading."""
+    if isinstance(method, Fp8LinearMethod):
+        return ScaledLinearMethod()
+    return Int4LinearMethod() if method.bits == BITS["int4"] else UnquantizedLinearMethod()
 
 
 def with_stored_quantization(

@@ -1,6 +1,6 @@
 """Measures matrix products of few rows: torch's, ours, and those of fewer bits."""
 
-from functools import cache, partial
+from functools import partial
 from typing import Final
 
 import torch
@@ -8,17 +8,18 @@ from torch.nn import functional
 
 from tandem.tests.bench.engine.floor import linear_shapes
 from tandem.tests.bench.gpu.bench import Bench
+from tandem.workers.model.kernels.triton.int4 import restore
 from tandem.workers.model.kernels.triton.linear import linear
+from tandem.workers.model.quant.int4 import pack
 
 _FP8: Final = torch.float8_e4m3fn
 _GROUP: Final = 128  # inputs that share a scale, in int4
-_INNER_TILES: Final = 8  # of torch's int4 layout
 
 
 @torch.inference_mode()
 def measure(bench: Bench) -> None:
-    """Measures every linear map of a layer with 1 to 32 rows, and grouped products of experts."""
-    for num_rows in bench.pick((1, 2, 4, 8, 16, 32), (1, 4)):
+    """Measures every linear map of a layer with 1 to 128 rows, and grouped products of experts."""
+    for num_rows in bench.pick((1, 2, 4, 8, 16, 32, 64, 128), (1, 4)):
         for outputs, inputs in linear_shapes(bench.config)[: bench.pick(4, 1)]:
             _linear(bench, num_rows, outputs, inputs)
         _grouped(bench, num_rows)
@@ -46,28 +47,22 @@ def _linear(bench: Bench, num_rows: int, outputs: int, inputs: int) -> None:
         )
 
     bench.attempt(f"{name}: torch, FP8, a scale a row", fp8)
-    packed = cache(partial(_packed_int4, bench, outputs, inputs))
-    bench.attempt(f"{name}: torch, int4", lambda: _int4(x, *packed()))
-
-
-def _packed_int4(bench: Bench, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns random weights as torch packs them, and the scale and zero of each group."""
-    device = bench.torch_device
-    groups = max(1, inputs // _GROUP)
-    scales = torch.ones(groups, outputs, 2, device=device, dtype=torch.bfloat16)
+    numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=device)
+    terms = torch.ones(max(1, inputs // _GROUP), outputs, 2, device=device).bfloat16()
+    words = pack(numbers)
+    packed = words if bench.is_gpu else torch._convert_weight_to_int4pack_for_cpu(numbers.int(), 1)
+    bench.attempt(f"{name}: torch, int4", lambda: _int4(x, packed, terms))
     if bench.is_gpu:
-        # Two weights a byte.
-        numbers = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
-        return torch._convert_weight_to_int4pack(numbers, _INNER_TILES), scales
-    numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.int32)
-    return torch._convert_weight_to_int4pack_for_cpu(numbers, 1), scales
+        bench.attempt(
+            f"{name}: int4, restored", lambda: functional.linear(x, restore(words, terms))
+        )
 
 
-def _int4(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    group = x.shape[1] // len(scales)
+def _int4(x: torch.Tensor, words: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
+    group = x.shape[1] // len(terms)
     if x.is_cuda:
-        return torch._weight_int4pack_mm(x, weight, group, scales)
-    return torch._weight_int4pack_mm_for_cpu(x, weight, group, scales)
+        return torch._weight_int4pack_mm(x, words, group, terms)
+    return torch._weight_int4pack_mm_for_cpu(x, words, group, terms)
 
 
 def _grouped(bench: Bench, num_rows: int) -> None:

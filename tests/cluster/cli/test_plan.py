@@ -151,8 +151,8 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
         (["--context-tokens", "1"], "--context-tokens: must be from 2 to 1048576"),
         (
             ["--device", "cuda", "--quantization", "int8"],
-            "quantization: int8 has kernels on cpu only; on cuda use fp8, or serve a checkpoint "
-            "with quantized weights",
+            "quantization: int8 has kernels on cpu only; on cuda use fp8 or int4, or serve a "
+            "checkpoint with quantized weights",
         ),
         (["--device", "tpu"], "device: must be 'cpu' or 'cuda', got 'tpu'"),
         (["--draft-model", "/none"], "--draft-model: there is no folder /none"),

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tandem.tests.workers.model.test_gpu_kernels import Shape
-from tandem.workers.model.kernels.triton import elementwise, linear, sampling
+from tandem.workers.model.kernels.triton import elementwise, int4, linear, sampling
 from tandem.workers.model.kernels.triton.attention import Scales, Scoring
 from tandem.workers.model.kernels.triton.chunk import ChunkWork, chunk_attention
 from tandem.workers.model.kernels.triton.decode import DecodeWork, decode_attention
@@ -237,6 +237,8 @@ def launch_others(shape: Shape) -> None:
     elementwise.rotate(query, table, table)
     elementwise.store_kv(key, value, keys, values, torch.zeros(4, dtype=torch.int32))
     linear.linear(out, zeros(80, out.shape[1]), zeros(80), zeros(4, 80))
+    words = torch.zeros(2, 1, 32, 4, dtype=torch.int32)
+    int4.restore(words, zeros(4, 16, 2))
     one = torch.zeros(1, 1, dtype=torch.int32)
     sampling.sample(zeros(4, 128_256), np.zeros(4, sampling.ROW), one, one.bool(), one)
 

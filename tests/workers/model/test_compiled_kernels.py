@@ -16,6 +16,7 @@ from tandem.workers.model.kernels.triton import (
     chunk,
     decode,
     elementwise,
+    int4,
     linear,
     sampling,
 )
@@ -84,7 +85,7 @@ def num_programs(kernel: CompiledKernel) -> int:
 
 
 def test_all_compile(compiled: list[CompiledKernel]) -> None:
-    modules = (chunk, decode, elementwise, linear, sampling)
+    modules = (chunk, decode, elementwise, int4, linear, sampling)
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     for arch in SHAPES:
         assert {each.name for each in of_ours(compiled, arch)} == names

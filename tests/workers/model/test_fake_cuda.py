@@ -23,6 +23,7 @@ from tandem.workers.model.kv_store import HostBlocks, PagedKv
 from tandem.workers.model.layers.linear import RowParallelLinear
 from tandem.workers.model.loader import build_model, load_weights, rank_weight_bytes
 from tandem.workers.model.module import all_parameters
+from tandem.workers.model.quant.int4 import FEW_ROWS, Int4LinearMethod
 from tandem.workers.model.quant.scaled import ScaledLinearMethod
 from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
 from tandem.workers.model.registry import MODELS, parse_model_config, with_quantization
@@ -66,6 +67,7 @@ def compressed(form: str, weights: dict[str, Any], **options: Any) -> dict[str, 
 
 FORMATS: Final[dict[str, dict[str, Any]]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True},
+    "gptq_128": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False},
     "act_order": {
         "quant_method": "gptq",
         "bits": 4,
@@ -76,7 +78,7 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
     "awq": {
         "quant_method": "awq",
         "bits": 4,
-        "group_size": 16,
+        "group_size": 32,
         "zero_point": True,
         "version": "gemm",
     },
@@ -101,9 +103,13 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
     ),
     "pack_quantized": compressed(
         "pack-quantized",
-        {**_INTEGERS, "num_bits": 4, "strategy": "group", "group_size": 16, "dynamic": False},
+        {**_INTEGERS, "num_bits": 4, "strategy": "group", "group_size": 32, "dynamic": False},
     ),
 }
+
+
+INT4: Final = ("gptq_128", "awq", "pack_quantized")  # that GPUs multiply without restoring them
+SIZES: Final = {"hidden_size": 128, "intermediate_size": 256}  # whole groups of each format
 
 
 @pytest.fixture
@@ -220,17 +226,44 @@ def test_weights_rounded_to_fp8(watch: Watch) -> None:
         assert "_quantize_kernel" in watch.launched
 
 
-@pytest.mark.parametrize("form", ["fp8", "fbgemm_fp8", "float_quantized", "fp8_blocks", "rounded"])
-def test_the_plan_counts_the_bytes_that_a_gpu_keeps(watch: Watch, form: str) -> None:
-    """A byte for each number in FP8, and two where blocks share a scale."""
-    config = config_of("llama", quantization_config=FORMATS.get(form))
+@pytest.mark.parametrize("form", [*INT4, "rounded"])
+def test_weights_of_four_bits(watch: Watch, form: str) -> None:
+    """Single tokens are multiplied by the numbers, long chunks by the weights in bfloat16."""
+    config = config_of("llama", **SIZES, quantization_config=FORMATS.get(form))
     if form == "rounded":
-        config = with_quantization(config, "fp8")
+        config = with_quantization(config, "int4")
+    runner = load(watch, config)
+    methods = [each for each in runner._model.modules() if isinstance(each, Int4LinearMethod)]
+    assert len(methods) == 4 * len(config.layers)
+    assert all(each._plain is None for each in methods)
+    runner.capture_graphs(record, (2,))
+    run_steps(runner, GREEDY, GREEDY)
+    assert "_restore_kernel" not in watch.launched
+    driver = Driver(runner)
+    launch(driver, driver.step(1, prompt(FEW_ROWS + 1), 0))
+    assert "_restore_kernel" in watch.launched
+
+
+@pytest.mark.parametrize(
+    ("form", "rounded"),
+    [(form, None) for form in ("fp8", "fbgemm_fp8", "float_quantized", "fp8_blocks", *INT4)]
+    + [(None, "fp8"), (None, "int4"), ("gptq", None)],
+)
+def test_the_plan_counts_the_bytes_that_a_gpu_keeps(
+    watch: Watch, form: str | None, rounded: str | None
+) -> None:
+    """Two bytes for each number where blocks share a scale, and where groups are too small."""
+    config = config_of("llama", **SIZES, quantization_config=form and FORMATS[form])
+    if rounded is not None:
+        config = with_quantization(config, rounded)
     tree = load(watch, config)._model
-    methods = [each for each in tree.modules() if isinstance(each, ScaledLinearMethod)]
-    plain = [each for each in tree.modules() if isinstance(each, UnquantizedLinearMethod)]
-    assert bool(methods) == (form != "fp8_blocks")
-    kept = sum(each._numbers.nbytes + each._scales.nbytes for each in methods)
+    modules = list(tree.modules())
+    scaled = [each for each in modules if isinstance(each, ScaledLinearMethod)]
+    packed = [each for each in modules if isinstance(each, Int4LinearMethod)]
+    plain = [each for each in modules if isinstance(each, UnquantizedLinearMethod)]
+    assert bool(scaled or packed) == (form not in ("fp8_blocks", "gptq"))
+    kept = sum(each._numbers.nbytes + each._scales.nbytes for each in scaled)
+    kept += sum(each._words.nbytes + each._terms.nbytes for each in packed)
     parameters = {id(each): each for each in all_parameters(tree)}
     for each in plain:
         parameters.setdefault(id(each.weight), each.weight)

@@ -39,6 +39,7 @@ from tandem.workers.model.loader import (
     weight_schemes,
 )
 from tandem.workers.model.module import all_parameters
+from tandem.workers.model.quant.int4 import Int4LinearMethod
 from tandem.workers.model.quant.rounded import RoundedLinearMethod
 from tandem.workers.model.quant.scaled import ScaledLinearMethod
 from tandem.workers.model.quant.stored import StoredLinearMethod
@@ -136,11 +137,12 @@ def test_the_plan_counts_the_bytes_that_are_kept(folders: tuple[Path, Path], dty
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_on_a_gpu_weights_are_in_fp8_or_converted(folders: tuple[Path, Path], tp: int) -> None:
-    """In FP8 if a scale is of a whole output; the plan counts what is kept."""
+def test_on_a_gpu_weights_are_kept_or_converted(folders: tuple[Path, Path], tp: int) -> None:
+    """In FP8 if a scale is of a whole output, in 4 bits by groups; the plan counts what is kept."""
     quantized, plain = (open_checkpoint(each) for each in folders)
     schemes = weight_schemes(quantized.config, "bfloat16", "cuda")
-    is_scaled = any(scheme.endswith("multiplied so on GPUs with FP8") for scheme in schemes)
+    ends = ("multiplied so on GPUs with FP8", "kept so on GPUs")
+    is_kept = any(scheme.endswith(ends) for scheme in schemes)
     counted, of_plain = (
         weight_bytes(each.config, tp, "bfloat16", "cuda") for each in (quantized, plain)
     )
@@ -149,7 +151,7 @@ def test_on_a_gpu_weights_are_in_fp8_or_converted(folders: tuple[Path, Path], tp
     load_weights(model, checkpoint_reader(quantized), torch.device("cpu"))
     assert not [each for each in model.modules() if isinstance(each, RoundedLinearMethod)]
     stored = [each for each in model.modules() if isinstance(each, StoredLinearMethod)]
-    if not is_scaled:
+    if not is_kept:
         assert counted == of_plain
         assert all(
             scheme.endswith("turned into bfloat16 when they are loaded") for scheme in schemes
@@ -163,6 +165,11 @@ def test_on_a_gpu_weights_are_in_fp8_or_converted(folders: tuple[Path, Path], tp
         each._matrix for each in exact.modules() if isinstance(each, UnquantizedLinearMethod)
     ]
     for each, matrix in zip(stored, matrices, strict=False):
+        if isinstance(each._method, Int4LinearMethod):
+            weight = each._method.restore().float()
+            bound = 8 * 2**-8 * float(each._method._terms[..., 0].max())
+            torch.testing.assert_close(weight, matrix, rtol=2**-7, atol=bound)
+            continue
         assert isinstance(each._method, ScaledLinearMethod)
         weight = each._method._numbers.float() * each._method._scales.t()
         torch.testing.assert_close(weight, matrix, rtol=2**-8, atol=1e-6)

@@ -11,6 +11,7 @@ from .rounded import Numbers, RoundedLinearMethod, finite_scales, largest_group
 BITS: Final = {"int8": 8, "int4": 4}  # by quant_method
 # Inputs of a group. A smaller group is more accurate, but each group costs a scale and a sum.
 MAX_GROUP: Final = 64
+ZERO_UNIT: Final = 16  # parts of a number in which zeros of 4 bits are counted
 UNIT: Final = 8  # the kernel's groups have a multiple of these inputs
 # The largest group of inputs by bits.
 _GROUPS: Final = {8: MAX_GROUP, 4: 32}
@@ -37,19 +38,19 @@ class IntegerLinearMethod(RoundedLinearMethod):
         return cls(8, input_bits=16)
 
     def group_size(self, inputs: int) -> int:
-        return largest_group(inputs, _GROUPS[self._bits], UNIT)
+        return largest_group(inputs, _GROUPS[self.bits], UNIT)
 
     def can_multiply(self, inputs: int, group_size: int) -> bool:
         return cpu.can_multiply_int(inputs, group_size)
 
     def round(self, weight: torch.Tensor, group_size: int) -> Numbers:
-        return round_weight(weight, self._bits, group_size)
+        return round_weight(weight, self.bits, group_size)
 
     def restore(self, numbers: Numbers) -> torch.Tensor:
-        return restore_weight(*numbers, self._bits)
+        return restore_weight(*numbers, self.bits)
 
     def pack(self, numbers: Numbers) -> cpu.PackedNumbers:
-        return cpu.pack_linear_int(*numbers, self._bits)
+        return cpu.pack_linear_int(*numbers, self.bits)
 
     def multiply(
         self,
@@ -90,7 +91,7 @@ def round_weight(
         low = low.clamp(max=0)
         high = high.clamp(min=0)
         scales = finite_scales(((high - low) / largest).bfloat16())
-        zeros = (-low / scales.float() * 16).round().nan_to_num().clamp(0, 255) / 16
+        zeros = (-low / scales.float() * ZERO_UNIT).round().nan_to_num().clamp(0, 255) / ZERO_UNIT
     else:
         scales = finite_scales((torch.maximum(-low, high) / (largest - middle)).bfloat16())
         zeros = torch.full_like(low, middle)
@@ -98,7 +99,7 @@ def round_weight(
     groups.div_(scales.float()[..., None]).add_(zeros[..., None])
     groups.round_().clamp_(0, largest).nan_to_num_()
     numbers = groups.to(torch.uint8).flatten(1)
-    return numbers, scales, (zeros * 16).to(torch.uint8) if bits == 4 else None
+    return numbers, scales, (zeros * ZERO_UNIT).to(torch.uint8) if bits == 4 else None
 
 
 def restore_weight(

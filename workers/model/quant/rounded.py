@@ -27,7 +27,7 @@ class RoundedLinearMethod(PlainLinearMethod):
 
     def __init__(self, bits: int, term_bytes: int) -> None:
         """`term_bytes` is the size of a group's scale and zero."""
-        self._bits = bits
+        self.bits = bits
         self._term_bytes = term_bytes
         self._is_tied = False
 
@@ -127,7 +127,7 @@ class RoundedLinearMethod(PlainLinearMethod):
         weight = self.weight.data
         outputs, inputs = weight.shape
         group_size = self.group_size(inputs)
-        bits = self._bits if self._has_kernel(weight.dtype, inputs, group_size) else _LARGEST_BITS
+        bits = self.bits if self._has_kernel(weight.dtype, inputs, group_size) else _LARGEST_BITS
         row_bytes = inputs * bits // 8 + self._term_bytes * inputs // group_size
         return weight.nbytes - outputs * row_bytes
 

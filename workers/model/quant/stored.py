@@ -12,6 +12,7 @@ from ..kernels.c import cpu
 from ..module import Parameter, WeightSlice
 from .base import LinearMethod, LinearPartition
 from .fp8 import SCALE_BYTES, Fp8LinearMethod
+from .int4 import Int4LinearMethod, can_pack, group_of, kept_bytes
 from .integer import MAX_GROUP, UNIT, IntegerLinearMethod
 from .rounded import Numbers
 from .scaled import ScaledLinearMethod, can_scale
@@ -106,6 +107,7 @@ class StoredLinearMethod(LinearMethod):
     def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
         self._partition = partition
         self._dtype = dtype
+        self._int4_group = self._find_int4_group()
         self._stored = self._format.declare(self._format, partition)
         for each in self.parameters():
             each.num_bytes = 0
@@ -141,6 +143,8 @@ class StoredLinearMethod(LinearMethod):
             return f"{self._format.describe()}, multiplied so on CPUs like this one"
         if self._is_scaled():
             return f"{self._format.describe()}, multiplied so on GPUs with FP8"
+        if self._int4_group is not None:
+            return f"{self._format.describe()}, kept so on GPUs"
         dtype = str(self._dtype).removeprefix("torch.")
         return f"{self._format.describe()}, turned into {dtype} when they are loaded"
 
@@ -151,6 +155,11 @@ class StoredLinearMethod(LinearMethod):
         if self._is_scaled():
             numbers, scales, _ = form.decode(form, partition, stored)
             return ScaledLinearMethod.from_numbers(numbers, scales[:, 0], bias)
+        if size := self._int4_group:
+            numbers, scales, zeros = form.decode(form, partition, stored)
+            groups = partition.input_groups(form.group_size)[::size]
+            zeros = None if zeros is None else zeros[:, groups]
+            return Int4LinearMethod.from_numbers((numbers, scales[:, groups], zeros), bias)
         if unit is None:
             return UnquantizedLinearMethod.from_tensors(
                 self._restore(stored),
@@ -201,6 +210,8 @@ class StoredLinearMethod(LinearMethod):
         unit = self._kernel_group()
         if self._is_scaled():
             return outputs * (inputs + SCALE_BYTES)
+        if size := self._int4_group:
+            return kept_bytes(outputs, inputs, size)
         if unit is None:
             return outputs * inputs * self._dtype.itemsize
         return outputs * (inputs * form.bits // 8 + inputs // unit * form.term_bytes)
@@ -217,6 +228,21 @@ class StoredLinearMethod(LinearMethod):
                 batch_invariant=self.batch_invariant,
             )
         )
+
+    def _find_int4_group(self) -> int | None:
+        """Returns the groups of inputs by which a GPU multiplies by numbers of 4 bits, or None."""
+        form = self._format
+        partition = self._partition
+        if (
+            form.bits != 4
+            or form.act_order
+            or not can_pack(
+                partition, self._dtype, self.device_type, batch_invariant=self.batch_invariant
+            )
+        ):
+            return None
+        run = _longest_run(partition.input_groups(form.group_size))
+        return group_of(partition.local_shape[1], run)
 
     def _kernel_group(self) -> int | None:
         """Returns the largest group of inputs that a kernel can use without changing a scale.
