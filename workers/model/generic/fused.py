@@ -82,7 +82,7 @@ def _rotary(module: nn.Module, config: Any, dtype: torch.dtype) -> Forward | Non
     positions = torch.arange(config.max_position_embeddings)[None]
     try:
         first = module(like, positions[:, :1], *kinds[0])
-    except RuntimeError:  # it needs positions on several axes
+    except (IndexError, RuntimeError):  # it needs positions on several axes
         return None
     is_pair = isinstance(first, tuple) and all(
         each.shape[:2] == (1, 1) and each.ndim == 3 for each in first

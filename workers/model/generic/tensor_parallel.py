@@ -56,10 +56,24 @@ class TpPlan:
         self._styles = {
             each: plan[pattern] for each in names if (pattern := _pattern(each)) in plan
         }
+        self._split_tied_head(model)
         for each, module in model.named_modules():
             is_split = self._styles.get(each, "replicate") in (*_COLUMNS, *_ROWS, *_PACKED)
             if is_split and type(module) is not nn.Linear:
                 raise ValueError(problem)
+
+    def _split_tied_head(self, model: PreTrainedModel) -> None:
+        """Splits a head that shares the weight of a split embedding.
+
+        The plans of some multimodal models lack it, such as Gemma 3's in transformers 5.17.
+        """
+        names = {module: name for name, module in model.named_modules()}
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
+        if head is None or self._styles.get(names[embedding]) != "embedding_rowwise":
+            return
+        if head.weight is embedding.weight:
+            self._styles.setdefault(names[head], _GATHER[0])
 
     def slices(self, name: str, shape: tuple[int, ...], stacks: int) -> list[Slices] | None:
         """Returns this rank's parts of a source of the weight `name`.
