@@ -333,7 +333,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_seconds: _Optional[float] = ..., version: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_token_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "address", "kv_bytes_per_token", "block_size", "context_tokens", "load", "draining", "tp", "max_sequences", "mixed_chunk_tokens", "layout", "application")
+    __slots__ = ("worker_id", "epoch", "role", "address", "kv_bytes_per_token", "block_size", "context_tokens", "load", "draining", "tp", "max_sequences", "mixed_chunk_tokens", "layout", "application", "tables", "state_bytes", "num_states", "has_sparse_points")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +348,10 @@ class WorkerInfo(_message.Message):
     MIXED_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     APPLICATION_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATES_FIELD_NUMBER: _ClassVar[int]
+    HAS_SPARSE_POINTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: Role
@@ -362,7 +366,21 @@ class WorkerInfo(_message.Message):
     mixed_chunk_tokens: int
     layout: bytes
     application: str
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., block_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., tp: _Optional[int] = ..., max_sequences: _Optional[int] = ..., mixed_chunk_tokens: _Optional[int] = ..., layout: _Optional[bytes] = ..., application: _Optional[str] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[KvTable]
+    state_bytes: int
+    num_states: int
+    has_sparse_points: bool
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., block_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., tp: _Optional[int] = ..., max_sequences: _Optional[int] = ..., mixed_chunk_tokens: _Optional[int] = ..., layout: _Optional[bytes] = ..., application: _Optional[str] = ..., tables: _Optional[_Iterable[_Union[KvTable, _Mapping]]] = ..., state_bytes: _Optional[int] = ..., num_states: _Optional[int] = ..., has_sparse_points: _Optional[bool] = ...) -> None: ...
+
+class KvTable(_message.Message):
+    __slots__ = ("block_size", "window", "token_bytes")
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    block_size: int
+    window: int
+    token_bytes: int
+    def __init__(self, block_size: _Optional[int] = ..., window: _Optional[int] = ..., token_bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
@@ -494,16 +512,28 @@ class JoinGroup(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., size: _Optional[int] = ..., store: _Optional[str] = ..., epoch: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
 class KvTransfer(_message.Message):
-    __slots__ = ("kv", "prefix_hash", "blocks", "num_cached")
+    __slots__ = ("kv", "prefix_hash", "num_cached", "tables", "state", "whole_blocks")
     KV_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     kv: KvHandle
     prefix_hash: bytes
-    blocks: _containers.RepeatedScalarFieldContainer[int]
     num_cached: int
-    def __init__(self, kv: _Optional[_Union[KvHandle, _Mapping]] = ..., prefix_hash: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ..., num_cached: _Optional[int] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
+    state: int
+    whole_blocks: bool
+    def __init__(self, kv: _Optional[_Union[KvHandle, _Mapping]] = ..., prefix_hash: _Optional[bytes] = ..., num_cached: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., state: _Optional[int] = ..., whole_blocks: _Optional[bool] = ...) -> None: ...
+
+class BlockTable(_message.Message):
+    __slots__ = ("first", "blocks")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvProgress(_message.Message):
     __slots__ = ("num_ready", "num_ahead", "num_layers", "first_tokens", "first_logprobs")

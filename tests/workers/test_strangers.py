@@ -22,7 +22,7 @@ from tandem.tests.peers import IDENTITY, STRANGER
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import ended, executor_of, submit, worker_of
-from tandem.tests.workers.transfer.played import EPOCH, handle, sender_of
+from tandem.tests.workers.transfer.played import EPOCH, handle, one_table, sender_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.transfer.endpoint import KvEndpoint
 from tandem.workers.transfer.frames import CONNECT_METHOD, PULL_METHOD, TransferKey
@@ -182,7 +182,7 @@ async def stranger_with_kv_cache() -> AsyncIterator[tuple[worker_pb2.KvHandle, l
     kv.compute(blocks, 0, [token + 1 for token in PROMPT], b"")
     sender = sender_of(kv, ())
     key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
-    sender.offer(1, key.transfer_id, blocks, len(PROMPT), hash_prompt(PROMPT))
+    sender.offer(1, key.transfer_id, one_table(blocks), len(PROMPT), hash_prompt(PROMPT))
     sender.progress(1, len(PROMPT))
     sender.complete(1, FirstTokens(tokens=(7,)))
     impostor = Impostor(STRANGER.secret)

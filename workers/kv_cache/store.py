@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 from .layout import KvLayout, KvSpan
 from .sharding import kv_heads
-from .tables import TableBlocks
+from .tables import TableBlocks, TableSpec
 
 T = TypeVar("T")
 
@@ -36,7 +36,8 @@ class KvStore(Protocol):
     """
 
     num_blocks: int
-    block_size: int  # tokens
+    block_size: int  # tokens of a base block
+    tables: tuple[TableSpec, ...]  # the block tables of each sequence
 
     @property
     def layout(self) -> KvLayout:

@@ -36,6 +36,34 @@ class TableBlocks:
         """Returns the positions in the sequence of the tokens that the blocks hold."""
         return range(self.first * block_size, (self.first + len(self.blocks)) * block_size)
 
+    def trim(self, first_token: int, end_token: int, block_size: int) -> "TableBlocks":
+        """Returns the blocks with the tokens from `first_token` to before `end_token`.
+
+        They must be within `tokens`.
+        """
+        first = first_token // block_size
+        end = -(-end_token // block_size)
+        return TableBlocks(self.blocks[first - self.first : end - self.first], first)
+
+
+STATE_TABLE: Final = TableSpec(block_size=1)
+"""Describes the table of a group of states: one block, which is a slot, with one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceKv:
+    """Holds the places of a sequence's KV cache in the memory of every rank."""
+
+    tables: tuple[TableBlocks, ...]  # one for each TableSpec
+    state: int | None = None  # the slot; None: the model keeps no state
+
+    def table(self, tables: Sequence[TableSpec], group: CacheGroup) -> TableBlocks:
+        """Returns the blocks of a group of layers; empty if the sequence has none for it."""
+        if group.part.state:
+            return TableBlocks(() if self.state is None else (self.state,))
+        index = table_of(tables, group)
+        return self.tables[index] if index < len(self.tables) else TableBlocks(())
+
 
 def plan_tables(layout: KvLayout, block_size: int) -> tuple[TableSpec, ...]:
     """Returns the table of each distinct window of a model, the one without a window first.
@@ -60,8 +88,15 @@ def ratio(most: int, token_bytes: int) -> int:
     return min(MAX_RATIO, max(1, (2 * most + token_bytes) // (2 * token_bytes)))
 
 
+def spec_of(tables: Sequence[TableSpec], group: CacheGroup) -> TableSpec:
+    """Returns the table that holds a group of tokens, or STATE_TABLE for a group of states."""
+    return STATE_TABLE if group.part.state else tables[table_of(tables, group)]
+
+
 def table_of(tables: Sequence[TableSpec], group: CacheGroup) -> int:
-    """Returns the index of the table that holds a group of tokens."""
+    """Returns the index of the table that holds a group of tokens; a single one holds all."""
+    if len(tables) == 1:
+        return 0
     return next(i for i, table in enumerate(tables) if table.window == group.part.window)
 
 

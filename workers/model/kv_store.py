@@ -18,7 +18,7 @@ from ..host.pinned import pinned_memory, unpin
 from ..host.streams import BlockOrder, DeviceData
 from ..kv_cache.layout import KvLayout, KvSpan
 from ..kv_cache.store import Completed, KvRead, paged_shapes
-from ..kv_cache.tables import TableBlocks
+from ..kv_cache.tables import TableBlocks, TableSpec
 from .device import FP8_GPUS, can_compute_fp8, indices
 from .kv.gpu import GpuKv
 from .kv.host import HostKv
@@ -63,6 +63,7 @@ class PagedKv:
         self.rank = rank
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.tables: tuple[TableSpec, ...] = (TableSpec(block_size=block_size),)
         self.device = device
         self.dtype: torch.dtype = getattr(torch, layout.dtype)  # of the model's activations
         self.is_quantized = layout.cache_dtype in ITEMS

@@ -20,8 +20,10 @@ from ...proto.hashing import hash_chain
 from ..engine.events import Admitted
 from ..engine.plan import FirstTokens
 from ..engine.sequence import SequenceSpec
+from ..kv_cache.tables import SequenceKv, TableBlocks
 from ..tp.kv_group import KvGroup
 from ..transfer.frames import TransferError
+from ..transfer.shard_stream import FetchTarget
 from .disk_tier import DiskTier
 from .engine_thread import EngineThread
 
@@ -82,7 +84,8 @@ class PrefixLender:
         """Offers leased blocks, which are all computed, and returns their handle."""
         handle = self._kv_handle(len(blocks) * self._block_size)
         if blocks:
-            self._kv.offer(number, handle, tuple(blocks), chain[len(blocks) - 1])
+            place = SequenceKv((TableBlocks(tuple(blocks)),))
+            self._kv.offer(number, handle, place, chain[len(blocks) - 1])
             self._kv.progress(number, handle.num_tokens)
             self._kv.complete(number, _NO_FIRST_TOKENS)
         return handle
@@ -142,7 +145,8 @@ class PrefixImporter:
             num_blocks, rest = divmod(handle.num_tokens, holder.block_size)
             if rest or num_blocks > len(chain) or not handle.endpoints:
                 raise TransferError("the lease does not match the requested prefix")
-            target = event.tables[0].blocks, event.num_cached
+            place = SequenceKv(event.tables)
+            target = FetchTarget(place, event.num_cached, whole_blocks=True)
             await self._kv.fetch_now(event.id, handle, chain[num_blocks - 1], target)
         finally:
             call.cancel()

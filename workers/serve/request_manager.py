@@ -34,10 +34,11 @@ from ..engine.events import (
 )
 from ..engine.plan import FirstTokens
 from ..engine.sequence import Task
+from ..kv_cache.tables import SequenceKv
 from ..tp.adapters import AdapterCache
 from ..tp.kv_group import KvGroup
 from ..transfer.frames import TransferError
-from ..transfer.shard_stream import FetchResult
+from ..transfer.shard_stream import FetchResult, FetchTarget
 from .cache_reports import CacheReports
 from .engine_thread import EngineThread
 from .grammars import GrammarCompiler
@@ -328,10 +329,10 @@ class RequestManager:
             self.num_recomputed_tokens += len(spec.tokens) - event.num_cached
             self.metrics.add(RECOMPUTED, len(spec.tokens) - event.num_cached)
         if spec.task is Task.DECODE:
-            self.kv.set_target(spec.id, event.tables[0].blocks, event.num_cached)
+            self.kv.set_target(spec.id, FetchTarget(SequenceKv(event.tables), event.num_cached))
         elif spec.task is Task.PREFILL:
             message.kv.CopyFrom(
-                self._offer(spec.id, event.tables[0].blocks, spec.tokens, spec.salt)
+                self._offer(spec.id, SequenceKv(event.tables), spec.tokens, spec.salt)
             )
         return message
 
@@ -339,17 +340,17 @@ class RequestManager:
         """Offers the KV cache of a suspended choice, which is completely computed."""
         request.suspended[choice] = event.id
         self.metrics.add(SUSPENDS)
-        handle = self._offer(event.id, event.tables[0].blocks, event.tokens, request.spec.salt)
+        handle = self._offer(event.id, SequenceKv(event.tables), event.tokens, request.spec.salt)
         self.kv.progress(event.id, len(event.tokens))
         self.kv.complete(event.id, FirstTokens(tokens=(event.first_token,)))
         request.session.put(request.key, choice, suspended=worker_pb2.Suspended(kv=handle))
 
     def _offer(
-        self, sequence_id: int, blocks: tuple[int, ...], tokens: tuple[int, ...], salt: bytes
+        self, sequence_id: int, place: SequenceKv, tokens: tuple[int, ...], salt: bytes
     ) -> worker_pb2.KvHandle:
         """Offers the KV cache of `tokens` to other workers and returns its handle."""
         handle = self.kv_handle(len(tokens))
-        self.kv.offer(sequence_id, handle, blocks, hash_prompt(tokens, salt))
+        self.kv.offer(sequence_id, handle, place, hash_prompt(tokens, salt))
         return handle
 
     def _end_choice(self, request: WorkerRequest, choice: int) -> None:

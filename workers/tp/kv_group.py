@@ -11,6 +11,7 @@ from typing import Any
 from ...proto import worker_pb2
 from ...proto.channel import PeerChannel
 from ..engine.plan import FirstTokens
+from ..kv_cache.tables import SequenceKv, TableBlocks
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.receiver import merge
 from ..transfer.shard_stream import FetchResult, FetchTarget
@@ -52,16 +53,18 @@ class KvGroup:
         self,
         sequence_id: int,
         handle: worker_pb2.KvHandle,
-        blocks: tuple[int, ...],
+        place: SequenceKv,
         prefix_hash: bytes,
     ) -> None:
         """Offers a sequence's KV cache, computed or not, to other workers on every rank."""
         self._endpoint.sender.offer(
-            sequence_id, handle.transfer_id, blocks, handle.num_tokens, prefix_hash
+            sequence_id, handle.transfer_id, place, handle.num_tokens, prefix_hash
         )
         if self._clients:
             self._commanded.add(sequence_id)
-        offer = worker_pb2.KvTransfer(kv=handle, prefix_hash=prefix_hash, blocks=blocks)
+        offer = worker_pb2.KvTransfer(
+            kv=handle, prefix_hash=prefix_hash, tables=_tables(place), state=place.state
+        )
         self._command(sequence_id, offer_kv=offer)
 
     def progress(
@@ -115,7 +118,7 @@ class KvGroup:
         `stop`.
         """
         fetching = self._begin_fetch(sequence_id, handle, prefix_hash)
-        self.set_target(sequence_id, *target)
+        self.set_target(sequence_id, target)
         await fetching
 
     def read_disk(
@@ -134,13 +137,17 @@ class KvGroup:
         """Returns the channel to another worker, as `PeerChannels.get` does."""
         return self._endpoint.receiver.connections.channel(address)
 
-    def set_target(self, sequence_id: int, blocks: tuple[int, ...], num_cached: int) -> None:
-        """Sets a fetch's target blocks, and the number of tokens that the prefix cache holds."""
+    def set_target(self, sequence_id: int, target: FetchTarget) -> None:
+        """Sets the target of a fetch."""
         if sequence_id in self._targets:
-            self._targets.pop(sequence_id).set_result((blocks, num_cached))
-            self._command(
-                sequence_id, kv_target=worker_pb2.KvTransfer(blocks=blocks, num_cached=num_cached)
+            self._targets.pop(sequence_id).set_result(target)
+            command = worker_pb2.KvTransfer(
+                tables=_tables(target.place),
+                state=target.place.state,
+                num_cached=target.num_cached,
+                whole_blocks=target.whole_blocks,
             )
+            self._command(sequence_id, kv_target=command)
 
     def stop(self, sequence_id: int, then: Callable[[], None]) -> None:
         """Ends all transfers of a sequence; then calls `then`.
@@ -209,6 +216,18 @@ class KvGroup:
         ):
             others = await asyncio.gather(*parts)
         return first_tokens, merge([received, *others])
+
+
+def place_of(command: worker_pb2.KvTransfer) -> SequenceKv:
+    """Returns the blocks and the state of an offer or a target from rank 0."""
+    return SequenceKv(
+        tables=tuple(TableBlocks(tuple(table.blocks), table.first) for table in command.tables),
+        state=command.state if command.HasField("state") else None,
+    )
+
+
+def _tables(place: SequenceKv) -> list[worker_pb2.BlockTable]:
+    return [worker_pb2.BlockTable(first=table.first, blocks=table.blocks) for table in place.tables]
 
 
 async def _call_after(pending: Sequence[asyncio.Future[Any]], then: Callable[[], None]) -> bool:

@@ -23,8 +23,8 @@ from ..kv_cache.store import KvStore
 from ..model.device import enter_device
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.sender import KvSender
-from ..transfer.shard_stream import FetchResult
-from .kv_group import KvGroup
+from ..transfer.shard_stream import FetchResult, FetchTarget
+from .kv_group import KvGroup, place_of
 from .process_group import TpGroup, rank_loop
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
 from .rank_client import EXPECTED_ERRORS, next_or_heartbeat, unless_silent
@@ -199,14 +199,17 @@ class RankServer(worker_pb2_grpc.RankServicer):
         match request.WhichOneof("command"):
             case "offer_kv":
                 offer = request.offer_kv
-                kv.offer(sequence_id, offer.kv, tuple(offer.blocks), offer.prefix_hash)
+                kv.offer(sequence_id, offer.kv, place_of(offer), offer.prefix_hash)
             case "kv_progress":
                 _progress(sequence_id, request.kv_progress, kv)
             case "fetch_kv":
                 return kv.fetch(sequence_id, request.fetch_kv.kv, request.fetch_kv.prefix_hash)
             case "kv_target":
                 target = request.kv_target
-                kv.set_target(sequence_id, tuple(target.blocks), target.num_cached)
+                kv.set_target(
+                    sequence_id,
+                    FetchTarget(place_of(target), target.num_cached, target.whole_blocks),
+                )
             case "stop_kv":
                 stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 kv.stop(sequence_id, lambda: settle(stopped, None))

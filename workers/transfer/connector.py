@@ -114,6 +114,9 @@ class KvConnector:
     def __init__(self, context: TransferContext, name: str) -> None:
         self.context = context
         self.name = name  # of the transport
+        # Tokens of a base block of the sender; only the receiver's side of a one-sided transport
+        # reads it.
+        self.sender_block_size = 0
 
     # --- choosing a transport
 
@@ -196,7 +199,7 @@ class KvConnector:
     ) -> "memoryview | DeviceData":
         """Returns the bytes of a data frame's span; the caller checks their length.
 
-        `table` is the sender's block table if the transport is one-sided. Raises TransferError,
+        `table` has the sender's blocks if the transport is one-sided. Raises TransferError,
         ValueError for a span out of range, and TransportError if the transport failed.
         """
         raise NotImplementedError

@@ -4,7 +4,8 @@
 
 A transfer has one stream for each shard. The receiver sends Open and Pull; at the end it sends Ack,
 on only one stream of the fetch. The sender sends Data, ..., Data, Commit, and before them
-BlockTable if the receiver reads the blocks itself.
+BlockTable if the receiver reads the blocks itself. It sends Alive while the prefill computes tokens
+that the stream does not carry.
 
 Two ranks also have one connection, for as long as both live, on which they choose their transport.
 The receiver sends Open with its transports, the sender answers Open with at most one of them. The
@@ -82,8 +83,9 @@ class Open:
 class Pull:
     """Asks for the KV of tokens from `first_token` on, in all layers of a group.
 
-    The receiver has the tokens before. Asks for the sender's KV slots [first_slot, +num_slots). A
-    stream with num_slots 0 only pins the cache.
+    The receiver has the tokens before, or they have left the window. A state has one token, 0. Asks
+    for the sender's KV slots [first_slot, +num_slots). A stream with num_slots 0 only pins the
+    cache.
     """
 
     first_token: int
@@ -98,8 +100,10 @@ class Pull:
 class BlockTable:
     """Answers a Pull over a one-sided transport.
 
-    Its payload is the block table: int32, little endian.
+    Its payload are the blocks that hold the requested tokens: int32, little endian.
     """
+
+    first: int  # the index of the first of these blocks in the sequence's block table
 
     # Index of the offer's entry in the sender's lease table.
     entry: int
@@ -119,6 +123,14 @@ class Data(KvSpan):
     num_bytes: int  # of KV
     burst: int  # frames that were ready at the same time share a number
     age: float  # seconds since the sender began to read the burst
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """Tells the receiver that the prefill makes progress, although the stream has nothing to send.
+
+    The tokens of a long prompt that leave the window are not sent, and states come last.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +166,7 @@ class Announce:
     checksum: int  # crc32c, or `device_checksum` of a message between GPUs
 
 
-Message = Open | Pull | BlockTable | Data | Commit | Ack | Announce
+Message = Open | Pull | BlockTable | Data | Alive | Commit | Ack | Announce
 _TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in get_args(Message)}
 
 

@@ -83,6 +83,7 @@ class NixlConnector(KvConnector):
         found = checked(description, {"memory": bytes, **MEMORY_SIZES})
         connector = cls(context, name)
         connector._sizes = {name: found[name] for name in MEMORY_SIZES}
+        connector.sender_block_size = found["block_size"]
         connector._shapes = paged_shapes(context.kv.layout, **connector._sizes)
         connector._starts = np.cumsum([0, *map(math.prod, connector._shapes)]).tolist()
         make_reader = partial(NixlReader, timeout=CONNECT_SECONDS, devices=_devices(context.host))

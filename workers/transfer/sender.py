@@ -14,7 +14,6 @@ from collections.abc import (
     AsyncIterator,
     Callable,
     Mapping,
-    Sequence,
 )
 from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -23,12 +22,13 @@ from typing import Final
 import numpy as np
 
 from ..engine.plan import FirstTokens
-from ..kv_cache.layout import KvLayout, KvSpan
-from ..kv_cache.tables import TableBlocks
+from ..kv_cache.layout import CachePart, KvLayout, KvSpan
+from ..kv_cache.tables import SequenceKv, TableBlocks, spec_of
 from .connections import SenderConnections, receive
 from .connector import GrpcConnector, KvConnector, TransferContext
 from .frames import (
     Ack,
+    Alive,
     BlockTable,
     Commit,
     Data,
@@ -46,6 +46,7 @@ _MIN_PAUSE: Final = 0.001
 _MAX_PAUSE: Final = 0.05
 
 _OFFER_SECONDS: Final = 2.0  # a receiver may connect this long before the offer arrives
+_ALIVE_SHARE: Final = 0.25  # of stall_seconds: the longest silence while the prefill goes on
 _SPAN_FIELDS: Final = tuple(each.name for each in fields(KvSpan))
 
 FrameHook = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
@@ -61,14 +62,15 @@ class KvOffer:
 
     key: TransferKey
     sequence_id: int
-    blocks: tuple[int, ...]
+    place: SequenceKv
     num_tokens: int
     prefix_hash: bytes
     entry: tuple[int, int]  # index and number of the lease table's entry
     num_ready: int = 0  # tokens that are computed in all layers
     num_ahead: int = 0  # tokens that are computed in the first num_layers layers
     num_layers: int = 0
-    progressed: float = field(default_factory=time.monotonic)  # time of the last progress
+    num_reports: int = 0  # of progress
+    progressed: float = field(default_factory=time.monotonic)  # time of the last report
     interval: float = 0.0  # seconds between the last two reports of progress
     first_tokens: FirstTokens | None = None  # set when the prefill is done
     withdrawn: bool = False
@@ -76,9 +78,17 @@ class KvOffer:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     expiry: asyncio.TimerHandle | None = None
 
-    def ready(self, layer: int) -> int:
-        """Returns the number of tokens whose KV cache is computed in this layer."""
-        return self.num_ahead if layer < self.num_layers else self.num_ready
+    def ready(self, layer: int, part: CachePart) -> int:
+        """Returns the number of tokens whose KV cache is computed in a layer.
+
+        The one token of a state is computed with the last token of the sequence.
+        """
+        num_tokens = self.num_ahead if layer < self.num_layers else self.num_ready
+        return int(num_tokens == self.num_tokens) if part.state else num_tokens
+
+    def end(self, part: CachePart) -> int:
+        """Returns the number of tokens in a group: of the sequence, or the one of a state."""
+        return 1 if part.state else self.num_tokens
 
     async def wait(self, condition: Callable[[], bool], seconds: float) -> None:
         """Returns when the condition holds or the offer has ended. Raises TimeoutError."""
@@ -135,7 +145,7 @@ class KvSender:
         self,
         sequence_id: int,
         transfer_id: bytes,
-        blocks: tuple[int, ...],
+        place: SequenceKv,
         num_tokens: int,
         prefix_hash: bytes,
     ) -> None:
@@ -145,7 +155,7 @@ class KvSender:
         """
         key = TransferKey(transfer_id=transfer_id, epoch=self.epoch)
         offer = KvOffer(
-            key, sequence_id, blocks, num_tokens, prefix_hash, self.context.leases.open()
+            key, sequence_id, place, num_tokens, prefix_hash, self.context.leases.open()
         )
         self._offers[transfer_id] = self._by_sequence[sequence_id] = offer
         self._offered.set()
@@ -163,6 +173,7 @@ class KvSender:
             offer.num_ready = num_ready
             offer.num_ahead = num_ahead
             offer.num_layers = num_layers
+            offer.num_reports += 1
             now = time.monotonic()
             offer.interval = now - offer.progressed
             offer.progressed = now
@@ -206,11 +217,12 @@ class KvSender:
             if request.connection:
                 connector = self.connections.connector(request.connection)
                 if connector.one_sided:
+                    table = self._table(offer, request)
                     entry, number = offer.entry
                     yield encode(
                         key,
-                        BlockTable(entry=entry, number=number),
-                        np.asarray(offer.blocks, "<i4").tobytes(),
+                        BlockTable(first=table.first, entry=entry, number=number),
+                        np.asarray(table.blocks, "<i4").tobytes(),
                     )
                     connector = connector if number else self._grpc
             num_frames = 0
@@ -244,9 +256,27 @@ class KvSender:
 
     def _has(self, offer: KvOffer, request: Pull) -> bool:
         kv = self.context.kv
-        if request.first_token > offer.num_tokens or request.group >= len(kv.layout.groups):
+        if request.group >= len(kv.layout.groups):
             return False
-        return request.first_slot + request.num_slots <= kv.num_slots(request.group)
+        group = kv.layout.groups[request.group]
+        end = offer.end(group.part)
+        if request.first_token > end:
+            return False
+        if request.first_slot + request.num_slots > kv.num_slots(request.group):
+            return False
+        block_size = spec_of(self.context.kv.tables, group).block_size
+        table = offer.place.table(self.context.kv.tables, group)
+        if not request.num_slots:
+            return True
+        held = table.tokens(block_size)
+        return held.start <= request.first_token and end <= held.stop
+
+    def _table(self, offer: KvOffer, request: Pull) -> TableBlocks:
+        """Returns the blocks that hold the requested tokens."""
+        group = self.context.kv.layout.groups[request.group]
+        block_size = spec_of(self.context.kv.tables, group).block_size
+        table = offer.place.table(self.context.kv.tables, group)
+        return table.trim(request.first_token, offer.end(group.part), block_size)
 
     async def _send_data(
         self, offer: KvOffer, request: Pull, connector: KvConnector
@@ -258,16 +288,25 @@ class KvSender:
         layout = self.context.kv.layout
         index = 0
         burst = 0
-        layers = layout.groups[request.group].layers
-        sent = dict.fromkeys(range(len(layers)), request.first_token)
+        group = layout.groups[request.group]
+        table = self._table(offer, request)
+        sent = dict.fromkeys(range(len(group.layers)), request.first_token)
         slots = range(request.first_slot, request.first_slot + request.num_slots)
-        while min(sent.values()) < offer.num_tokens or offer.first_tokens is None:
-            await self._wait_for_more(offer, layers, sent)
+        num_reports = 0
+        last_frame = time.monotonic()
+        while min(sent.values()) < offer.end(group.part) or offer.first_tokens is None:
+            await self._wait_for_more(offer, num_reports)
+            num_reports = offer.num_reports
             began = time.monotonic()
             ready = {
-                index: max(sent[index], offer.ready(layer)) for index, layer in enumerate(layers)
+                index: max(sent[index], offer.ready(layer, group.part))
+                for index, layer in enumerate(group.layers)
             }
             spans = plan_frames(layout, request.group, slots, sent, ready, connector.frame_bytes)
+            sent = ready
+            if not spans and began - last_frame >= _ALIVE_SHARE * self.stall_seconds:
+                last_frame = began
+                yield encode(offer.key, Alive())
             for span in spans:
                 # No decode waits for these frames until the prefill is done. Spread over half of
                 # the time that the next chunk will take, they delay neither frames that a decode
@@ -280,22 +319,21 @@ class KvSender:
                     burst += 1
                 await connector.ready()
                 offer.check()
-                payload = await connector.offer(request.stream, TableBlocks(offer.blocks), span)
+                payload = await connector.offer(request.stream, table, span)
                 age = time.monotonic() - began
                 box = {name: getattr(span, name) for name in _SPAN_FIELDS}
                 frame = Data(index=index, num_bytes=span.size(layout), burst=burst, age=age, **box)
                 index += 1
                 yield encode(offer.key, frame, payload)
-            sent = ready
-            burst += 1
+            if spans:
+                burst += 1
+                last_frame = time.monotonic()
 
-    async def _wait_for_more(
-        self, offer: KvOffer, layers: Sequence[int], sent: Mapping[int, int]
-    ) -> None:
+    async def _wait_for_more(self, offer: KvOffer, num_reports: int) -> None:
+        """Returns when the prefill is done or makes progress after its first `num_reports`."""
+
         def more() -> bool:
-            return offer.first_tokens is not None or any(
-                offer.ready(layer) > sent[index] for index, layer in enumerate(layers)
-            )
+            return offer.first_tokens is not None or offer.num_reports > num_reports
 
         try:
             await offer.wait(more, self.stall_seconds)

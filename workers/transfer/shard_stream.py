@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import grpc.aio
@@ -12,16 +13,16 @@ import numpy as np
 from ...proto import worker_pb2
 from ...proto.metrics import KV_FAILURES
 from ..engine.plan import FirstTokens
-from ..kv_cache.layout import KvSpan
+from ..kv_cache.layout import CacheGroup, KvSpan
 from ..kv_cache.reshard import Piece
-from ..kv_cache.store import KvStore
-from ..kv_cache.tables import TableBlocks
+from ..kv_cache.tables import SequenceKv, TableBlocks, TableSpec, spec_of
 from .connections import Connection, KvCall, ReceiverConnections
 from .connector import DeviceKvStore, GrpcConnector, KvConnector, TransferContext
 from .frames import (
     CONNECTION_LOST,
     PULL_METHOD,
     Ack,
+    Alive,
     BlockTable,
     Commit,
     Data,
@@ -40,10 +41,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FetchTarget = tuple[tuple[int, ...], int]
-"""The target of a fetch: the prompt's block table, and the number of tokens that the prefix cache
-already holds.
-"""
+
+@dataclass(frozen=True, slots=True)
+class FetchTarget:
+    """Holds the target of a fetch."""
+
+    place: SequenceKv
+    # Tokens of the prompt, counted from the first, of which the prefix cache holds everything.
+    num_cached: int = 0
+    # Fetch whole blocks of windows, also their tokens before the window. Another sequence may then
+    # use the blocks, but a sender may lack these tokens.
+    whole_blocks: bool = False
+
+    def first_token(self, tables: Sequence[TableSpec], group: CacheGroup, num_tokens: int) -> int:
+        """Returns the first token of a group that is fetched for a sequence of `num_tokens`.
+
+        The next token's query sees its own token and the `window - 1` tokens before it.
+        """
+        if group.part.state:
+            return 0
+        spec = spec_of(tables, group)
+        if spec.window is None:
+            return self.num_cached
+        first = num_tokens - spec.window + 1
+        if self.whole_blocks:
+            first = self.place.table(tables, group).first * spec.block_size
+        return max(self.num_cached, first)
+
 
 FetchResult = tuple[FirstTokens, worker_pb2.KvReceived]
 """The verified result of a stream or of a whole fetch. The active seconds last from the sender's
@@ -61,18 +85,26 @@ class ShardWriter:
     """
 
     def __init__(
-        self, num_tokens: int, prefix_hash: bytes, target: FetchTarget, kv: KvStore, piece: Piece
+        self,
+        num_tokens: int,
+        prefix_hash: bytes,
+        target: FetchTarget,
+        context: TransferContext,
+        piece: Piece,
     ) -> None:
         """Prepares for the prompt of `num_tokens` and `prefix_hash` that this worker was given."""
+        group = context.kv.layout.groups[piece.group]
         self._num_tokens = num_tokens
         self._prefix_hash = prefix_hash
-        blocks, num_cached = target
-        self._table = TableBlocks(blocks)
-        self._kv = kv
+        self._kv = context.kv
         self._piece = piece
-        first = num_cached if piece.target_slots else num_tokens
+        self._table = target.place.table(context.kv.tables, group)
+        self.end = 1 if group.part.state else num_tokens  # of the tokens to be fetched
+        self.first_token = self.end
+        if piece.target_slots:
+            self.first_token = target.first_token(context.kv.tables, group, num_tokens)
         # By the index of the layer in the group.
-        self._next_token = dict.fromkeys(range(len(kv.layout.groups[piece.group].layers)), first)
+        self._next_token = dict.fromkeys(range(len(group.layers)), self.first_token)
         self._num_frames = 0
         self.num_bytes = 0
 
@@ -85,7 +117,7 @@ class ShardWriter:
         end = frame.first_token + frame.num_tokens
         if frame.index != self._num_frames:
             raise TransferError("KV frame repeated or missing")
-        if not frame.num_layers or not frame.num_tokens or end > self._num_tokens:
+        if not frame.num_layers or not frame.num_tokens or end > self.end:
             raise TransferError("KV frame out of bounds")
         if range(frame.first_slot, frame.first_slot + frame.num_slots) != self._piece.source_slots:
             raise TransferError("KV frame out of bounds")
@@ -118,7 +150,7 @@ class ShardWriter:
     def finish(self, commit: Commit) -> FirstTokens:
         """Checks that everything requested has arrived. Raises TransferError."""
         if commit.num_frames != self._num_frames or any(
-            n != self._num_tokens for n in self._next_token.values()
+            n != self.end for n in self._next_token.values()
         ):
             raise TransferError("KV cache incomplete")
         if commit.num_tokens != self._num_tokens or commit.prefix_hash != self._prefix_hash:
@@ -145,6 +177,7 @@ class ShardStream:
         self._key = TransferKey(transfer_id=handle.transfer_id, epoch=handle.epoch)
         self._num_tokens = handle.num_tokens
         self._prefix_hash = prefix_hash
+        self._context = context
         self._kv = context.kv
         self._metrics = context.metrics
         self._connector: KvConnector = GrpcConnector(context, "grpc")
@@ -264,9 +297,10 @@ class ShardStream:
         if connector is None:
             raise TransportError(CONNECTION_LOST)
         slots = self.piece.source_slots
+        writer = ShardWriter(self._num_tokens, self._prefix_hash, target, self._context, self.piece)
         with connector.open_stream(stream):
             pull = Pull(
-                first_token=target[1],
+                first_token=writer.first_token,
                 group=self.piece.group,
                 first_slot=slots.start,
                 num_slots=len(slots),
@@ -274,27 +308,40 @@ class ShardStream:
                 stream=stream,
             )
             await self._send(pull)
-            table: BlockTable | None = None
-            source = TableBlocks(())
+            lease: BlockTable | None = None
+            table = TableBlocks(())
             if connector.one_sided:
-                answer, payload = await self._receive()
-                if not isinstance(answer, BlockTable) or len(payload) % 4:
-                    raise TransferError("KV pull out of order")
-                table = answer
-                source = TableBlocks(tuple(np.frombuffer(payload, "<i4").tolist()))
-                connector = connector if table.number else self._connector
-            writer = ShardWriter(self._num_tokens, self._prefix_hash, target, self._kv, self.piece)
-            commit, active_seconds = await self._collect(connector, stream, source, writer)
-            if table and table.number:
-                await connector.verify(table)
+                lease, table = await self._receive_table(connector, writer)
+                connector = connector if lease.number else self._connector
+            commit, active_seconds = await self._collect(connector, stream, table, writer)
+            if lease and lease.number:
+                await connector.verify(lease)
         return writer.finish(commit), worker_pb2.KvReceived(
             transfer_bytes=writer.num_bytes,
             transfer_active_seconds=active_seconds,
             transport=connector.name if slots else "",
         )
 
+    async def _receive_table(
+        self, connector: KvConnector, writer: ShardWriter
+    ) -> tuple[BlockTable, TableBlocks]:
+        """Receives the sender's blocks. Raises TransferError unless they hold just the tokens."""
+        answer, payload = await self._receive()
+        if not isinstance(answer, BlockTable) or len(payload) % 4:
+            raise TransferError("KV pull out of order")
+        group = self._kv.layout.groups[self.piece.group]
+        block_size = spec_of(self._kv.tables, group).block_size
+        if not group.part.state:
+            block_size = block_size // self._kv.block_size * connector.sender_block_size
+        table = TableBlocks(tuple(np.frombuffer(payload, "<i4").tolist()), answer.first)
+        # The sender and this side compute the same: another index would shift all positions.
+        first, end = writer.first_token // block_size, -(-writer.end // block_size)
+        if (table.first, len(table.blocks)) != (first, end - first):
+            raise TransferError("KV block table of other tokens")
+        return answer, table
+
     async def _collect(
-        self, connector: KvConnector, stream: int, source: TableBlocks, writer: ShardWriter
+        self, connector: KvConnector, stream: int, table: TableBlocks, writer: ShardWriter
     ) -> tuple[Commit, float]:
         """Receives every frame up to the Commit; returns it and the active seconds."""
         active = 0.0
@@ -304,11 +351,13 @@ class ShardStream:
             message, payload = await self._receive()
             if isinstance(message, Commit):
                 return message, active
+            if isinstance(message, Alive):
+                continue
             if not isinstance(message, Data):
                 raise TransferError("KV pull out of order")
             received = time.monotonic()
             try:
-                data = await connector.fetch(stream, source, message, payload)
+                data = await connector.fetch(stream, table, message, payload)
             except ValueError as error:
                 raise TransferError("KV frame out of bounds") from error
             writer.write(message, data)

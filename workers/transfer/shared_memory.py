@@ -77,6 +77,7 @@ class SharedMemoryConnector(KvConnector):
         ):
             raise ValueError("KV transport: the lease table is not the one that was described")
         sizes = {name: found[name] for name in MEMORY_SIZES}
+        connector.sender_block_size = found["block_size"]
         # In a thread, because a GPU takes milliseconds to open memory.
         await asyncio.to_thread(connector.attach, found, sizes)
         return connector

@@ -29,6 +29,7 @@ from tandem.proto.identity import PeerIdentity
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.host.malloc import keep_freed_memory
 from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks
 from tandem.workers.model.device import enter_device
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer.connector import TransferContext
@@ -101,13 +102,17 @@ async def serve(transport: str, num_tokens: int, device: str) -> None:
         endpoint.sender.offer(
             sequence_id,
             transfer_id,
-            tuple(range(endpoint.sender.context.kv.num_blocks)),
+            _all_blocks(endpoint),
             int(line),
             b"",
         )
         endpoint.sender.progress(sequence_id, int(line))
         endpoint.sender.complete(sequence_id, FirstTokens(tokens=(0,)))
         print(transfer_id.hex(), flush=True)
+
+
+def _all_blocks(endpoint: KvEndpoint) -> SequenceKv:
+    return SequenceKv((TableBlocks(tuple(range(endpoint.sender.context.kv.num_blocks))),))
 
 
 async def _send_bytes(
@@ -159,7 +164,7 @@ class TransferBench:
         self._process.stdin.write(f"{num_tokens}\n".encode())
         transfer_id = bytes.fromhex((await self._process.stdout.readline()).decode())
         target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
-        target.set_result((tuple(range(self._endpoint.sender.context.kv.num_blocks)), 0))
+        target.set_result(FetchTarget(_all_blocks(self._endpoint)))
         handle = worker_pb2.KvHandle(
             transfer_id=transfer_id,
             epoch=_EPOCH,

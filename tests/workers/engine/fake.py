@@ -28,6 +28,7 @@ from tandem.workers.engine.plan import (
 )
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.kv_cache.store import Completed, KvRead
+from tandem.workers.kv_cache.tables import TableSpec
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
@@ -68,6 +69,7 @@ class FakeKv:
         self.layout = layout
         self.tp, self.rank, self.shared_fd = 1, 0, None
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.tables: tuple[TableSpec, ...] = (TableSpec(block_size=block_size),)
         self._cell_bytes = [
             part.num_kv_heads * part.slot_bytes
             for part in (

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from tandem.proto import worker_pb2
+from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks
 from tandem.workers.tp.kv_group import KvGroup
 from tandem.workers.tp.rank_client import RankClient, RankLost
 from tandem.workers.transfer.endpoint import KvEndpoint
@@ -39,7 +40,7 @@ async def test_a_second_stop_waits_for_the_first(lost: bool) -> None:
     rank, called = Rank(), list[str]()
     group = KvGroup(cast(KvEndpoint, rank), [cast(RankClient, rank)])
     handle = worker_pb2.KvHandle(transfer_id=b"t" * 16, num_tokens=16)
-    group.offer(1, handle, (0,), b"hash")
+    group.offer(1, handle, SequenceKv((TableBlocks((0,)),)), b"hash")
     for name in ("first", "second", "third"):
         group.stop(1, lambda name=name: called.append(name))  # type: ignore[misc]
     for _ in range(10):

@@ -12,6 +12,7 @@ from tandem.proto import worker_pb2
 from tandem.proto.channel import PeerChannel
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.store import KvStore
+from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.frames import (
     CONNECT_METHOD,
@@ -66,10 +67,15 @@ def sender_of(
     )
 
 
+def one_table(blocks: Iterable[int]) -> SequenceKv:
+    """Places a sequence of a model without windows and states."""
+    return SequenceKv((TableBlocks(tuple(blocks)),))
+
+
 def placed(blocks: tuple[int, ...], num_cached: int = 0) -> asyncio.Future[FetchTarget]:
     """A target that is known already."""
     target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
-    target.set_result((blocks, num_cached))
+    target.set_result(FetchTarget(one_table(blocks), num_cached))
     return target
 
 

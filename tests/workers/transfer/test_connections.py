@@ -24,7 +24,7 @@ from tandem.tests.fleet import fleet
 from tandem.tests.peers import IDENTITY, peer_server
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.spans import read_now, span
-from tandem.tests.workers.transfer.played import EPOCH, handle, placed, sender_of
+from tandem.tests.workers.transfer.played import EPOCH, handle, one_table, placed, sender_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
@@ -93,7 +93,8 @@ class Two:
         return tuple(range(number * 16 + 15, number * 16, -1))
 
     def offer(self, number: int = 0) -> None:
-        self.sender.offer(number, key(number).transfer_id, self.blocks(number), NUM_TOKENS, b"hash")
+        place = one_table(self.blocks(number))
+        self.sender.offer(number, key(number).transfer_id, place, NUM_TOKENS, b"hash")
 
     def finish(self, number: int = 0) -> None:
         self.sender.progress(number, NUM_TOKENS)

@@ -43,7 +43,7 @@ def commit_of(first: list[tuple[int, float]], scored: bool, **values: Any) -> Co
 
 
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
-    st.builds(BlockTable, entry=COUNTS, number=COUNTS),
+    st.builds(BlockTable, first=COUNTS, entry=COUNTS, number=COUNTS),
     st.builds(
         Pull,
         first_token=COUNTS,

@@ -24,7 +24,7 @@ from tandem.proto import worker_pb2
 from tandem.tests.peers import IDENTITY, peer_server
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer import fake_nixl
-from tandem.tests.workers.transfer.played import EPOCH, handle, placed, sender_of
+from tandem.tests.workers.transfer.played import EPOCH, handle, one_table, placed, sender_of
 from tandem.tests.workers.transfer.test_unequal import NUM_TOKENS, Transfer, layout_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
@@ -431,7 +431,7 @@ async def serve() -> None:
     there, server = endpoint_of(1), peer_server()
     there.serve_on(server)
     for number, (key, blocks) in enumerate(zip(KEYS, BLOCKS, strict=True)):
-        there.sender.offer(number, key.transfer_id, blocks, NUM_TOKENS, b"hash")
+        there.sender.offer(number, key.transfer_id, one_table(blocks), NUM_TOKENS, b"hash")
     there.sender.progress(0, NUM_TOKENS)
     there.sender.complete(0, FirstTokens(tokens=(42,)))
     there.sender.progress(1, NUM_TOKENS // 2)

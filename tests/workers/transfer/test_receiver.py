@@ -11,7 +11,7 @@ import pytest
 from tandem.proto.channel import PeerChannel
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import read_now, span
-from tandem.tests.workers.transfer.played import LAYOUT, handle
+from tandem.tests.workers.transfer.played import LAYOUT, handle, one_table
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.transfer.connector import TransferContext
@@ -133,7 +133,7 @@ class Side:
         return fetched
 
     def place(self) -> None:
-        self.target.set_result(((1,), 0))
+        self.target.set_result(FetchTarget(one_table((1,))))
 
     def send(
         self, message: Message, payload: bytes = b"", key: TransferKey = KEY, rank: int = 0

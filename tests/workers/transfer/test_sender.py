@@ -12,7 +12,7 @@ import pytest
 
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import read_now, span
-from tandem.tests.workers.transfer.played import EPOCH, LAYOUT, sender_of
+from tandem.tests.workers.transfer.played import EPOCH, LAYOUT, one_table, sender_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.transfer.connector import KvConnector
 from tandem.workers.transfer.frames import (
@@ -42,7 +42,7 @@ class Side:
             self.kv, (), self.released, lease_seconds=lease_seconds, stall_seconds=stall_seconds
         )
         self.key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
-        self.sender.offer(1, self.key.transfer_id, (3, 0), 20, b"hash")
+        self.sender.offer(1, self.key.transfer_id, one_table((3, 0)), 20, b"hash")
         self.said: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     def finish(self) -> None:

@@ -11,18 +11,20 @@ from hypothesis import strategies as st
 
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import read_now, span
+from tandem.tests.workers.transfer.played import one_table
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.reshard import Piece
+from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, TransferError
 from tandem.workers.transfer.sender import plan_frames
-from tandem.workers.transfer.shard_stream import ShardWriter
+from tandem.workers.transfer.shard_stream import FetchTarget, ShardWriter
 
 LAYOUT = KvLayout.uniform(
     num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, dtype="float32", model="fake"
 )
 NUM_TOKENS, NUM_CACHED, BLOCK = 44, 16, 16
 BLOCKS = (5, 2, 7)
-TARGET = (BLOCKS, NUM_CACHED)
+TARGET = FetchTarget(one_table(BLOCKS), NUM_CACHED)
 PIECE = Piece(source_rank=0, source_slots=range(2), target_slots=range(1, 3))
 PIN = Piece(source_rank=0, source_slots=range(0), target_slots=range(0))
 COMMIT = Commit(num_frames=0, num_tokens=NUM_TOKENS, prefix_hash=b"hash", tokens=[42], logprobs=[])
@@ -65,7 +67,7 @@ def transfer(frames: list[Frame], commit: Commit) -> FakeKv:
     right.
     """
     kv = memory()
-    writer = ShardWriter(NUM_TOKENS, b"hash", TARGET, kv, PIECE)
+    writer = ShardWriter(NUM_TOKENS, b"hash", TARGET, TransferContext(kv=kv), PIECE)
     for frame, payload in frames:
         writer.write(frame, payload)
     assert writer.finish(commit) == commit.first_tokens
@@ -153,7 +155,7 @@ def test_without_slots_there_are_no_frames_and_none_is_taken() -> None:
         == []
     )
     kv = memory()
-    writer = ShardWriter(NUM_TOKENS, b"hash", TARGET, kv, PIN)
+    writer = ShardWriter(NUM_TOKENS, b"hash", TARGET, TransferContext(kv=kv), PIN)
     for frame, payload in cut(SOURCE)[:1]:
         for first_token in (frame.first_token, NUM_TOKENS - frame.num_tokens, NUM_TOKENS):
             for message in (frame, replace(frame, num_slots=0, num_bytes=0)):

@@ -16,7 +16,14 @@ import torch
 from tandem.proto import worker_pb2
 from tandem.tests.workers.spans import as_table, read_now, span
 from tandem.tests.workers.transfer import fake_nixl
-from tandem.tests.workers.transfer.played import EPOCH, Calls, handle, placed, sender_of
+from tandem.tests.workers.transfer.played import (
+    EPOCH,
+    Calls,
+    handle,
+    one_table,
+    placed,
+    sender_of,
+)
 from tandem.tests.workers.transfer.played_ipc import play_ipc
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
@@ -125,7 +132,7 @@ class Transfer:
         sender = sender_of(
             self.sources[rank], self.transports(rank), self.released, lease_seconds=lease_seconds
         )
-        sender.offer(1, KEY.transfer_id, self.blocks, NUM_TOKENS, b"hash")
+        sender.offer(1, KEY.transfer_id, one_table(self.blocks), NUM_TOKENS, b"hash")
         return sender
 
     def _heads(self, layer: int, tp: int, rank: int) -> list[int]:
@@ -400,7 +407,7 @@ async def test_rank_0_pins_the_cache_where_it_reads_nothing() -> None:
     endpoint, pin = transfer.calls[0].made[-1]
     assert endpoint == "rank 0"
     assert [type(message) for message in pin.said] == [Open, Pull, Ack]
-    assert pin.said[1] == Pull(first_token=0, group=0, first_slot=0, num_slots=0)
+    assert pin.said[1] == Pull(first_token=NUM_TOKENS, group=0, first_slot=0, num_slots=0)
     assert transfer.released == [1]
     assert all(endpoint != "rank 0" for endpoint, _ in transfer.calls[1].made)
 
