@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from ...router.frontend.prepared import PreparedRequest
 from ...router.frontend.tokenizer import Tokenizer
 from ...router.scheduling.admission import Admission
 from ...router.scheduling.registry import WorkerRegistry
+from ...workers.model.config import read_fields, text_model_of
 from ...workers.serve.worker import Worker
 from ..config import TandemConfig
 from ..store.adapters import named_adapter
@@ -61,9 +62,8 @@ class LocalEngine:
     def __init__(
         self,
         worker: Worker,
-        tokenizer: Tokenizer,
+        model: ServedModel,
         config: TandemConfig,
-        defaults: Mapping[str, float],
     ) -> None:
         registry = WorkerRegistry()
         registry.update([worker.info()])
@@ -73,13 +73,7 @@ class LocalEngine:
             max_queued_requests=_UNBOUNDED,
             max_queue_seconds=_LONG_SECONDS,
         )
-        model = ServedModel(
-            name=config.served_name,
-            tokenizer=tokenizer,
-            context_tokens=worker.info().context_tokens,
-            defaults=defaults,
-        )
-        self.defaults = defaults
+        self.defaults = model.defaults
         self._worker = worker
         self._adapters = AdapterRegistry()
         self._max_lora_rank = config.lora.max_lora_rank
@@ -135,7 +129,14 @@ class LocalEngine:
             )
             worker = await Worker.start(own, worker_id="local", ranks=ranks, listens=False)
             scope.push_async_callback(worker.stop)
-            engine = cls(worker, tokenizer, config, generation_defaults(config, folder))
+            model = ServedModel(
+                name=config.served_name,
+                tokenizer=tokenizer,
+                context_tokens=worker.info().context_tokens,
+                text_model_of=text_model_of(read_fields(folder)),
+                defaults=generation_defaults(config, folder),
+            )
+            engine = cls(worker, model, config)
             scope.push_async_callback(engine._dispatcher.close)
             watch = asyncio.create_task(engine._watch())
             scope.callback(watch.cancel)

@@ -37,6 +37,7 @@ from ...router.request import LoraAdapter
 from ...router.resume.policy import ResumePolicy
 from ...router.scheduling.admission import Admission
 from ...router.scheduling.registry import WorkerRegistry
+from ...workers.model.config import read_fields, text_model_of
 from ...workers.model.generic.context import read_context_tokens
 from ..config import RouterConfig, TandemConfig, check_interface
 from ..scaling.reports import router_report
@@ -286,6 +287,7 @@ def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
             folder, config.tool_call_parser, config.reasoning_parser, config.chat_template
         ),
         context_tokens=config.context_tokens or read_context_tokens(folder),
+        text_model_of=text_model_of(read_fields(folder)),
         defaults=generation_defaults(config, folder),
     )
 

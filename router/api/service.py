@@ -194,12 +194,12 @@ class GenerationService:
 
         Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded.
         """
-        tokenizer = self.model(request.model).tokenizer
+        model = self.model(request.model)
 
         async def check_and_encode() -> list[int]:
-            await check_prompt(request.prompt, tokenizer, caller.turn)
+            await check_prompt(request.prompt, model, caller.turn)
             return await encode_prompt(
-                request.prompt, tokenizer, caller, add_special_tokens=add_special_tokens
+                request.prompt, model.tokenizer, caller, add_special_tokens=add_special_tokens
             )
 
         return await before(deadline, check_and_encode())

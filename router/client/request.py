@@ -126,6 +126,7 @@ def _message(index: int, given: Message) -> inference_pb2.ChatMessage:
         return inference_pb2.ChatMessage(
             role=values["role"],
             content=_text(content),
+            other_parts=_other_parts(content),
             tool_calls=calls,
             tool_call_id=values.get("tool_call_id"),
             name=values.get("name"),
@@ -139,7 +140,16 @@ def _text(content: object) -> str:
         return content
     if not isinstance(content, list | tuple):
         raise TypeError("content")
-    return "".join(part["text"] for part in content)
+    return "".join(part["text"] for part in content if not _is_other(part))
+
+
+def _other_parts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the types of the parts that are not text, which the service refuses."""
+    return [part["type"] for part in content if _is_other(part)]
+
+
+def _is_other(part: str | Mapping[str, Any]) -> bool:
+    return isinstance(part, Mapping) and part.get("type", "text") != "text"
 
 
 def _call(given: ToolCall | Mapping[str, Any]) -> inference_pb2.ToolCall:

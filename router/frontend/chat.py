@@ -36,10 +36,11 @@ _RESERVED: Final = _TEMPLATE_NAMES | _ARGUMENT_NAMES | DEFAULT_NAMESPACE.keys()
 """Names that a client's variables must not have."""
 
 
-def check_chat(chat: inference_pb2.Chat) -> None:
+def check_chat(chat: inference_pb2.Chat, text_model_of: str = "") -> None:
     """Checks every bound of a chat.
 
-    Raises InvalidArgument, which names the field by its path (`prompt.chat.tools[0].name`).
+    `text_model_of`: see `ServedModel`. Raises InvalidArgument, which names the field by its path
+    (`prompt.chat.tools[0].name`).
     """
     if not 1 <= len(chat.messages) <= limits.MAX_CHAT_MESSAGES:
         raise InvalidArgument(
@@ -47,6 +48,7 @@ def check_chat(chat: inference_pb2.Chat) -> None:
             f"{_PATH}.messages",
         )
     for i, message in enumerate(chat.messages):
+        _check_parts(message, f"{_PATH}.messages[{i}].content", text_model_of)
         _check_message(message, f"{_PATH}.messages[{i}]")
     _check_tools(chat)
     _check_tool_choice(chat)
@@ -158,6 +160,16 @@ def _template_call(call: inference_pb2.ToolCall) -> Mapping[str, Any]:
     arguments = json_object(call.arguments or "{}")
     function = {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _check_parts(message: inference_pb2.ChatMessage, path: str, text_model_of: str) -> None:
+    if not message.other_parts:
+        return
+    kind = message.other_parts[0][: limits.MAX_NAME_CHARACTERS]
+    reads = "the model only reads text"
+    if text_model_of:
+        reads = f"this service has the text model of {text_model_of} only"
+    raise InvalidArgument(f"parts of type {kind!r} are not supported; {reads}", path)
 
 
 def _check_message(message: inference_pb2.ChatMessage, path: str) -> None:

@@ -48,6 +48,8 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     context_tokens: int  # the longest prompt plus completion
+    # The multimodal architecture of which only the text model is loaded; "" for a text model.
+    text_model_of: str = ""
     # The model's values of fields that a request does not set, by field.
     defaults: Mapping[str, float] = field(default_factory=dict)
     grammars: GrammarValidator = field(default_factory=GrammarValidator)
@@ -88,7 +90,7 @@ async def prepare(
     tokenizer = model.tokenizer
     check_parameters(request, tokenizer.vocab_size)
     turn = context.caller.turn
-    await check_prompt(request.prompt, tokenizer, turn)
+    await check_prompt(request.prompt, model, turn)
     admit()
     ids = await encode_prompt(request.prompt, tokenizer, context.caller)
     if not ids:
@@ -145,15 +147,15 @@ async def prepare(
     return prepared
 
 
-async def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer, turn: str = "") -> None:
+async def check_prompt(prompt: inference_pb2.Prompt, model: ServedModel, turn: str = "") -> None:
     """Checks the bounds that need no encoding; a long prompt waits for its caller's `turn`.
 
     Raises InvalidArgument, and Overloaded if too many prompts wait.
     """
-    await CHECKING.run(turn, prompt.ByteSize(), _check_prompt, prompt, tokenizer)
+    await CHECKING.run(turn, prompt.ByteSize(), _check_prompt, prompt, model)
 
 
-def _check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
+def _check_prompt(prompt: inference_pb2.Prompt, model: ServedModel) -> None:
     if prompt.suffix and not prompt.HasField("text"):
         raise InvalidArgument("only allowed with a prompt of text", "prompt.suffix")
     match prompt.WhichOneof("kind"):
@@ -162,9 +164,10 @@ def _check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
             check_count(num_characters, limits.MAX_PROMPT_CHARACTERS, "characters", "prompt.text")
         case "token_ids":
             check_count(len(prompt.token_ids.ids), limits.MAX_TOKENS, "ids", "prompt.token_ids")
-            check_token_ids(prompt.token_ids.ids, tokenizer.vocab_size, "prompt.token_ids")
+            vocab_size = model.tokenizer.vocab_size
+            check_token_ids(prompt.token_ids.ids, vocab_size, "prompt.token_ids")
         case "chat":
-            check_chat(prompt.chat)
+            check_chat(prompt.chat, model.text_model_of)
         case _:
             raise InvalidArgument("one of text, token_ids and chat must be set", "prompt")
 

@@ -147,6 +147,14 @@ def text_fields(fields: "Fields") -> "Fields":
     return fields.nested("text_config") if fields.has("text_config") else fields
 
 
+def text_model_of(fields: "Fields") -> str:
+    """Returns the architecture of a multimodal model, of which only the text model is served.
+
+    Returns "" for a text model. Raises CheckpointError.
+    """
+    return "" if text_fields(fields) is fields else ", ".join(fields.texts("architectures"))
+
+
 def plain_name(name: str) -> str:
     """Returns the name that a tensor or layer of a multimodal checkpoint has in its text model.
 

@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, FailFast, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
 
 from ....proto import limits
 from ..openai.bodies import (
@@ -12,6 +13,7 @@ from ..openai.bodies import (
     Name,
     Only,
     OpenModel,
+    OtherPart,
     ReturnedModel,
     TextOrItems,
     by_role,
@@ -21,10 +23,19 @@ from ..openai.bodies import (
 
 CacheControl = Ignored[dict[str, Any]]  # every prefix is cached
 
+_OTHER_TYPES: Final = ("image", "document", "audio", "video", "file", "container_upload")
+"""The types of blocks that are not text."""
+
 
 def _block_tag(value: object) -> str | None:
     kind = member(value, "type")
+    if kind in _OTHER_TYPES:
+        return "[other]"
     return f"[{kind}]" if isinstance(kind, str) else None
+
+
+def _result_tag(value: object) -> str:
+    return "[other]" if member(value, "type") in _OTHER_TYPES else "[text]"
 
 
 class TextBlock(ReturnedModel):
@@ -54,10 +65,16 @@ class ToolUseBlock(ReturnedModel):
     caller: Ignored[dict[str, Any]] = None
 
 
+_ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("[text]")] | Annotated[SkipJsonSchema[OtherPart], Tag("[other]")],
+    Discriminator(_result_tag),
+]
+
+
 class ToolResultBlock(ReturnedModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextOrItems[TextBlock] | None = None
+    content: TextOrItems[_ResultBlock] | None = None
     is_error: Ignored[bool] = None
     cache_control: CacheControl = None
 
@@ -67,7 +84,8 @@ Block = Annotated[
     | Annotated[ThinkingBlock, Tag("[thinking]")]
     | Annotated[RedactedThinkingBlock, Tag("[redacted_thinking]")]
     | Annotated[ToolUseBlock, Tag("[tool_use]")]
-    | Annotated[ToolResultBlock, Tag("[tool_result]")],
+    | Annotated[ToolResultBlock, Tag("[tool_result]")]
+    | Annotated[SkipJsonSchema[OtherPart], Tag("[other]")],
     Discriminator(
         _block_tag,
         custom_error_type="block",

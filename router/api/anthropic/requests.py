@@ -8,6 +8,7 @@ from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ...frontend.chat import must_call
 from ...frontend.json_schemas import close_objects
+from ..openai.bodies import OtherPart
 from ..openai.parsing import json_text, parse
 from ..openai.requests import ParsedRequest, set_parameters
 from .bodies import (
@@ -102,8 +103,13 @@ def _add_user(
         elif isinstance(block, ToolResultBlock):
             add_texts()
             content = _text(block.content or "")
+            others = _other_parts(block.content or "")
+            fields = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+            _add(chat, names, f"{path}.content[{i}]", **fields, other_parts=others)
+        elif isinstance(block, OtherPart):
+            add_texts()
             place = f"{path}.content[{i}]"
-            _add(chat, names, place, role="tool", tool_call_id=block.tool_use_id, content=content)
+            _add(chat, names, place, role=message.role, other_parts=[block.type])
         else:
             raise InvalidArgument(
                 f"a block of type {block.type} requires role assistant",
@@ -130,8 +136,8 @@ def _add_assistant(
         elif isinstance(block, ToolUseBlock):
             arguments = json_text(block.input, f"{place}.input")
             calls.append(inference_pb2.ToolCall(id=block.id, name=block.name, arguments=arguments))
-        elif isinstance(block, ToolResultBlock):
-            raise InvalidArgument("a block of type tool_result requires role user", place)
+        elif isinstance(block, ToolResultBlock | OtherPart):
+            raise InvalidArgument(f"a block of type {block.type} requires role user", place)
     fields = {"content": "".join(texts), "reasoning": "".join(reasoning), "tool_calls": calls}
     _add(chat, names, path, role="assistant", **fields)
 
@@ -150,5 +156,11 @@ def _add_tools(chat: inference_pb2.Chat, names: dict[str, str], body: CountToken
         chat.tool_choice.single_call = bool(choice.disable_parallel_tool_use)
 
 
-def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
+def _text(content: str | Sequence[TextBlock | OtherPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(block.text for block in content if isinstance(block, TextBlock))
+
+
+def _other_parts(content: str | Sequence[TextBlock | OtherPart]) -> list[str]:
+    return [block.type for block in content if isinstance(block, OtherPart)]

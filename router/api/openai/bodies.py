@@ -9,6 +9,7 @@ the same kinds of fields and messages.
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
@@ -19,6 +20,7 @@ from pydantic import (
     FailFast,
     Field,
     GetPydanticSchema,
+    PlainValidator,
     Tag,
     TypeAdapter,
     WithJsonSchema,
@@ -78,23 +80,34 @@ def _is_id(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**32
 
 
-def _content(value: object) -> object:
-    """Returns the text of a message, given as a string or as parts of text."""
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Holds the content of a message: the joined text of its parts, and the types of other parts.
+
+    frontend/chat.py refuses other parts.
+    """
+
+    text: str = ""
+    other_parts: tuple[str, ...] = ()
+
+
+def _content(value: object) -> Content:
+    """Returns the content of a message, given as a string or as parts."""
     if value is None:
-        return ""
+        return Content()
+    if isinstance(value, str):
+        return Content(value)
     if not isinstance(value, list):
-        return value
+        raise PydanticCustomError("content", "must be a string or a list of parts")
     if len(value) > _MAX_ITEMS:
         raise PydanticCustomError("content", f"has {len(value)} parts; the maximum is {_MAX_ITEMS}")
-    return "".join(map(_part_text, value))
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
+    other_parts = tuple(kind for kind in kinds if isinstance(kind, str) and kind not in _PART_TEXTS)
+    return Content("" if other_parts else "".join(map(_part_text, value)), other_parts)
 
 
 def _part_text(part: object) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind not in _PART_TEXTS:
-        raise PydanticCustomError(
-            "content", f"parts of type {kind[:64]!r} are not supported; the model only reads text"
-        )
     text = part.get(_PART_TEXTS[kind]) if isinstance(part, dict) and isinstance(kind, str) else None
     if not isinstance(text, str):
         raise PydanticCustomError(
@@ -234,6 +247,12 @@ class ReturnedModel(OpenModel):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
 
+class OtherPart(ReturnedModel):
+    """Declares a part or block that is not text; frontend/chat.py refuses it."""
+
+    type: str
+
+
 class StreamOptions(OpenModel):
     include_usage: bool | None = Field(
         None, description="Sends the usage in a separate event at the end."
@@ -329,18 +348,19 @@ class ToolCallBody(ReturnedModel):
 class MessageBody(OpenModel):
     role: str = Field(json_schema_extra={"minLength": 1, "maxLength": limits.MAX_ROLE_CHARACTERS})
     content: Annotated[
-        str,
-        BeforeValidator(_content),
+        Content,
+        PlainValidator(_content),
         WithJsonSchema(
             {
                 "anyOf": [
                     {"type": "string"},
                     {"type": "array", "items": _PART, "maxItems": _MAX_ITEMS},
                     {"type": "null"},
-                ]
+                ],
+                "default": "",
             }
         ),
-    ] = ""
+    ] = Field(default_factory=Content)
     name: str | None = None
     tool_calls: Annotated[
         list[ToolCallBody] | None, Field(max_length=limits.MAX_TOOL_CALLS), FailFast()

@@ -310,7 +310,7 @@ def _chat(body: TemplateFields, messages: Sequence[MessageBody]) -> inference_pb
 
 
 def _message(message: MessageBody) -> inference_pb2.ChatMessage:
-    content = message.content
+    content = message.content.text
     reasoning = message.reasoning_content
     if isinstance(message, AssistantMessage):
         content = content or message.refusal or ""
@@ -318,6 +318,7 @@ def _message(message: MessageBody) -> inference_pb2.ChatMessage:
     return inference_pb2.ChatMessage(
         role=message.role,
         content=content,
+        other_parts=message.content.other_parts,
         reasoning=reasoning or "",
         name=message.name or "",
         tool_call_id=message.tool_call_id or "",

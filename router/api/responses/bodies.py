@@ -1,8 +1,9 @@
 """Defines the body of OpenAI's Responses API, in the manner of openai/bodies.py."""
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Discriminator, FailFast, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
 
 from ....proto import limits
 from ..openai.bodies import (
@@ -13,6 +14,7 @@ from ..openai.bodies import (
     NamedFunction,
     Only,
     OpenModel,
+    OtherPart,
     ReturnedModel,
     TextOrItems,
     member,
@@ -33,8 +35,11 @@ def _item_tag(value: object) -> str | None:
     return f"[{kind}]" if isinstance(kind, str) else None
 
 
+_TextType = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+
+
 class TextPart(ReturnedModel):
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    type: _TextType
     text: str
     annotations: Ignored[list[Any]] = None
     logprobs: Ignored[list[Any]] = None
@@ -51,11 +56,16 @@ class RefusalPart(ReturnedModel):
 
 
 def _part_tag(value: object) -> str:
-    return "[refusal]" if member(value, "type") == "refusal" else "[text]"
+    kind = member(value, "type")
+    if kind == "refusal":
+        return "[refusal]"
+    return "[other]" if isinstance(kind, str) and kind not in get_args(_TextType) else "[text]"
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")],
+    Annotated[TextPart, Tag("[text]")]
+    | Annotated[RefusalPart, Tag("[refusal]")]
+    | Annotated[SkipJsonSchema[OtherPart], Tag("[other]")],
     Discriminator(_part_tag),
 ]
 

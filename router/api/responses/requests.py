@@ -16,11 +16,11 @@ from .bodies import (
     FunctionOutputItem,
     MessageItem,
     NamedFunctionTool,
+    OtherPart,
+    Part,
     ReasoningItem,
-    RefusalPart,
     ResponsesBody,
     ResponsesFields,
-    TextPart,
 )
 
 _MODES: Final = {
@@ -91,9 +91,10 @@ def _add_item(chat: inference_pb2.Chat, add: Callable[..., None], item: object, 
     """Adds an item; reasoning, texts and calls in a row become one message of the assistant."""
     match item:
         case FunctionOutputItem():
-            add(path, role="tool", tool_call_id=item.call_id, content=_text(item.output))
+            content = _fields(item.output)
+            add(path, role="tool", tool_call_id=item.call_id, **content)
         case MessageItem() if item.role != "assistant":
-            add(path, role=item.role, content=_text(item.content))
+            add(path, role=item.role, **_fields(item.content))
         case MessageItem() | FunctionCallItem() | ReasoningItem():
             is_call = isinstance(item, FunctionCallItem)
             last = chat.messages[-1] if chat.messages else None
@@ -102,10 +103,13 @@ def _add_item(chat: inference_pb2.Chat, add: Callable[..., None], item: object, 
                 last = chat.messages[-1]
             if isinstance(item, FunctionCallItem):
                 last.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
-            elif isinstance(item, ReasoningItem):
-                last.reasoning += _text(item.content or ())
             else:
-                last.content += _text(item.content)
+                found = _fields(item.content or ())
+                last.other_parts.extend(found["other_parts"])
+                if isinstance(item, ReasoningItem):
+                    last.reasoning += found["content"]
+                else:
+                    last.content += found["content"]
 
 
 def _constraint(body: ResponsesFields) -> inference_pb2.Constraint | None:
@@ -123,5 +127,10 @@ def _constraint(body: ResponsesFields) -> inference_pb2.Constraint | None:
     return inference_pb2.Constraint(json_object=True) if form.type == "json_object" else None
 
 
-def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _fields(content: str | Sequence[Part]) -> dict[str, Any]:
+    """Returns the fields of a ChatMessage for a content."""
+    if isinstance(content, str):
+        return {"content": content, "other_parts": []}
+    others = [part.type for part in content if isinstance(part, OtherPart)]
+    texts = [part.text for part in content if not isinstance(part, OtherPart)]
+    return {"content": "".join(texts), "other_parts": others}

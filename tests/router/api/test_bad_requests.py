@@ -433,7 +433,7 @@ HTTP_CASES: list[Case] = [
         for path in (MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES)
     ),
     (MESSAGES, anthropic(model="nope"), 404, "model", "'nope'"),
-    (MESSAGES, sends({"type": "image"}), 400, "messages[0].content[0]", "block of type text"),
+    (MESSAGES, sends({"type": "web"}), 400, "messages[0].content[0]", "block of type text"),
     (MESSAGES, sends({"type": "text"}), 400, "messages[0].content[0].text", "required"),
     (MESSAGES, sends("x"), 400, "messages[0].content[0]", "block of type text"),
     (
