@@ -1,5 +1,8 @@
 """Makes the tokenizer of the tiny models; without torch, which the quick tier does not import."""
 
+import json
+from pathlib import Path
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -54,3 +57,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=2048,
     )
+
+
+def make_router_folder(folder: Path, **config: object) -> Path:
+    """Writes the files of a model that a router reads, with these fields of config.json."""
+    make_tokenizer().save_pretrained(folder)
+    fields = {"max_position_embeddings": 2_048, **config}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder

@@ -30,7 +30,7 @@ from tandem.tests.fleet import Fleet, fake_rank, fleet
 from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.metrics_page import MetricsPage, scrape, scrape_until
 from tandem.tests.peers import IDENTITY
-from tandem.tests.tiny_tokenizer import make_tokenizer
+from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.workers.engine import scheduler
 from tandem.workers.engine.config import SpeculativeConfig
@@ -42,11 +42,8 @@ TOKENS: Final = 24
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model's folder that contains only the tokenizer."""
-    make_tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr("tandem.cluster.serve.runtime.read_context_tokens", lambda _: 2_048)
-    return tmp_path
+def folder(tmp_path: Path) -> Path:
+    return make_router_folder(tmp_path)
 
 
 async def start(folder: Path, running: Fleet | None, **overrides: object) -> RouterRuntime:

@@ -24,17 +24,14 @@ from tandem.tests.certificates import make_certificate
 from tandem.tests.fleet import fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.auth.keys import bearer
-from tandem.tests.tiny_tokenizer import make_tokenizer
+from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
 
 HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model's folder that contains only the tokenizer."""
-    make_tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr("tandem.cluster.serve.runtime.read_context_tokens", lambda _: 2_048)
-    return tmp_path
+def folder(tmp_path: Path) -> Path:
+    return make_router_folder(tmp_path)
 
 
 @pytest.fixture
@@ -246,6 +243,25 @@ async def test_a_configured_chat_template_is_that_of_the_service(
             tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
             answer = await client.post("/detokenize", json={"model": "m", "tokens": tokens})
             assert answer.json()["prompt"] == "[user] HI"
+    finally:
+        await router.stop(0)
+
+
+async def test_an_image_is_refused_by_the_name_of_the_architecture(
+    config: TandemConfig, tmp_path: Path
+) -> None:
+    architecture = "Gemma3ForConditionalGeneration"
+    text = {"max_position_embeddings": 2_048}
+    folder = make_router_folder(tmp_path, architectures=[architecture], text_config=text)
+    router = await start(config, folder, 1)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as client:
+            body = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.json()["error"]["message"] == (
+                "messages[0].content: parts of type 'image_url' are not supported; "
+                f"this service has the text model of {architecture} only"
+            )
     finally:
         await router.stop(0)
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from tandem.cluster.cli.main import app
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_decoders import make_tiny_decoder
+from tandem.tests.tiny_multimodal import make_tiny_multimodal
 from tandem.tests.tiny_quantized import FORMATS, make_quantized_model
 from tandem.workers.model.kernels.c import cpu
 
@@ -74,6 +75,15 @@ def test_a_model_without_a_plan_says_so(tmp_path: Path) -> None:
         "transformers has no plan to split GPT2LMHeadModel; use 1" in text,
     ) == (0, True)
     assert check(folder, "--tp", "2")[0] == 1
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_a_text_model_names_the_parts_that_are_not_loaded(tmp_path: Path, model_impl: str) -> None:
+    folder = make_tiny_multimodal(tmp_path, "gemma3")
+    code, text = check(str(folder), "--model-impl", model_impl)
+    assert code == 0
+    lines = [line for line in text.splitlines() if line.startswith("text only")]
+    assert lines == ["text only: vision_config is not loaded"]
 
 
 @pytest.mark.parametrize(

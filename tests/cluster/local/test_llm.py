@@ -36,6 +36,7 @@ from tandem.tests.adapters import make_adapter, peft_reference
 from tandem.tests.fleet import is_idle, split_fleet
 from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_multimodal import make_tiny_multimodal
 from tandem.tests.workers.model.helpers import reference_greedy
 
 NUM_TOKENS = 16
@@ -253,6 +254,19 @@ def test_a_chat_template_replaces_that_of_the_model(folder: Path, tmp_path: Path
         (expected,) = llm.generate("[user] HI", GREEDY)
     assert found.prompt_token_ids == expected.prompt_token_ids
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_an_image_is_refused_by_the_name_of_the_architecture(tmp_path: Path) -> None:
+    folder = make_tiny_multimodal(tmp_path, "gemma3")
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    with LLM(str(folder), max_num_seqs=4, **SMALL) as llm:
+        with pytest.raises(InvalidArgument) as caught:
+            llm.chat([message], GREEDY)
+        assert caught.value.message == (
+            "messages[0]: parts of type 'image_url' are not supported; this service has the text "
+            "model of Gemma3ForConditionalGeneration only"
+        )
+        assert num_submitted(llm) == 0
 
 
 def test_a_stream_has_the_same_tokens_and_can_be_left(llm: LLM) -> None:

@@ -15,7 +15,7 @@ from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder, tiny_config
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import load, mixed_steps, recorded_logits
 from tandem.workers.kv_cache.layout import LayerGeometry
-from tandem.workers.model.config import CheckpointError, read_fields
+from tandem.workers.model.config import CheckpointError, read_fields, text_model_of
 from tandem.workers.model.footprint import (
     check_cache_dtype,
     check_config_split,
@@ -186,7 +186,9 @@ def test_a_window_that_only_a_mask_would_know_is_refused(tmp_path: Path) -> None
 def test_every_decoder_of_the_page_is_accepted_by_its_config(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(kind).to_dict(), default=str))
     change_config(tmp_path, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]])
-    assert parse_model_config(read_fields(tmp_path), "transformers").transformers is not None
+    fields = read_fields(tmp_path)
+    assert parse_model_config(fields, "transformers").transformers is not None
+    assert text_model_of(fields) == ""
 
 
 def write_config(folder: Path, kind: str, **overrides: Any) -> None:

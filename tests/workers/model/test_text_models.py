@@ -17,7 +17,7 @@ from tandem.tests.tiny_multimodal import IS_OLD, MULTIMODAL, make_tiny_multimoda
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import load
 from tandem.tests.workers.model.test_generic import change_config
-from tandem.workers.model.config import CheckpointError, read_fields
+from tandem.workers.model.config import CheckpointError, read_fields, text_model_of
 from tandem.workers.model.generic.config import read_config
 from tandem.workers.model.generic.context import read_context_tokens
 from tandem.workers.model.loader import open_checkpoint
@@ -58,6 +58,7 @@ def test_a_text_model_gives_what_transformers_gives(tmp_path: Path, kind: str) -
     assert checks.tokens_after_transfer(folder) == expected
     config = open_checkpoint(folder).config
     assert config.text_model_of == MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind]
+    assert text_model_of(read_fields(folder)) == config.text_model_of
     if kind in NATIVE:
         assert config.transformers is None
         assert checks.tokens_alone(load(folder)) == expected
