@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from tandem.tests.bench.engine.floor import BUFFER_BYTES
-from tandem.tests.bench.engine.shapes import SHAPES
+from tandem.tests.bench.engine.shapes import HF_CONFIGS
 from tandem.workers.engine.config import default_chunk_tokens
 from tandem.workers.kv_cache.layout import QUANTIZED
 from tandem.workers.model.device import DTYPES
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     # Errors are one line, without the usage.
     parser.error = lambda message: parser.exit(2, f"bench: {message}\n")  # type: ignore[method-assign]
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--shape", choices=SHAPES)
+    which.add_argument("--shape", choices=HF_CONFIGS)
     which.add_argument("--model", type=Path, metavar="FOLDER")
     add = parser.add_argument
     add("--random-weights", action="store_true", help="read only config.json of --model")

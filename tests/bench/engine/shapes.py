@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from tandem.tests.tiny_tokenizer import make_tokenizer
-from tandem.workers.kv_cache.layout import ITEM_BYTES, head_bytes
+from tandem.workers.kv_cache.layout import ITEM_BYTES, LayerGeometry, head_bytes
 from tandem.workers.model.config import Fields, ModelConfig
 from tandem.workers.model.loader import weight_bytes, weight_shapes
 from tandem.workers.model.module import WeightSlice
@@ -108,15 +108,47 @@ HF_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
         num_experts_per_tok=8,
         moe_intermediate_size=768,
     ),
+    # With four of the 27 layers, the first of which has no experts.
+    "deepseek-v2-lite": _hf_config(
+        "DeepseekV2",
+        (4, 2048, 10_944, 16, 16, 64, 102_400),
+        model_type="deepseek_v2",
+        max_position_embeddings=163_840,
+        rms_norm_eps=1e-6,
+        rope_theta=10_000.0,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=1,
+        n_routed_experts=64,
+        num_experts_per_tok=6,
+        n_shared_experts=2,
+        moe_intermediate_size=1408,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+    ),
     "tiny-moe": _qwen3_moe(
         (2, 64, 96, 4, 2, 16, 512), num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48
     ),
 }
 """The fields of config.json by shape; llama-3-8b has the positions of 3.1 without its scaling."""
 
-SHAPES: Final[dict[str, ModelConfig]] = {
-    name: parse_model_config(Fields(name, dict(fields))) for name, fields in HF_CONFIGS.items()
-}
+
+class _Shapes(dict[str, ModelConfig]):
+    """Parses the config of a shape at its first use.
+
+    A shape without a family of Tandem's needs transformers' code, whose import takes seconds.
+    """
+
+    def __missing__(self, name: str) -> ModelConfig:
+        config = self[name] = parse_model_config(Fields(name, dict(HF_CONFIGS[name])))
+        return config
+
+
+SHAPES: Final = _Shapes()
 
 
 def random_weight(part: WeightSlice, target: torch.Tensor) -> None:
@@ -165,13 +197,14 @@ def decode_cost(
 ) -> StepCost:
     """Returns the cost of a decode step of `batch` sequences that attend to `context` positions."""
     visible = [(layer, min(context, layer.window or context)) for layer in config.layers]
-    sizes = (
-        layer.num_kv_heads * head_bytes(layer.head_dim, dtype, cache_dtype) for layer, _ in visible
+    keys = sum(
+        (2 if layer.value_dim is None else 1)
+        * layer.num_kv_heads
+        * head_bytes(layer.head_dim, dtype, cache_dtype)
+        * positions
+        for layer, positions in visible
     )
-    keys = sum(2 * size * positions for size, (_, positions) in zip(sizes, visible, strict=True))
-    attention = sum(
-        4 * layer.num_heads * layer.head_dim * positions for layer, positions in visible
-    )
+    attention = sum(_pair_flops(layer) * positions for layer, positions in visible)
     params = _linear_params(config) + _head_params(config)
     plain = weight_bytes(replace(config, quantization={}), 1, dtype)
     saved = plain - weight_bytes(config, 1, dtype, device_type)
@@ -183,7 +216,7 @@ def decode_cost(
 def prefill_flops(config: ModelConfig, prompt: int) -> int:
     """Returns the FLOPs of the matrix products of a whole prefill; the head runs once."""
     pairs = [(layer, _causal_pairs(prompt, layer.window)) for layer in config.layers]
-    attention = sum(4 * layer.num_heads * layer.head_dim * count for layer, count in pairs)
+    attention = sum(_pair_flops(layer) * count for layer, count in pairs)
     return 2 * prompt * _linear_params(config) + 2 * _head_params(config) + attention
 
 
@@ -207,6 +240,11 @@ def _linear_params(config: ModelConfig) -> int:
 
 def _head_params(config: ModelConfig) -> int:
     return config.vocab_size * config.hidden_size
+
+
+def _pair_flops(layer: LayerGeometry) -> int:
+    """Returns the FLOPs of all heads' attention of one token to one key."""
+    return 2 * layer.num_heads * (layer.head_dim + (layer.value_dim or layer.head_dim))
 
 
 def _causal_pairs(num_tokens: int, window: int | None) -> int:
