@@ -72,11 +72,12 @@ class Transfer:
 
     def __post_init__(self) -> None:
         numbers = np.random.default_rng(1)
-        self.whole: list[
-            Bytes
-        ] = [  # of each layer: [key or value, token, KV head, bytes of a head]
+        self.whole: list[Bytes] = [  # of each layer: [plane, token, KV head, bytes of a head]
             numbers.integers(
-                0, 256, (2, NUM_TOKENS, geometry.num_kv_heads, self._head_bytes(layer)), np.uint8
+                0,
+                256,
+                (self._planes(layer), NUM_TOKENS, geometry.num_kv_heads, self._head_bytes(layer)),
+                np.uint8,
             )
             for layer, geometry in enumerate(self.layout.layers)
         ]
@@ -104,6 +105,9 @@ class Transfer:
 
     def _head_bytes(self, layer: int) -> int:
         return self.layout.groups[self.layout.place(layer)[0]].part.row_bytes
+
+    def _planes(self, layer: int) -> int:
+        return self.layout.groups[self.layout.place(layer)[0]].part.planes
 
     def add_receiver(self, tp: int, rank: int) -> None:
         """Adds a rank of the target group, or of another."""
@@ -200,13 +204,14 @@ class Transfer:
         )
 
     def cache(self, rank: int) -> list[Bytes]:
-        """What a target rank has, of each layer: [key or value, token, slot, bytes of a head]."""
+        """What a target rank has, of each layer: [plane, token, slot, bytes of a head]."""
         kv, found = self.targets[rank], []
         for layer in range(self.layout.num_layers):
             data = np.frombuffer(
                 read_now(kv, self.into, span(kv, 0, NUM_TOKENS, layer, 1)), np.uint8
             )
-            found.append(data.reshape(2, NUM_TOKENS, kv.num_slots(self.layout.place(layer)[0]), -1))
+            slots = kv.num_slots(self.layout.place(layer)[0])
+            found.append(data.reshape(self._planes(layer), NUM_TOKENS, slots, -1))
         return found
 
     def content(self, rank: int) -> bytes:
@@ -296,7 +301,9 @@ async def test_every_rank_gets_its_heads(
 
 # Layers of several shapes, between each other; the windows differ where the shapes do not.
 WIDE = LayerGeometry(num_heads=4, num_kv_heads=2, head_dim=64)
+LATENT = LayerGeometry(num_heads=4, num_kv_heads=1, head_dim=72, value_dim=64)
 MIXED = {
+    "latent": (LATENT, WIDE, LATENT),
     "alternating": (WIDE, replace(WIDE, num_kv_heads=1, head_dim=128)) * 2,
     "runs": (WIDE, replace(WIDE, window=4), WIDE, replace(WIDE, num_kv_heads=4, head_dim=16), WIDE),
     "other heads": (WIDE, replace(WIDE, num_heads=8, num_kv_heads=8, head_dim=8)),
@@ -337,6 +344,18 @@ async def test_layers_of_unequal_geometry_arrive(
             ]
             assert (part.transfer_bytes, part.transport) == (sum(sizes), transport)
         assert (transfer.released, transfer.num_acks) == ([1], 1)
+
+
+@pytest.mark.parametrize("target_tp", SIZES)
+@pytest.mark.parametrize("source_tp", SIZES)
+async def test_latent_rows_arrive_at_every_rank(source_tp: int, target_tp: int) -> None:
+    layout = KvLayout(layers=(LATENT,) * 3, dtype="bfloat16", model="m")
+    transfer = Transfer(layout, source_tp, target_tp, 8, 21)
+    fetched = await transfer.run()
+    transfer.check()
+    row_bytes = 3 * 72 * 2  # of all layers: one plane, one KV head on every rank
+    for part in fetched:
+        assert part.transfer_bytes == (NUM_TOKENS - 21) * row_bytes
 
 
 def test_a_span_beyond_its_group_is_refused() -> None:
