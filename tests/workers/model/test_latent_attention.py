@@ -154,6 +154,26 @@ def test_heads_have_the_same_bits_alone(dtype: str) -> None:
         assert torch.equal(alone, whole[:, heads])
 
 
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_any_number_of_threads_gives_the_same_bits(dtype: str) -> None:
+    """Heads of few tokens are split into an item for each thread."""
+    torch.manual_seed(0)
+    rows = torch.randn(48, 1, BLOCK, 576).to(DTYPES[dtype])
+    spans = random_spans((100, 1), (200, 1), num_blocks=len(rows))
+    query = torch.randn(2, 20, 576).to(DTYPES[dtype])
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for num_threads in (1, 2, 5, 16):
+            torch.set_num_threads(num_threads)
+            found.append(attend(query, rows, spans, 512))
+    finally:
+        torch.set_num_threads(before)
+    expected = reference(query, rows, spans, 512)
+    assert (found[0].float() - expected).abs().max() <= TOLERANCE[DTYPES[dtype]]
+    assert all(torch.equal(each, found[0]) for each in found[1:])
+
+
 def test_keys_alone_are_stored() -> None:
     new = torch.randn(5, 1, 576).bfloat16()
     rows = torch.zeros(40, 576, dtype=torch.bfloat16)

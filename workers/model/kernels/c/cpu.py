@@ -58,7 +58,8 @@ def paged_attention(
     rows, num_heads, head_dim = query.shape
     kv_heads, block_size = keys.shape[1:3]
     shape = (kv_heads, num_heads // kv_heads, head_dim, block_size)
-    options = (float(scale), float(soft_cap or 0), sinks, out.shape[1] // num_heads)
+    threads = torch.get_num_threads()
+    options = (float(scale), float(soft_cap or 0), sinks, out.shape[1] // num_heads, threads)
     places = (query, query.stride(0), out, out.stride(0), keys, values, tables)
     call(
         f"paged_attention{_QUANTIZED.get(keys.dtype, '')}",

@@ -13,7 +13,7 @@
 // An item is some query heads of a single token's KV head, or of some tokens of a chunk; see item_of.
 enum { PART = 5 };  // numbers of a part
 
-static Chunk chunk_of(const Arg *a, const int64_t *part, int64_t element) {
+static Chunk chunk_of(const Arg *a, const int64_t *part, int64_t element, int64_t max_heads) {
     return (Chunk){
         .query = (const char *)a[0].p + part[0] * a[1].n * element,
         .out = (char *)a[2].p + part[0] * a[3].n * element,
@@ -27,6 +27,7 @@ static Chunk chunk_of(const Arg *a, const int64_t *part, int64_t element) {
         .head_dim = a[9].n,
         .value_dim = a[14].n,
         .block_size = a[10].n,
+        .max_heads = max_heads,
         .start = part[2],
         .tokens = part[1],
         .window = part[3],
@@ -44,13 +45,15 @@ static NextKeys next_of(const Chunk *single, int64_t head) {
 // `element` is the size of a number in queries and results, in bytes.
 static int64_t attend_parts(const Arg *a, int64_t item, int64_t element, AttendTiles *attend) {
     const int64_t *parts = ((const Arg *)a[6].p)[1].p, kv_heads = a[7].n, group = a[8].n, head_dim = a[9].n;
-    const int64_t each = tile_items(1, kv_heads, group, head_dim), singles = parts[1] * each;
+    const int64_t is_decode = !parts[0] && parts[1];
+    const int64_t heads = is_decode ? max_heads_of_singles(parts[1], kv_heads, group, head_dim, a[15].n) : group;
+    const int64_t each = tile_items(1, kv_heads, group, head_dim, heads), singles = parts[1] * each;
     int64_t items = singles;
     for (int64_t i = 0; i < parts[0]; i++) {
-        const int64_t *part = parts + 2 + PART * i, own = tile_items(part[1], kv_heads, group, head_dim);
+        const int64_t *part = parts + 2 + PART * i, own = tile_items(part[1], kv_heads, group, head_dim, group);
         items += own;
         if (item >= 0 && item < own) {
-            const Chunk chunk = chunk_of(a, part, element);
+            const Chunk chunk = chunk_of(a, part, element, group);
             attend(&chunk, item, 0);
             return 0;
         }
@@ -58,12 +61,12 @@ static int64_t attend_parts(const Arg *a, int64_t item, int64_t element, AttendT
     }
     if (item < 0) return items;
     const int64_t *part = parts + 2 + PART * (parts[0] + item / each), own = item % each;
-    const Chunk single = chunk_of(a, part, element);
+    const Chunk single = chunk_of(a, part, element, heads);
     if (item + 1 == singles) {
         attend(&single, own, 0);
         return 0;
     }
-    const Chunk following = own + 1 < each ? single : chunk_of(a, part + PART, element);
+    const Chunk following = own + 1 < each ? single : chunk_of(a, part + PART, element, heads);
     const NextKeys next = next_of(&following, (own + 1) % each * kv_heads / each);
     attend(&single, own, &next);
     return 0;

@@ -47,9 +47,9 @@ typedef struct {
     int64_t splits;         // items that share the query heads of a KV head
 } Split;
 
-static inline Split split_of(int64_t group, int64_t head_dim) {
-    const int64_t most = head_dim > ROW_DIM ? MAX_WIDE_ROWS : MAX_ROWS, splits = ceil_div(group, most);
-    const int64_t heads = ceil_div(group, splits);
+static inline Split split_of(int64_t group, int64_t head_dim, int64_t max_heads) {
+    const int64_t most = head_dim > ROW_DIM ? MAX_WIDE_ROWS : MAX_ROWS;
+    const int64_t heads = ceil_div(group, ceil_div(group, least(most, max_heads)));
     return (Split){least(most / heads, 32), heads, ceil_div(group, heads)};
 }
 
@@ -61,7 +61,7 @@ typedef struct {
 } Item;
 
 static inline Item item_of(const Chunk *c, int64_t item) {
-    const Split split = split_of(c->group, c->head_dim);
+    const Split split = split_of(c->group, c->head_dim, c->max_heads);
     const int64_t kv_head = item / split.splits % c->kv_heads, skipped = item % split.splits * split.heads;
     // The last tokens come first, because they see the most keys.
     const int64_t row = item / split.splits / c->kv_heads;
@@ -74,9 +74,9 @@ static inline Item item_of(const Chunk *c, int64_t item) {
     };
 }
 
-#ifdef HAS_TILES
-
 enum { ROWS = 6 };  // rows of a register block
+
+#ifdef HAS_TILES
 
 // Transposes 16 rows of 16 words.
 static inline __attribute__((always_inline)) void transpose(__m512i *v) {

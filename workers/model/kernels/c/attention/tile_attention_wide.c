@@ -150,9 +150,17 @@ static __attribute__((noinline)) void weigh(Tile *t, int64_t r, int64_t first, i
     for (int i = 0; i < LANES; i++) t->sum[r] += total[i];
 }
 
-int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group, int64_t head_dim) {
-    const Split split = split_of(group, head_dim);
+int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t max_heads) {
+    const Split split = split_of(group, head_dim, max_heads);
     return ceil_div(tokens, split.tokens) * kv_heads * split.splits;
+}
+
+// Returns the query heads of an item, if only single tokens are computed. With few tokens, wide heads are
+// split until there is an item for each thread; more items read the same keys, so each has at least
+// ROWS rows.
+int64_t max_heads_of_singles(int64_t singles, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t threads) {
+    const int64_t heads = ceil_div(group, ceil_div(threads, singles * kv_heads));
+    return head_dim <= ROW_DIM ? group : heads < ROWS ? ROWS : heads;
 }
 
 // Finds the rows of the tile's first `count` keys or values, and converts them to float32 if `widened`;
