@@ -184,7 +184,7 @@ def _num_programs(processors: Any, layer: LayerGeometry) -> int:
     """
     if processors is None:
         return 1
-    at_once = processors.multi_processor_count * programs_per_processor(
+    at_once: int = processors.multi_processor_count * programs_per_processor(
         processors.shared_memory_per_multiprocessor, layer.head_dim
     )
     groups = num_head_groups(layer.num_heads, layer.num_kv_heads, layer.head_dim)
