@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
+from transformers.utils.import_utils import BACKENDS_MAPPING
 
 from tandem.tests.tiny_multimodal import IS_OLD, MULTIMODAL, make_tiny_multimodal
 from tandem.tests.workers.model import decoder_checks as checks
@@ -185,15 +188,76 @@ def test_a_config_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("gemma3n", "vision_config: is built with the package (timm|PIL), which is not installed"),
         ("phi4_multimodal", "_config: transformers' .* has no text model of its own"),
         ("blip-2", "architectures: transformers' .* has no text model of its own"),
         ("paligemma", "architectures: attention to later tokens is not supported"),
         ("qwen3_5", "keeps state beside KV cache"),
-        ("llama4", "layer_types: 'chunked_attention' is not supported"),
     ],
 )
 def test_refusals_name_the_reason(tmp_path: Path, kind: str, reason: str) -> None:
     write_config(tmp_path, kind, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
     with pytest.raises(CheckpointError, match=f"^config.json: .*{reason}"):
         parse_model_config(read_fields(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        *(
+            (kind, f"model_type: {kind!r} keeps state in a way that is not supported")
+            for kind in ("deepseek_v4", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya")
+        ),
+        *(
+            (kind, f"text_config.model_type: {text!r} keeps state in a way that is not supported")
+            for kind, text in (
+                ("inkling_mm_model", "inkling_text"),
+                ("qwen4_exp", "qwen4_exp_text"),
+            )
+        ),
+        *(
+            (
+                kind,
+                "layer_types: 'chunked_attention' is not supported, only full_attention, "
+                "sliding_attention, indexed_attention",
+            )
+            for kind in ("llama4", "llama4_text")
+        ),
+        (
+            "bloom",  # ALiBi
+            "num_hidden_layers: 2, but 0 of them attend through transformers' AttentionInterface",
+        ),
+    ],
+)
+def test_a_type_is_refused_in_one_line(tmp_path: Path, kind: str, line: str) -> None:
+    names = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    if kind not in names:
+        pytest.skip("only a newer transformers has this type")
+    write_config(tmp_path, kind, names)
+    with pytest.raises(CheckpointError) as caught:
+        parse_model_config(read_fields(tmp_path))
+    assert str(caught.value) == f"config.json: {line}"
+
+
+@pytest.mark.parametrize("package", ["PIL", "timm", "scipy"])
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    """transformers looks for PIL and timm by their names, and may import others without a look."""
+    monkeypatch.setitem(sys.modules, package, None)  # its import fails
+
+    def is_available() -> bool:
+        return package not in ("PIL", "timm") and bool(import_module(package))
+
+    backends = dict.fromkeys(("vision", "timm"), (lambda: True, ""))
+    backends["vision" if package == "PIL" else "timm"] = (
+        is_available,
+        f"{{0}} requires the {package} library but it was not found in your environment.",
+    )
+    for name, backend in backends.items():
+        monkeypatch.setitem(BACKENDS_MAPPING, name, backend)
+    write_config(tmp_path, "gemma3n", MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+    with pytest.raises(CheckpointError) as caught:
+        parse_model_config(read_fields(tmp_path))
+    assert str(caught.value) == (
+        f"config.json: vision_config: is built with the package {package}, which is not installed"
+    )

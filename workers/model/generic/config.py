@@ -35,6 +35,21 @@ _MAX_SIZE: Final = 2**31 - 1
 # Sizes whose names contain these words, such as vocab_size_per_layer_input, count neither.
 _NUM_EXPERTS: Final = re.compile(r"(^|_)(num|n)_(\w+_)?experts?($|_)|(^|_)experts$")
 _NUM_LAYERS: Final = re.compile(r"(^|_)(num|n)_(\w+_)?layers?($|_)|(^|_)layers$|^depth$")
+_REFUSED_TYPES: Final = dict.fromkeys(
+    (
+        "deepseek_v4",
+        "inkling_text",
+        "inkling2_text",
+        "minimax",
+        "qwen4_exp_text",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "zaya",
+    ),
+    "keeps state in a way that is not supported",
+)
+"""By model_type of the decoder: why it is refused whatever its other fields are."""
 _STATE: Final = re.compile(
     r"\b(conv_states?|recurrent_states?|ssm_states?|cache_params)\b|\b_is_stateful = True"
 )
@@ -63,6 +78,9 @@ def read_config(fields: Fields) -> PreTrainedConfig:
             f"{architecture!r:.60} is no decoder that transformers {transformers.__version__} has",
         )
     text = text_config(config)
+    if text.model_type in _REFUSED_TYPES:
+        name = "model_type" if text is config else "text_config.model_type"
+        raise fields.error(name, f"{text.model_type!r} {_REFUSED_TYPES[text.model_type]}")
     for name, sub_config in config.sub_configs.items():
         found = getattr(config, name, None)
         if text is config and found is not None and sub_config is not None:
