@@ -7,8 +7,6 @@ import enum
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from .host_tier import HostTier
-
 
 class BlockState(enum.Enum):
     """Names the state of a block.
@@ -32,6 +30,100 @@ class BlockState(enum.Enum):
     OWNED = "owned"
     LEASED = "leased"
     CACHED = "cached"
+
+
+Copies = tuple[tuple[int, int], ...]
+"""Pairs (block, host block) to save, or pairs (host block, block) to load."""
+
+
+class HostTier:
+    """Keeps evicted blocks in host blocks by their hashes; evicts the least recently used first.
+
+    A loaded block also stays here, so that it need not be saved again. The next step plan carries
+    out the decisions of this class: first it saves, then it loads. So a host block that the plan
+    loads takes no other block until that plan is made. Not thread-safe.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """Makes a tier of `num_blocks` host blocks; with 0 it keeps nothing."""
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._host_block_of: OrderedDict[bytes, int] = OrderedDict()  # next to evict first
+        self._saved: dict[int, int] = {}  # block by host block, for the next plan
+        self._loaded: list[tuple[int, int]] = []  # (host block, block), for the next plan
+        self._pinned: set[int] = set()  # host blocks that the next plan loads
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._host_block_of
+
+    def __len__(self) -> int:
+        return len(self._host_block_of)
+
+    def match(self, chain: Iterable[bytes]) -> list[bytes]:
+        """Returns the longest prefix of `chain` that is here; `pin` it before any other call."""
+        found = []
+        for digest in chain:
+            if digest not in self._host_block_of:
+                break
+            found.append(digest)
+        return found
+
+    def pin(self, digests: Sequence[bytes]) -> None:
+        """Keeps hashes that `match` found until the next plan.
+
+        Makes them the most recently used hashes, the first of them last to evict.
+        """
+        for digest in reversed(digests):
+            self._host_block_of.move_to_end(digest)
+            self._pinned.add(self._host_block_of[digest])
+
+    def save(self, block: int, digest: bytes) -> bytes | None:
+        """Schedules the save of a block that the pool evicts now; returns the hash that is evicted.
+
+        Returns None if no hash is evicted, and `digest` itself if no host block is available.
+        """
+        if digest in self._host_block_of:
+            self._host_block_of.move_to_end(digest)
+            return None
+        victim = None
+        if self._free:
+            host_block = self._free.pop()
+        else:
+            unpinned = (
+                each for each, held in self._host_block_of.items() if held not in self._pinned
+            )
+            victim = next(unpinned, None)
+            if victim is None:
+                return digest
+            host_block = self._host_block_of.pop(victim)
+        self._host_block_of[digest] = host_block
+        self._saved[host_block] = block
+        return victim
+
+    def load(self, digest: bytes, block: int) -> None:
+        """Schedules the load of a pinned hash into a block."""
+        self._loaded.append((self._host_block_of[digest], block))
+
+    def take_copies(self) -> tuple[Copies, Copies]:
+        """Returns the copies that a plan must save and those it must load since the last call."""
+        saved = tuple((block, host_block) for host_block, block in self._saved.items())
+        loaded = tuple(self._loaded)
+        self._saved.clear()
+        self._loaded.clear()
+        self._pinned.clear()
+        return saved, loaded
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless every host block is free or has exactly one hash."""
+        host_blocks = sorted(self._free + list(self._host_block_of.values()))
+        if host_blocks != list(range(self.num_blocks)):
+            raise RuntimeError(
+                f"host blocks {host_blocks} are free or have a hash; expected 0 to "
+                f"{self.num_blocks - 1}"
+            )
+        held = self._host_block_of.values()
+        if strangers := (self._pinned | self._saved.keys()).difference(held):
+            raise RuntimeError(f"host blocks {strangers} are pinned or saved to without a hash")
 
 
 class BlockPool:
@@ -70,6 +162,14 @@ class BlockPool:
     def num_available(self) -> int:
         """Returns the number of blocks that `reserve` could take now: free and cached blocks."""
         return self._count[BlockState.FREE] + self._count[BlockState.CACHED]
+
+    def block_of(self, digest: bytes) -> int | None:
+        """Returns the block of a hash, or None; `share` it before any other call."""
+        return self._block_of.get(digest)
+
+    def has(self, digest: bytes) -> bool:
+        """Returns True if a hash is in the cache: in a block or in host memory."""
+        return digest in self._block_of or digest in self.host
 
     def match(self, chain: Iterable[bytes]) -> list[int]:
         """Returns the blocks of the longest cached prefix of `chain`.
@@ -152,6 +252,15 @@ class BlockPool:
             self._hash_of[block] = digest
             if digest not in self.host:
                 _record(digest, self._stored, self._evicted)
+
+    def forget(self, block: int) -> None:
+        """Removes the hash of an owned block, so that its release makes it free."""
+        self._expect(block, BlockState.OWNED)
+        digest = self._hash_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
+            if digest not in self.host:
+                _record(digest, self._evicted, self._stored)
 
     def load(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
         """Schedules copies of pinned hashes from `host` to owned blocks and publishes the blocks.

@@ -16,6 +16,7 @@ from .config import EngineConfig
 from .events import Admitted, CacheChanged, Event, Progress
 from .plan import Constrained, Executor, FirstTokens, PrefixSource, Samples, StepPlan
 from .request_table import RequestTable
+from .resume import LeasedPrefix
 from .scheduler import Scheduler
 from .sequence import SequenceSpec, State, Task
 from .update import update
@@ -176,12 +177,13 @@ class Engine:
         """
         return self.requests.lease_cached(digests)
 
-    def lease_prefix(self, chain: Sequence[bytes]) -> list[int]:
+    def lease_prefix(self, chain: Sequence[bytes]) -> LeasedPrefix:
         """Leases the blocks of the longest cached prefix of a hash chain for a copy.
 
-        Blocks that the step in flight loads from host memory are valid after that step. Leases no
-        block if less than half of the blocks that sequences may use would be left to them. The
-        caller must call `unlease_cached` with the blocks.
+        With windows or state this is the longest resume point with all its parts. Blocks that the
+        step in flight loads from host memory are valid after that step. Leases no block if less
+        than half of the blocks that sequences may use would be left to them. The caller must call
+        `unlease_cached` with the blocks.
         """
         return self.requests.lease_prefix(chain)
 

@@ -23,6 +23,8 @@ class Admitted:
     tables: tuple[TableBlocks, ...]  # the block tables of the whole prompt
     # Hashes of the blocks after the cached ones that have to be filled from elsewhere.
     importing: tuple[bytes, ...] = ()
+    # The blocks of each table that have to be filled then: of a window the last ones alone.
+    import_tables: tuple[TableBlocks, ...] = ()
     # The source of the `importing` blocks. A remote is the worker of `SequenceSpec.num_remote`.
     prefix_source: Literal["disk", "remote"] = "disk"
 

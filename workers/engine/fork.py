@@ -9,26 +9,14 @@ from collections.abc import Sequence as Items
 
 from .beam import Move
 from .block_pool import BlockPool
-from .sequence import Sequence, SequenceSpec, Task
-
-
-def least_blocks(spec: SequenceSpec, block_size: int) -> int:
-    """Returns the number of blocks that a sequence needs to finish on an empty worker.
-
-    One choice must reach its last token. Several choices must reach the fork; afterwards they may
-    be preempted one by one. All beams of a beam search must reach their last tokens.
-    """
-    longest = -(-spec.max_length // block_size)
-    if spec.num_choices == 1 or spec.task is Task.PREFILL:
-        return longest
-    shared = len(spec.tokens) // block_size
-    tail = longest if spec.beam else -(-len(spec.tokens) // block_size)
-    return max(longest, shared + spec.num_choices * (tail - shared))
+from .block_table import BlockTable
+from .sequence import Sequence, SequenceSpec
 
 
 def growth_each(sequence: Sequence) -> int:
     """Returns the number of reserved blocks that each branch of `sequence` gets for growth."""
-    num_copies = sequence.num_prompt_blocks - len(sequence.spec.tokens) // sequence.block_size
+    num_tokens = len(sequence.spec.tokens)
+    num_copies = sum(num_tokens % table.spec.block_size > 0 for table in sequence.tables)
     return (
         len(sequence.reserved) - (sequence.num_branches - 1) * num_copies
     ) // sequence.num_branches
@@ -38,17 +26,17 @@ def branch(pool: BlockPool, parent: Sequence, spec: SequenceSpec, num_growth: in
     """Returns a branch that continues after all computed tokens of `parent`.
 
     The branch gets `num_growth` of the reserved blocks of `parent`, and one more for the copy of a
-    partial block.
+    partial block of each table.
     """
     child = parent.branch(spec)
-    num_full = parent.num_computed // parent.block_size
-    child.blocks = parent.blocks[:num_full]
-    pool.share(child.blocks)
-    if num_full < len(parent.blocks):
-        own = parent.reserved.pop()
-        pool.claim([own])
-        child.blocks.append(own)
-        _copy_last(pool, child, parent)
+    for own, source in zip(child.tables, parent.tables, strict=True):
+        pool.share(own.blocks)
+        if own.end < source.end:
+            block = parent.reserved.pop()
+            pool.claim([block])
+            own.blocks.append(block)
+            _copy_last(pool, own, source)
+    child.cover()
     split = len(parent.reserved) - num_growth
     parent.reserved, child.reserved = parent.reserved[:split], parent.reserved[split:]
     return child
@@ -85,18 +73,20 @@ def rearrange(
 
 def _replace(pool: BlockPool, sequence: Sequence, source: Sequence) -> None:
     """Turns a sequence into a copy of `source`, which has the same number of computed tokens."""
-    num_full = source.num_computed // source.block_size
-    pairs = zip(sequence.blocks[:num_full], source.blocks[:num_full], strict=True)
-    common = next((index for index, (old, new) in enumerate(pairs) if old != new), num_full)
-    pool.share(source.blocks[common:num_full])
-    pool.release(sequence.blocks[common:num_full])
-    sequence.blocks[common:num_full] = source.blocks[common:num_full]
+    for own, other in zip(sequence.tables, source.tables, strict=True):
+        num_full = source.num_computed // other.spec.block_size - other.first
+        pairs = zip(own.blocks[:num_full], other.blocks[:num_full], strict=True)
+        common = next((index for index, (old, new) in enumerate(pairs) if old != new), num_full)
+        pool.share(other.blocks[common:num_full])
+        pool.release(own.blocks[common:num_full])
+        own.blocks[common:num_full] = other.blocks[common:num_full]
+        own.num_published = other.num_published
+        if num_full < len(other.blocks):
+            _copy_last(pool, own, other)
     sequence.continue_from(source)
-    if num_full < len(source.blocks):
-        _copy_last(pool, sequence, source)
 
 
-def _copy_last(pool: BlockPool, sequence: Sequence, source: Sequence) -> None:
-    """Schedules a copy of the source's partial block; the sequence owns the source until then."""
-    sequence.copy_source = source.blocks[-1]
-    pool.share([sequence.copy_source])
+def _copy_last(pool: BlockPool, table: BlockTable, source: BlockTable) -> None:
+    """Schedules a copy of the source's partial block; the table owns the source until then."""
+    table.copy_source = source.blocks[-1]
+    pool.share([table.copy_source])

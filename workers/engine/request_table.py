@@ -1,16 +1,21 @@
 """Keeps the sequences of one worker and the blocks of each.
 
 Every change of a sequence's state or blocks goes through here, so that the counts agree. Makes no
-scheduling decision.
+scheduling decision. One file because the counts of sequences, blocks and leases change together.
 """
 
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from itertools import islice
 
+from ..kv_cache.tables import TableBlocks
 from .block_pool import BlockPool, BlockState
+from .block_table import BlockTable, TableLimits, TableNeed, table_need, window_first
 from .config import EngineConfig
 from .plan import FirstTokens
+from .resume import Hit, LeasedPrefix, ResumePoints
 from .sequence import Search, Sequence, SequenceSpec, State, Task
 
 
@@ -21,6 +26,15 @@ class RequestTable:
         self.config = config
         self.clock = clock
         self.pool = BlockPool(config.num_blocks, config.num_host_blocks)
+        self.resume = ResumePoints(config)
+        budgets = config.budgets
+        # With overlap a step is in flight whose blocks cannot leave the window yet.
+        num_chunks = 2 if config.overlap else 1
+        self.limits = TableLimits(
+            alignment=self.resume.alignment,
+            ahead_tokens=num_chunks * max(budgets.chunk_tokens, budgets.mixed_chunk_tokens),
+            growth_tokens=budgets.growth_tokens,
+        )
         self.sequences: dict[int, Sequence] = {}
         # By the ids of the submitted specs; their beams may have other ids.
         self.searches: dict[int, Search] = {}
@@ -68,6 +82,7 @@ class RequestTable:
             search.member_spec() if search else spec,
             self.config.block_size,
             submitted,
+            self.config.tables,
             search=search,
         )
         if search:
@@ -76,35 +91,75 @@ class RequestTable:
         self.sequences[spec.id] = sequence
         insort(self.waiting, sequence, key=lambda other: other.spec.order)
 
-    def num_admission_blocks(self, sequence: Sequence) -> int:
-        """Returns the number of blocks for a sequence at admission.
+    def find_hit(self, sequence: Sequence) -> Hit:
+        """Returns the longest resume point of a queued sequence's prompt."""
+        spec = sequence.spec
+        fetched = len(spec.tokens) if spec.task is Task.DECODE else None
+        return self.resume.longest(self.cacheable(sequence), self.pool.has, fetched=fetched)
 
-        They are for its prompt and for the first growth of all its branches.
+    def cacheable(self, sequence: Sequence) -> list[bytes]:
+        """Returns the hashes of the prompt's blocks for which a cache hit saves the computation."""
+        if not self.config.budgets.prefix_caching or sequence.needs_every_position:
+            return []
+        # A prompt that is computed here must compute at least its last token, for the logits.
+        last = sequence.num_tokens - (sequence.spec.task is not Task.DECODE)
+        return sequence.chain[: last // self.config.block_size]
+
+    def needs(self, sequence: Sequence, num_cached: int) -> list[TableNeed]:
+        """Returns the blocks that each table needs beyond a sequence's cached tokens."""
+        return [
+            table_need(
+                table.spec,
+                self.limits,
+                num_tokens=len(sequence.spec.tokens),
+                max_length=sequence.spec.max_length,
+                num_cached=num_cached,
+                is_computed=sequence.spec.task is not Task.DECODE,
+            )
+            for table in sequence.tables
+        ]
+
+    def num_admission_blocks(self, sequence: Sequence, hit: Hit, num_shared: int) -> int:
+        """Returns the number of blocks that a sequence reserves at admission.
+
+        They are for the blocks of its prompt that are not among the `num_shared` blocks in the
+        pool, and for the first growth of all its branches.
         """
-        growth = -(-self.config.budgets.growth_tokens // self.config.block_size)
-        alone = min(sequence.max_blocks, sequence.num_prompt_blocks + growth)
-        if sequence.num_branches == 1:
-            return alone
+        needs = self.needs(sequence, hit.num_tokens)
+        in_host = sum(len(names) for _, names in hit.parts) - num_shared
         # Branches share the full blocks of the prompt.
-        further = alone - len(sequence.spec.tokens) // self.config.block_size
-        return min(alone + (sequence.num_branches - 1) * further, self.config.num_blocks)
+        alone = sum(need.tail + need.ring + need.growth for need in needs) + in_host
+        further = sum(need.copies + need.growth for need in needs)
+        # A hit must not keep a sequence from running that would run without it. Blocks of the hit
+        # that leave a window refill the ring.
+        return min(
+            alone + (sequence.num_branches - 1) * further, self.config.num_blocks - num_shared
+        )
 
-    def admit(self, sequence: Sequence, shared: list[int], in_host: list[bytes]) -> None:
-        """Admits a queued sequence and gives it its blocks.
+    def admit(self, sequence: Sequence, hit: Hit) -> None:
+        """Admits a queued sequence, which continues from `hit`, and gives it its blocks.
 
-        `shared` are cached blocks of its prefix; `in_host` are the hashes of the next blocks, which
-        host memory has. Raises RuntimeError if the pool has too few blocks.
+        Raises RuntimeError if the pool has too few blocks.
         """
+        shared = [
+            block
+            for _, names in hit.parts
+            for name in names
+            if (block := self.pool.block_of(name)) is not None
+        ]
         self.pool.share(shared)
+        in_host = [
+            name for _, names in hit.parts for name in names if self.pool.block_of(name) is None
+        ]
         self.pool.host.pin(in_host)
-        sequence.blocks = shared
-        sequence.reserved = self.pool.reserve(self.num_admission_blocks(sequence) - len(shared))
-        num_shared = len(shared)
-        self.claim(sequence, len(in_host))
-        self.pool.load(sequence.blocks[num_shared:], in_host)
-        sequence.num_loaded = len(in_host) * self.config.block_size
+        reserved = self.pool.reserve(self.num_admission_blocks(sequence, hit, len(shared)))
+        sequence.num_loaded = self._take_hit(sequence, hit, reserved)
         self.num_loaded_tokens += sequence.num_loaded
-        sequence.num_cached = len(sequence.blocks) * self.config.block_size
+        sequence.num_cached = hit.num_tokens
+        self._set_needs(sequence, reserved)
+        if self._count_ring(sequence) > sum(table.num_ring for table in sequence.tables):
+            sequence.importing = ()
+        sequence.points = self.resume.points(len(sequence.spec.tokens), hit)
         sequence.num_scheduled = sequence.num_computed = sequence.num_cached
         sequence.started = self.clock()
         self.waiting.remove(sequence)
@@ -114,20 +169,108 @@ class RequestTable:
         else:
             self.start(sequence)
 
+    def _take_hit(self, sequence: Sequence, hit: Hit, reserved: list[int]) -> int:
+        """Puts the shared blocks of a hit into the tables, and loads the others into new blocks.
+
+        Takes the new blocks from `reserved`. Returns the number of loaded tokens.
+        """
+        num_loaded = 0
+        for table, (first, names) in zip(sequence.tables, hit.parts, strict=True):
+            table.first = first
+            for name in names:
+                block = self.pool.block_of(name)
+                if block is None:
+                    block = reserved.pop(0)
+                    self.pool.claim([block])
+                    self.pool.load([block], [name])
+                    num_loaded += 0 if table.number else table.spec.block_size
+                table.blocks.append(block)
+            table.num_published = table.end
+        return num_loaded
+
+    def _set_needs(self, sequence: Sequence, reserved: list[int]) -> None:
+        """Divides the reserved blocks of an admission among tails, rings, copies and growth."""
+        needs = self.needs(sequence, sequence.num_cached)
+        copies = (sequence.num_branches - 1) * sum(need.copies for need in needs)
+        for table, need in zip(sequence.tables, needs, strict=True):
+            table.tail_first = need.tail_first
+            table.tail = reserved[: need.tail]
+            del reserved[: need.tail]
+            if sequence.spec.task is Task.DECODE and table.spec.window is not None:
+                # The first block of a fetched window may be incomplete.
+                start = max(len(sequence.spec.tokens) - table.spec.window + 1, 0)
+                table.num_published = max(table.end, -(-start // table.spec.block_size))
+        room = len(reserved) - copies
+        for table, need in zip(sequence.tables, needs, strict=True):
+            table.num_ring = max(min(need.ring, room), 0)
+            room -= table.num_ring
+        sequence.reserved = reserved
+        sequence.cover()
+
     def start(self, sequence: Sequence) -> None:
-        """Puts a sequence into the batch, with blocks for its whole prompt."""
-        self.claim(sequence, sequence.num_prompt_blocks - len(sequence.blocks))
+        """Puts a sequence into the batch, with blocks for its whole prompt or its tail."""
+        for table in sequence.tables:
+            if table.end >= table.tail_first:
+                self.pool.claim(table.tail)
+                table.blocks += table.tail
+                table.tail = []
+        sequence.cover()
         sequence.move(State.RUNNING)
         self.running.append(sequence)
 
-    def claim(self, sequence: Sequence, count: int) -> None:
-        """Appends `count` of a sequence's reserved blocks to its block table."""
-        self.pool.claim(sequence.reserved[:count])
-        sequence.blocks += sequence.reserved[:count]
-        del sequence.reserved[:count]
+    def add_block(self, sequence: Sequence, table: BlockTable) -> bool:
+        """Appends a block to a table; returns False if none is reserved or available."""
+        is_before_tail = table.end < table.tail_first
+        if table.tail and not is_before_tail:
+            block = table.tail.pop(0)
+        elif sequence.reserved and (table.num_ring or not is_before_tail):
+            block = sequence.reserved.pop(0)
+            table.num_ring -= is_before_tail
+        elif self.pool.num_available:
+            (block,) = self.pool.reserve(1)
+        else:
+            return False
+        self.pool.claim([block])
+        table.blocks.append(block)
+        return True
+
+    def extend(self, sequence: Sequence, end: int) -> int:
+        """Gives the tables blocks for the tokens before `end` as far as blocks are available.
+
+        Blocks that have left their windows are released first. Returns the position up to which
+        the tables have blocks.
+        """
+        if end > sequence.num_covered:
+            for table in sequence.tables:
+                if table.num_covered < end and table.spec.window is not None:
+                    self.slide(sequence, table)
+                while table.num_covered < end and self.add_block(sequence, table):
+                    pass
+            sequence.cover()
+        return sequence.num_covered
+
+    def slide(self, sequence: Sequence, table: BlockTable) -> None:
+        """Releases the blocks that have left a window before the next step.
+
+        Only computed blocks leave, so each is in the cache by then. It stays there if a resume
+        point needs it. A prompt gets a block in exchange as long as its ring needs one.
+        """
+        first = window_first(table.spec, sequence.num_scheduled, self.limits.alignment)
+        index = table.first
+        left = table.slide(min(first, sequence.num_computed // table.spec.block_size))
+        for block in left:
+            if not table.serves(index, sequence.points) and self.pool.holders(block) == (1, 0):
+                self.pool.forget(block)
+            index += 1
+        self.pool.release(left)
+        wanted = table.tail_first - table.end - table.num_ring
+        count = max(min(wanted, len(left), self.pool.num_available), 0)
+        sequence.reserved += self.pool.reserve(count)
+        table.num_ring += count
 
     def commit_prefix(self, sequence: Sequence, num_tokens: int) -> None:
         """Starts a sequence whose import has brought the KV cache of `num_tokens` more tokens."""
+        self._move_tables(sequence, sequence.num_cached + num_tokens)
         self.start(sequence)
         sequence.started = self.clock()
         sequence.num_cached += num_tokens
@@ -135,23 +278,66 @@ class RequestTable:
         self.num_loaded_tokens += num_tokens
         self.publish(sequence)
 
+    def _count_ring(self, sequence: Sequence) -> int:
+        """Returns the number of reserved blocks that an import needs before the tails."""
+        if not sequence.importing:
+            return 0
+        pairs = zip(sequence.tables, self.import_tables(sequence), strict=True)
+        return sum(
+            max(min(table.tail_first - part.first, len(part.blocks)), 0) for table, part in pairs
+        )
+
+    def import_tables(self, sequence: Sequence) -> tuple[TableBlocks, ...]:
+        """Returns the blocks that an import must fill, of each table."""
+        end = sequence.num_cached + len(sequence.importing) * self.config.block_size
+        ring = iter(sequence.reserved)
+        tables: list[TableBlocks] = []
+        for table in sequence.tables:
+            first = max(window_first(table.spec, end), table.end)
+            count = end // table.spec.block_size - first
+            num_ring = max(min(table.tail_first - first, count), 0)
+            blocks = (*islice(ring, num_ring), *table.tail[: max(count - num_ring, 0)])
+            tables.append(TableBlocks(blocks, first))
+        return tuple(tables)
+
+    def _move_tables(self, sequence: Sequence, position: int) -> None:
+        """Gives the tables of an import that ends at `position` its blocks."""
+        for table in sequence.tables:
+            first = window_first(table.spec, position)
+            if position > sequence.num_cached and table.spec.window is not None:
+                self.pool.release(table.slide(first))
+                table.first = max(table.first, first)
+                start = max(position - table.spec.window + 1, 0)
+                table.num_published = max(table.end, -(-start // table.spec.block_size))
+            while table.num_covered < position and self.add_block(sequence, table):
+                pass
+            surplus = table.num_ring - max(table.tail_first - table.end, 0)
+            if surplus > 0:
+                table.num_ring -= surplus
+                self.pool.unreserve(sequence.reserved[-surplus:])
+                del sequence.reserved[-surplus:]
+
     def lease_cached(self, digests: Iterable[bytes]) -> list[tuple[int, bytes]]:
         """Leases the cached blocks among `digests`; see `Engine.lease_cached`."""
         found = [(block, digest) for digest in digests for block in self.pool.match([digest])]
         self._lease_copied([block for block, _ in found])
         return found
 
-    def lease_prefix(self, chain: Iterable[bytes]) -> list[int]:
-        """Leases the blocks of the longest cached prefix; see `Engine.lease_prefix`."""
-        blocks = self.pool.match(chain)
+    def lease_prefix(self, chain: Items[bytes]) -> LeasedPrefix:
+        """Leases the parts of the longest resume point; see `Engine.lease_prefix`."""
+        hit = self.resume.longest(chain, lambda name: self.pool.block_of(name) is not None)
+        tables = tuple(
+            TableBlocks(tuple(self.pool.match(names)), first) for first, names in hit.parts
+        )
+        lease = LeasedPrefix(num_tokens=hit.num_tokens, tables=tables)
         num_leased = self.pool.count(BlockState.LEASED)
         if (
-            2 * (num_leased + self.pool.num_evictable(blocks))
+            2 * (num_leased + self.pool.num_evictable(lease.blocks))
             > num_leased + self.pool.num_available
         ):
-            return []
-        self._lease_copied(blocks)
-        return blocks
+            return LeasedPrefix()
+        self._lease_copied(lease.blocks)
+        return lease
 
     def _lease_copied(self, blocks: list[int]) -> None:
         self.pool.share(blocks)
@@ -174,8 +360,8 @@ class RequestTable:
     def publish(self, sequence: Sequence) -> None:
         """Adds the sequence's newly full and computed blocks to the prefix cache."""
         if self.config.budgets.prefix_caching:
-            for block, digest in sequence.publishable():
-                self.pool.publish(block, digest)
+            for block, name in sequence.publishable():
+                self.pool.publish(block, name)
 
     def suspend(self, sequence_id: int) -> bool:
         """Suspends a running sequence; see `Engine.suspend`."""
@@ -198,17 +384,17 @@ class RequestTable:
         """
         self._leave_batch(sequence)
         self.num_leased += 1
-        self.pool.unreserve(sequence.reserved)
-        sequence.reserved = []
-        # No step will copy the partial block, so the reader gets the source block instead.
-        if sequence.copy_source is not None:
-            self.pool.release([sequence.blocks.pop()])
-            sequence.blocks.append(sequence.copy_source)
-            sequence.copy_source = None
-        end = -(-sequence.num_computed // self.config.block_size)
-        self.pool.release(sequence.blocks[end:])  # given for drafts
-        del sequence.blocks[end:]
-        self.pool.lease(sequence.blocks)
+        self._unreserve(sequence)
+        for table in sequence.tables:
+            # No step will copy the partial block, so the reader gets the source block instead.
+            if table.copy_source is not None:
+                self.pool.release([table.blocks.pop()])
+                table.blocks.append(table.copy_source)
+                table.copy_source = None
+            end = -(-sequence.num_computed // table.spec.block_size) - table.first
+            self.pool.release(table.blocks[end:])  # given for drafts
+            del table.blocks[end:]
+            self.pool.lease(table.blocks)
         sequence.move(State.LEASED)
 
     def fork(self, family: list[Sequence], spec: SequenceSpec, num_growth: int) -> None:
@@ -256,17 +442,15 @@ class RequestTable:
             self.waiting.remove(sequence)
         elif sequence.state is State.LEASED:
             self.num_leased -= 1
-            self.pool.unlease(sequence.blocks)
+            self.pool.unlease(sequence.held_blocks)
         else:
             if sequence.state is State.RUNNING:
                 self._leave_batch(sequence)
             else:
                 self.num_holding -= sequence.num_branches
             self.pool.release(sequence.held_blocks)
-            self.pool.unreserve(sequence.reserved)
-        sequence.blocks = []
-        sequence.reserved = []
-        sequence.copy_source = None
+            self._unreserve(sequence)
+        sequence.tables = []
         sequence.move(State.FINISHED)
 
     def end_search(self, search: Search) -> None:
@@ -298,7 +482,7 @@ class RequestTable:
         num_leases = [0] * self.config.num_blocks
         reserved: list[int] = []
         for sequence in self.sequences.values():
-            reserved += sequence.reserved
+            reserved += sequence.reserved_blocks
             counts = num_leases if sequence.state is State.LEASED else num_owners
             for block in sequence.held_blocks:
                 counts[block] += 1
@@ -324,6 +508,13 @@ class RequestTable:
             raise RuntimeError(
                 f"{holding} sequences hold blocks, {self.num_holding} are counted; of {states}"
             )
+
+    def _unreserve(self, sequence: Sequence) -> None:
+        self.pool.unreserve(sequence.reserved_blocks)
+        sequence.reserved = []
+        for table in sequence.tables:
+            table.tail = []
+            table.num_ring = 0
 
     def _leave_batch(self, sequence: Sequence) -> None:
         self.num_holding -= sequence.num_branches

@@ -9,11 +9,12 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from ..kv_cache.tables import TableBlocks
-from . import fork
+from .block_table import least_blocks
 from .events import Admitted, Event, NewTokens, Preempted, Suspended
 from .ngram import Drafter
 from .plan import PENDING_TOKEN, Constrained, DraftRequest, SequenceStep, StepPlan
 from .request_table import RequestTable
+from .resume import Hit
 from .sequence import Sequence, SequenceSpec, State, Task
 from .update import advance_search, append_tokens
 
@@ -78,7 +79,18 @@ class Scheduler:
     def fits(self, spec: SequenceSpec) -> bool:
         """Returns True if the sequence could run on an otherwise empty worker."""
         num_branches = 1 if spec.task is Task.PREFILL else spec.num_choices
-        least = fork.least_blocks(spec, self._config.block_size)
+        least = sum(
+            least_blocks(
+                table,
+                self._requests.limits,
+                num_tokens=len(spec.tokens),
+                max_length=spec.max_length,
+                is_computed=spec.task is not Task.DECODE,
+                num_branches=num_branches,
+                is_search=spec.beam is not None and num_branches > 1,
+            )
+            for table in self._config.tables
+        )
         return num_branches <= self._budgets.max_sequences and least <= self._config.num_blocks
 
     def schedule(self) -> tuple[StepPlan, list[Event]]:
@@ -111,7 +123,7 @@ class Scheduler:
         events += map(self._lease, suspended)
         # Before any sequence has its step, so that either all beams of a search grow or none.
         for sequence in decodes:
-            if sequence.num_scheduled == len(sequence.blocks) * self._config.block_size:
+            if sequence.num_scheduled == sequence.num_covered:
                 events += self._grow(sequence)
         copies: list[tuple[int, int]] = []
         decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
@@ -126,8 +138,12 @@ class Scheduler:
         prompts.sort(key=lambda sequence: sequence.spec.order)
         is_expedited = False
         while budget > 0 and (prompt := self._next_prompt(prompts, events)) is not None:
-            steps.append(self._step(prompt, min(prompt.num_unscheduled, budget), copies))
-            budget -= len(steps[-1].token_ids)
+            count = self._extend(prompt, min(prompt.num_unscheduled, budget))
+            if not count:
+                events += map(_preempted, self._requests.abort(prompt))
+                continue
+            steps.append(self._step(prompt, count, copies))
+            budget -= count
             is_expedited |= prompt.spec.is_resumed
             if prompt.spec.is_resumed and not self._is_next_resumed(prompts):
                 break
@@ -223,7 +239,9 @@ class Scheduler:
         *tokens, last = sequence.tokens
         return Suspended(
             id=sequence.spec.id,
-            tables=(TableBlocks(tuple(sequence.blocks)),),
+            tables=tuple(
+                TableBlocks(tuple(table.blocks), table.first) for table in sequence.tables
+            ),
             tokens=tuple(tokens),
             first_token=last,
         )
@@ -234,69 +252,60 @@ class Scheduler:
         sequence = self._requests.waiting[0]
         if self._requests.num_holding + sequence.num_branches > self._budgets.max_sequences:
             return False
-        shared, _ = self._match(sequence)
-        needed = self._requests.num_admission_blocks(sequence) - len(shared)
+        hit = self._requests.find_hit(sequence)
+        blocks = [self.pool.block_of(name) for _, names in hit.parts for name in names]
+        shared = [block for block in blocks if block is not None]
+        needed = self._requests.num_admission_blocks(sequence, hit, len(shared))
         return needed <= self.pool.num_available - self.pool.num_evictable(shared)
 
     def _admit(self, sequence: Sequence) -> Admitted:
-        shared, in_host = self._match(sequence)
-        is_remote = False
-        if sequence.spec.task is not Task.DECODE:
-            num_found = len(shared) + len(in_host)
-            chain = self._cacheable(sequence)[num_found:]
-            count = self._count_importable(chain)
-            num_remote = min(
-                sequence.spec.num_remote // self._config.block_size - num_found, len(chain)
-            )
-            is_remote = num_remote > count
-            sequence.importing = tuple(chain[: max(num_remote, count)])
-        self._requests.admit(sequence, shared, in_host)
-        blocks = tuple((sequence.blocks + sequence.reserved)[: sequence.num_prompt_blocks])
+        hit = self._requests.find_hit(sequence)
+        is_remote = self._plan_import(sequence, hit)
+        self._requests.admit(sequence, hit)
         return Admitted(
             id=sequence.spec.id,
             queue_seconds=sequence.started - sequence.submitted,
             num_cached=sequence.num_cached,
             num_loaded=sequence.num_loaded,
             importing=sequence.importing,
+            import_tables=(self._requests.import_tables(sequence) if sequence.importing else ()),
             prefix_source="remote" if is_remote else "disk",
-            tables=(TableBlocks(blocks),),
+            tables=tuple(table.prompt for table in sequence.tables),
         )
 
-    def _match(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
-        """Returns the cached blocks of the prompt's prefix and the next hashes in host memory.
-
-        The blocks are the longest prefix in the pool. The hashes are the longest run after it that
-        host memory has.
-        """
-        chain = self._cacheable(sequence)
-        shared = self.pool.match(chain)
-        return shared, self.pool.host.match(chain[len(shared) :])
-
-    def _cacheable(self, sequence: Sequence) -> list[bytes]:
-        """Returns the hashes of the prompt's blocks for which a cache hit saves the computation."""
-        if not self._budgets.prefix_caching or sequence.needs_every_position:
-            return []
-        # A prompt that is computed here must compute at least its last token, for the logits.
-        last = sequence.num_tokens - (sequence.spec.task is not Task.DECODE)
-        return sequence.chain[: last // self._config.block_size]
+    def _plan_import(self, sequence: Sequence, hit: Hit) -> bool:
+        """Decides which blocks after a hit to import; returns True for those of another worker."""
+        if sequence.spec.task is Task.DECODE:
+            return False
+        num_found = hit.num_tokens // self._config.block_size
+        chain = self._requests.cacheable(sequence)[num_found:]
+        count = self._count_importable(chain)
+        num_remote = min(
+            sequence.spec.num_remote // self._config.block_size - num_found, len(chain)
+        )
+        length = max(num_remote, count)
+        ratio = self._requests.resume.alignment // self._config.block_size
+        sequence.importing = tuple(chain[: length // ratio * ratio])
+        return num_remote > count
 
     def _grow(self, sequence: Sequence) -> list[Event]:
-        """Gives a sequence one more block and reports the sequences that are preempted for it.
+        """Gives a sequence blocks for one more token.
 
-        The sequence itself may be preempted.
+        Reports the sequences that are preempted for it. The sequence itself may be preempted.
         """
         events: list[Event] = []
-        while sequence.state is State.RUNNING and not sequence.reserved:
-            if self.pool.num_available:
-                sequence.reserved += self.pool.reserve(1)
-            else:
-                events += [
-                    Preempted(id=number)
-                    for number in self._requests.abort(self._requests.running[-1])
-                ]
-        if sequence.state is State.RUNNING:
-            self._requests.claim(sequence, 1)
+        end = sequence.num_scheduled + 1
+        while sequence.state is State.RUNNING and self._requests.extend(sequence, end) < end:
+            events += map(_preempted, self._requests.abort(self._requests.running[-1]))
         return events
+
+    def _extend(self, sequence: Sequence, count: int) -> int:
+        """Gives a prompt blocks for its next `count` tokens; returns the number that fit.
+
+        These are fewer only if other sequences hold blocks that have left the prompt's windows.
+        """
+        start = sequence.num_scheduled
+        return min(self._requests.extend(sequence, start + count) - start, count)
 
     def _awaits_token(self, sequence: Sequence) -> bool:
         """Returns True if a sequence skips the step to wait for its pending token.
@@ -330,7 +339,7 @@ class Scheduler:
                 request = DraftRequest(
                     sequence_id=sequence.spec.id,
                     tokens=sequence.tokens,
-                    blocks=sequence.blocks,
+                    blocks=sequence.tables[0].blocks,
                     sampling=sequence.spec.sampling,
                     count=count,
                 )
@@ -339,13 +348,8 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, count: int) -> int:
         """Gives a sequence blocks for up to `count` draft tokens; returns the number that fit."""
-        num_free = len(sequence.blocks) * self._config.block_size - sequence.num_tokens
-        while num_free < count and (sequence.reserved or self.pool.num_available):
-            if not sequence.reserved:
-                sequence.reserved += self.pool.reserve(1)
-            self._requests.claim(sequence, 1)
-            num_free += self._config.block_size
-        return min(count, num_free)
+        start = sequence.num_tokens
+        return min(self._requests.extend(sequence, start + count) - start, count)
 
     def _guess(self, sequence: Sequence, room: int) -> tuple[int, ...]:
         """Returns an n-gram draft of at most `room` tokens.
@@ -373,15 +377,11 @@ class Scheduler:
         start = sequence.num_scheduled
         end = start + count
         num_samples = sequence.num_samples if end >= len(sequence.tokens) else 0
-        new_blocks: tuple[TableBlocks, ...] = ()
-        first = sequence.num_sent_blocks
-        if first < len(sequence.blocks):
-            new_blocks = (TableBlocks(tuple(sequence.blocks[first:]), first),)
         step = SequenceStep(
             sequence_id=sequence.spec.id,
             token_ids=(tuple(sequence.tokens[start:end]) or (PENDING_TOKEN,)) + draft,
             start=start,
-            new_blocks=new_blocks,
+            new_blocks=sequence.take_new_blocks() if sequence.has_new_blocks else (),
             sampling=None if sequence.sampling_sent else sequence.spec.sampling,
             adapter=0 if sequence.sampling_sent else sequence.spec.adapter,
             num_samples=num_samples + len(draft),
@@ -393,11 +393,16 @@ class Scheduler:
             )
         if sequence.scores_prompt and end < sequence.spec.num_prompt:
             step = replace(step, next_prompt_token=sequence.tokens[end])
-        if sequence.copy_source is not None:
-            copies.append((sequence.copy_source, sequence.blocks[start // self._config.block_size]))
-            sequence.copy_source = None
+        for table in sequence.tables:
+            if table.copy_source is not None:
+                target = table.blocks[start // table.spec.block_size - table.first]
+                copies.append((table.copy_source, target))
+                table.copy_source = None
         sequence.num_scheduled = end + len(draft)
         sequence.num_draft = len(draft)
-        sequence.num_sent_blocks = len(sequence.blocks)
         sequence.sampling_sent = True
         return step
+
+
+def _preempted(sequence_id: int) -> Preempted:
+    return Preempted(id=sequence_id)

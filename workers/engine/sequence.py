@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from ...proto.hashing import hash_block, hash_chain, hash_root
+from ..kv_cache.tables import TableBlocks, TableSpec
 from .beam import Beams
+from .block_table import BlockTable, block_name
 from .ngram import Drafter
 from .plan import FirstTokens, SampledLogprobs, SamplingParams
 
@@ -177,6 +179,7 @@ class Sequence:
     spec: SequenceSpec
     block_size: int
     submitted: float  # clock
+    specs: tuple[TableSpec, ...] = ()
     tokens: list[int] = field(init=False)
     state: State = State.WAITING
     num_scheduled: int = 0  # tokens whose KV is computed or being computed by a step in flight
@@ -185,10 +188,12 @@ class Sequence:
     num_loaded: int = 0  # cached prompt tokens that only host memory held
     # Hashes of the blocks to import after the cached ones; empty for a DECODE.
     importing: tuple[bytes, ...] = ()
-    blocks: list[int] = field(default_factory=list)  # the block table: shared and own blocks
-    # Blocks for the import and for growth, in the order of use.
+    tables: list[BlockTable] = field(init=False)
+    # Blocks for growth, copies and the rings of its tables, in the order of use.
     reserved: list[int] = field(default_factory=list)
-    num_sent_blocks: int = 0  # the number of `blocks` that the ranks know
+    num_covered: int = 0  # the position up to which every table has blocks
+    has_new_blocks: bool = False  # some table has blocks that the ranks do not know
+    points: tuple[int, ...] = ()  # ascending positions of its resume points
     sampling_sent: bool = False
     # Clock time from which its prompt could be computed: admission or the end of its import.
     started: float = 0.0
@@ -200,11 +205,9 @@ class Sequence:
     may_pend: bool = field(init=False)
     scores_prompt: bool = field(init=False)  # log probabilities of its prompt are requested
     search: "Search | None" = None  # the search that it is a beam of
-    # The block that the next step copies into the last block of the sequence.
-    copy_source: int | None = None
     prompt_logprobs: list[SampledLogprobs] = field(default_factory=list)  # collected up to now
     chain: list[bytes] = field(init=False)  # hashes of full blocks
-    num_published: int = 0
+    next_publish: int = 0  # the number of computed tokens with which a further block is full
     drafter: Drafter | None = None  # made with the first draft
     # Tokens of the draft that the step in flight verifies; num_scheduled includes them.
     num_draft: int = 0
@@ -212,6 +215,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.spec.tokens)
+        self.tables = [BlockTable(spec, number) for number, spec in enumerate(self.specs)]
         self.chain = hash_chain(self.tokens, self.block_size, self.spec.salt)
         self.max_length = self.spec.max_length
         self.choices = list(range(self.spec.num_choices))
@@ -286,22 +290,17 @@ class Sequence:
     @property
     def held_blocks(self) -> list[int]:
         """Returns the blocks that the sequence owns or leases."""
-        return self.blocks if self.copy_source is None else [*self.blocks, self.copy_source]
+        return [block for table in self.tables for block in table.held_blocks]
 
     @property
-    def max_blocks(self) -> int:
-        """Returns the number of blocks for the maximum length of the sequence here."""
-        return -(-self.spec.max_length // self.block_size)
+    def reserved_blocks(self) -> list[int]:
+        """Returns the blocks that are reserved for the sequence."""
+        return [*self.reserved, *(block for table in self.tables for block in table.tail)]
 
     @property
     def is_suspended(self) -> bool:
         """Returns True if the sequence waits for its lease and no step computes it any more."""
         return self.num_computed == self.max_length < self.spec.max_length
-
-    @property
-    def num_prompt_blocks(self) -> int:
-        """Returns the number of blocks for the submitted tokens."""
-        return -(-len(self.spec.tokens) // self.block_size)
 
     def suspend(self) -> None:
         """Stops scheduling after the prompt and the tokens that a step in flight computes."""
@@ -348,10 +347,13 @@ class Sequence:
         self.may_pend = self.search is None and not spec.sampling.grammar
 
     def branch(self, spec: SequenceSpec) -> Self:
-        """Returns a sequence with the same tokens, without blocks and not known to the ranks."""
+        """Returns a sequence with the same tokens and full blocks, not known to the ranks.
+
+        The caller must share these blocks.
+        """
         branch = copy.copy(self)
         branch.become(spec)
-        branch.blocks = []
+        branch.tables = [table.branch(self.num_computed) for table in self.tables]
         branch.reserved = []
         branch.prompt_logprobs = []
         branch.continue_from(self)
@@ -361,13 +363,25 @@ class Sequence:
         """Copies the tokens of a sequence that has the same number of computed tokens."""
         self.tokens = other.tokens.copy()
         self.chain = other.chain.copy()
-        self.num_published = other.num_published
+        self.next_publish = other.next_publish
         self.forget_sent()
 
     def forget_sent(self) -> None:
         """Makes the next step register the sequence with the ranks again."""
-        self.num_sent_blocks = 0
+        for table in self.tables:
+            table.num_sent = 0
+        self.has_new_blocks = True
         self.sampling_sent = False
+
+    def take_new_blocks(self) -> tuple[TableBlocks, ...]:
+        """Returns the blocks of each table that the ranks do not know yet."""
+        self.has_new_blocks = False
+        return tuple(table.take_new() for table in self.tables)
+
+    def cover(self) -> None:
+        """Notes the position up to which every table has blocks."""
+        self.num_covered = min(table.num_covered for table in self.tables)
+        self.has_new_blocks = True
 
     def take_prompt_logprobs(self) -> tuple[SampledLogprobs, ...]:
         """Returns and clears the log probabilities of the prompt tokens after the first."""
@@ -376,14 +390,22 @@ class Sequence:
         return tuple(taken[: self.spec.num_prompt - 1])
 
     def publishable(self) -> list[tuple[int, bytes]]:
-        """Returns (block, hash) of the blocks that became full and computed since the last call."""
+        """Returns (block, name) of the blocks that became full and computed since the last call."""
         size = self.block_size
-        full = self.num_computed // size
-        for index in range(len(self.chain), full):
+        for index in range(len(self.chain), self.num_computed // size):
             parent = self.chain[-1] if self.chain else hash_root(self.spec.salt)
             self.chain.append(hash_block(parent, self.tokens[index * size : (index + 1) * size]))
-        fresh = [(self.blocks[i], self.chain[i]) for i in range(self.num_published, full)]
-        self.num_published = full
+        fresh: list[tuple[int, bytes]] = []
+        for table in self.tables:
+            ratio = table.spec.block_size // size
+            full = self.num_computed // table.spec.block_size
+            for index in range(max(table.num_published, table.first), full):
+                name = block_name(self.chain[(index + 1) * ratio - 1], table.number)
+                fresh.append((table.blocks[index - table.first], name))
+            table.num_published = max(table.num_published, full)
+        self.next_publish = min(
+            (table.num_published + 1) * table.spec.block_size for table in self.tables
+        )
         return fresh
 
 

@@ -24,7 +24,6 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
         raise RuntimeError(f"{len(samples.tokens)} samples; {num_samples} were planned")
     events: list[Event] = []
     searches: list[Search] = []
-    block_size = table.config.block_size
     end = 0
     for step in plan.sequences:
         start = end
@@ -40,7 +39,7 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
             events.append(_accept_draft(table, sequence, step, samples.tokens[start:end], logprobs))
             continue
         sequence.num_computed += len(step.token_ids)
-        if sequence.num_computed >= (sequence.num_published + 1) * block_size:
+        if sequence.num_computed >= sequence.next_publish:
             table.publish(sequence)
         if sequence.scores_prompt:
             sequence.prompt_logprobs += samples.prompt_logprobs.get(step.sequence_id, ())

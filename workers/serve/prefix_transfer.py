@@ -66,7 +66,7 @@ class PrefixLender:
             async with asyncio.timeout(_LEASE_SECONDS):
                 chain = list((await anext(requests)).hashes)
                 await self._thread.call(
-                    lambda engine: blocks.extend(engine.lease_prefix(chain)), _FETCH_SECONDS
+                    lambda engine: blocks.extend(engine.lease_prefix(chain).blocks), _FETCH_SECONDS
                 )
                 await self._thread.settle(_FETCH_SECONDS)
                 await send(worker_pb2.LeasePrefixResponse(kv=self._offer(number, blocks, chain)))

@@ -260,7 +260,7 @@ class Worker:
         """Leases what is cached of a prefix until the copies are finished; returns how many blocks
         that is.
         """
-        blocks = self.engine.lease_prefix(hash_chain(tokens, self.config.block_size, salt))
+        blocks = self.engine.lease_prefix(hash_chain(tokens, self.config.block_size, salt)).blocks
         self._lent += blocks
         num_tokens = len(blocks) * self.config.block_size
         if not any(
@@ -323,12 +323,17 @@ class Worker:
             most = min(sequence.num_tokens + sequence.num_draft, sequence.spec.max_length)
             assert sequence.num_computed <= sequence.num_scheduled <= most
             assert self.config.overlap or sequence.num_computed == sequence.num_scheduled
-            assert sequence.num_published * self.config.block_size <= sequence.num_computed
-            assert (
-                sequence.num_branches > 1
-                or len(sequence.blocks) + len(sequence.reserved) <= sequence.max_blocks
+            for table in sequence.tables:
+                assert table.num_published * table.spec.block_size <= max(
+                    sequence.num_computed, len(sequence.spec.tokens)
+                )
+            most = sum(
+                -(-sequence.spec.max_length // table.spec.block_size) for table in sequence.tables
             )
-            for block in sequence.held_blocks + sequence.reserved:
+            num_sources = sum(table.copy_source is not None for table in sequence.tables)
+            held = sequence.held_blocks + sequence.reserved_blocks
+            assert sequence.num_branches > 1 or len(held) - num_sources <= most
+            for block in held:
                 assert salt_of.setdefault(block, sequence.spec.salt) == sequence.spec.salt, (
                     "tenants share a block"
                 )

@@ -106,7 +106,7 @@ def test_full_blocks_are_shared_and_the_partial_one_is_copied(worker: MakeWorker
     assert [len(table) for table in tables] == [0, 3, 3, 3], "the first goes on with its own"
     assert [step.sampling is not None for step in plan.sequences] == [False, True, True, True]
     assert len({table[:2] for table in tables[1:]}) == 1
-    assert {source for source, _ in plan.copies} == {target.sequences[1].blocks[2]}
+    assert {source for source, _ in plan.copies} == {target.sequences[1].tables[0].blocks[2]}
     assert [copied for _, copied in plan.copies] == [table[2] for table in tables[1:]]
     assert target.engine.blocks()[BlockState.OWNED] == 2 + 4
     run(target)
@@ -359,7 +359,7 @@ def test_nobody_gets_the_block_that_a_copy_is_from_before_the_copy(worker: MakeW
     while not tokens_of(events, 3):
         events += target.step()
     target.engine.cancel(1)
-    source = target.sequences[2].copy_source
+    source = target.sequences[2].tables[0].copy_source
     assert source is not None
     target.submit(spec(10, tuple(range(20, 36)), task=Task.DECODE, max_tokens=1))
     filled: list[int] = []

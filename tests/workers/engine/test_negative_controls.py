@@ -13,6 +13,7 @@ from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.engine.harness import Worker, engine_config
 from tandem.tests.workers.engine.pair import Pair, Request
 from tandem.workers.engine.block_pool import BlockPool
+from tandem.workers.engine.block_table import BlockTable
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, NewTokens, Progress
@@ -140,7 +141,7 @@ def test_blocks_published_before_they_are_computed_are_caught(
 
     def eager(scheduler: Scheduler, sequence: EngineSequence) -> Event:
         event = admit(scheduler, sequence)
-        for block, digest in zip(sequence.blocks, sequence.chain, strict=False):
+        for block, digest in zip(sequence.tables[0].blocks, sequence.chain, strict=False):
             scheduler.pool.publish(block, digest)
         return event
 
@@ -317,8 +318,8 @@ def test_partial_block_that_is_not_copied_is_caught(
 def test_block_that_is_copied_and_not_held_is_caught(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
-    def forget(pool: BlockPool, sequence: EngineSequence, source: EngineSequence) -> None:
-        sequence.copy_source = source.blocks[-1]
+    def forget(pool: BlockPool, table: BlockTable, source: BlockTable) -> None:
+        table.copy_source = source.blocks[-1]
 
     monkeypatch.setattr("tandem.workers.engine.fork._copy_last", forget)
     with pytest.raises(RuntimeError, match=r"block \d+ is free|block \d+: \d owners"):
