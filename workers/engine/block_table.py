@@ -34,7 +34,7 @@ class TableNeed:
 
 
 @dataclass(slots=True, eq=False)
-class BlockTable:
+class SequenceTable:
     """Holds the blocks of one table of a sequence, from the index `first` on."""
 
     spec: TableSpec

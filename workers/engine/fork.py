@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 
 from .beam import Move
 from .block_pool import BlockPool
-from .block_table import BlockTable
+from .block_table import SequenceTable
 from .sequence import Sequence, SequenceSpec
 
 
@@ -86,7 +86,7 @@ def _replace(pool: BlockPool, sequence: Sequence, source: Sequence) -> None:
     sequence.continue_from(source)
 
 
-def _copy_last(pool: BlockPool, table: BlockTable, source: BlockTable) -> None:
+def _copy_last(pool: BlockPool, table: SequenceTable, source: SequenceTable) -> None:
     """Schedules a copy of the source's partial block; the table owns the source until then."""
     table.copy_source = source.blocks[-1]
     pool.share([table.copy_source])

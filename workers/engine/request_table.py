@@ -12,7 +12,7 @@ from itertools import islice
 
 from ..kv_cache.tables import TableBlocks
 from .block_pool import BlockPool, BlockState
-from .block_table import BlockTable, TableLimits, TableNeed, table_need, window_first
+from .block_table import SequenceTable, TableLimits, TableNeed, table_need, window_first
 from .config import EngineConfig
 from .plan import FirstTokens
 from .resume import Hit, LeasedPrefix, ResumePoints
@@ -218,7 +218,7 @@ class RequestTable:
         sequence.move(State.RUNNING)
         self.running.append(sequence)
 
-    def add_block(self, sequence: Sequence, table: BlockTable) -> bool:
+    def add_block(self, sequence: Sequence, table: SequenceTable) -> bool:
         """Appends a block to a table; returns False if none is reserved or available."""
         is_before_tail = table.end < table.tail_first
         if table.tail and not is_before_tail:
@@ -249,7 +249,7 @@ class RequestTable:
             sequence.cover()
         return sequence.num_covered
 
-    def slide(self, sequence: Sequence, table: BlockTable) -> None:
+    def slide(self, sequence: Sequence, table: SequenceTable) -> None:
         """Releases the blocks that have left a window before the next step.
 
         Only computed blocks leave, so each is in the cache by then. It stays there if a resume

@@ -13,7 +13,7 @@ from typing import Self
 from ...proto.hashing import hash_block, hash_chain, hash_root
 from ..kv_cache.tables import TableBlocks, TableSpec
 from .beam import Beams
-from .block_table import BlockTable, block_name
+from .block_table import SequenceTable, block_name
 from .ngram import Drafter
 from .plan import FirstTokens, SampledLogprobs, SamplingParams
 
@@ -188,7 +188,7 @@ class Sequence:
     num_loaded: int = 0  # cached prompt tokens that only host memory held
     # Hashes of the blocks to import after the cached ones; empty for a DECODE.
     importing: tuple[bytes, ...] = ()
-    tables: list[BlockTable] = field(init=False)
+    tables: list[SequenceTable] = field(init=False)
     # Blocks for growth, copies and the rings of its tables, in the order of use.
     reserved: list[int] = field(default_factory=list)
     num_covered: int = 0  # the position up to which every table has blocks
@@ -215,7 +215,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.spec.tokens)
-        self.tables = [BlockTable(spec, number) for number, spec in enumerate(self.specs)]
+        self.tables = [SequenceTable(spec, number) for number, spec in enumerate(self.specs)]
         self.chain = hash_chain(self.tokens, self.block_size, self.spec.salt)
         self.max_length = self.spec.max_length
         self.choices = list(range(self.spec.num_choices))

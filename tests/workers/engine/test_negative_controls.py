@@ -13,7 +13,7 @@ from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.engine.harness import Worker, engine_config
 from tandem.tests.workers.engine.pair import Pair, Request
 from tandem.workers.engine.block_pool import BlockPool
-from tandem.workers.engine.block_table import BlockTable
+from tandem.workers.engine.block_table import SequenceTable
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, NewTokens, Progress
@@ -318,7 +318,7 @@ def test_partial_block_that_is_not_copied_is_caught(
 def test_block_that_is_copied_and_not_held_is_caught(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
-    def forget(pool: BlockPool, table: BlockTable, source: BlockTable) -> None:
+    def forget(pool: BlockPool, table: SequenceTable, source: SequenceTable) -> None:
         table.copy_source = source.blocks[-1]
 
     monkeypatch.setattr("tandem.workers.engine.fork._copy_last", forget)
