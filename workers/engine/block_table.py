@@ -138,7 +138,7 @@ def table_need(
     num_cached: int,
     is_computed: bool,
 ) -> TableNeed:
-    """Returns what a prompt of `num_tokens` needs beyond its `num_cached` cached tokens.
+    """Returns the blocks for a prompt of `num_tokens` beyond its `num_cached` cached tokens.
 
     The sequence has at most `max_length` tokens. `is_computed` is False for a prompt whose KV cache
     comes from another worker.

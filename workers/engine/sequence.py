@@ -379,7 +379,7 @@ class Sequence:
         return tuple(table.take_new() for table in self.tables)
 
     def cover(self) -> None:
-        """Notes the position up to which every table has blocks."""
+        """Sets the position up to which every table has blocks."""
         self.num_covered = min(table.num_covered for table in self.tables)
         self.has_new_blocks = True
 
