@@ -122,6 +122,7 @@ ARROWS: dict[str, set[str]] = {
         ),
         "router": ("router: client deadline frontend request",),
         "": ("router.client", "cluster.local"),
+        "cluster.certificate": (),
         "cluster.tables": (),
         "cluster.text_files": (),
         "cluster.chat_template": ("cluster.text_files",),
@@ -151,7 +152,8 @@ ARROWS: dict[str, set[str]] = {
         ),
         "cluster.serve.telemetry": ("router: api api.server dispatch scheduling telemetry",),
         "cluster.serve": (
-            "cluster: config local nodes scaling scaling.config serve.telemetry store text_files",
+            "cluster: certificate config local nodes scaling scaling.config serve.telemetry store",
+            "cluster.text_files",
             "router: *",
             "workers: *",
         ),

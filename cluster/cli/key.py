@@ -6,9 +6,9 @@ from typing import Annotated, Final
 
 import typer
 
-from ...proto.certificate import make_peer_tls
 from ...proto.identity import PeerIdentity
 from ...router.auth.keys import ApiKey, create_key, load_keys, parse_expiry, revoke_key
+from ..certificate import make_peer_tls
 from ..config import PeerTlsConfig
 from ..serve.identity_file import write_identity
 from ..tables import make_table, table_console

@@ -30,7 +30,9 @@ def router_report(admission: Admission, registry: WorkerRegistry) -> dict[str, f
     """
     free = registry.capacity.free() or NO_CAPACITY
     first = admission.queue.first()
-    waiting = sum((required_capacity(entry.request) for entry in admission.queue), NO_CAPACITY)
+    cost = registry.capacity.cost
+    needs = (required_capacity(entry.request, cost) for entry in admission.queue)
+    waiting = sum(needs, NO_CAPACITY)
     lacks_prefill = first is not None and free.prompt_tokens <= 0
     lacks_decode = first is not None and (
         first.needed.sequences > free.sequences or first.needed.kv_tokens > free.kv_tokens

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...proto.addresses import is_loopback
-from ...proto.certificate import make_peer_tls
 from ...proto.errors import InvalidArgument
 from ...proto.identity import PeerTls
+from ..certificate import make_peer_tls
 from ..config import PeerTlsConfig
 
 

@@ -126,7 +126,7 @@ class Admission:
         `stop`, raises the error of `stop`. Cancelling a queued request removes it from the queue.
         """
         self._check_stopped()
-        required = required_capacity(request)
+        required = required_capacity(request, self._capacity.cost)
         needed = self._limit_to_worker(required)
         if not self._fits_now(needed):
             entry = _Waiting(
@@ -253,7 +253,7 @@ class Admission:
         The dominant share is the larger one of its shares of the sequences and of the KV cache
         (dominant resource fairness, Ghodsi et al., 2011).
         """
-        needed = required_capacity(request)
+        needed = required_capacity(request, self._capacity.cost)
         largest = self._capacity.largest()
         if largest is None:
             return 1

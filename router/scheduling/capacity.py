@@ -5,6 +5,8 @@ import operator
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from ...proto import worker_pb2
+from ...proto.kv_cost import NEUTRAL_COST, KvCost
 from ..request import TokenRequest
 
 UNBOUNDED: Final = 1 << 40
@@ -46,10 +48,11 @@ class Capacity(NamedTuple):
 NO_CAPACITY: Final = Capacity()
 
 
-def required_capacity(request: TokenRequest) -> Capacity:
+def required_capacity(request: TokenRequest, cost: KvCost = NEUTRAL_COST) -> Capacity:
     """Returns the resources that a request needs if no part of its prompt is cached.
 
     `kv_tokens` counts the prompt and the expected completion; it also measures the request's work.
+    `cost` is that of the service's workers.
     """
     submit = request.submit
     # Emitted tokens are computed again as a part of the prompt.
@@ -58,7 +61,7 @@ def required_capacity(request: TokenRequest) -> Capacity:
     return Capacity(
         sequences=sequences,
         prompt_tokens=num_tokens,
-        kv_tokens=num_tokens + sequences * min(submit.max_tokens, GROWTH_TOKENS),
+        kv_tokens=_kv_tokens(submit, sequences, num_tokens, 0, cost),
     )
 
 
@@ -69,16 +72,23 @@ def used_capacity(
     fetched_tokens: int,
     *,
     decodes: bool,
+    cost: KvCost = NEUTRAL_COST,
 ) -> Capacity:
     """Returns the resources that a request will use on one worker.
 
     The worker computes `num_tokens` of the prompt (0: none), has `cached_tokens` of it in its
     prefix cache, fetches the missing ones of the first `fetched_tokens`, and generates if `decodes`
     is True. Choices share the blocks of the prompt; all requests share the blocks of its cached
-    part.
+    part. `cost` is that of the worker.
     """
-    required = required_capacity(request)
-    generated = required.kv_tokens - required.prompt_tokens if decodes else 0
+    required = required_capacity(request, cost)
+    cached_tokens = min(cached_tokens, required.prompt_tokens)
+    if decodes:
+        kv_tokens = _kv_tokens(
+            request.submit, required.sequences, required.prompt_tokens, cached_tokens, cost
+        )
+    else:
+        kv_tokens = cost.kv_tokens(required.prompt_tokens, cached_tokens)
     uncached = 0
     if num_tokens:
         uncached = max(num_tokens - max(cached_tokens, fetched_tokens), 1)
@@ -87,8 +97,17 @@ def used_capacity(
         prompts=1 if num_tokens else 0,
         prompt_tokens=num_tokens,
         uncached_tokens=uncached,
-        kv_tokens=max(required.prompt_tokens - cached_tokens, 0) + generated,
+        kv_tokens=kv_tokens,
     )
+
+
+def _kv_tokens(
+    submit: worker_pb2.Submit, sequences: int, num_tokens: int, cached_tokens: int, cost: KvCost
+) -> int:
+    """Returns the KV tokens of a prompt of `num_tokens` and its expected completions."""
+    generated = min(submit.max_tokens, GROWTH_TOKENS)
+    first = cost.kv_tokens(num_tokens + generated, cached_tokens)
+    return first + (sequences - 1) * cost.kv_tokens(generated)
 
 
 class DrainRate:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from ...proto.kv_cost import NEUTRAL_COST, KvCost
 from ...proto.limits import mixed_chunk
 from .capacity import Capacity
 from .rates import LinearCost
@@ -60,7 +61,7 @@ class Candidate:
     matched_tokens: int = 0  # tokens of this prompt in the worker's prefix cache
     max_sequences: int = 0  # 0: unknown
     mixed_chunk_tokens: int = 0  # 0: unknown
-    token_bytes: int = 0  # KV cache bytes of one token
+    cost: KvCost = NEUTRAL_COST  # of KV cache
     prefill: LinearCost = NEUTRAL_PREFILL  # of prompt tokens
     transfer: LinearCost = NEUTRAL_TRANSFER  # of bytes, from or to this worker
     step_seconds: float = NEUTRAL_STEP_SECONDS
@@ -110,7 +111,7 @@ def place(
     prompt = needed._replace(sequences=1)  # the choices begin after the first token
     first = _choose(
         prefill,
-        lambda c: prefill_seconds(num_tokens, c) + _transfer_seconds(num_tokens, c),
+        lambda c: prefill_seconds(num_tokens, c) + _transfer_seconds(num_tokens, 0, c),
         prompt,
         rng,
     )
@@ -118,7 +119,8 @@ def place(
     if first is None or second is None:
         return None
     if single is not None and _has_capacity(needed, single) >= _has_capacity(needed, second):
-        source_seconds = _transfer_seconds(second.uncached(num_tokens), first)
+        num_cached = num_tokens - second.uncached(num_tokens)
+        source_seconds = _transfer_seconds(num_tokens, num_cached, first)
         disaggregated_seconds = prefill_seconds(num_tokens, first) + max(
             _decode_seconds(needed, second), _crowding_seconds(needed, second) + source_seconds
         )
@@ -138,10 +140,11 @@ def choose_holder(
     holder = max(others, key=lambda c: (c.matched_tokens, -c.num_requests), default=None)
     if holder is None:
         return None
-    fetched = min(holder.matched_tokens, num_tokens - 1) - prefill.matched_tokens
+    end = min(holder.matched_tokens, num_tokens - 1)
+    fetched = end - prefill.matched_tokens
     if (
         fetched < _LEAST_FETCHED_TOKENS
-        or _transfer_seconds(fetched, holder) >= fetched * prefill.prefill.each
+        or _transfer_seconds(end, prefill.matched_tokens, holder) >= fetched * prefill.prefill.each
     ):
         return None
     return holder
@@ -168,14 +171,16 @@ def colocated_seconds(needed: Capacity, candidate: Candidate) -> float:
     return candidate.queue_seconds + computing + _crowding_seconds(needed, candidate)
 
 
-def _transfer_seconds(num_tokens: int, candidate: Candidate) -> float:
-    return candidate.transfer.seconds(num_tokens * candidate.token_bytes)
+def _transfer_seconds(num_tokens: int, num_cached: int, candidate: Candidate) -> float:
+    """Predicts the seconds to move a prompt of which the receiver has the first `num_cached`."""
+    return candidate.transfer.seconds(candidate.cost.moved_bytes(num_tokens, num_cached))
 
 
 def _decode_seconds(needed: Capacity, candidate: Candidate) -> float:
     """Returns the cost of the decode worker: the transfer to it, and its slower steps."""
-    uncached = candidate.uncached(needed.prompt_tokens)
-    return _transfer_seconds(uncached, candidate) + _crowding_seconds(needed, candidate)
+    num_tokens = needed.prompt_tokens
+    moving = _transfer_seconds(num_tokens, num_tokens - candidate.uncached(num_tokens), candidate)
+    return moving + _crowding_seconds(needed, candidate)
 
 
 def _crowding_seconds(needed: Capacity, candidate: Candidate) -> float:
@@ -191,7 +196,9 @@ def _crowding_seconds(needed: Capacity, candidate: Candidate) -> float:
 
 def _has_capacity(needed: Capacity, candidate: Candidate) -> bool:
     fits = candidate.num_requests + needed.sequences <= (candidate.max_sequences or math.inf)
-    return fits and candidate.free_tokens + candidate.matched_tokens >= needed.prompt_tokens
+    num_tokens = needed.prompt_tokens
+    cached_tokens = min(candidate.matched_tokens, num_tokens)
+    return fits and candidate.free_tokens >= candidate.cost.kv_tokens(num_tokens, cached_tokens)
 
 
 def _choose(

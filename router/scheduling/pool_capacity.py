@@ -5,6 +5,7 @@ from functools import partial
 from typing import Final
 
 from ...proto import worker_pb2
+from ...proto.kv_cost import NEUTRAL_COST, KvCost
 from ..request import TokenRequest
 from .capacity import NO_CAPACITY, UNBOUNDED, Capacity, required_capacity
 from .rates import LinearCost
@@ -70,10 +71,18 @@ class PoolCapacity:
             kv_tokens=max(size.kv_tokens for size in sizes),
         )
 
+    @property
+    def cost(self) -> KvCost:
+        """Returns the cost of KV cache on the workers, which all have the same model."""
+        for worker in self._workers.values():
+            if worker.info.role == _DECODE:
+                return worker.cost
+        return NEUTRAL_COST
+
     def reserve(self, request: TokenRequest) -> None:
         """Reserves the capacity that a request needs until it is dispatched, or until `release`."""
         self.release(request.request_id)
-        needed = required_capacity(request)
+        needed = required_capacity(request, self.cost)
         self._reserved[request.request_id] = needed
         self._total_reserved += needed
 

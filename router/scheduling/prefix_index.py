@@ -9,12 +9,24 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...proto.hashing import hash_chain
 
 DEFAULT_CAPACITY: Final = 65_536
 """Blocks remembered for a worker that has not reported its number of blocks."""
+
+
+class _Spacing(NamedTuple):
+    """The positions of a prefix that a worker reports: the ends of every `stride`-th block."""
+
+    block_size: int  # tokens
+    stride: int
+
+    def chain(self, prefix: "Prefix") -> list[bytes]:
+        """Returns the hashes at these positions of a prompt."""
+        chain = prefix.chain(self.block_size)
+        return chain if self.stride == 1 else chain[self.stride - 1 :: self.stride]
 
 
 class Prefix:
@@ -30,10 +42,11 @@ class Prefix:
 class _Cache:
     """Holds one worker's blocks, the least recently used first."""
 
-    def __init__(self, bit: int, block_size: int, capacity: int) -> None:
+    def __init__(self, bit: int, spacing: _Spacing, capacity: int, *, is_sparse: bool) -> None:
         self.bit = bit
-        self.block_size = block_size
+        self.spacing = spacing
         self.capacity = capacity
+        self.is_sparse = is_sparse
         # True: the worker has reported the block. False: this router expects it there.
         self.blocks: OrderedDict[bytes, bool] = OrderedDict()
         self.reports = False  # True after the first report
@@ -45,7 +58,9 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._caches: dict[str, _Cache] = {}
         self._names: dict[int, str] = {}  # worker ids by bit
-        self._sizes: dict[int, int] = {}  # by block size: the bits of its workers
+        # The bits of the workers with this spacing: of contiguous blocks, and of sparse points.
+        self._dense: dict[_Spacing, int] = {}
+        self._sparse: dict[_Spacing, int] = {}
         self._holders: dict[bytes, int] = {}
 
     @property
@@ -53,15 +68,31 @@ class PrefixIndex:
         """Returns the number of known blocks; a block counts once for each worker with it."""
         return sum(len(cache.blocks) for cache in self._caches.values())
 
-    def add(self, worker_id: str, block_size: int, capacity: int = 0) -> None:
-        """Adds a worker with an empty cache of `capacity` blocks; 0 means DEFAULT_CAPACITY."""
+    def add(
+        self,
+        worker_id: str,
+        block_size: int,
+        capacity: int = 0,
+        *,
+        stride: int = 1,
+        is_sparse: bool = False,
+    ) -> None:
+        """Adds a worker with an empty cache of `capacity` blocks; 0 means DEFAULT_CAPACITY.
+
+        The worker reports the hashes of every `stride`-th block: of contiguous ones or, if
+        `is_sparse`, of points that each stand for the whole prefix before them.
+        """
         self.remove(worker_id)
         bit = next(
             1 << index for index in range(len(self._names) + 1) if 1 << index not in self._names
         )
-        self._caches[worker_id] = _Cache(bit, block_size, capacity or DEFAULT_CAPACITY)
+        spacing = _Spacing(block_size, stride)
+        self._caches[worker_id] = _Cache(
+            bit, spacing, capacity or DEFAULT_CAPACITY, is_sparse=is_sparse
+        )
         self._names[bit] = worker_id
-        self._sizes[block_size] = self._sizes.get(block_size, 0) | bit
+        sizes = self._sparse if is_sparse else self._dense
+        sizes[spacing] = sizes.get(spacing, 0) | bit
 
     def remove(self, worker_id: str) -> None:
         """Removes a worker and its cache. Idempotent."""
@@ -70,23 +101,32 @@ class PrefixIndex:
             return
         self._drop(cache, list(cache.blocks))
         del self._names[cache.bit]
-        self._sizes[cache.block_size] ^= cache.bit
-        if not self._sizes[cache.block_size]:
-            del self._sizes[cache.block_size]
+        sizes = self._sparse if cache.is_sparse else self._dense
+        sizes[cache.spacing] ^= cache.bit
+        if not sizes[cache.spacing]:
+            del sizes[cache.spacing]
 
     def match(self, prefix: Prefix) -> dict[str, int]:
         """Returns the number of leading prompt tokens that each worker holds, if any."""
         found: dict[str, int] = {}
-        for block_size, bits in self._sizes.items():
+        for spacing, bits in self._dense.items():
             num_tokens = 0
-            for digest in prefix.chain(block_size):
+            for digest in spacing.chain(prefix):
                 holding = bits & self._holders.get(digest, 0)
                 self._record(bits ^ holding, num_tokens, found)
                 bits = holding
                 if not bits:
                     break
-                num_tokens += block_size
+                num_tokens += spacing.block_size * spacing.stride
             self._record(bits, num_tokens, found)
+        for spacing, bits in self._sparse.items():
+            chain = spacing.chain(prefix)
+            for index in range(len(chain), 0, -1):
+                holding = bits & self._holders.get(chain[index - 1], 0)
+                self._record(holding, index * spacing.block_size * spacing.stride, found)
+                bits ^= holding
+                if not bits:
+                    break
         return found
 
     def expect(self, worker_id: str, prefix: Prefix) -> None:
@@ -94,8 +134,11 @@ class PrefixIndex:
         cache = self._caches.get(worker_id)
         if cache is None:
             return
+        chain = cache.spacing.chain(prefix)
+        if cache.is_sparse:
+            chain = chain[-1:]  # the other points depend on the worker's cache
         # Reversed, so that the first blocks are the most recently used ones.
-        for digest in reversed(prefix.chain(cache.block_size)):
+        for digest in reversed(chain):
             if not cache.blocks.get(digest, False):
                 self._put(cache, digest, reported=False)
         self._trim(cache)
@@ -107,7 +150,7 @@ class PrefixIndex:
         """
         cache = self._caches.get(worker_id)
         if cache is not None and cache.reports:
-            chain = prefix.chain(cache.block_size)
+            chain = cache.spacing.chain(prefix)
             self._drop(cache, [digest for digest in chain if cache.blocks.get(digest) is False])
 
     def report(self, worker_id: str, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:

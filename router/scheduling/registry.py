@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ...proto import worker_pb2
+from ...proto.kv_cost import KvCost
 from ..request import TokenRequest
 from .capacity import required_capacity, used_capacity
 from .policy import (
@@ -26,7 +27,6 @@ from .prefix_index import Prefix, PrefixIndex
 from .speeds import WorkerSpeeds
 from .worker_state import WorkerState
 
-_DEFAULT_TOKEN_BYTES: Final = 32_768
 _PREFILL: Final = worker_pb2.ROLE_PREFILL
 _DECODE: Final = worker_pb2.ROLE_DECODE
 
@@ -98,6 +98,7 @@ class WorkerRegistry:
                 self._reset_cache(info)
             else:
                 worker.info = info
+                worker.cost = KvCost.of(info)
                 self._take_load(worker, info.load)
             self.capacity.recount(worker)
         for worker_id in known.keys() - listed:
@@ -232,7 +233,7 @@ class WorkerRegistry:
             sources = [self._ahead(candidate) for candidate in sources]
             decode = [self._ahead(candidate) for candidate in decode]
         return place(
-            required_capacity(request),
+            required_capacity(request, self.capacity.cost),
             sources,
             decode,
             self._rng,
@@ -292,7 +293,12 @@ class WorkerRegistry:
             _, prefix, matched = self._last_look_up(request)
             cached_tokens = matched.get(worker_id, 0)
             used = used_capacity(
-                request, num_tokens, cached_tokens, fetched_tokens, decodes=decodes
+                request,
+                num_tokens,
+                cached_tokens,
+                fetched_tokens,
+                decodes=decodes,
+                cost=worker.cost,
             )
             worker.add(request.request_id, used, prefix, is_resumed=is_resumed)
             if used.prompt_tokens:
@@ -324,7 +330,14 @@ class WorkerRegistry:
             worker.report(load)
 
     def _reset_cache(self, info: worker_pb2.WorkerInfo) -> None:
-        self._prefixes.add(info.worker_id, max(info.block_size, 1), info.load.total_blocks)
+        cost = KvCost.of(info)
+        self._prefixes.add(
+            info.worker_id,
+            cost.block_size,
+            info.load.total_blocks,
+            stride=cost.report_blocks,
+            is_sparse=cost.has_sparse_points,
+        )
 
     def _remove(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id)
@@ -372,7 +385,7 @@ class WorkerRegistry:
             matched_tokens=matched.get(info.worker_id, 0),
             max_sequences=info.max_sequences,
             mixed_chunk_tokens=info.mixed_chunk_tokens,
-            token_bytes=(info.kv_bytes_per_token or _DEFAULT_TOKEN_BYTES),
+            cost=worker.cost,
             prefill=self._speeds.prefill_cost(worker),
             transfer=self._speeds.transfer.cost(info.worker_id),
             step_seconds=worker.load.step_seconds or step_seconds,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ...proto import worker_pb2
+from ...proto.kv_cost import KvCost
 from .capacity import NO_CAPACITY, UNBOUNDED, Capacity
 from .prefix_index import Prefix
 
@@ -16,6 +17,8 @@ _LOOK_AHEAD_SECONDS: Final = 0.25
 More would be harmful: only the router can still change the order of requests, and only the router's
 queue enforces the maximum wait.
 """
+
+_STATES_PER_SEQUENCE: Final = 2  # a step reads one and writes another
 
 _MIN_LOOK_AHEAD_TOKENS: Final = 512  # computed by one step on a CPU
 _MAX_LOOK_AHEAD_TOKENS: Final = 16_384
@@ -40,9 +43,13 @@ class WorkerState:
     uncached_rate: float = 1.0
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)  # the last report
     free: Capacity = NO_CAPACITY
+    cost: KvCost = field(init=False)  # of KV cache
     is_lost: bool = False  # the last session broke, and no later one has reported anything
     _others: Capacity | None = NO_CAPACITY  # None: not computed since the last report
     _own_at_report: Capacity = NO_CAPACITY
+
+    def __post_init__(self) -> None:
+        self.cost = KvCost.of(self.info)
 
     def report(self, load: worker_pb2.WorkerLoad) -> None:
         """Stores a report of the worker's load, unless a newer one is known."""
@@ -132,8 +139,11 @@ class WorkerState:
     @property
     def size(self) -> Capacity:
         """Returns the sequences and the KV cache of the empty worker; unbounded until reported."""
+        sequences = self.info.max_sequences or UNBOUNDED
+        if self.info.num_states:
+            sequences = min(sequences, max(self.info.num_states // _STATES_PER_SEQUENCE, 1))
         return Capacity(
-            sequences=self.info.max_sequences or UNBOUNDED,
+            sequences=sequences,
             kv_tokens=self.load.total_blocks * self.info.block_size or UNBOUNDED,
         )
 

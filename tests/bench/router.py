@@ -28,10 +28,10 @@ import uvloop
 from tandem.cluster.bench.options import ServerAddress
 from tandem.cluster.bench.target import StreamCompletion, open_target
 from tandem.cluster.bench.workload import BenchPrompt
+from tandem.cluster.certificate import make_peer_tls
 from tandem.cluster.serve.status import WorkerStatuses
 from tandem.cluster.tables import make_table, table_console
 from tandem.proto import worker_pb2, worker_pb2_grpc
-from tandem.proto.certificate import make_peer_tls
 from tandem.proto.channel import PeerChannel
 from tandem.proto.identity import PeerIdentity
 from tandem.proto.metrics import NULL_METRICS, Metrics

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.proto.certificate import make_peer_tls
+from tandem.cluster.certificate import make_peer_tls
 from tandem.proto.identity import PeerIdentity
 from tandem.router.client.client import Client
 from tandem.tests.k8s.checks import selects

@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from tandem.cluster.certificate import make_peer_tls
 from tandem.cluster.config import PeerTlsConfig
 from tandem.cluster.serve.peer_tls import peer_tls
 from tandem.proto import worker_pb2
-from tandem.proto.certificate import make_peer_tls
 from tandem.proto.channel import PeerChannel
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.identity import PeerIdentity

@@ -86,6 +86,11 @@ class CacheGroup:
     part: CachePart
     layers: tuple[int, ...]  # numbers of the layers, ascending
 
+    @property
+    def token_bytes(self) -> int:
+        """Returns the bytes that all layers of the whole model keep for one token or one state."""
+        return len(self.layers) * self.part.num_kv_heads * self.part.slot_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
@@ -184,12 +189,12 @@ class KvLayout:
     @property
     def bytes_per_token(self) -> int:
         """Returns the bytes that all layers of the whole model keep for one token."""
-        return sum(map(_group_bytes, self.token_groups))
+        return sum(group.token_bytes for group in self.token_groups)
 
     @property
     def bytes_per_state(self) -> int:
         """Returns the bytes that all layers of the whole model keep for one sequence."""
-        return sum(map(_group_bytes, self.state_groups))
+        return sum(group.token_bytes for group in self.state_groups)
 
     def place(self, layer: int) -> tuple[int, int]:
         """Returns the group of a layer's tokens and the layer's index in it. Raises ValueError."""
@@ -207,10 +212,6 @@ def _state_part(state: StatePart) -> CachePart:
         row_bytes=state.row * ITEM_BYTES[state.dtype],
         state=state.name,
     )
-
-
-def _group_bytes(group: CacheGroup) -> int:
-    return len(group.layers) * group.part.num_kv_heads * group.part.slot_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,14 +73,21 @@ def plan_tables(layout: KvLayout, block_size: int) -> tuple[TableSpec, ...]:
     """
     tokens: dict[int | None, int] = {}
     for group in layout.token_groups:
-        part = group.part
-        slot_bytes = len(group.layers) * part.num_kv_heads * part.slot_bytes
-        tokens[part.window] = tokens.get(part.window, 0) + slot_bytes
+        window = group.part.window
+        tokens[window] = tokens.get(window, 0) + group.token_bytes
     most = max(tokens.values(), default=0)
     return tuple(
         TableSpec(block_size=block_size * ratio(most, tokens[window]), window=window)
         for window in sorted(tokens, key=lambda window: (window is not None, window or 0))
     )
+
+
+def token_bytes(layout: KvLayout, tables: Sequence[TableSpec]) -> list[int]:
+    """Returns the bytes of one token in each table, in all its layers of the whole model."""
+    found = [0] * len(tables)
+    for group in layout.token_groups:
+        found[table_of(tables, group)] += group.token_bytes
+    return found
 
 
 def ratio(most: int, token_bytes: int) -> int:
@@ -103,6 +110,15 @@ def table_of(tables: Sequence[TableSpec], group: CacheGroup) -> int:
 def alignment(tables: Iterable[TableSpec]) -> int:
     """Returns the number of tokens that fills whole blocks of every table."""
     return lcm(*(table.block_size for table in tables))
+
+
+def has_sparse_points(layout: KvLayout, tables: Sequence[TableSpec]) -> bool:
+    """Returns True if a prompt continues only from some positions of a cached prefix.
+
+    Each block is such a position if the first table keeps all tokens and the model has no state;
+    the windows of other tables may still lack blocks.
+    """
+    return bool(layout.state_groups) or any(table.window is not None for table in tables[:1])
 
 
 def block_bytes(layout: KvLayout, tables: Sequence[TableSpec], slots: Sequence[int]) -> int:

@@ -27,6 +27,7 @@ from ..engine.block_pool import BlockState
 from ..engine.config import Budgets
 from ..engine.engine import Engine
 from ..host.malloc import keep_freed_memory
+from ..kv_cache.tables import has_sparse_points, token_bytes
 from ..model.device import enter_device
 from ..tp.adapters import AdapterCache
 from ..tp.coordinator import TpCoordinator
@@ -328,12 +329,14 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
     def info(self) -> worker_pb2.WorkerInfo:
         """Returns this worker's entry in the directory."""
+        layout = self._rank.kv.layout
+        tables = self._rank.kv.tables
         return worker_pb2.WorkerInfo(
             worker_id=self.worker_id,
             epoch=self.epoch,
             role=ROLES[self.role],
             address=self.address,
-            kv_bytes_per_token=self._rank.kv.layout.bytes_per_token,
+            kv_bytes_per_token=layout.bytes_per_token,
             block_size=self._rank.block_size,
             context_tokens=self._context_tokens,
             load=self.load(),
@@ -341,7 +344,16 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             tp=self._rank.kv.tp,
             max_sequences=self._engine.config.budgets.max_sequences,
             mixed_chunk_tokens=self._engine.config.budgets.mixed_chunk_tokens,
-            layout=self._rank.kv.layout.digest,
+            layout=layout.digest,
+            tables=[
+                worker_pb2.KvTable(
+                    block_size=table.block_size, window=table.window, token_bytes=num_bytes
+                )
+                for table, num_bytes in zip(tables, token_bytes(layout, tables), strict=True)
+            ],
+            state_bytes=layout.bytes_per_state,
+            num_states=self._engine.config.num_states,
+            has_sparse_points=has_sparse_points(layout, tables),
         )
 
     async def Session(

@@ -22,8 +22,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tandem.cluster.certificate import make_peer_tls
 from tandem.proto import worker_pb2
-from tandem.proto.certificate import make_peer_tls
 from tandem.proto.channel import PeerChannel, PeerServer, PeerStream
 from tandem.proto.identity import PeerIdentity
 from tandem.workers.engine.plan import FirstTokens

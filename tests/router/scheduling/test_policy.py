@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.proto.kv_cost import KvCost, TableCost
 from tandem.proto.limits import mixed_chunk
 from tandem.router.scheduling.capacity import Capacity
 from tandem.router.scheduling.policy import (
@@ -24,6 +25,7 @@ from tandem.router.scheduling.policy import (
 from tandem.router.scheduling.rates import LinearCost
 
 KV_BYTES = 131_072
+DENSE = KvCost(16, (TableCost(16, KV_BYTES),))
 
 
 def candidates(prefix: str) -> st.SearchStrategy[list[Candidate]]:
@@ -37,7 +39,7 @@ def candidates(prefix: str) -> st.SearchStrategy[list[Candidate]]:
             "max_sequences": st.sampled_from([0, 1, 64]),
             "prefill": st.builds(LinearCost, fixed=st.floats(0, 0.1), each=st.floats(1e-6, 1e-2)),
             "step_seconds": st.floats(1e-4, 0.1),
-            "token_bytes": st.just(KV_BYTES),
+            "cost": st.just(DENSE),
         }
     )
     return st.lists(one, max_size=5).map(
@@ -52,7 +54,7 @@ def idle(worker_id: str, **fields: Any) -> Candidate:
         "pending_tokens": 0,
         "num_requests": 0,
         "free_tokens": 16_000,
-        "token_bytes": KV_BYTES,
+        "cost": DENSE,
     }
     return Candidate(worker_id=worker_id, **base | fields)
 
@@ -240,3 +242,34 @@ def test_of_equal_holders_the_less_loaded_is_asked() -> None:
     decode = [idle(f"d{n}", matched_tokens=512, num_requests=(5, 1, 3)[n]) for n in range(3)]
     assert choose_holder(1000, first, decode) == decode[1]
     assert choose_holder(1000, first, []) is None
+
+
+def test_a_window_costs_what_it_moves_and_holds() -> None:
+    """A long prompt of which the decode worker needs the last 1,024 tokens only."""
+    window = KvCost(16, (TableCost(16, KV_BYTES, 1024),))
+    slow = LinearCost(fixed=0.0, each=1e-8)
+    first = [idle("p0", prefill=LinearCost(fixed=0.0, each=1e-4), transfer=slow)]
+    for cost, expected in ((DENSE, "d1"), (window, "d0")):
+        # d1 has half of the prompt, but its steps are slower.
+        decode = [
+            idle("d0", cost=cost, transfer=slow),
+            idle("d1", cost=cost, transfer=slow, matched_tokens=8192, num_requests=32),
+        ]
+        placed = place(needed(16_000), first, decode, random.Random(1))
+        assert placed is not None
+        assert placed.decode == expected
+    # Without room for 16,000 tokens, a worker takes a prompt of a window.
+    assert window.kv_tokens(16_000) == 1024 + 16
+    small = [idle("d0", cost=window, free_tokens=1100), idle("d1", cost=window, free_tokens=900)]
+    for seed in range(9):
+        placed = place(needed(16_000), first, small, random.Random(seed))
+        assert placed is not None
+        assert placed.decode == "d0"
+
+
+def test_a_holder_of_a_window_is_worth_less_bytes() -> None:
+    prefill = idle("p0", prefill=LinearCost(fixed=0.0, each=1e-4))
+    slow = LinearCost(fixed=0.0, each=1e-9)
+    for cost, fetches in ((DENSE, False), (KvCost(16, (TableCost(16, KV_BYTES, 1024),)), True)):
+        holder = idle("d0", cost=cost, transfer=slow, matched_tokens=8192)
+        assert (choose_holder(16_000, prefill, [holder]) == holder) == fetches

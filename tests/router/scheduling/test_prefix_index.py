@@ -27,18 +27,34 @@ class AgainstAModel(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex()
         self.sizes: dict[str, int] = {}
+        self.strides: dict[str, int] = {}
+        self.sparse: set[str] = set()
         self.held: dict[str, set[bytes]] = {}
 
-    @initialize(sizes=st.lists(st.sampled_from([2, 4]), min_size=3, max_size=3))
-    def begin(self, sizes: list[int]) -> None:
-        for worker_id, size in zip(WORKERS, sizes, strict=True):
-            self.index.add(worker_id, size)
-            self.index.report(worker_id, [], [])
-            self.sizes[worker_id], self.held[worker_id] = size, set()
+    @initialize(
+        kinds=st.lists(
+            st.tuples(st.sampled_from([2, 4]), st.sampled_from([1, 2, 3]), st.booleans()),
+            min_size=3,
+            max_size=3,
+        )
+    )
+    def begin(self, kinds: list[tuple[int, int, bool]]) -> None:
+        for worker_id, (size, stride, is_sparse) in zip(WORKERS, kinds, strict=True):
+            self.sizes[worker_id], self.strides[worker_id] = size, stride
+            if is_sparse:
+                self.sparse.add(worker_id)
+            self.begin_anew(worker_id)
+
+    def chain(self, worker: str, prompt: tuple[int, ...]) -> list[bytes]:
+        """Returns the hashes that the worker may report of a prompt."""
+        stride = self.strides[worker]
+        return hash_chain(prompt, self.sizes[worker])[stride - 1 :: stride]
 
     @rule(worker=st.sampled_from(WORKERS), prompt=st.sampled_from(PROMPTS))
     def store(self, worker: str, prompt: tuple[int, ...]) -> None:
-        chain = hash_chain(prompt, self.sizes[worker])
+        chain = self.chain(worker, prompt)
+        if worker in self.sparse:
+            chain = chain[-1:]
         self.index.expect(worker, Prefix(prompt))
         self.index.report(worker, chain, [])
         self.index.settle(worker, Prefix(prompt))
@@ -46,7 +62,7 @@ class AgainstAModel(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), prompt=st.sampled_from(PROMPTS), data=st.data())
     def evict(self, worker: str, prompt: tuple[int, ...], data: st.DataObject) -> None:
-        chain = hash_chain(prompt, self.sizes[worker])
+        chain = self.chain(worker, prompt)
         gone = data.draw(st.lists(st.sampled_from(chain), unique=True)) if chain else []
         self.index.report(worker, [], gone)
         self.held[worker] -= set(gone)
@@ -58,7 +74,12 @@ class AgainstAModel(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS))
     def begin_anew(self, worker: str) -> None:
-        self.index.add(worker, self.sizes[worker])
+        self.index.add(
+            worker,
+            self.sizes[worker],
+            stride=self.strides[worker],
+            is_sparse=worker in self.sparse,
+        )
         self.index.report(worker, [], [])
         self.held[worker] = set()
 
@@ -69,10 +90,11 @@ class AgainstAModel(RuleBasedStateMachine):
             expected = {}
             for worker, size in self.sizes.items():
                 count = 0
-                for digest in hash_chain(prompt, size):
-                    if digest not in self.held[worker]:
+                for index, digest in enumerate(self.chain(worker, prompt), 1):
+                    if digest in self.held[worker]:
+                        count = index * size * self.strides[worker]
+                    elif worker not in self.sparse:
                         break
-                    count += size
                 if count:
                     expected[worker] = count
             assert self.index.match(Prefix(prompt)) == expected

@@ -542,3 +542,44 @@ def test_no_prefix_is_fetched_from_a_worker_that_cannot_give_it() -> None:
                 each.address = change.get("address", each.address)  # type: ignore[assignment]
         registry.update(listed)
         assert found() == ""
+
+
+def test_a_worker_with_windows_holds_less_and_reports_longer_blocks() -> None:
+    registry = WorkerRegistry()
+    windows = info("d0", ROLE_DECODE, num_blocks=64, block_size=16)
+    windows.tables.add(block_size=32, token_bytes=1)
+    windows.tables.add(block_size=16, token_bytes=2, window=64)
+    registry.update([windows])
+    asked = request(range(1600), "a", max_tokens=8)
+    registry.capacity.reserve(asked)
+    free = registry.capacity.free()
+    assert free is not None
+    assert free.kv_tokens == 64 * 16 - (1608 // 2 + 64 + 16)
+    report(registry, "d0", stored=hash_chain(range(1600), 16)[1:20:2])  # 320 tokens
+    assert registry.place(asked) == Placement(prefill=None, decode="d0")
+    registry.dispatched("d0", asked, 1600)
+    used, _ = registry._workers["d0"].requests["a"]
+    assert used.uncached_tokens == 1600 - 320
+    assert used.kv_tokens == (1608 - 320) // 2 + 64 + 16
+
+
+def test_a_running_sequence_takes_two_states() -> None:
+    registry = WorkerRegistry()
+    hybrid = info("d0", ROLE_DECODE, max_sequences=64)
+    hybrid.num_states = 41
+    registry.update([hybrid])
+    free = registry.capacity.free()
+    assert free is not None
+    assert free.sequences == 20
+
+
+def test_a_worker_with_states_is_found_by_its_last_point() -> None:
+    registry = WorkerRegistry()
+    hybrid = info("d0", ROLE_DECODE, block_size=16)
+    hybrid.has_sparse_points = True
+    registry.update([hybrid, info("d1", ROLE_DECODE, block_size=16)])
+    chain = hash_chain(range(1600), 16)
+    for worker_id in ("d0", "d1"):
+        report(registry, worker_id, stored=[chain[9], chain[59]])
+    assert registry._look_up(request(range(1600))).matched == {"d0": 960}
+    assert registry._look_up(request(range(900))).matched == {"d0": 160}

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from .identity import PeerTls
+from ..proto.identity import PeerTls
 
 _DAYS: Final = 3650  # a service is deployed again before it has run for ten years
 

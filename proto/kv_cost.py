@@ -1,0 +1,95 @@
+"""Computes the KV cache that a sequence holds and moves, from the block tables of its model.
+
+Pure arithmetic, for routers and workers. A table has the tokens of one window; all its blocks have
+the bytes of every other table's blocks, so that the numbers of their blocks can be added up.
+"""
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Final, NamedTuple, Self
+
+from . import worker_pb2
+
+_DEFAULT_TOKEN_BYTES: Final = 32_768
+"""Bytes of a token for a worker that has not reported them."""
+
+
+class TableCost(NamedTuple):
+    """The block table of the layers with one window."""
+
+    block_size: int  # tokens
+    token_bytes: int  # of all these layers of the whole model
+    window: int | None = None  # tokens that a query attends to; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class KvCost:
+    """Holds what the KV cache of one model costs on one worker."""
+
+    block_size: int  # tokens of a base block
+    tables: tuple[TableCost, ...]
+    state_bytes: int = 0  # of one sequence
+    # The worker reports only some blocks of a prefix; see WorkerInfo.has_sparse_points.
+    has_sparse_points: bool = False
+
+    @classmethod
+    def of(cls, info: worker_pb2.WorkerInfo) -> Self:
+        """Returns the costs on a worker."""
+        block_size = max(info.block_size, 1)
+        token_bytes = info.kv_bytes_per_token or _DEFAULT_TOKEN_BYTES
+        tables = tuple(
+            TableCost(
+                block_size=max(table.block_size, 1),
+                token_bytes=table.token_bytes,
+                window=table.window if table.HasField("window") else None,
+            )
+            for table in info.tables
+        )
+        return cls(
+            block_size,
+            tables or (TableCost(block_size, token_bytes),),
+            info.state_bytes,
+            info.has_sparse_points,
+        )
+
+    @property
+    def report_blocks(self) -> int:
+        """Returns the number of base blocks from one reported position of a prefix to the next.
+
+        A worker with sparse points reports positions where the blocks of all tables end. The others
+        report the blocks of the first table.
+        """
+        if self.has_sparse_points:
+            return lcm(*(table.block_size for table in self.tables)) // self.block_size
+        return self.tables[0].block_size // self.block_size
+
+    def kv_tokens(self, num_tokens: int, num_shared: int = 0) -> int:
+        """Returns the size of the blocks of a sequence, in tokens of base blocks.
+
+        The sequence shares the blocks of its first `num_shared` tokens with other sequences. For a
+        model without windows this is the number of its other tokens.
+        """
+        found = 0
+        for block_size, _, window in self.tables:
+            own = num_tokens - num_shared
+            if window is not None:
+                own = min(own, window + block_size)
+            found += own * self.block_size // block_size
+        return found
+
+    def moved_bytes(self, num_tokens: int, num_cached: int = 0) -> int:
+        """Returns the bytes that a transfer of a sequence of `num_tokens` moves.
+
+        The receiver has the first `num_cached` tokens. Tokens before the window are not moved.
+        """
+        found = self.state_bytes
+        for _, token_bytes, window in self.tables:
+            first = num_cached
+            if window is not None:
+                first = max(first, num_tokens - window + 1)
+            found += (num_tokens - first) * token_bytes
+        return found
+
+
+NEUTRAL_COST: Final = KvCost(1, (TableCost(1, _DEFAULT_TOKEN_BYTES),))
+"""The costs on an unknown worker: of a model without windows and states."""
