@@ -4,7 +4,7 @@ Pure arithmetic, for routers and workers. A table has the tokens of one window; 
 the bytes of every other table's blocks, so that the numbers of their blocks can be added up.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Final, NamedTuple, Self
 
@@ -31,6 +31,16 @@ class KvCost:
     state_bytes: int = 0  # of one sequence
     # The worker reports only some blocks of a prefix; see WorkerInfo.has_sparse_points.
     has_sparse_points: bool = False
+    # Of a model with one table of all tokens and without states, else 0. Routers compute the costs
+    # of a dense model several times for each request.
+    dense_token_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        (block_size, token_bytes, window), *others = self.tables
+        is_dense = block_size == self.block_size and window is None
+        if others or self.state_bytes or not is_dense:
+            token_bytes = 0
+        object.__setattr__(self, "dense_token_bytes", token_bytes)  # the dataclass is frozen
 
     @classmethod
     def of(cls, info: worker_pb2.WorkerInfo) -> Self:
@@ -69,6 +79,8 @@ class KvCost:
         The sequence shares the blocks of its first `num_shared` tokens with other sequences. For a
         model without windows this is the number of its other tokens.
         """
+        if self.dense_token_bytes:
+            return num_tokens - num_shared
         found = 0
         for block_size, _, window in self.tables:
             own = num_tokens - num_shared
@@ -82,6 +94,8 @@ class KvCost:
 
         The receiver has the first `num_cached` tokens. Tokens before the window are not moved.
         """
+        if self.dense_token_bytes:
+            return (num_tokens - num_cached) * self.dense_token_bytes
         found = self.state_bytes
         for _, token_bytes, window in self.tables:
             first = num_cached

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Final
 
 from ...proto import worker_pb2
-from ...proto.kv_cost import NEUTRAL_COST, KvCost
+from ...proto.kv_cost import NEUTRAL_COST
 from ..request import TokenRequest
 from .capacity import NO_CAPACITY, UNBOUNDED, Capacity, required_capacity
 from .rates import LinearCost
@@ -33,6 +33,7 @@ class PoolCapacity:
         """`workers`: the live map of the registry. `local_prefill_tokens`: as in WorkerRegistry."""
         self._workers = workers
         self.speeds = speeds
+        self.cost = NEUTRAL_COST  # of KV cache on the workers, which all have the same model
         self._local_prefill_tokens = local_prefill_tokens
         self._free = {_PREFILL: NO_CAPACITY, _DECODE: NO_CAPACITY}
         self._stale: set[WorkerState] = set()  # workers to recount
@@ -70,14 +71,6 @@ class PoolCapacity:
             sequences=max(size.sequences for size in sizes),
             kv_tokens=max(size.kv_tokens for size in sizes),
         )
-
-    @property
-    def cost(self) -> KvCost:
-        """Returns the cost of KV cache on the workers, which all have the same model."""
-        for worker in self._workers.values():
-            if worker.info.role == _DECODE:
-                return worker.cost
-        return NEUTRAL_COST
 
     def reserve(self, request: TokenRequest) -> None:
         """Reserves the capacity that a request needs until it is dispatched, or until `release`."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ...proto import worker_pb2
-from ...proto.kv_cost import KvCost
+from ...proto.kv_cost import NEUTRAL_COST, KvCost
 from ..request import TokenRequest
 from .capacity import required_capacity, used_capacity
 from .policy import (
@@ -98,9 +98,10 @@ class WorkerRegistry:
                 self._reset_cache(info)
             else:
                 worker.info = info
-                worker.cost = KvCost.of(info)
                 self._take_load(worker, info.load)
             self.capacity.recount(worker)
+            if info.role == _DECODE or self.capacity.cost is NEUTRAL_COST:
+                self.capacity.cost = worker.cost
         for worker_id in known.keys() - listed:
             self._remove(worker_id)
         self.capacity.notify()
