@@ -88,7 +88,8 @@ def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
     runner = load(folder, block_size=8, device="cuda")
     assert mixed_steps(runner) == expected
     runner.warmup()  # captures
-    runner.kv.data.fill_(torch.nan)
+    for each in runner.kv.tensors:
+        each.fill_(torch.nan)
     runner.execute(StepPlan(sequences=(), dropped=(1, 2, 3)))
     assert mixed_steps(runner) == expected
 

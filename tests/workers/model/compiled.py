@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tandem.tests.workers.model.test_gpu_kernels import Shape
-from tandem.workers.model.kernels.triton import elementwise, int4, linear, sampling
+from tandem.workers.model.kernels.triton import elementwise, grouped, int4, linear, sampling
 from tandem.workers.model.kernels.triton.attention import Scales, Scoring
 from tandem.workers.model.kernels.triton.chunk import ChunkWork, chunk_attention
 from tandem.workers.model.kernels.triton.decode import DecodeWork, decode_attention
@@ -58,7 +58,7 @@ ATTENTION_SHAPES: Final = (LATENT, FEW_LATENT, WIDE)
 CACHES: Final = {80: torch.int8, 90: torch.uint8, 100: torch.uint8}
 """By compute capability, ten times: the item of a quantized cache; E4M3 needs 8.9."""
 
-WITH_PRODUCTS: Final = ("_chunk_kernel", "_decode_kernel", "_linear_kernel")
+WITH_PRODUCTS: Final = ("_chunk_kernel", "_decode_kernel", "_grouped_kernel", "_linear_kernel")
 """The kernels whose instructions are listed, which takes a third of a second each."""
 
 SPILLING: Final = "half of the warps"
@@ -174,7 +174,7 @@ def compile_all() -> list[CompiledKernel]:
         for shape in shapes:
             compiler.label = str(shape)
             launch_attention(shape)
-            launch_others(shape)
+            launch_others(shape, takes_e4m3=compiler.gpu.arch >= 89)
         item = CACHES[compiler.gpu.arch]
         compiler.label = f"{LLAMA} over {item}"
         launch_attention(LLAMA, item)
@@ -220,7 +220,7 @@ def launch_attention(shape: Shape, item: torch.dtype | None = None) -> None:
     chunk_attention(query, keys, values, chunks, scoring, out, scales)
 
 
-def launch_others(shape: Shape) -> None:
+def launch_others(shape: Shape, *, takes_e4m3: bool) -> None:
     """Launches the kernels of norms, activations, rotation, KV cache, linear layers, sampling."""
     zeros = functools.partial(torch.zeros, dtype=shape.dtype)
     query = zeros(4, shape.num_heads, shape.head_dim)
@@ -237,6 +237,13 @@ def launch_others(shape: Shape) -> None:
     elementwise.rotate(query, table, table)
     elementwise.store_kv(key, value, keys, values, torch.zeros(4, dtype=torch.int32))
     linear.linear(out, zeros(80, out.shape[1]), zeros(80), zeros(4, 80))
+    order = torch.zeros(8, dtype=torch.int64)
+    stack = zeros(5, 80, out.shape[1])
+    for weight in (stack, stack.to(torch.float8_e4m3fn))[: 1 + takes_e4m3]:
+        scales = None if weight is stack else torch.zeros(5, 80, 1)
+        arguments = (weight, scales, zeros(5, 80), order, order[:5].int(), 2)
+        grouped.grouped_linear(out, *arguments, from_tokens=True)
+    grouped.combine(out, torch.zeros(2, 2))
     words = torch.zeros(2, 1, 32, 4, dtype=torch.int32)
     int4.restore(words, zeros(4, 16, 2))
     one = torch.zeros(1, 1, dtype=torch.int32)

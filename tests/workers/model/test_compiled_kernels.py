@@ -16,6 +16,7 @@ from tandem.workers.model.kernels.triton import (
     chunk,
     decode,
     elementwise,
+    grouped,
     int4,
     linear,
     sampling,
@@ -30,7 +31,7 @@ MAX_WARPS: Final = 64
 TENSOR_CORES: Final = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 """By architecture: the instruction of its fastest products of bfloat16."""
 
-CHUNKS_AND_LINEAR: Final = ("_chunk_kernel", "_linear_kernel")
+CHUNKS_AND_LINEAR: Final = ("_chunk_kernel", "_grouped_kernel", "_linear_kernel")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def num_programs(kernel: CompiledKernel) -> int:
 
 
 def test_all_compile(compiled: list[CompiledKernel]) -> None:
-    modules = (chunk, decode, elementwise, int4, linear, sampling)
+    modules = (chunk, decode, elementwise, grouped, int4, linear, sampling)
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     for arch in SHAPES:
         assert {each.name for each in of_ours(compiled, arch)} == names

@@ -20,6 +20,7 @@ from tandem.workers.model.adapter import AdapterTable, random_adapter
 from tandem.workers.model.config import Fields, ModelConfig
 from tandem.workers.model.kernels.triton.elementwise import rms_norm
 from tandem.workers.model.kv_store import HostBlocks, PagedKv
+from tandem.workers.model.layers.experts import RoutedExperts
 from tandem.workers.model.layers.linear import RowParallelLinear
 from tandem.workers.model.loader import build_model, load_weights, rank_weight_bytes
 from tandem.workers.model.module import all_parameters
@@ -87,6 +88,12 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "weight_block_size": [16, 16],
+        "activation_scheme": "dynamic",
+    },
+    "fp8_of_64": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [64, 64],
         "activation_scheme": "dynamic",
     },
     "fbgemm_fp8": {"quant_method": "fbgemm_fp8"},
@@ -214,7 +221,7 @@ def test_checkpoint_formats(watch: Watch, form: str) -> None:
 
 
 def test_weights_rounded_to_fp8(watch: Watch) -> None:
-    """Layers are multiplied in FP8; experts stay in bfloat16, in one launch."""
+    """Layers are multiplied in FP8, and so are experts, in one launch."""
     for family in ("llama", "mixtral"):
         config = with_quantization(config_of(family), "fp8")
         runner = load(watch, config)
@@ -287,10 +294,61 @@ def test_batch_invariant_steps(watch: Watch) -> None:
     assert "_linear_kernel" in watch.launched
 
 
+def check_experts(watch: Watch, runner: ModelRunner) -> None:
+    """Our kernel multiplies by all experts in one launch, also within a graph."""
+    assert not any(module.waits_for_device for module in runner._model.modules())
+    runner.capture_graphs(record, (2,))
+    run_steps(runner, GREEDY, GREEDY)
+    assert runner.num_graph_replays() == 2
+    assert {"_grouped_kernel", "_combine_kernel"} <= watch.launched
+
+
 @pytest.mark.parametrize("family", ROUTED)
-def test_batch_invariant_experts_wait(watch: Watch, family: str) -> None:
+def test_batch_invariant_experts(watch: Watch, family: str) -> None:
+    check_experts(watch, load(watch, config_of(family), batch_invariant=True))
+
+
+def test_experts_of_gpus_for_which_torch_has_no_kernel(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    check_experts(watch, load(watch, config_of("mixtral")))
+
+
+@pytest.mark.parametrize(
+    ("form", "exact"),
+    [("fp8", False), ("fp8", True), ("fp8_of_64", False), ("fp8_of_64", True), ("rounded", False)],
+)
+def test_experts_in_fp8(watch: Watch, form: str, exact: bool) -> None:
+    """The plan counts their numbers and scales."""
+    config = config_of("mixtral", **SIZES, quantization_config=FORMATS.get(form))
+    if form == "rounded":
+        config = with_quantization(config, "fp8")
+    runner = load(watch, config, batch_invariant=exact)
+    tree = runner._model
+    kept = 0
+    parameters = {id(each): each for each in all_parameters(tree)}
+    for each in tree.modules():
+        if isinstance(each, UnquantizedLinearMethod):
+            parameters.setdefault(id(each.weight), each.weight)
+        elif isinstance(each, ScaledLinearMethod):
+            kept += each._numbers.nbytes + each._scales.nbytes
+        elif isinstance(each, RoutedExperts):
+            assert each._grouped is not None
+            for stack in each._grouped:
+                assert stack._weight.dtype is torch.float8_e4m3fn
+                assert stack._scales is not None
+                kept += stack._weight.nbytes + stack._scales.nbytes
+    kept += sum(each.data.nbytes for each in parameters.values())
+    counted = real(rank_weight_bytes)(config, "bfloat16", 1, 0, "cuda")
+    assert counted == kept or exact, "the plan assumes fast numerics"
+    check_experts(watch, runner)
+
+
+def test_experts_in_several_formats_wait(watch: Watch) -> None:
     """They are multiplied one by one, and no capture is tried."""
-    runner = load(watch, config_of(family), batch_invariant=True)
+    form = {**FORMATS["fp8_of_64"], "modules_to_not_convert": ["experts.0"]}
+    runner = load(watch, config_of("mixtral", **SIZES, quantization_config=form))
     assert any(module.waits_for_device for module in runner._model.modules())
     with pytest.raises(HostSync):
         run_steps(runner, GREEDY)

@@ -87,9 +87,9 @@ def test_the_plan_is_what_each_rank_holds(
             assert sum(held.values()) == rank_weight_bytes(config, "float32", tp, rank), (tp, rank)
             most = max(most, sum(held.values()))
             kv = runner.kv
-            assert kv.data.nbytes == kv.num_blocks * kv.block_size * kv_bytes_per_token(
-                config, tp, "float32"
-            )
+            assert sum(
+                each.nbytes for each in kv.tensors
+            ) == kv.num_blocks * kv.block_size * kv_bytes_per_token(config, tp, "float32")
         assert most == weight_bytes(config, tp, "float32")
 
 

@@ -12,7 +12,13 @@ from ..module import Module
 from ..quant.base import LinearMethod, LinearPartition, activate_and_mul
 from ..quant.side_by_side import method_of_maps
 from ..quant.unquantized import UnquantizedLinearMethod
-from .grouped import ExpertRows, GroupedLinear, can_group, launches_only
+from .grouped import (
+    ExpertRows,
+    GroupedLinear,
+    add_outputs,
+    can_stack,
+    multiplies_in_one_launch,
+)
 from .linear import BuildOptions
 
 ExpertMaps = tuple[list[LinearMethod], list[LinearMethod]]
@@ -24,8 +30,8 @@ class RoutedExperts(Module, ABC):
 
     Every rank has its part of each expert. On CPUs, and on GPUs with `batch_invariant`, a token's
     output does not depend on the other tokens of the batch, to the last bit: neither do an expert's
-    products, and the outputs are added in the order of the experts. Otherwise GPUs multiply the
-    rows of all experts in one launch.
+    products, and the outputs are added in a fixed order. GPUs multiply the rows of all experts in
+    one launch: of torch, which is faster, or of our kernel.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class RoutedExperts(Module, ABC):
         self._tp = build.tp
         self._batch_invariant = build.batch_invariant
         self._grouped: tuple[GroupedLinear, GroupedLinear] | None = None
+        self._by_torch = False
         self.router: LinearMethod = UnquantizedLinearMethod(batch_invariant=build.batch_invariant)
         outputs = ((router, config.num_experts, slice(None)),)
         partition = LinearPartition(outputs=outputs, num_inputs=hidden, has_bias=router_bias)
@@ -65,24 +72,27 @@ class RoutedExperts(Module, ABC):
         router = self.router.plain_form()
         if router is None or not kernels.on_gpu(router[0]):
             return
-        self.waits_for_device = True
-        if self._batch_invariant or not all(map(can_group, self.maps())):
+        if not all(map(can_stack, self.maps())):
+            self.waits_for_device = True
             return
-        self.group()
-        self.waits_for_device = not launches_only(router[0])
+        is_one_launch = all(map(multiplies_in_one_launch, self.maps()))
+        self.group(by_torch=is_one_launch and not self._batch_invariant)
 
-    def group(self) -> None:
-        """Moves the experts' weights into stacks for `grouped_mm`."""
+    def group(self, *, by_torch: bool) -> None:
+        """Moves the experts' weights into stacks, for `grouped_mm` or for our kernel."""
         gate_up, down = self.maps()
         self._grouped = (GroupedLinear(gate_up), GroupedLinear(down))
+        self._by_torch = by_torch
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Maps x [num_tokens, hidden] to the same shape, added to `residual`."""
         chosen, weights = self._route(x)
         if self._grouped is None:
             total = self._one_by_one(x, chosen, weights)
+        elif self._by_torch:
+            total = self._by_grouped_mm(x, chosen, weights, *self._grouped)
         else:
-            total = self._all_at_once(x, chosen, weights, *self._grouped)
+            total = self._in_fixed_order(x, chosen, weights, *self._grouped)
         result = self._tp.all_reduce(total.to(x.dtype))
         return result if residual is None else residual + result
 
@@ -98,7 +108,7 @@ class RoutedExperts(Module, ABC):
             )
         return total
 
-    def _all_at_once(
+    def _by_grouped_mm(
         self,
         x: torch.Tensor,
         chosen: torch.Tensor,
@@ -109,10 +119,24 @@ class RoutedExperts(Module, ABC):
         """Computes the same sums as `_one_by_one` without waiting for the device."""
         rows = ExpertRows.sort(chosen, self._config.num_experts)
         num_tokens, num_chosen = chosen.shape
-        hidden = self.activate(gate_up(x[rows.order // num_chosen], rows))
-        outputs = down(hidden, rows)
+        hidden = self.activate(gate_up.sorted(x[rows.order // num_chosen], rows))
+        outputs = down.sorted(hidden, rows)
         by_token = torch.empty_like(outputs).index_copy_(0, rows.order, outputs)
         return (by_token.view(num_tokens, num_chosen, -1) * weights[:, :, None]).sum(1)
+
+    def _in_fixed_order(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: GroupedLinear,
+        down: GroupedLinear,
+    ) -> torch.Tensor:
+        """Computes the sums in the dtype of x; a token's sum depends on no other token."""
+        rows = ExpertRows.sort(chosen, self._config.num_experts)
+        num_chosen = chosen.shape[1]
+        hidden = self.activate(gate_up.from_tokens(x, rows, num_chosen))
+        return add_outputs(down.to_places(hidden, rows, num_chosen), weights.contiguous())
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns each token's experts and float32 weights, both [num_tokens, num_chosen]."""

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple, Self
 import torch
 from torch.nn import functional
 
-from ..quant.base import LinearMethod
+from ..quant.base import LinearMethod, StackedForm
 
 _ALIGNMENT: Final = 16  # bytes of a row that grouped_mm requires
 _MAJORS: Final = (9, 10)  # compute capabilities for which torch has a kernel, in bfloat16
@@ -30,47 +30,93 @@ class ExpertRows(NamedTuple):
 
 
 class GroupedLinear:
-    """Computes y = x W^T + b with the weight and the bias of each row's expert."""
+    """Computes y = x W^T + b with the weight and the bias of each row's expert.
+
+    torch's `grouped_mm` multiplies plain weights by rows that are sorted by expert. The results of
+    our kernel depend on no other row, and it multiplies weights in FP8, too.
+    """
 
     def __init__(self, methods: list[LinearMethod]) -> None:
         """Copies the experts' weights into one tensor and empties the list.
 
-        Requires `can_group`.
+        Requires `can_stack`.
         """
-        weights, biases = zip(*(_plain(each) for each in methods), strict=True)
+        forms = [form for each in methods if (form := each.stacked_form()) is not None]
         methods.clear()
-        self._weight = torch.stack(weights).transpose(1, 2)  # [num_experts, inputs, outputs]
-        # [num_experts, outputs]
-        self._bias = None if biases[0] is None else torch.stack(biases)
+        self._weight = torch.stack([form.weight for form in forms])  # [experts, outputs, inputs]
+        self._scales = _stack([form.scales for form in forms])  # [experts, outputs, groups]
+        self._bias = _stack([form.bias for form in forms])  # [experts, outputs]
 
-    def __call__(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-        """Maps x [num_rows, inputs], sorted by expert, to [num_rows, outputs]."""
-        y = functional.grouped_mm(x, self._weight, offs=rows.ends)
+    def sorted(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+        """Maps x [num_rows, inputs], sorted by expert, to [num_rows, outputs] by torch."""
+        y = functional.grouped_mm(x, self._weight.transpose(1, 2), offs=rows.ends)
         return y if self._bias is None else y + self._bias[rows.experts]
 
+    def from_tokens(self, x: torch.Tensor, rows: ExpertRows, num_chosen: int) -> torch.Tensor:
+        """Maps tokens x [num_tokens, inputs] to rows [num_rows, outputs], sorted by expert."""
+        return self._multiply(x, rows, num_chosen, from_tokens=True)
 
-def can_group(methods: Sequence[LinearMethod]) -> bool:
-    """Returns True if the experts' weights are plain, with rows of whole multiples of 16 bytes."""
-    forms = [each.plain_form() for each in methods]
-    return all(
-        form is not None
-        and all(size * form[0].itemsize % _ALIGNMENT == 0 for size in form[0].shape)
-        for form in forms
-    )
+    def to_places(self, x: torch.Tensor, rows: ExpertRows, num_chosen: int) -> torch.Tensor:
+        """Maps x [num_rows, inputs], sorted by expert, to [num_rows, outputs] by place."""
+        return self._multiply(x, rows, num_chosen, from_tokens=False)
+
+    def _multiply(
+        self, x: torch.Tensor, rows: ExpertRows, num_chosen: int, *, from_tokens: bool
+    ) -> torch.Tensor:
+        from ..kernels.triton.grouped import grouped_linear  # imports Triton
+
+        return grouped_linear(
+            x,
+            self._weight,
+            self._scales,
+            self._bias,
+            rows.order,
+            rows.ends,
+            num_chosen,
+            from_tokens=from_tokens,
+        )
 
 
-def launches_only(weight: torch.Tensor) -> bool:
-    """Returns True if torch multiplies groups in one kernel on the weight's GPU.
+def add_outputs(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Returns the weighted sum of each token's outputs, [num_tokens, size].
 
-    For other GPUs and dtypes `grouped_mm` copies the ends of the groups to the host and multiplies
-    group by group (torch's GroupedBlas.cpp).
+    Takes `outputs` [num_tokens * num_chosen, size] and `weights` [num_tokens, num_chosen] float32.
     """
+    from ..kernels.triton.grouped import combine  # imports Triton
+
+    return combine(outputs, weights)
+
+
+def can_stack(methods: Sequence[LinearMethod]) -> bool:
+    """Returns True if the experts' weights fit into one tensor."""
+    forms = [each.stacked_form() for each in methods]
+    return None not in forms and len({_shape(form) for form in forms if form}) == 1
+
+
+def multiplies_in_one_launch(methods: Sequence[LinearMethod]) -> bool:
+    """Returns True if torch's `grouped_mm` multiplies these weights in one kernel.
+
+    It requires plain weights with rows of whole multiples of 16 bytes. For other GPUs and dtypes it
+    copies the ends of the groups to the host and multiplies group by group (torch's
+    GroupedBlas.cpp).
+    """
+    form = methods[0].stacked_form()
+    if form is None or form.scales is not None:
+        return False
+    weight = form.weight
+    if any(size * weight.itemsize % _ALIGNMENT for size in weight.shape):
+        return False
     if weight.device.type != "cuda" or weight.dtype is not torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(weight.device)[0] in _MAJORS
 
 
-def _plain(method: LinearMethod) -> tuple[torch.Tensor, torch.Tensor | None]:
-    form = method.plain_form()
-    assert form is not None
-    return form
+def _shape(form: StackedForm) -> tuple[object, ...]:
+    """Returns what must be equal in the weights of one tensor."""
+    scales, bias = (None if each is None else each.shape for each in (form.scales, form.bias))
+    return form.weight.shape, form.weight.dtype, scales, bias
+
+
+def _stack(tensors: list[torch.Tensor | None]) -> torch.Tensor | None:
+    given = [each for each in tensors if each is not None]
+    return torch.stack(given) if given else None

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -90,6 +90,14 @@ class LinearPartition:
         return torch.arange(begin, end) // (size or self.num_inputs)
 
 
+class StackedForm(NamedTuple):
+    """Holds an expert's weight in the form in which the weights of all experts are multiplied."""
+
+    weight: torch.Tensor  # [outputs, inputs] in the model's dtype or E4M3
+    scales: torch.Tensor | None  # [outputs, groups of inputs] float32, of a weight in E4M3
+    bias: torch.Tensor | None  # [outputs]
+
+
 class LinearMethod(Module, ABC):
     """Holds the weights of one linear layer and multiplies by them; one instance per layer."""
 
@@ -132,6 +140,11 @@ class LinearMethod(Module, ABC):
         Returns None if the method keeps the weight in another form.
         """
         return None
+
+    def stacked_form(self) -> StackedForm | None:
+        """Returns an expert's loaded weight, or None if experts must be multiplied one by one."""
+        form = self.plain_form()
+        return None if form is None else StackedForm(form[0], None, form[1])
 
     @abstractmethod
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -5,11 +5,29 @@ from typing import Final
 import torch
 
 from ..kernels.c import cpu
+from .base import LinearPartition, StackedForm
 from .integer import MAX_GROUP
 from .rounded import Numbers, RoundedLinearMethod, finite_scales, largest_group
 
 SCALE_BYTES: Final = 4
+STACK_UNIT: Final = 64  # inputs of a product of `kernels.triton.grouped`, in bfloat16
 _LARGEST: Final = 448.0  # number in E4M3
+
+
+def can_stack(partition: LinearPartition, dtype: torch.dtype, device_type: str, group: int) -> bool:
+    """Returns True if a GPU multiplies an expert's weight in FP8 with scales of `group` inputs.
+
+    The groups must consist of whole products of `kernels.triton.grouped`. Without a GPU here,
+    assumes one with FP8.
+    """
+    inputs = partition.local_shape[1]
+    return (
+        device_type == "cuda"
+        and dtype is torch.bfloat16
+        and partition.is_expert
+        and (group == inputs or (group % STACK_UNIT == 0 and inputs % group == 0))
+        and (not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9))
+    )
 
 
 class Fp8LinearMethod(RoundedLinearMethod):
@@ -21,6 +39,12 @@ class Fp8LinearMethod(RoundedLinearMethod):
 
     def __init__(self) -> None:
         super().__init__(bits=8, term_bytes=SCALE_BYTES)
+
+    def stacked_form(self) -> StackedForm | None:
+        if self._uses_kernel:
+            return None
+        numbers, scales, _ = self._packed
+        return StackedForm(numbers.view(torch.float8_e4m3fn), scales, self._bias)
 
     def group_size(self, inputs: int) -> int:
         return largest_group(inputs, MAX_GROUP, 2)

@@ -64,14 +64,21 @@ class RoundedLinearMethod(PlainLinearMethod):
     ) -> torch.Tensor:
         """Calls the kernel with `_packed` and `_num_outputs`; see `cpu.linear`."""
 
-    def take(self, numbers: Numbers, bias: torch.Tensor | None, *, gated: bool) -> Self:
+    def take(
+        self,
+        numbers: Numbers,
+        bias: torch.Tensor | None,
+        *,
+        gated: bool,
+        uses_kernel: bool = True,
+    ) -> Self:
         """Uses these numbers and a bias [outputs] instead of loading a weight; returns itself.
 
-        A kernel must support the numbers. `apply` may be called at once.
+        With `uses_kernel`, a kernel must support the numbers. `apply` may be called at once.
         """
         self._gated = gated
         self._bias = bias
-        self._uses_kernel = True
+        self._uses_kernel = uses_kernel
         self._keep(numbers)
         return self
 

@@ -6,10 +6,10 @@ import torch
 
 from .. import kernels
 from ..module import Parameter
-from .base import LinearPartition, PlainLinearMethod
+from .base import LinearMethod, LinearPartition, PlainLinearMethod, StackedForm
+from .fp8 import SCALE_BYTES, Fp8LinearMethod, can_stack
 from .unquantized import UnquantizedLinearMethod
 
-SCALE_BYTES: Final = 4
 _LARGEST: Final = 448.0  # number in E4M3
 _TINY: Final = 2.0**-119  # the inverse of a smaller number could be infinite
 _ALIGNMENT: Final = 16  # numbers of a row and of a column that `_scaled_mm` requires
@@ -21,8 +21,7 @@ def can_scale(
     """Returns True if a GPU multiplies this weight in FP8.
 
     Not with `batch_invariant`, because the order of sums depends on the number of rows; nor the
-    weights of experts, which are multiplied together by `grouped_mm`. Without a GPU here, assumes
-    one with FP8.
+    weights of experts, which are multiplied together. Without a GPU here, assumes one with FP8.
     """
     return (
         device_type == "cuda"
@@ -54,16 +53,19 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class ScaledLinearMethod(PlainLinearMethod):
     """Computes y = x W^T + b with a scale for each row of x and each output of W.
 
-    Plain weights are rounded when they are loaded, unless `can_scale` returns False.
+    Plain weights are rounded when they are loaded, unless `can_scale` returns False. Those of
+    experts are kept for `kernels.triton.grouped`, which does not round x.
     """
 
-    _plain: UnquantizedLinearMethod | None = None
+    _other: LinearMethod | None = None  # that multiplies instead
 
     def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
         super().create_weights(partition, dtype)
         self._is_scaled = can_scale(
             partition, dtype, self.device_type, batch_invariant=self.batch_invariant
         )
+        inputs = partition.local_shape[1]
+        self._is_stacked = can_stack(partition, dtype, self.device_type, inputs)
 
     def tie(self, weight: Parameter) -> bool:
         return False
@@ -83,8 +85,16 @@ class ScaledLinearMethod(PlainLinearMethod):
         del self.weight
         if self._is_scaled:
             self._keep(*quantize_rows(weight), bias)
+        elif self._is_stacked:
+            numbers, scales = quantize_rows(weight)
+            self._other = Fp8LinearMethod().take(
+                (numbers.view(torch.uint8), scales[:, None], None),
+                bias,
+                gated=self._gated,
+                uses_kernel=False,
+            )
         else:
-            self._plain = UnquantizedLinearMethod.from_tensors(
+            self._other = UnquantizedLinearMethod.from_tensors(
                 weight, bias, batch_invariant=self.batch_invariant, gated=self._gated
             )
 
@@ -94,11 +104,14 @@ class ScaledLinearMethod(PlainLinearMethod):
         self._bias = bias
 
     def plain_form(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        return self._plain.plain_form() if self._plain else None
+        return self._other.plain_form() if self._other else None
+
+    def stacked_form(self) -> StackedForm | None:
+        return self._other.stacked_form() if self._other else None
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        if self._plain:
-            return self._plain.apply(x, residual)
+        if self._other:
+            return self._other.apply(x, residual)
         numbers, scales = quantize_rows(x)
         y = torch._scaled_mm(
             numbers,
@@ -111,7 +124,7 @@ class ScaledLinearMethod(PlainLinearMethod):
         return y if residual is None else residual.add_(y)
 
     def saved_bytes(self) -> int:
-        if not self._is_scaled:
+        if not self._is_scaled and not self._is_stacked:
             return 0
         weight = self.weight.data
         return weight.nbytes - weight.numel() - SCALE_BYTES * len(weight)

@@ -10,8 +10,8 @@ import torch
 from ..config import Fields
 from ..kernels.c import cpu
 from ..module import Parameter, WeightSlice
-from .base import LinearMethod, LinearPartition
-from .fp8 import SCALE_BYTES, Fp8LinearMethod
+from .base import LinearMethod, LinearPartition, StackedForm
+from .fp8 import SCALE_BYTES, Fp8LinearMethod, can_stack
 from .int4 import Int4LinearMethod, can_pack, group_of, kept_bytes
 from .integer import MAX_GROUP, UNIT, IntegerLinearMethod
 from .rounded import Numbers
@@ -108,6 +108,7 @@ class StoredLinearMethod(LinearMethod):
         self._partition = partition
         self._dtype = dtype
         self._int4_group = self._find_int4_group()
+        self._stacked_group = self._find_stacked_group()
         self._stored = self._format.declare(self._format, partition)
         for each in self.parameters():
             each.num_bytes = 0
@@ -130,6 +131,9 @@ class StoredLinearMethod(LinearMethod):
     def plain_form(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         return self._method.plain_form()
 
+    def stacked_form(self) -> StackedForm | None:
+        return self._method.stacked_form()
+
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return self._method.apply(x, residual)
 
@@ -143,6 +147,8 @@ class StoredLinearMethod(LinearMethod):
             return f"{self._format.describe()}, multiplied so on CPUs like this one"
         if self._is_scaled():
             return f"{self._format.describe()}, multiplied so on GPUs with FP8"
+        if self._stacked_group is not None:
+            return f"{self._format.describe()}, multiplied in bfloat16 by experts on GPUs with FP8"
         if self._int4_group is not None:
             return f"{self._format.describe()}, kept so on GPUs"
         dtype = str(self._dtype).removeprefix("torch.")
@@ -155,6 +161,15 @@ class StoredLinearMethod(LinearMethod):
         if self._is_scaled():
             numbers, scales, _ = form.decode(form, partition, stored)
             return ScaledLinearMethod.from_numbers(numbers, scales[:, 0], bias)
+        if size := self._stacked_group:
+            numbers, scales, _ = form.decode(form, partition, stored)
+            scales = scales[:, partition.input_groups(form.group_size)[::size]].float()
+            return Fp8LinearMethod().take(
+                (numbers.contiguous().view(torch.uint8), scales, None),
+                bias,
+                gated=partition.gated,
+                uses_kernel=False,
+            )
         if size := self._int4_group:
             numbers, scales, zeros = form.decode(form, partition, stored)
             groups = partition.input_groups(form.group_size)[::size]
@@ -210,6 +225,8 @@ class StoredLinearMethod(LinearMethod):
         unit = self._kernel_group()
         if self._is_scaled():
             return outputs * (inputs + SCALE_BYTES)
+        if size := self._stacked_group:
+            return outputs * (inputs + inputs // size * SCALE_BYTES)
         if size := self._int4_group:
             return kept_bytes(outputs, inputs, size)
         if unit is None:
@@ -228,6 +245,15 @@ class StoredLinearMethod(LinearMethod):
                 batch_invariant=self.batch_invariant,
             )
         )
+
+    def _find_stacked_group(self) -> int | None:
+        """Returns the groups of inputs by which a GPU multiplies experts in FP8, or None."""
+        form = self._format
+        partition = self._partition
+        if not form.is_float or not partition.is_expert:
+            return None
+        run = _longest_run(partition.input_groups(form.group_size))
+        return run if can_stack(partition, self._dtype, self.device_type, run) else None
 
     def _find_int4_group(self) -> int | None:
         """Returns the groups of inputs by which a GPU multiplies by numbers of 4 bits, or None."""
