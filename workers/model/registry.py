@@ -129,11 +129,12 @@ context is longer than its original context uses the long factors for all sequen
 transformers uses them only for long sequences. If `context_tokens` is within the original context,
 the short factors are used, which are better there.
 
-Steps of families with experts are not recorded on CPUs. On GPUs of compute capability 9 and 10 they
-multiply by all experts in one launch and are captured, in bfloat16 and without `numerics: exact`;
-otherwise they run expert by expert. Their speed on GPUs is not measured. gpt-oss weights in MXFP4
-are converted to the model's dtype when they are loaded; `tandem plan memory` counts them in that
-dtype.
+Steps of families with experts are not recorded on CPUs. On GPUs they multiply by all experts in one
+launch and are captured: by torch's `grouped_mm` in bfloat16 with compute capability 9 and 10, by a
+Triton kernel on other GPUs, in other dtypes, with weights in FP8 and with `numerics: exact`. Only
+experts that are stored in different ways run one by one. Their speed on GPUs is not measured.
+gpt-oss weights in MXFP4 are converted to the model's dtype when they are loaded; `tandem plan
+memory` counts them in that dtype.
 
 `tests/workers/model/test_families.py` compares logits and tokens of each with transformers: whole
 prompts and chunks, alone and in a batch, through a transfer, split over ranks.
