@@ -112,7 +112,7 @@ def multiplies_in_one_launch(methods: Sequence[LinearMethod]) -> bool:
 
 
 def _shape(form: StackedForm) -> tuple[object, ...]:
-    """Returns what must be equal in the weights of one tensor."""
+    """Returns the shapes and the dtype, which are equal in the weights of one tensor."""
     scales, bias = (None if each is None else each.shape for each in (form.scales, form.bias))
     return form.weight.shape, form.weight.dtype, scales, bias
 
