@@ -4,12 +4,14 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, SequenceSpan
 from tandem.workers.model.attention.native_tables import NativeTables
 from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
 from tandem.workers.model.attention.triton_backend import TritonAttentionBackend
+from tandem.workers.model.generic.latent import LatentHeads
 from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.kv_store import PagedKv
 
@@ -215,3 +217,41 @@ def test_the_backends_store_a_row_and_attend_over_it(
     expected = reference(query, rows, spans, 64, AttentionOptions(scale=0.1), window)
     difference = found.view(tokens, 6, 64).float() - expected
     assert difference.abs().max() <= 1.5 * TOLERANCE[DTYPES[dtype]]
+
+
+class Expanding(nn.Module):
+    """Has what a module of transformers has for latent attention."""
+
+    kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim = 48, 32, 8, 64
+
+    def __init__(self, num_heads: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kv_b_proj = nn.Linear(48, num_heads * 96, bias=False, dtype=dtype)
+
+    def expand_kv(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Maps latents [num_keys, 48] to keys and values [num_keys, heads, 32 and 64]."""
+        heads = self.kv_b_proj.weight.float().view(-1, 96, 48)
+        both = torch.einsum("nl,hdl->nhd", latent, heads)
+        return both[..., :32], both[..., 32:]
+
+
+@pytest.mark.parametrize("heads", [slice(0, 6), slice(2, 5)])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_queries_and_results_take_the_weight_of_keys_and_values(dtype: str, heads: slice) -> None:
+    torch.manual_seed(0)
+    module = Expanding(6, DTYPES[dtype])
+    latent = torch.randn(9, 48)
+    keys, values = (each[:, heads] for each in module.expand_kv(latent))
+    query = torch.randn(4, heads.stop - heads.start, 40).to(DTYPES[dtype])
+    weights = torch.rand(4, heads.stop - heads.start, 9)
+    absorbing = LatentHeads(module, 6, heads)
+    assert not list(module.parameters()), "the weight is kept once"
+    absorbed = absorbing.absorb(query)
+    assert torch.equal(absorbed[..., 48:], query[..., 32:])
+    tolerance = {"float32": 1e-5, "bfloat16": 6e-3}[dtype]
+    scores = absorbed[..., :48].float() @ latent.T
+    expected = torch.einsum("qhd,nhd->qhn", query[..., :32].float(), keys)
+    assert (scores - expected).norm() <= tolerance * expected.norm()
+    results = absorbing.expand((weights @ latent).to(DTYPES[dtype])).float()
+    expected = torch.einsum("qhn,nhd->qhd", weights, values)
+    assert (results - expected).norm() <= tolerance * expected.norm()
