@@ -3,6 +3,15 @@
 import hashlib
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class ReplacedSpan(NamedTuple):
+    """Describes adjacent tokens whose embeddings other data replaced, such as an image."""
+
+    first: int  # the index of the span's first token
+    num_tokens: int
+    digest: bytes  # of the data, 16 bytes
 
 
 def hash_root(salt: bytes) -> bytes:
@@ -32,24 +41,51 @@ def hash_tenant(tenant: str) -> bytes:
     )
 
 
-def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
+def hash_block(
+    parent: bytes, tokens: Sequence[int], first: int = 0, replaced: Sequence[ReplacedSpan] = ()
+) -> bytes:
     """Returns the hash of a block in its chain.
 
-    Its 16 bytes identify every token from the sequence's start.
+    Its 16 bytes identify every token from the sequence's start, and the data that replaced tokens.
+    `first` is the index of the block's first token in the sequence. `replaced` may have spans
+    outside the block.
     """
-    return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
+    data = parent + array("I", tokens).tobytes()
+    spans = b"".join([_span_in_block(span, first, len(tokens)) for span in replaced])
+    if not spans:
+        return hashlib.blake2b(data, digest_size=16).digest()
+    # A hash domain of its own: no tokens give the hash of a block with replaced tokens.
+    key = hashlib.blake2b(spans, digest_size=16).digest()
+    return hashlib.blake2b(data, digest_size=16, key=key, person=b"replaced").digest()
 
 
-def hash_chain(tokens: Sequence[int], block_size: int, salt: bytes = b"") -> list[bytes]:
+def _span_in_block(span: ReplacedSpan, first: int, num_tokens: int) -> bytes:
+    """Returns bytes that identify the part of a span that lies in a block; b"" for none."""
+    begin = max(span.first, first)
+    end = min(span.first + span.num_tokens, first + num_tokens)
+    if begin >= end:
+        return b""
+    return array("I", (begin - first, end - first, begin - span.first)).tobytes() + span.digest
+
+
+def hash_chain(
+    tokens: Sequence[int],
+    block_size: int,
+    salt: bytes = b"",
+    replaced: Sequence[ReplacedSpan] = (),
+) -> list[bytes]:
     """Returns the hashes of all full blocks of `tokens`."""
     chain: list[bytes] = []
     parent = hash_root(salt)
     for end in range(block_size, len(tokens) + 1, block_size):
-        parent = hash_block(parent, tokens[end - block_size : end])
+        first = end - block_size
+        parent = hash_block(parent, tokens[first:end], first, replaced)
         chain.append(parent)
     return chain
 
 
-def hash_prompt(tokens: Sequence[int], salt: bytes = b"") -> bytes:
+def hash_prompt(
+    tokens: Sequence[int], salt: bytes = b"", replaced: Sequence[ReplacedSpan] = ()
+) -> bytes:
     """Returns the hash of a whole prompt, which does not depend on a block size."""
-    return hash_block(hash_root(salt), tokens)
+    return hash_block(hash_root(salt), tokens, 0, replaced)

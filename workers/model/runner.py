@@ -34,6 +34,7 @@ from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .device import DTYPES, copy_to_device
 from .kv_store import HostBlocks, PagedKv
+from .layers.rows import EmbeddingRows, SequenceRows
 from .loader import LoadedModel, load_model
 from .models.family import CausalLM
 from .parallel import Group, TensorParallel
@@ -103,6 +104,7 @@ class ModelRunner(Executor):
             broadcast=group.broadcast if group and self.launches_ahead else None,
         )
         self._pooler = Pooler(model.normalize)
+        self.rows = SequenceRows(self._device)  # in place of embeddings
         # Requested number of alternatives for each prompt token, by sequence.
         self._num_top: dict[int, int] = {}
         self._drafted: set[int] = set()  # sequences whose last step had a draft
@@ -339,6 +341,7 @@ class ModelRunner(Executor):
         self._num_top.pop(sequence_id, None)
         self._drafted.discard(sequence_id)
         self._pooler.release(sequence_id)
+        self.rows.release(sequence_id)
         self._sampler.release(sequence_id)
         self.adapters.release(sequence_id)
 
@@ -376,7 +379,8 @@ class ModelRunner(Executor):
     def _logits(self, plan: StepPlan, on_layers: OnLayers | None, is_adapted: bool) -> StepOutput:
         """Runs the model; each draft token also has a row of logits.
 
-        A step that `is_adapted` uses neither a step program nor a CUDA graph.
+        A step that `is_adapted`, or whose embeddings are partly replaced, uses neither a step
+        program nor a CUDA graph.
         """
         spans = [
             SequenceSpan(
@@ -389,7 +393,11 @@ class ModelRunner(Executor):
         token_ids = self._token_ids(plan)
         num_sampling = sum(step.num_samples > 0 for step in plan.sequences)
         pools = self._pooler.takes_part(plan.sequences)
-        only_decodes = len(spans) == len(token_ids) == num_sampling and not is_adapted and not pools
+        replaced = self.rows.of_step(
+            (step.sequence_id, step.start, len(step.token_ids)) for step in plan.sequences
+        )
+        is_eager = is_adapted or replaced is not None
+        only_decodes = len(spans) == len(token_ids) == num_sampling and not is_eager and not pools
         if self._graphs and only_decodes:
             self._on_stage("model")
             logits = self._graphs.run(token_ids, spans)
@@ -406,7 +414,9 @@ class ModelRunner(Executor):
             logits = self._decodes(token_ids, positions_device, spans)
             if logits is not None:
                 return StepOutput(logits)
-        hidden = self._hidden(token_ids, positions_device, spans, on_layers, is_adapted)
+        hidden = self._hidden(
+            token_ids, positions_device, spans, on_layers, replaced, is_eager=is_eager
+        )
         rows = None if len(sampled_rows) == len(token_ids) else rows_device
         prompts = None
         if self._num_top and any(each.sequence_id in self._num_top for each in plan.sequences):
@@ -423,17 +433,19 @@ class ModelRunner(Executor):
         positions: torch.Tensor,  # the same
         spans: Sequence[SequenceSpan],
         on_layers: OnLayers | None,
-        is_adapted: bool,
+        rows: EmbeddingRows | None,
+        *,
+        is_eager: bool,
     ) -> torch.Tensor:
         """Returns the hidden states after the last layer, [num_tokens, hidden]."""
-        if self._tokens and not is_adapted:
+        if self._tokens and not is_eager:
             self._on_stage("model")
             hidden = self._tokens(token_ids, positions, spans, on_layers)
             if hidden is not None:
                 return hidden
         attention = self._attention.plan(spans)
         self._on_stage("model")
-        return self._model(token_ids, positions, attention, on_layers)
+        return self._model(token_ids, positions, attention, on_layers, rows)
 
     def _token_ids(self, plan: StepPlan) -> torch.Tensor:
         """Returns the step's tokens on the device, [num_tokens].

@@ -3,10 +3,12 @@
 A flat batch becomes one row, attention is ours, and our loader reads the weights.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...engine.plan import OnLayers
@@ -14,6 +16,7 @@ from ..attention.backend import StepAttention
 from ..config import Fields, ModelConfig, text_fields
 from ..footprint import check_config_split
 from ..layers.linear import BuildOptions
+from ..layers.rows import EmbeddingRows
 from ..models.family import CausalLM
 from ..models.parsing import parse_dtype
 from ..module import Module, Parameter, WeightSlice
@@ -142,13 +145,29 @@ class TransformersForCausalLM(CausalLM):
         positions: torch.Tensor,
         attention: StepAttention,
         on_layers: OnLayers | None = None,
+        rows: EmbeddingRows | None = None,
     ) -> torch.Tensor:
-        with self._layers.step(attention, on_layers):
+        with self._layers.step(attention, on_layers), self._replaced(rows):
             output = self._below(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False
             )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
+
+    def _replaced(self, rows: EmbeddingRows | None) -> AbstractContextManager[object]:
+        """Puts rows into the output of the embedding, until the result is closed.
+
+        The model still gets all token ids: some layers of Gemma 3n look them up as well.
+        """
+        if rows is None:
+            return nullcontext()
+
+        def put(module: nn.Module, args: object, embeddings: torch.Tensor) -> torch.Tensor:
+            return rows.put(embeddings[0])[None]  # [1, num_tokens, hidden]
+
+        embedding = self._below.get_input_embeddings()  # type: ignore[operator]
+        handle: RemovableHandle = embedding.register_forward_hook(put)
+        return handle
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden  # the decoder's output is normalized

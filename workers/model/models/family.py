@@ -15,6 +15,7 @@ from ..config import Fields, ModelConfig
 from ..layers.linear import BuildOptions
 from ..layers.lora import LoraStep
 from ..layers.rotary import CosSin
+from ..layers.rows import EmbeddingRows
 from ..module import Module
 
 
@@ -36,11 +37,13 @@ class CausalLM(Module, ABC):
         positions: torch.Tensor,
         attention: StepAttention,
         on_layers: OnLayers | None = None,
+        rows: EmbeddingRows | None = None,
     ) -> torch.Tensor:
         """Maps token_ids and positions [num_tokens] to the last layer's output.
 
         Tokens of a sequence are adjacent. The output is [num_tokens, hidden], before the last norm.
         Calls `on_layers` between some layers with the number of layers whose KV cache is stored.
+        `rows` replace the embeddings of some tokens.
         """
 
     @abstractmethod

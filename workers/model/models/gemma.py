@@ -15,6 +15,7 @@ from ..config import Fields, ModelConfig, RopeConfig
 from ..layers.linear import BuildOptions
 from ..layers.norm import RMSNorm
 from ..layers.rotary import CosSin
+from ..layers.rows import EmbeddingRows
 from ..layers.scaling import scaled, soft_capped
 from .family import DecoderLayer
 from .llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
@@ -93,8 +94,9 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         # transformers rounds this factor to the dtype of the weights.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return scaled(super().embed(token_ids), self._embedding_scale)
+    def embed(self, token_ids: torch.Tensor, rows: EmbeddingRows | None) -> torch.Tensor:
+        embeddings = scaled(super().embed(token_ids, None), self._embedding_scale)
+        return embeddings if rows is None else rows.put(embeddings)  # rows are not scaled
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = super().compute_logits(hidden)

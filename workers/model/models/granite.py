@@ -8,6 +8,7 @@ from ..attention.backend import AttentionOptions, StepAttention
 from ..config import Fields, ModelConfig
 from ..layers.linear import BuildOptions
 from ..layers.rotary import CosSin
+from ..layers.rows import EmbeddingRows
 from ..layers.scaling import scaled
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, parse_llama_config
 
@@ -45,8 +46,8 @@ class GraniteForCausalLM(LlamaForCausalLM):
         super().__init__(config, build)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return scaled(super().embed(token_ids), self._embedding_scale)
+    def embed(self, token_ids: torch.Tensor, rows: EmbeddingRows | None) -> torch.Tensor:
+        return scaled(super().embed(token_ids, rows), self._embedding_scale)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(scaled(self.norm(hidden), self._config.logits_scale))

@@ -19,6 +19,7 @@ from ..layers.linear import (
 )
 from ..layers.norm import LayerNorm, RMSNorm
 from ..layers.rotary import CosSin, RotaryEmbedding, apply_rotary, rotated_order
+from ..layers.rows import EmbeddingRows
 from ..module import Module
 from .family import CausalLM, DecoderLayer
 from .parsing import parse_decoder_config
@@ -166,8 +167,9 @@ class LlamaForCausalLM(CausalLM):
         positions: torch.Tensor,
         attention: StepAttention,
         on_layers: OnLayers | None = None,
+        rows: EmbeddingRows | None = None,
     ) -> torch.Tensor:
-        x = self.embed(token_ids)  # [num_tokens, hidden]
+        x = self.embed(token_ids, rows)  # [num_tokens, hidden]
         rotary = [embedding(positions) if embedding else None for embedding in self._rotary]
         for index, layer in enumerate(self.layers):
             if on_layers and index and index % self._layers_a_group == 0:
@@ -175,9 +177,13 @@ class LlamaForCausalLM(CausalLM):
             x = layer(x, rotary[self._rotary_of_layers[index]], attention)
         return x
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Maps token_ids [num_tokens] to the input of the first layer, [num_tokens, hidden]."""
-        return self.embed_tokens(token_ids)
+    def embed(self, token_ids: torch.Tensor, rows: EmbeddingRows | None) -> torch.Tensor:
+        """Maps token_ids [num_tokens] to the input of the first layer, [num_tokens, hidden].
+
+        `rows` replace the embeddings of some tokens.
+        """
+        embeddings = self.embed_tokens(token_ids)
+        return embeddings if rows is None else rows.put(embeddings)
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.norm(hidden)
