@@ -145,11 +145,13 @@ def _text(content: object) -> str:
 
 def _other_parts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the types of the parts that are not text, which the service refuses."""
+    if isinstance(content, str):
+        return []
     return [part["type"] for part in content if _is_other(part)]
 
 
-def _is_other(part: str | Mapping[str, Any]) -> bool:
-    return isinstance(part, Mapping) and part.get("type", "text") != "text"
+def _is_other(part: Mapping[str, Any]) -> bool:
+    return part.get("type", "text") != "text"
 
 
 def _call(given: ToolCall | Mapping[str, Any]) -> inference_pb2.ToolCall:

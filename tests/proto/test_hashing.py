@@ -2,7 +2,7 @@
 
 import hashlib
 
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.proto.hashing import ReplacedSpan, hash_chain, hash_prompt
@@ -16,11 +16,18 @@ def digest(number: int) -> bytes:
 
 
 @st.composite
-def spans(draw: st.DrawFn, num_tokens: int) -> ReplacedSpan:
-    first = draw(st.integers(0, num_tokens - 1))
-    return ReplacedSpan(
-        first, draw(st.integers(1, num_tokens - first)), digest(draw(st.integers(0, 2)))
-    )
+def spans(draw: st.DrawFn, num_tokens: int) -> list[ReplacedSpan]:
+    """Draws one to three spans, which may be adjacent and have the same data."""
+    found: list[ReplacedSpan] = []
+    begin = 0
+    for _ in range(draw(st.integers(1, 3))):
+        if begin == num_tokens:
+            break
+        first = draw(st.integers(begin, num_tokens - 1))
+        size = draw(st.integers(1, num_tokens - first))
+        found.append(ReplacedSpan(first, size, digest(draw(st.integers(0, 1)))))
+        begin = first + size
+    return found
 
 
 def test_hashes_of_tokens_alone_stay_as_they_are() -> None:
@@ -36,12 +43,13 @@ def test_hashes_of_tokens_alone_stay_as_they_are() -> None:
 def test_a_span_changes_the_hashes_from_its_first_block_on(
     data: st.DataObject, tokens: list[int]
 ) -> None:
-    span = data.draw(spans(len(tokens)))
+    replaced = data.draw(spans(len(tokens)))
     plain = hash_chain(tokens, BLOCK)
-    found = hash_chain(tokens, BLOCK, b"", [span])
-    assert found[: span.first // BLOCK] == plain[: span.first // BLOCK]
-    assert set(found[span.first // BLOCK :]).isdisjoint(plain)
-    assert hash_prompt(tokens, b"", [span]) != hash_prompt(tokens)
+    found = hash_chain(tokens, BLOCK, b"", replaced)
+    num_same = replaced[0].first // BLOCK
+    assert found[:num_same] == plain[:num_same]
+    assert set(found[num_same:]).isdisjoint(plain)
+    assert hash_prompt(tokens, b"", replaced) != hash_prompt(tokens)
 
 
 @given(st.data(), TOKENS)
@@ -49,16 +57,26 @@ def test_blocks_share_a_hash_only_with_the_same_data_in_the_same_places(
     data: st.DataObject, tokens: list[int]
 ) -> None:
     one, other = data.draw(spans(len(tokens))), data.draw(spans(len(tokens)))
-    assume(one != other)
-    # The data of each token: its span's digest and its place in the span.
+    # By token: its span's digest and its place in the span.
     seen = [
-        [
-            (span.digest, index - span.first) if 0 <= index - span.first < span.num_tokens else None
-            for index in range(len(tokens))
-        ]
-        for span in (one, other)
+        {
+            span.first + place: (span.digest, place)
+            for span in each
+            for place in range(span.num_tokens)
+        }
+        for each in (one, other)
     ]
-    chains = [hash_chain(tokens, BLOCK, b"", [span]) for span in (one, other)]
+    chains = [hash_chain(tokens, BLOCK, b"", each) for each in (one, other)]
     for number, (mine, theirs) in enumerate(zip(*chains, strict=True), 1):
-        is_same = seen[0][: number * BLOCK] == seen[1][: number * BLOCK]
+        covered = range(number * BLOCK)
+        is_same = [*map(seen[0].get, covered)] == [*map(seen[1].get, covered)]
         assert (mine == theirs) == is_same
+
+
+def test_one_image_of_eight_tokens_is_not_one_of_four_twice() -> None:
+    halves = [ReplacedSpan(0, 4, digest(1)), ReplacedSpan(4, 4, digest(1))]
+    chains = [
+        hash_chain(range(8), BLOCK, b"", each) for each in ([ReplacedSpan(0, 8, digest(1))], halves)
+    ]
+    assert chains[0][0] == chains[1][0]
+    assert chains[0][1] != chains[1][1]

@@ -8,6 +8,7 @@ from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ...frontend.chat import must_call
 from ...frontend.json_schemas import close_objects
+from ..openai.bodies import OtherPart
 from ..openai.parsing import json_text, parse
 from ..openai.requests import ParsedRequest, set_parameters
 from .bodies import (
@@ -16,7 +17,6 @@ from .bodies import (
     FunctionOutputItem,
     MessageItem,
     NamedFunctionTool,
-    OtherPart,
     Part,
     ReasoningItem,
     ResponsesBody,

@@ -22,7 +22,10 @@ KINDS += [(kind, "transformers") for kind, _ in KINDS]
 
 
 def make(folder: Path, kind: str) -> Path:
-    return make_tiny_model(folder) if kind == "llama" else make_tiny_decoder(folder, kind)
+    if kind == "llama":
+        return make_tiny_model(folder)
+    scale = {"embedding_multiplier": 12.0} if kind == "granite" else {}
+    return make_tiny_decoder(folder, kind, **scale)
 
 
 def other_rows(hidden: int) -> torch.Tensor:
@@ -67,6 +70,18 @@ def test_rows_are_taken_as_embeddings(tmp_path: Path, kind: str, model_impl: str
     ends = [end - 1 for _, end in CHUNKS] + [40, 41]
     assert float((found - expected[ends]).abs().max()) <= TOLERANCE
     assert float((found - plain).abs().max()) > 100 * TOLERANCE
+
+
+def test_a_step_with_rows_uses_no_step_program(tmp_path: Path) -> None:
+    """Programs are recorded for bfloat16; the bits of other steps are the same as theirs."""
+    folder = make_tiny_model(tmp_path)
+    same = embedded(reference(folder), IDS)[FIRST : FIRST + NUM_ROWS].bfloat16()
+    logits = [
+        logits_of(load(folder, dtype="bfloat16"), rows)
+        for rows in (None, same, other_rows(same.shape[1]))
+    ]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.isclose(logits[0], logits[2]).all(dim=1)[1:].any()
 
 
 def test_rows_end_with_their_sequence(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ class EmbeddingRows(NamedTuple):
     lookup scales the rows as well.
     """
 
-    index: torch.Tensor  # [num_rows]: the tokens among those of the step
+    places: torch.Tensor  # [num_rows]: the indices of the tokens in the step
     rows: torch.Tensor  # [num_rows, hidden]
 
     def put(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Returns embeddings [num_tokens, hidden] with the rows in their places."""
-        return embeddings.index_copy(0, self.index, self.rows.to(embeddings.dtype))
+        return embeddings.index_copy(0, self.places, self.rows.to(embeddings.dtype))
 
 
 class SequenceRows:
@@ -47,16 +47,16 @@ class SequenceRows:
         """
         if not self._held:
             return None
-        index: list[int] = []
+        places: list[int] = []
         found: list[torch.Tensor] = []
         begin = 0  # of the sequence's tokens in the step
         for sequence_id, start, num_tokens in steps:
             first, rows = self._held.get(sequence_id, (0, None))
             if rows is not None:
                 kept = range(max(first, start), min(first + len(rows), start + num_tokens))
-                index += (begin + position - start for position in kept)
+                places += (begin + position - start for position in kept)
                 found.append(rows[kept.start - first :][: len(kept)])
             begin += num_tokens
-        if not index:
+        if not places:
             return None
-        return EmbeddingRows(torch.tensor(index, device=self._device), torch.cat(found))
+        return EmbeddingRows(torch.tensor(places, device=self._device), torch.cat(found))
