@@ -151,7 +151,7 @@ def _other_parts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _is_other(part: Mapping[str, Any]) -> bool:
-    return part.get("type", "text") != "text"
+    return bool(part.get("type", "text") != "text")
 
 
 def _call(given: ToolCall | Mapping[str, Any]) -> inference_pb2.ToolCall:

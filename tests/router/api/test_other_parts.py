@@ -133,13 +133,13 @@ async def test_grpc_names_the_field_of_the_message(
     message = {"role": "user", "content": "What is this?", "other_parts": ["image_url", "file"]}
     prompt = {"chat": {"messages": [message]}}
     requests: list[tuple[str, Any]] = [
-        ("Generate", inference_pb2.GenerateRequest(prompt=prompt)),  # type: ignore[arg-type]
-        ("Tokenize", inference_pb2.TokenizeRequest(prompt=prompt)),  # type: ignore[arg-type]
+        ("Generate", inference_pb2.GenerateRequest(prompt=prompt)),
+        ("Tokenize", inference_pb2.TokenizeRequest(prompt=prompt)),
     ]
     async with grpc.aio.insecure_channel(grpc_service.grpc) as channel:
         for name, request in requests:
             path = f"/tandem.v1.Inference/{name}"
-            make = channel.unary_stream if name == "Generate" else channel.unary_unary
+            make: Any = channel.unary_stream if name == "Generate" else channel.unary_unary
             call = make(path)(request.SerializeToString())
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await (call.read() if name == "Generate" else call)

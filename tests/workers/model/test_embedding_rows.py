@@ -1,6 +1,7 @@
 """Tests rows in place of embeddings: as if looked up, and as transformers' inputs_embeds."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ KINDS += [(kind, "transformers") for kind, _ in KINDS]
 def make(folder: Path, kind: str) -> Path:
     if kind == "llama":
         return make_tiny_model(folder)
-    scale = {"embedding_multiplier": 12.0} if kind == "granite" else {}
+    scale: dict[str, Any] = {"embedding_multiplier": 12.0} if kind == "granite" else {}
     return make_tiny_decoder(folder, kind, **scale)
 
 
