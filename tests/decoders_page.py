@@ -17,6 +17,7 @@ from tandem.tests.source import ROOT
 from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder
 from tandem.tests.tiny_multimodal import MULTIMODAL
 from tandem.tests.workers.model import decoder_checks as checks
+from tandem.tests.workers.model.helpers import reference
 from tandem.workers.model.registry import TEXT_MODELS
 
 PAGE: Final = ROOT / "docs" / "transformers.md"
@@ -110,10 +111,12 @@ def head() -> str:
 def table_row(kind: str) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = make_tiny_decoder(Path(name), kind)
-        difference = checks.logit_difference(folder)
-        expected = checks.greedy_tokens(folder)
-        alone = checks.tokens_alone(checks.load_generic(folder)) == expected
-        moved = alone and checks.tokens_after_transfer(folder) == expected
+        model, runner = reference(folder), checks.load_generic(folder)
+        difference = checks.logit_difference(model, runner)
+        expected = checks.greedy_tokens(model)
+        alone = checks.tokens_alone(runner) == expected
+        again = checks.load_generic(folder)
+        moved = alone and checks.tokens_after_transfer(runner, again) == expected
         split = checks.tokens_of_two_ranks(folder)
         architecture = checks.architecture(folder)
     cells = [

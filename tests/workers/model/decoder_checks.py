@@ -32,11 +32,24 @@ def load_generic(folder: Path) -> ModelRunner:
     return load(folder, model_impl="transformers")
 
 
-def logit_difference(folder: Path) -> float:
+def check_decoder(folder: Path) -> list[list[int]]:
+    """Checks logits and tokens, alone and after a transfer; returns the tokens.
+
+    Loads as few models as possible, since that takes most of the time.
+    """
+    model, runner = reference(folder), load_generic(folder)
+    assert logit_difference(model, runner) <= TOLERANCE
+    expected = greedy_tokens(model)
+    assert tokens_alone(runner) == expected
+    assert tokens_after_transfer(runner, load_generic(folder)) == expected
+    return expected
+
+
+def logit_difference(model: torch.nn.Module, runner: ModelRunner) -> float:
     """The largest difference to transformers' logits: whole prompts, chunks, and chunks beside
     decodes.
     """
-    model, driver = reference(folder), Driver(load_generic(folder))
+    driver = Driver(runner)
     differences = []
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         for length in _LENGTHS:
@@ -67,24 +80,26 @@ def logit_difference(folder: Path) -> float:
         differences.append(
             torch.cat(logits) - torch.stack([rows[number][row] for number, row in seen])
         )
+    driver.drop_all()
     return max(float(each.abs().max()) for each in differences)
 
 
-def greedy_tokens(folder: Path) -> list[list[int]]:
-    model = reference(folder)
+def greedy_tokens(model: torch.nn.Module) -> list[list[int]]:
     return [reference_greedy(model, prompt(length, seed), _NUM_TOKENS) for length, seed in _GREEDY]
 
 
 def tokens_alone(runner: ModelRunner) -> list[list[int]]:
     driver = Driver(runner)
-    return [
+    found = [
         driver.generate(index, prompt(*each), _NUM_TOKENS) for index, each in enumerate(_GREEDY)
     ]
+    driver.drop_all()
+    return found
 
 
-def tokens_after_transfer(folder: Path) -> list[list[int]]:
+def tokens_after_transfer(prefill: ModelRunner, decode: ModelRunner) -> list[list[int]]:
     """Prefilled by one runner, decoded by another from its KV cache."""
-    source, target = Driver(load_generic(folder)), Driver(load_generic(folder), seed=1)
+    source, target = Driver(prefill), Driver(decode, seed=1)
     found = []
     for index, each in enumerate(_GREEDY):
         ids = prompt(*each)

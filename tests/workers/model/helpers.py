@@ -139,6 +139,11 @@ class Driver:
         random.Random(sequence_id).shuffle(self.free)
         self.run(dropped=[sequence_id])
 
+    def drop_all(self) -> None:
+        """Drops every sequence, so that another driver may have the runner."""
+        for sequence_id in list(self.tables):
+            self.drop(sequence_id)
+
     def generate(
         self,
         sequence_id: int,
