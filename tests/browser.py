@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -27,6 +28,7 @@ _FLAGS: Final = (
     ),
 )
 START_SECONDS: Final = 60
+_WAIT_SECONDS: Final = 30.0
 
 
 def missing() -> str:
@@ -96,3 +98,44 @@ def problems(driver: Any) -> list[str]:
         for entry in driver.get_log("browser")
         if entry["level"] in ("SEVERE", "WARNING")
     ]
+
+
+def wait(holds: Callable[[], object]) -> None:
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def text(page: Any, selector: str) -> str:
+    """Returns the text of the first element, also if it is hidden."""
+    return str(
+        page.execute_script(
+            "return document.querySelector(arguments[0])?.textContent ?? ''", selector
+        )
+    )
+
+
+def count(page: Any, selector: str) -> int:
+    """Returns the number of elements."""
+    return int(
+        page.execute_script("return document.querySelectorAll(arguments[0]).length", selector)
+    )
+
+
+def shown(page: Any, view: str) -> list[Any]:
+    """Returns the visible controls of a view of the console, and those above it."""
+    found = page.find_elements(
+        "css selector", f".top button, #{view} :is(button, input, textarea, summary, [tabindex])"
+    )
+    return [each for each in found if each.is_displayed()][:40]
+
+
+def polls(page: Any) -> list[float]:
+    """Returns when the console has polled, in milliseconds of the page's own clock."""
+    script = (
+        "return performance.getEntriesByType('resource').filter(each => "
+        "each.name.includes('/console/data'))"
+    )
+    return [float(each) for each in page.execute_script(f"{script}.map(each => each.startTime)")]

@@ -115,13 +115,11 @@ machine with other tests.
 ALONE_PATHS: Final = (
     "cluster/cli/test_serve.py",
     "e2e/test_cluster.py",
-    "e2e/test_console.py",
     "e2e/test_keys.py",
     "e2e/test_readme.py",
     "e2e/test_redeploy.py",
     "e2e/test_routers.py",
     "e2e/test_tensor_parallel.py",
-    "e2e/test_tls.py",
     "gpu",
     "k8s/test_pods.py",
     "k8s/test_serve_app.py",

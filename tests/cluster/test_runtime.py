@@ -335,7 +335,7 @@ def config_with_ports(config: TandemConfig, address: str) -> TandemConfig:
 async def test_prefixes_on_disk_are_found_by_their_tenant_after_a_restart(
     config: TandemConfig, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each start has another identity, which must not change the salt; see e2e/test_keys.py."""
+    """Each start has another identity, which must not change the salt; see e2e/test_redeploy.py."""
     monkeypatch.setattr("ray.nodes", lambda: [])
     monkeypatch.setattr(redeploy, "open_checkpoint", lambda *args, **options: Mock())
     ada, bob = (

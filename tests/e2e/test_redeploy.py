@@ -1,10 +1,20 @@
 """A service that is started again under its name replaces the one that runs: no stream is lost or
-computed again.
+computed again. One that is started after the end of the other finds its prefixes on disk.
 """
 
+import asyncio
+import json
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from tandem.proto.addresses import free_port
+from tandem.router.auth.keys import create_key
+from tandem.tests.service import small_config
+
+PROMPT = [(17 * i) % 400 + 3 for i in range(100)]
 
 
 def test_a_service_is_replaced_under_streams(address: str, tmp_path: Path) -> None:
@@ -20,3 +30,62 @@ def test_a_service_is_replaced_under_streams(address: str, tmp_path: Path) -> No
     print(found)
     assert found.passed, str(found)
     assert found.num_probes > 2
+
+
+async def cached_tokens(service: Any, key: str) -> int:
+    """Has the prompt answered; returns how many of its tokens were cached."""
+    from tandem.router.client.client import AsyncClient
+
+    async with AsyncClient(service.grpc_address, api_key=key) as client:
+        answer = await client.generate(PROMPT, max_tokens=2, ignore_eos=True, timeout=60)
+        return int(answer.usage.cached_tokens)
+
+
+def serve_once(
+    address: str, overrides: dict[str, object], folder: str, keys: list[str]
+) -> list[int]:
+    """Runs a service as a launcher of its own does; returns the cached tokens of a request with
+    each key. Ends when the prompt is on disk for each.
+    """
+    from tandem.cluster.serve.launch import start_service
+
+    with start_service(
+        small_config(Path(folder), "kept", overrides), folder, address=address
+    ) as service:
+        found = [asyncio.run(cached_tokens(service, key)) for key in keys]
+        disk, deadline = Path(str(overrides["prefill.kv_disk"])), time.monotonic() + 30
+        while len(list(disk.glob("prefill-0/*.kv"))) < len(PROMPT) // 16 * len(keys):
+            assert time.monotonic() < deadline, list(disk.rglob("*.kv"))
+            time.sleep(0.05)
+    return found
+
+
+def test_prefixes_on_disk_outlive_a_restart_for_their_tenant_alone(
+    address: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Each start makes another identity; the salt of the tenants' prefixes lies beside the
+    cache.
+    """
+    file = tmp_path / "keys.json"
+    ada, bob = (create_key(file, name=name, tenant=name) for name in ("ada", "bob"))
+    overrides: dict[str, object] = {
+        "router.resources": {"router": 1.0},
+        "auth.keys_file": str(file),
+    }
+    for pool in ("prefill", "decode"):
+        overrides |= {f"{pool}.kv_disk": str(tmp_path / "kv"), f"{pool}.kv_disk_gb": 0.1}
+    found = []
+    for keys in ([ada], [bob, ada]):
+        arguments = json.dumps([address, overrides, str(tiny_model), keys])
+        code = "import json, sys; from tandem.tests.e2e.test_redeploy import serve_once; "
+        code += "print(json.dumps(serve_once(*json.loads(sys.argv[1]))))"
+        launcher = subprocess.run(
+            [sys.executable, "-c", code, arguments],
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        assert launcher.returncode == 0, launcher.stderr
+        found += json.loads(launcher.stdout.splitlines()[-1])
+    assert found == [0, 0, len(PROMPT) // 16 * 16]
