@@ -23,7 +23,7 @@ from tandem.tests.token_request import token_request
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 from tandem.workers.tp.rank import Rank
 
-BEAM_PROMPTS = (3, 9, 16, 17, 40, 100)  # tokens
+BEAM_PROMPTS = (3, 16, 17, 100)  # tokens
 BEAM_TOKENS = 16
 
 

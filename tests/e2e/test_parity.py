@@ -13,7 +13,7 @@ from tandem.tests import demo_model
 from tandem.tests.fleet import Fleet, fleet
 from tandem.tests.token_request import token_request
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 LENGTHS = (
     1,
     2,

@@ -160,7 +160,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "sampled": {"sampling": SAMPLED, "ignore_eos": True},
     "stop tokens after a while": {
         "sampling": SAMPLED,
-        "min_tokens": 100,
+        "min_tokens": 40,
         "stop_token_ids": range(64),
     },
     "log probabilities": {
@@ -204,7 +204,7 @@ async def test_a_moved_request_ends_as_it_would_have(
         for name, fields in REQUESTS.items():
             request: dict[str, Any] = {
                 "token_ids": PROMPT,
-                "max_tokens": 200,
+                "max_tokens": 80,
                 "cache_salt": b"salt",
             } | fields
             num_choices = fields.get("num_choices", 1)
