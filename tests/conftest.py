@@ -167,6 +167,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def split_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of a tiny random model that four ranks can split; no test changes it."""
+    from tandem.tests.tiny import make_tiny_model  # imports torch
+
+    folder = tmp_path_factory.mktemp("models") / "split"
+    return make_tiny_model(folder, num_attention_heads=8, num_key_value_heads=2, hidden_size=128)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="only tests without network, processes and models"

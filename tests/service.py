@@ -5,7 +5,8 @@ workers.
 import json
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +19,32 @@ from tandem.proto.addresses import free_port
 NODES: Final = {"router": "127.0.0.2", "prefill": "127.0.0.3", "decode": "127.0.0.4"}
 """The nodes of the test cluster beside its head; each offers the custom resource of its name."""
 
+_STORE_BYTES: Final = 100 * 2**20
+
 ACTIVITY: Final = ("num_requests", "num_jobs", "num_leases", "num_transfers")
 """Counts of a worker's status that are 0 when it is idle."""
+
+
+@contextmanager
+def ray_cluster(nodes: Mapping[str, str], **head: object) -> Iterator[Any]:
+    """Runs a Ray cluster of a head and nodes on this machine, each with an IP address.
+
+    `nodes`: the address of each by its name, which is also a resource of the node. `head`: further
+    arguments of the head.
+    """
+    from ray.cluster_utils import Cluster  # reads the environment at its import
+
+    small = {"num_cpus": 2, "object_store_memory": _STORE_BYTES}
+    cluster: Any = Cluster(
+        initialize_head=True, head_node_args=small | {"include_dashboard": False} | head
+    )
+    try:
+        for name, address in nodes.items():
+            cluster.add_node(node_ip_address=address, resources={name: 100}, **small)
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        cluster.shutdown()
 
 
 def small_config(model: Path, name: str, overrides: Mapping[str, object]) -> TandemConfig:

@@ -169,30 +169,21 @@ def test_the_limits_of_liveness_reach_a_worker() -> None:
 
 
 def test_a_worker_of_one_thread_computes_short_chunks() -> None:
-    config = load_config(None, {"model": "m", "prefill.tp": 2, "decode.chunk_tokens": 64})
-    of = partial(
-        worker_config,
-        config,
-        folder="/folder",
-        identity=IDENTITY,
-        host="127.0.0.1",
-        ranks_per_node=2,
-    )
-    assert of("prefill", num_threads=1).budgets.chunk_tokens == 512  # of each of two ranks
-    assert of("decode", num_threads=1).budgets.chunk_tokens == 64
-    config = load_config(None, {"model": "m"})
-    of = partial(
-        worker_config,
-        config,
-        folder="/folder",
-        identity=IDENTITY,
-        host="127.0.0.1",
-        ranks_per_node=2,
-    )
-    assert [of("prefill", num_threads=number).budgets.chunk_tokens for number in (1, 2)] == [
-        128,
-        512,
-    ]
+    def chunk_tokens(role: str, num_threads: int, **fields: object) -> int:
+        made = worker_config(
+            load_config(None, {"model": "m", **fields}),
+            role,
+            "/folder",
+            num_threads,
+            IDENTITY,
+            host="127.0.0.1",
+            ranks_per_node=2,
+        )
+        return made.budgets.chunk_tokens
+
+    assert [chunk_tokens("prefill", num_threads) for num_threads in (1, 2)] == [128, 512]
+    assert chunk_tokens("prefill", 1, **{"prefill.tp": 2}) == 512  # of each of two ranks
+    assert chunk_tokens("decode", 1, **{"decode.chunk_tokens": 64}) == 64
 
 
 @pytest.mark.parametrize(("key", "sees_loads"), [("ada", False), ("ops", True)])

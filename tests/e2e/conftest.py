@@ -26,25 +26,8 @@ def gcs_server(cluster: Any) -> psutil.Process:
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Any]:
     """Starts a Ray cluster of a head and three nodes on this machine, each with an IP address."""
-    from ray.cluster_utils import Cluster
+    # It imports torch, and the quick tier imports this file.
+    from tandem.tests.service import NODES, ray_cluster
 
-    from tandem.tests.service import NODES  # imports torch, and the quick tier this file
-
-    head: dict[str, Any] = {
-        "num_cpus": 2,
-        "include_dashboard": False,
-        "object_store_memory": 100 * 2**20,
-    }
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for name, ip in NODES.items():
-            cluster.add_node(
-                num_cpus=2,
-                node_ip_address=ip,
-                resources={name: 100},
-                object_store_memory=100 * 2**20,
-            )
-        cluster.wait_for_nodes()
+    with ray_cluster(NODES) as cluster:
         yield cluster
-    finally:
-        cluster.shutdown()  # type: ignore[no-untyped-call]

@@ -14,25 +14,18 @@ import psutil
 import pytest
 
 from tandem.tests.service import NODES, expected_tokens, small_config, wait_until_idle, workers
-from tandem.tests.tiny import make_tiny_model
 
 NUM_TOKENS = 200
 PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 37 * n)] for n in range(16)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    return make_tiny_model(folder, num_attention_heads=8, num_key_value_heads=2, hidden_size=128)
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[int]]:
-    return expected_tokens(model, PROMPTS, NUM_TOKENS)
+def expected(split_model: Path) -> list[list[int]]:
+    return expected_tokens(split_model, PROMPTS, NUM_TOKENS)
 
 
 @pytest.fixture
-def service(request: pytest.FixtureRequest, address: str, model: Path) -> Iterator[Any]:
+def service(request: pytest.FixtureRequest, address: str, split_model: Path) -> Iterator[Any]:
     """Runs a service with these settings of the pools; checks that all its processes end with
     it.
     """
@@ -41,7 +34,7 @@ def service(request: pytest.FixtureRequest, address: str, model: Path) -> Iterat
     overrides: dict[str, object] = {f"{role}.resources": {role: 1.0} for role in NODES}
     overrides |= {"router.local_prefill_tokens": 0} | request.param
     with start_service(
-        small_config(model, "split", overrides), str(model), address=address
+        small_config(split_model, "split", overrides), str(split_model), address=address
     ) as running:
         yield running
         processes = (

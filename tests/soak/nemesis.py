@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil
-from ray.cluster_utils import Cluster
 
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.serve.launch import Service, start_service
-from tandem.tests.service import wait_until_idle
+from tandem.tests.service import ray_cluster, wait_until_idle
 from tandem.tests.soak.faults import Nemesis
 from tandem.tests.soak.footprints import Footprints
 from tandem.tests.soak.traffic import (
@@ -51,7 +50,6 @@ MODEL: Final[dict[str, Any]] = {
     "head_dim": 32,
 }
 KILLED: Final = ("decode", "prefill", "directory", "controller", "router")
-_STORE_BYTES: Final = 100 * 2**20
 _MAX_SHOWN: Final = 12
 
 
@@ -221,25 +219,8 @@ def cluster() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    head = {
-        "num_cpus": 2,
-        "include_dashboard": False,
-        "object_store_memory": _STORE_BYTES,
-        "gcs_server_port": port,
-    }
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for name, ip in NODES.items():
-            cluster.add_node(
-                num_cpus=2,
-                node_ip_address=ip,
-                resources={name: 100},
-                object_store_memory=_STORE_BYTES,
-            )
-        cluster.wait_for_nodes()
-        yield str(cluster.address)
-    finally:
-        cluster.shutdown()  # type: ignore[no-untyped-call]
+    with ray_cluster(NODES, gcs_server_port=port) as started:
+        yield str(started.address)
 
 
 def _model_folder(plan: Plan, scratch: Path) -> Path:

@@ -21,7 +21,6 @@ from tandem.router.scheduling.prefix_index import Prefix
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, split_fleet, worker_stub
 from tandem.tests.peers import peer_channel
 from tandem.tests.service import expected_tokens as model_tokens
-from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
@@ -344,20 +343,10 @@ async def test_the_answers_of_a_conversation_are_not_computed_again(any_speed: N
             prompt += QUESTION
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(
-        tmp_path_factory.mktemp("models") / "tiny",
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        hidden_size=128,
-    )
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 2)])
 async def test_groups_of_ranks_fetch_their_parts(
-    folder: Path,
+    split_model: Path,
     any_speed: None,
     monkeypatch: pytest.MonkeyPatch,
     prefill: int,
@@ -376,7 +365,7 @@ async def test_groups_of_ranks_fetch_their_parts(
 
     monkeypatch.setattr(ShardWriter, "finish", lose)
     async with split_fleet(
-        folder, {"prefill": [prefill], "decode": [decode]}, transports=("shared",)
+        split_model, {"prefill": [prefill], "decode": [decode]}, transports=("shared",)
     ) as running:
         prompt = [(17 * i) % 400 + 3 for i in range(len(PROMPT))]
         answer, _ = await running.generate(token_request(prompt, MAX_TOKENS, ignore_eos=True))
@@ -384,5 +373,5 @@ async def test_groups_of_ranks_fetch_their_parts(
         await known(running, prompt, 144)
         prompt += [7, 8, 9]
         answer, timeline = await running.generate(token_request(prompt, 10, ignore_eos=True))
-        assert answer == model_tokens(folder, [prompt], 10)[0]
+        assert answer == model_tokens(split_model, [prompt], 10)[0]
         assert timeline.cached_tokens == (96 if fails else 144)

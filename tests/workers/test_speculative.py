@@ -13,7 +13,6 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.tests.fleet import VOCAB, fake_rank, fleet, split_fleet
 from tandem.tests.service import expected_tokens as model_tokens
-from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.workers.engine import scheduler
@@ -53,28 +52,18 @@ def prophet(monkeypatch: pytest.MonkeyPatch) -> type[Prophet]:
     return Prophet
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(
-        tmp_path_factory.mktemp("models") / "tiny",
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        hidden_size=128,
-    )
-
-
 @pytest.mark.parametrize(
     "tp", [{"prefill": [1], "decode": [1]}, {"decode": [2]}, {"prefill": [2], "decode": [2]}]
 )
 async def test_through_both_pools_and_by_several_ranks(
-    folder: Path, tp: dict[str, list[int]], prophet: type[Prophet]
+    split_model: Path, tp: dict[str, list[int]], prophet: type[Prophet]
 ) -> None:
     prompts = [
         [(17 * i + 5 * n) % 400 + 3 for i in range(length)] for n, length in enumerate([1, 16, 130])
     ]
-    expected = model_tokens(folder, prompts, NUM_TOKENS)
+    expected = model_tokens(split_model, prompts, NUM_TOKENS)
     prophet.texts = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
-    async with split_fleet(folder, tp, speculative=CONFIG) as running:
+    async with split_fleet(split_model, tp, speculative=CONFIG) as running:
         requests = [token_request(prompt, NUM_TOKENS, ignore_eos=True) for prompt in prompts]
         made = await asyncio.gather(*map(running.generate, requests))
         assert [tokens for tokens, _ in made] == expected
@@ -84,15 +73,17 @@ async def test_through_both_pools_and_by_several_ranks(
 
 @pytest.mark.parametrize("tp", [{"prefill": [1], "decode": [1]}, {"prefill": [1], "decode": [2]}])
 async def test_a_draft_model_beside_one_rank_and_beside_several(
-    folder: Path, tp: dict[str, list[int]]
+    split_model: Path, tp: dict[str, list[int]]
 ) -> None:
     """It computes the prompt itself, whose KV cache comes from the prefill worker."""
     prompts = [
         [(17 * i + 5 * n) % 400 + 3 for i in range(length)] for n, length in enumerate([1, 16, 130])
     ]
-    expected = model_tokens(folder, prompts, NUM_TOKENS)
-    config = SpeculativeConfig(model=str(folder))
-    async with split_fleet(folder, tp, speculative=config, draft_model=str(folder)) as running:
+    expected = model_tokens(split_model, prompts, NUM_TOKENS)
+    config = SpeculativeConfig(model=str(split_model))
+    async with split_fleet(
+        split_model, tp, speculative=config, draft_model=str(split_model)
+    ) as running:
         requests = [token_request(prompt, NUM_TOKENS, ignore_eos=True) for prompt in prompts]
         made = await asyncio.gather(*map(running.generate, requests))
         assert [tokens for tokens, _ in made] == expected
@@ -127,15 +118,15 @@ async def test_streams_of_a_draining_worker_go_on_elsewhere(prophet: type[Prophe
 
 @pytest.mark.parametrize("tp", [1, 2])
 async def test_streams_of_a_draining_worker_with_a_draft_model_go_on_elsewhere(
-    folder: Path, tp: int
+    split_model: Path, tp: int
 ) -> None:
     """The other worker's draft model computes what it knows nothing of, and guesses on."""
     prompts = [[(17 * i + 5 * n) % 400 + 3 for i in range(40 + n)] for n in range(6)]
-    expected = model_tokens(folder, prompts, 500)
-    config = SpeculativeConfig(model=str(folder))
+    expected = model_tokens(split_model, prompts, 500)
+    config = SpeculativeConfig(model=str(split_model))
     tps = {"prefill": [1], "decode": [tp, 1]}
     async with split_fleet(
-        folder, tps, speculative=config, draft_model=str(folder), kv_cache_bytes=2**23
+        split_model, tps, speculative=config, draft_model=str(split_model), kv_cache_bytes=2**23
     ) as running:
         requests = [token_request(prompt, 500, ignore_eos=True) for prompt in prompts]
         streams = [asyncio.create_task(running.generate(request)) for request in requests]

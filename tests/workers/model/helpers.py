@@ -3,6 +3,7 @@ tables.
 """
 
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -157,6 +158,21 @@ class Driver:
             start = len(token_ids) + len(tokens) - 1
             tokens += self.run(self.step(sequence_id, tokens[-1:], start))
         return tokens
+
+
+def check_frequencies(tokens: torch.Tensor, probabilities: torch.Tensor) -> None:
+    """Checks how often each token was sampled, by chi-square within five standard deviations.
+
+    `tokens`: [num_samples]; `probabilities`: [vocab_size].
+    """
+    expected = probabilities * len(tokens)
+    counts = torch.bincount(tokens, minlength=len(expected)).double()
+    assert not counts[expected == 0].any()
+    common = expected >= 5
+    chi_square = ((counts - expected)[common].square() / expected[common]).sum().item()
+    freedom = int(common.sum()) - 1
+    assert freedom >= 3
+    assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
 
 
 def check_close(

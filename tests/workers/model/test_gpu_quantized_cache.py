@@ -12,11 +12,12 @@ from tandem.tests.workers.model.test_quantized_cache import (
     PLAIN_TOLERANCE,
     TOLERANCE,
     make_kv,
+    make_spans,
     of_all,
 )
 from tandem.workers.kv_cache.layout import SCALE_BYTES, KvLayout, LayerGeometry
 from tandem.workers.model import device, kernels
-from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, SequenceSpan
+from tandem.workers.model.attention.backend import PLAIN, AttentionOptions
 from tandem.workers.model.attention.quantized_cache import dequantize, quantize
 from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
 from tandem.workers.model.attention.triton_backend import TritonAttentionBackend
@@ -59,14 +60,7 @@ def test_attention(
     exact = make_kv(layer, "float32", "auto")
     item = ITEMS[cache_dtype]
     order = torch.randperm(NUM_BLOCKS).tolist()
-    spans = [
-        SequenceSpan(
-            blocks=[order.pop() for _ in range(-(-(start + count) // 8))],
-            start=start,
-            num_tokens=count,
-        )
-        for start, count in ((0, 1), (8, 1), (129, 1), (256, 1), (254, 3), (63, 70))
-    ]
+    spans = make_spans(order, (0, 1), (8, 1), (129, 1), (256, 1), (254, 3), (63, 70))
     for half in range(2):
         numbers = torch.randn(NUM_BLOCKS, kv_heads, 8, head_dim) * torch.rand(NUM_BLOCKS, 1, 1, 1)
         rows = quantize(numbers, item)

@@ -12,6 +12,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from tandem.tests.workers.model.helpers import check_frequencies
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.model.sampling import filters
 from tandem.workers.model.sampling.filters import filter_scores
@@ -63,14 +64,7 @@ def test_distribution(params: SamplingParams) -> None:
     """
     logits = logits_row(spread=1.0)
     tokens = sample(logits.expand(NUM_SAMPLES, -1), [params] * NUM_SAMPLES, range(NUM_SAMPLES))
-    expected = warped(logits, params)[0].double().softmax(-1) * NUM_SAMPLES
-    counts = torch.bincount(tokens, minlength=64).double()
-    assert not counts[expected == 0].any()
-    common = expected >= 5
-    chi_square = ((counts - expected)[common].square() / expected[common]).sum().item()
-    freedom = int(common.sum()) - 1
-    assert freedom >= 3
-    assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
+    check_frequencies(tokens, warped(logits, params)[0].double().softmax(-1))
 
 
 def test_seeds_draw_independently() -> None:

@@ -46,6 +46,18 @@ def make_kv(layer: LayerGeometry, dtype: str, cache_dtype: str) -> PagedKv:
     return PagedKv(layout, num_blocks=NUM_BLOCKS, block_size=8, device=CPU)
 
 
+def make_spans(order: list[int], *parts: tuple[int, int]) -> list[SequenceSpan]:
+    """Returns a span for each start and number of tokens; takes its blocks from `order`."""
+    return [
+        SequenceSpan(
+            blocks=[order.pop() for _ in range(-(-(start + count) // 8))],
+            start=start,
+            num_tokens=count,
+        )
+        for start, count in parts
+    ]
+
+
 @of_all
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
@@ -90,14 +102,7 @@ def test_attention_equals_that_over_what_the_numbers_stand_for(
         plain.layers[0][half].copy_(rows)
         exact.layers[0][half].copy_(dequantize(rows, torch.float32))
     order = torch.randperm(NUM_BLOCKS).tolist()
-    spans = [
-        SequenceSpan(
-            blocks=[order.pop() for _ in range(-(-(start + count) // 8))],
-            start=start,
-            num_tokens=count,
-        )
-        for start, count in ((0, 1), (8, 1), (129, 1), (256, 1), (254, 3), (0, 150), (63, 70))
-    ]
+    spans = make_spans(order, (0, 1), (8, 1), (129, 1), (256, 1), (254, 3), (0, 150), (63, 70))
     tokens = sum(span.num_tokens for span in spans)
     query = torch.randn(tokens, num_heads, head_dim).to(native.dtype)
     key, value = (torch.randn(tokens, kv_heads, head_dim).to(native.dtype) for _ in range(2))

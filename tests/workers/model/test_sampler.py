@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.tests.workers.model.helpers import check_same
+from tandem.tests.workers.model.helpers import check_frequencies, check_same
 from tandem.tests.workers.model.test_gumbel import logits_row, warped
 from tandem.tests.workers.model.test_processors import expected_scores
 from tandem.workers.engine.plan import SampledLogprobs, SamplingParams, SequenceStep
@@ -75,14 +75,7 @@ def test_distribution(params: SamplingParams) -> None:
     logits = logits_row(spread=1.0)
     tokens = sample_once(make_sampler(64), logits[None], [step(1, params, NUM_SAMPLES)]).tokens
     scores = expected_scores(logits, params, HISTORY, 2)
-    expected = warped(scores, params)[0].double().softmax(-1) * NUM_SAMPLES
-    counts = torch.bincount(tokens, minlength=64).double()
-    assert not counts[expected == 0].any()
-    common = expected >= 5
-    chi_square = ((counts - expected)[common].square() / expected[common]).sum().item()
-    freedom = int(common.sum()) - 1
-    assert freedom >= 3
-    assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
+    check_frequencies(tokens, warped(scores, params)[0].double().softmax(-1))
 
 
 KINDS = [

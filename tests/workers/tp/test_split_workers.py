@@ -26,7 +26,6 @@ from tandem.proto.errors import Unavailable
 from tandem.tests.fleet import Fleet, split_fleet
 from tandem.tests.peers import peer_channel
 from tandem.tests.service import expected_tokens
-from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import RawSession, ended, submit
@@ -40,16 +39,6 @@ AT_ONCE_SECONDS = 4.0  # on a busy machine; less than what else would end the wa
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(
-        tmp_path_factory.mktemp("models") / "tiny",
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        hidden_size=128,
-    )
-
-
-@pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     return [
         [(17 * i + 5 * n) % 400 + 3 for i in range(length)]
@@ -58,8 +47,8 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    return expected_tokens(folder, prompts, NUM_TOKENS)
+def expected(split_model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return expected_tokens(split_model, prompts, NUM_TOKENS)
 
 
 async def generate(fleet: Fleet, prompt: Sequence[int], name: str = "") -> list[int]:
@@ -90,7 +79,7 @@ async def generate(fleet: Fleet, prompt: Sequence[int], name: str = "") -> list[
     ids=str,
 )
 async def test_any_two_degrees_give_the_tokens_of_the_whole_model(
-    folder: Path,
+    split_model: Path,
     prompts: list[list[int]],
     expected: list[list[int]],
     prefill: int,
@@ -99,7 +88,7 @@ async def test_any_two_degrees_give_the_tokens_of_the_whole_model(
 ) -> None:
     transport = transports[0] if transports else "grpc"
     tp = {"prefill": [prefill] if prefill else [], "decode": [decode]}
-    async with split_fleet(folder, tp, transports=transports, chunk_tokens=64) as fleet:
+    async with split_fleet(split_model, tp, transports=transports, chunk_tokens=64) as fleet:
         made = await asyncio.gather(
             *(generate(fleet, prompt, f"r{n}") for n, prompt in enumerate(prompts))
         )
@@ -117,7 +106,7 @@ async def test_any_two_degrees_give_the_tokens_of_the_whole_model(
 
 @pytest.mark.parametrize("asked", ["choices", "beams"])
 async def test_the_first_tokens_of_several_choices_come_through_every_rank(
-    folder: Path, prompts: list[list[int]], asked: str
+    split_model: Path, prompts: list[list[int]], asked: str
 ) -> None:
     fields: dict[str, object] = {"num_choices": 3, "ignore_eos": True}
     if asked == "beams":
@@ -128,7 +117,7 @@ async def test_the_first_tokens_of_several_choices_come_through_every_rank(
         )
     made = []
     for tp in ({"decode": [1]}, {"prefill": [2], "decode": [1]}, {"prefill": [1], "decode": [2]}):
-        async with split_fleet(folder, tp, chunk_tokens=64) as fleet:
+        async with split_fleet(split_model, tp, chunk_tokens=64) as fleet:
             requests = [
                 token_request(prompt, 12, name=f"{n}", **fields) for n, prompt in enumerate(prompts)
             ]
@@ -140,7 +129,7 @@ async def test_the_first_tokens_of_several_choices_come_through_every_rank(
 
 
 async def test_rank_0_alone_reads_and_follows_grammars(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    split_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = LLMatcher.grammar_from_regex("(red|green|blue)( [0-9]{3}){5}")
     sampling = inference_pb2.SamplingParams(
@@ -163,7 +152,7 @@ async def test_rank_0_alone_reads_and_follows_grammars(
     made = []
     for tp in ({"decode": [1]}, {"decode": [2]}, {"prefill": [2], "decode": [2]}):
         reads.clear()
-        async with split_fleet(folder, tp) as fleet:
+        async with split_fleet(split_model, tp) as fleet:
             request = token_request(
                 range(3, 40), 60, grammar=grammar, sampling=sampling, num_choices=2
             )
@@ -172,15 +161,15 @@ async def test_rank_0_alone_reads_and_follows_grammars(
             assert timeline.attempts == 1
             assert len(reads) == len(fleet.workers)
     assert made[0] == made[1] == made[2]
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(split_model / "tokenizer.json"))
     for tokens in made[0]:
         assert re.fullmatch("(red|green|blue)( [0-9]{3}){5}", tokenizer.decode(tokens[:-1]))
 
 
 async def test_requests_that_are_given_up_leave_no_rank_at_work(
-    folder: Path, prompts: list[list[int]]
+    split_model: Path, prompts: list[list[int]]
 ) -> None:
-    async with split_fleet(folder, {"prefill": [2], "decode": [4]}, chunk_tokens=32) as fleet:
+    async with split_fleet(split_model, {"prefill": [2], "decode": [4]}, chunk_tokens=32) as fleet:
         for seconds in [n * 0.004 for n in range(20)]:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -194,11 +183,11 @@ async def test_requests_that_are_given_up_leave_no_rank_at_work(
 
 @pytest.mark.parametrize("prefill", [1, 2])
 async def test_a_handle_that_one_rank_could_not_fetch_serves_another_group(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]], prefill: int
+    split_model: Path, prompts: list[list[int]], expected: list[list[int]], prefill: int
 ) -> None:
     """Rank 0 must not acknowledge a KV cache if another rank lacks its part."""
     async with (
-        split_fleet(folder, {"prefill": [prefill], "decode": [2, 1]}) as fleet,
+        split_fleet(split_model, {"prefill": [prefill], "decode": [2, 1]}) as fleet,
         AsyncExitStack() as stack,
     ):
         channels = [
@@ -226,9 +215,9 @@ async def test_a_handle_that_one_rank_could_not_fetch_serves_another_group(
 
 
 async def test_a_lost_rank_takes_its_worker_down_at_once_and_no_other(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]]
+    split_model: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    async with split_fleet(folder, {"prefill": [], "decode": [2, 1]}) as fleet:
+    async with split_fleet(split_model, {"prefill": [], "decode": [2, 1]}) as fleet:
         split, whole = fleet.workers
         async with asyncio.timeout(20):
             await generate(fleet, prompts[0])
@@ -262,13 +251,13 @@ asyncio.run(main())
 
 @asynccontextmanager
 async def split_over_two_processes(
-    folder: Path, silence_seconds: float
+    split_model: Path, silence_seconds: float
 ) -> AsyncIterator[tuple[Worker, Process]]:
     """Starts an idle worker of two ranks, and the process of the second rank.
 
     The worker is idle, so that no collective can notice the loss of the rank.
     """
-    command = [sys.executable, "-c", RANK, str(folder), str(silence_seconds)]
+    command = [sys.executable, "-c", RANK, str(split_model), str(silence_seconds)]
     rank = await asyncio.create_subprocess_exec(
         *command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
@@ -276,7 +265,7 @@ async def split_over_two_processes(
         assert rank.stdout is not None
         address = (await rank.stdout.readline()).decode().strip()
         settings = worker_config(
-            str(folder), dtype="float32", kv_cache_bytes=2**22, silence_seconds=silence_seconds
+            str(split_model), dtype="float32", kv_cache_bytes=2**22, silence_seconds=silence_seconds
         )
         worker = await Worker.start(settings, worker_id="split", ranks=[address])
         try:
@@ -293,9 +282,9 @@ async def split_over_two_processes(
     ("how", "silence_seconds"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, SILENCE_SECONDS)]
 )
 async def test_a_killed_or_silent_rank_is_noticed_at_once(
-    folder: Path, how: signal.Signals, silence_seconds: float
+    split_model: Path, how: signal.Signals, silence_seconds: float
 ) -> None:
-    async with split_over_two_processes(folder, silence_seconds) as (worker, rank):
+    async with split_over_two_processes(split_model, silence_seconds) as (worker, rank):
         rank.send_signal(how)
         began = time.monotonic()
         async with asyncio.timeout(5):
@@ -303,8 +292,8 @@ async def test_a_killed_or_silent_rank_is_noticed_at_once(
         assert time.monotonic() - began < AT_ONCE_SECONDS
 
 
-async def test_a_rank_that_is_paused_for_less_than_the_silence_stays(folder: Path) -> None:
-    async with split_over_two_processes(folder, 60.0) as (worker, rank):
+async def test_a_rank_that_is_paused_for_less_than_the_silence_stays(split_model: Path) -> None:
+    async with split_over_two_processes(split_model, 60.0) as (worker, rank):
         rank.send_signal(signal.SIGSTOP)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.5):
@@ -317,8 +306,8 @@ async def test_a_rank_that_is_paused_for_less_than_the_silence_stays(folder: Pat
         assert not worker.failed.is_set()
 
 
-async def test_a_rank_ends_with_its_rank_0(folder: Path) -> None:
-    settings = worker_config(str(folder), dtype="float32", kv_cache_bytes=2**22)
+async def test_a_rank_ends_with_its_rank_0(split_model: Path) -> None:
+    settings = worker_config(str(split_model), dtype="float32", kv_cache_bytes=2**22)
     rank = await RankServer.start(settings.rank)
     worker = await Worker.start(settings, worker_id="split", ranks=[rank.address])
     assert not rank.ended.is_set()
@@ -328,8 +317,8 @@ async def test_a_rank_ends_with_its_rank_0(folder: Path) -> None:
     await rank.stop()
 
 
-async def test_a_rank_that_cannot_load_ends_the_start(folder: Path) -> None:
-    settings = worker_config(str(folder), dtype="float32", kv_cache_bytes=2**22)
+async def test_a_rank_that_cannot_load_ends_the_start(split_model: Path) -> None:
+    settings = worker_config(str(split_model), dtype="float32", kv_cache_bytes=2**22)
     rank = await RankServer.start(replace(settings.rank, kv_cache_bytes=1))
     with pytest.raises(RankLost):
         await Worker.start(settings, worker_id="split", ranks=[rank.address])
@@ -337,9 +326,9 @@ async def test_a_rank_that_cannot_load_ends_the_start(folder: Path) -> None:
 
 
 async def test_without_any_worker_left_requests_are_refused(
-    folder: Path, prompts: list[list[int]]
+    split_model: Path, prompts: list[list[int]]
 ) -> None:
-    async with split_fleet(folder, {"decode": [2]}, park_seconds=0.1) as fleet:
+    async with split_fleet(split_model, {"decode": [2]}, park_seconds=0.1) as fleet:
         await fleet.ranks[0].stop()
         async with asyncio.timeout(5):
             await fleet.workers[0].failed.wait()
