@@ -22,6 +22,9 @@ class Rank:
     def offer(self, *offered: object) -> None:
         pass
 
+    def progress(self, *counts: int) -> None:
+        pass
+
     def withdraw(self, sequence_id: int) -> None:
         pass
 
@@ -55,3 +58,44 @@ async def test_a_second_stop_waits_for_the_first(lost: bool) -> None:
     assert called == ([] if lost else ["first", "second", "third"])
     group.stop(2, lambda: called.append("other"))
     assert called[-1:] == ["other"]
+
+
+async def test_ranks_hear_of_a_sequence_from_its_offer_to_its_stop() -> None:
+    """Commands after the stop would start a transfer of blocks that another sequence has."""
+    rank = Rank()
+    group = KvGroup(cast(KvEndpoint, rank), [cast(RankClient, rank)])
+    handle = worker_pb2.KvHandle(transfer_id=b"t" * 16, num_tokens=16)
+    group.progress(1, 8)
+    assert not rank.commands
+    group.offer(1, handle, (0,), b"hash")
+    group.progress(1, 8, 16, 2)
+    group.progress(2, 8)
+    offered, progress = rank.commands
+    assert (offered.sequence_id, offered.offer_kv.kv) == (1, handle)
+    assert progress.kv_progress == worker_pb2.KvProgress(num_ready=8, num_ahead=16, num_layers=2)
+    group.stop(1, lambda: None)
+    group.progress(1, 16)
+    assert len(rank.commands) == 2
+    rank.stopped[0].set_result(None)
+    await asyncio.gather(*group._stopping.values())
+
+
+async def test_blocks_are_free_when_a_load_into_them_has_ended() -> None:
+    """A load that is cancelled may still write until it ends."""
+    ended = list[str]()
+
+    async def load() -> int:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("load")
+        return 0
+
+    group = KvGroup(cast(KvEndpoint, Rank()))
+    group.load(1, load())
+    await asyncio.sleep(0)
+    group.stop(1, lambda: ended.append("free"))
+    assert not ended
+    await asyncio.gather(*group._stopping.values())
+    assert ended == ["load", "free"]
