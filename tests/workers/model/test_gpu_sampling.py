@@ -283,6 +283,67 @@ def test_masks() -> None:
         assert found[3] == 95
 
 
+def test_penalties_and_masks_of_a_row_with_infinite_logits() -> None:
+    """Together, with filters. Row 0 allows tokens of -inf alone, and row 1 bans a NaN."""
+    num_rows = 120
+    params = [
+        replace(own, seed=number, top_k=(0, 5, 50)[number % 3], top_p=(1.0, 0.9)[number % 2])
+        for number, own in enumerate(PENALTIES * (num_rows // len(PENALTIES)))
+    ]
+    logits = torch.stack([logits_row(64, row, 1.0) for row in range(num_rows)])
+    generator = torch.Generator().manual_seed(1)
+    logits[torch.rand(logits.shape, generator=generator) < 0.3] = -torch.inf
+    allowed = torch.rand(logits.shape, generator=generator) < 0.6
+    allowed[0] = logits[0] == -torch.inf
+    allowed[1, 9] = False
+    logits[1, 9] = torch.nan
+    bits = (allowed.view(num_rows, 2, 32).long() << torch.arange(32)).sum(-1).int()
+    adjustments = penalties_of(params, 64)._replace(
+        masks=bits.to(DEVICE), mask_rows=list(range(num_rows))
+    )
+    found = sample_on_gpu(logits, params, range(num_rows), adjustments)
+    scores = torch.stack(
+        [expected_scores(logits[row], own, HISTORY, 2) for row, own in enumerate(params)]
+    )
+    scores = torch.where(allowed, scores, scores + BANNED)
+    on_cpu = sample(scores, params, range(num_rows)).tolist()
+    assert found[1] == on_cpu[1] == -1
+    assert sum(map(int.__ne__, found, on_cpu)) <= 1
+    assert all(allowed[row, token] for row, token in enumerate(found) if row > 1)
+
+
+def test_top_k_above_the_tokens_with_mass() -> None:
+    """The third largest is so far below that its place is the last one; top-p counts no mass."""
+    logits = torch.full((300, 50), -300.0)
+    logits[:, 11] = 4.0
+    logits[:, 7] = 3.0
+    logits[:, 30] = -100.0
+    for kind in (
+        SamplingParams(top_k=3),
+        SamplingParams(top_k=200, top_p=0.9999),
+        SamplingParams(top_k=3, top_p=0.5),
+        SamplingParams(min_p=1.0),
+    ):
+        params = [replace(kind, seed=seed) for seed in range(300)]
+        found = sample_on_gpu(logits, params, range(300), tile=2**16)
+        assert found == sample(logits, params, range(300)).tolist()
+        is_alone = kind.top_p == 0.5 or kind.min_p == 1
+        assert set(found) == ({11} if is_alone else {7, 11})
+
+
+def test_top_p_at_the_edge_of_a_mass() -> None:
+    """Of three tokens with a third each, all are kept if they tie, and else the first, which has
+    slightly more.
+    """
+    logits = torch.full((200, 40), -torch.inf)
+    logits[:, 3] = 0.0
+    logits[:, [20, 33]] = -1e-6  # the same place as the largest
+    params = [SamplingParams(top_p=1 / 3, seed=seed) for seed in range(200)]
+    assert set(sample_on_gpu(logits, params, range(200), tile=2**16)) == {3, 20, 33}
+    logits[:, [20, 33]] = -1e-3  # another one
+    assert set(sample_on_gpu(logits, params, range(200), tile=2**16)) == {3}
+
+
 def run_sampler(device: torch.device, steps: list[list[SequenceStep]]) -> list[list[int]]:
     """Returns the tokens of each of the steps, on logits of their own."""
     sampler = Sampler(64, (1,), GrammarCache(None, 64, (1,)), device)

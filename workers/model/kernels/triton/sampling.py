@@ -58,20 +58,14 @@ def _float_field(rows, row, known, FIELD: tl.constexpr):
 
 @triton.jit
 def _load_scores(
-    logits,
-    rows,
-    counts,
-    in_prompt,
-    masks,
+    source,  # the tensors and sizes of a launch, see `_sample_kernel`
     row,  # [ROWS]
     known,  # [ROWS] False: all scores are -inf
     begin,
-    stride_row,
-    vocab_size,
-    num_words,
     COLUMNS: tl.constexpr,
 ):
     """Returns the scores [ROWS, COLUMNS] of the tokens from `begin`; -inf after the last token."""
+    logits, rows, counts, in_prompt, masks, stride_row, vocab_size, num_words = source
     column = begin + tl.arange(0, COLUMNS)[None, :]
     inside = known[:, None] & (column < vocab_size)
     place = row.to(tl.int64)[:, None] * stride_row + column
@@ -108,19 +102,13 @@ def _places(distances):
 
 @triton.jit
 def _find_last_place(
-    logits,
-    rows,
-    counts,
-    in_prompt,
-    masks,
+    source,
     row,  # [ROWS]
     known,  # [ROWS]
     top,  # [ROWS] the largest score
     last,  # [ROWS] tokens after this place are not counted
     enough,  # [ROWS]
-    stride_row,
     vocab_size,
-    num_words,
     BY_MASS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -138,20 +126,7 @@ def _find_last_place(
         # Bins come first, so that a thread holds all bins of its columns.
         bins = tl.zeros([_BINS, ROWS, COLUMNS], tl.float32)
         for begin in tl.range(0, vocab_size, COLUMNS, num_stages=_STAGES):
-            scores = _load_scores(
-                logits,
-                rows,
-                counts,
-                in_prompt,
-                masks,
-                row,
-                known,
-                begin,
-                stride_row,
-                vocab_size,
-                num_words,
-                COLUMNS,
-            )
+            scores = _load_scores(source, row, known, begin, COLUMNS)
             distances = scores - top[:, None]
             places = _places(distances)
             weights = tl.exp(distances) if BY_MASS else tl.full([ROWS, COLUMNS], 1.0, tl.float32)
@@ -198,24 +173,12 @@ def _sample_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    source = (logits, rows, counts, in_prompt, masks, stride_row, vocab_size, num_words)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     known = row < num_rows
     highest = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
     for begin in tl.range(0, vocab_size, COLUMNS, num_stages=_STAGES):
-        scores = _load_scores(
-            logits,
-            rows,
-            counts,
-            in_prompt,
-            masks,
-            row,
-            known,
-            begin,
-            stride_row,
-            vocab_size,
-            num_words,
-            COLUMNS,
-        )
+        scores = _load_scores(source, row, known, begin, COLUMNS)
         # NaN counts as infinity.
         highest = tl.maximum(highest, tl.where(scores < float("inf"), scores, float("inf")))
     top = tl.max(highest, axis=1)
@@ -225,19 +188,13 @@ def _sample_kernel(
     top_k = _field(rows, row, is_valid, 3)
     if tl.max(top_k, axis=0) > 0:
         last = _find_last_place(
-            logits,
-            rows,
-            counts,
-            in_prompt,
-            masks,
+            source,
             row,
             is_valid,
             top,
             last,
             tl.where(top_k > 0, top_k.to(tl.float32), float("inf")),
-            stride_row,
             vocab_size,
-            num_words,
             False,
             ROWS,
             COLUMNS,
@@ -245,22 +202,7 @@ def _sample_kernel(
     top_p = tl.where(is_valid, _float_field(rows, row, is_valid, 4), 1.0)
     if tl.min(top_p, axis=0) < 1:
         nucleus = _find_last_place(
-            logits,
-            rows,
-            counts,
-            in_prompt,
-            masks,
-            row,
-            is_valid,
-            top,
-            last,
-            top_p,
-            stride_row,
-            vocab_size,
-            num_words,
-            True,
-            ROWS,
-            COLUMNS,
+            source, row, is_valid, top, last, top_p, vocab_size, True, ROWS, COLUMNS
         )
         last = tl.where(top_p < 1, nucleus, last)
     is_random = _float_field(rows, row, known, 0) > 0
@@ -270,20 +212,7 @@ def _sample_kernel(
     best = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
     token = tl.zeros([ROWS, COLUMNS], tl.int32)
     for begin in tl.range(0, vocab_size, COLUMNS, num_stages=_STAGES):
-        scores = _load_scores(
-            logits,
-            rows,
-            counts,
-            in_prompt,
-            masks,
-            row,
-            is_valid,
-            begin,
-            stride_row,
-            vocab_size,
-            num_words,
-            COLUMNS,
-        )
+        scores = _load_scores(source, row, is_valid, begin, COLUMNS)
         distances = scores - top[:, None]
         is_kept = (_places(distances) <= last[:, None]) & (distances >= log_min_p)
         column = begin + tl.arange(0, COLUMNS)[None, :]
