@@ -512,20 +512,18 @@ class JoinGroup(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., size: _Optional[int] = ..., store: _Optional[str] = ..., epoch: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
 class KvTransfer(_message.Message):
-    __slots__ = ("kv", "prefix_hash", "num_cached", "tables", "state", "whole_blocks")
+    __slots__ = ("kv", "prefix_hash", "num_cached", "tables", "state")
     KV_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    WHOLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     kv: KvHandle
     prefix_hash: bytes
     num_cached: int
     tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
     state: int
-    whole_blocks: bool
-    def __init__(self, kv: _Optional[_Union[KvHandle, _Mapping]] = ..., prefix_hash: _Optional[bytes] = ..., num_cached: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., state: _Optional[int] = ..., whole_blocks: _Optional[bool] = ...) -> None: ...
+    def __init__(self, kv: _Optional[_Union[KvHandle, _Mapping]] = ..., prefix_hash: _Optional[bytes] = ..., num_cached: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., state: _Optional[int] = ...) -> None: ...
 
 class BlockTable(_message.Message):
     __slots__ = ("first", "blocks")

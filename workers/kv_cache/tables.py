@@ -112,11 +112,19 @@ def alignment(tables: Iterable[TableSpec]) -> int:
     return lcm(*(table.block_size for table in tables))
 
 
-def has_sparse_points(layout: KvLayout, tables: Sequence[TableSpec]) -> bool:
-    """Returns True if a prompt continues only from some positions of a cached prefix.
+def is_dense(layout: KvLayout, tables: Sequence[TableSpec]) -> bool:
+    """Returns True if a prompt continues from every block of a cached prefix.
 
-    Each block is such a position if the first table keeps all tokens and the model has no state;
-    the windows of other tables may still lack blocks.
+    A dense model keeps all tokens of each layer, and no state.
+    """
+    return not layout.state_groups and all(table.window is None for table in tables)
+
+
+def has_sparse_points(layout: KvLayout, tables: Sequence[TableSpec]) -> bool:
+    """Returns True if the blocks of the first table do not show where a prompt can continue.
+
+    They show it closely if this table keeps all tokens and the model has no state, because windows
+    keep the blocks before most of these positions.
     """
     return bool(layout.state_groups) or any(table.window is not None for table in tables[:1])
 

@@ -17,10 +17,12 @@ import grpc.aio
 from ...proto import worker_pb2, worker_pb2_grpc
 from ...proto.channel import PeerStream
 from ...proto.hashing import hash_chain
+from ..engine.engine import Engine
 from ..engine.events import Admitted
 from ..engine.plan import FirstTokens
+from ..engine.resume import LeasedPrefix
 from ..engine.sequence import SequenceSpec
-from ..kv_cache.tables import SequenceKv, TableBlocks
+from ..kv_cache.tables import SequenceKv
 from ..tp.kv_group import KvGroup
 from ..transfer.frames import TransferError
 from ..transfer.shard_stream import FetchTarget
@@ -61,43 +63,55 @@ class PrefixLender:
     ) -> None:
         """Answers one LeasePrefix stream; the lease ends with the stream in all cases."""
         number = next(self._ids)
-        blocks: list[int] = []
+        leased: list[LeasedPrefix] = []
         try:
             async with asyncio.timeout(_LEASE_SECONDS):
                 chain = list((await anext(requests)).hashes)
                 await self._thread.call(
-                    lambda engine: blocks.extend(engine.lease_prefix(chain).blocks), _FETCH_SECONDS
+                    lambda engine: leased.append(engine.lease_prefix(chain)), _FETCH_SECONDS
                 )
                 await self._thread.settle(_FETCH_SECONDS)
-                await send(worker_pb2.LeasePrefixResponse(kv=self._offer(number, blocks, chain)))
+                await send(worker_pb2.LeasePrefixResponse(kv=self._offer(number, *leased, chain)))
                 async for _ in requests:  # until the other side has the blocks or gives up
                     pass
         # A RuntimeError comes from an engine that has ended.
         except (TimeoutError, StopAsyncIteration, RuntimeError) as error:
             logger.warning("the lease of a prefix has ended early: %s", type(error).__name__)
         finally:
-            self._kv.stop(
-                number, lambda: self._thread.post(lambda engine: engine.unlease_cached(blocks))
-            )
+            self._kv.stop(number, lambda: self._thread.post(lambda engine: _end(engine, leased)))
 
-    def _offer(self, number: int, blocks: list[int], chain: list[bytes]) -> worker_pb2.KvHandle:
-        """Offers leased blocks, which are all computed, and returns their handle."""
-        handle = self._kv_handle(len(blocks) * self._block_size)
-        if blocks:
-            place = SequenceKv((TableBlocks(tuple(blocks)),))
-            self._kv.offer(number, handle, place, chain[len(blocks) - 1])
+    def _offer(self, number: int, leased: LeasedPrefix, chain: list[bytes]) -> worker_pb2.KvHandle:
+        """Offers a leased prefix, which is all computed, and returns its handle."""
+        handle = self._kv_handle(leased.num_tokens)
+        if leased.num_tokens:
+            place = SequenceKv(leased.tables, leased.state)
+            self._kv.offer(number, handle, place, chain[leased.num_tokens // self._block_size - 1])
             self._kv.progress(number, handle.num_tokens)
             self._kv.complete(number, _NO_FIRST_TOKENS)
         return handle
 
 
+def _end(engine: Engine, leased: list[LeasedPrefix]) -> None:
+    """Ends a lease, unless it has not begun."""
+    for prefix in leased:
+        engine.unlease_cached(prefix.blocks)
+
+
 class PrefixImporter:
     """Imports prefixes from other workers or from disk; lives in one event loop."""
 
-    def __init__(self, kv: KvGroup, block_size: int, disk: DiskTier | None) -> None:
+    def __init__(
+        self, kv: KvGroup, block_size: int, disk: DiskTier | None, *, is_whole: bool = False
+    ) -> None:
+        """Makes an importer.
+
+        If `is_whole`, a sequence cannot continue from an earlier position than the end of the
+        blocks that it imports, because the blocks of its windows and its state belong there.
+        """
         self._kv = kv
         self._block_size = block_size
         self._disk = disk
+        self._is_whole = is_whole
 
     async def load(
         self, event: Admitted, spec: SequenceSpec, holder: worker_pb2.PrefixHolder
@@ -142,11 +156,12 @@ class PrefixImporter:
             handle = response.kv
             if handle.num_tokens <= event.num_cached:
                 return 0  # the blocks have left its KV cache meanwhile
+            if self._is_whole and handle.num_tokens != end:
+                return 0  # the parts of this point have left its KV cache, or it never had them
             num_blocks, rest = divmod(handle.num_tokens, holder.block_size)
             if rest or num_blocks > len(chain) or not handle.endpoints:
                 raise TransferError("the lease does not match the requested prefix")
-            place = SequenceKv(event.tables)
-            target = FetchTarget(place, event.num_cached, whole_blocks=True)
+            target = FetchTarget(SequenceKv(event.import_tables), event.num_cached)
             await self._kv.fetch_now(event.id, handle, chain[num_blocks - 1], target)
         finally:
             call.cancel()

@@ -27,7 +27,7 @@ from ..engine.block_pool import BlockState
 from ..engine.config import Budgets
 from ..engine.engine import Engine
 from ..host.malloc import keep_freed_memory
-from ..kv_cache.tables import has_sparse_points, token_bytes
+from ..kv_cache.tables import has_sparse_points, is_dense, token_bytes
 from ..model.device import enter_device
 from ..tp.adapters import AdapterCache
 from ..tp.coordinator import TpCoordinator
@@ -152,7 +152,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             failed=self._fail,
             canary=self._canary,
             reports=reports_of(self._disk, self._thread),
-            importer=PrefixImporter(self._kv, rank.block_size, self._disk),
+            importer=PrefixImporter(
+                self._kv,
+                rank.block_size,
+                self._disk,
+                is_whole=not is_dense(rank.kv.layout, rank.kv.tables),
+            ),
             metrics=self._metrics,
         )
 
@@ -215,6 +220,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         coordinator = coordinator or TpCoordinator()
         disk = None
         if config.kv_disk:
+            if not is_dense(rank.kv.layout, rank.kv.tables):
+                raise ValueError("kv_disk: not for models with windows or state")
             disk = await DiskTier.open(
                 config.kv_disk, role, rank.kv, config.kv_disk_bytes, coordinator.clients
             )

@@ -145,7 +145,6 @@ class KvGroup:
                 tables=_tables(target.place),
                 state=target.place.state,
                 num_cached=target.num_cached,
-                whole_blocks=target.whole_blocks,
             )
             self._command(sequence_id, kv_target=command)
 

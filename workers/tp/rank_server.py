@@ -206,10 +206,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
                 return kv.fetch(sequence_id, request.fetch_kv.kv, request.fetch_kv.prefix_hash)
             case "kv_target":
                 target = request.kv_target
-                kv.set_target(
-                    sequence_id,
-                    FetchTarget(place_of(target), target.num_cached, target.whole_blocks),
-                )
+                kv.set_target(sequence_id, FetchTarget(place_of(target), target.num_cached))
             case "stop_kv":
                 stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 kv.stop(sequence_id, lambda: settle(stopped, None))

@@ -49,9 +49,6 @@ class FetchTarget:
     place: SequenceKv
     # Tokens of the prompt, counted from the first, of which the prefix cache holds everything.
     num_cached: int = 0
-    # Fetch whole blocks of windows, also their tokens before the window. Another sequence may then
-    # use the blocks, but a sender may lack these tokens.
-    whole_blocks: bool = False
 
     def first_token(self, tables: Sequence[TableSpec], group: CacheGroup, num_tokens: int) -> int:
         """Returns the first token of a group that is fetched for a sequence of `num_tokens`.
@@ -60,13 +57,10 @@ class FetchTarget:
         """
         if group.part.state:
             return 0
-        spec = spec_of(tables, group)
-        if spec.window is None:
+        window = spec_of(tables, group).window
+        if window is None:
             return self.num_cached
-        first = num_tokens - spec.window + 1
-        if self.whole_blocks:
-            first = self.place.table(tables, group).first * spec.block_size
-        return max(self.num_cached, first)
+        return max(self.num_cached, num_tokens - window + 1)
 
 
 FetchResult = tuple[FirstTokens, worker_pb2.KvReceived]
