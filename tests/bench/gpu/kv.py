@@ -29,7 +29,7 @@ def measure(bench: Bench) -> None:
     _last_block(bench)
     _reads_and_writes(bench)
     _lonely_group(bench)
-    names = ["grpc", *(device_transports() if bench.is_gpu else ["shared"])]
+    names = ["grpc", *device_transports()] if bench.is_gpu else ["shared"]
     sizes = bench.pick([1, 128, 1024], [1])
     for name in names:
         try:

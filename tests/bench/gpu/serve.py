@@ -29,14 +29,14 @@ _FAILURE_SECONDS: Final = 60.0
 
 
 def measure(bench: Bench) -> None:
-    """Measures each transport with two lengths of prompts; then kills the prefill worker."""
+    """Measures each transport with two lengths of prompts; over gRPC, kills the prefill worker."""
     with TemporaryDirectory() as folder:
-        for transport in ("grpc", *(device_transports() if bench.is_gpu else ())):
+        for transport in device_transports() if bench.is_gpu else ():
             try:
                 asyncio.run(_measure(bench, transport, Path(folder)))
             except (RuntimeError, TimeoutError) as error:
                 bench.row(f"{transport}: failed", error=str(error))
-        asyncio.run(_kill(bench, Path(folder)))
+        asyncio.run(_measure(bench, "grpc", Path(folder), then_kill=True))
 
 
 @asynccontextmanager
@@ -56,11 +56,13 @@ async def _pair(
         yield prefill, decode
 
 
-async def _measure(bench: Bench, transport: str, folder: Path) -> None:
+async def _measure(bench: Bench, transport: str, folder: Path, *, then_kill: bool = False) -> None:
     async with _pair(bench, transport, folder) as (prefill, decode):
         for length in bench.pick((2048, 8192), (100,)):
             for streams in (0, bench.pick(8, 2)):
                 await _requests(bench, prefill, decode, transport, length, streams)
+        if then_kill:
+            await _kill(bench, prefill, decode)
 
 
 async def _requests(
@@ -132,31 +134,30 @@ async def _read_gaps(session: WorkerSession, name: str, gaps: list[float]) -> No
         last = now
 
 
-async def _kill(bench: Bench, folder: Path) -> None:
+async def _kill(bench: Bench, prefill: WorkerProcess, decode: WorkerProcess) -> None:
     """Kills the prefill worker while the decode worker pulls; that one must go on."""
     length = bench.pick(8192, 300)
-    async with _pair(bench, "grpc", folder) as (prefill, decode):
-        prompt = _prompt(bench, length, "victim")
-        submit = greedy_request("victim", prompt, worker_pb2.TASK_PREFILL, max_tokens=4)
-        await prefill.session.send(submit=submit)
-        submit.kv.CopyFrom((await prefill.session.next("victim", "admitted")).admitted.kv)
-        prefill.process.kill()
-        submit.task = worker_pb2.TASK_DECODE
-        began = time.monotonic()
-        await decode.session.send(submit=submit)
-        try:
-            async with asyncio.timeout(_FAILURE_SECONDS):
-                await decode.session.next("victim", "tokens")
-            outcome = "tokens"
-        except RuntimeError as error:
-            outcome = f"failure: {error}"
-        seconds = time.monotonic() - began
-        request = greedy_request(
-            "after", _prompt(bench, 8, "after"), worker_pb2.TASK_COLOCATED, max_tokens=2
-        )
-        await decode.session.send(submit=request)
-        await decode.session.next("after", "tokens")
-        bench.row("the prefill worker is killed", outcome=outcome, seconds=seconds, decodes_on=True)
+    prompt = _prompt(bench, length, "victim")
+    submit = greedy_request("victim", prompt, worker_pb2.TASK_PREFILL, max_tokens=4)
+    await prefill.session.send(submit=submit)
+    submit.kv.CopyFrom((await prefill.session.next("victim", "admitted")).admitted.kv)
+    prefill.process.kill()
+    submit.task = worker_pb2.TASK_DECODE
+    began = time.monotonic()
+    await decode.session.send(submit=submit)
+    try:
+        async with asyncio.timeout(_FAILURE_SECONDS):
+            await decode.session.next("victim", "tokens")
+        outcome = "tokens"
+    except RuntimeError as error:
+        outcome = f"failure: {error}"
+    seconds = time.monotonic() - began
+    request = greedy_request(
+        "after", _prompt(bench, 8, "after"), worker_pb2.TASK_COLOCATED, max_tokens=2
+    )
+    await decode.session.send(submit=request)
+    await decode.session.next("after", "tokens")
+    bench.row("the prefill worker is killed", outcome=outcome, seconds=seconds, decodes_on=True)
 
 
 def _prompt(bench: Bench, length: int, seed: str) -> list[int]:
