@@ -188,6 +188,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(IoGuard(forbid_torch=config.getoption("--quick")))
+    # Modules in C tell at the exit what of them is left. This runs last, after pytest's collections
+    # of garbage, which would take seconds for what was imported.
+    config.add_cleanup(gc.unfreeze)
     profile = "quick" if config.getoption("--quick") else "every"
     hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or profile)
     if config.getoption("--quick"):
@@ -209,10 +212,6 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.enable()
         gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # modules in C tell at the exit what of them is left
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
