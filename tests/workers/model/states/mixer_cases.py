@@ -112,6 +112,8 @@ def delta_case(
 
     def expected(inputs: Inputs) -> torch.Tensor:
         query, key, value, gate, beta = (each.float()[None] for each in inputs.values())
+        # transformers 5.17 leaves it to the caller to repeat the heads.
+        query, key = (each.repeat_interleave(heads // key_heads, dim=2) for each in (query, key))
         rule = chunk_kimi_delta_attention if by_row else torch_chunk_gated_delta_rule
         result: torch.Tensor = rule(
             query, key, value, g=gate, beta=beta, use_qk_l2norm_in_kernel=True
