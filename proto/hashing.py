@@ -3,7 +3,10 @@
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+DIGEST_BYTES: Final = 16
+"""Bytes of a hash."""
 
 
 class ReplacedSpan(NamedTuple):

@@ -179,7 +179,7 @@ async def stranger_with_kv_cache() -> AsyncIterator[tuple[worker_pb2.KvHandle, l
 
     rank = fake_rank()
     kv, blocks = executor_of(rank).kv, tuple(range(7))
-    kv.compute(blocks, 0, [token + 1 for token in PROMPT], b"")
+    kv.compute([blocks], 0, [token + 1 for token in PROMPT], b"")
     sender = sender_of(kv, ())
     key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
     sender.offer(1, key.transfer_id, one_table(blocks), len(PROMPT), hash_prompt(PROMPT))

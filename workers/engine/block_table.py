@@ -99,6 +99,8 @@ class SequenceTable:
         """Returns True if one of the ascending resume `points` needs the block at `index`."""
         if self.spec.window is None:
             return True
+        if self.spec.window == 1:
+            return False
         size = self.spec.block_size
         place = bisect_left(points, index * size + 1)
         return place < len(points) and points[place] <= (index + 1) * size + self.spec.window - 2

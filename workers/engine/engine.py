@@ -11,6 +11,7 @@ from functools import partial
 from queue import Full
 from typing import Final
 
+from ...proto.hashing import DIGEST_BYTES
 from .block_pool import BlockState
 from .config import EngineConfig
 from .events import Admitted, CacheChanged, Event, Progress
@@ -167,6 +168,11 @@ class Engine:
                 f"num_tokens: {num_tokens} must fill 0 to {len(sequence.importing)} blocks of "
                 f"{self.config.block_size} tokens exactly"
             )
+        if self.requests.resume.is_sparse and 0 < num_blocks < len(sequence.importing):
+            raise ValueError(
+                f"num_tokens: {num_tokens} must be 0 or fill all {len(sequence.importing)} blocks, "
+                "because the model keeps windows or state"
+            )
         self.requests.commit_prefix(sequence, num_tokens)
 
     def lease_cached(self, digests: Iterable[bytes]) -> list[tuple[int, bytes]]:
@@ -229,7 +235,7 @@ class Engine:
             plan, collect = launched
             found = update(self.requests, plan, collect())
             self._measure(plan, self._clock() - started)
-        stored, evicted = self.requests.pool.take_changes()
+        stored, evicted = map(self._reported, self.requests.pool.take_changes())
         if stored or evicted:
             found.append(CacheChanged(stored=stored, evicted=evicted))
         if found:
@@ -249,6 +255,12 @@ class Engine:
         if self._source is None or not chain:
             return 0
         return self._source.count(chain, self.prompt_token_seconds * self.config.block_size)
+
+    def _reported(self, names: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """Returns the names of blocks of table 0, which are those that routers look for."""
+        if len(self.config.tables) == 1:
+            return names
+        return tuple(name for name in names if len(name) == DIGEST_BYTES)
 
     def _is_import(self, event: Admitted) -> bool:
         return self.requests.sequences[event.id].state is State.IMPORTING

@@ -111,12 +111,13 @@ class ResumePoints:
                     break
                 gap = found
             position = gap - gap % self.alignment
+        parts = tuple(self._part(chain, number, position, fetched) for number in range(len(tables)))
+        if not any(names for _, names in parts):
+            position = 0  # windows need nothing of the tokens that are far before a fetched end
         return Hit(
             num_tokens=position,
             num_matched=matched,
-            parts=tuple(
-                self._part(chain, number, position, fetched) for number in range(len(tables))
-            ),
+            parts=parts,
             state=self._digest(chain, position) if position and needs_state else None,
         )
 

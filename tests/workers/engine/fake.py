@@ -26,9 +26,15 @@ from tandem.workers.engine.plan import (
     SequenceStep,
     StepPlan,
 )
-from tandem.workers.kv_cache.layout import KvLayout, KvSpan
+from tandem.workers.kv_cache.layout import KvLayout, KvSpan, LayerGeometry
 from tandem.workers.kv_cache.store import Completed, KvRead
-from tandem.workers.kv_cache.tables import TableSpec
+from tandem.workers.kv_cache.tables import TableSpec, table_of
+
+NO_BLOCK = -1
+"""Stands in a block table for a block that the sequence does not have."""
+
+_histories: dict[bytes, bytes] = {}
+"""The history that each computed cell comes from."""
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
@@ -65,7 +71,13 @@ class FakeKv:
     layer, head, key or value in the wrong place shows as soon as `FakeExecutor` reads it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, layout: KvLayout) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        layout: KvLayout,
+        tables: tuple[TableSpec, ...] = (),
+    ) -> None:
         self.layout = layout
         self.tp, self.rank, self.shared_fd = 1, 0, None
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -77,12 +89,19 @@ class FakeKv:
                 for group, _ in map(layout.place, range(layout.num_layers))
             )
         ]
+        self.tables = tables or (TableSpec(block_size=block_size),)
+        self.table_of = [
+            table_of(self.tables, layout.groups[group])
+            for group, _ in map(layout.place, range(layout.num_layers))
+        ]
         self._cells = [
-            [bytes(size)] * (num_blocks * block_size) for size in self._cell_bytes
+            [bytes(size)] * (num_blocks * self.tables[table].block_size)
+            for size, table in zip(self._cell_bytes, self.table_of, strict=True)
         ]  # [layer][place]
+        self._last_table = [0] * num_blocks  # that wrote to the block
         self._slots: dict[
-            int, list[list[bytes]]
-        ] = {}  # in host memory: of each layer the cells of a block
+            int, tuple[int, list[list[bytes]]]
+        ] = {}  # in host memory: its last table, and of each layer the cells of a block
 
     def num_slots(self, group: int) -> int:
         """See `KvStore.num_slots`."""
@@ -108,7 +127,7 @@ class FakeKv:
 
     def write(self, blocks: Blocks, span: KvSpan, data: memoryview) -> None:
         """See `KvStore.write`."""
-        places, slots = self._find(blocks, span)
+        places, slots = self._find(blocks, span, writes=True)
         if data.nbytes != span.size(self.layout):
             raise ValueError(f"data: {data.nbytes} bytes, {span.size(self.layout)} are expected")
         raw, size = data.tobytes(), len(slots)
@@ -125,70 +144,120 @@ class FakeKv:
                     at += size
 
     def compute(
-        self, blocks: Sequence[int], start: int, tokens: Sequence[int], history: bytes
+        self, tables: Sequence[Sequence[int]], start: int, tokens: Sequence[int], history: bytes
     ) -> bytes:
         """Stores the KV of `tokens` from position `start` on as a model would; returns the history
-        with them.
+        with them. Each of `tables` has a block for each index, or NO_BLOCK.
         """
-        for place, token in zip(self._places(blocks, start, len(tokens)), tokens, strict=True):
+        places = [
+            self._places(number, table, start, len(tokens), writes=True)
+            for number, table in enumerate(tables)
+        ]
+        for position, token in enumerate(tokens):
             history = _extend(history, token)
-            for layer, cells in enumerate(self._cells):
-                cells[place] = _cell(history, token, layer, self._cell_bytes[layer])
+            for layer, (cells, number) in enumerate(zip(self._cells, self.table_of, strict=True)):
+                cell = _cell(history, token, layer, self._cell_bytes[layer])
+                cells[places[number][position]] = cell
+                _histories[cell] = history
         return history
 
     def copy(self, source: int, target: int) -> None:
         """Copies a whole block."""
-        size = self.block_size
-        for cells in self._cells:
-            cells[target * size : (target + 1) * size] = cells[source * size : (source + 1) * size]
+        self._put(target, self._last_table[source], self._get(source))
 
     def save(self, block: int, slot: int) -> None:
         """Copies a whole block to host memory."""
-        size = self.block_size
-        self._slots[slot] = [cells[block * size : (block + 1) * size] for cells in self._cells]
+        self._slots[slot] = self._last_table[block], self._get(block)
 
     def restore(self, slot: int, block: int) -> None:
         """Copies a whole block back. Raises KeyError if nothing was saved there."""
-        size = self.block_size
-        for cells, saved in zip(self._cells, self._slots[slot], strict=True):
-            cells[block * size : (block + 1) * size] = saved
+        self._put(block, *self._slots[slot])
+
+    def _get(self, block: int) -> list[list[bytes]]:
+        sizes = [self.tables[number].block_size for number in self.table_of]
+        return [
+            cells[block * size : (block + 1) * size]
+            for cells, size in zip(self._cells, sizes, strict=True)
+        ]
+
+    def _put(self, block: int, table: int, parts: list[list[bytes]]) -> None:
+        self._last_table[block] = table
+        for cells, part in zip(self._cells, parts, strict=True):
+            cells[block * len(part) : (block + 1) * len(part)] = part
 
     def history(self, blocks: Sequence[int], num_tokens: int) -> bytes:
-        """Returns the history of the first num_tokens tokens. Raises RuntimeError if they are not
-        one sequence's, in order.
+        """Returns the history of the first num_tokens tokens in a full table, the only one."""
+        return self.history_of([blocks], num_tokens)
+
+    def history_of(self, tables: Sequence[Sequence[int]], num_tokens: int) -> bytes:
+        """Returns the history of the first num_tokens tokens. Raises RuntimeError if what a step
+        sees of them is not one sequence's, in order.
         """
-        history = b""
-        for position, place in enumerate(self._places(blocks, 0, num_tokens)):
-            token = int.from_bytes(self._cells[0][place][:4], "little")
-            history = _extend(history, token)
-            for layer, cells in enumerate(self._cells):
-                if cells[place] != _cell(history, token, layer, self._cell_bytes[layer]):
+        ends = [b""] if not num_tokens else []
+        for layer, number in enumerate(self.table_of):
+            window = self.tables[number].window
+            first = 0 if window is None else max(num_tokens - window + 1, 0)
+            places = self._places(number, tables[number], first, num_tokens - first)
+            history: bytes | None = None if first else b""
+            for position, place in enumerate(places, start=first):
+                cell = self._cells[layer][place]
+                token = int.from_bytes(cell[:4], "little")
+                history = _histories.get(cell) if history is None else _extend(history, token)
+                if history is None or cell != _cell(history, token, layer, self._cell_bytes[layer]):
                     raise RuntimeError(
                         f"layer {layer}, position {position}, place {place}: KV of something else"
                     )
-        return history
+            if places:
+                ends.append(history or b"")
+        if len(set(ends)) != 1:
+            raise RuntimeError(f"position {num_tokens}: tables of different sequences")
+        return ends[0]
 
     def _layers(self, span: KvSpan) -> tuple[int, ...]:
         """Returns the numbers of the span's layers in the model."""
         return self.layout.groups[span.group].layers[span.first_layer : span.layers.stop]
 
-    def _find(self, blocks: Blocks, span: KvSpan) -> tuple[list[int], range]:
+    def _find(
+        self, blocks: Blocks, span: KvSpan, *, writes: bool = False
+    ) -> tuple[list[int], range]:
         """Returns the places of a span's tokens, and the bytes of its KV slots in either half of a
         cell.
         """
         slots = [group.part.num_kv_heads for group in self.layout.groups]
         own = as_table(blocks)
-        tokens = own.tokens(self.block_size)
+        number = table_of(self.tables, self.layout.groups[span.group])
+        tokens = own.tokens(self.tables[number].block_size)
         span.check(self.layout, tokens=tokens, num_slots=slots)
         size = self.layout.groups[span.group].part.row_bytes
-        places = self._places(own.blocks, span.first_token - tokens.start, span.num_tokens)
+        first = span.first_token - tokens.start
+        places = self._places(number, own.blocks, first, span.num_tokens, writes=writes)
         return places, range(span.first_slot * size, (span.first_slot + span.num_slots) * size)
 
-    def _places(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[int]:
-        """Returns where the tokens are among a layer's cells."""
-        size, end = self.block_size, first_token + num_tokens
+    def _places(
+        self,
+        number: int,
+        blocks: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        *,
+        writes: bool = False,
+    ) -> list[int]:
+        """Returns where the tokens are among a layer's cells. A block that another table has
+        written to loses what it had.
+        """
+        size, end = self.tables[number].block_size, first_token + num_tokens
         if first_token < 0 or end > len(blocks) * size:
             raise ValueError(f"tokens {first_token} to {end} of {len(blocks)} blocks of {size}")
+        used = blocks[first_token // size : -(-end // size)] if num_tokens else ()
+        if NO_BLOCK in used:
+            raise RuntimeError(f"tokens {first_token} to {end} of table {number}: no block there")
+        for block in used:
+            if writes and self._last_table[block] != number:
+                for layer, own in enumerate(self.table_of):
+                    count = self.tables[own].block_size
+                    empty = [bytes(self._cell_bytes[layer])] * count
+                    self._cells[layer][block * count : (block + 1) * count] = empty
+                self._last_table[block] = number
         return [blocks[p // size] * size + p % size for p in range(first_token, end)]
 
 
@@ -211,17 +280,21 @@ class FakeExecutor(Executor):
         vocab_size: int = 512,
         model: str = "fake",
         step_seconds: float = 0.0,
+        tables: tuple[TableSpec, ...] = (),
     ) -> None:
-        layout = KvLayout.uniform(
-            num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model=model
+        windows = [table.window for table in tables] or [None]
+        layers = tuple(
+            LayerGeometry(num_heads=2, num_kv_heads=2, head_dim=4, window=window)
+            for window in (windows[0], *windows, windows[-1])
         )
-        self.kv = FakeKv(num_blocks, block_size, layout)
+        layout = KvLayout(layers=layers, dtype="float32", model=model)
+        self.kv = FakeKv(num_blocks, block_size, layout, tables)
         self.vocab_size = vocab_size
         self.step_seconds = step_seconds
         self.fail_after_steps: int | None = None
         self.num_steps = 0
         self.num_tokens = 0  # computed in all steps
-        self._tables: dict[int, list[int]] = {}
+        self._tables: dict[int, list[list[int]]] = {}
         self._sampling: dict[int, SamplingParams] = {}
         self._num_computed: dict[int, int] = {}
         self._sampled: dict[int, list[int]] = {}  # by sequence, in the last step
@@ -282,7 +355,8 @@ class FakeExecutor(Executor):
         """Extends the sequence's block table; returns the history before the step."""
         number = step.sequence_id
         if step.sampling is not None:
-            self._tables[number], self._sampling[number] = [], step.sampling
+            self._tables[number] = [[] for _ in self.kv.tables]
+            self._sampling[number] = step.sampling
             self._num_computed[number] = step.start
             if bool(step.history) != step.sampling.needs_history:
                 raise RuntimeError(f"sequence {number}: history is missing or superfluous")
@@ -292,9 +366,12 @@ class FakeExecutor(Executor):
             raise RuntimeError(
                 f"sequence {number}: position {step.start} after a gap or a repetition"
             )
-        for new in step.new_blocks:
-            self._tables[number] += new.blocks
-        return self.kv.history(self._tables[number], step.start)
+        for table, new in zip(self._tables[number], step.new_blocks, strict=False):
+            if new.first < len(table):
+                raise RuntimeError(f"sequence {number}: block {new.first} of a table comes twice")
+            table += [NO_BLOCK] * (new.first - len(table))
+            table += new.blocks
+        return self.kv.history_of(self._tables[number], step.start)
 
     def _run(self, step: SequenceStep, history: bytes, samples: Samples) -> list[int]:
         """Returns the step's samples, and adds its log probabilities to `samples`."""

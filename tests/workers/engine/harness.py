@@ -4,12 +4,18 @@ import functools
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tandem.proto.hashing import hash_chain
-from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
+from tandem.proto.hashing import DIGEST_BYTES, hash_chain
+from tandem.tests.workers.engine.fake import (
+    NO_BLOCK,
+    FakeExecutor,
+    FakeKv,
+    _extend,
+    expected_tokens,
+)
 from tandem.tests.workers.spans import Blocks, read_now, span
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import Budgets, EngineConfig
@@ -31,6 +37,7 @@ from tandem.workers.engine.sequence import Sequence as EngineSequence
 from tandem.workers.engine.sequence import SequenceSpec, State, Task
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.store import Completed
+from tandem.workers.kv_cache.tables import TableBlocks
 
 VOCAB_SIZE = 16
 
@@ -42,7 +49,7 @@ def engine_config(**config: Any) -> EngineConfig:
     """An engine's configuration from the fields of EngineConfig and of Budgets together."""
     own = {
         name: config.pop(name)
-        for name in ("num_blocks", "num_host_blocks", "block_size", "overlap")
+        for name in ("num_blocks", "num_host_blocks", "block_size", "overlap", "tables")
         if name in config
     }
     return EngineConfig(**own, budgets=Budgets(**config))
@@ -53,13 +60,17 @@ class RecordingExecutor(FakeExecutor):
     names fails.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size, vocab_size=VOCAB_SIZE)
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(
+            config.num_blocks, config.block_size, vocab_size=VOCAB_SIZE, tables=config.tables
+        )
+        self.check_plan: Callable[[StepPlan], None] = lambda plan: None
         self.plans: list[StepPlan] = []
         self.failing: dict[int, str] = {}
         self.restoring: set[int] = set()  # blocks that launched steps restore once they begin
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        self.check_plan(plan)
         self.plans.append(plan)
         return self._failing(plan, super().launch(plan, on_layers))
 
@@ -83,13 +94,14 @@ class LateExecutor(RecordingExecutor):
     outside come after the steps launched before them, and reads only after what these restore.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
-        self.kv = OrderedKv(num_blocks, block_size, self)
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.kv = OrderedKv(config, self)
         self._queue: deque[Callable[[], None]] = deque()
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         done: list[Callable[[], Samples]] = []
+        self.check_plan(plan)
         self.plans.append(plan)
         blocks = {block for _, block in plan.loaded}
         self.restoring |= blocks
@@ -115,8 +127,8 @@ class LateExecutor(RecordingExecutor):
 class OrderedKv(FakeKv):
     """The memory of a LateExecutor."""
 
-    def __init__(self, num_blocks: int, block_size: int, executor: LateExecutor) -> None:
-        super().__init__(num_blocks, block_size, executor.kv.layout)
+    def __init__(self, config: EngineConfig, executor: LateExecutor) -> None:
+        super().__init__(config.num_blocks, config.block_size, executor.kv.layout, config.tables)
         self._executor = executor
 
     def write(self, blocks: Blocks, span: KvSpan, data: memoryview) -> None:
@@ -164,11 +176,11 @@ class Worker:
         self, config: EngineConfig, *, late: bool = False, disk: FakeDisk | None = None
     ) -> None:
         self.config = config
-        self.executor = (LateExecutor if late else RecordingExecutor)(
-            config.num_blocks, config.block_size
-        )
-        self.disk = disk
+        self.executor = (LateExecutor if late else RecordingExecutor)(config)
+        self.executor.check_plan = self._check_plan
+        self.disk = None if is_sparse(config) or len(config.tables) > 1 else disk
         self.engine = Engine(self.executor, config, source=self.disk)
+        self._admitted: dict[int, tuple[TableBlocks, ...]] = {}  # tables at admission
         self.importing: dict[int, Admitted] = {}  # prefixes from the disk, by sequence
         self._copies: list[tuple[int, bytes]] = []  # leased blocks that the disk will have
         self._lent: list[int] = []  # leased blocks of prefixes
@@ -195,15 +207,18 @@ class Worker:
             events.extend(emitted)
             for event in emitted:
                 if isinstance(event, Admitted):
+                    self._admitted[event.id] = tuple(
+                        TableBlocks(tuple(table.blocks), table.first)
+                        for table in self.sequences[event.id].tables
+                    )
                     if self.config.num_host_blocks == 0:
                         self._check_cached(event)
                     if self.specs[event.id].task is Task.DECODE:
                         self._overwrite(event)
                     elif event.importing:
                         self.importing[event.id] = event
-                        first = event.num_cached // self.config.block_size
-                        for block in event.tables[0].blocks[first : first + len(event.importing)]:
-                            self._clear(block)
+                        end = event.num_cached + len(event.importing) * self.config.block_size
+                        self._clear(event.import_tables, event.num_cached, end)
 
         self.engine.step(take)
         if self.config.num_host_blocks:  # part of it comes with the step
@@ -235,9 +250,10 @@ class Worker:
                 self._copies += self.engine.lease_cached(change.stored[:3])
         self.check()
         pool = self.engine.requests.pool
-        assert self.cached == {*pool._block_of, *pool.host._host_block_of}, (
-            "the events differ from the cache"
-        )
+        names = {*pool._block_of, *pool.host._host_block_of}
+        if len(self.config.tables) > 1:
+            names = {name for name in names if len(name) == DIGEST_BYTES}
+        assert self.cached == names, "the events differ from the cache"
         return [event for event in events if not isinstance(event, CacheChanged)]
 
     def _follow(self, change: CacheChanged) -> None:
@@ -260,13 +276,13 @@ class Worker:
         """Leases what is cached of a prefix until the copies are finished; returns how many blocks
         that is.
         """
-        blocks = self.engine.lease_prefix(hash_chain(tokens, self.config.block_size, salt)).blocks
+        lease = self.engine.lease_prefix(hash_chain(tokens, self.config.block_size, salt))
+        blocks, num_tokens = lease.blocks, lease.num_tokens
         self._lent += blocks
-        num_tokens = len(blocks) * self.config.block_size
-        if not any(
+        if num_tokens and not any(
             block in self.executor.restoring for block in blocks
         ):  # the step under way may restore some
-            found = self.executor.kv.history(tuple(blocks), num_tokens)
+            found = self.executor.kv.history_of(padded(lease.tables), num_tokens)
             assert found == functools.reduce(_extend, tokens[:num_tokens], b""), (
                 "KV of another prefix"
             )
@@ -275,36 +291,34 @@ class Worker:
             "too few are left to sequences"
         )
         self.check()
-        return len(blocks)
+        return num_tokens
 
     def finish_import(self, number: int, num_blocks: int) -> bool:
         """Fills so many blocks of a sequence from the disk and starts it; False if it has ended."""
         event = self.importing.pop(number)
         if number not in self.sequences:
             return False
-        other = self._other_worker(event) if event.prefix_source == "remote" else {}
-        for digest, place in zip(event.importing[:num_blocks], range(num_blocks), strict=True):
-            assert event.prefix_source == "remote" or self.disk is not None
-            data = (
-                other[digest]
-                if self.disk is None or event.prefix_source == "remote"
-                else self.disk.blocks[digest]
-            )
-            block = event.tables[0].blocks[event.num_cached // self.config.block_size + place]
-            self.executor.kv.write([block], self._whole, memoryview(data))
+        if is_sparse(self.config):  # a whole point or nothing
+            num_blocks = len(event.importing) if num_blocks else 0
+        end = event.num_cached + num_blocks * self.config.block_size
+        if event.prefix_source == "remote":
+            self._compute_elsewhere(event, end)
+        else:
+            assert self.disk is not None
+            first = event.num_cached // self.config.block_size
+            for digest, block in zip(
+                event.importing[:num_blocks], event.tables[0].blocks[first:], strict=False
+            ):
+                self.executor.kv.write([block], self._whole, memoryview(self.disk.blocks[digest]))
         self.engine.commit_prefix(number, num_blocks * self.config.block_size)
         self.check()
         return True
 
-    def _other_worker(self, event: Admitted) -> dict[bytes, bytes]:
-        """The blocks of a prompt as another worker has computed them."""
-        spec, size = self.specs[event.id], self.config.block_size
-        kv = FakeKv(len(event.tables[0].blocks), size, self.executor.kv.layout)
-        kv.compute(range(len(event.tables[0].blocks)), 0, spec.tokens, b"")
-        chain = hash_chain(spec.tokens, size, spec.salt)
-        return {
-            digest: bytes(read_now(kv, [block], self._whole)) for block, digest in enumerate(chain)
-        }
+    def _compute_elsewhere(self, event: Admitted, end: int) -> None:
+        """Copies the tokens before `end` of a prompt, as another worker has computed them."""
+        tokens = self.specs[event.id].tokens[:end]
+        source = make_source(self.executor.kv, tokens)
+        copy_tokens(source, self.executor.kv, event.import_tables, event.num_cached, end)
 
     @property
     def in_flight(self) -> set[int]:
@@ -324,9 +338,9 @@ class Worker:
             assert sequence.num_computed <= sequence.num_scheduled <= most
             assert self.config.overlap or sequence.num_computed == sequence.num_scheduled
             for table in sequence.tables:
-                assert table.num_published * table.spec.block_size <= max(
-                    sequence.num_computed, len(sequence.spec.tokens)
-                )
+                if table.spec.window is None:
+                    published = table.num_published * table.spec.block_size
+                    assert published <= sequence.num_computed
             most = sum(
                 -(-sequence.spec.max_length // table.spec.block_size) for table in sequence.tables
             )
@@ -352,21 +366,29 @@ class Worker:
         """
         spec = self.specs[event.id]
         prefix = spec.tokens[: event.num_cached]
-        cached = event.tables[0].blocks[: event.num_cached // self.config.block_size]
-        known = next(
-            (i for i, block in enumerate(cached) if block in self.executor.restoring), len(cached)
-        )
-        num_readable = known * self.config.block_size
-        found = self.executor.kv.history(event.tables[0].blocks, num_readable)
-        assert found == functools.reduce(_extend, prefix[:num_readable], b""), (
-            "KV of another prefix"
-        )
+        if spec.task is not Task.DECODE or not is_sparse(self.config):
+            tables = padded(self._admitted.pop(event.id))
+            cached = tables[0][: event.num_cached // self.config.tables[0].block_size]
+            known = next(
+                (i for i, block in enumerate(cached) if block in self.executor.restoring),
+                len(cached),
+            )
+            num_readable = event.num_cached
+            if known < len(cached):
+                num_readable = 0 if is_sparse(self.config) else known * self.config.block_size
+            if not any(block in self.executor.restoring for table in tables[1:] for block in table):
+                found = self.executor.kv.history_of(tables, num_readable)
+                assert found == functools.reduce(_extend, prefix[:num_readable], b""), (
+                    "KV of another prefix"
+                )
         assert (
             event.num_cached % self.config.block_size
             == event.num_loaded % self.config.block_size
             == 0
         )
-        assert len(event.tables[0].blocks) == -(-len(spec.tokens) // self.config.block_size)
+        for table, own in zip(self.config.tables, event.tables, strict=True):
+            assert own.first + len(own.blocks) == -(-len(spec.tokens) // table.block_size)
+            assert own.first == 0 or table.window is not None
         others = [
             s for s in self.specs.values() if s.salt == spec.salt and s is not spec
         ]  # which may overtake it
@@ -375,19 +397,76 @@ class Worker:
                 history[: len(prefix)] == prefix for s in others for history in _histories(s)
             )
 
-    def _clear(self, block: int) -> None:
-        """Begins an import from disk at once."""
-        zeros = bytes(self._whole.size(self.executor.kv.layout))
-        self.executor.kv.write([block], self._whole, memoryview(zeros))
+    def _check_plan(self, plan: StepPlan) -> None:
+        """Each block that a step reads or writes belongs to its sequence."""
+        pool = self.engine.requests.pool
+        for step in plan.sequences:
+            sequence = self.sequences[step.sequence_id]
+            for table in sequence.tables:
+                size, window = table.spec.block_size, table.spec.window
+                start = 0 if window is None else max(step.start - window + 1, 0)
+                end = -(-(step.start + len(step.token_ids)) // size)
+                assert table.first <= start // size, "a block has left too early"
+                held = table.blocks[start // size - table.first : end - table.first]
+                assert len(held) == end - start // size, "a block is missing"
+                assert all(pool.holders(block)[0] for block in held)
+
+    def _clear(self, tables: tuple[TableBlocks, ...], start: int, end: int) -> None:
+        """Begins an import at once, as a transfer in another thread may."""
+        for layer, own, first in spans_of(self.executor.kv, tables, start, end):
+            part = span(self.executor.kv, first, end - first, layer, 1)
+            zeros = memoryview(bytes(part.size(self.executor.kv.layout)))
+            self.executor.kv.write(own, part, zeros)
 
     def _overwrite(self, event: Admitted) -> None:
         """Begins an import at once, as a transfer in another thread may."""
-        num_tokens = len(self.specs[event.id].tokens) - event.num_cached
-        if num_tokens:
-            part = span(self.executor.kv, event.num_cached, num_tokens)
-            self.executor.kv.write(
-                event.tables[0].blocks, part, memoryview(bytes(part.size(self.executor.kv.layout)))
-            )
+        self._clear(event.tables, event.num_cached, len(self.specs[event.id].tokens))
+
+
+def is_sparse(config: EngineConfig) -> bool:
+    return any(table.window is not None for table in config.tables)
+
+
+def padded(tables: Sequence[TableBlocks]) -> list[list[int]]:
+    """The blocks of each table at their indices."""
+    return [[NO_BLOCK] * table.first + list(table.blocks) for table in tables]
+
+
+def spans_of(
+    kv: FakeKv, tables: Sequence[TableBlocks], start: int, end: int
+) -> Iterator[tuple[int, TableBlocks, int]]:
+    """Yields each layer, its table, and the first token that a sequence of `end` tokens lacks."""
+    for layer, number in enumerate(kv.table_of):
+        window = kv.tables[number].window
+        first = start if window is None else max(start, end - window + 1)
+        if first < end:
+            yield layer, tables[number], first
+
+
+def copy_tokens(
+    source: tuple[FakeKv, Sequence[TableBlocks]],
+    target: FakeKv,
+    tables: Sequence[TableBlocks],
+    start: int,
+    end: int,
+) -> None:
+    """Copies what a worker that has `start` tokens lacks to continue after `end` tokens."""
+    kv, from_tables = source
+    for layer, own, first in spans_of(target, tables, start, end):
+        part = span(target, first, end - first, layer, 1)
+        target.write(own, part, read_now(kv, from_tables[kv.table_of[layer]], part))
+
+
+def make_source(like: FakeKv, tokens: Sequence[int]) -> tuple[FakeKv, list[TableBlocks]]:
+    """Computes a prompt on another worker."""
+    counts = [-(-len(tokens) // table.block_size) for table in like.tables]
+    kv = FakeKv(sum(counts), like.block_size, like.layout, like.tables)
+    ends = list(itertools.accumulate(counts))
+    tables = [
+        TableBlocks(tuple(range(end - count, end))) for end, count in zip(ends, counts, strict=True)
+    ]
+    kv.compute([table.blocks for table in tables], 0, tokens, b"")
+    return kv, tables
 
 
 def _histories(spec: SequenceSpec) -> list[tuple[int, ...]]:

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.tests.workers.engine.fake import expected_logprobs, expected_tokens
-from tandem.tests.workers.engine.harness import VOCAB_SIZE, FakeDisk, SeqEvent, Worker
+from tandem.tests.workers.engine.harness import (
+    VOCAB_SIZE,
+    FakeDisk,
+    SeqEvent,
+    Worker,
+    copy_tokens,
+    is_sparse,
+)
 from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.beam import Beams
 from tandem.workers.engine.config import EngineConfig
@@ -163,14 +170,23 @@ class Pair:
         count = min(request.num_readable - start, max_tokens)
         source, target = self.prefill.executor.kv, self.decode.executor.kv
         if count > 0:
-            for layer in range(source.layout.num_layers):
-                part = span(source, start, count, layer, 1)
-                data = read_now(source, request.source.tables[0].blocks, part)
-                target.write(request.target.tables[0].blocks, part, data)
+            for layer, number in enumerate(source.table_of):
+                if source.tables[number].window is None:
+                    part = span(source, start, count, layer, 1)
+                    data = read_now(source, request.source.tables[number], part)
+                    target.write(request.target.tables[number], part, data)
             request.num_pulled += count
         if request.first_tokens is not None and request.num_pulled == request.num_readable:
             assert request.decode_id is not None
             assert request.prefill_id is not None
+            if is_sparse(self.decode.config):  # what is left of each window
+                copy_tokens(
+                    (source, request.source.tables),
+                    target,
+                    request.target.tables,
+                    request.target.num_cached,
+                    request.num_readable,
+                )
             self.decode.engine.commit_import(request.decode_id, request.first_tokens)
             self.prefill.engine.cancel(request.prefill_id)
             request.num_pulled = request.prefill_id = None

@@ -24,6 +24,7 @@ from tandem.workers.engine.config import EngineConfig, SpeculativeConfig
 from tandem.workers.engine.events import Admitted, NewTokens, Preempted
 from tandem.workers.engine.plan import StepPlan
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, Task
+from tandem.workers.kv_cache.tables import TableSpec
 
 MAX_PROMPT, MAX_TOKENS = 6, 9
 ACTIONS = [
@@ -59,15 +60,47 @@ REQUESTS = st.builds(
 )
 
 
+# Of the tables of a model: the full table alone, most of all.
+WINDOWS: list[tuple[int | None, ...]] = [
+    (None,),
+    (None,),
+    (None,),
+    (None, 3),
+    (None, 2),
+    (None, 2, 5),
+    (None, 40),
+    (3,),
+    (6,),
+    (2, 7),
+]
+
+
+def make_tables(
+    windows: tuple[int | None, ...], block_size: int, ratios: Iterator[int]
+) -> tuple[TableSpec, ...]:
+    return tuple(
+        TableSpec(block_size=block_size * ratio, window=window)
+        for window, ratio in zip(windows, ratios, strict=False)
+    )
+
+
+def longest_blocks(tables: tuple[TableSpec, ...]) -> int:
+    """The blocks of one of the longest requests."""
+    return sum(-(-(MAX_PROMPT + MAX_TOKENS - 1) // table.block_size) for table in tables)
+
+
 @st.composite
-def configs(draw: st.DrawFn) -> EngineConfig:
+def configs(draw: st.DrawFn, windows: tuple[int | None, ...]) -> EngineConfig:
     """Workers that hold one to three of the longest requests."""
     block_size = draw(st.integers(1, 4))
-    least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
+    ratios = draw(st.lists(st.sampled_from([1, 1, 2, 3]), min_size=3, max_size=3))
+    tables = make_tables(windows, block_size, iter(ratios if len(windows) > 1 else [1]))
+    least = longest_blocks(tables)
     return engine_config(
         num_blocks=draw(st.integers(least, 3 * least)),
         num_host_blocks=draw(st.integers(0, 2 * least)),
         block_size=block_size,
+        tables=tables,
         chunk_tokens=draw(st.integers(1, 12)),
         mixed_chunk_tokens=draw(st.integers(1, 12)),
         max_sequences=draw(st.integers(1, 8)),
@@ -85,11 +118,15 @@ class EngineMachine(RuleBasedStateMachine):
     are the harness's.
     """
 
-    @initialize(prefill=configs(), decode=configs(), late=st.booleans(), has_disk=st.booleans())
-    def start(
-        self, prefill: EngineConfig, decode: EngineConfig, late: bool, has_disk: bool
-    ) -> None:
-        self.pair = Pair(prefill, decode, late=late, disk=FakeDisk() if has_disk else None)
+    @initialize(
+        workers=st.sampled_from(WINDOWS).flatmap(
+            lambda windows: st.tuples(configs(windows), configs(windows))
+        ),
+        late=st.booleans(),
+        has_disk=st.booleans(),
+    )
+    def start(self, workers: tuple[EngineConfig, EngineConfig], late: bool, has_disk: bool) -> None:
+        self.pair = Pair(*workers, late=late, disk=FakeDisk() if has_disk else None)
         self.requests: list[Request] = []
 
     @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
@@ -187,6 +224,14 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
     disk = FakeDisk()  # that all share
     for seed in range(30 if overlap else 16):
         walk(random.Random(seed), seen, overlap, disk if seed % 3 else None)
+    sparse = Counter[str]()
+    for seed in range(16):
+        windows = WINDOWS[3 + seed % (len(WINDOWS) - 3)]
+        walk(random.Random(100 + seed), sparse, overlap, None, windows)
+    assert all(
+        sparse[name] >= 3
+        for name in ("cached", "import", "copies", "from another worker", "lent", "read")
+    ), sparse
     cancels = {f"cancel {state}" for state in ("waiting", "importing", "running", "leased")}
     want = {"Preempted", "import", "Progress", "cached", "lost lease", *cancels}
     want |= {
@@ -218,10 +263,19 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
     assert all(seen[name] >= 5 for name in want), seen
 
 
-def walk(rng: random.Random, seen: Counter[str], overlap: bool, disk: FakeDisk | None) -> None:
+def walk(
+    rng: random.Random,
+    seen: Counter[str],
+    overlap: bool,
+    disk: FakeDisk | None,
+    windows: tuple[int | None, ...] = (None,),
+) -> None:
     """One service's life of 300 actions, then its end; counts into `seen` what happened."""
     pair = Pair(
-        random_config(rng, overlap), random_config(rng, overlap), late=rng.random() < 0.5, disk=disk
+        random_config(rng, overlap, windows),
+        random_config(rng, overlap, windows),
+        late=rng.random() < 0.5,
+        disk=disk,
     )
     requests: list[Request] = []
     for _ in range(300):
@@ -331,13 +385,18 @@ def random_request(rng: random.Random) -> Request:
     )
 
 
-def random_config(rng: random.Random, overlap: bool) -> EngineConfig:
+def random_config(
+    rng: random.Random, overlap: bool, windows: tuple[int | None, ...]
+) -> EngineConfig:
     block_size = rng.randint(1, 4)
-    least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
+    ratios = rng.choices([1, 1, 2, 3], k=3) if len(windows) > 1 else [1]
+    tables = make_tables(windows, block_size, iter(ratios))
+    least = longest_blocks(tables)
     return engine_config(
         num_blocks=rng.randint(least, 3 * least),
         num_host_blocks=rng.choice([0, rng.randint(1, 3 * least)]),
         block_size=block_size,
+        tables=tables,
         chunk_tokens=rng.randint(1, 12),
         mixed_chunk_tokens=rng.randint(1, 12),
         max_sequences=rng.randint(2, 8),

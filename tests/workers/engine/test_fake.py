@@ -27,7 +27,9 @@ def plan(
         sequence_id=sequence_id,
         token_ids=tokens,
         start=start,
-        new_blocks=(TableBlocks(blocks),) if blocks else (),
+        new_blocks=(TableBlocks(blocks, 0 if first else -(-start // BLOCK_SIZE)),)
+        if blocks
+        else (),
         sampling=SamplingParams() if first else None,
         num_samples=1,
     )
