@@ -112,7 +112,7 @@ class ResumePoints:
                 gap = found
             position = gap - gap % self.alignment
         parts = tuple(self._part(chain, number, position, fetched) for number in range(len(tables)))
-        if not any(names for _, names in parts):
+        if fetched is not None and not any(names for _, names in parts):
             position = 0  # windows need nothing of the tokens that are far before a fetched end
         return Hit(
             num_tokens=position,
