@@ -83,7 +83,7 @@ def random_method(
     centred -= 8 if zero is None else zero[..., None]
     weight = (centred * scales.double()[..., None]).flatten(1)
     method = Int4LinearMethod.from_numbers(
-        tuple(None if each is None else each.to(DEVICE) for each in (numbers, scales, zero)),
+        (numbers.to(DEVICE), scales.to(DEVICE), None if zero is None else zero.to(DEVICE)),
         torch.randn(outputs).bfloat16().to(DEVICE) if bias else None,
     )
     return method, weight.to(DEVICE)

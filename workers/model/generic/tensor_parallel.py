@@ -69,7 +69,7 @@ class TpPlan:
         """
         names = {module: name for name, module in model.named_modules()}
         embedding = model.get_input_embeddings()
-        head = model.get_output_embeddings()
+        head = cast(nn.Linear | None, model.get_output_embeddings())  # type: ignore[no-untyped-call]
         if head is None or self._styles.get(names[embedding]) != "embedding_rowwise":
             return
         if head.weight is embedding.weight:

@@ -168,4 +168,5 @@ class Int4LinearMethod(PlainLinearMethod):
         if not self._is_packed:
             return 0
         weight = self.weight.data
-        return weight.nbytes - kept_bytes(*weight.shape, ROUNDED_GROUP)
+        outputs, inputs = weight.shape
+        return weight.nbytes - kept_bytes(outputs, inputs, ROUNDED_GROUP)
