@@ -45,10 +45,12 @@ def service(request: pytest.FixtureRequest, address: str, split_model: Path) -> 
 
 
 def processes_of(kind: str) -> dict[int, psutil.Process]:
-    """Returns the processes of Ray actors of this kind, by pid: RankActor is any rank other than
-    0.
+    """Returns the processes of this kind of Ray actor by pid: RankActor is any rank other than 0.
+
+    Others on this machine may run a service, too: only the cluster of this process counts.
     """
-    return {process.pid: process for process in psutil.process_iter() if kind in _title(process)}
+    family = psutil.Process().children(recursive=True)
+    return {process.pid: process for process in family if kind in _title(process)}
 
 
 def _title(process: psutil.Process) -> str:
