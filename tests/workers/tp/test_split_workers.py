@@ -33,7 +33,7 @@ from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank_client import RankLost, unless_silent
 from tandem.workers.tp.rank_server import RankServer
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 SILENCE_SECONDS = 0.8
 AT_ONCE_SECONDS = 4.0  # on a busy machine; less than what else would end the wait
 
