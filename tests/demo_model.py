@@ -53,7 +53,7 @@ def rank(**config: Any) -> Rank:
     """
     gc.collect()  # the parts of a worker know each other: those of the tests before keep gigabytes
     # Room for 5,800 tokens in float32. Zeroing the default of a gigabyte takes a second.
-    settings = {"dtype": "float32", "kv_cache_bytes": 1 << 28} | config
+    settings: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 1 << 28} | config
     return load_rank(RankConfig(model=str(folder()), identity=IDENTITY, **settings))
 
 

@@ -16,7 +16,7 @@ import pytest
 from starlette.requests import Request
 
 from tandem.cluster.cli.client import _worker_table
-from tandem.cluster.config import TandemConfig, load_config
+from tandem.cluster.config import PoolRole, TandemConfig, load_config
 from tandem.cluster.local.worker import worker_config
 from tandem.cluster.serve import app, launch
 from tandem.cluster.serve.members import Continuity, Directory, Members
@@ -169,7 +169,7 @@ def test_the_limits_of_liveness_reach_a_worker() -> None:
 
 
 def test_a_worker_of_one_thread_computes_short_chunks() -> None:
-    def chunk_tokens(role: str, num_threads: int, **fields: object) -> int:
+    def chunk_tokens(role: PoolRole, num_threads: int, **fields: object) -> int:
         made = worker_config(
             load_config(None, {"model": "m", **fields}),
             role,

@@ -67,7 +67,7 @@ async def test_ranks_hear_of_a_sequence_from_its_offer_to_its_stop() -> None:
     handle = worker_pb2.KvHandle(transfer_id=b"t" * 16, num_tokens=16)
     group.progress(1, 8)
     assert not rank.commands
-    group.offer(1, handle, (0,), b"hash")
+    group.offer(1, handle, SequenceKv((TableBlocks((0,)),)), b"hash")
     group.progress(1, 8, 16, 2)
     group.progress(2, 8)
     offered, progress = rank.commands
