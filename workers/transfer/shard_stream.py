@@ -199,6 +199,8 @@ class ShardStream:
             extend()
             if self.piece.source_slots:
                 self._connection = await self._connections.get(self._endpoint)
+            if self._connection and not self._can_use(self._connection):
+                self._connection = None
             if self._connection:
                 try:
                     return await self._transfer(place, self._connection)
@@ -225,6 +227,11 @@ class ShardStream:
                 if self._connection:  # it may be stuck
                     self._connections.drop(self._connection)
             raise
+
+    def _can_use(self, connection: Connection) -> bool:
+        """Returns False for a state over a one-sided transport, which shows the KV blocks only."""
+        part = self._kv.layout.groups[self.piece.group].part
+        return not (part.state and connection.connector and connection.connector.one_sided)
 
     def _count_failure(self) -> None:
         connector = self._connection.connector if self._connection else None
