@@ -3,12 +3,12 @@
 They need the first blocks of a KV cache, whose contents they overwrite.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ...proto.limits import MAX_LOGPROBS
-from ..kv_cache.tables import TableBlocks
+from ..kv_cache.tables import TableBlocks, TableSpec
 from .config import default_chunk_tokens
 from .plan import SamplingParams, SequenceStep, StepPlan
 
@@ -44,18 +44,20 @@ class StepLimits:
         return -(-self.num_tokens // block_size)
 
 
-def typical_steps(num_tokens: int, block_size: int, *, with_filters: bool) -> Iterator[StepPlan]:
+def typical_steps(
+    num_tokens: int, tables: Sequence[TableSpec], *, with_filters: bool
+) -> Iterator[StepPlan]:
     """Yields steps of one sequence: a prompt of `num_tokens`, and a single token.
 
     Single tokens use other kernels than prompts. Filters of sampling are compiled on GPUs only.
     """
     for sampling in _TYPICAL if with_filters else _TYPICAL[:2]:
         for count in (num_tokens, 1):
-            yield StepPlan(sequences=(_step(-1, count, block_size, sampling),), dropped=())
+            yield StepPlan(sequences=(_step(-1, count, tables, sampling),), dropped=())
     yield StepPlan(sequences=(), dropped=(-1,))
 
 
-def largest_steps(limits: StepLimits, block_size: int) -> Iterator[StepPlan]:
+def largest_steps(limits: StepLimits, tables: Sequence[TableSpec]) -> Iterator[StepPlan]:
     """Yields steps that need the most memory: `num_rows` prompts of `num_tokens` together.
 
     Every prompt ends and samples, with filters alone, and with penalties and log probabilities
@@ -65,23 +67,25 @@ def largest_steps(limits: StepLimits, block_size: int) -> Iterator[StepPlan]:
     ids = range(-limits.num_rows, 0)
     longest = max(1, limits.num_tokens - limits.num_rows + 1)
     for sampling in _LARGEST:
-        singles = tuple(_step(number, 1, block_size, sampling) for number in ids)
-        prompt = _step(ids[0], longest, block_size, sampling)
+        singles = tuple(_step(number, 1, tables, sampling) for number in ids)
+        prompt = _step(ids[0], longest, tables, sampling)
         yield StepPlan(sequences=(prompt, *singles[1:]), dropped=())
         yield StepPlan(sequences=singles, dropped=())
     yield StepPlan(sequences=(), dropped=tuple(ids))
 
 
 def _step(
-    sequence_id: int, num_tokens: int, block_size: int, sampling: SamplingParams
+    sequence_id: int, num_tokens: int, tables: Sequence[TableSpec], sampling: SamplingParams
 ) -> SequenceStep:
-    """Returns the step of a prompt of `num_tokens` in the first blocks."""
+    """Returns the step of a prompt of `num_tokens` in the first blocks, which all tables share."""
     tokens = (0,) * num_tokens
     return SequenceStep(
         sequence_id=sequence_id,
         token_ids=tokens,
         start=0,
-        new_blocks=(TableBlocks(tuple(range(-(-num_tokens // block_size)))),),
+        new_blocks=tuple(
+            TableBlocks(tuple(range(-(-num_tokens // table.block_size)))) for table in tables
+        ),
         sampling=sampling,
         num_samples=1,
         history=tokens if sampling.needs_history else (),

@@ -91,23 +91,6 @@ class KvStore(Protocol):
         ...
 
 
-def paged_shapes(
-    layout: KvLayout, *, num_blocks: int, block_size: int, tp: int, rank: int
-) -> list[tuple[int, ...]]:
-    """Returns the shape of the blocks of each group of tokens in one rank's memory.
-
-    A shape is [num_layers, planes, num_blocks, num_slots, block_size, row_bytes]. In memory that
-    other processes read, the groups follow one another. Raises ValueError as `check_split` does.
-    """
-    shapes: list[tuple[int, ...]] = []
-    for group, num_slots in zip(layout.token_groups, slots_of(layout, tp, rank), strict=False):
-        part = group.part
-        shapes.append(
-            (len(group.layers), part.planes, num_blocks, num_slots, block_size, part.row_bytes)
-        )
-    return shapes
-
-
 def slots_of(layout: KvLayout, tp: int, rank: int) -> list[int]:
     """Returns the number of KV slots of a rank in each group of the layout.
 

@@ -1,6 +1,5 @@
 """Holds one rank's KV cache: paged tensors, and their canonical form for transfers."""
 
-import math
 import mmap
 import os
 import weakref
@@ -17,8 +16,9 @@ from ..host.memory import available_memory
 from ..host.pinned import pinned_memory, unpin
 from ..host.streams import BlockOrder, DeviceData
 from ..kv_cache.layout import KvLayout, KvSpan
-from ..kv_cache.store import Completed, KvRead, paged_shapes
-from ..kv_cache.tables import TableBlocks, TableSpec
+from ..kv_cache.memory import KvMemory, plan_memory
+from ..kv_cache.store import Completed, KvRead
+from ..kv_cache.tables import TableBlocks, table_of
 from .device import FP8_GPUS, can_compute_fp8, indices
 from .kv.gpu import GpuKv
 from .kv.host import HostKv
@@ -33,10 +33,11 @@ FP8 uses uint8 for the bits of E4M3, because the rows also have the bytes of a s
 class PagedKv:
     """Implements `KvStore` with one tensor per group of equal layers.
 
-    Its shape is [num_layers, planes, num_blocks, num_slots, block_size, head_dim], where a slot
-    holds one KV head. The tensors of the groups are adjacent in one allocation. In a quantized
-    cache the last dimension also has the bytes of the scale: [.., head_dim + SCALE_BYTES]. On GPUs
-    a slot of that size holds all numbers first and then all scales; see `split_scales`.
+    The tensors are views of one allocation of blocks, see `KvMemory`. Their shape is [num_layers,
+    planes, num_blocks, num_slots, block_size, head_dim], where a slot holds one KV head. In a
+    quantized cache the last dimension also has the bytes of the scale: [.., head_dim +
+    SCALE_BYTES]. On GPUs a slot of that size holds all numbers first and then all scales; see
+    `split_scales`.
 
     The slot comes before the token, so that one gather of (block, slot) rows returns the [head,
     token, head_dim] that attention multiplies.
@@ -63,62 +64,63 @@ class PagedKv:
         self.rank = rank
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.tables: tuple[TableSpec, ...] = (TableSpec(block_size=block_size),)
         self.device = device
         self.dtype: torch.dtype = getattr(torch, layout.dtype)  # of the model's activations
         self.is_quantized = layout.cache_dtype in ITEMS
         if layout.cache_dtype == "fp8" and not can_compute_fp8(device):
             raise ValueError(f"kv_cache_dtype: fp8 needs {FP8_GPUS}; use int8 or auto")
         self.shared_fd: int | None = None
-        shapes = paged_shapes(
-            layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
-        )
-        # [bytes of all groups]
-        memory = self._allocate(sum(map(math.prod, shapes)), shared=shared)
+        plan = plan_memory(layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
+        self.tables = plan.tables
+        self.block_bytes = plan.block_bytes
+        # [num_blocks, block_bytes]
+        self.blocks = self._allocate(plan.num_bytes, shared=shared).view(num_blocks, -1)
         # One tensor for each group.
-        self.tensors = self._split(memory, shapes)
-        # Views of each layer's keys and values. They are created once, because a small step would
-        # spend most of its time on creating them: in place, each [num_blocks, num_slots,
-        # block_size, head_dim]; as rows of (block, slot), each [rows, block_size * head_dim]; and
-        # as rows of (block, slot, token), each [rows, head_dim].
+        self.tensors = self._split(self.blocks, plan)
+        # Views of each layer's keys and values, each [num_blocks, num_slots, block_size, head_dim];
+        # of a latent layer the keys alone. They are created once, because a small step would spend
+        # most of its time on creating them.
         self.layers = [
-            tuple(self.tensors[group][index].unbind(0))
-            for group, index in map(layout.place, range(layout.num_layers))
+            () if place is None else tuple(self.tensors[place[0]][place[1]].unbind(0))
+            for place in layout.places
         ]
-        self.gather_rows = [
-            tuple(part.flatten(0, 1).flatten(1) for part in layer) for layer in self.layers
+        # The number of the block table of each layer.
+        self.table_of_layer = [
+            0 if place is None else table_of(self.tables, layout.groups[place[0]])
+            for place in layout.places
         ]
-        self.scatter_rows = [tuple(part.flatten(0, 2) for part in layer) for layer in self.layers]
         # Orders steps and transfers; None on CPUs, where `Executor.launch` ends with the step.
         self.order: BlockOrder | None = None
         if device.type == "cuda":
-            self._memory = memory
             self._exported = b""
             self.order = BlockOrder(num_blocks)
             self._gpu = GpuKv(layout, self.tensors, self.order)
         else:
             self._host = HostKv(
                 layout,
-                memory.numpy(),
+                self.blocks.view(-1).numpy(),
                 num_blocks=num_blocks,
                 block_size=block_size,
                 tp=tp,
                 rank=rank,
             )
 
-    def _split(
-        self, memory: torch.Tensor, shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[torch.Tensor, ...]:
-        """Returns the tensor of each group in a rank's memory, uint8 [num_bytes].
+    def _split(self, memory: torch.Tensor, plan: KvMemory) -> tuple[torch.Tensor, ...]:
+        """Returns the tensor of each group in a rank's memory, uint8 of any shape.
 
-        `shapes` as of `paged_shapes`. Raises ValueError if the memory is too small.
+        Raises ValueError if the memory is too small.
         """
-        sizes = [math.prod(shape) for shape in shapes]
-        if min(sizes) < 1 or sum(sizes) > len(memory):
-            raise ValueError(f"{len(memory)} bytes are too few for KV cache of {sum(sizes)} bytes")
+        plan.check_fits(memory.numel())
         item = ITEMS.get(self.layout.cache_dtype, self.dtype)
-        parts = torch.split(memory[: sum(sizes)], sizes)
-        return tuple(part.view(shape).view(item) for part, shape in zip(parts, shapes, strict=True))
+        items = memory.view(-1)[: plan.num_bytes].view(item)
+        return tuple(
+            items.as_strided(
+                (*group.shape[:-1], group.shape[-1] // item.itemsize),
+                (*(stride // item.itemsize for stride in group.strides[:-1]), 1),
+                group.offset // item.itemsize,
+            )
+            for group in plan.groups
+        )
 
     def _allocate(self, num_bytes: int, *, shared: bool) -> torch.Tensor:
         """Returns zeros, uint8 [num_bytes]."""
@@ -154,13 +156,7 @@ class PagedKv:
         No target may be a source.
         """
         sources, targets = (indices(blocks, self.device) for blocks in zip(*pairs, strict=True))
-        for tensor in self.tensors:
-            tensor.index_copy_(2, targets, tensor.index_select(2, sources))
-
-    def clear_after(self, block: int, first_offset: int) -> None:
-        """Clears the tokens of a block from `first_offset` on, in all layers and KV heads."""
-        for tensor in self.tensors:
-            tensor[:, :, block, :, first_offset:] = 0
+        self.blocks.index_copy_(0, targets, self.blocks.index_select(0, sources))
 
     def attach(
         self, memory: mmap.mmap, *, num_blocks: int, block_size: int, tp: int, rank: int
@@ -186,7 +182,7 @@ class PagedKv:
         them torch waits for the running step in each export. Not measured.
         """
         if not self._exported:
-            self._exported = export_memory(self._memory)
+            self._exported = export_memory(self.blocks)
         return self._exported
 
     def attach_device(
@@ -199,10 +195,10 @@ class PagedKv:
         as `open_memory`, and ValueError as `attach`.
         """
         memory = open_memory(description, self.device)
-        shapes = paged_shapes(
+        plan = plan_memory(
             self.layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
         )
-        tensors = self._split(memory, shapes)
+        tensors = self._split(memory, plan)
         return partial(GpuKv(self.layout, tensors, BlockOrder(num_blocks)).gather, is_checked=False)
 
     def write(self, table: TableBlocks, span: KvSpan, data: memoryview) -> None:
@@ -220,26 +216,14 @@ class PagedKv:
 class HostBlocks:
     """Keeps copies of whole blocks of a `PagedKv` in host memory.
 
-    The memory is pinned if the KV cache is on a GPU. A host block is contiguous, [bytes of a
-    block]: of each group in turn [num_layers, planes, num_slots, block_size, row_bytes].
+    The memory is pinned if the KV cache is on a GPU. A host block has the bytes of a block.
     """
 
     def __init__(self, kv: PagedKv, num_blocks: int) -> None:
         """Raises ValueError if host memory is insufficient or cannot be pinned."""
         self._kv = kv
-        shapes = paged_shapes(
-            kv.layout, num_blocks=1, block_size=kv.block_size, tp=kv.tp, rank=kv.rank
-        )
-        sizes = [math.prod(shape) for shape in shapes]
-        memory = self._allocate(num_blocks * sum(sizes))
-        # Of each group, [num_blocks, bytes].
-        parts = torch.split(memory.view(num_blocks, -1), sizes, dim=1)
-        # Of each group: in the KV cache [num_layers, planes, num_blocks, ...], in host
-        # memory [num_blocks, num_layers, planes, ...].
-        self._groups = [
-            (tensor.view(torch.uint8), part.view(num_blocks, *shape[:2], *shape[3:]))
-            for tensor, part, shape in zip(kv.tensors, parts, shapes, strict=True)
-        ]
+        # [num_blocks, block_bytes]
+        self._blocks = self._allocate(num_blocks * kv.block_bytes).view(num_blocks, -1)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Returns zeros, uint8 [num_bytes], that are freed with this object."""
@@ -260,8 +244,7 @@ class HostBlocks:
         blocks = np.array([block for block, _ in pairs], np.int64)
         with order.reading(blocks) if order else nullcontext():
             for block, host_block in pairs:
-                for tensor, host in self._groups:
-                    host[host_block].copy_(tensor[:, :, block], non_blocking=True)
+                self._blocks[host_block].copy_(self._kv.blocks[block], non_blocking=True)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks from host memory, given as (host block, block), in order with the steps."""
@@ -269,8 +252,7 @@ class HostBlocks:
         blocks = np.array([block for _, block in pairs], np.int64)
         with order.writing(blocks) if order else nullcontext():
             for host_block, block in pairs:
-                for tensor, host in self._groups:
-                    tensor[:, :, block].copy_(host[host_block], non_blocking=True)
+                self._kv.blocks[block].copy_(self._blocks[host_block], non_blocking=True)
 
 
 def host_memory(num_bytes: int, setting: str) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ..engine.plan import (
     StepPlan,
 )
 from ..engine.warmup import StepLimits, largest_steps, typical_steps
+from ..kv_cache.layout import without_windows
 from . import kernels
 from .adapter import AdapterTable
 from .attention.backend import AttentionBackend, SequenceSpan, StepAttention
@@ -91,7 +92,8 @@ class ModelRunner(Executor):
         self._tokens = None
         if group is None and isinstance(self._attention, TorchAttentionBackend):
             self._decodes, self._tokens = record_steps(model, self._attention)
-        self._tables: dict[int, array[int]] = {}  # block tables by sequence
+        # The block tables of each sequence, as in `SequenceSpan`.
+        self._tables: dict[int, tuple[array[int], ...]] = {}
         self._grammars = GrammarCache(folder, config.vocab_size, config.eos_token_ids)
         # If a step starts before the last step's tokens are on the host, ranks receive rank 0's
         # tokens on the device: their own may differ at near ties. Otherwise the next plan has rank
@@ -107,7 +109,6 @@ class ModelRunner(Executor):
         self.rows = SequenceRows(self._device)  # in place of embeddings
         # Requested number of alternatives for each prompt token, by sequence.
         self._num_top: dict[int, int] = {}
-        self._drafted: set[int] = set()  # sequences whose last step had a draft
         # Tokens that the last step sampled, and their rows by sequence.
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._last_rows: dict[int, int] = {}
@@ -158,8 +159,10 @@ class ModelRunner(Executor):
         is insufficient.
         """
         tp = TensorParallel(loaded.group)
+        # One table for all layers, until the engine has a table for each window.
+        layout = without_windows(loaded.checkpoint.kv_layout(loaded.dtype, cache_dtype))
         kv = PagedKv(
-            loaded.checkpoint.kv_layout(loaded.dtype, cache_dtype),
+            layout,
             num_blocks=num_blocks,
             block_size=block_size,
             device=loaded.device,
@@ -238,13 +241,14 @@ class ModelRunner(Executor):
         size = self.kv.block_size
         capacity = self.kv.num_blocks * size
         if not self.launches_ahead:
-            for plan in typical_steps(min(size, 16, capacity), size, with_filters=False):
+            num_tokens = min(size, 16, capacity)
+            for plan in typical_steps(num_tokens, self.kv.tables, with_filters=False):
                 self.execute(plan)
             return
         limits = replace(limits, num_tokens=min(limits.num_tokens, capacity))
-        for plan in typical_steps(limits.num_tokens, size, with_filters=True):
+        for plan in typical_steps(limits.num_tokens, self.kv.tables, with_filters=True):
             self.execute(plan)
-        for plan in largest_steps(limits, size):
+        for plan in largest_steps(limits, self.kv.tables):
             self.execute(plan)
 
     def capture_decodes(self, max_sequences: int) -> None:
@@ -253,7 +257,7 @@ class ModelRunner(Executor):
         Call it before the first plan.
         """
         waits = any(module.waits_for_device for module in self._model.modules())
-        if self.launches_ahead and not waits and kernels.on_gpu(self.kv.layers[0][0]):
+        if self.launches_ahead and not waits and kernels.on_gpu(self.kv.blocks):
             from .graphs import cuda_capture, graph_batches
 
             try:
@@ -293,9 +297,13 @@ class ModelRunner(Executor):
         read: list[array[int]] = []
         written: list[array[int]] = []
         for step in plan.sequences:
-            end = -(-(step.start + len(step.token_ids)) // self.kv.block_size)
-            read.append(self._tables[step.sequence_id][:end])
-            written.append(read[-1][step.start // self.kv.block_size :])
+            end = step.start + len(step.token_ids)
+            for spec, table in zip(self.kv.tables, self._tables[step.sequence_id], strict=True):
+                size = spec.block_size
+                # The blocks before may belong to other sequences.
+                first = 0 if spec.window is None else max(step.start + 1 - spec.window, 0) // size
+                read.append(table[first : -(-end // size)])
+                written.append(table[step.start // size : -(-end // size)])
         if plan.copies:
             sources, targets = zip(*plan.copies, strict=True)
             read.append(array("i", sources))
@@ -313,9 +321,6 @@ class ModelRunner(Executor):
             self._group.all_reduce(torch.zeros(1, device=self._device))
         if plan.copies:
             self.kv.copy(plan.copies)
-        if self._attention.reads_whole_blocks:
-            for step in plan.sequences:
-                self._clear_rest(step)
         sampled = [
             each for step in plan.sequences if step.num_samples for each in step.each_sample()
         ]
@@ -339,7 +344,6 @@ class ModelRunner(Executor):
     def _release(self, sequence_id: int) -> None:
         self._tables.pop(sequence_id, None)
         self._num_top.pop(sequence_id, None)
-        self._drafted.discard(sequence_id)
         self._pooler.release(sequence_id)
         self.rows.release(sequence_id)
         self._sampler.release(sequence_id)
@@ -348,33 +352,16 @@ class ModelRunner(Executor):
     def _admit(self, step: SequenceStep) -> None:
         if step.sampling is not None:
             self._num_top.pop(step.sequence_id, None)
-            self._tables[step.sequence_id] = array("i")
+            self._tables[step.sequence_id] = tuple(array("i") for _ in self.kv.tables)
             if step.sampling.prompt_logprobs is not None:
                 self._num_top[step.sequence_id] = step.sampling.prompt_logprobs
             self._pooler.admit(step.sequence_id, step.sampling.pooling)
             self._sampler.admit(step, step.sampling)
             self.adapters.admit(step.sequence_id, step.adapter)
-        for new in step.new_blocks:
-            self._tables[step.sequence_id].extend(new.blocks)
-
-    def _clear_rest(self, step: SequenceStep) -> None:
-        """Clears the rest of a step's last block where needed.
-
-        A mask hides any finite number, but not NaN or infinity, which the block's last sequence or
-        a wrong draft token may have left. So if attention reads whole blocks and masks them, the
-        rest of a block is cleared when the sequence enters it and after a draft.
-        """
-        last = (step.start + len(step.token_ids) - 1) // self.kv.block_size
-        first_in_last = max(step.start - last * self.kv.block_size, 0)
-        is_unknown = (
-            step.sampling is not None or first_in_last == 0 or step.sequence_id in self._drafted
-        )
-        if is_unknown:
-            self.kv.clear_after(self._tables[step.sequence_id][last], first_in_last)
-        if step.num_draft:
-            self._drafted.add(step.sequence_id)
-        else:
-            self._drafted.discard(step.sequence_id)
+        for table, new in zip(self._tables[step.sequence_id], step.new_blocks, strict=False):
+            # Indices without a block are before the window of the sequence's tokens.
+            table.extend([0] * (new.first - len(table)))
+            table[new.first :] = array("i", new.blocks)
 
     def _logits(self, plan: StepPlan, on_layers: OnLayers | None, is_adapted: bool) -> StepOutput:
         """Runs the model; each draft token also has a row of logits.
@@ -384,7 +371,7 @@ class ModelRunner(Executor):
         """
         spans = [
             SequenceSpan(
-                blocks=self._tables[step.sequence_id],
+                tables=self._tables[step.sequence_id],
                 start=step.start,
                 num_tokens=len(step.token_ids),
             )
@@ -494,7 +481,7 @@ def _attention_backend(
     kv: PagedKv, config: ModelConfig, tp: TensorParallel, batch_invariant: bool
 ) -> AttentionBackend:
     layers = [tp.local_geometry(layer) for layer in config.layers]
-    if kernels.on_gpu(kv.layers[0][0]):
+    if kernels.on_gpu(kv.blocks):
         from .attention.triton_backend import TritonAttentionBackend  # imports Triton
 
         return TritonAttentionBackend(kv, layers, batch_invariant=batch_invariant)

@@ -5,7 +5,6 @@ one memory in which the table follows the cache.
 """
 
 import asyncio
-import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 
 from ...proto.addresses import is_loopback
 from ..kv_cache.layout import KvSpan
-from ..kv_cache.store import paged_shapes
+from ..kv_cache.memory import KvMemory, plan_memory
 from ..kv_cache.tables import TableBlocks
 from .connector import CONNECT_SECONDS, MEMORY_SIZES, KvConnector, TransferContext, checked
 from .frames import Announce, BlockTable, Data
@@ -34,12 +33,8 @@ class NixlConnector(KvConnector):
     _memory: NixlMemory
     _peer: NixlPeer
     _reading: asyncio.Lock
-    # MEMORY_SIZES of the sender's memory.
-    _sizes: dict[str, int]
-    # Of each group: [num_layers, planes, num_blocks, num_slots, block_size, row_bytes].
-    _shapes: list[tuple[int, ...]]
-    # Byte offset of each group, and at last the end of the KV cache.
-    _starts: list[int]
+    # The sender's memory.
+    _plan: KvMemory
 
     @classmethod
     def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
@@ -82,16 +77,17 @@ class NixlConnector(KvConnector):
         """
         found = checked(description, {"memory": bytes, **MEMORY_SIZES})
         connector = cls(context, name)
-        connector._sizes = {name: found[name] for name in MEMORY_SIZES}
+        sizes = {name: found[name] for name in MEMORY_SIZES}
+        connector._plan = plan_memory(context.kv.layout, **sizes)
         connector.sender_block_size = found["block_size"]
-        connector._shapes = paged_shapes(context.kv.layout, **connector._sizes)
-        connector._starts = np.cumsum([0, *map(math.prod, connector._shapes)]).tolist()
         make_reader = partial(NixlReader, timeout=CONNECT_SECONDS, devices=_devices(context.host))
         reader = await context.resource("nixl reader", make_reader)
         connector._peer = await reader.connect(found["memory"], staging_bytes=_STAGING_BYTES)
         connector._reading = asyncio.Lock()
         kv_bytes = connector._peer.num_bytes - TABLE_BYTES
-        if min(found["num_blocks"], found["block_size"]) < 1 or kv_bytes != connector._starts[-1]:
+        if min(found["num_blocks"], found["block_size"]) < 1 or (
+            kv_bytes != connector._plan.num_bytes
+        ):
             connector.close()
             raise ValueError(
                 f"NIXL memory: {kv_bytes} bytes are not the size of {found['num_blocks']} blocks"
@@ -102,14 +98,16 @@ class NixlConnector(KvConnector):
         self, stream: int, table: TableBlocks, data: Data, payload: memoryview
     ) -> memoryview:
         """Reads the span, in parts if it is larger than the staging memory."""
-        layout = self.context.kv.layout
-        block_size = self._sizes["block_size"]
-        num_blocks = self._sizes["num_blocks"]
+        groups = self._plan.groups
+        if data.group >= len(groups):
+            raise ValueError(f"group {data.group} is not within {len(groups)}")
+        *_, block_size, head_bytes = groups[data.group].shape
+        num_blocks = self._plan.num_blocks
         tokens = table.tokens(block_size)
-        data.check(layout, tokens=tokens, num_slots=[shape[3] for shape in self._shapes])
+        slots = [group.shape[3] for group in groups]
+        data.check(self.context.kv.layout, tokens=tokens, num_slots=slots)
         if min(table.blocks) < 0 or max(table.blocks) >= num_blocks:
             raise ValueError(f"KV block table: a block is not below {num_blocks}")
-        head_bytes = layout.groups[data.group].part.row_bytes
         first = data.first_token - tokens.start
         first_block, offset = divmod(first, block_size)
         end_block = -(-(first + data.num_tokens) // block_size)
@@ -138,19 +136,22 @@ class NixlConnector(KvConnector):
 
         The rows are the planes of each layer.
         """
-        _, planes, num_blocks, num_slots, block_size, head_bytes = self._shapes[span.group]
-        end = span.first_layer + span.num_layers
-        halves = np.arange(planes * span.first_layer, planes * end)
-        slots = (
-            halves[:, None] * num_blocks + np.asarray(blocks, np.int64)
-        ) * num_slots + span.first_slot
-        places: npt.NDArray[np.int64] = self._starts[span.group] + slots * (block_size * head_bytes)
+        group = self._plan.groups[span.group]
+        layer_bytes, plane_bytes, block_bytes, slot_bytes, *_ = group.strides
+        layers = np.asarray(span.layers)[:, None] * layer_bytes
+        planes = (layers + np.arange(group.shape[1]) * plane_bytes).reshape(-1, 1)
+        places: npt.NDArray[np.int64] = (
+            group.offset
+            + planes
+            + np.asarray(blocks, np.int64) * block_bytes
+            + span.first_slot * slot_bytes
+        )
         return places
 
     async def verify(self, table: BlockTable) -> None:
         async with self._reading:
             check_entry(
-                await self._peer.read([(self._starts[-1] + entry_offset(table), ENTRY_BYTES)]),
+                await self._peer.read([(self._plan.num_bytes + entry_offset(table), ENTRY_BYTES)]),
                 table,
             )
 

@@ -42,7 +42,7 @@ class Layer:
         first = [sum(blocks[:index]) for index in range(len(blocks))]
         self.spans = [
             SequenceSpan(
-                blocks=range(begin, begin + count), start=length - num_new, num_tokens=num_new
+                tables=[range(begin, begin + count)], start=length - num_new, num_tokens=num_new
             )
             for begin, count, length in zip(first, blocks, lengths, strict=True)
         ]
@@ -88,9 +88,10 @@ def measure(bench: Bench) -> None:
     layer = Layer(bench, lengths, 1)
     for split in bench.pick((128, 256, 512), (256,)):
         for programs in bench.pick((2, 3, 4), (3,)):
-            layer.backend.num_programs = [
-                max(1, bench.pick(132, 1) * programs // bench.config.layers[0].num_kv_heads)
-            ]
+            kv_heads = bench.config.layers[0].num_kv_heads
+            layer.backend.num_programs = dict.fromkeys(
+                layer.backend.num_programs, max(1, bench.pick(132, 1) * programs // kv_heads)
+            )
             with mock.patch.object(decode, "SPLIT_TOKENS", split):
                 layer.plan()
                 bench.attempt(

@@ -82,14 +82,14 @@ def test_attention_equals_plain_torch(
     lengths = [1, 8, 9, 130, 257]  # the new token included; one past a tile of the kernel's keys
     spans = [
         SequenceSpan(
-            blocks=[order.pop() for _ in range(-(-length // 8))], start=length - 1, num_tokens=1
+            tables=[[order.pop() for _ in range(-(-length // 8))]], start=length - 1, num_tokens=1
         )
         for length in lengths[:-1]
     ]
     chunks = ((254, 3), (0, 150), (63, 70))  # start, tokens
     spans += [
         SequenceSpan(
-            blocks=[order.pop() for _ in range(-(-(start + count) // 8))],
+            tables=[[order.pop() for _ in range(-(-(start + count) // 8))]],
             start=start,
             num_tokens=count,
         )

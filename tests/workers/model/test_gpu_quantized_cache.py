@@ -69,7 +69,7 @@ def test_attention(
         rows[order] = nan[0]
         for each in spans:
             last = (each.start + each.num_tokens - 1) % 8
-            rows[each.blocks[-1], :, last + 1 :] = nan[0]
+            rows[each.tables[0][-1], :, last + 1 :] = nan[0]
         write_rows(ours.layers[0][half], rows)
         exact.layers[0][half].copy_(dequantize(cpu.layers[0][half], torch.float32))
     tokens = sum(span.num_tokens for span in spans)
@@ -87,7 +87,7 @@ def test_attention(
     assert (found.float() - native.float()).norm() <= bound * native.float().norm()
     for each in spans:
         positions = torch.arange(each.start + each.num_tokens)
-        blocks = torch.tensor(each.blocks)[positions // 8]
+        blocks = torch.tensor(each.tables[0])[positions // 8]
         for one, other in zip(ours.layers[0], cpu.layers[0], strict=True):
             rows = read_rows(one)
             assert torch.equal(rows[blocks, :, positions % 8], other[blocks, :, positions % 8])

@@ -268,8 +268,6 @@ def test_each_layer_has_its_own_shape() -> None:
     for layer, (slots, size) in enumerate(((2, 8), (1, 16), (2, 8), (4, 4))):
         assert kv.num_slots(kv.layout.place(layer)[0]) == slots
         assert {part.shape for part in kv.layers[layer]} == {(8, slots, 4, size)}
-        assert {part.shape for part in kv.gather_rows[layer]} == {(8 * slots, 4 * size)}
-        assert {part.shape for part in kv.scatter_rows[layer]} == {(8 * slots * 4, size)}
     assert kv.layers[2][1].data_ptr() == kv.tensors[0][1, 1].data_ptr()
     with pytest.raises(ValueError, match="unpack"):  # there is no one tensor
         _ = kv.data
@@ -300,17 +298,14 @@ def test_unequal_layers_are_read_and_written_where_they_are() -> None:
         assert tensor[:, :, others].view(torch.int16).equal(old[:, :, others].view(torch.int16))
 
 
-def test_copies_and_clears_concern_all_layers() -> None:
+def test_copies_concern_all_layers() -> None:
     kv = mixed(3)
     before = [tensor.view(torch.int16).clone() for tensor in kv.tensors]
     kv.copy([(1, 6), (2, 4)])
-    kv.clear_after(3, 1)
     for tensor, old in zip(kv.tensors, before, strict=True):
         now = tensor.view(torch.int16)
         for block, source in ((6, 1), (4, 2), (0, 0), (7, 7)):
             assert now[:, :, block].equal(old[:, :, source])
-        assert now[:, :, 3, :, :1].equal(old[:, :, 3, :, :1])
-        assert not now[:, :, 3, :, 1:].any()
 
 
 @pytest.mark.parametrize("shared", [False, True])

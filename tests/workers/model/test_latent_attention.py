@@ -28,7 +28,7 @@ def random_spans(*chunks: tuple[int, int], num_blocks: int) -> list[SequenceSpan
     order = torch.randperm(num_blocks).tolist()
     return [
         SequenceSpan(
-            blocks=[order.pop() for _ in range(-(-(start + count) // BLOCK))],
+            tables=[[order.pop() for _ in range(-(-(start + count) // BLOCK))]],
             start=start,
             num_tokens=count,
         )
@@ -46,7 +46,7 @@ def attend(
 ) -> torch.Tensor:
     """Returns the kernel's results [num_tokens, num_heads, value_dim]."""
     firsts = [sum(span.num_tokens for span in spans[:index]) for index in range(len(spans))]
-    tables = NativeTables(window, list(zip(firsts, spans, strict=True)))
+    tables = NativeTables(window, rows=list(zip(firsts, spans, strict=True)))
     out = query.new_full((len(query), query.shape[1] * value_dim), torch.nan)
     cpu.paged_attention(
         query,
@@ -73,7 +73,7 @@ def reference(
     results = []
     queries = iter(query.float())
     for span in spans:
-        keys = rows[torch.tensor(span.blocks)].flatten(0, 2).float()
+        keys = rows[torch.tensor(span.tables[0])].flatten(0, 2).float()
         for position in range(span.start, span.start + span.num_tokens):
             first = max(0, position + 1 - window) if window else 0
             seen = keys[first : position + 1]
@@ -131,8 +131,8 @@ def test_a_token_has_the_same_bits_in_any_chunk_and_batch(
         at = 0
         while at < 150:
             count = min(sizes.choice((1, 1, 2, 5, 33)), 150 - at)
-            part = SequenceSpan(blocks=whole.blocks, start=at, num_tokens=count)
-            single = SequenceSpan(blocks=mate.blocks, start=90, num_tokens=1)
+            part = SequenceSpan(tables=whole.tables, start=at, num_tokens=count)
+            single = SequenceSpan(tables=mate.tables, start=90, num_tokens=1)
             # A single token beside the chunk, before or after it.
             spans = [part, single] if seed % 2 else [single, part]
             mine = slice(0, count) if seed % 2 else slice(1, count + 1)
@@ -178,9 +178,10 @@ def test_any_number_of_threads_gives_the_same_bits(dtype: str) -> None:
 
 def test_keys_alone_are_stored() -> None:
     new = torch.randn(5, 1, 576).bfloat16()
-    rows = torch.zeros(40, 576, dtype=torch.bfloat16)
+    keys = torch.zeros(10, 1, 4, 576, dtype=torch.bfloat16)
     slots = torch.tensor([3, 39, 0, 17, 8])
-    cpu.store_kv(new, new, rows, None, slots)
+    cpu.store_kv(new, new, keys, None, slots)
+    rows = keys.view(40, 576)
     assert torch.equal(rows[slots], new[:, 0])
     assert rows.count_nonzero(1).count_nonzero() == 5
 
@@ -212,7 +213,7 @@ def test_the_backends_store_a_row_and_attend_over_it(
     new = iter(row)
     for span in spans:
         for position in range(span.start, span.start + span.num_tokens):
-            rows[span.blocks[position // BLOCK], :, position % BLOCK] = next(new)
+            rows[span.tables[0][position // BLOCK], :, position % BLOCK] = next(new)
     assert torch.equal(kv.data, before)
     expected = reference(query, rows, spans, 64, AttentionOptions(scale=0.1), window)
     difference = found.view(tokens, 6, 64).float() - expected

@@ -50,7 +50,7 @@ def make_spans(order: list[int], *parts: tuple[int, int]) -> list[SequenceSpan]:
     """Returns a span for each start and number of tokens; takes its blocks from `order`."""
     return [
         SequenceSpan(
-            blocks=[order.pop() for _ in range(-(-(start + count) // 8))],
+            tables=[[order.pop() for _ in range(-(-(start + count) // 8))]],
             start=start,
             num_tokens=count,
         )
@@ -133,13 +133,17 @@ def test_the_kernel_stores_what_plain_torch_makes(
     value = value.clone()
     value[0], value[1, 1], value[2, 0, 3] = 0, 1e-38, torch.nan
     value[3, 2, 1], value[4, 1, 0] = torch.inf, -torch.inf
-    slots = torch.randperm(200)[:120]
-    kept = torch.full((2, 200, head_dim + 2), 7, dtype=item)
-    cpu.store_kv(key, value, kept[0], kept[1], slots)
-    for rows, new in zip(kept, (key, value), strict=True):
-        assert torch.equal(rows[slots], quantize(new.reshape(120, head_dim), item))
-        others = torch.ones(200, dtype=torch.bool).index_fill(0, slots, False)
+    slots = torch.randperm(65)[:40]
+    # Blocks of 5 tokens, between which there is other memory.
+    kept = torch.full((13, 2, 2, 3, 5, head_dim + 2), 7, dtype=item)
+    cpu.store_kv(key, value, kept[:, 0, 0], kept[:, 0, 1], slots)
+    for half, new in enumerate((key, value)):
+        # [tokens, heads, row]
+        rows = kept[:, 0, half].transpose(1, 2).reshape(65, 3, -1)
+        assert torch.equal(rows[slots], quantize(new, item))
+        others = torch.ones(65, dtype=torch.bool).index_fill(0, slots, False)
         assert (rows[others] == 7).all()
+    assert (kept[:, 1] == 7).all()
 
 
 def test_numbers_are_rounded_to_the_nearest() -> None:
@@ -176,7 +180,7 @@ def test_every_number_of_fp8_is_read_and_written_as_it_is(dtype: torch.dtype) ->
     new = torch.cat((new, torch.full((len(new), 1), 448.0)), dim=1)[:, None].to(dtype)
     layer = LayerGeometry(num_heads=1, num_kv_heads=1, head_dim=32)
     kv = make_kv(layer, str(dtype).removeprefix("torch."), "fp8")
-    spans = [SequenceSpan(blocks=[index], start=0, num_tokens=1) for index in range(len(new))]
+    spans = [SequenceSpan(tables=[[index]], start=0, num_tokens=1) for index in range(len(new))]
     found = TorchAttentionBackend(kv, [layer]).plan(spans)(0, torch.ones_like(new), new, new)
     assert torch.equal(found, new[:, 0].float().to(torch.float8_e4m3fn).to(dtype))
 
@@ -188,7 +192,7 @@ def test_what_is_not_finite_reaches_the_result_of_its_sequence_alone(cache_dtype
     for native in (True, False):
         kv = make_kv(layer, "bfloat16", cache_dtype)
         spans = [
-            SequenceSpan(blocks=[3 * n, 3 * n + 1, 3 * n + 2], start=0, num_tokens=20)
+            SequenceSpan(tables=[[3 * n, 3 * n + 1, 3 * n + 2]], start=0, num_tokens=20)
             for n in range(2)
         ]
         query, key, value = (torch.randn(40, heads, 64).bfloat16() for heads in (6, 2, 2))

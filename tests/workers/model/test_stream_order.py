@@ -120,7 +120,10 @@ class World:
         plan = StepPlan(
             sequences=tuple(steps), dropped=(), saved=saved, loaded=tuple(loaded), copies=copies
         )
-        runner = cast(ModelRunner, SimpleNamespace(kv=self.kv, _tables=self.tables))
+        runner = cast(
+            ModelRunner,
+            SimpleNamespace(kv=self.kv, _tables={n: (t,) for n, t in self.tables.items()}),
+        )
         with ModelRunner._ordered(runner, plan):
             step = self.model.operations[-1]
             for pairs, name, copy in (

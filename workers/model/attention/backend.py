@@ -11,7 +11,9 @@ import torch
 class SequenceSpan:
     """Describes which tokens of one sequence a step computes."""
 
-    blocks: Sequence[int]  # the block table, long enough for start + num_tokens tokens
+    # The block tables, in the order of `plan_tables`, each with indices up to the last token's.
+    # Blocks whose tokens have all left the table's window may belong to other sequences.
+    tables: Sequence[Sequence[int]]
     start: int
     num_tokens: int
 
@@ -61,10 +63,10 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Computes attention over a `PagedKv`."""
+    """Computes attention over a `PagedKv`.
 
-    reads_whole_blocks: bool
-    """Returns True if the unused rest of a sequence's last block must hold finite numbers."""
+    Rows of the cache that no token of a sequence sees may hold anything, also NaN.
+    """
 
     @property
     def scratch_bytes_per_block(self) -> int:

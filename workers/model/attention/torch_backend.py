@@ -1,7 +1,7 @@
 """Computes attention in plain torch on any device, or with the C kernels on CPUs."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,11 +20,14 @@ _Attend = Callable[[int, torch.Tensor, AttentionOptions], torch.Tensor]
 _Part = tuple[torch.Tensor, _Attend]
 """Sequences computed together: their rows of the flat batch, and their attention function."""
 
-_LayerTables = tuple[torch.Tensor, NativeTables | None, list[_Part]]
-"""Holds the tables that layers of one geometry share in a step.
+_Kind = tuple[LayerGeometry, int]
+"""The geometry of a layer on this rank, and the number of its block table."""
 
-First the token slots, [num_tokens * num_kv_heads], as rows of (block, head, token). Then the C
-kernel's tables or, without a kernel, the parts of the step.
+_LayerTables = tuple[torch.Tensor, NativeTables | None, list[_Part]]
+"""Holds the tables that layers of one kind share in a step.
+
+First the token slots, [num_tokens], which are block * block_size + offset. Then the C kernel's
+tables or, without a kernel, the parts of the step.
 """
 
 StaticStep = tuple[StepAttention, Callable[[Sequence[SequenceSpan]], None]]
@@ -44,24 +47,27 @@ class TorchAttentionBackend:
     ) -> None:
         """Takes `layers` with this rank's head counts; `native=False` forces plain torch."""
         self._kv = kv
-        self._layers = tuple(layers)
-        self._has_kernel: dict[LayerGeometry, bool] = {}
-        for layer in self._layers:
-            query = torch.empty(layer.head_dim, dtype=kv.dtype, device=kv.device)
-            self._has_kernel[layer] = native and cpu.can_attend(query)
-        self.reads_whole_blocks = not all(self._has_kernel.values())
+        # Of each layer; None: the layer has no attention.
+        self._kinds: list[_Kind | None] = [
+            (layer, table) if planes else None
+            for layer, table, planes in zip(layers, kv.table_of_layer, kv.layers, strict=False)
+        ]
+        self._has_kernel: dict[_Kind, bool] = {}
+        for kind in filter(None, self._kinds):
+            query = torch.empty(kind[0].head_dim, dtype=kv.dtype, device=kv.device)
+            self._has_kernel[kind] = native and cpu.can_attend(query)
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         rows = _first_rows(spans)
-        slots: dict[int, torch.Tensor] = {}
-        tables: dict[LayerGeometry, _LayerTables] = {}
-        for layer, has_kernel in self._has_kernel.items():
-            if layer.num_kv_heads not in slots:
-                slots[layer.num_kv_heads] = self._slots(layer.num_kv_heads, spans)
-            native = NativeTables(layer.window, rows) if has_kernel else None
-            parts = [] if has_kernel else _Planner(self._kv, layer, rows).parts()
-            tables[layer] = (slots[layer.num_kv_heads], native, parts)
-        return partial(self._step, [tables[layer] for layer in self._layers])
+        slots = {
+            table: self._slots(table, spans) for table in {table for _, table in self._has_kernel}
+        }
+        tables: dict[_Kind, _LayerTables] = {}
+        for (layer, table), has_kernel in self._has_kernel.items():
+            native = NativeTables(layer.window, table, rows) if has_kernel else None
+            parts = [] if has_kernel else _Planner(self._kv, layer, table, rows).parts()
+            tables[layer, table] = (slots[table], native, parts)
+        return self._step_over(tables)
 
     def static(self, max_tokens: int) -> StaticStep | None:
         """Returns a step of up to `max_tokens` tokens whose tables stay in place.
@@ -70,43 +76,42 @@ class TorchAttentionBackend:
         """
         if not all(self._has_kernel.values()):
             return None
-        heads = {layer.num_kv_heads for layer in self._has_kernel}
-        slots = {
-            num_kv_heads: torch.zeros(max_tokens * num_kv_heads, dtype=torch.int64)
-            for num_kv_heads in heads
+        slots = {table: torch.zeros(max_tokens, dtype=torch.int64) for _, table in self._has_kernel}
+        natives = {
+            (layer, table): NativeTables(layer.window, table) for layer, table in self._has_kernel
         }
-        tables = {layer: NativeTables(layer.window) for layer in self._has_kernel}
 
         def fill(spans: Sequence[SequenceSpan]) -> None:
             rows = _first_rows(spans)
-            for num_kv_heads, each in slots.items():
-                new = self._slots(num_kv_heads, spans)
+            for table, each in slots.items():
+                new = self._slots(table, spans)
                 each[: len(new)] = new
-            for table in tables.values():
-                table.fill(rows)
+            for native in natives.values():
+                native.fill(rows)
 
-        return partial(
-            self._step, [(slots[each.num_kv_heads], tables[each], []) for each in self._layers]
-        ), fill
+        step = self._step_over(
+            {kind: (slots[kind[1]], native, []) for kind, native in natives.items()}
+        )
+        return step, fill
 
-    def _slots(self, num_kv_heads: int, spans: Sequence[SequenceSpan]) -> torch.Tensor:
-        """Returns token slots [num_tokens * num_kv_heads], as rows of (block, head, token)."""
-        size = self._kv.block_size
-        # Of each token's first head. In plain Python, since most steps have one token per sequence.
-        rows = [
-            span.blocks[position // size] * num_kv_heads * size + position % size
+    def _slots(self, table: int, spans: Sequence[SequenceSpan]) -> torch.Tensor:
+        """Returns the slots of the step's tokens in a block table, [num_tokens]."""
+        size = self._kv.tables[table].block_size
+        # In plain Python, since most steps have one token per sequence.
+        slots = [
+            span.tables[table][position // size] * size + position % size
             for span in spans
             for position in range(span.start, span.start + span.num_tokens)
         ]
-        return (
-            (torch.tensor(rows)[:, None] + torch.arange(num_kv_heads) * size)
-            .flatten()
-            .to(self._kv.device)
-        )
+        return torch.tensor(slots, dtype=torch.int64).to(self._kv.device)
+
+    def _step_over(self, tables: Mapping[_Kind, _LayerTables]) -> StepAttention:
+        by_layer = [None if kind is None else tables[kind] for kind in self._kinds]
+        return partial(self._step, by_layer)
 
     def _step(
         self,
-        tables: list[_LayerTables],
+        tables: list[_LayerTables | None],
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -114,20 +119,21 @@ class TorchAttentionBackend:
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """Implements `StepAttention`; `tables` are by layer."""
-        slots, native, parts = tables[layer]
-        planes = self._kv.scatter_rows[layer]  # one for a latent layer
+        found = tables[layer]
+        assert found is not None, f"layer {layer} has no attention"
+        slots, native, parts = found
+        planes = self._kv.layers[layer]  # one for a latent layer
         if native:
             cpu.store_kv(key, value, planes[0], planes[1] if len(planes) > 1 else None, slots)
         else:
             for rows_of, new in zip(planes, (key, value), strict=False):
-                heads = new.reshape(-1, new.shape[-1])
-                rows_of.index_copy_(
-                    0, slots, quantize(heads, rows_of.dtype) if self._kv.is_quantized else heads
-                )
+                size = rows_of.shape[2]
+                heads = quantize(new, rows_of.dtype) if self._kv.is_quantized else new
+                rows_of[slots // size, :, slots % size] = heads
         result = query.new_empty(query.shape[0], query.shape[1] * value.shape[2])
         if native:
-            keys = self._kv.layers[layer][0]
-            values = self._kv.layers[layer][-1]
+            keys = planes[0]
+            values = planes[-1]
             scale = options.scale_of(query.shape[2])
             cpu.paged_attention(
                 query,
@@ -151,13 +157,13 @@ def _first_rows(spans: Sequence[SequenceSpan]) -> list[tuple[int, SequenceSpan]]
 
 
 def _weigh(
-    scores: torch.Tensor, mask: torch.Tensor, options: AttentionOptions, head_dim: int
+    scores: torch.Tensor, hidden: torch.Tensor, options: AttentionOptions, head_dim: int
 ) -> torch.Tensor:
-    """Maps dot products [..., num_heads, n, m] to attention weights; adds `mask` to the scores."""
+    """Maps dot products [..., num_heads, n, m] to attention weights, 0 for `hidden` keys."""
     scores = scores * options.scale_of(head_dim)
     if options.soft_cap is not None:
         scores = torch.tanh(scores / options.soft_cap) * options.soft_cap
-    scores = scores + mask
+    scores = scores.masked_fill(hidden, -torch.inf)
     if options.sinks is None:
         return scores.softmax(-1)
     sinks = options.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
@@ -165,19 +171,23 @@ def _weigh(
 
 
 class _Planner:
-    """Builds the tables of one step for layers of one geometry."""
+    """Builds the tables of one step for layers of one kind."""
 
     def __init__(
-        self, kv: PagedKv, layer: LayerGeometry, rows: Sequence[tuple[int, SequenceSpan]]
+        self,
+        kv: PagedKv,
+        layer: LayerGeometry,
+        table: int,
+        rows: Sequence[tuple[int, SequenceSpan]],
     ) -> None:
-        """Takes `rows`: the sequences, each with its first row."""
+        """Takes the number of the layers' block table, and the sequences with their first rows."""
         self._kv = kv
-        self._block_size = kv.block_size
+        self._table = table
+        self._block_size = kv.tables[table].block_size
         self._num_kv_heads = layer.num_kv_heads
         self._value_dim = layer.value_dim or layer.head_dim
         self._window = layer.window
         self._sequences = rows
-        self._heads = torch.arange(self._num_kv_heads)
 
     def parts(self) -> list[_Part]:
         """Returns one part per chunk, and one per group of single tokens.
@@ -208,29 +218,30 @@ class _Planner:
         """
         firsts = [self._first_block(span) for span in spans]
         tables = [
-            list(span.blocks[first : self._num_blocks(span)])
+            list(span.tables[self._table][first : self._num_blocks(span)])
             for span, first in zip(spans, firsts, strict=True)
         ]
         width = max(map(len, tables))
-        # Padding repeats the sequence's own last block: its numbers are finite, and masked.
-        table = self._head_rows(
+        table = self._on_device(
             torch.tensor([blocks + blocks[-1:] * (width - len(blocks)) for blocks in tables])
         )
         keys_of = torch.tensor(firsts)[:, None] * self._block_size + torch.arange(
             width * self._block_size
         )
-        mask = self._mask(torch.tensor([span.start for span in spans]), keys_of)[:, None, None]
+        # [batch, keys]
+        hidden = self._hidden(torch.tensor([span.start for span in spans]), keys_of)
 
         def attend(layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
             batch, num_heads, head_dim = query.shape
             products = batch * self._num_kv_heads
             query = query.reshape(products, -1, head_dim)
-            keys, values = (
-                each.view(products, -1, each.shape[-1]) for each in self._gather(layer, table)
-            )
+            keys, values = self._gather(layer, table)
+            # Zero times NaN is NaN.
+            values = values.masked_fill(hidden[:, None, :, None], 0).flatten(0, 1)
+            keys = keys.flatten(0, 1)
             scores = torch.bmm(query, keys.transpose(1, 2)).view(batch, num_heads, 1, -1)
-            weights = _weigh(scores, mask, options, head_dim).view(products, -1, keys.shape[1])
-            return torch.bmm(weights, values).view(batch, -1)
+            weights = _weigh(scores, hidden[:, None, None], options, head_dim)
+            return torch.bmm(weights.view(products, -1, keys.shape[1]), values).view(batch, -1)
 
         return attend
 
@@ -243,29 +254,35 @@ class _Planner:
         end = span.start + span.num_tokens
         first = self._first_block(span)
         kv_heads = self._num_kv_heads
-        table = self._head_rows(torch.tensor([span.blocks[first : self._num_blocks(span)]]))
-        positions = torch.arange(first * self._block_size, end)
+        blocks = span.tables[self._table][first : self._num_blocks(span)]
+        table = self._on_device(torch.tensor([list(blocks)]))
+        # The keys that some query sees: others may hold NaN.
+        begin = self._first_key(span)
+        seen = slice(begin - first * self._block_size, end - first * self._block_size)
+        positions = torch.arange(begin, end)
         queries = torch.arange(span.start, end)
         is_causal = span.start == 0 and (self._window is None or end <= self._window)
-        mask = None if is_causal else self._mask(queries, positions[None])
+        hidden = self._hidden(queries, positions[None])
 
         def attend(layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
             num_tokens, num_heads, head_dim = query.shape
             group = num_heads // kv_heads
             query = query.reshape(num_tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)
             keys, values = (
-                each.view(kv_heads, 1, -1, each.shape[-1])[:, :, : len(positions)].expand(
-                    -1, group, -1, -1
-                )
+                each[0, :, None, seen].expand(-1, group, -1, -1)
                 for each in self._gather(layer, table)
             )
             if options.soft_cap is None and options.sinks is None:
                 result = functional.scaled_dot_product_attention(
-                    query, keys, values, mask, is_causal=is_causal, scale=options.scale
+                    query,
+                    keys,
+                    values,
+                    None if is_causal else ~hidden,
+                    is_causal=is_causal,
+                    scale=options.scale,
                 )
             else:
                 scores = (query @ keys.transpose(2, 3)).view(num_heads, num_tokens, -1)
-                hidden = self._mask(queries, positions[None]) if mask is None else mask
                 weights = _weigh(scores, hidden, options, head_dim)
                 result = weights.view(kv_heads, group, num_tokens, -1) @ values
             return result.permute(2, 0, 1, 3).reshape(num_tokens, -1)
@@ -273,38 +290,35 @@ class _Planner:
         return attend
 
     def _gather(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values at rows of (block, head).
+        """Returns keys and values of the blocks of a table [batch, width].
 
-        They are [rows * block_size, head_dim] and [rows * block_size, value_dim].
+        They are [batch, num_kv_heads, width * block_size, head_dim] and [.., value_dim].
         """
-        found = [
-            rows[table].view(len(table) * self._block_size, -1)
-            for rows in self._kv.gather_rows[layer]
-        ]
+        heads = torch.arange(self._num_kv_heads, device=table.device)[:, None]
+        found = [plane[table[:, None], heads].flatten(2, 3) for plane in self._kv.layers[layer]]
         if self._kv.is_quantized:
             found = [dequantize(each, self._kv.dtype) for each in found]
-        return found[0], found[-1][:, : self._value_dim]
+        return found[0], found[-1][..., : self._value_dim]
 
     def _num_blocks(self, span: SequenceSpan) -> int:
         return (span.start + span.num_tokens + self._block_size - 1) // self._block_size
 
+    def _first_key(self, span: SequenceSpan) -> int:
+        """Returns the position of the first key that a token of the span sees."""
+        return 0 if self._window is None else max(0, span.start + 1 - self._window)
+
     def _first_block(self, span: SequenceSpan) -> int:
-        return (
-            0 if self._window is None else max(0, span.start + 1 - self._window) // self._block_size
-        )
+        return self._first_key(span) // self._block_size
 
-    def _head_rows(self, table: torch.Tensor) -> torch.Tensor:
-        """Maps block tables [batch, width] to flat (block, head) rows: [batch, head, width]."""
-        return (
-            (table[:, None] * self._num_kv_heads + self._heads[:, None])
-            .flatten()
-            .to(self._kv.device)
-        )
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._kv.device)
 
-    def _mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Maps positions [n] and [n or 1, m] to the additive mask [n, m] of 0 or -inf."""
+    def _hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Returns which keys the queries do not see.
+
+        Maps positions [n] and [n or 1, m] to [n, m].
+        """
         hidden = keys > queries[:, None]
         if self._window is not None:
             hidden |= keys <= queries[:, None] - self._window
-        mask = torch.zeros(hidden.shape, dtype=self._kv.dtype).masked_fill_(hidden, -torch.inf)
-        return mask.to(self._kv.device)
+        return self._on_device(hidden)

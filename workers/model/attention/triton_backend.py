@@ -4,12 +4,14 @@ Steps are planned on the host in flat arrays.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from itertools import chain, islice
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from ...kv_cache.layout import LayerGeometry
+from ...kv_cache.tables import TableSpec
 from ..device import Ints, copy_to_device, to_device
 from ..kernels.triton.attention import MAX_NARROW_DIM, Scales, Scoring
 from ..kernels.triton.chunk import ChunkWork, chunk_attention, tile_tokens
@@ -38,10 +40,16 @@ The keys are num_heads and value_dim of the layers.
 """
 
 
+class TableWork(NamedTuple):
+    """Describes the work of a step for the layers of one block table."""
+
+    slots: torch.Tensor  # int32 [num_tokens], block * block_size + offset; negative for padding
+    decode: DecodeWork | None
+    chunks: dict[int, ChunkWork]  # by tokens of a tile; empty if no sequence has several tokens
+
+
 class TritonAttentionBackend:
     """Implements `AttentionBackend`."""
-
-    reads_whole_blocks = False
 
     def __init__(
         self, kv: PagedKv, layers: Sequence[LayerGeometry], *, batch_invariant: bool = False
@@ -57,48 +65,49 @@ class TritonAttentionBackend:
         is_cuda = kv.device.type == "cuda"
         processors = torch.cuda.get_device_properties(kv.device) if is_cuda else None
         self.layers = list(layers)
-        self.tile_tokens = [
-            tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers
-        ]
         self._caches = [
-            _cache_of(planes, layer) for planes, layer in zip(kv.layers, layers, strict=True)
+            _cache_of(planes, layer) if planes else None
+            for planes, layer in zip(kv.layers, layers, strict=True)
         ]
-        self.num_programs = [_num_programs(processors, layer) for layer in layers]
+        with_attention = [layer for layer, planes in zip(layers, kv.layers, strict=True) if planes]
+        self._shapes = {
+            (layer.num_heads, layer.value_dim or layer.head_dim) for layer in with_attention
+        }
+        self.tile_tokens = {
+            layer: tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim)
+            for layer in with_attention
+        }
+        self.num_programs = {layer: _num_programs(processors, layer) for layer in with_attention}
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
-        arrays = _Arrays(spans, self.kv.block_size, least_chunk=1 if self.batch_invariant else 2)
-        tile_sizes = sorted(set(self.tile_tokens))
-        tiles = [array for size in tile_sizes for array in arrays.tiles(size)]
-        slots, tables, *rest = copy_to_device(
-            [*arrays.slots_and_tables(), *arrays.decodes(), *tiles], self.device
-        )
-        num_decode = len(DecodeWork._fields) - 1
-        decode = DecodeWork._make([*rest[:num_decode], tables])
-        chunks: dict[int, ChunkWork] = {}
-        if len(arrays.counts) > len(decode.rows):
-            num_chunk = len(ChunkWork._fields) - 1
-            each = (
-                rest[first : first + num_chunk] for first in range(num_decode, len(rest), num_chunk)
+        arrays = _Arrays(spans, self.kv.tables, least_chunk=1 if self.batch_invariant else 2)
+        sizes = sorted(set(self.tile_tokens.values()))
+        decodes = arrays.decodes()
+        tiles = [arrays.tiles(size) for size in sizes]
+        own = [arrays.of_table(table, sizes) for table in range(len(self.kv.tables))]
+        copies = iter(
+            copy_to_device(
+                [arrays.tables, *decodes, *chain(*tiles), *chain(*own)],
+                self.device,
             )
+        )
+        tables = next(copies)
+        first_items, rows, last_keys, *items = islice(copies, len(decodes))
+        tile_fields = [tuple(islice(copies, len(each))) for each in tiles]
+        works: list[TableWork] = []
+        for each in own:
+            slots, offsets, *tile_offsets = islice(copies, len(each))
+            decode = DecodeWork(first_items, rows, last_keys, offsets, *items, tables)
             chunks = {
-                size: ChunkWork._make([*fields, tables])
-                for size, fields in zip(tile_sizes, each, strict=True)
+                size: ChunkWork(*fields, offset, tables)
+                for size, fields, offset in zip(sizes, tile_fields, tile_offsets, strict=True)
+                if len(arrays.counts) > len(rows)
             }
-        partials = self.make_partials(len(decode.item_splits))
-        return self.step(slots, decode if len(decode.rows) else None, chunks, partials)
+            works.append(TableWork(slots, decode if len(rows) else None, chunks))
+        return self.step(works, self.make_partials(len(items[-1])))
 
-    def step(
-        self,
-        slots: torch.Tensor,
-        decode: DecodeWork | None,
-        chunks: dict[int, ChunkWork],
-        partials: Partials,
-    ) -> StepAttention:
-        """Returns the attention of a step.
-
-        `slots`, int32 [num_tokens], are block * block_size + offset, or -1 for padding. `chunks`
-        are by tile_tokens; empty if no sequence has several tokens.
-        """
+    def step(self, works: Sequence[TableWork], partials: Partials) -> StepAttention:
+        """Returns the attention of a step, from the work of each block table."""
 
         def attend(
             layer: int,
@@ -107,24 +116,28 @@ class TritonAttentionBackend:
             value: torch.Tensor,
             options: AttentionOptions = PLAIN,
         ) -> torch.Tensor:
-            keys, values, scales = self._caches[layer]
+            cache = self._caches[layer]
+            assert cache is not None, f"layer {layer} has no attention"
+            keys, values, scales = cache
+            geometry = self.layers[layer]
+            slots, decode, chunks = works[self.kv.table_of_layer[layer]]
             scoring = Scoring(
-                window=self.layers[layer].window or 0,
+                window=geometry.window or 0,
                 scale=options.scale_of(query.shape[2]),
                 soft_cap=options.soft_cap or 0.0,
                 sinks=options.sinks,
             )
-            is_latent = self.layers[layer].value_dim is not None
+            is_latent = geometry.value_dim is not None
             store_kv(key, value, keys, None if is_latent else values, slots, scales)
             out = query.new_empty(query.shape[0], query.shape[1] * value.shape[2])
             if decode:
                 partial = partials[query.shape[1], value.shape[2]]
-                num_programs = self.num_programs[layer]
+                num_programs = self.num_programs[geometry]
                 decode_attention(
                     query, keys, values, decode, scoring, partial, out, num_programs, scales
                 )
             if chunks:
-                tiles = chunks[self.tile_tokens[layer]]
+                tiles = chunks[self.tile_tokens[geometry]]
                 chunk_attention(query, keys, values, tiles, scoring, out, scales)
             return out
 
@@ -137,17 +150,13 @@ class TritonAttentionBackend:
         }
 
     @property
-    def _shapes(self) -> set[tuple[int, int]]:
-        return {(layer.num_heads, layer.value_dim or layer.head_dim) for layer in self.layers}
-
-    @property
     def scratch_bytes_per_block(self) -> int:
         """Returns the bytes beside a block of KV cache that steps over a full cache need.
 
         These are the partial sums and tables of a captured step, and as much for a step without a
         graph: 0.2 % of a block for Llama-3.1-8B.
         """
-        tokens = _GRAPH_SHARING * self.kv.block_size
+        tokens = _GRAPH_SHARING * max(table.block_size for table in self.kv.tables)
         item_bytes = 4 * sum(heads * (dim + 2) for heads, dim in self._shapes)
         return 2 * (-(-tokens * item_bytes // SPLIT_TOKENS) + 4 * _GRAPH_SHARING)
 
@@ -155,7 +164,8 @@ class TritonAttentionBackend:
 def graph_capacity(num_blocks: int, block_size: int, max_batch: int) -> tuple[int, int]:
     """Returns the number of work items, and of entries of block tables, in a captured step.
 
-    They fit `max_batch` sequences over a KV cache of `num_blocks`.
+    They fit `max_batch` sequences over a KV cache of `num_blocks`, of which those of the table with
+    the largest blocks hold `block_size` tokens.
     """
     entries = _GRAPH_SHARING * num_blocks + max_batch
     return -(-entries * block_size // SPLIT_TOKENS) + max_batch, entries
@@ -207,9 +217,14 @@ class StaticDecodes:
         self._backend = backend
         self._max_batch = max_batch
         self._max_items, self._max_entries = graph_capacity(
-            backend.kv.num_blocks, backend.kv.block_size, max_batch
+            backend.kv.num_blocks,
+            max(table.block_size for table in backend.kv.tables),
+            max_batch * len(backend.kv.tables),
         )
-        self._lengths = [max_batch] * 6 + [1, self._max_items, self._max_items, self._max_entries]
+        # Numbers of tokens, and of sequences: first items, rows and last keys. Then slots and
+        # offsets of each table.
+        of_rows = [max_batch] * (4 + 2 * len(backend.kv.tables))
+        self._lengths = [*of_rows, 1, self._max_items, self._max_items, self._max_entries]
         self._ints = torch.full((sum(self._lengths),), -1, dtype=torch.int32, device=backend.device)
         self._ints[-self._max_entries :] = 0
         self._partials = backend.make_partials(self._max_items)
@@ -219,36 +234,37 @@ class StaticDecodes:
 
         `fill` may leave some of these rows empty.
         """
-        slots, counts, *of_sequences, num_items, sequences, splits, tables = torch.split(
-            self._ints, self._lengths
-        )
-        if self._backend.batch_invariant:
-            _, rows, last_keys, offsets = (part[:batch] for part in of_sequences)
-            work = ChunkWork(rows, counts[:batch], last_keys, offsets, tables)
-            chunks = dict.fromkeys(self._backend.tile_tokens, work)
-            return last_keys, self._backend.step(slots[:batch], None, chunks, {})
-        decode = DecodeWork._make(
-            [*(part[:batch] for part in of_sequences), num_items, sequences, splits, tables]
-        )
-        return decode.last_keys, self._backend.step(slots[:batch], decode, {}, self._partials)
+        *of_rows, num_items, sequences, splits, tables = torch.split(self._ints, self._lengths)
+        counts, first_items, rows, last_keys, *own = (part[:batch] for part in of_rows)
+        works: list[TableWork] = []
+        for slots, offsets in zip(own[::2], own[1::2], strict=True):
+            if self._backend.batch_invariant:
+                work = ChunkWork(rows, counts, last_keys, offsets, tables)
+                chunks = dict.fromkeys(self._backend.tile_tokens.values(), work)
+                works.append(TableWork(slots, None, chunks))
+            else:
+                decode = DecodeWork(
+                    first_items, rows, last_keys, offsets, num_items, sequences, splits, tables
+                )
+                works.append(TableWork(slots, decode, {}))
+        return last_keys, self._backend.step(works, self._partials)
 
     def fill(self, spans: Sequence[SequenceSpan]) -> bool:
         """Loads a step of sequences with one new token each; returns False if it does not fit."""
-        arrays = _Arrays(spans, self._backend.kv.block_size)
-        slots, tables = arrays.slots_and_tables()
-        decodes = arrays.decodes()
-        splits = decodes[-1]
+        tables = self._backend.kv.tables
+        arrays = _Arrays(spans, tables)
+        first_items, rows, last_keys, *items = arrays.decodes()
         if (
             len(spans) > self._max_batch
-            or len(splits) > self._max_items
-            or len(tables) > self._max_entries
+            or len(items[-1]) > self._max_items
+            or len(arrays.tables) > self._max_entries
         ):
             return False
-        ints = np.full(len(self._ints) - self._max_entries + len(tables), -1, np.int32)
+        own = chain(*(arrays.of_table(table, ()) for table in range(len(tables))))
+        parts = (arrays.counts, first_items, rows, last_keys, *own, *items, arrays.tables)
+        ints = np.full(len(self._ints) - self._max_entries + len(arrays.tables), -1, np.int32)
         begin = 0
-        for part, length in zip(
-            (slots, arrays.counts, *decodes, tables), self._lengths, strict=True
-        ):
+        for part, length in zip(parts, self._lengths, strict=True):
             ints[begin : begin + len(part)] = part
             begin += length
         host = torch.from_numpy(ints)
@@ -260,27 +276,54 @@ class _Arrays:
     """Computes the index arrays of one step on the host."""
 
     def __init__(
-        self, spans: Sequence[SequenceSpan], block_size: int, least_chunk: int = 2
+        self, spans: Sequence[SequenceSpan], tables: Sequence[TableSpec], least_chunk: int = 2
     ) -> None:
         """Treats sequences of at least `least_chunk` tokens as chunks, the others as decodes."""
-        self._block_size = block_size
+        self._block_sizes = [table.block_size for table in tables]
         self._least_chunk = least_chunk
         self.counts = np.array([span.num_tokens for span in spans])
         self._starts = np.array([span.start for span in spans])
         self._first_rows = self.counts.cumsum() - self.counts
-        self._tables = np.concatenate([np.asarray(span.blocks, np.int32) for span in spans])
-        lengths = np.array([len(span.blocks) for span in spans])
-        self._offsets = lengths.cumsum() - lengths
+        # The blocks that the step reads and writes: of all sequences in one table, then in the
+        # next one.
+        parts: list[Ints] = []
+        # Of each table, where the index 0 of each sequence's table is in `tables`, or would be: the
+        # blocks before the window are left out.
+        self._offsets: list[Ints] = []
+        num_before = 0
+        for number, table in enumerate(tables):
+            firsts = first_blocks(self._starts, table)
+            ends = -(-(self._starts + self.counts) // table.block_size)
+            parts += [
+                np.asarray(span.tables[number][first:end], np.int32)
+                for span, first, end in zip(spans, firsts, ends, strict=True)
+            ]
+            lengths = ends - firsts
+            self._offsets.append(num_before + lengths.cumsum() - lengths - firsts)
+            num_before += int(lengths.sum())
+        self.tables: Ints = np.concatenate(parts)
 
-    def slots_and_tables(self) -> tuple[Ints, Ints]:
-        """Returns the slot of each token, and the concatenated block tables."""
+    def of_table(self, table: int, tile_sizes: Sequence[int]) -> list[Ints]:
+        """Returns the arrays that depend on the table.
+
+        These are the slot of each token, `DecodeWork.offsets`, and `ChunkWork.tile_offsets` for
+        each size of tiles.
+        """
+        size = self._block_sizes[table]
+        offsets = self._offsets[table]
         first = np.repeat(self._starts - self._first_rows, self.counts)
         positions = first + np.arange(len(first))
-        blocks = self._tables[np.repeat(self._offsets, self.counts) + positions // self._block_size]
-        return blocks * self._block_size + positions % self._block_size, self._tables
+        blocks = self.tables[np.repeat(offsets, self.counts) + positions // size]
+        slots = blocks * size + positions % size
+        chunks = np.flatnonzero(self.counts >= self._least_chunk)
+        tile_offsets = (
+            np.repeat(offsets[chunks], -(-self.counts[chunks] // tile_size))
+            for tile_size in tile_sizes
+        )
+        return [slots, offsets[self.counts < self._least_chunk], *tile_offsets]
 
     def decodes(self) -> tuple[Ints, ...]:
-        """Returns the fields of `DecodeWork` except `tables`."""
+        """Returns the fields of `DecodeWork` except those of `of_table` and `tables`."""
         which = np.flatnonzero(self.counts < self._least_chunk)
         last_keys = self._starts[which]
         counts = num_splits(last_keys)
@@ -288,11 +331,10 @@ class _Arrays:
         sequences = np.repeat(np.arange(len(which)), counts)
         splits = np.arange(len(sequences)) - first_items[sequences]
         rows = self._first_rows[which]
-        offsets = self._offsets[which]
-        return first_items, rows, last_keys, offsets, np.array([len(splits)]), sequences, splits
+        return first_items, rows, last_keys, np.array([len(splits)]), sequences, splits
 
     def tiles(self, size: int) -> tuple[Ints, ...]:
-        """Returns the fields of `ChunkWork` except `tables`."""
+        """Returns the fields of `ChunkWork` except those of `of_table` and `tables`."""
         which = np.flatnonzero(self.counts >= self._least_chunk)
         counts = self.counts[which]
         num_tiles = -(-counts // size)
@@ -300,9 +342,11 @@ class _Arrays:
         within = (np.arange(len(sequences)) - (num_tiles.cumsum() - num_tiles)[sequences]) * size
         firsts = (values[which][sequences] for values in (self._first_rows, self._starts))
         rows, starts = (first + within for first in firsts)
-        return (
-            rows,
-            np.minimum(counts[sequences] - within, size),
-            starts,
-            self._offsets[which][sequences],
-        )
+        return rows, np.minimum(counts[sequences] - within, size), starts
+
+
+def first_blocks(starts: Ints, table: TableSpec) -> Ints:
+    """Returns the index of the first block that tokens from the positions `starts` on see."""
+    if table.window is None:
+        return np.zeros_like(starts)
+    return np.maximum(starts + 1 - table.window, 0) // table.block_size

@@ -12,7 +12,7 @@ from ...host.streams import BlockOrder, DeviceData, EventWaiter, device_checksum
 from ...kv_cache.layout import SCALE_BYTES, KvLayout, KvSpan
 from ...kv_cache.tables import TableBlocks
 from ..device import to_device
-from .spans import check_length, check_table, place_of
+from .spans import check_group, check_length, check_table, place_of
 
 T = TypeVar("T")
 
@@ -50,16 +50,14 @@ class GpuKv:
         # Of each group, the parts of a head's vector, as words: [num_layers, planes,
         # num_blocks, block_size, num_slots, words].
         self._tokens = [[part.transpose(3, 4) for part in _parts_of(tensor)] for tensor in tensors]
-        _, _, num_blocks, self._block_size, *_ = self._tokens[0][0].shape
-        make = partial(
-            _Lane,
-            device=tensors[0].device,
-            num_blocks=num_blocks,
-            block_size=self._block_size,
-        )
+        # Of each group.
+        self._block_sizes = [parts[0].shape[3] for parts in self._tokens]
+        self._slots = [parts[0].shape[4] for parts in self._tokens]
+        make = partial(_Lane, device=tensors[0].device, num_blocks=tensors[0].shape[2])
+        num_lanes = _NUM_LANES * len({group.part.window for group in layout.token_groups})
         # High priority, because the copy is small, and a decode worker waits for it.
-        self._readers = lru_cache(_NUM_LANES)(partial(make, priority=-1))
-        self._writers = lru_cache(_NUM_LANES)(partial(make, priority=0))
+        self._readers = lru_cache(num_lanes)(partial(make, priority=-1))
+        self._writers = lru_cache(num_lanes)(partial(make, priority=0))
 
     def read(self, table: TableBlocks, span: KvSpan) -> Awaitable[memoryview]:
         return self._copy_out(table, span, lambda picked: (picked, lambda host: _bytes(host)))
@@ -78,7 +76,8 @@ class GpuKv:
         return self._copy_out(table, span, keep)
 
     def write(self, table: TableBlocks, span: KvSpan, data: memoryview | DeviceData) -> None:
-        lane = self._writers(table)
+        check_group(self._layout, span)
+        lane = self._writers(table, self._block_sizes[span.group])
         index = self._index(lane, span)
         check_length(span, self._layout, data)
         parts = self._tokens[span.group]
@@ -107,7 +106,8 @@ class GpuKv:
 
         `finish` returns this tensor, and a function of the host's copy that returns the result.
         """
-        lane = self._readers(table)
+        check_group(self._layout, span)
+        lane = self._readers(table, self._block_sizes[span.group])
         index = self._index(lane, span)
         with self._order.reading(lane.blocks_of(span), lane.stream) as done:
             picked = [part[index] for part in self._tokens[span.group]]
@@ -122,7 +122,7 @@ class GpuKv:
             self._layout,
             span,
             tokens=lane.tokens,
-            slots=[parts[0].shape[4] for parts in self._tokens],
+            slots=self._slots,
         )
         return (layers, slice(None), *lane.places_of(span), slots)
 
@@ -141,10 +141,10 @@ class _Lane:
     def __init__(
         self,
         table: TableBlocks,
+        block_size: int,
         *,
         device: torch.device,
         num_blocks: int,
-        block_size: int,
         priority: int,
     ) -> None:
         """Raises ValueError if a block is out of range."""

@@ -1,16 +1,15 @@
 """Reads and writes KV cache in host memory."""
 
 import ctypes
-import math
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kv_cache.layout import KvLayout, KvSpan
-from ...kv_cache.store import paged_shapes
+from ...kv_cache.memory import plan_memory
 from ...kv_cache.tables import TableBlocks
 from ..kernels.c.build import library, loaded_library
-from .spans import check_length, check_table, place_of
+from .spans import check_group, check_length, check_table, place_of
 
 Bytes = npt.NDArray[np.uint8]
 # Index of a span in a group's tensor, seen as [layer, plane, token, KV head]: layers, all planes,
@@ -32,24 +31,16 @@ class HostKv:
 
         Raises ValueError if it is too small, or as `check_split`.
         """
-        shapes = paged_shapes(
-            layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank
-        )
-        sizes = [math.prod(shape) for shape in shapes]
-        if min(num_blocks, block_size) < 1 or sum(sizes) > len(raw):
-            raise ValueError(
-                f"{len(raw)} bytes are too few for {num_blocks} blocks of {block_size} tokens"
-            )
-        ends = np.cumsum(sizes).tolist()
+        memory = plan_memory(layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
+        memory.check_fits(len(raw))
         # Of each group, [num_layers, planes, num_blocks, num_slots, block_size, row_bytes].
         self._groups = [
-            raw[end - size : end].reshape(shape)
-            for end, size, shape in zip(ends, sizes, shapes, strict=True)
+            np.ndarray(group.shape, np.uint8, raw, group.offset, group.strides)
+            for group in memory.groups
         ]
         self._layout = layout
         self._num_blocks = num_blocks
-        self._block_size = block_size
-        self._slots = [shape[3] for shape in shapes]
+        self._slots = [group.shape[3] for group in memory.groups]
         self._native = library() is not None
 
     def read(self, table: TableBlocks, span: KvSpan) -> memoryview:
@@ -81,12 +72,14 @@ class HostKv:
 
         Raises ValueError if the span or a block is out of range.
         """
-        tokens = table.tokens(self._block_size)
+        check_group(self._layout, span)
+        block_size = self._groups[span.group].shape[4]
+        tokens = table.tokens(block_size)
         layers, slots = place_of(self._layout, span, tokens=tokens, slots=self._slots)
         blocks = check_table(table, self._num_blocks)
         first = span.first_token - tokens.start
         positions = np.arange(first, first + span.num_tokens)
-        block, offset = blocks[positions // self._block_size], positions % self._block_size
+        block, offset = blocks[positions // block_size], positions % block_size
         return layers, slice(None), block, offset, slots
 
 

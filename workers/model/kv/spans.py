@@ -10,6 +10,12 @@ from ...kv_cache.layout import KvLayout, KvSpan
 from ...kv_cache.tables import TableBlocks
 
 
+def check_group(layout: KvLayout, span: KvSpan) -> None:
+    """Raises ValueError unless the span's group is one of tokens."""
+    if not 0 <= span.group < len(layout.token_groups):
+        raise ValueError(f"group {span.group} is not within {len(layout.token_groups)}")
+
+
 def place_of(
     layout: KvLayout, span: KvSpan, *, tokens: range, slots: Sequence[int]
 ) -> tuple[slice, slice]:

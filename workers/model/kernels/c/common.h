@@ -95,6 +95,7 @@ typedef struct {
     const int32_t *table;
     int64_t query_stride, out_stride, kv_heads, group, head_dim, value_dim, block_size;
     int64_t max_heads;  // query heads of an item
+    int64_t block_stride;  // from one block of keys or values to the next: elements, of int8 and fp8 bytes
     int64_t start, tokens, window;  // token i has position start + i and sees the `window` keys up to it
     float scale, soft_cap;  // scores become soft_cap * tanh(score / soft_cap), unless it is 0
     const float *sinks;     // [kv_heads * group] or NULL: scores of a key without value that every token sees

@@ -44,9 +44,11 @@ def can_attend(query: torch.Tensor) -> bool:
 
 def paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    # [num_blocks, num_kv_heads, block_size, head_dim], or quantized as in PagedKv
+    # [num_blocks, num_kv_heads, block_size, head_dim], or quantized as in PagedKv; the blocks have
+    # any stride.
     keys: torch.Tensor,
-    # The same; or `keys` themselves, if the first value_dim elements of a key are its value.
+    # The same, in the same strides; or `keys` themselves, if the first value_dim elements of a key
+    # are its value.
     values: torch.Tensor,
     tables: torch.Tensor,  # [2] int64, see paged_attention.c
     out: torch.Tensor,  # [num_tokens, num_heads * value_dim]
@@ -68,6 +70,7 @@ def paged_attention(
         *places,
         *shape,
         *options,
+        keys.stride(0),
         shared=True,
     )
 
@@ -75,12 +78,13 @@ def paged_attention(
 def store_kv(
     key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
     value: torch.Tensor,  # the same
-    keys: torch.Tensor,  # [..., head_dim], a layer's cache, or quantized as in PagedKv
-    values: torch.Tensor | None,  # the same; None: only keys are written
-    slots: torch.Tensor,  # [num_tokens * num_kv_heads] int64, rows of the cache
+    keys: torch.Tensor,  # a layer's cache, as for `paged_attention`
+    values: torch.Tensor | None,  # the same, in the same strides; None: only keys are written
+    slots: torch.Tensor,  # [num_tokens] int64, block * block_size + offset
 ) -> None:
     """Writes the step's keys and values to their token slots."""
     tokens, heads, head_dim = key.shape
+    block_size = keys.shape[2]
     if keys.dtype in _QUANTIZED:
         places = (key, key.stride(0), value, value.stride(0), keys, values, slots)
         call(
@@ -90,12 +94,15 @@ def store_kv(
             *places,
             heads,
             head_dim,
+            block_size,
+            keys.stride(0),
             shared=True,
         )
         return
     size = key.element_size()
     new = (key, key.stride(0) * size, value, value.stride(0) * size)
-    call("store_kv", None, tokens, *new, keys, values, slots, heads, head_dim * size, shared=True)
+    sizes = (heads, head_dim * size, block_size, keys.stride(0) * size)
+    call("store_kv", None, tokens, *new, keys, values, slots, *sizes, shared=True)
 
 
 def rms_norm(

@@ -140,19 +140,25 @@ DEFINE_GATED(uint16_t, bf16, gelu, gelu_mul)
 DEFINE_ROTATE(float, f32)
 DEFINE_ROTATE(uint16_t, bf16)
 
+// Returns the place of a KV head's row of a token in a layer's cache [blocks, heads, size, row_bytes], whose blocks
+// are block_bytes apart. `slot` is the block times its size plus the offset in it.
+static inline int64_t row_of_slot(int64_t slot, int64_t head, int64_t size, int64_t row_bytes, int64_t block_bytes) {
+    return slot / size * block_bytes + (head * size + slot % size) * row_bytes;
+}
+
 // Copies each KV head of each new token to its row of the cache: key, value [tokens, heads, row_bytes], tokens
-// `key_stride` and `value_stride` bytes apart; slots [tokens * heads] rows of row_bytes in keys and values. Without
+// `key_stride` and `value_stride` bytes apart; slots [tokens] and places in the cache as in row_of_slot. Without
 // values, only keys are copied.
 int64_t store_kv(const Arg *a, int64_t tokens, int64_t item) {
     const char *key = a[0].p, *value = a[2].p;
     char *keys = a[4].p, *values = a[5].p;
     const int64_t *slots = a[6].p;
     const int64_t key_stride = a[1].n, value_stride = a[3].n, heads = a[7].n, row_bytes = a[8].n;
-    const int64_t step = rows_of_item(heads * row_bytes / 2);
+    const int64_t size = a[9].n, block_bytes = a[10].n, step = rows_of_item(heads * row_bytes / 2);
     if (item < 0) return ceil_div(tokens, step);
     for (int64_t token = item * step; token < least(tokens, (item + 1) * step); token++)
         for (int64_t head = 0; head < heads; head++) {
-            const int64_t to = slots[token * heads + head] * row_bytes, from = head * row_bytes;
+            const int64_t to = row_of_slot(slots[token], head, size, row_bytes, block_bytes), from = head * row_bytes;
             memcpy(keys + to, key + token * key_stride + from, row_bytes);
             if (values) memcpy(values + to, value + token * value_stride + from, row_bytes);
         }
@@ -190,11 +196,12 @@ static inline __attribute__((always_inline)) void round_row(uint8_t *to, const f
         uint8_t *keys = a[4].p, *values = a[5].p;                                                                      \
         const int64_t *slots = a[6].p;                                                                                 \
         const int64_t key_stride = a[1].n, value_stride = a[3].n, heads = a[7].n, dim = a[8].n;                        \
-        const int64_t step = rows_of_item(2 * heads * dim);                                                            \
+        const int64_t size = a[9].n, block_bytes = a[10].n, step = rows_of_item(2 * heads * dim);                      \
         if (item < 0) return ceil_div(tokens, step);                                                                   \
         for (int64_t i = item * step * heads; i < least(tokens, (item + 1) * step) * heads; i++) {                     \
             const T *from[2] = {key + i / heads * key_stride, value + i / heads * value_stride};                       \
-            uint8_t *to[2] = {keys + slots[i] * scaled_row(dim), values + slots[i] * scaled_row(dim)};                 \
+            const int64_t at = row_of_slot(slots[i / heads], i % heads, size, scaled_row(dim), block_bytes);           \
+            uint8_t *to[2] = {keys + at, values + at};                                                                 \
             for (int half = 0; half < 2; half++) {                                                                     \
                 float wide[MAX_HEAD_DIM];                                                                              \
                 for (int64_t d = 0; d < dim; d++) wide[d] = load_##NAME(from[half][i % heads * dim + d]);              \

@@ -4,8 +4,9 @@
 
 // query, out    [rows, kv_heads * group, head_dim], of out value_dim; rows query_stride and out_stride elements
 //               apart
-// keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim], of int8 and fp8 [.., head_dim + 2].
-//               If they are the same memory, the first value_dim elements of a key are its value
+// keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim], of int8 and fp8 [.., head_dim + 2];
+//               blocks are block_stride elements apart. If they are the same memory, the first value_dim
+//               elements of a key are its value
 // tables        [2] addresses: of the concatenated block tables, and of the step's parts. The latter are the
 //               number of chunks, the number of single tokens, and for each of them, chunks first: first row,
 //               number of tokens, position of the first token, window of keys, start of its block table
@@ -28,6 +29,7 @@ static Chunk chunk_of(const Arg *a, const int64_t *part, int64_t element, int64_
         .value_dim = a[14].n,
         .block_size = a[10].n,
         .max_heads = max_heads,
+        .block_stride = a[15].n,
         .start = part[2],
         .tokens = part[1],
         .window = part[3],

@@ -10,20 +10,22 @@ enum { MAX_ROWS = 256, ROW_DIM = 256, MAX_WIDE_ROWS = 64 };  // the last for hea
 enum { MAX_ELEMENTS = MAX_ROWS * ROW_DIM };                  // of the rows of an item
 _Static_assert(MAX_WIDE_ROWS * MAX_HEAD_DIM <= MAX_ELEMENTS, "wide rows have the same memory");
 
-// Finds a tile's keys, `row` elements each, from `begin` on. Keys before the first or after the last key
-// that any token sees are masked, but must be finite: the first or the last key replaces them.
-static inline void find_slots(int64_t *slots, const Chunk *c, const NextKeys *of, int64_t begin, int64_t row) {
+// Finds a tile's keys from `begin` on; `row` is the size of a key, and `block` the distance of two blocks.
+// Keys before the first or after the last key that any token sees are masked, but must be finite: the first
+// or the last key replaces them.
+static inline void find_slots(int64_t *slots, const Chunk *c, const NextKeys *of, int64_t begin, int64_t row,
+                              int64_t block) {
     const int64_t size = c->block_size;
     for (int64_t i = 0; i < TILE; i += 8) {
         const int64_t start = begin + i, is_run = size % 8 == 0 && start >= of->first && start + 7 <= of->last;
         if (is_run) {  // avoids divisions: one per key took half of the total time
-            const int64_t at = (((int64_t)of->table[start / size] * c->kv_heads + of->head) * size + start % size) * row;
+            const int64_t at = of->table[start / size] * block + (of->head * size + start % size) * row;
             for (int64_t j = 0; j < 8; j++) slots[i + j] = at + j * row;
             continue;
         }
         for (int64_t j = 0; j < 8; j++) {
             const int64_t key = start + j < of->first ? of->first : least(start + j, of->last);
-            slots[i + j] = (((int64_t)of->table[key / size] * c->kv_heads + of->head) * size + key % size) * row;
+            slots[i + j] = of->table[key / size] * block + (of->head * size + key % size) * row;
         }
     }
 }

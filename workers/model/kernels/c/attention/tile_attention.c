@@ -139,12 +139,12 @@ void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
         memcpy(t->query + r * D / 2, (const uint16_t *)c->query + at, 2 * D);
         t->top[r] = c->sinks ? c->sinks[own.head + r % heads] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
     }
-    find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, D);
+    find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, D, c->block_stride);
     for (int64_t begin = first / TILE * TILE; begin <= last; begin += TILE) {
         const int64_t padded = ceil_div(least(TILE, last + 1 - begin), 16) * 16;
         memcpy(t->slots, t->next_slots, sizeof t->slots);
-        if (begin + TILE <= last) find_slots(t->next_slots, c, &own.keys, begin + TILE, D);
-        else if (next) find_slots(t->next_slots, c, next, next->first / TILE * TILE, D);
+        if (begin + TILE <= last) find_slots(t->next_slots, c, &own.keys, begin + TILE, D, c->block_stride);
+        else if (next) find_slots(t->next_slots, c, next, next->first / TILE * TILE, D, c->block_stride);
         load_keys(t, c->keys, padded, D);
         compare_rows(t, padded, D, rows);
         for (int64_t r = 0; r < rows; r++) {

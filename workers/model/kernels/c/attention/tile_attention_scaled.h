@@ -184,12 +184,12 @@ void ATTEND(const Chunk *c, int64_t item, const NextKeys *next) {
         load_query(t, r, (const uint16_t *)c->query + at, head_dim, D, c->scale);
         t->top[r] = c->sinks ? c->sinks[own.head + r % heads] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
     }
-    find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, size);
+    find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, size, c->block_stride);
     for (int64_t begin = first / TILE * TILE; begin <= last; begin += TILE) {
         const int64_t padded = ceil_div(least(TILE, last + 1 - begin), 16) * 16;
         memcpy(t->slots, t->next_slots, sizeof t->slots);
-        if (begin + TILE <= last) find_slots(t->next_slots, c, &own.keys, begin + TILE, size);
-        else if (next) find_slots(t->next_slots, c, next, next->first / TILE * TILE, size);
+        if (begin + TILE <= last) find_slots(t->next_slots, c, &own.keys, begin + TILE, size, c->block_stride);
+        else if (next) find_slots(t->next_slots, c, next, next->first / TILE * TILE, size, c->block_stride);
         load_keys(t, c->keys, c->values, padded, head_dim, D);
         multiply_rows(t->score, TILE, t->query, D / 2, t->key, TILE, D / 2, t->query_scale, t->key_scale, rows,
                       padded > 32 ? 4 : 2);

@@ -184,6 +184,7 @@ INLINE void attend(const Chunk *c, int64_t item, const NextKeys *next, const Kin
     const int64_t D = ceil_div(head_dim, LANES) * LANES, V = ceil_div(value_dim, LANES) * LANES, heads = own.heads;
     const int64_t first = own.keys.first, last = own.keys.last, size = bytes_of_row(head_dim, kind);
     const int64_t element = bytes_of_element(inputs);
+    const int64_t block = c->block_stride * (is_scaled(kind) ? 1 : bytes_of_element(kind));
     const int widened = rows > FEW_ROWS || D != head_dim, is_shared = c->keys == c->values;
     static __thread Tile tile;
     Tile *t = resolved(&tile);
@@ -193,12 +194,12 @@ INLINE void attend(const Chunk *c, int64_t item, const NextKeys *next, const Kin
         widen_row(t->query + r * D, (const char *)c->query + at * element, head_dim, inputs);
         t->top[r] = c->sinks ? c->sinks[own.head + r % heads] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
     }
-    find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, size);
+    find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, size, block);
     for (int64_t begin = first / TILE * TILE; begin <= last; begin += TILE) {
         const int64_t padded = ceil_div(least(TILE, last + 1 - begin), WIDTH) * WIDTH;
         memcpy(t->slots, t->next_slots, sizeof t->slots);
-        if (begin + TILE <= last) find_slots(t->next_slots, c, &own.keys, begin + TILE, size);
-        else if (next) find_slots(t->next_slots, c, next, next->first / TILE * TILE, size);
+        if (begin + TILE <= last) find_slots(t->next_slots, c, &own.keys, begin + TILE, size, block);
+        else if (next) find_slots(t->next_slots, c, next, next->first / TILE * TILE, size, block);
         find_rows(t, t->key, t->wide[0], t->key_scale, c->keys, padded, head_dim, D, widened, kind);
         if (widened) score_wide(t, rows, padded, D);
         else score(t, rows, padded, D, kind);

@@ -1,0 +1,90 @@
+"""Plans where each group of tokens is in a rank's KV cache memory. Pure arithmetic."""
+
+from dataclasses import dataclass
+
+from .layout import KvLayout
+from .store import slots_of
+from .tables import TableSpec, block_bytes, plan_tables, table_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMemory:
+    """Describes the memory of a group of tokens.
+
+    It is [layer, plane, block, KV slot, token of the block, byte of the row].
+    """
+
+    offset: int  # bytes before the first row
+    shape: tuple[int, int, int, int, int, int]
+    strides: tuple[int, int, int, int, int, int]  # bytes
+
+    @property
+    def block_size(self) -> int:
+        """Returns the number of tokens of a block of the group's table."""
+        return self.shape[4]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvMemory:
+    """Describes the KV cache memory of a rank: blocks of equal bytes, one after the other.
+
+    A block belongs to one table at a time. It has the rows of each group of that table in turn,
+    [layer, plane, KV slot, token, row byte], and unused bytes at its end where the other tables
+    need more.
+    """
+
+    tables: tuple[TableSpec, ...]
+    num_blocks: int
+    block_bytes: int
+    groups: tuple[GroupMemory, ...]  # the token groups of the layout
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def check_fits(self, num_bytes: int) -> None:
+        """Raises ValueError if the memory needs more bytes, or has a size below 1."""
+        if min(self.num_blocks, *(table.block_size for table in self.tables)) < 1:
+            raise ValueError(f"KV cache of {self.num_blocks} blocks; must have at least 1")
+        if self.num_bytes > num_bytes:
+            raise ValueError(
+                f"{num_bytes} bytes are too few for {self.num_blocks} blocks of "
+                f"{self.block_bytes} bytes"
+            )
+
+
+def plan_memory(
+    layout: KvLayout, *, num_blocks: int, block_size: int, tp: int, rank: int
+) -> KvMemory:
+    """Returns the memory of one rank; `block_size` as of `plan_tables`.
+
+    Processes that read each other's memory plan it alike. Raises ValueError as `check_split` does.
+    """
+    tables = plan_tables(layout, block_size)
+    slots = slots_of(layout, tp, rank)
+    size = block_bytes(layout, tables, slots)
+    offsets = [0] * len(tables)  # of the next group of each table
+    groups: list[GroupMemory] = []
+    for group, num_slots in zip(layout.token_groups, slots, strict=False):
+        part = group.part
+        table = table_of(tables, group)
+        tokens = tables[table].block_size
+        slot_bytes = tokens * part.row_bytes
+        plane_bytes = num_slots * slot_bytes
+        layer_bytes = part.planes * plane_bytes
+        groups.append(
+            GroupMemory(
+                offset=offsets[table],
+                shape=(
+                    len(group.layers),
+                    part.planes,
+                    num_blocks,
+                    num_slots,
+                    tokens,
+                    part.row_bytes,
+                ),
+                strides=(layer_bytes, plane_bytes, size, slot_bytes, part.row_bytes, 1),
+            )
+        )
+        offsets[table] += len(group.layers) * layer_bytes
+    return KvMemory(tables=tables, num_blocks=num_blocks, block_bytes=size, groups=tuple(groups))
