@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self, TypeVar
 
 from ...proto.metrics import NULL_METRICS, Metrics
 from ..kv_cache.layout import KvSpan
+from ..kv_cache.memory import KvMemory, plan_memory
 from ..kv_cache.store import KvStore
 from ..kv_cache.tables import TableBlocks
 from .frames import FRAME_BYTES, Announce, BlockTable, Data, TransferError, TransportError
@@ -31,6 +32,9 @@ MEMORY_SIZES: Final[dict[str, type]] = {
     "rank": int,
 }
 """The fields of `KvStore` that define its memory layout; one-sided transports describe them."""
+
+MEMORY_FIELDS: Final[dict[str, type]] = {**MEMORY_SIZES, "block_bytes": int}
+"""The fields of `memory_description`."""
 
 T = TypeVar("T")
 
@@ -226,6 +230,26 @@ class GrpcConnector(KvConnector):
     ) -> memoryview:
         """Returns the payload."""
         return payload
+
+
+def memory_description(kv: KvStore) -> dict[str, Any]:
+    """Returns the layout of this rank's memory, for the receiver of a one-sided transport."""
+    sizes = {name: getattr(kv, name) for name in MEMORY_SIZES}
+    return {**sizes, "block_bytes": plan_memory(kv.layout, **sizes).block_bytes}
+
+
+def described_memory(kv: KvStore, description: Mapping[str, Any]) -> KvMemory:
+    """Returns the layout of a sender's memory with MEMORY_FIELDS.
+
+    Raises ValueError if the sender has another layout, as another version of the service may have.
+    """
+    memory = plan_memory(kv.layout, **{name: description[name] for name in MEMORY_SIZES})
+    if memory.block_bytes != description["block_bytes"]:
+        raise ValueError(
+            f"KV transport: the sender's blocks have {description['block_bytes']} bytes; this "
+            f"process expects {memory.block_bytes}"
+        )
+    return memory
 
 
 def checked(description: Mapping[str, Any], types: Mapping[str, type]) -> dict[str, Any]:

@@ -16,9 +16,17 @@ import torch
 
 from ...proto.addresses import is_loopback
 from ..kv_cache.layout import KvSpan
-from ..kv_cache.memory import KvMemory, plan_memory
+from ..kv_cache.memory import KvMemory
 from ..kv_cache.tables import TableBlocks
-from .connector import CONNECT_SECONDS, MEMORY_SIZES, KvConnector, TransferContext, checked
+from .connector import (
+    CONNECT_SECONDS,
+    MEMORY_FIELDS,
+    KvConnector,
+    TransferContext,
+    checked,
+    described_memory,
+    memory_description,
+)
 from .frames import Announce, BlockTable, Data
 from .leases import ENTRY_BYTES, TABLE_BYTES, check_entry, entry_offset
 from .nixl_agent import NixlMemory, NixlPeer, NixlReader, available
@@ -63,8 +71,7 @@ class NixlConnector(KvConnector):
 
     def description(self) -> dict[str, Any]:
         """Returns the memory's NIXL description and its layout."""
-        sizes = {name: getattr(self.context.kv, name) for name in MEMORY_SIZES}
-        return {"memory": self._memory.describe(), **sizes}
+        return {"memory": self._memory.describe(), **memory_description(self.context.kv)}
 
     @classmethod
     async def connect(
@@ -75,10 +82,9 @@ class NixlConnector(KvConnector):
         Raises TransferError if NIXL cannot reach it, OSError if NIXL does not work here, and
         ValueError if the memory has another size than described.
         """
-        found = checked(description, {"memory": bytes, **MEMORY_SIZES})
+        found = checked(description, {"memory": bytes, **MEMORY_FIELDS})
         connector = cls(context, name)
-        sizes = {name: found[name] for name in MEMORY_SIZES}
-        connector._plan = plan_memory(context.kv.layout, **sizes)
+        connector._plan = described_memory(context.kv, found)
         connector.sender_block_size = found["block_size"]
         make_reader = partial(NixlReader, timeout=CONNECT_SECONDS, devices=_devices(context.host))
         reader = await context.resource("nixl reader", make_reader)

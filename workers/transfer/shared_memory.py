@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import KvRead
 from ..kv_cache.tables import TableBlocks
-from .connector import MEMORY_SIZES, DeviceKvStore, KvConnector, TransferContext, checked
+from .connector import (
+    MEMORY_FIELDS,
+    MEMORY_SIZES,
+    DeviceKvStore,
+    KvConnector,
+    TransferContext,
+    checked,
+    described_memory,
+    memory_description,
+)
 from .frames import Announce, BlockTable, Data
 from .leases import ENTRY_BYTES, TABLE_BYTES, TOKEN_BYTES, check_entry, entry_offset
 
@@ -22,7 +31,7 @@ if TYPE_CHECKING:
     from ..host.streams import DeviceData
 
 # `token` is the beginning of the sender's lease table.
-_DESCRIPTION: Final = {"token": bytes, "pid": int, "leases_fd": int, **MEMORY_SIZES}
+_DESCRIPTION: Final = {"token": bytes, "pid": int, "leases_fd": int, **MEMORY_FIELDS}
 
 
 class SharedMemoryConnector(KvConnector):
@@ -48,8 +57,7 @@ class SharedMemoryConnector(KvConnector):
         """Returns where other processes find the KV memory and the lease table."""
         leases = self.context.leases
         table = {"token": leases.token, "pid": os.getpid(), "leases_fd": leases.fd}
-        sizes = {name: getattr(self.context.kv, name) for name in MEMORY_SIZES}
-        return {**table, **sizes, **self.describe_memory()}
+        return {**table, **memory_description(self.context.kv), **self.describe_memory()}
 
     def describe_memory(self) -> dict[str, Any]:
         """Returns where other processes find the KV memory."""
@@ -76,6 +84,7 @@ class SharedMemoryConnector(KvConnector):
             or connector._leases[:TOKEN_BYTES] != found["token"]
         ):
             raise ValueError("KV transport: the lease table is not the one that was described")
+        described_memory(context.kv, found)
         sizes = {name: found[name] for name in MEMORY_SIZES}
         connector.sender_block_size = found["block_size"]
         # In a thread, because a GPU takes milliseconds to open memory.
