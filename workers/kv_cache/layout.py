@@ -1,7 +1,7 @@
 """Describes the layout of a model's KV cache, by layer and for any split over ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final
 
@@ -202,11 +202,6 @@ class KvLayout:
         if place is None:
             raise ValueError(f"layer {layer} keeps no KV cache")
         return place
-
-
-def without_windows(layout: KvLayout) -> KvLayout:
-    """Returns the layout of a model that keeps all tokens in every layer."""
-    return replace(layout, layers=tuple(replace(each, window=None) for each in layout.layers))
 
 
 def _state_part(state: StatePart) -> CachePart:

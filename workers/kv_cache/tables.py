@@ -107,6 +107,27 @@ def table_of(tables: Sequence[TableSpec], group: CacheGroup) -> int:
     return next(i for i, table in enumerate(tables) if table.window == group.part.window)
 
 
+def held_blocks(table: TableSpec, num_tokens: int) -> int:
+    """Returns the number of blocks that a sequence holds in a table with its last token."""
+    first = 0 if table.window is None else max(num_tokens - table.window, 0) // table.block_size
+    return -(-num_tokens // table.block_size) - first
+
+
+def moved_bytes(layout: KvLayout, slots: Sequence[int], num_tokens: int) -> int:
+    """Returns the bytes of a rank's part of a sequence that a transfer moves to another worker.
+
+    `slots` has the number of KV slots of each group, as `slots_of` returns it. The next token is
+    computed there, so a window is moved without its first token.
+    """
+    total = 0
+    for group, num_slots in zip(layout.groups, slots, strict=True):
+        part = group.part
+        tokens = num_tokens if part.window is None else min(num_tokens, part.window - 1)
+        rows = 1 if part.state else tokens
+        total += len(group.layers) * num_slots * part.slot_bytes * rows
+    return total
+
+
 def alignment(tables: Iterable[TableSpec]) -> int:
     """Returns the number of tokens that fills whole blocks of every table."""
     return lcm(*(table.block_size for table in tables))

@@ -5,7 +5,8 @@ Pure arithmetic; imports no torch.
 
 from dataclasses import dataclass
 
-from ..kv_cache.layout import head_bytes
+from ..kv_cache.layout import KvLayout, head_bytes
+from ..kv_cache.memory import KvMemory, plan_memory
 from ..kv_cache.sharding import check_split, kv_heads
 from .config import ModelConfig
 
@@ -34,6 +35,10 @@ def check_draft(draft: ModelConfig, model: ModelConfig) -> None:
             f"the draft model has {draft.vocab_size} tokens in its vocabulary and the model "
             f"{model.vocab_size}; they must be the same"
         )
+    if any(layer.window is not None or layer.states for layer in draft.layers):
+        raise ValueError("keeps state or windows beside full KV cache")
+    if all(layer.window is not None for layer in model.layers if layer.keeps_tokens):
+        raise ValueError("needs a model with layers that see all tokens, whose blocks it shares")
 
 
 def check_cache_dtype(config: ModelConfig, cache_dtype: str) -> None:
@@ -53,7 +58,20 @@ def kv_bytes_per_token(config: ModelConfig, tp: int, dtype: str, cache_dtype: st
         * len(kv_heads(layer.num_heads, layer.num_kv_heads, tp, 0))
         * head_bytes(layer.head_dim, dtype, cache_dtype)
         for layer in config.layers
+        if layer.keeps_tokens
     )
+
+
+def kv_memory(
+    config: ModelConfig, tp: int, dtype: str, cache_dtype: str = "auto", *, block_size: int
+) -> KvMemory:
+    """Returns the KV cache memory of each rank, of one block.
+
+    `block_size` as of `plan_tables`. Raises ValueError as `kv_bytes_per_token`.
+    """
+    check_cache_dtype(config, cache_dtype)
+    layout = KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
+    return plan_memory(layout, num_blocks=1, block_size=block_size, tp=tp, rank=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,6 @@ from ..engine.plan import (
     StepPlan,
 )
 from ..engine.warmup import StepLimits, largest_steps, typical_steps
-from ..kv_cache.layout import without_windows
 from . import kernels
 from .adapter import AdapterTable
 from .attention.backend import AttentionBackend, SequenceSpan, StepAttention
@@ -159,10 +158,8 @@ class ModelRunner(Executor):
         is insufficient.
         """
         tp = TensorParallel(loaded.group)
-        # One table for all layers, until the engine has a table for each window.
-        layout = without_windows(loaded.checkpoint.kv_layout(loaded.dtype, cache_dtype))
         kv = PagedKv(
-            layout,
+            loaded.checkpoint.kv_layout(loaded.dtype, cache_dtype),
             num_blocks=num_blocks,
             block_size=block_size,
             device=loaded.device,

@@ -19,7 +19,7 @@ from ..kv_cache.store import KvStore
 from ..model.checkpoint import Checkpoint
 from ..model.config import ModelConfig
 from ..model.device import enter_device
-from ..model.footprint import check_draft, kv_bytes_per_token
+from ..model.footprint import check_draft, kv_bytes_per_token, kv_memory
 from ..model.kernels.c import cpu
 from ..model.loader import LoadedModel, load_model, open_checkpoint
 from ..model.runner import ModelRunner
@@ -111,6 +111,7 @@ class Rank:
             num_blocks=self.num_blocks,
             num_host_blocks=self.num_host_blocks,
             block_size=self.block_size,
+            tables=self.kv.tables,
             overlap=self.launches_ahead,
             budgets=budgets,
         )
@@ -135,12 +136,12 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     )
     model = checkpoint.config
     tp = group.size if group else 1
-    token_bytes = kv_bytes_per_token(model, tp, config.dtype, config.kv_cache_dtype)
+    kv = kv_memory(model, tp, config.dtype, config.kv_cache_dtype, block_size=config.block_size)
     draft, draft_bytes = _open_draft(config, model)
-    block_bytes = config.block_size * (token_bytes + draft_bytes)
+    block_bytes = kv.block_bytes + kv.tables[0].block_size * draft_bytes
     _check_holds_block(config, "kv_cache_bytes", block_bytes)
-    _check_holds_block(config, "kv_host_bytes", config.block_size * token_bytes)
-    num_host_blocks = config.kv_host_bytes // (config.block_size * token_bytes)
+    _check_holds_block(config, "kv_host_bytes", kv.block_bytes)
+    num_host_blocks = config.kv_host_bytes // kv.block_bytes
     memory = CudaMemory(config.device, config.memory_share) if config.device != "cpu" else None
     models = _load_models(config, checkpoint, None if group and group.rank else draft, group)
     if group:
@@ -203,9 +204,9 @@ def _build_runners(
         block_size=config.block_size,
         shared=not {"shared", "nixl"}.isdisjoint(config.transports),
     )
+    block_size = runner.kv.tables[0].block_size
     proposers = [
-        ModelRunner.over(draft, num_blocks=num_blocks, block_size=config.block_size)
-        for draft in drafts
+        ModelRunner.over(draft, num_blocks=num_blocks, block_size=block_size) for draft in drafts
     ]
     return [runner, *proposers]
 

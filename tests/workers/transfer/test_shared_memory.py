@@ -281,14 +281,23 @@ async def test_an_impossible_lease_is_a_failed_transfer(
         await pair.move((1, 2), (3, 4), 8)
 
 
-@pytest.mark.parametrize("change", [{"tp": 2}, {"block_size": 1}, {"num_blocks": 2}])
 async def test_blocks_that_the_memory_has_not_are_a_failed_transfer(
-    change: dict[str, int], transport: str, monkeypatch: pytest.MonkeyPatch
+    transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = P2pGroup(memory(seed=1), memory(), transport)
-    describe(monkeypatch, **change)
+    describe(monkeypatch, num_blocks=2)
     with pytest.raises(TransferError, match=r"out of bounds|of other tokens"):
         await pair.move((1, 2), (3, 4), 8)
+
+
+@pytest.mark.parametrize("change", [{"tp": 2}, {"block_size": 1}, {"block_bytes": 1}])
+async def test_memory_with_other_blocks_than_expected_is_not_read(
+    change: dict[str, int], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of another version of the service."""
+    pair = P2pGroup(memory(seed=1), memory(), transport)
+    describe(monkeypatch, **change)
+    assert (await pair.move((1, 2), (3, 4), 8)).transport == "grpc"
 
 
 async def test_the_event_loop_goes_on_while_a_gpu_copies(monkeypatch: pytest.MonkeyPatch) -> None:

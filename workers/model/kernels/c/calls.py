@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .build import address, loaded_library
 
-_MAX_ARGS: Final = 16  # as in team.c
+_MAX_ARGS: Final = 17  # as in team.c
 _ALIGNMENT: Final = 64  # bytes
 _ALLOCATIONS: Final = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 

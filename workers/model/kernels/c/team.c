@@ -24,7 +24,7 @@
 
 #include "common.h"
 
-enum { MAX_THREADS = 256, MAX_UNITS = 4096, MAX_ARGS = 16, RUNS = 8 };
+enum { MAX_THREADS = 256, MAX_UNITS = 4096, MAX_ARGS = 17, RUNS = 8 };
 // Nanoseconds before a chunk is computed again; polls before pauses; polls before sleep.
 enum { SHORT_WAIT = 3000, EAGER_LOOKS = 1000, SPINS = 4000 };
 

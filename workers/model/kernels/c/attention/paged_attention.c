@@ -29,7 +29,7 @@ static Chunk chunk_of(const Arg *a, const int64_t *part, int64_t element, int64_
         .value_dim = a[14].n,
         .block_size = a[10].n,
         .max_heads = max_heads,
-        .block_stride = a[15].n,
+        .block_stride = a[16].n,
         .start = part[2],
         .tokens = part[1],
         .window = part[3],
