@@ -54,6 +54,7 @@ def engine_tokens(runner: ModelRunner, *, overlap: bool) -> dict[int, list[int]]
     """
     config = EngineConfig(
         num_blocks=128,
+        tables=runner.kv.tables,
         overlap=overlap,
         budgets=Budgets(chunk_tokens=48, mixed_chunk_tokens=20, max_sequences=8),
     )

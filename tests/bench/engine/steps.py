@@ -197,6 +197,7 @@ class BenchRunner(Executor):
         config = EngineConfig(
             num_blocks=self._num_blocks,
             block_size=BLOCK_SIZE,
+            tables=self.runner.kv.tables,
             overlap=self.runner.launches_ahead and not self._exact,
             budgets=Budgets(chunk_tokens=max(self._chunk, batch), max_sequences=batch),
         )

@@ -63,7 +63,9 @@ def _tokens(runner: BenchRunner, seed: int, chunk: int) -> dict[int, Sequence[in
     numbers = random.Random(seed)
     budgets = Budgets(chunk_tokens=chunk, mixed_chunk_tokens=chunk // 2, max_sequences=8)
     overlap = runner.runner.launches_ahead
-    config = EngineConfig(num_blocks=_NUM_BLOCKS, overlap=overlap, budgets=budgets)
+    config = EngineConfig(
+        num_blocks=_NUM_BLOCKS, tables=runner.runner.kv.tables, overlap=overlap, budgets=budgets
+    )
     engine = Engine(runner.runner, config)
     pending = [
         SequenceSpec(

@@ -18,7 +18,6 @@ from tandem.tests.workers.model.helpers import (
     reference_logits,
 )
 from tandem.tests.workers.model.test_parallel import on_ranks
-from tandem.tests.workers.spans import as_table, read_now, span
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 
@@ -105,15 +104,7 @@ def tokens_after_transfer(prefill: ModelRunner, decode: ModelRunner) -> list[lis
         ids = prompt(*each)
         tokens = source.run(source.step(index, ids, 0))
         step = target.step(index, tokens, len(ids))
-        for layer in range(source.runner.kv.layout.num_layers):
-            moved = read_now(
-                source.runner.kv,
-                source.tables[index],
-                span(source.runner.kv, 0, len(ids), layer, 1),
-            )
-            target.runner.kv.write(
-                as_table(target.tables[index]), span(target.runner.kv, 0, len(ids), layer, 1), moved
-            )
+        source.copy_to(target, index, len(ids))
         tokens += target.run(step)
         while len(tokens) < _NUM_TOKENS:
             tokens += target.run(target.step(index, tokens[-1:], len(ids) + len(tokens) - 1))

@@ -17,6 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.plan import (
     SampledLogprobs,
     Samples,
@@ -99,7 +100,8 @@ class Driver:
         self.runner = runner
         self.free = list(range(runner.kv.num_blocks))
         random.Random(seed).shuffle(self.free)
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}  # the first table; -1: a block has left the window
+        self._others: dict[int, list[list[int]]] = {}  # the other tables
 
     def step(
         self,
@@ -113,10 +115,19 @@ class Driver:
         then the tokens are its whole prompt, unless `fields` of the step say otherwise.
         """
         is_new = sequence_id not in self.tables
-        table = self.tables.setdefault(sequence_id, [])
-        num_blocks = -(-(start + len(token_ids)) // self.runner.kv.block_size)
-        new = [self.free.pop() for _ in range(num_blocks - len(table))]
-        table += new
+        self.tables.setdefault(sequence_id, [])
+        specs = self.runner.kv.tables
+        self._others.setdefault(sequence_id, [[] for _ in specs[1:]])
+        new: list[TableBlocks] = []
+        for spec, table in zip(specs, self._all(sequence_id), strict=True):
+            first = max(start + 1 - (spec.window or start + 1), 0) // spec.block_size
+            # The next new block may be one that has just left the window.
+            self.free += [block for block in table[:first] if block >= 0]
+            table[:first] = [-1] * first
+            num_blocks = -(-(start + len(token_ids)) // spec.block_size)
+            blocks = [self.free.pop() for _ in range(num_blocks - len(table))]
+            new.append(TableBlocks(tuple(blocks), len(table)))
+            table += blocks
         if is_new and sampling.needs_history:
             fields = {"history": tuple(token_ids), "num_prompt": len(token_ids)} | fields
         values: dict[str, Any] = {"sampling": sampling if is_new else None, "num_samples": 1}
@@ -124,9 +135,29 @@ class Driver:
             sequence_id=sequence_id,
             token_ids=tuple(token_ids),
             start=start,
-            new_blocks=(TableBlocks(tuple(new), len(table) - len(new)),) if new else (),
+            new_blocks=tuple(new) if any(each.blocks for each in new) else (),
             **(values | fields),
         )
+
+    def table(self, sequence_id: int, layer: int) -> TableBlocks:
+        """The block table of a layer, from the first block that is held."""
+        table = self._all(sequence_id)[self.runner.kv.table_of_layer[layer]]
+        return TableBlocks(tuple(block for block in table if block >= 0), table.count(-1))
+
+    def copy_to(self, other: "Driver", sequence_id: int, num_tokens: int) -> None:
+        """Copies what another runner needs of a sequence's KV cache to compute its next token."""
+        source, target = self.runner.kv, other.runner.kv
+        for layer, geometry in enumerate(source.layout.layers):
+            if not geometry.keeps_tokens:
+                continue
+            first = max(num_tokens + 1 - (geometry.window or num_tokens + 1), 0)
+            if first < num_tokens:
+                part = span(source, first, num_tokens - first, layer, 1)
+                moved = read_now(source, self.table(sequence_id, layer), part)
+                target.write(other.table(sequence_id, layer), part, moved)
+
+    def _all(self, sequence_id: int) -> list[list[int]]:
+        return [self.tables[sequence_id], *self._others.get(sequence_id, [])]
 
     def sample(self, *steps: SequenceStep, **fields: Any) -> Samples:
         """Carries out a plan of these steps."""
@@ -136,7 +167,10 @@ class Driver:
         return self.sample(*steps, dropped=tuple(dropped)).tokens
 
     def drop(self, sequence_id: int) -> None:
-        self.free += self.tables.pop(sequence_id)
+        for table in self._all(sequence_id):
+            self.free += [block for block in table if block >= 0]
+        del self.tables[sequence_id]
+        self._others.pop(sequence_id, None)
         random.Random(sequence_id).shuffle(self.free)
         self.run(dropped=[sequence_id])
 

@@ -91,7 +91,9 @@ def generate(
     """Of all sequences together."""
     speculative = SpeculativeConfig(max_step_tokens=64) if drafters else None
     budgets = Budgets(chunk_tokens=48, mixed_chunk_tokens=16, speculative=speculative)
-    engine = Engine(runner, EngineConfig(num_blocks=128, block_size=16, budgets=budgets, **config))
+    engine = Engine(
+        runner, EngineConfig(num_blocks=128, tables=runner.kv.tables, budgets=budgets, **config)
+    )
     for number, (tokens, kind) in enumerate(zip(prompts, kinds, strict=True)):
         spec = SequenceSpec(
             id=number,

@@ -28,8 +28,6 @@ from tandem.tests.workers.model.helpers import (
 from tandem.tests.workers.model.test_exact import cut, logits_by_position
 from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.tests.workers.model.test_programs import step_logits
-from tandem.tests.workers.spans import as_table, read_now
-from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.model import registry
 from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.runner import ModelRunner
@@ -134,21 +132,7 @@ def test_after_a_transfer(folder: Path, runner: ModelRunner, model: torch.nn.Mod
     sender, receiver = Driver(runner, seed=1), Driver(load(folder, num_blocks=16), seed=2)
     tokens = sender.run(sender.step(1, ids, 0))
     step = receiver.step(1, tokens, 70)
-    for layer in range(len(runner.config.layers)):
-        group, index = runner.kv.layout.place(layer)
-        slots = runner.kv.num_slots(group)
-        span = KvSpan(
-            group=group,
-            first_layer=index,
-            num_layers=1,
-            first_token=0,
-            num_tokens=70,
-            first_slot=0,
-            num_slots=slots,
-        )
-        receiver.runner.kv.write(
-            as_table(receiver.tables[1]), span, read_now(runner.kv, sender.tables[1], span)
-        )
+    sender.copy_to(receiver, 1, 70)
     sender.drop(1)
     tokens += receiver.run(step)
     while len(tokens) < 12:

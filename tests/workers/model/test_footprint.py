@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model import load_alone
-from tandem.workers.model.footprint import kv_bytes_per_token
+from tandem.workers.model.footprint import kv_bytes_per_token, kv_memory
 from tandem.workers.model.loader import (
     check_checkpoint,
     rank_weight_bytes,
@@ -87,9 +87,11 @@ def test_the_plan_is_what_each_rank_holds(
             assert sum(held.values()) == rank_weight_bytes(config, "float32", tp, rank), (tp, rank)
             most = max(most, sum(held.values()))
             kv = runner.kv
-            assert sum(
-                each.nbytes for each in kv.tensors
-            ) == kv.num_blocks * kv.block_size * kv_bytes_per_token(config, tp, "float32")
+            block = kv_memory(config, tp, "float32", block_size=kv.block_size)
+            assert kv.blocks.nbytes == kv.num_blocks * block.block_bytes
+            if len(kv.tables) == 1:
+                token_bytes = kv_bytes_per_token(config, tp, "float32")
+                assert block.block_bytes == kv.block_size * token_bytes
         assert most == weight_bytes(config, tp, "float32")
 
 

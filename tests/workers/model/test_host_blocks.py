@@ -115,7 +115,7 @@ def test_host_memory_of_a_gpu_is_pinned_to_the_byte(
     """And unpinned with the blocks, after the copies in progress."""
     cudart = FakeCudart()
     kv = kv_of_a_gpu(cudart)
-    block_bytes = sum(tensor.nbytes for tensor in kv.tensors) // 8
+    block_bytes = kv.block_bytes
     host = HostBlocks(kv, 5)
     assert list(cudart.registered.values()) == [5 * block_bytes]
     assert 5 * block_bytes & (5 * block_bytes - 1)  # no power of two
@@ -152,6 +152,7 @@ def converse(
     config = EngineConfig(
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
+        tables=runner.kv.tables,
         overlap=overlap,
         budgets=Budgets(chunk_tokens=48, mixed_chunk_tokens=16, growth_tokens=16),
     )
@@ -234,8 +235,7 @@ async def test_ranks_of_a_worker_save_and_restore_alike(
     expected, found = await answers(folder, tp, prompts)
     assert found == [0, 0]
     runner = load(folder)
-    block_bytes = [layer.nbytes // runner.kv.num_blocks for layer in runner.kv.tensors]
-    size = 20 * sum(block_bytes)
+    size = 20 * runner.kv.block_bytes
     made, restored = await answers(
         folder, tp, prompts, kv_cache_bytes=size, kv_host_bytes=16 * size
     )

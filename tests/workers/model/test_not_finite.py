@@ -115,7 +115,8 @@ def test_an_engine_fails_the_sequence_alone_and_publishes_none_of_its_blocks(
     ) -> tuple[dict[int, list[int]], list[Failed], int]:
         budgets = Budgets(chunk_tokens=32, mixed_chunk_tokens=32)
         engine = Engine(
-            runner, EngineConfig(num_blocks=128, block_size=16, overlap=overlap, budgets=budgets)
+            runner,
+            EngineConfig(num_blocks=128, tables=runner.kv.tables, overlap=overlap, budgets=budgets),
         )
         for number, tokens in enumerate(prompts):
             spec = SequenceSpec(

@@ -282,6 +282,7 @@ def generate(
     config = EngineConfig(
         num_blocks=num_blocks,
         block_size=16,
+        tables=runner.kv.tables,
         budgets=Budgets(chunk_tokens=32, mixed_chunk_tokens=32, growth_tokens=1),
     )
     engine = Engine(runner, config)
