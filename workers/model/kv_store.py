@@ -73,10 +73,15 @@ class PagedKv:
         plan = plan_memory(layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
         self.tables = plan.tables
         self.block_bytes = plan.block_bytes
-        # [num_blocks, block_bytes]
-        self.blocks = self._allocate(plan.num_bytes, shared=shared).view(num_blocks, -1)
+        self.memory = self._allocate(plan.num_bytes, shared=shared)  # [num_bytes]
         # One tensor for each group.
-        self.tensors = self._split(self.blocks, plan)
+        self.tensors = self._split(self.memory, plan)
+        # The same memory by blocks, uint8 [planes, num_blocks, bytes] of each of `KvMemory.parts`.
+        sizes = [planes * num_blocks * size for planes, size in plan.parts]
+        self.parts = tuple(
+            part.view(planes, num_blocks, size)
+            for part, (planes, size) in zip(self.memory.split(sizes), plan.parts, strict=True)
+        )
         # Views of each layer's keys and values, each [num_blocks, num_slots, block_size, head_dim];
         # of a latent layer the keys alone. They are created once, because a small step would spend
         # most of its time on creating them.
@@ -98,7 +103,7 @@ class PagedKv:
         else:
             self._host = HostKv(
                 layout,
-                self.blocks.view(-1).numpy(),
+                self.memory.numpy(),
                 num_blocks=num_blocks,
                 block_size=block_size,
                 tp=tp,
@@ -106,13 +111,13 @@ class PagedKv:
             )
 
     def _split(self, memory: torch.Tensor, plan: KvMemory) -> tuple[torch.Tensor, ...]:
-        """Returns the tensor of each group in a rank's memory, uint8 of any shape.
+        """Returns the tensor of each group in a rank's memory, uint8 [num_bytes].
 
         Raises ValueError if the memory is too small.
         """
-        plan.check_fits(memory.numel())
+        plan.check_fits(len(memory))
         item = ITEMS.get(self.layout.cache_dtype, self.dtype)
-        items = memory.view(-1)[: plan.num_bytes].view(item)
+        items = memory[: plan.num_bytes].view(item)
         return tuple(
             items.as_strided(
                 (*group.shape[:-1], group.shape[-1] // item.itemsize),
@@ -156,7 +161,8 @@ class PagedKv:
         No target may be a source.
         """
         sources, targets = (indices(blocks, self.device) for blocks in zip(*pairs, strict=True))
-        self.blocks.index_copy_(0, targets, self.blocks.index_select(0, sources))
+        for part in self.parts:
+            part.index_copy_(1, targets, part.index_select(1, sources))
 
     def attach(
         self, memory: mmap.mmap, *, num_blocks: int, block_size: int, tp: int, rank: int
@@ -182,7 +188,7 @@ class PagedKv:
         them torch waits for the running step in each export. Not measured.
         """
         if not self._exported:
-            self._exported = export_memory(self.blocks)
+            self._exported = export_memory(self.memory)
         return self._exported
 
     def attach_device(
@@ -216,14 +222,20 @@ class PagedKv:
 class HostBlocks:
     """Keeps copies of whole blocks of a `PagedKv` in host memory.
 
-    The memory is pinned if the KV cache is on a GPU. A host block has the bytes of a block.
+    The memory is pinned if the KV cache is on a GPU. A host block is contiguous.
     """
 
     def __init__(self, kv: PagedKv, num_blocks: int) -> None:
         """Raises ValueError if host memory is insufficient or cannot be pinned."""
         self._kv = kv
-        # [num_blocks, block_bytes]
-        self._blocks = self._allocate(num_blocks * kv.block_bytes).view(num_blocks, -1)
+        memory = self._allocate(num_blocks * kv.block_bytes).view(num_blocks, kv.block_bytes)
+        sizes = [part.shape[0] * part.shape[2] for part in kv.parts]
+        # Of each part of the KV cache [planes, num_blocks, bytes], in host memory
+        # [num_blocks, planes, bytes].
+        self._parts = [
+            (part, own.view(num_blocks, part.shape[0], part.shape[2]))
+            for part, own in zip(kv.parts, memory.split(sizes, dim=1), strict=True)
+        ]
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Returns zeros, uint8 [num_bytes], that are freed with this object."""
@@ -244,7 +256,8 @@ class HostBlocks:
         blocks = np.array([block for block, _ in pairs], np.int64)
         with order.reading(blocks) if order else nullcontext():
             for block, host_block in pairs:
-                self._blocks[host_block].copy_(self._kv.blocks[block], non_blocking=True)
+                for part, own in self._parts:
+                    own[host_block].copy_(part[:, block], non_blocking=True)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks from host memory, given as (host block, block), in order with the steps."""
@@ -252,7 +265,8 @@ class HostBlocks:
         blocks = np.array([block for _, block in pairs], np.int64)
         with order.writing(blocks) if order else nullcontext():
             for host_block, block in pairs:
-                self._kv.blocks[block].copy_(self._blocks[host_block], non_blocking=True)
+                for part, own in self._parts:
+                    part[:, block].copy_(own[host_block], non_blocking=True)
 
 
 def host_memory(num_bytes: int, setting: str) -> torch.Tensor:

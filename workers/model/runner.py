@@ -254,7 +254,7 @@ class ModelRunner(Executor):
         Call it before the first plan.
         """
         waits = any(module.waits_for_device for module in self._model.modules())
-        if self.launches_ahead and not waits and kernels.on_gpu(self.kv.blocks):
+        if self.launches_ahead and not waits and kernels.on_gpu(self.kv.memory):
             from .graphs import cuda_capture, graph_batches
 
             try:
@@ -478,7 +478,7 @@ def _attention_backend(
     kv: PagedKv, config: ModelConfig, tp: TensorParallel, batch_invariant: bool
 ) -> AttentionBackend:
     layers = [tp.local_geometry(layer) for layer in config.layers]
-    if kernels.on_gpu(kv.blocks):
+    if kernels.on_gpu(kv.memory):
         from .attention.triton_backend import TritonAttentionBackend  # imports Triton
 
         return TritonAttentionBackend(kv, layers, batch_invariant=batch_invariant)

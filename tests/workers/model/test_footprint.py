@@ -88,7 +88,7 @@ def test_the_plan_is_what_each_rank_holds(
             most = max(most, sum(held.values()))
             kv = runner.kv
             block = kv_memory(config, tp, "float32", block_size=kv.block_size)
-            assert kv.blocks.nbytes == kv.num_blocks * block.block_bytes
+            assert kv.memory.nbytes == kv.num_blocks * block.block_bytes
             if len(kv.tables) == 1:
                 token_bytes = kv_bytes_per_token(config, tp, "float32")
                 assert block.block_bytes == kv.block_size * token_bytes

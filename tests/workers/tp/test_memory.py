@@ -16,7 +16,7 @@ from tandem.tests.workers.model.test_fake_cuda import config_of, record
 from tandem.workers.engine.warmup import StepLimits
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model import graphs
-from tandem.workers.model.footprint import kv_bytes_per_token
+from tandem.workers.model.footprint import kv_memory
 from tandem.workers.model.loader import LoadedModel, build_model, load_weights
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.tp import memory
@@ -274,7 +274,7 @@ def test_steps_on_a_fake_gpu_stay_within_the_budget(
             batch_invariant=False,
         )
         size = cache_size(
-            block_bytes=16 * kv_bytes_per_token(config, 1, "bfloat16"),
+            block_bytes=kv_memory(config, 1, "bfloat16", block_size=16).block_bytes,
             limits=StepLimits(num_tokens=256, num_rows=40),
         )
 
