@@ -80,7 +80,9 @@ class PagedKv:
         sizes = [planes * num_blocks * size for planes, size in plan.parts]
         self.parts = tuple(
             part.view(planes, num_blocks, size)
-            for part, (planes, size) in zip(self.memory.split(sizes), plan.parts, strict=True)
+            for part, (planes, size) in zip(
+                torch.split(self.memory, sizes), plan.parts, strict=True
+            )
         )
         # Views of each layer's keys and values, each [num_blocks, num_slots, block_size, head_dim];
         # of a latent layer the keys alone. They are created once, because a small step would spend
@@ -234,7 +236,7 @@ class HostBlocks:
         # [num_blocks, planes, bytes].
         self._parts = [
             (part, own.view(num_blocks, part.shape[0], part.shape[2]))
-            for part, own in zip(kv.parts, memory.split(sizes, dim=1), strict=True)
+            for part, own in zip(kv.parts, torch.split(memory, sizes, dim=1), strict=True)
         ]
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:

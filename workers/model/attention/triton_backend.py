@@ -97,9 +97,9 @@ class TritonAttentionBackend:
         works: list[TableWork] = []
         for each in own:
             slots, offsets, *tile_offsets = islice(copies, len(each))
-            decode = DecodeWork(first_items, rows, last_keys, offsets, *items, tables)
+            decode = DecodeWork._make((first_items, rows, last_keys, offsets, *items, tables))
             chunks = {
-                size: ChunkWork(*fields, offset, tables)
+                size: ChunkWork._make((*fields, offset, tables))
                 for size, fields, offset in zip(sizes, tile_fields, tile_offsets, strict=True)
                 if len(arrays.counts) > len(rows)
             }
