@@ -72,10 +72,11 @@ ARROWS: dict[str, set[str]] = {
             "workers: engine kv_cache",
             "workers.model: attention config layers module",
         ),
+        "workers.model.generic.states": ("workers.kv_cache", "workers.model.states"),
         "workers.model.generic": (
             "workers: engine kv_cache",
             "workers.model: attention config footprint kernels kernels.c layers models module",
-            "workers.model: parallel quant",
+            "workers.model: generic.states parallel quant",
         ),
         "workers.model.states": ("workers.model: kernels kernels.c",),
         "workers.model.registry": ("workers.model: config generic models quant",),

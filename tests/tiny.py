@@ -128,15 +128,22 @@ def tiny_config(
 
 
 @torch.no_grad()
-def randomise(model: torch.nn.Module, seed: int) -> None:
+def randomise(model: torch.nn.Module, seed: int, gain: float = 1.5) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name:
+        # Rates of recurrences as in trained models; others amplify rounding.
+        if name.endswith(".A_log"):
+            parameter.copy_(noise.abs())
+        elif name.endswith(".dt_bias"):
+            parameter.copy_(noise - 3)
+        elif name.endswith(".D"):
+            parameter.copy_(1 + 0.3 * noise)
+        elif "norm" in name:
             parameter.copy_(parameter + 0.3 * noise)  # which is 1 or, where it is an offset to 1, 0
         elif name.endswith("bias"):
             parameter.copy_(0.5 * noise)
         elif "embed" in name or "lm_head" in name:
             parameter.copy_(0.4 * noise)
         else:
-            parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
+            parameter.copy_(gain * noise / parameter.shape[-1] ** 0.5)

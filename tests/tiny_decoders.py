@@ -114,10 +114,79 @@ DECODERS: Final = {
 }
 """By `model_type` that this release of transformers has: what is set beside what all have."""
 
+_DELTA: Final[dict[str, Any]] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_MAMBA2: Final[dict[str, Any]] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+
+
+def _layers(*kinds: str, name: str = "layer_types") -> dict[str, Any]:
+    return {name: list(kinds), "num_hidden_layers": len(kinds)}
+
+
+_HYBRID: Final = _layers("linear_attention", "full_attention", "linear_attention")
+_CONV: Final = _layers("conv", "full_attention", "conv")
+_STATEFUL: Final[dict[str, dict[str, Any]]] = {
+    "bailing_hybrid": _EXPERTS | _LATENT | _HYBRID,
+    "bamba": _MAMBA2 | {"attn_layer_indices": [1], "num_hidden_layers": 3},
+    "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 128},
+    "falcon_mamba": {"state_size": 8},
+    "granitemoehybrid": _EXPERTS | _MAMBA2 | _HYBRID,
+    "jamba": {
+        **_EXPERTS,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_hidden_layers": 3,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "kimi_linear": _EXPERTS | _LATENT | _HYBRID | {"linear_num_heads": 4, "linear_head_dim": 16},
+    "lfm2": _CONV,
+    "lfm2_moe": _EXPERTS | _CONV,
+    "lfm3": {"sliding_window": 24} | _layers("conv", "sliding_attention", "full_attention"),
+    "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 16},
+    "nemotron_h": {
+        **_EXPERTS,
+        **_layers("linear_attention", "moe", "full_attention", "mlp", name="layers_block_type"),
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
+    "olmo_hybrid": _DELTA | _HYBRID,
+    "qwen3_5_moe_text": _EXPERTS | _DELTA | _HYBRID,
+    "qwen3_5_text": _DELTA | _HYBRID,
+    "qwen3_next": _EXPERTS | _DELTA | _HYBRID,
+    "zamba2": {
+        **_layers(*["linear_attention", "hybrid"] * 2, name="layers_block_type"),
+        "mamba_d_state": 16,
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "chunk_size": 16,
+        "num_mem_blocks": 1,
+    },
+}
+STATEFUL: Final = {kind: fields for kind, fields in _STATEFUL.items() if kind in CONFIG_MAPPING}
+"""As DECODERS: the types with layers that keep a state for each sequence."""
+
 
 def tiny_config(kind: str, **overrides: Any) -> PreTrainedConfig:
     """Returns the config of a tiny model of a `model_type` of transformers."""
-    config: PreTrainedConfig = CONFIG_MAPPING[kind](**(SIZES | DECODERS.get(kind, {}) | overrides))
+    config: PreTrainedConfig = CONFIG_MAPPING[kind](
+        **(SIZES | (DECODERS | STATEFUL).get(kind, {}) | overrides)
+    )
     return config
 
 
@@ -130,7 +199,8 @@ def make_tiny_decoder(folder: Path, kind: str, *, seed: int = 0, **overrides: An
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = tiny_config(kind, **(special | overrides))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    randomise(model, seed)
+    # Recurrences with larger weights amplify rounding, transformers' own too.
+    randomise(model, seed, gain=0.5 if kind in STATEFUL else 1.5)
     model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder, save_jinja_files=False)

@@ -14,6 +14,8 @@ from .config import ModelConfig
 def check_config_split(config: ModelConfig, tp: int) -> None:
     """Raises ValueError, a one-line message, if a layer's heads cannot be split over `tp` ranks."""
     for layer in config.layers:
+        if not layer.keeps_tokens:
+            continue
         check_split(layer.num_heads, layer.num_kv_heads, tp)
         # Every rank holds the rows of a latent layer.
         is_latent = layer.value_dim is not None

@@ -1,67 +1,51 @@
-"""Defines the attention function that transformers' modules call.
+"""Defines the attention function that transformers' modules call, over a paged KV cache.
 
-It first traces which attention the modules need, and later attends over paged KV. It is registered
-in transformers' `AttentionInterface`. Transformers creates no mask for a name that it does not
-know: all sequences of a step are in one row of a batch, and only the step knows their limits.
+It is registered in transformers' `AttentionInterface`. Transformers creates no mask for a name that
+it does not know: all sequences of a step are in one row of a batch, and only the step knows their
+limits. The mixers of layers with states compute in the same step; see `states`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface
 
 from ...engine.plan import OnLayers
 from ...kv_cache.layout import LayerGeometry
 from ..attention.backend import AttentionOptions, StepAttention
-from ..config import CheckpointError, Fields, text_fields
 from ..parallel import TensorParallel
-from .config import INDEXED, context_tokens_of
-from .latent import LatentHeads, is_latent, value_dim_of
+from .latent import LatentHeads
 from .sparse import CausalMask, without_mask
+from .states.mixers import ConvCall, MixerCall, mix_by
+from .states.parts import Mixer, StepStates
 
 ATTENTION: Final = "tandem"
-# Arguments that change nothing here.
-_IGNORED: Final = {
-    "cache_position",
-    "deterministic",
-    "dropout",
-    "is_causal",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "return_dict",
-    "use_cache",
-}
-_UNDERSTOOD: Final = {"scaling", "sliding_window", "softcap", "s_aux", "sinks"}
 # The KV cache of one group of layers may be sent while the next group is computed.
 _NUM_LAYER_GROUPS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionLayer:
-    """Describes the attention of one layer and the module that calls it."""
+class TracedLayer:
+    """Describes what one layer caches, and its module with the attention or the mixer."""
 
     module: nn.Module
     geometry: LayerGeometry
 
 
-_Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value.
 
 The query is [1, num_heads, num_tokens, head_dim], key and value are [1, num_kv_heads, num_tokens,
 head_dim].
 """
 
-_Attend = Callable[[nn.Module, _Heads, torch.Tensor | None, dict[str, Any]], torch.Tensor]
+_Attend = Callable[[nn.Module, Heads, torch.Tensor | None, dict[str, Any]], torch.Tensor]
 """Maps a module's heads, mask and options to [1, num_tokens, num_heads, head_dim]."""
 
 _handler: ContextVar[_Attend] = ContextVar("attention")
@@ -94,13 +78,18 @@ def attend_by(handler: _Attend) -> Iterator[None]:
 
 
 class PagedLayers:
-    """Attends in the layers of one model over the paged KV cache of a rank."""
+    """Attends, and mixes by states, in the layers of one model over a rank's caches."""
 
-    def __init__(self, layers: Sequence[AttentionLayer], tp: TensorParallel) -> None:
+    def __init__(self, layers: Sequence[TracedLayer], tp: TensorParallel) -> None:
         self._tp = tp
         self._layers = {id(layer.module): (index, layer) for index, layer in enumerate(layers)}
         self._options: dict[int, AttentionOptions] = {}
         self._latents: dict[int, LatentHeads] = {}
+        self._mixers = {
+            index: Mixer(index, layer.geometry.states)
+            for index, layer in enumerate(layers)
+            if layer.geometry.states
+        }
         self._group_size = -(-len(layers) // _NUM_LAYER_GROUPS)
 
     def process_after_load(self) -> None:
@@ -110,26 +99,40 @@ class PagedLayers:
                 heads = self._tp.query_heads(layer.geometry)
                 self._latents[index] = LatentHeads(layer.module, layer.geometry.num_heads, heads)
 
+    @contextmanager
     def step(
-        self, attention: StepAttention, on_layers: OnLayers | None
-    ) -> AbstractContextManager[None]:
-        """Makes the modules attend in a step; `on_layers` as in `CausalLM.__call__`."""
+        self,
+        attention: StepAttention,
+        on_layers: OnLayers | None,
+        states: StepStates | None = None,
+    ) -> Iterator[None]:
+        """Makes the modules attend and mix in a step; `on_layers` as in `CausalLM.__call__`."""
 
-        def attend(
-            module: nn.Module, heads: _Heads, mask: torch.Tensor | None, options: dict[str, Any]
-        ) -> torch.Tensor:
+        def begin(module: nn.Module) -> tuple[int, TracedLayer]:
             index, layer = self._layers[id(module)]
             if on_layers and index and index % self._group_size == 0:
                 on_layers(index)
+            return index, layer
+
+        def mix(module: nn.Module, call: MixerCall) -> torch.Tensor:
+            index, _ = begin(module) if isinstance(call, ConvCall) else self._layers[id(module)]
+            assert states is not None
+            return self._mixers[index].compute(call, states)
+
+        def attend(
+            module: nn.Module, heads: Heads, mask: torch.Tensor | None, options: dict[str, Any]
+        ) -> torch.Tensor:
+            index, layer = begin(module)
             if index not in self._options:
                 query_dim = heads[0].shape[3]
                 self._options[index] = self._read_options(options, layer.geometry, query_dim)
             return self._attend(attention, index, layer.geometry, heads)
 
-        return attend_by(attend)
+        with attend_by(attend), mix_by(mix):
+            yield
 
     def _attend(
-        self, attention: StepAttention, index: int, layer: LayerGeometry, heads: _Heads
+        self, attention: StepAttention, index: int, layer: LayerGeometry, heads: Heads
     ) -> torch.Tensor:
         # [num_tokens, heads, head_dim]
         query, key, value = (each[0].transpose(0, 1) for each in heads)
@@ -174,166 +177,3 @@ class PagedLayers:
                 sinks = sinks[self._tp.query_heads(layer)].contiguous()
         scale = options.get("scaling") or query_dim**-0.5
         return AttentionOptions(scale=scale, soft_cap=options.get("softcap") or None, sinks=sinks)
-
-
-def trace_layers(
-    decoder: nn.Module, config: PreTrainedConfig, fields: Fields
-) -> list[AttentionLayer]:
-    """Runs a decoder on `meta` and returns its attention layers in the order of their calls.
-
-    Raises CheckpointError if a layer needs a feature that our attention lacks.
-    """
-    layers: list[AttentionLayer] = []
-    given: set[str] = set()  # options, by name
-
-    def trace(
-        module: nn.Module, heads: _Heads, mask: torch.Tensor | None, options: dict[str, Any]
-    ) -> torch.Tensor:
-        if any(layer.module is module for layer in layers):
-            raise fields.error(
-                "architectures", "layers that share one attention module are not supported"
-            )
-        if mask is not None:
-            raise fields.error("architectures", "attention with its own mask is not supported")
-        geometry = _geometry(len(layers), module, heads, options, config)
-        if geometry.num_heads % geometry.num_kv_heads:
-            raise fields.error(
-                "num_key_value_heads",
-                f"{geometry.num_kv_heads} does not divide the {geometry.num_heads} query heads",
-            )
-        layers.append(AttentionLayer(module=module, geometry=geometry))
-        _check_options(module, options, fields)
-        given.update(options)
-        query, _, value = heads
-        value_dim = value_dim_of(module) if is_latent(module) else value.shape[3]
-        return value.new_empty(1, query.shape[2], query.shape[1], value_dim)
-
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    positions = torch.zeros_like(tokens)
-    hooks = ExitStack()
-    try:
-        with hooks, attend_by(trace):
-            _keep_shapes(decoder, hooks)
-            users = _position_users(decoder, positions, hooks)
-            decoder(input_ids=tokens, position_ids=positions, use_cache=False)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        problem = (
-            f"transformers' {type(decoder).__name__} cannot be traced ({type(error).__name__})"
-        )
-        raise fields.error("architectures", problem) from error
-    if layers and not users:
-        raise fields.error(
-            "architectures",
-            f"{type(decoder).__name__} counts positions by itself, in the row of a batch, and "
-            "takes no position_ids",
-        )
-    if "sliding_window" not in given:
-        _check_no_window(config, fields)
-    return layers
-
-
-def _position_users(model: nn.Module, positions: torch.Tensor, undo: ExitStack) -> list[nn.Module]:
-    """Returns a list to which the model's run adds the modules that use the positions.
-
-    Such a module has a parameter position_ids. It gets the positions themselves or a view of them,
-    such as equal positions on several axes. Other modules ignore the positions, or pass them on
-    with all other arguments.
-    """
-    users: list[nn.Module] = []
-    memory = positions.untyped_storage()._cdata
-
-    def is_view(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not any(map(is_view, (*args, *kwargs.values()))):
-            return
-        _, *names = signature(type(module).forward).parameters
-        named = dict(zip(names, args, strict=False)) | kwargs
-        if "position_ids" in names and is_view(named["position_ids"]):
-            users.append(module)
-
-    for module in model.modules():
-        undo.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
-    return users
-
-
-def _check_no_window(config: Any, fields: Fields) -> None:
-    """Raises CheckpointError if a model applies its window only in its own mask."""
-    window = None
-    if not getattr(config, "layer_types", None):
-        window = getattr(config, "sliding_window", None)
-    if isinstance(window, int) and window < context_tokens_of(config, text_fields(fields)):
-        raise fields.error(
-            "sliding_window", "is not supported: the model applies it in its own mask"
-        )
-
-
-def _keep_shapes(model: nn.Module, undo: ExitStack) -> None:
-    """Makes modules that fail on `meta` return their input; the trace only follows shapes.
-
-    For example, a router of tokens to experts needs numbers, which `meta` lacks.
-    """
-    for module in model.modules():
-        if module is model:
-            continue
-
-        def forward(*args: Any, _plain: Callable[..., Any] = module.forward, **kwargs: Any) -> Any:
-            try:
-                return _plain(*args, **kwargs)
-            except CheckpointError:
-                raise
-            except Exception:
-                values = (*args, *kwargs.values())
-                tensors = [each for each in values if isinstance(each, torch.Tensor)]
-                if not tensors:
-                    raise
-                return tensors[0]
-
-        own_forward = vars(module).get("forward")
-        module.forward = forward
-        if own_forward:
-            undo.callback(setattr, module, "forward", own_forward)
-        else:
-            undo.callback(delattr, module, "forward")
-
-
-def _check_options(module: nn.Module, options: dict[str, Any], fields: Fields) -> None:
-    asked = {name for name, given in options.items() if given is not None and given is not False}
-    if asked := asked - _IGNORED - _UNDERSTOOD:
-        raise fields.error(
-            "architectures", f"attention with {', '.join(sorted(asked))} is not supported"
-        )
-    if not isinstance(options.get("scaling", 1.0), float | int | None):
-        raise fields.error("architectures", "attention whose scale is learned is not supported")
-    if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise fields.error("architectures", "attention to later tokens is not supported")
-
-
-def _geometry(
-    index: int, module: nn.Module, heads: _Heads, options: dict[str, Any], config: Any
-) -> LayerGeometry:
-    query, key, value = heads
-    return LayerGeometry(
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_dim=max(key.shape[3], value.shape[3]),
-        window=_window(index, options, config),
-        value_dim=value.shape[3] if is_latent(module) else None,
-    )
-
-
-def _window(index: int, options: dict[str, Any], config: Any) -> int | None:
-    """Returns the window of a layer.
-
-    Some modules pass no window, because transformers' mask for their layer's type has it.
-    """
-    kinds = getattr(config, "layer_types", None)
-    if kinds and kinds[index] in ("full_attention", INDEXED):
-        return None
-    window = options.get("sliding_window")
-    if kinds and not window:
-        window = getattr(config, "sliding_window", None)
-    return int(window) if window else None

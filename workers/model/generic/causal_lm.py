@@ -27,6 +27,7 @@ from .config import context_tokens_of
 from .definition import build_on_meta
 from .fused import use_kernels
 from .sparse import dense_tokens_of
+from .states.parts import StepStates
 from .tensor_parallel import TpPlan
 from .weights import WeightGroup, find_weight_groups
 
@@ -79,9 +80,14 @@ class _Weights(Module):
 
 
 class _Given:
-    """Replaces the model below the head, its decoder and its output by given hidden states."""
+    """Replaces the model below the head, its decoder and its output by given hidden states.
 
-    def __init__(self) -> None:
+    It keeps the numbers of the model, because the head may multiply by one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        numbers = {name: each for name, each in vars(model).items() if type(each) in (int, float)}
+        vars(self).update(numbers)
         self.last_hidden_state: torch.Tensor | None = None  # [1, num_rows, hidden]
         self.decoder = self
 
@@ -107,6 +113,7 @@ class TransformersForCausalLM(CausalLM):
         self._below = decoder.below
         self._dtype = build.dtype
         self._plan = TpPlan(self._model, build.tp)
+        self.layers = tuple(layer.geometry for layer in decoder.layers)
         self._layers = PagedLayers(decoder.layers, build.tp)
         try:
             groups = find_weight_groups(self._model)
@@ -131,7 +138,7 @@ class TransformersForCausalLM(CausalLM):
         self._layers.process_after_load()
         use_kernels(model, self._dtype, self._plan)
         self._plan.install(model)
-        self._given = _Given()
+        self._given = _Given(model.base_model)
         del model._modules[model.base_model_prefix]
         vars(model)[model.base_model_prefix] = self._given
 
@@ -146,8 +153,9 @@ class TransformersForCausalLM(CausalLM):
         attention: StepAttention,
         on_layers: OnLayers | None = None,
         rows: EmbeddingRows | None = None,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
-        with self._layers.step(attention, on_layers), self._replaced(rows):
+        with self._layers.step(attention, on_layers, states), self._replaced(rows):
             output = self._below(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False
             )

@@ -28,6 +28,12 @@ from ..config import (
 
 INDEXED: Final = "indexed_attention"  # attention to the keys that an indexer chooses
 LAYER_TYPES: Final = ("full_attention", "sliding_attention", INDEXED)
+# Types of layers in models that also have layers with a state: those that attend, those that keep a
+# state, and those that do neither.
+ATTENDING: Final = (*LAYER_TYPES, "hybrid")
+MIXING: Final = ("linear_attention", "conv", "hybrid")
+STATELESS: Final = ("mlp", "moe")
+_SERVES_STATES = False  # the engine has no states yet
 _MAX_EXPERTS: Final = 2**15
 _MAX_LAYERS: Final = 300
 _MAX_SIZE: Final = 2**31 - 1
@@ -85,17 +91,27 @@ def read_config(fields: Fields) -> PreTrainedConfig:
         found = getattr(config, name, None)
         if text is config and found is not None and sub_config is not None:
             raise fields.error(name, f"transformers' {architecture} has no text model of its own")
-    if _STATE.search(_modelling_code(text, architecture)):
-        raise fields.error(
-            "architectures",
-            f"{architecture} keeps state beside KV cache (recurrent or convolutional)",
-        )
+    if keeps_state(text, architecture):
+        if not _SERVES_STATES:
+            raise fields.error(
+                "architectures",
+                f"{architecture} keeps state beside KV cache (recurrent or convolutional)",
+            )
+        return config
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in LAYER_TYPES:
             raise fields.error(
                 "layer_types", f"{kind!r:.40} is not supported, only {', '.join(LAYER_TYPES)}"
             )
     return config
+
+
+def keeps_state(config: PreTrainedConfig, architecture: str) -> bool:
+    """Returns True if a decoder keeps a state for each sequence, by its config and its code."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return not set(MIXING).isdisjoint(kinds) or bool(
+        _STATE.search(_modelling_code(config, architecture))
+    )
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -164,7 +180,9 @@ def _parse(fields: Fields) -> PreTrainedConfig:
         if name not in left_out and not name.startswith("_")
     }
     try:
-        config: PreTrainedConfig = config_class.from_dict(values)
+        # Infinity is stored as an object.
+        decoded = PreTrainedConfig._decode_special_floats(values)
+        config: PreTrainedConfig = config_class.from_dict(decoded)
     except Exception as error:
         raise invalid(fields, config_class, error) from error
     text = text_config(config)

@@ -4,6 +4,7 @@ It uses only classes of the installed transformers: code in a model's folder nev
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from threading import Lock
@@ -14,11 +15,20 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import CheckpointError, Fields
-from .attention import ATTENTION, AttentionLayer, trace_layers
+from .attention import ATTENTION, TracedLayer
 from .buffers import fix_rope
-from .config import invalid, read_config, text_config
+from .config import (
+    ATTENDING,
+    MIXING,
+    STATELESS,
+    invalid,
+    keeps_state,
+    read_config,
+    text_config,
+)
 from .latent import keep_latents
 from .sparse import see_all_keys
+from .trace import trace_layers, unknown_state
 
 # While transformers builds a model, it changes the default dtype and patches of the whole process.
 _building = Lock()
@@ -31,7 +41,7 @@ class Decoder:
     model: PreTrainedModel  # has the head; its base model is, or contains, the decoder
     below: nn.Module  # the decoder without its head
     config: PreTrainedConfig  # of the decoder
-    layers: list[AttentionLayer]  # in the order of their calls
+    layers: list[TracedLayer]  # in the order of their calls
 
 
 def build_on_meta(fields: Fields, dtype: torch.dtype) -> Decoder:
@@ -57,14 +67,37 @@ def build_on_meta(fields: Fields, dtype: torch.dtype) -> Decoder:
     fix_rope(model, fields)
     keep_latents(below)
     see_all_keys(below)
-    layers = trace_layers(below, text, fields)
-    if len(layers) != text.num_hidden_layers:
-        raise fields.error(
-            "num_hidden_layers",
-            f"{text.num_hidden_layers}, but {len(layers)} of them attend through transformers' "
-            "AttentionInterface",
-        )
+    has_state = keeps_state(text, type(model).__name__)
+    kinds = getattr(text, "layer_types", None) or ()
+    if has_state and not {*ATTENDING, *MIXING, *STATELESS}.issuperset(kinds):
+        raise unknown_state(fields)
+    layers = trace_layers(below, text, fields, has_state=has_state)
+    _check_layers(layers, text, fields, has_state)
     return Decoder(model=model, below=below, config=text, layers=layers)
+
+
+def _check_layers(
+    layers: Sequence[TracedLayer], config: PreTrainedConfig, fields: Fields, has_state: bool
+) -> None:
+    """Raises CheckpointError if other layers attend or keep a state than the config's types say."""
+    num_mixers = sum(bool(layer.geometry.states) for layer in layers)
+    num_attending = len(layers) - num_mixers
+    kinds = getattr(config, "layer_types", None) or ()
+    expected = (config.num_hidden_layers, 0)
+    if has_state and kinds:
+        expected = (
+            sum(kind in ATTENDING for kind in kinds),
+            sum(kind in MIXING for kind in kinds),
+        )
+    if (num_attending, num_mixers) == expected:
+        return
+    if has_state:
+        raise unknown_state(fields)
+    raise fields.error(
+        "num_hidden_layers",
+        f"{config.num_hidden_layers}, but {num_attending} of them attend through transformers' "
+        "AttentionInterface",
+    )
 
 
 def _keep_text(model: PreTrainedModel, fields: Fields) -> nn.Module:

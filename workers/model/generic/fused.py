@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..kernels.c import cpu, elementwise  # noqa: F401  # the latter lets steps be recorded
-from .config import text_config
+from .config import LAYER_TYPES, text_config
 from .tensor_parallel import TpPlan
 
 _MAX_TABLE_BYTES: Final = 1 << 28
@@ -77,7 +77,7 @@ def _rotary(module: nn.Module, config: Any, dtype: torch.dtype) -> Forward | Non
         return None
     kinds: list[tuple[str, ...]] = [()]
     if given[2:]:
-        kinds = [(kind,) for kind in sorted(set(config.layer_types))]
+        kinds = [(kind,) for kind in sorted(set(config.layer_types)) if kind in LAYER_TYPES]
     like = torch.zeros(1, 1, 1, dtype=dtype)
     positions = torch.arange(config.max_position_embeddings)[None]
     try:

@@ -5,6 +5,7 @@ states has the layout of the kernels, because the states of one worker may be re
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -20,13 +21,13 @@ _Token = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 def pack(matrices: torch.Tensor) -> torch.Tensor:
     """Maps matrices [heads, rows, columns] to the memory of a slot, [heads, rows * columns]."""
-    return torch.cat([each.flatten(1) for each in matrices.split(_TILE, dim=2)], dim=1)
+    return torch.cat([each.flatten(1) for each in torch.split(matrices, _TILE, dim=2)], dim=1)
 
 
 def unpack(memory: torch.Tensor, rows: int) -> torch.Tensor:
     """Maps the memory of a slot, [heads, rows * columns], to matrices [heads, rows, columns]."""
-    tiles = memory.split(_TILE * rows, dim=1)
-    return torch.cat([each.unflatten(1, (rows, -1)) for each in tiles], dim=2)
+    tiles = torch.split(memory, _TILE * rows, dim=1)
+    return torch.cat([each.reshape(len(memory), rows, -1) for each in tiles], dim=2)
 
 
 def _run(
@@ -51,6 +52,11 @@ def _run(
                 if count == index + 1:
                     state[slot] = write(current)
     return out
+
+
+def _swap(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """Maps [n, size * columns] to [size, n * columns]."""
+    return rows.reshape(len(rows), size, -1).transpose(0, 1).flatten(1)
 
 
 def conv(
@@ -89,8 +95,8 @@ def conv(
             state,
             steps,
             out[:, channels],
-            lambda memory: memory.unflatten(1, (num_past, -1)).transpose(0, 1).flatten(1),
-            lambda past, heads=heads: past.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1),
+            partial(_swap, size=num_past),
+            partial(_swap, size=heads),
             token,
         )
     return out
@@ -200,6 +206,6 @@ def mamba(
         steps,
         x.new_empty(x.shape),
         lambda memory: unpack(memory, rows).transpose(0, 1).flatten(1),
-        lambda matrix: pack(matrix.unflatten(1, (heads, -1)).transpose(0, 1)),
+        lambda matrix: pack(matrix.reshape(rows, heads, -1).transpose(0, 1)),
         token,
     )

@@ -2,7 +2,7 @@
 
 They take the rows of a step's sequences one after the other, and `address`, which describes the
 sequences (`states.steps.StateSteps`). Memory of states is [num_slots, heads, numbers of a head].
-Only the stride of its slots may differ from that of contiguous memory. Matrices of [rows, columns]
+The numbers of a head are contiguous. Matrices of [rows, columns]
 are stored in tiles of 16 columns, [tiles, rows, 16]; the last tile has the columns that are left.
 """
 
@@ -23,8 +23,10 @@ def _shape(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _slot_bytes(state: torch.Tensor) -> int:
-    return state.stride(0) * state.element_size()
+def _strides(state: torch.Tensor) -> tuple[int, int]:
+    """Returns the bytes between the slots and between the heads of a state."""
+    size = state.element_size()
+    return state.stride(0) * size, state.stride(1) * size
 
 
 def conv(
@@ -41,7 +43,7 @@ def conv(
     width = weight.shape[0]
     heads = state.shape[1]
     numbers = (x.stride(0), out.stride(0), heads, x.shape[1] // heads, weight.stride(0), width)
-    shape = _shape(*numbers, int(silu), _slot_bytes(state))
+    shape = _shape(*numbers, int(silu), *_strides(state))
     places = (x, weight, bias, out, state, address, shape)
     call("conv", x.dtype, x.shape[0], *places, shared=True)
 
@@ -63,7 +65,7 @@ def gated_delta(
     key_heads, rows = key.shape[1:]
     strides = tuple(each.stride(0) for each in (query, key, value, gate, beta))
     gates = rows if gate.ndim == 3 else 1
-    numbers = (key_heads, heads, rows, columns, gates, int(normalizes), _slot_bytes(state))
+    numbers = (key_heads, heads, rows, columns, gates, int(normalizes), *_strides(state))
     out = value.new_empty(num_tokens, heads, columns)
     places = (query, key, value, gate, beta, out, state, address, _shape(*strides, *numbers))
     call("delta", value.dtype, num_tokens, *places, float(scale), shared=True)
@@ -87,7 +89,7 @@ def mamba2(
     num_tokens, heads, columns = x.shape
     groups, rows = b.shape[1:]
     strides = tuple(each.stride(0) for each in (x, dt, b, c))
-    shape = _shape(*strides, groups, heads, rows, columns, _slot_bytes(state))
+    shape = _shape(*strides, groups, heads, rows, columns, *_strides(state))
     out = x.new_empty(num_tokens, heads, columns)
     places = (x, dt, b, c, a, d, dt_bias, out, state, address, shape)
     call("mamba2", x.dtype, num_tokens, *places, *map(float, limits), shared=True)
@@ -111,7 +113,7 @@ def mamba(
     rows = a.shape[0]
     heads = state.shape[1]
     strides = tuple(0 if each is None else each.stride(0) for each in (x, dt, b, c, z))
-    shape = _shape(*strides, heads, rows, channels // heads, _slot_bytes(state))
+    shape = _shape(*strides, heads, rows, channels // heads, *_strides(state))
     out = x.new_empty(num_tokens, channels)
     places = (x, dt, b, c, a, d, dt_bias, z, out, state, address, shape)
     call("mamba", x.dtype, num_tokens, *places, shared=True)

@@ -10,19 +10,19 @@ typedef struct {
     int64_t x_stride, out_stride;
     int64_t heads, columns, channels, width;  // the weights have all channels of the model's convolution
     int64_t gated;                            // whether silu follows
-    int64_t slot_bytes;
+    Strides strides;
 } Shape;
 
 // The taps are added from the oldest to the newest. `width` is a constant where registers hold them.
 #define DEFINE_CONV(T, NAME)                                                                                           \
     INLINE void conv_columns_##NAME(const Arg *a, const Shape *s, Work *work, const int64_t width) {                   \
         const int64_t channel = work->head * s->columns + work->first, columns = work->width;                          \
-        const int64_t place = work->head * (width - 1) * s->columns + work->first;                                     \
+        const int64_t place = work->head * s->strides.head + work->first * (int64_t)sizeof(T);                         \
         Columns taps[MAX_WIDTH], past[MAX_WIDTH], bias = {0};                                                          \
         for (int64_t k = 0; k < width; k++)                                                                            \
             taps[k] = columns_##NAME((const T *)a[1].p + k * s->channels + channel, columns);                          \
         if (a[2].p) bias = columns_##NAME((const T *)a[2].p + channel, columns);                                       \
-        const T *source = (const T *)((const char *)a[4].p + work->sequence.source * s->slot_bytes) + place;           \
+        const T *source = (const T *)((const char *)a[4].p + work->sequence.source * s->strides.slot + place);         \
         for (int64_t k = 0; k < width - 1; k++)                                                                        \
             past[k] = work->sequence.source < 0 ? (Columns){0} : columns_##NAME(source + k * s->columns, columns);     \
         for (int64_t t = 0; t < work->sequence.tokens; t++) {                                                          \
@@ -34,7 +34,7 @@ typedef struct {
             put_##NAME((T *)a[3].p + token * s->out_stride + channel, y, columns);                                     \
             for (int64_t k = 0; k < width - 1; k++) past[k] = past[k + 1];                                             \
             for (; is_wanted(work, t + 1); next_target(work)) {                                                        \
-                T *to = (T *)((char *)a[4].p + work->target->slot * s->slot_bytes) + place;                            \
+                T *to = (T *)((char *)a[4].p + work->target->slot * s->strides.slot + place);                          \
                 for (int64_t k = 0; k < width - 1; k++) put_##NAME(to + k * s->columns, past[k], columns);             \
             }                                                                                                          \
         }                                                                                                              \

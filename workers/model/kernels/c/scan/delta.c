@@ -9,7 +9,7 @@ typedef struct {
     int64_t key_heads, heads, rows, columns;
     int64_t gates;       // of a head: 1, or rows
     int64_t normalizes;  // whether query and key are divided by their length
-    int64_t slot_bytes;
+    Strides strides;
 } Shape;
 
 // Divides a padded row by its length and multiplies it by `scale`.
@@ -27,7 +27,7 @@ INLINE void normalize(float *x, int64_t size, float scale) {
 
 #define DEFINE_DELTA(T, NAME)                                                                                          \
     INLINE void delta_tile_##NAME(const Arg *a, const Shape *s, Work *work, int64_t sequences, const int gated_rows) { \
-        const Matrices matrices = matrices_of(a[6].p, s->slot_bytes, s->rows, s->columns, s->heads, sequences);        \
+        const Matrices matrices = matrices_of(a[6].p, s->strides, s->rows, s->columns, s->heads, sequences);           \
         const int64_t key_head = work->head / (s->heads / s->key_heads), rows = s->rows;                               \
         const float scale = (float)a[9].f;                                                                             \
         Columns state[MAX_ROWS];                                                                                       \

@@ -7,7 +7,7 @@
 typedef struct {
     int64_t x_stride, dt_stride, b_stride, c_stride, z_stride;
     int64_t heads, rows, columns;
-    int64_t slot_bytes;
+    Strides strides;
 } Shape;
 
 // Loads `width` numbers of a vector with one number for each channel; 0 without a vector.
@@ -24,7 +24,7 @@ INLINE Columns of_channels(const float *vector, int64_t channel, int64_t width) 
         const Shape *s = a[11].p;                                                                                      \
         if (item < 0) return steps.sequences * s->heads * parts_of(s->columns);                                        \
         Work work = work_of(&steps, s->columns, item);                                                                 \
-        const Matrices matrices = matrices_of(a[9].p, s->slot_bytes, s->rows, s->columns, s->heads, steps.sequences);  \
+        const Matrices matrices = matrices_of(a[9].p, s->strides, s->rows, s->columns, s->heads, steps.sequences);     \
         const int64_t rows = s->rows, width = work.width, channels = s->heads * s->columns;                            \
         const int64_t channel = work.head * s->columns + work.first;                                                   \
         const Columns skip = of_channels(a[5].p, channel, width), bias = of_channels(a[6].p, channel, width);          \

@@ -7,7 +7,7 @@
 typedef struct {
     int64_t x_stride, dt_stride, b_stride, c_stride;
     int64_t groups, heads, rows, columns;
-    int64_t slot_bytes;
+    Strides strides;
 } Shape;
 
 #define DEFINE_MAMBA2(T, NAME)                                                                                         \
@@ -19,7 +19,7 @@ typedef struct {
         const Shape *s = a[10].p;                                                                                      \
         if (item < 0) return steps.sequences * s->heads * parts_of(s->columns);                                        \
         Work work = work_of(&steps, s->columns, item);                                                                 \
-        const Matrices matrices = matrices_of(a[8].p, s->slot_bytes, s->rows, s->columns, s->heads, steps.sequences);  \
+        const Matrices matrices = matrices_of(a[8].p, s->strides, s->rows, s->columns, s->heads, steps.sequences);     \
         const int64_t head = work.head, rows = s->rows, group = head / (s->heads / s->groups);                         \
         const float rate = ((const float *)a[4].p)[head], skip = a[5].p ? ((const float *)a[5].p)[head] : 0;           \
         const float bias = a[6].p ? ((const float *)a[6].p)[head] : 0, least_dt = a[11].f, most_dt = a[12].f;          \

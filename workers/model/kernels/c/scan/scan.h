@@ -74,6 +74,11 @@ static inline Work work_of(const Steps *steps, int64_t columns, int64_t item) {
     };
 }
 
+// Bytes between slots, and between the heads of a slot.
+typedef struct {
+    int64_t slot, head;
+} Strides;
+
 // Whether the next target wants the state after `tokens` tokens.
 static inline int is_wanted(const Work *work, int64_t tokens) {
     return work->sequence.targets && work->target->tokens == tokens;
@@ -84,21 +89,22 @@ static inline void next_target(Work *work) { work->target++, work->sequence.targ
 // the columns that are left. So an item reads and writes memory almost without gaps.
 typedef struct {
     char *memory;
-    int64_t slot_bytes, rows, columns;
+    Strides strides;
+    int64_t rows, columns;
     int streams;  // whether the step writes more than caches hold
 } Matrices;
 
-static inline Matrices matrices_of(void *memory, int64_t slot_bytes, int64_t rows, int64_t columns, int64_t heads,
+static inline Matrices matrices_of(void *memory, Strides strides, int64_t rows, int64_t columns, int64_t heads,
                                    int64_t sequences) {
-    return (Matrices){memory, slot_bytes, rows, columns, sequences * heads * rows * columns >= STREAMED};
+    return (Matrices){memory, strides, rows, columns, sequences * heads * rows * columns >= STREAMED};
 }
 
 static inline int64_t tile_width(const Matrices *m, const Work *work) {
     return least(TILE, m->columns - work->first / TILE * TILE);
 }
 static inline float *columns_of(const Matrices *m, int64_t slot, const Work *work) {
-    const int64_t head = work->head * m->rows * m->columns, tile = work->first / TILE * TILE * m->rows;
-    return (float *)(m->memory + slot * m->slot_bytes) + head + tile + work->first % TILE;
+    float *matrix = (float *)(m->memory + slot * m->strides.slot + work->head * m->strides.head);
+    return matrix + work->first / TILE * TILE * m->rows + work->first % TILE;
 }
 
 INLINE Columns load_columns(const float *from, int64_t width) {

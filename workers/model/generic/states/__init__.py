@@ -1,0 +1,1 @@
+"""Computes the mixers of transformers' layers that keep a state."""
