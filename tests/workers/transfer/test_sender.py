@@ -9,14 +9,20 @@ from contextlib import aclosing, nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer.played import EPOCH, LAYOUT, one_table, sender_of
 from tandem.workers.engine.plan import FirstTokens
+from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
+from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks
+from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.transfer import sender
 from tandem.workers.transfer.connector import KvConnector
 from tandem.workers.transfer.frames import (
     Ack,
+    Alive,
     Commit,
     Data,
     Message,
@@ -293,3 +299,75 @@ async def test_a_prefill_that_makes_no_progress_ends_the_stream() -> None:
     with pytest.raises(TransferError, match="no progress"):
         await side.answers()
     side.sender.withdraw(1)
+
+
+# --- windows
+# --------------------------------------------------------------------------------------------------
+
+LAYER = LayerGeometry(num_heads=2, num_kv_heads=2, head_dim=4)
+WINDOWS = KvLayout(
+    layers=(LAYER, replace(LAYER, window=5), LAYER, replace(LAYER, window=5)),
+    dtype="float32",
+    model="fake",
+)
+WINDOW_PULL = Pull(first_token=16, group=1, first_slot=0, num_slots=2)
+
+
+class WindowSide(Side):
+    """A sender whose layers 1 and 3 have a window; the next token, 20, sees the tokens from 16."""
+
+    def __init__(self, stall_seconds: float = 30.0) -> None:
+        super().__init__(stall_seconds=stall_seconds)
+        kv = PagedKv(WINDOWS, num_blocks=8, block_size=8, device=torch.device("cpu"))
+        self.sender = sender_of(kv, (), self.released, stall_seconds=stall_seconds)
+        tables = TableBlocks((3, 0, 1)), TableBlocks((5,), 2)
+        self.sender.offer(1, self.key.transfer_id, SequenceKv(tables), 20, b"hash")
+        self.open = Open(layout=WINDOWS.digest)
+
+
+async def test_layers_of_a_window_leave_when_their_tail_is_computed() -> None:
+    side = WindowSide()
+    side.sender.progress(1, 8, num_ahead=18, num_layers=2)  # of its layers only number 1
+    side.say(side.open, WINDOW_PULL)
+    async with aclosing(side.sender.serve(side.incoming())) as frames:
+
+        async def next_one() -> tuple[range, range]:
+            data = decode(await anext(frames))[1]
+            assert isinstance(data, Data)
+            layers = range(data.first_layer, data.first_layer + data.num_layers)
+            return layers, range(data.first_token, data.first_token + data.num_tokens)
+
+        assert await next_one() == (range(1), range(16, 18))
+        waiting = asyncio.ensure_future(next_one())
+        side.finish()
+        assert [await waiting, await next_one()] == [
+            (range(1), range(18, 20)),
+            (range(1, 2), range(16, 20)),
+        ]
+        assert isinstance(decode(await anext(frames))[1], Commit)
+
+
+@pytest.mark.parametrize("first_token", [0, 15])
+async def test_what_has_left_the_window_is_not_sent(first_token: int) -> None:
+    side = WindowSide()
+    side.finish()
+    side.say(side.open, replace(WINDOW_PULL, first_token=first_token))
+    with pytest.raises(TransferError, match="out of order"):
+        await side.answers()
+    assert side.released == []
+
+
+async def test_a_stream_says_that_the_prefill_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token of a long prompt before its window is sent, so the stream would seem to stall."""
+    monkeypatch.setattr(sender, "_ALIVE_SHARE", 0.0)
+    side = WindowSide()
+    side.say(side.open, WINDOW_PULL, Ack())
+    async with aclosing(side.sender.serve(side.incoming())) as frames:
+        for num_ready in (4, 8, 12):
+            waiting = asyncio.ensure_future(anext(frames))
+            await asyncio.sleep(0)
+            side.sender.progress(1, num_ready)
+            assert isinstance(decode(await waiting)[1], Alive)
+        side.finish()
+        assert [type(decode(frame)[1]) async for frame in frames] == [Data, Commit]
+    assert side.released == [1]

@@ -6,14 +6,17 @@ from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer.played import one_table
-from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.reshard import Piece
+from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks
+from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, TransferError
 from tandem.workers.transfer.sender import plan_frames
@@ -246,3 +249,26 @@ def test_a_commit_of_something_else_is_refused(change: dict[str, object]) -> Non
     commit = replace(COMMIT, num_frames=len(frames))
     with pytest.raises(TransferError):
         transfer(frames, replace(commit, **change))  # type: ignore[arg-type]
+
+
+def test_a_frame_before_its_window_is_refused() -> None:
+    """A sender that also sends what has left the window, and one whose window is a token short."""
+    layer = LayerGeometry(num_heads=4, num_kv_heads=4, head_dim=4, window=10)
+    layout = KvLayout(layers=(layer,) * 3, dtype="float32", model="fake")
+    kv = PagedKv(layout, num_blocks=8, block_size=BLOCK, device=torch.device("cpu"))
+    target = FetchTarget(SequenceKv((TableBlocks((5, 2), 1),)), 0)
+    first = NUM_TOKENS - 9  # the next token sees nine tokens and itself
+    for wrong in (first - 1, first, first + 1):
+        writer = ShardWriter(NUM_TOKENS, b"hash", target, TransferContext(kv=kv), PIECE)
+        sent, ready = dict.fromkeys(range(3), wrong), dict.fromkeys(range(3), NUM_TOKENS)
+        (part,) = plan_frames(layout, 0, PIECE.source_slots, sent, ready, FRAME_BYTES)
+        size = part.size(layout)
+        data = Data(index=0, num_bytes=size, burst=0, age=0.0, **asdict(part))
+        if wrong == first:
+            writer.write(data, memoryview(bytes(size)))
+            assert writer.finish(replace(COMMIT, num_frames=1)).tokens == (42,)
+        else:
+            with pytest.raises(TransferError, match="out of order"):
+                writer.write(data, memoryview(bytes(size)))
+            with pytest.raises(TransferError, match="incomplete"):
+                writer.finish(COMMIT)

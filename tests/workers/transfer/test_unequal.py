@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from tandem.proto import worker_pb2
-from tandem.tests.workers.spans import as_table, read_now, span
+from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer import fake_nixl
 from tandem.tests.workers.transfer.played import (
     EPOCH,
     Calls,
     handle,
-    one_table,
-    placed,
     sender_of,
 )
 from tandem.tests.workers.transfer.played_ipc import play_ipc
@@ -29,6 +27,7 @@ from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.reshard import plan
 from tandem.workers.kv_cache.sharding import kv_heads
+from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks, plan_tables, spec_of
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import nixl_agent
 from tandem.workers.transfer.connector import KvConnector, TransferContext
@@ -39,7 +38,7 @@ from tandem.workers.transfer.shard_stream import FetchTarget
 
 Bytes = npt.NDArray[np.uint8]
 
-LAYERS, HEAD_DIM, NUM_TOKENS, NUM_BLOCKS = 2, 4, 37, 8
+LAYERS, HEAD_DIM, NUM_TOKENS, NUM_BLOCKS = 2, 4, 37, 16
 KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
 FIRST_TOKENS = FirstTokens(tokens=(42, 7), logprobs=(-0.125, -3.0))
 SIZES = (1, 2, 4)
@@ -85,15 +84,15 @@ class Transfer:
             self._store(self.source_tp, rank, self.source_block) for rank in range(self.source_tp)
         ]
         choose = random.Random(2)
-        self.blocks, self.into = (
-            tuple(choose.sample(range(NUM_BLOCKS), -(-NUM_TOKENS // size)))
-            for size in (self.source_block, 16)
-        )
+        self.held = self._place(self.source_block, choose)
+        self.into = self._place(16, choose)
         for rank, kv in enumerate(self.sources):
             for layer, whole in enumerate(self.whole):
-                part = np.ascontiguousarray(whole[:, :, self._heads(layer, self.source_tp, rank)])
-                place = span(kv, 0, NUM_TOKENS, layer, 1)
-                kv.write(as_table(self.blocks), place, memoryview(part.tobytes()))
+                table, tokens = self._table(self.held, kv, layer)
+                heads = self._heads(layer, self.source_tp, rank)
+                part = np.ascontiguousarray(whole[:, tokens.start : tokens.stop, heads])
+                place = span(kv, tokens.start, len(tokens), layer, 1)
+                kv.write(table, place, memoryview(part.tobytes()))
         self.senders = [self._sender(rank) for rank in range(self.source_tp)]
         self.endpoints = [f"rank {rank}" for rank in range(self.source_tp)]
         self.targets: list[PagedKv] = []
@@ -102,6 +101,29 @@ class Transfer:
         for rank in range(self.target_tp):
             self.add_receiver(self.target_tp, rank)
         self.before = [self.cache(rank) for rank in range(self.target_tp)]
+
+    def _place(self, block_size: int, choose: random.Random) -> SequenceKv:
+        """The blocks of the prompt, and of its windows those that the next token sees."""
+        free = choose.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+        tables: list[TableBlocks] = []
+        for spec in plan_tables(self.layout, block_size):
+            seen = NUM_TOKENS if spec.window is None else spec.window - 1
+            first = max(NUM_TOKENS - seen, 0) // spec.block_size
+            count = -(-NUM_TOKENS // spec.block_size) - first
+            tables.append(TableBlocks(tuple(free.pop() for _ in range(count)), first))
+        return SequenceKv(tuple(tables))
+
+    def _table(self, place: SequenceKv, kv: PagedKv, layer: int) -> tuple[TableBlocks, range]:
+        """The blocks of a layer, and the tokens of the prompt that they hold."""
+        group = self.layout.groups[self.layout.place(layer)[0]]
+        table = place.table(kv.tables, group)
+        tokens = table.tokens(spec_of(kv.tables, group).block_size)
+        return table, range(tokens.start, min(tokens.stop, NUM_TOKENS))
+
+    def first(self, layer: int) -> int:
+        """The first token of a layer that has to come."""
+        window = self.layout.layers[layer].window
+        return max(self.num_cached, 0 if window is None else NUM_TOKENS - window + 1)
 
     def _head_bytes(self, layer: int) -> int:
         return self.layout.groups[self.layout.place(layer)[0]].part.row_bytes
@@ -136,7 +158,7 @@ class Transfer:
         sender = sender_of(
             self.sources[rank], self.transports(rank), self.released, lease_seconds=lease_seconds
         )
-        sender.offer(1, KEY.transfer_id, one_table(self.blocks), NUM_TOKENS, b"hash")
+        sender.offer(1, KEY.transfer_id, self.held, NUM_TOKENS, b"hash")
         return sender
 
     def _heads(self, layer: int, tp: int, rank: int) -> list[int]:
@@ -156,7 +178,9 @@ class Transfer:
         return handle(KEY, self.endpoints, self.layout, NUM_TOKENS)
 
     def target(self) -> asyncio.Future[FetchTarget]:
-        return placed(self.into, self.num_cached)
+        target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
+        target.set_result(FetchTarget(self.into, self.num_cached))
+        return target
 
     async def fetch(
         self, rank: int, arrived: asyncio.Barrier | None = None
@@ -207,11 +231,12 @@ class Transfer:
         """What a target rank has, of each layer: [plane, token, slot, bytes of a head]."""
         kv, found = self.targets[rank], []
         for layer in range(self.layout.num_layers):
+            table, tokens = self._table(self.into, kv, layer)
             data = np.frombuffer(
-                read_now(kv, self.into, span(kv, 0, NUM_TOKENS, layer, 1)), np.uint8
+                read_now(kv, table, span(kv, tokens.start, len(tokens), layer, 1)), np.uint8
             )
-            slots = kv.num_slots(self.layout.place(layer)[0])
-            found.append(data.reshape(self._planes(layer), NUM_TOKENS, slots, -1))
+            num_slots = kv.num_slots(self.layout.place(layer)[0])
+            found.append(data.reshape(self._planes(layer), len(tokens), num_slots, -1))
         return found
 
     def content(self, rank: int) -> bytes:
@@ -219,18 +244,25 @@ class Transfer:
         return b"".join(layer.tobytes() for layer in self.cache(rank))
 
     def check(self, ranks: Iterable[int] | None = None) -> None:
-        """Every target rank has the heads of its slots, and what it had cached before."""
+        """Every target rank has the heads of its slots, and what it had before the first token."""
         for rank in range(self.target_tp) if ranks is None else ranks:
-            kv, cached = self.targets[rank], self.num_cached
+            kv = self.targets[rank]
             for layer, found in enumerate(self.cache(rank)):
-                expected = self.whole[layer][:, :, self._heads(layer, kv.tp, kv.rank)]
-                assert (found[:, cached:] == expected[:, cached:]).all(), (
-                    f"rank {rank}, layer {layer}"
-                )
-                if cached:
-                    assert (found[:, :cached] == self.before[rank][layer][:, :cached]).all(), (
-                        f"rank {rank}"
-                    )
+                _, tokens = self._table(self.into, kv, layer)
+                first = self.first(layer)
+                heads = self._heads(layer, kv.tp, kv.rank)
+                expected = self.whole[layer][:, first:, heads]
+                kept = first - tokens.start
+                assert (found[:, kept:] == expected).all(), f"rank {rank}, layer {layer}"
+                assert (found[:, :kept] == self.before[rank][layer][:, :kept]).all(), f"rank {rank}"
+
+    def moved(self, rank: int) -> int:
+        """The bytes that a target rank has to get."""
+        kv = self.targets[rank]
+        return sum(
+            span(kv, first, NUM_TOKENS - first, layer, 1).size(self.layout)
+            for layer, first in enumerate(map(self.first, range(self.layout.num_layers)))
+        )
 
 
 async def turns(count: int = 30) -> None:
@@ -337,12 +369,8 @@ async def test_layers_of_unequal_geometry_arrive(
         )
         fetched = await transfer.run()
         transfer.check()
-        for kv, part in zip(transfer.targets, fetched, strict=True):
-            sizes = [
-                span(kv, 21, NUM_TOKENS - 21, layer, 1).size(layout)
-                for layer in range(layout.num_layers)
-            ]
-            assert (part.transfer_bytes, part.transport) == (sum(sizes), transport)
+        for rank, part in enumerate(fetched):
+            assert (part.transfer_bytes, part.transport) == (transfer.moved(rank), transport)
         assert (transfer.released, transfer.num_acks) == ([1], 1)
 
 
@@ -356,6 +384,104 @@ async def test_latent_rows_arrive_at_every_rank(source_tp: int, target_tp: int) 
     row_bytes = 3 * 72 * 2  # of all layers: one plane, one KV head on every rank
     for part in fetched:
         assert part.transfer_bytes == (NUM_TOKENS - 21) * row_bytes
+
+
+# Full layers and windows in blocks of several sizes.
+WINDOWS = {
+    "Gemma": (WIDE, *(replace(WIDE, window=12),) * 3),
+    "three tables": (
+        replace(WIDE, window=6),
+        WIDE,
+        replace(WIDE, num_kv_heads=1, head_dim=128, window=20),
+        replace(WIDE, window=6),
+    ),
+    "windows alone": (replace(WIDE, window=9), replace(WIDE, num_kv_heads=4, window=9)),
+}
+
+
+@pytest.mark.parametrize("layers", WINDOWS)
+@pytest.mark.parametrize(
+    ("transport", "tps"),
+    [
+        ("grpc", tuple(itertools.product(SIZES, SIZES))),
+        ("shared", ((1, 4), (2, 2), (4, 2))),
+        ("ipc", ((2, 4), (2, 1))),
+        ("gloo", ((1, 2), (4, 1))),
+        ("nixl", ((1, 2), (4, 2))),
+    ],
+    ids=["grpc", "shared", "ipc", "gloo", "nixl"],
+)
+async def test_of_a_window_come_the_tokens_that_the_next_one_sees(
+    layers: str,
+    transport: str,
+    tps: Sequence[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    play(transport, monkeypatch)
+    layout = KvLayout(layers=WINDOWS[layers], dtype="bfloat16", model="m")
+    for (source_tp, target_tp), (source_block, num_cached) in itertools.product(tps, SPLITS):
+        transfer = Transfer(
+            layout,
+            source_tp,
+            target_tp,
+            source_block,
+            num_cached,
+            transports=lambda source_rank: (transport,),
+        )
+        fetched = await transfer.run()
+        transfer.check()
+        for rank, part in enumerate(fetched):
+            assert (part.transfer_bytes, part.transport) == (transfer.moved(rank), transport)
+        assert (transfer.released, transfer.num_acks) == ([1], 1)
+
+
+@pytest.mark.parametrize("change", ["first", "count"])
+@pytest.mark.parametrize("transport", ["shared", "nixl"])
+async def test_a_block_table_of_other_tokens_is_refused(
+    change: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The content of the blocks would be taken for that of other positions."""
+    play(transport, monkeypatch)
+    true = TableBlocks.trim
+
+    def wrong(table: TableBlocks, *wanted: int) -> TableBlocks:
+        found = true(table, *wanted)
+        if change == "first":
+            return TableBlocks(found.blocks, found.first + 1)
+        return TableBlocks((*found.blocks, 0), found.first)
+
+    monkeypatch.setattr(TableBlocks, "trim", wrong)
+    layout = KvLayout(layers=WINDOWS["Gemma"], dtype="bfloat16", model="m")
+    transfer = Transfer(layout, 1, 1, 8, transports=lambda source_rank: (transport,))
+    transfer.complete()
+    with pytest.raises(TransferError, match="of other tokens"):
+        await transfer.fetch(0)
+    assert (transfer.num_acks, transfer.released) == (0, [])
+    await transfer.disconnect()
+
+
+@pytest.mark.parametrize("table", [0, 1])
+@pytest.mark.parametrize("missing", ["first", "last"])
+async def test_a_sender_without_a_block_of_a_window_sends_nothing(table: int, missing: str) -> None:
+    """A full table that begins late, and a window whose tail is a block short."""
+    layout = KvLayout(layers=WINDOWS["Gemma"], dtype="bfloat16", model="m")
+    transfer = Transfer(layout, 1, 1, 8)
+    tables = list(transfer.held.tables)
+    held = tables[table]
+    tables[table] = (
+        TableBlocks(held.blocks[1:], held.first + 1)
+        if missing == "first"
+        else TableBlocks(held.blocks[:-1], held.first)
+    )
+    transfer.senders[0].withdraw(1)
+    place = SequenceKv(tuple(tables))
+    transfer.senders[0].offer(1, KEY.transfer_id, place, NUM_TOKENS, b"hash")
+    transfer.complete()
+    with pytest.raises(TransferError, match="stream broke"):
+        await transfer.fetch(0)
+    refused = [call.error for _, call in transfer.calls[0].made if call.error]
+    assert [str(error) for error in refused] == ["KV pull out of order"]
+    assert (transfer.num_acks, transfer.released) == (0, [])
 
 
 def test_a_span_beyond_its_group_is_refused() -> None:
