@@ -31,8 +31,11 @@ LAYOUT_NODES: Final = {
     "fp8": ("p-fp8", "d-fp8"),
     "ngram": ("p-ngram", "d-ngram"),
     "tiers": ("p-tiers", "d-tiers"),
+    "window": ("p-window", "d-window"),
+    "window tiers": ("p-window-tiers", "d-window-tiers"),
 }
-"""The nodes of a layout; the first of each role gets the request. int8 and fp8 are of the KV cache.
+"""The nodes of a layout; the first of each role gets the request. int8 and fp8 are of the KV cache,
+window is of a model with sliding windows.
 """
 
 _CONFIGS: Final[dict[str, dict[str, Any]]] = {
@@ -41,6 +44,11 @@ _CONFIGS: Final[dict[str, dict[str, Any]]] = {
     "ngram": {"speculative": {"prompt_lookup_min": 1}},
     # Two or three requests fill the KV cache, and ten the host memory.
     "tiers": {"kv_cache_bytes": 3 * 2**17, "kv_host_bytes": 2**20, "kv_disk_bytes": 2**22},
+    "window-tiers": {
+        "kv_cache_bytes": 3 * 2**17,
+        "kv_host_bytes": 2**20,
+        "speculative": {"prompt_lookup_min": 1},
+    },
 }
 """What the nodes have whose names end so."""
 
@@ -137,6 +145,7 @@ class Cluster:
 
     launcher: Launcher
     model: Path
+    window_model: Path  # with windows of 24 tokens, in blocks of 16 beside full blocks of 32
     folder: Path
     nodes: dict[str, Node] = field(default_factory=dict)
     registry: WorkerRegistry = field(default_factory=WorkerRegistry)
@@ -158,8 +167,9 @@ class Cluster:
             if "kv_disk_bytes" in config:
                 config = config | {"kv_disk": str(self.folder / f"disk-{worker_id}")}
             fields = {"tp": tp, "config": config} | fields
+            model = self.window_model if "window" in worker_id else self.model
             self.nodes[worker_id] = await make_node(
-                self.launcher, self.model, self.folder, worker_id, **fields
+                self.launcher, model, self.folder, worker_id, **fields
             )
         elif self.nodes[worker_id].is_spent:
             await self.nodes[worker_id].restart()
@@ -192,6 +202,8 @@ class Cluster:
     async def expect(self, sampling: str, layout: str, num_tokens: int = NUM_TOKENS) -> Result:
         """Returns what a request has to give: what it gives without a fault."""
         alike = layout if layout in ("tp 2", "int8", "fp8") else "1+1"  # the others change no token
+        if layout.startswith("window"):
+            alike = "window"
         key = sampling, alike, num_tokens
         if key not in self.expected:
             nodes = await self.layout(alike)
@@ -267,16 +279,17 @@ def stop_of(result: Result) -> tuple[int, ...]:
 @asynccontextmanager
 async def running_cluster(folder: Path) -> AsyncIterator[Cluster]:
     """Makes a model and runs a cluster without nodes yet."""
-    model = make_tiny_model(
-        folder / "tiny",
-        hidden_size=256,
-        head_dim=32,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        dtype="bfloat16",
-    )
+    shape = {
+        "hidden_size": 256,
+        "head_dim": 32,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "dtype": "bfloat16",
+    }
+    model = make_tiny_model(folder / "tiny", **shape)
+    window_model = make_tiny_model(folder / "window", "gemma3", **shape)
     async with launched() as launcher:
-        cluster = Cluster(launcher, model, folder)
+        cluster = Cluster(launcher, model, window_model, folder)
         try:
             yield cluster
         finally:
