@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,13 @@ from tandem.proto import inference_pb2
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.router.scheduling import registry
+from tandem.router.scheduling.policy import Candidate
+from tandem.router.scheduling.prefix_index import Prefix
 from tandem.tests import demo_model
-from tandem.tests.fleet import Fleet, fleet
+from tandem.tests.fleet import Fleet, fleet, split_fleet
+from tandem.tests.service import expected_tokens
+from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 from tandem.workers.tp.rank import Rank
@@ -202,3 +208,48 @@ async def test_conversations_find_their_prefix() -> None:
     assert share >= 0.85
     uncached = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
     assert sum(counter.num_prompt_tokens for counter in counters) <= uncached
+
+
+async def test_conversations_of_a_model_with_windows_find_their_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 conversations of 5 turns over 2 + 2 workers, each with blocks of 32 tokens and windows of
+    24: at least 85 % of the tokens of later prompts come from a prefix cache, and the answers are
+    those of transformers.
+    """
+
+    def most(num_tokens: int, prefill: Candidate, others: Sequence[Candidate]) -> Candidate | None:
+        return max(others, key=lambda other: other.matched_tokens, default=None)
+
+    monkeypatch.setattr(registry, "choose_holder", most)  # however fast the workers seem to be
+    folder = make_tiny_model(tmp_path, "gemma3")
+    numbers = random.Random(7)
+    system = [numbers.randrange(3, 400) for _ in range(400)]
+    prompts = [system + [numbers.randrange(3, 400) for _ in range(9)] for _ in range(2)]
+    turns: list[tuple[int, int]] = []  # cached tokens and tokens of each prompt
+    async with split_fleet(folder, {"prefill": [1, 1], "decode": [1, 1]}) as running:
+        assert [len(worker.info().tables) for worker in running.workers] == [2] * 4
+        for turn in range(5):
+            for prompt in prompts:
+                answer, timeline = await running.generate(
+                    token_request(prompt, 20, ignore_eos=True)
+                )
+                if turn == 4:
+                    assert answer == expected_tokens(folder, [prompt], 20)[0]
+                turns.append((timeline.cached_tokens, len(prompt)))
+                prompt += answer
+                await _known(running, prompt)
+                prompt += [numbers.randrange(3, 400) for _ in range(9)]
+        restored = [(await worker.status()).num_restored_tokens for worker in running.workers]
+    assert sum(restored[:2]) > 0  # prefill workers have fetched prefixes from decode workers
+    share = sum(cached for cached, _ in turns[2:]) / sum(count for _, count in turns[2:])
+    print(f"\n{share:.1%} of the prompt tokens of later turns cached")
+    assert share >= 0.85
+
+
+async def _known(running: Fleet, tokens: Sequence[int]) -> None:
+    """Waits until the router has heard of all full blocks of a finished answer."""
+    num_tokens = (len(tokens) - 1) // 32 * 32
+    async with asyncio.timeout(10):
+        while num_tokens not in running.registry._prefixes.match(Prefix(tokens)).values():
+            await asyncio.sleep(0.005)
