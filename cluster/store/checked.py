@@ -6,7 +6,12 @@ from ...proto.errors import InvalidArgument, TandemError
 from ...router.frontend.template import TEMPLATE_OF_MODEL
 from ...workers.model.adapter_folder import read_adapter
 from ...workers.model.config import CheckpointError
-from ...workers.model.footprint import check_cache_dtype, check_config_split, check_draft
+from ...workers.model.footprint import (
+    check_cache_dtype,
+    check_config_split,
+    check_disk,
+    check_draft,
+)
 from ..config import TandemConfig
 from .generation_defaults import generation_defaults
 from .store import resolve_model
@@ -47,6 +52,8 @@ def checked_folder(config: TandemConfig) -> Path:
     for role, pool in config.pools.items():
         try:
             check_config_split(model, pool.tp)
+            if pool.kv_disk is not None:
+                check_disk(model)
         except ValueError as error:
             wrong.append(f"{role}.{error}")
     for name, path in config.adapters.items():

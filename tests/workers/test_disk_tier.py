@@ -17,7 +17,10 @@ from typing import Any, cast
 
 import pytest
 
+from tandem.cluster.config import load_config
+from tandem.cluster.store.checked import checked_folder
 from tandem.proto import worker_pb2
+from tandem.proto.errors import InvalidArgument
 from tandem.proto.hashing import hash_chain
 from tandem.tests import service
 from tandem.tests.fleet import VOCAB, fake_rank
@@ -513,3 +516,17 @@ async def test_the_number_of_blocks_that_wait_is_bounded_and_the_oldest_leave(
         assert next(iter(tier._unwritten)) == digests_of(bound // 8 + 9)[0]
         assert digests_of(9)[0] not in tier._unwritten
         engine.go_on.set()
+
+
+async def test_a_model_with_windows_is_refused(tmp_path: Path) -> None:
+    """A block of one table does not tell whether the others continue there."""
+    folder = make_tiny_model(tmp_path / "gemma3", "gemma3")
+    refused = r"^kv_disk: not for models with windows or state$"
+    config = worker_config(
+        str(folder), kv_cache_bytes=2**22, kv_disk=str(tmp_path), kv_disk_bytes=2**20
+    )
+    with pytest.raises(ValueError, match=refused):
+        await Worker.start(config, worker_id="w")
+    checked = {"model": str(folder), "decode": {"kv_disk": str(tmp_path), "kv_disk_gb": 1}}
+    with pytest.raises(InvalidArgument, match=r"^decode\.kv_disk: not for models with windows"):
+        checked_folder(load_config(None, checked))

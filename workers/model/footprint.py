@@ -43,6 +43,12 @@ def check_draft(draft: ModelConfig, model: ModelConfig) -> None:
         raise ValueError("needs a model with layers that see all tokens, whose blocks it shares")
 
 
+def check_disk(model: ModelConfig) -> None:
+    """Raises ValueError, a one-line message, if blocks on disk cannot continue a prompt alone."""
+    if any(layer.window is not None or layer.states for layer in model.layers):
+        raise ValueError("kv_disk: not for models with windows or state")
+
+
 def check_cache_dtype(config: ModelConfig, cache_dtype: str) -> None:
     """Raises ValueError, a one-line message, if the KV cache cannot have a dtype."""
     if cache_dtype != "auto" and any(layer.value_dim is not None for layer in config.layers):
