@@ -1,10 +1,12 @@
 """Decoders with states through transformers' code: equality with transformers, and refusals."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer, causal_conv1d_fn
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP, causal_conv1d_fn
 
 from tandem.tests.tiny_decoders import STATEFUL, make_tiny_decoder
 from tandem.tests.workers.model.helpers import prompt, reference, reference_logits
@@ -12,6 +14,7 @@ from tandem.tests.workers.model.states.harness import StateDriver, open_states
 from tandem.tests.workers.model.test_generic import write_config
 from tandem.workers.model.config import CheckpointError, read_fields
 from tandem.workers.model.generic import config as generic_config
+from tandem.workers.model.generic import definition
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.registry import parse_model_config
 
@@ -125,15 +128,38 @@ def test_the_trace_refuses_other_ways_to_keep_a_state(
         parse_model_config(read_fields(tmp_path), "transformers")
 
 
+def call_no_conv(self: Lfm2MLP, x: torch.Tensor) -> torch.Tensor:
+    """Has the name of a mixer's function, but calls it never."""
+    result: torch.Tensor = x if self.w1 else causal_conv1d_fn(x, x)
+    return result
+
+
+def keep_inputs(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Keeps a state in a cache without a mixer's function."""
+    if not self.w1:
+        self.cache.update_conv_state(x, 0)
+    return x
+
+
 @pytest.mark.usefixtures("with_states")
-def test_a_mixer_that_does_not_call_our_functions_is_refused(
+@pytest.mark.parametrize("forward", [call_no_conv, keep_inputs])
+def test_modules_whose_state_would_be_lost_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward: Callable[..., torch.Tensor]
+) -> None:
+    folder = make_tiny_decoder(tmp_path, "lfm2")
+    open_checkpoint(folder)
+    monkeypatch.setattr(Lfm2MLP, "forward", forward)
+    with pytest.raises(CheckpointError, match="'lfm2' keeps state in a way that is not supported"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.usefixtures("with_states")
+def test_unknown_types_of_layers_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_tiny_decoder(tmp_path, "mamba2")
-    monkeypatch.setattr(
-        Mamba2Mixer, "forward", lambda self, hidden_states, **_: causal_conv1d_fn or hidden_states
-    )
-    with pytest.raises(CheckpointError, match="'mamba2' keeps state in a way"):
+    folder = make_tiny_decoder(tmp_path, "nemotron_h")
+    monkeypatch.setattr(definition, "STATELESS", ("mlp",))
+    with pytest.raises(CheckpointError, match="'nemotron_h' keeps state in a way"):
         open_checkpoint(folder)
 
 

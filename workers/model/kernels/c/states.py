@@ -2,8 +2,8 @@
 
 They take the rows of a step's sequences one after the other, and `address`, which describes the
 sequences (`states.steps.StateSteps`). Memory of states is [num_slots, heads, numbers of a head].
-The numbers of a head are contiguous. Matrices of [rows, columns]
-are stored in tiles of 16 columns, [tiles, rows, 16]; the last tile has the columns that are left.
+The numbers of a head are contiguous. Matrices of [rows, columns] are stored in tiles of 16 columns,
+[tiles, rows, 16]; the last tile has the columns that are left.
 """
 
 from functools import cache
