@@ -61,6 +61,7 @@ class StateDriver:
         # The number of a layer among those that attend.
         self._numbers = {index: number for number, index in enumerate(attending)}
         self._backend: TorchAttentionBackend | None = None
+        self._block_sizes: list[int] = []  # of each block table
         if attending:
             kept = tuple(layers[index] for index in attending)
             kv = PagedKv(
@@ -70,9 +71,10 @@ class StateDriver:
                 device=torch.device("cpu"),
             )
             self._backend = TorchAttentionBackend(kv, kept)
+            self._block_sizes = [table.block_size for table in kv.tables]
         self._blocks = random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS)
         self._free = random.Random(seed).sample(range(NUM_SLOTS), NUM_SLOTS)
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, list[list[int]]] = {}
         self.slots: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
         self.saved: dict[int, tuple[int, int]] = {}  # number of tokens, slot
@@ -97,9 +99,10 @@ class StateDriver:
         for number, ids in sequences:
             start = self.lengths.get(number, 0)
             end = start + len(ids)
-            table = self.tables.setdefault(number, [])
-            table += [self._blocks.pop() for _ in range(-(-end // BLOCK_SIZE) - len(table))]
-            spans.append(SequenceSpan(blocks=table, start=start, num_tokens=len(ids)))
+            tables = self.tables.setdefault(number, [[] for _ in self._block_sizes])
+            for table, size in zip(tables, self._block_sizes, strict=True):
+                table += [self._blocks.pop() for _ in range(-(-end // size) - len(table))]
+            spans.append(SequenceSpan(tables=tables, start=start, num_tokens=len(ids)))
             self.slots[number] = self._free.pop(0)
             targets = [(len(ids), self.slots[number])]
             if 0 < saved_before_end < len(ids):
