@@ -116,6 +116,7 @@ class EngineConfig:
     # The block tables of each sequence, as of `plan_tables`; empty stands for one full table.
     tables: tuple[TableSpec, ...] = ()
     num_states: int = 0  # in device memory; 0: the model keeps no state
+    num_host_states: int = 0  # in host memory, for evicted states
     state_tokens: int = 0  # tokens of KV cache that have as many bytes as a state
     # Schedule a step while the last one runs; for executors whose launch does not wait.
     overlap: bool = False

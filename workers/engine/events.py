@@ -21,6 +21,8 @@ class Admitted:
     num_cached: int  # prompt tokens found in the prefix cache
     num_loaded: int = 0  # cached tokens that the next step loads from host memory
     tables: tuple[TableBlocks, ...]  # the block tables of the whole prompt
+    # The slot of the prompt's state: an import writes to it, and a PREFILL's last step.
+    state: int | None = None
     # Hashes of the blocks after the cached ones that have to be filled from elsewhere.
     importing: tuple[bytes, ...] = ()
     # The blocks of each table that have to be filled then: of a window the last ones alone.
@@ -86,6 +88,7 @@ class Suspended:
 
     id: int
     tables: tuple[TableBlocks, ...]
+    state: int | None = None  # the slot of its state
     # All tokens with KV cache: the prompt and the generated tokens except the last.
     tokens: tuple[int, ...]
     first_token: int  # the last generated token; the next worker computes its KV cache first

@@ -63,6 +63,20 @@ class SamplingParams:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StateStep:
+    """Names the slots from which a step reads a sequence's state, and those to which it writes it.
+
+    No step writes to a slot that it reads.
+    """
+
+    source: int | None  # with the state before the step; None: the sequence begins
+    # (number of the step's tokens, slot) pairs, ascending: after so many tokens the state is
+    # written to the slot. The last pair is for all tokens. The others are for resume points, and
+    # for draft tokens that may be the last right one.
+    targets: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStep:
     """Holds one sequence's part of a step.
@@ -94,6 +108,7 @@ class SequenceStep:
     adapter: int = 0
     # The prompt token after token_ids[-1], if `prompt_logprobs` are requested.
     next_prompt_token: int | None = None
+    state: StateStep | None = None  # only for a model that keeps state
 
     def each_sample(self) -> "Iterable[SequenceStep]":
         """Returns one step for each sample; each has one draft token more than the one before."""
@@ -133,6 +148,9 @@ class StepPlan:
     # block) pairs of `saved`, no host block twice, then the (host block, block) pairs of `loaded`.
     saved: tuple[tuple[int, int], ...] = ()
     loaded: tuple[tuple[int, int], ...] = ()
+    # The same for slots of states.
+    saved_states: tuple[tuple[int, int], ...] = ()
+    loaded_states: tuple[tuple[int, int], ...] = ()
     # A stream that was interrupted elsewhere is stalled until this step is done.
     is_expedited: bool = False
 

@@ -29,6 +29,7 @@ from tandem.workers.engine.plan import (
     Executor,
     SamplingParams,
     SequenceStep,
+    StateStep,
     StepPlan,
 )
 from tandem.workers.kv_cache.tables import TableBlocks
@@ -142,6 +143,7 @@ STEP_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "start": IDS,
     "new_blocks": st.lists(st.builds(TableBlocks, TOKENS, IDS), max_size=3).map(tuple),
     "num_samples": st.integers(0, 3),
+    "state": st.none() | st.builds(StateStep, COUNTS, st.lists(st.tuples(IDS, IDS)).map(tuple)),
     "num_draft": st.integers(0, 3),
     "adapter": IDS,
     "next_prompt_token": st.none() | IDS,
@@ -162,6 +164,8 @@ PLAN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "copies": st.lists(st.tuples(IDS, IDS)).map(tuple),
     "saved": st.lists(st.tuples(IDS, IDS)).map(tuple),
     "loaded": st.lists(st.tuples(IDS, IDS)).map(tuple),
+    "saved_states": st.lists(st.tuples(IDS, IDS)).map(tuple),
+    "loaded_states": st.lists(st.tuples(IDS, IDS)).map(tuple),
     "unloaded": st.lists(IDS).map(tuple),
     "is_expedited": st.booleans(),
 }
