@@ -6,9 +6,12 @@ Blocks that leave a sliding window leave the table. Knows nothing of pools, hash
 from bisect import bisect_left
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Final, Self
 
 from ..kv_cache.tables import TableBlocks, TableSpec
+
+NUM_STATES: Final = 2
+"""The slots of a running sequence: a step reads the state from one and writes it to the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,32 @@ class SequenceTable:
         size = self.spec.block_size
         place = bisect_left(points, index * size + 1)
         return place < len(points) and points[place] <= (index + 1) * size + self.spec.window - 2
+
+
+@dataclass(slots=True, eq=False)
+class StateSlots:
+    """Holds the slots of a sequence in a model that keeps state."""
+
+    # The state after the scheduled tokens; while a draft is verified, the state before it.
+    current: int | None = None
+    free: list[int] = field(default_factory=list)  # reserved, for the next steps
+    final: int | None = None  # reserved for the last step of a PREFILL, known at admission
+    # (position, slot) pairs that steps in flight write: resume points to publish, and the states
+    # after each token of a draft.
+    points: list[tuple[int, int]] = field(default_factory=list)
+    draft: list[tuple[int, int]] = field(default_factory=list)
+    newest: bytes | None = None  # the name of the last point that decoding has left
+
+    @property
+    def held(self) -> list[int]:
+        """Returns the slots that the sequence owns or leases."""
+        current = [] if self.current is None else [self.current]
+        return [*current, *(slot for _, slot in (*self.points, *self.draft))]
+
+    @property
+    def reserved(self) -> list[int]:
+        """Returns the slots that are reserved for the sequence."""
+        return self.free if self.final is None else [*self.free, self.final]
 
 
 def block_name(digest: bytes, table: int) -> bytes:

@@ -73,6 +73,11 @@ class Engine:
         not fit on an empty worker. After an error the engine holds nothing of the sequence.
         """
         budgets = self.config.budgets
+        num_states = self.scheduler.num_states(spec)
+        if num_states > self.config.num_states:
+            raise ValueError(
+                f"the request takes {num_states} states; {self.config.num_states} are available"
+            )
         if not self.scheduler.fits(spec):
             times = f"{spec.num_choices} times " if spec.num_choices > 1 else ""
             capacity = f"{self.config.capacity_tokens} tokens, {budgets.max_sequences} sequences"
@@ -189,9 +194,13 @@ class Engine:
         With windows or state this is the longest resume point with all its parts. Blocks that the
         step in flight loads from host memory are valid after that step. Leases no block if less
         than half of the blocks that sequences may use would be left to them. The caller must call
-        `unlease_cached` with the blocks.
+        `unlease_prefix`.
         """
         return self.requests.lease_prefix(chain)
+
+    def unlease_prefix(self, lease: LeasedPrefix) -> None:
+        """Ends the leases of `lease_prefix`."""
+        self.requests.unlease_prefix(lease)
 
     def unlease_cached(self, blocks: list[int]) -> None:
         """Ends leases that `lease_cached` or `lease_prefix` began."""
@@ -219,14 +228,14 @@ class Engine:
         started = self._clock()
         self._mask_seconds = 0.0
         plan, found = self.scheduler.schedule()
-        if plan.saved and any(
+        if (plan.saved or plan.saved_states) and any(
             isinstance(event, Admitted) and self._is_import(event) for event in found
         ):
             plan = self._save_first(plan)
         if found:
             emit(found)
         launched = None
-        if plan.sequences or plan.dropped or plan.unloaded or plan.saved or plan.loaded:
+        if plan.sequences or plan.dropped or plan.unloaded or _has_copies(plan):
             launched = plan, self._executor.launch(plan, partial(self._report_layers, plan, emit))
         if self.config.overlap:
             launched, self._in_flight = self._in_flight, launched
@@ -235,7 +244,7 @@ class Engine:
             plan, collect = launched
             found = update(self.requests, plan, collect())
             self._measure(plan, self._clock() - started)
-        stored, evicted = map(self._reported, self.requests.pool.take_changes())
+        stored, evicted = self._take_changes()
         if stored or evicted:
             found.append(CacheChanged(stored=stored, evicted=evicted))
         if found:
@@ -256,11 +265,20 @@ class Engine:
             return 0
         return self._source.count(chain, self.prompt_token_seconds * self.config.block_size)
 
-    def _reported(self, names: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """Returns the names of blocks of table 0, which are those that routers look for."""
+    def _take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """Returns the names that entered and left the cache of those that routers look for.
+
+        These are the names of states, or without state the names of the blocks of table 0.
+        """
+        changes = self.requests.pool.take_changes()
+        if self.config.num_states:
+            return self.requests.states.take_changes()
         if len(self.config.tables) == 1:
-            return names
-        return tuple(name for name in names if len(name) == DIGEST_BYTES)
+            return changes
+        stored, evicted = (
+            tuple(name for name in names if len(name) == DIGEST_BYTES) for names in changes
+        )
+        return stored, evicted
 
     def _is_import(self, event: Admitted) -> bool:
         return self.requests.sequences[event.id].state is State.IMPORTING
@@ -275,8 +293,9 @@ class Engine:
             in_flight, collect = self._in_flight
             samples = collect()
             self._in_flight = in_flight, lambda: samples
-        self._executor.launch(StepPlan(sequences=(), dropped=(), saved=plan.saved))()
-        return replace(plan, saved=())
+        first = StepPlan(sequences=(), dropped=(), saved=plan.saved, saved_states=plan.saved_states)
+        self._executor.launch(first)()
+        return replace(plan, saved=(), saved_states=())
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
         if num_tokens := plan.num_prompt_tokens:
@@ -328,6 +347,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless the block tables and the pool's counts agree."""
         self.requests.check_integrity()
+
+
+def _has_copies(plan: StepPlan) -> bool:
+    return bool(plan.saved or plan.loaded or plan.saved_states or plan.loaded_states)
 
 
 def _moving_mean(mean: float, newest: float) -> float:

@@ -21,12 +21,13 @@ class Admitted:
     num_cached: int  # prompt tokens found in the prefix cache
     num_loaded: int = 0  # cached tokens that the next step loads from host memory
     tables: tuple[TableBlocks, ...]  # the block tables of the whole prompt
-    # The slot of the prompt's state: an import writes to it, and a PREFILL's last step.
+    # The slot of the prompt's state: the import of a DECODE or a PREFILL's last step writes to it.
     state: int | None = None
     # Hashes of the blocks after the cached ones that have to be filled from elsewhere.
     importing: tuple[bytes, ...] = ()
     # The blocks of each table that have to be filled then: of a window the last ones alone.
     import_tables: tuple[TableBlocks, ...] = ()
+    import_state: int | None = None  # the slot of the state that has to be filled then
     # The source of the `importing` blocks. A remote is the worker of `SequenceSpec.num_remote`.
     prefix_source: Literal["disk", "remote"] = "disk"
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 
 from .beam import Move
 from .block_pool import BlockPool
-from .block_table import SequenceTable
+from .block_table import NUM_STATES, SequenceTable
 from .sequence import Sequence, SequenceSpec
 
 
@@ -22,7 +22,9 @@ def growth_each(sequence: Sequence) -> int:
     ) // sequence.num_branches
 
 
-def branch(pool: BlockPool, parent: Sequence, spec: SequenceSpec, num_growth: int) -> Sequence:
+def branch(
+    pool: BlockPool, states: BlockPool, parent: Sequence, spec: SequenceSpec, num_growth: int
+) -> Sequence:
     """Returns a branch that continues after all computed tokens of `parent`.
 
     The branch gets `num_growth` of the reserved blocks of `parent`, and one more for the copy of a
@@ -37,6 +39,13 @@ def branch(pool: BlockPool, parent: Sequence, spec: SequenceSpec, num_growth: in
             own.blocks.append(block)
             _copy_last(pool, own, source)
     child.cover()
+    if parent.slots.current is not None:
+        states.share([parent.slots.current])
+        child.slots.current = parent.slots.current
+        # Fewer if a cached state was shared at admission; its slot is available by now.
+        split = max(len(parent.slots.free) - NUM_STATES, 0)
+        child.slots.free = parent.slots.free[split:]
+        del parent.slots.free[split:]
     split = len(parent.reserved) - num_growth
     parent.reserved, child.reserved = parent.reserved[:split], parent.reserved[split:]
     return child
@@ -44,6 +53,7 @@ def branch(pool: BlockPool, parent: Sequence, spec: SequenceSpec, num_growth: in
 
 def rearrange(
     pool: BlockPool,
+    states: BlockPool,
     beams: Items[Sequence],
     moves: Items[Move],
     new_beam: Callable[[Sequence], Sequence],
@@ -63,7 +73,7 @@ def rearrange(
             arranged.append(beams[index])
         elif idle:
             arranged.append(idle.pop())
-            _replace(pool, arranged[-1], beams[index])
+            _replace(pool, states, arranged[-1], beams[index])
         else:
             arranged.append(new_beam(beams[index]))
     for sequence, (_, token) in zip(arranged, moves, strict=True):
@@ -71,7 +81,7 @@ def rearrange(
     return arranged, idle
 
 
-def _replace(pool: BlockPool, sequence: Sequence, source: Sequence) -> None:
+def _replace(pool: BlockPool, states: BlockPool, sequence: Sequence, source: Sequence) -> None:
     """Turns a sequence into a copy of `source`, which has the same number of computed tokens."""
     for own, other in zip(sequence.tables, source.tables, strict=True):
         num_full = source.num_computed // other.spec.block_size - other.first
@@ -83,6 +93,13 @@ def _replace(pool: BlockPool, sequence: Sequence, source: Sequence) -> None:
         own.num_published = other.num_published
         if num_full < len(other.blocks):
             _copy_last(pool, own, other)
+    if source.slots.current is not None and sequence.slots.current is not None:
+        num_available = states.num_available
+        states.share([source.slots.current])
+        states.release([sequence.slots.current])
+        sequence.slots.current = source.slots.current
+        if states.num_available > num_available:  # the slot was its own, and it still needs two
+            sequence.slots.free += states.reserve(1)
     sequence.continue_from(source)
 
 

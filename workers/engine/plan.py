@@ -64,7 +64,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class StateStep:
+class StatePlan:
     """Names the slots from which a step reads a sequence's state, and those to which it writes it.
 
     No step writes to a slot that it reads.
@@ -108,7 +108,7 @@ class SequenceStep:
     adapter: int = 0
     # The prompt token after token_ids[-1], if `prompt_logprobs` are requested.
     next_prompt_token: int | None = None
-    state: StateStep | None = None  # only for a model that keeps state
+    state: StatePlan | None = None  # only for a model that keeps state
 
     def each_sample(self) -> "Iterable[SequenceStep]":
         """Returns one step for each sample; each has one draft token more than the one before."""

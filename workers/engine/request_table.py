@@ -12,9 +12,17 @@ from itertools import islice
 
 from ..kv_cache.tables import TableBlocks
 from .block_pool import BlockPool, BlockState
-from .block_table import SequenceTable, TableLimits, TableNeed, table_need, window_first
+from .block_table import (
+    NUM_STATES,
+    SequenceTable,
+    StateSlots,
+    TableLimits,
+    TableNeed,
+    table_need,
+    window_first,
+)
 from .config import EngineConfig
-from .plan import FirstTokens
+from .plan import FirstTokens, StatePlan
 from .resume import Hit, LeasedPrefix, ResumePoints
 from .sequence import Search, Sequence, SequenceSpec, State, Task
 
@@ -26,6 +34,9 @@ class RequestTable:
         self.config = config
         self.clock = clock
         self.pool = BlockPool(config.num_blocks, config.num_host_blocks)
+        self.states = BlockPool(config.num_states, config.num_host_states)
+        # Slots that the steps of the next plan read, and the sequences that read them.
+        self.read_states: list[tuple[Sequence, int]] = []
         self.resume = ResumePoints(config)
         budgets = config.budgets
         # With overlap a step is in flight whose blocks cannot leave the window yet.
@@ -51,6 +62,7 @@ class RequestTable:
         self.num_leased = 0
         # Leases of blocks that are being copied elsewhere, see `lease_cached`.
         self.copied = Counter[int]()
+        self.copied_states = Counter[int]()
         self.num_draft_tokens = 0  # since the start
         self.num_accepted_tokens = 0  # since the start
         self.num_loaded_tokens = 0  # since the start
@@ -95,7 +107,9 @@ class RequestTable:
         """Returns the longest resume point of a queued sequence's prompt."""
         spec = sequence.spec
         fetched = len(spec.tokens) if spec.task is Task.DECODE else None
-        return self.resume.longest(self.cacheable(sequence), self.pool.has, fetched=fetched)
+        return self.resume.longest(
+            self.cacheable(sequence), self.pool.has, self.states.has, fetched=fetched
+        )
 
     def cacheable(self, sequence: Sequence) -> list[bytes]:
         """Returns the hashes of the prompt's blocks for which a cache hit saves the computation."""
@@ -136,6 +150,148 @@ class RequestTable:
             alone + (sequence.num_branches - 1) * further, self.config.num_blocks - num_shared
         )
 
+    def num_admission_states(self, sequence: Sequence, hit: Hit) -> int:
+        """Returns the number of slots that a sequence reserves at admission, without a shared one.
+
+        A PREFILL has a third, to which only its last step writes.
+        """
+        if not self.config.num_states:
+            return 0
+        block = None if hit.state is None else self.states.block_of(hit.state)
+        is_loaded = hit.state is not None and block is None
+        wanted = NUM_STATES * sequence.num_branches + (sequence.spec.task is Task.PREFILL)
+        return min(wanted + is_loaded, self.config.num_states - (block is not None))
+
+    def _admit_states(self, sequence: Sequence, hit: Hit) -> None:
+        slots = sequence.slots
+        count = self.num_admission_states(sequence, hit)
+        if hit.state is not None and (slot := self.states.block_of(hit.state)) is not None:
+            self.states.share([slot])
+            slots.current = slot
+        elif hit.state is not None:
+            self.states.host.pin([hit.state])
+        slots.free = self.states.reserve(count)
+        if hit.state is not None and slots.current is None:
+            self.states.load([self._claim_state(sequence)], [hit.state])
+        if sequence.spec.task is Task.DECODE and count:
+            self._claim_state(sequence)
+        elif sequence.spec.task is Task.PREFILL and count:
+            slots.final = slots.free.pop()
+
+    def _claim_state(self, sequence: Sequence) -> int:
+        """Makes the first free slot the current one, for an import to write to; returns it."""
+        slot = sequence.slots.free.pop(0)
+        self.states.claim([slot])
+        sequence.slots.current = slot
+        return slot
+
+    def prepare_state(self, sequence: Sequence, count: int = 1) -> int:
+        """Reserves up to `count` slots for a sequence's next step; returns the number it has."""
+        free = sequence.slots.free
+        free += self.states.reserve(min(max(count - len(free), 0), self.states.num_available))
+        return len(free)
+
+    def plan_state(self, sequence: Sequence, count: int, num_draft: int) -> StatePlan:
+        """Plans the slots of a step of `count` tokens and a draft after them."""
+        slots = sequence.slots
+        start = sequence.num_scheduled
+        end = start + count
+        source = slots.current
+        if num_draft:
+            taken = [slots.free.pop(0) for _ in range(num_draft + 1)]
+            self.states.claim(taken)
+            slots.draft = [(end + index, slot) for index, slot in enumerate(taken)]
+            return StatePlan(source, tuple((p - start, slot) for p, slot in slots.draft))
+        targets: list[tuple[int, int]] = []
+        for position in self._checkpoints(sequence, start, end):
+            (slot,) = self.states.reserve(1)
+            self.states.claim([slot])
+            slots.points.append((position, slot))
+            targets.append((position - start, slot))
+        if slots.final is not None and end >= len(sequence.spec.tokens):
+            last, slots.final = slots.final, None
+        else:
+            last = slots.free.pop(0)
+        self.states.claim([last])
+        if self._is_point(sequence, end):
+            self.states.share([last])
+            slots.points.append((end, last))
+        slots.current = last
+        if source is not None:
+            self.read_states.append((sequence, source))
+        return StatePlan(source, (*targets, (count, last)))
+
+    def _checkpoints(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """Returns the resume points within a chunk for which slots are available."""
+        if not self.config.budgets.prefix_caching:
+            return []
+        found = [position for position in sequence.points if start < position < end]
+        return found[max(len(found) - self.states.num_available, 0) :]
+
+    def _is_point(self, sequence: Sequence, position: int) -> bool:
+        """Returns True if the state at a position is to be published.
+
+        Decoding leaves its newest point in place of the one before, and only in a free slot.
+        """
+        if not self.config.budgets.prefix_caching:
+            return False
+        if position <= len(sequence.spec.tokens):
+            return position in sequence.points
+        if position % self.resume.alignment:
+            return False
+        self._forget_newest(sequence)
+        return self.states.count(BlockState.FREE) > 0
+
+    def _forget_newest(self, sequence: Sequence) -> None:
+        name = sequence.slots.newest
+        slot = None if name is None else self.states.block_of(name)
+        if slot is not None and self.states.holders(slot) == (0, 0):
+            self.states.share([slot])
+            self.states.forget(slot)
+            self.states.release([slot])
+        sequence.slots.newest = None
+
+    def release_read_states(self) -> None:
+        """Releases the slots that the steps of a plan read, after all admissions of the plan.
+
+        An import writes at once, before the plan's steps. Each sequence gets a slot in exchange.
+        """
+        for sequence, slot in self.read_states:
+            self.states.release([slot])
+            if sequence.state is State.RUNNING and not sequence.slots.free:
+                self.prepare_state(sequence)
+        self.read_states.clear()
+
+    def publish_states(self, sequence: Sequence) -> None:
+        """Publishes the states of resume points that are computed now."""
+        slots = sequence.slots
+        done = [point for point in slots.points if point[0] <= sequence.num_computed]
+        slots.points = slots.points[len(done) :]
+        sequence.extend_chain()
+        for position, slot in done:
+            name = sequence.chain[position // self.config.block_size - 1]
+            self.states.publish(slot, name)
+            self.states.release([slot])
+            if position > len(sequence.spec.tokens):
+                slots.newest = name
+
+    def settle_states(self, sequence: Sequence) -> None:
+        """Makes the state after the last right token of a draft current, and frees the others."""
+        slots = sequence.slots
+        if not slots.draft:
+            return
+        for position, slot in slots.draft:
+            if position == sequence.num_computed:
+                self.states.release(slots.held[:1])
+                slots.current = slot
+            elif position < sequence.num_computed and self._is_point(sequence, position):
+                slots.points.append((position, slot))
+            else:
+                self.states.release([slot])
+        slots.draft = []
+        self.publish_states(sequence)
+        self.prepare_state(sequence)
+
     def admit(self, sequence: Sequence, hit: Hit) -> None:
         """Admits a queued sequence, which continues from `hit`, and gives it its blocks.
 
@@ -159,6 +315,7 @@ class RequestTable:
         self._set_needs(sequence, reserved)
         if self._count_ring(sequence) > sum(table.num_ring for table in sequence.tables):
             sequence.importing = ()
+        self._admit_states(sequence, hit)
         sequence.points = self.resume.points(len(sequence.spec.tokens), hit)
         sequence.num_scheduled = sequence.num_computed = sequence.num_cached
         sequence.started = self.clock()
@@ -271,6 +428,10 @@ class RequestTable:
     def commit_prefix(self, sequence: Sequence, num_tokens: int) -> None:
         """Starts a sequence whose import has brought the KV cache of `num_tokens` more tokens."""
         self._move_tables(sequence, sequence.num_cached + num_tokens)
+        if num_tokens and sequence.slots.free:
+            self.states.release(sequence.slots.held)
+            self._claim_state(sequence)
+            self.prepare_state(sequence)
         self.start(sequence)
         sequence.started = self.clock()
         sequence.num_cached += num_tokens
@@ -325,11 +486,16 @@ class RequestTable:
 
     def lease_prefix(self, chain: Items[bytes]) -> LeasedPrefix:
         """Leases the parts of the longest resume point; see `Engine.lease_prefix`."""
-        hit = self.resume.longest(chain, lambda name: self.pool.block_of(name) is not None)
+        hit = self.resume.longest(
+            chain,
+            lambda name: self.pool.block_of(name) is not None,
+            lambda name: self.states.block_of(name) is not None,
+        )
+        state = None if hit.state is None else self.states.block_of(hit.state)
         tables = tuple(
             TableBlocks(tuple(self.pool.match(names)), first) for first, names in hit.parts
         )
-        lease = LeasedPrefix(num_tokens=hit.num_tokens, tables=tables)
+        lease = LeasedPrefix(num_tokens=hit.num_tokens, tables=tables, state=state)
         num_leased = self.pool.count(BlockState.LEASED)
         if (
             2 * (num_leased + self.pool.num_evictable(lease.blocks))
@@ -337,7 +503,18 @@ class RequestTable:
         ):
             return LeasedPrefix()
         self._lease_copied(lease.blocks)
+        if state is not None:
+            self.states.share([state])
+            self.states.lease([state])
+            self.copied_states[state] += 1
         return lease
+
+    def unlease_prefix(self, lease: LeasedPrefix) -> None:
+        """Ends the leases that `lease_prefix` began."""
+        self.unlease_cached(lease.blocks)
+        if lease.state is not None:
+            self.states.unlease([lease.state])
+            self.copied_states -= Counter([lease.state])
 
     def _lease_copied(self, blocks: list[int]) -> None:
         self.pool.share(blocks)
@@ -395,6 +572,7 @@ class RequestTable:
             self.pool.release(table.blocks[end:])  # given for drafts
             del table.blocks[end:]
             self.pool.lease(table.blocks)
+        self.states.lease(sequence.slots.held)
         sequence.move(State.LEASED)
 
     def fork(self, family: list[Sequence], spec: SequenceSpec, num_growth: int) -> None:
@@ -443,14 +621,17 @@ class RequestTable:
         elif sequence.state is State.LEASED:
             self.num_leased -= 1
             self.pool.unlease(sequence.held_blocks)
+            self.states.unlease(sequence.slots.held)
         else:
             if sequence.state is State.RUNNING:
                 self._leave_batch(sequence)
             else:
                 self.num_holding -= sequence.num_branches
             self.pool.release(sequence.held_blocks)
+            self.states.release(sequence.slots.held)
             self._unreserve(sequence)
         sequence.tables = []
+        sequence.slots = StateSlots()
         sequence.move(State.FINISHED)
 
     def end_search(self, search: Search) -> None:
@@ -477,27 +658,12 @@ class RequestTable:
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless the block tables and the pool's counts agree."""
-        self.pool.check_integrity()
-        num_owners = [0] * self.config.num_blocks
-        num_leases = [0] * self.config.num_blocks
-        reserved: list[int] = []
-        for sequence in self.sequences.values():
-            reserved += sequence.reserved_blocks
-            counts = num_leases if sequence.state is State.LEASED else num_owners
-            for block in sequence.held_blocks:
-                counts[block] += 1
-        for block, num_copied in self.copied.items():
-            num_leases[block] += num_copied
-        for block, (owners, leases) in enumerate(zip(num_owners, num_leases, strict=True)):
-            if (owners, leases) != self.pool.holders(block):
-                raise RuntimeError(
-                    f"block {block}: {owners} owners, {leases} leases; the pool has "
-                    f"{self.pool.holders(block)}"
-                )
-        if not len(reserved) == len(set(reserved)) == self.pool.count(BlockState.RESERVED):
-            raise RuntimeError(
-                f"{reserved} reserved; the pool has {self.pool.count(BlockState.RESERVED)}"
-            )
+        everyone = list(self.sequences.values())
+        leased = [sequence.state is State.LEASED for sequence in everyone]
+        blocks = [(each.held_blocks, each.reserved_blocks) for each in everyone]
+        _check_pool(self.pool, list(zip(leased, blocks, strict=True)), self.copied)
+        slots = [(each.slots.held, each.slots.reserved) for each in everyone]
+        _check_pool(self.states, list(zip(leased, slots, strict=True)), self.copied_states)
         states = [
             sequence.state
             for sequence in self.sequences.values()
@@ -511,6 +677,9 @@ class RequestTable:
 
     def _unreserve(self, sequence: Sequence) -> None:
         self.pool.unreserve(sequence.reserved_blocks)
+        self.states.unreserve(sequence.slots.reserved)
+        sequence.slots.free = []
+        sequence.slots.final = None
         sequence.reserved = []
         for table in sequence.tables:
             table.tail = []
@@ -520,3 +689,33 @@ class RequestTable:
         self.num_holding -= sequence.num_branches
         self.running.remove(sequence)
         self.dropped.append(sequence.spec.id)
+
+
+def _check_pool(
+    pool: BlockPool,
+    sequences: Items[tuple[bool, tuple[list[int], list[int]]]],
+    copied: Counter[int],
+) -> None:
+    """Raises RuntimeError unless a pool's counts are those of its holders.
+
+    `sequences` has for each sequence whether it is leased, and its held and reserved blocks.
+    """
+    pool.check_integrity()
+    num_owners = [0] * pool.num_blocks
+    num_leases = [0] * pool.num_blocks
+    reserved: list[int] = []
+    for is_leased, (held, own) in sequences:
+        reserved += own
+        counts = num_leases if is_leased else num_owners
+        for block in held:
+            counts[block] += 1
+    for block, num_copied in copied.items():
+        num_leases[block] += num_copied
+    for block, (owners, leases) in enumerate(zip(num_owners, num_leases, strict=True)):
+        if (owners, leases) != pool.holders(block):
+            raise RuntimeError(
+                f"block {block}: {owners} owners, {leases} leases; the pool has "
+                f"{pool.holders(block)}"
+            )
+    if not len(reserved) == len(set(reserved)) == pool.count(BlockState.RESERVED):
+        raise RuntimeError(f"{reserved} reserved; the pool has {pool.count(BlockState.RESERVED)}")

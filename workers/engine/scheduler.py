@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from ..kv_cache.tables import TableBlocks
-from .block_table import least_blocks
+from .block_table import NUM_STATES, least_blocks
 from .events import Admitted, Event, NewTokens, Preempted, Suspended
 from .ngram import Drafter
 from .plan import PENDING_TOKEN, Constrained, DraftRequest, SequenceStep, StepPlan
@@ -91,7 +91,15 @@ class Scheduler:
             )
             for table in self._config.tables
         )
+        if self.num_states(spec) > self._config.num_states:
+            return False
         return num_branches <= self._budgets.max_sequences and least <= self._config.num_blocks
+
+    def num_states(self, spec: SequenceSpec) -> int:
+        """Returns the number of states that a sequence needs; 0 if the model keeps none."""
+        if not self._config.num_states:
+            return 0
+        return NUM_STATES + 1 if spec.task is Task.PREFILL else NUM_STATES * spec.num_choices
 
     def schedule(self) -> tuple[StepPlan, list[Event]]:
         """Plans the next step while at most one step is in flight.
@@ -103,6 +111,7 @@ class Scheduler:
         prompts: list[Sequence] = []
         suspended: list[Sequence] = []
         late = self._find_late()
+        has_states = self._config.num_states > 0
         # With more sequences there is no room for a draft.
         may_await = (
             self._speculative is not None
@@ -123,7 +132,9 @@ class Scheduler:
         events += map(self._lease, suspended)
         # Before any sequence has its step, so that either all beams of a search grow or none.
         for sequence in decodes:
-            if sequence.num_scheduled == sequence.num_covered:
+            if sequence.num_scheduled == sequence.num_covered or (
+                has_states and not sequence.slots.free
+            ):
                 events += self._grow(sequence)
         copies: list[tuple[int, int]] = []
         decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
@@ -154,18 +165,22 @@ class Scheduler:
     ) -> StepPlan:
         """Returns the plan of these steps, with the copies and drops that come before them."""
         saved, loaded = self.pool.host.take_copies()
+        saved_states, loaded_states = self._requests.states.host.take_copies()
         plan = StepPlan(
             sequences=tuple(steps),
             dropped=tuple(self._requests.dropped),
             copies=tuple(copies),
             saved=saved,
             loaded=loaded,
+            saved_states=saved_states,
+            loaded_states=loaded_states,
             unloaded=self._requests.take_unloaded(),
             is_expedited=is_expedited,
         )
         self._requests.dropped.clear()
         # Not before admission: an import writes to its blocks at once.
         self.pool.release([source for source, _ in copies])
+        self._requests.release_read_states()
         return plan
 
     def _start_committed(self) -> list[Event]:
@@ -242,6 +257,7 @@ class Scheduler:
             tables=tuple(
                 TableBlocks(tuple(table.blocks), table.first) for table in sequence.tables
             ),
+            state=sequence.slots.current,
             tokens=tuple(tokens),
             first_token=last,
         )
@@ -256,12 +272,18 @@ class Scheduler:
         blocks = [self.pool.block_of(name) for _, names in hit.parts for name in names]
         shared = [block for block in blocks if block is not None]
         needed = self._requests.num_admission_blocks(sequence, hit, len(shared))
+        states = self._requests.states
+        slot = None if hit.state is None else states.block_of(hit.state)
+        num_states = self._requests.num_admission_states(sequence, hit)
+        if num_states > states.num_available - states.num_evictable([] if slot is None else [slot]):
+            return False
         return needed <= self.pool.num_available - self.pool.num_evictable(shared)
 
     def _admit(self, sequence: Sequence) -> Admitted:
         hit = self._requests.find_hit(sequence)
         is_remote = self._plan_import(sequence, hit)
         self._requests.admit(sequence, hit)
+        slots = sequence.slots
         return Admitted(
             id=sequence.spec.id,
             queue_seconds=sequence.started - sequence.submitted,
@@ -271,6 +293,8 @@ class Scheduler:
             import_tables=(self._requests.import_tables(sequence) if sequence.importing else ()),
             prefix_source="remote" if is_remote else "disk",
             tables=tuple(table.prompt for table in sequence.tables),
+            state=slots.current if sequence.spec.task is Task.DECODE else slots.final,
+            import_state=slots.free[0] if sequence.importing and slots.free else None,
         )
 
     def _plan_import(self, sequence: Sequence, hit: Hit) -> bool:
@@ -295,7 +319,9 @@ class Scheduler:
         """
         events: list[Event] = []
         end = sequence.num_scheduled + 1
-        while sequence.state is State.RUNNING and self._requests.extend(sequence, end) < end:
+        while sequence.state is State.RUNNING and not (
+            self._requests.extend(sequence, end) >= end and self._has_slot(sequence)
+        ):
             events += map(_preempted, self._requests.abort(self._requests.running[-1]))
         return events
 
@@ -305,7 +331,15 @@ class Scheduler:
         These are fewer only if other sequences hold blocks that have left the prompt's windows.
         """
         start = sequence.num_scheduled
+        if not self._has_slot(sequence):
+            return 0
         return min(self._requests.extend(sequence, start + count) - start, count)
+
+    def _has_slot(self, sequence: Sequence) -> bool:
+        """Returns True if the next step of a sequence has a slot for its state, or needs none."""
+        if not self._config.num_states or sequence.slots.free:
+            return True
+        return self._requests.prepare_state(sequence) > 0
 
     def _awaits_token(self, sequence: Sequence) -> bool:
         """Returns True if a sequence skips the step to wait for its pending token.
@@ -349,6 +383,8 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, count: int) -> int:
         """Gives a sequence blocks for up to `count` draft tokens; returns the number that fit."""
         start = sequence.num_tokens
+        if self._config.num_states:
+            count = min(count, self._requests.prepare_state(sequence, count + 1) - 1)
         return min(self._requests.extend(sequence, start + count) - start, count)
 
     def _guess(self, sequence: Sequence, room: int) -> tuple[int, ...]:
@@ -391,6 +427,9 @@ class Scheduler:
             step = replace(
                 step, history=tuple(sequence.tokens), num_prompt=sequence.spec.num_prompt
             )
+        if self._config.num_states:
+            state = self._requests.plan_state(sequence, count, len(draft))
+            step = replace(step, state=state)
         if sequence.scores_prompt and end < sequence.spec.num_prompt:
             step = replace(step, next_prompt_token=sequence.tokens[end])
         for table in sequence.tables:

@@ -13,7 +13,7 @@ from typing import Self
 from ...proto.hashing import hash_block, hash_chain, hash_root
 from ..kv_cache.tables import TableBlocks, TableSpec
 from .beam import Beams
-from .block_table import SequenceTable, block_name
+from .block_table import SequenceTable, StateSlots, block_name
 from .ngram import Drafter
 from .plan import FirstTokens, SampledLogprobs, SamplingParams
 
@@ -191,6 +191,7 @@ class Sequence:
     tables: list[SequenceTable] = field(init=False)
     # Blocks for growth, copies and the rings of its tables, in the order of use.
     reserved: list[int] = field(default_factory=list)
+    slots: StateSlots = field(default_factory=StateSlots)
     num_covered: int = 0  # the position up to which every table has blocks
     has_new_blocks: bool = False  # some table has blocks that the ranks do not know
     points: tuple[int, ...] = ()  # ascending positions of its resume points
@@ -355,6 +356,7 @@ class Sequence:
         branch.become(spec)
         branch.tables = [table.branch(self.num_computed) for table in self.tables]
         branch.reserved = []
+        branch.slots = StateSlots()
         branch.prompt_logprobs = []
         branch.continue_from(self)
         return branch
@@ -389,12 +391,17 @@ class Sequence:
         self.prompt_logprobs = []
         return tuple(taken[: self.spec.num_prompt - 1])
 
-    def publishable(self) -> list[tuple[int, bytes]]:
-        """Returns (block, name) of the blocks that became full and computed since the last call."""
+    def extend_chain(self) -> None:
+        """Adds the hashes of the blocks that became full since the last call."""
         size = self.block_size
         for index in range(len(self.chain), self.num_computed // size):
             parent = self.chain[-1] if self.chain else hash_root(self.spec.salt)
             self.chain.append(hash_block(parent, self.tokens[index * size : (index + 1) * size]))
+
+    def publishable(self) -> list[tuple[int, bytes]]:
+        """Returns (block, name) of the blocks that became full and computed since the last call."""
+        self.extend_chain()
+        size = self.block_size
         fresh: list[tuple[int, bytes]] = []
         for table in self.tables:
             ratio = table.spec.block_size // size

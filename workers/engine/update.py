@@ -41,6 +41,8 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
         sequence.num_computed += len(step.token_ids)
         if sequence.num_computed >= sequence.next_publish:
             table.publish(sequence)
+        if sequence.slots.points:
+            table.publish_states(sequence)
         if sequence.scores_prompt:
             sequence.prompt_logprobs += samples.prompt_logprobs.get(step.sequence_id, ())
         if sequence.spec.task is Task.PREFILL:
@@ -64,6 +66,7 @@ def _fail_step(
     """Ends a sequence whose samples are invalid; only drops the draft if the step verified one."""
     if step.num_draft:
         sequence.forgo_drafts()
+        table.settle_states(sequence)
         return []
     return [Failed(id=number, reason=reason) for number in table.abort(sequence)]
 
@@ -130,6 +133,7 @@ def _accept_draft(
         tokens = tokens[: reasons.index(finish) + 1]
     sequence.accept(tokens)
     table.publish(sequence)
+    table.settle_states(sequence)
     table.num_draft_tokens += step.num_draft
     table.num_accepted_tokens += len(tokens) - 1
     if finish is not None:
@@ -167,10 +171,10 @@ def advance_search(
 
     def new_beam(parent: Sequence) -> Sequence:
         spec = search.member_spec().choice(len(family))
-        family.append(fork.branch(table.pool, parent, spec, growth))
+        family.append(fork.branch(table.pool, table.states, parent, spec, growth))
         return family[-1]
 
-    search.members, idle = fork.rearrange(table.pool, search.members, moves, new_beam)
+    search.members, idle = fork.rearrange(table.pool, table.states, search.members, moves, new_beam)
     if is_start:
         table.fork(family, first.spec.choice(0), growth)
     for member in idle:
@@ -184,7 +188,8 @@ def _fork_choices(table: RequestTable, sequence: Sequence, tokens: Items[int]) -
     growth = fork.growth_each(sequence)
     choices = sequence.choices
     others = [
-        fork.branch(table.pool, sequence, spec.choice(choice), growth) for choice in choices[1:]
+        fork.branch(table.pool, table.states, sequence, spec.choice(choice), growth)
+        for choice in choices[1:]
     ]
     if choices[0]:
         table.dropped.append(spec.id)

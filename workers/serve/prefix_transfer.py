@@ -71,7 +71,8 @@ class PrefixLender:
                     lambda engine: leased.append(engine.lease_prefix(chain)), _FETCH_SECONDS
                 )
                 await self._thread.settle(_FETCH_SECONDS)
-                await send(worker_pb2.LeasePrefixResponse(kv=self._offer(number, *leased, chain)))
+                (prefix,) = leased
+                await send(worker_pb2.LeasePrefixResponse(kv=self._offer(number, prefix, chain)))
                 async for _ in requests:  # until the other side has the blocks or gives up
                     pass
         # A RuntimeError comes from an engine that has ended.
@@ -94,7 +95,7 @@ class PrefixLender:
 def _end(engine: Engine, leased: list[LeasedPrefix]) -> None:
     """Ends a lease, unless it has not begun."""
     for prefix in leased:
-        engine.unlease_cached(prefix.blocks)
+        engine.unlease_prefix(prefix)
 
 
 class PrefixImporter:

@@ -23,7 +23,7 @@ from ..engine.plan import (
     Samples,
     SamplingParams,
     SequenceStep,
-    StateStep,
+    StatePlan,
     StepPlan,
 )
 from ..kv_cache.tables import TableBlocks
@@ -40,7 +40,7 @@ _VALUES: Final = {
     SequenceStep: attrgetter(*_STEP_FIELDS),
     SamplingParams: attrgetter(*_SAMPLING_FIELDS),
     TableBlocks: attrgetter("blocks", "first"),
-    StateStep: attrgetter("source", "targets"),
+    StatePlan: attrgetter("source", "targets"),
 }
 _LENGTH: Final = struct.Struct("<I")
 _SECRET_BYTES: Final = 32
@@ -270,7 +270,7 @@ def decode_plan(data: bytes) -> StepPlan:
 def _decode_step(values: tuple[Any, ...]) -> SequenceStep:
     step = dict(zip(_STEP_FIELDS, values, strict=True))
     if step["state"] is not None:
-        step["state"] = StateStep(*step["state"])
+        step["state"] = StatePlan(*step["state"])
     step["new_blocks"] = tuple(TableBlocks(*table) for table in step["new_blocks"])
     if step["sampling"] is not None:
         step["sampling"] = SamplingParams(

@@ -281,6 +281,7 @@ class FakeExecutor(Executor):
         model: str = "fake",
         step_seconds: float = 0.0,
         tables: tuple[TableSpec, ...] = (),
+        num_states: int = 0,
     ) -> None:
         windows = [table.window for table in tables] or [None]
         layers = tuple(
@@ -294,6 +295,9 @@ class FakeExecutor(Executor):
         self.fail_after_steps: int | None = None
         self.num_steps = 0
         self.num_tokens = 0  # computed in all steps
+        # By slot, in device and in host memory: the history from which the state was computed.
+        self.states: list[bytes | None] = [None] * num_states
+        self.host_states: dict[int, bytes | None] = {}
         self._tables: dict[int, list[list[int]]] = {}
         self._sampling: dict[int, SamplingParams] = {}
         self._num_computed: dict[int, int] = {}
@@ -332,12 +336,17 @@ class FakeExecutor(Executor):
             self.kv.save(block, slot)
         for slot, block in plan.loaded:
             self.kv.restore(slot, block)
+        for slot, host in plan.saved_states:
+            self.host_states[host] = self.states[slot]
+        for host, slot in plan.loaded_states:
+            self.states[slot] = self.host_states[host]
         sources = {source for source, _ in plan.copies}
         for source, target in plan.copies:
             if target in sources:
                 raise RuntimeError(f"block {target} is copied and copied to")
             self.kv.copy(source, target)
         histories = [self._admit(step) for step in plan.sequences]
+        self._check_states(plan, histories)
         # All are read before any is extended: no sequence of a step sees what the step computes for
         # another.
         samples, sampled = Samples(tokens=[]), dict[int, list[int]]()
@@ -350,6 +359,44 @@ class FakeExecutor(Executor):
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         return samples
+
+    def _check_states(self, plan: StepPlan, histories: list[bytes]) -> None:
+        """Raises RuntimeError unless each step reads the state of its own position, and no step
+        writes to a slot that a step of the plan reads or that another one writes to.
+        """
+        states = [step.state for step in plan.sequences if step.state is not None]
+        if len(states) != (len(plan.sequences) if self.states else 0):
+            raise RuntimeError(f"{len(states)} steps with a state")
+        read = {state.source for state in states}
+        written = [slot for state in states for _, slot in state.targets]
+        if read.intersection(written):
+            raise RuntimeError(f"states {read.intersection(written)} are written in place")
+        if len(written) != len(set(written)):
+            raise RuntimeError(f"states {written}: two steps write to one slot")
+        for step, history in zip(plan.sequences, histories, strict=True):
+            if step.state is None:
+                continue
+            if (step.state.source is None) != (step.start == 0):
+                raise RuntimeError(f"sequence {step.sequence_id}: position {step.start}: no state")
+            if step.state.source is not None and self.states[step.state.source] != history:
+                raise RuntimeError(
+                    f"sequence {step.sequence_id}: a state of another position than {step.start}"
+                )
+            known = len(step.token_ids) - step.num_draft
+            counts = [count for count, _ in step.state.targets]
+            if (
+                counts[-1] != len(step.token_ids)
+                or sorted(set(counts)) != counts
+                or (step.num_draft and counts != list(range(known, known + step.num_draft + 1)))
+            ):
+                raise RuntimeError(f"sequence {step.sequence_id}: states after {counts} tokens")
+
+    def _write_states(self, step: SequenceStep, tokens: Sequence[int], history: bytes) -> None:
+        if step.state is None:
+            return
+        ends = list(itertools.accumulate(tokens, _extend, initial=history))
+        for count, slot in step.state.targets:
+            self.states[slot] = ends[count]
 
     def _admit(self, step: SequenceStep) -> bytes:
         """Extends the sequence's block table; returns the history before the step."""
@@ -393,6 +440,7 @@ class FakeExecutor(Executor):
                 for end, token in scored
             ]
             samples.prompt_logprobs[number] = scores
+        self._write_states(step, tokens, history)
         history = self.kv.compute(self._tables[number], step.start, tokens, history)
         self._num_computed[number] = step.start + len(tokens)
         sampled = [
@@ -425,6 +473,7 @@ class FakeExecutor(Executor):
             samples.logprobs[number] = [
                 _score(end, token, self.vocab_size, sampling.logprobs) for end, token in scored
             ]
+        self._write_states(step, tokens, history)
         self.kv.compute(self._tables[number], step.start, tokens, history)
         is_right = [guess == token for guess, token in zip(tokens[1:], sampled, strict=False)]
         num_valid = 1 + [*is_right, False].index(False)

@@ -33,6 +33,7 @@ from tandem.workers.engine.events import (
 )
 from tandem.workers.engine.ngram import Drafter
 from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, PrefixSource, Samples, StepPlan
+from tandem.workers.engine.resume import LeasedPrefix
 from tandem.workers.engine.sequence import Sequence as EngineSequence
 from tandem.workers.engine.sequence import SequenceSpec, State, Task
 from tandem.workers.kv_cache.layout import KvSpan
@@ -49,7 +50,16 @@ def engine_config(**config: Any) -> EngineConfig:
     """An engine's configuration from the fields of EngineConfig and of Budgets together."""
     own = {
         name: config.pop(name)
-        for name in ("num_blocks", "num_host_blocks", "block_size", "overlap", "tables")
+        for name in (
+            "num_blocks",
+            "num_host_blocks",
+            "block_size",
+            "overlap",
+            "tables",
+            "num_states",
+            "num_host_states",
+            "state_tokens",
+        )
         if name in config
     }
     return EngineConfig(**own, budgets=Budgets(**config))
@@ -62,7 +72,11 @@ class RecordingExecutor(FakeExecutor):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(
-            config.num_blocks, config.block_size, vocab_size=VOCAB_SIZE, tables=config.tables
+            config.num_blocks,
+            config.block_size,
+            vocab_size=VOCAB_SIZE,
+            tables=config.tables,
+            num_states=config.num_states,
         )
         self.check_plan: Callable[[StepPlan], None] = lambda plan: None
         self.plans: list[StepPlan] = []
@@ -183,7 +197,7 @@ class Worker:
         self._admitted: dict[int, tuple[TableBlocks, ...]] = {}  # tables at admission
         self.importing: dict[int, Admitted] = {}  # prefixes from the disk, by sequence
         self._copies: list[tuple[int, bytes]] = []  # leased blocks that the disk will have
-        self._lent: list[int] = []  # leased blocks of prefixes
+        self._lent: list[LeasedPrefix] = []  # leased blocks of prefixes
         self._whole = span(self.executor.kv, 0, config.block_size)
         self.specs: dict[int, SequenceSpec] = {}
         self.cached: set[bytes] = set()  # as the events say
@@ -213,6 +227,8 @@ class Worker:
                     )
                     if self.config.num_host_blocks == 0:
                         self._check_cached(event)
+                    if self.specs[event.id].task is Task.DECODE and event.state is not None:
+                        self.write_state(event.state, None)
                     if self.specs[event.id].task is Task.DECODE:
                         self._overwrite(event)
                     elif event.importing:
@@ -250,6 +266,8 @@ class Worker:
                 self._copies += self.engine.lease_cached(change.stored[:3])
         self.check()
         pool = self.engine.requests.pool
+        if self.config.num_states:
+            pool = self.engine.requests.states
         names = {*pool._block_of, *pool.host._host_block_of}
         if len(self.config.tables) > 1:
             names = {name for name in names if len(name) == DIGEST_BYTES}
@@ -268,7 +286,9 @@ class Worker:
         for block, digest in self._copies:
             assert self.disk is not None
             self.disk.blocks[digest] = bytes(read_now(self.executor.kv, [block], self._whole))
-        self.engine.unlease_cached([block for block, _ in self._copies] + self._lent)
+        self.engine.unlease_cached([block for block, _ in self._copies])
+        for lease in self._lent:
+            self.engine.unlease_prefix(lease)
         self._copies, self._lent = [], []
         self.check()
 
@@ -278,7 +298,7 @@ class Worker:
         """
         lease = self.engine.lease_prefix(hash_chain(tokens, self.config.block_size, salt))
         blocks, num_tokens = lease.blocks, lease.num_tokens
-        self._lent += blocks
+        self._lent.append(lease)
         if num_tokens and not any(
             block in self.executor.restoring for block in blocks
         ):  # the step under way may restore some
@@ -319,6 +339,19 @@ class Worker:
         tokens = self.specs[event.id].tokens[:end]
         source = make_source(self.executor.kv, tokens)
         copy_tokens(source, self.executor.kv, event.import_tables, event.num_cached, end)
+        if event.import_state is not None and end > event.num_cached:
+            self.write_state(event.import_state, functools.reduce(_extend, tokens, b""))
+
+    def write_state(self, slot: int, history: bytes | None) -> None:
+        """Writes a state from outside, after the steps launched before."""
+        if isinstance(self.executor, LateExecutor):
+            self.executor.catch_up()
+        self.executor.states[slot] = history
+
+    def read_state(self, slot: int) -> bytes | None:
+        if self.executor.restoring and isinstance(self.executor, LateExecutor):
+            self.executor.catch_up()
+        return self.executor.states[slot]
 
     @property
     def in_flight(self) -> set[int]:
@@ -358,6 +391,8 @@ class Worker:
         blocks = self.engine.blocks()
         assert blocks[BlockState.FREE] + blocks[BlockState.CACHED] == self.config.num_blocks, blocks
         requests = self.engine.requests
+        states = requests.states
+        assert states.num_available == self.config.num_states
         assert (len(requests.waiting), requests.num_holding, requests.num_leased) == (0, 0, 0)
 
     def _check_cached(self, event: Admitted) -> None:
@@ -399,9 +434,13 @@ class Worker:
 
     def _check_plan(self, plan: StepPlan) -> None:
         """Each block that a step reads or writes belongs to its sequence."""
-        pool = self.engine.requests.pool
+        pool, states = self.engine.requests.pool, self.engine.requests.states
         for step in plan.sequences:
             sequence = self.sequences[step.sequence_id]
+            if step.state is not None:
+                written = {slot for _, slot in step.state.targets}
+                assert step.state.source not in written, "a state is written in place"
+                assert all(states.holders(slot)[0] for slot in written)
             for table in sequence.tables:
                 size, window = table.spec.block_size, table.spec.window
                 start = 0 if window is None else max(step.start - window + 1, 0)
@@ -424,7 +463,7 @@ class Worker:
 
 
 def is_sparse(config: EngineConfig) -> bool:
-    return any(table.window is not None for table in config.tables)
+    return config.num_states > 0 or any(table.window is not None for table in config.tables)
 
 
 def padded(tables: Sequence[TableBlocks]) -> list[list[int]]:

@@ -187,6 +187,9 @@ class Pair:
                     request.target.num_cached,
                     request.num_readable,
                 )
+            if request.target.state is not None and request.source.state is not None:
+                state = self.prefill.read_state(request.source.state)
+                self.decode.write_state(request.target.state, state)
             self.decode.engine.commit_import(request.decode_id, request.first_tokens)
             self.prefill.engine.cancel(request.prefill_id)
             request.num_pulled = request.prefill_id = None

@@ -90,7 +90,7 @@ def longest_blocks(tables: tuple[TableSpec, ...]) -> int:
 
 
 @st.composite
-def configs(draw: st.DrawFn, windows: tuple[int | None, ...]) -> EngineConfig:
+def configs(draw: st.DrawFn, windows: tuple[int | None, ...], has_state: bool) -> EngineConfig:
     """Workers that hold one to three of the longest requests."""
     block_size = draw(st.integers(1, 4))
     ratios = draw(st.lists(st.sampled_from([1, 1, 2, 3]), min_size=3, max_size=3))
@@ -101,6 +101,9 @@ def configs(draw: st.DrawFn, windows: tuple[int | None, ...]) -> EngineConfig:
         num_host_blocks=draw(st.integers(0, 2 * least)),
         block_size=block_size,
         tables=tables,
+        num_states=draw(st.integers(3, 14)) if has_state else 0,
+        num_host_states=draw(st.integers(0, 6)) if has_state else 0,
+        state_tokens=draw(st.integers(0, 4)),
         chunk_tokens=draw(st.integers(1, 12)),
         mixed_chunk_tokens=draw(st.integers(1, 12)),
         max_sequences=draw(st.integers(1, 8)),
@@ -119,8 +122,8 @@ class EngineMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        workers=st.sampled_from(WINDOWS).flatmap(
-            lambda windows: st.tuples(configs(windows), configs(windows))
+        workers=st.tuples(st.sampled_from(WINDOWS), st.sampled_from([False, False, True])).flatmap(
+            lambda model: st.tuples(configs(*model), configs(*model))
         ),
         late=st.booleans(),
         has_disk=st.booleans(),
@@ -227,7 +230,7 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
     sparse = Counter[str]()
     for seed in range(16):
         windows = WINDOWS[3 + seed % (len(WINDOWS) - 3)]
-        walk(random.Random(100 + seed), sparse, overlap, None, windows)
+        walk(random.Random(100 + seed), sparse, overlap, None, windows, has_state=seed % 2 > 0)
     assert all(
         sparse[name] >= 3
         for name in ("cached", "import", "copies", "from another worker", "lent", "read")
@@ -269,11 +272,13 @@ def walk(
     overlap: bool,
     disk: FakeDisk | None,
     windows: tuple[int | None, ...] = (None,),
+    *,
+    has_state: bool = False,
 ) -> None:
     """One service's life of 300 actions, then its end; counts into `seen` what happened."""
     pair = Pair(
-        random_config(rng, overlap, windows),
-        random_config(rng, overlap, windows),
+        random_config(rng, overlap, windows, has_state),
+        random_config(rng, overlap, windows, has_state),
         late=rng.random() < 0.5,
         disk=disk,
     )
@@ -386,7 +391,7 @@ def random_request(rng: random.Random) -> Request:
 
 
 def random_config(
-    rng: random.Random, overlap: bool, windows: tuple[int | None, ...]
+    rng: random.Random, overlap: bool, windows: tuple[int | None, ...], has_state: bool
 ) -> EngineConfig:
     block_size = rng.randint(1, 4)
     ratios = rng.choices([1, 1, 2, 3], k=3) if len(windows) > 1 else [1]
@@ -397,6 +402,9 @@ def random_config(
         num_host_blocks=rng.choice([0, rng.randint(1, 3 * least)]),
         block_size=block_size,
         tables=tables,
+        num_states=rng.randint(3, 14) if has_state else 0,
+        num_host_states=rng.randint(0, 6) if has_state else 0,
+        state_tokens=rng.randint(0, 4) if has_state else 0,
         chunk_tokens=rng.randint(1, 12),
         mixed_chunk_tokens=rng.randint(1, 12),
         max_sequences=rng.randint(2, 8),

@@ -29,7 +29,7 @@ from tandem.workers.engine.plan import (
     Executor,
     SamplingParams,
     SequenceStep,
-    StateStep,
+    StatePlan,
     StepPlan,
 )
 from tandem.workers.kv_cache.tables import TableBlocks
@@ -143,7 +143,7 @@ STEP_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "start": IDS,
     "new_blocks": st.lists(st.builds(TableBlocks, TOKENS, IDS), max_size=3).map(tuple),
     "num_samples": st.integers(0, 3),
-    "state": st.none() | st.builds(StateStep, COUNTS, st.lists(st.tuples(IDS, IDS)).map(tuple)),
+    "state": st.none() | st.builds(StatePlan, COUNTS, st.lists(st.tuples(IDS, IDS)).map(tuple)),
     "num_draft": st.integers(0, 3),
     "adapter": IDS,
     "next_prompt_token": st.none() | IDS,

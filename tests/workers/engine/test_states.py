@@ -1,0 +1,234 @@
+"""States of sequences: slots that are never written in place, resume points, drafts and refusals,
+and engines with a bug put in, each of which the fake model must catch.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tandem.proto.hashing import hash_chain
+from tandem.tests.workers.engine import harness
+from tandem.tests.workers.engine.drive import cached_of, expected, run, spec, tokens_of
+from tandem.tests.workers.engine.harness import Worker, engine_config
+from tandem.tests.workers.engine.null import NullExecutor
+from tandem.tests.workers.engine.pair import Pair, Request
+from tandem.tests.workers.engine.test_windows import run_null
+from tandem.workers.engine.block_pool import BlockState
+from tandem.workers.engine.block_table import SequenceTable
+from tandem.workers.engine.config import EngineConfig, SpeculativeConfig
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.plan import StatePlan
+from tandem.workers.engine.request_table import RequestTable
+from tandem.workers.engine.sequence import Sequence, Task
+from tandem.workers.kv_cache.tables import TableSpec
+
+PROMPT = tuple(range(1, 31))
+CONFIG = engine_config(
+    num_blocks=80,
+    block_size=2,
+    chunk_tokens=8,
+    growth_tokens=2,
+    num_states=12,
+    state_tokens=8,
+    tables=(TableSpec(block_size=2), TableSpec(block_size=4, window=5)),
+)
+OVERLAP = replace(CONFIG, overlap=True)
+DRAFTS = replace(
+    CONFIG, budgets=replace(CONFIG.budgets, speculative=SpeculativeConfig(max_step_tokens=12))
+)
+
+Serve = Callable[[EngineConfig], None]
+
+
+def serve(config: EngineConfig) -> None:
+    """Prompts with a common start, whole and split, one after another and then together."""
+    pair = Pair(config, config)
+    for number in range(12):
+        prompt = (*range(1, 12), *range(20 + number, 24 + 2 * number))
+        pair.submit(Request(prompt, 9, split=number % 2 == 0))
+        if number < 6:
+            pair.drain()
+    pair.drain()
+
+
+@pytest.mark.parametrize("config", [CONFIG, OVERLAP, DRAFTS])
+def test_the_unbroken_build_passes(config: EngineConfig) -> None:
+    serve(config)
+
+
+def test_a_running_sequence_has_two_slots_and_never_writes_in_place() -> None:
+    target = Worker(CONFIG)
+    target.submit(spec(1, PROMPT, max_tokens=12))
+    states = target.engine.requests.states
+    num_held: list[int] = []
+    while target.engine.has_work:
+        target.step()
+        num_held.append(states.count(BlockState.OWNED) + states.count(BlockState.RESERVED))
+    assert set(num_held) == {2, 0}, "0 after its end"
+    for plan in target.executor.plans:
+        for step in plan.sequences:
+            assert step.state is not None
+            assert step.state.source not in [slot for _, slot in step.state.targets]
+    target.check_idle()
+
+
+def test_later_prompts_continue_from_a_state_within_a_chunk() -> None:
+    target = Worker(replace(CONFIG, budgets=replace(CONFIG.budgets, chunk_tokens=64)))
+    common = PROMPT[:17]
+    for number in range(1, 5):
+        tokens = (*common, *range(100 * number, 100 * number + 20))
+        target.submit(spec(number, tokens))
+        events = run(target)
+        assert tokens_of(events, number) == expected(tokens, 4)
+        if number > 2:
+            assert cached_of(events, number) == 16, "in blocks of 4 tokens"
+
+
+def test_the_next_turn_continues_from_the_newest_state() -> None:
+    target = Worker(CONFIG)
+    target.submit(spec(1, PROMPT, max_tokens=20))
+    turn = (*PROMPT, *tokens_of(run(target), 1), 5, 6, 7)
+    target.submit(spec(2, turn))
+    events = run(target)
+    assert cached_of(events, 2) == 48
+    assert tokens_of(events, 2) == expected(turn, 4)
+    target.check_idle()
+
+
+def test_a_state_is_found_with_its_blocks_or_not_at_all() -> None:
+    target = Worker(CONFIG)
+    target.submit(spec(1, PROMPT))
+    run(target)
+    states = target.engine.requests.states
+    states.unreserve(states.reserve(CONFIG.num_states))  # evicts all
+    target.cached.clear()
+    states.take_changes()
+    target.submit(spec(2, PROMPT))
+    assert cached_of(run(target), 2) == 0, "attention alone is no hit"
+
+
+def test_evicted_states_come_back_from_host_memory() -> None:
+    target = Worker(replace(CONFIG, num_host_states=8, num_host_blocks=8))
+    target.submit(spec(1, PROMPT))
+    run(target)
+    states = target.engine.requests.states
+    states.unreserve(states.reserve(CONFIG.num_states))
+    target.submit(spec(2, PROMPT))
+    events = run(target)
+    assert cached_of(events, 2) == 28
+    assert any(plan.loaded_states for plan in target.executor.plans)
+    assert tokens_of(events, 2) == expected(PROMPT, 4)
+
+
+def test_a_leased_prefix_has_its_state() -> None:
+    target = Worker(CONFIG)
+    target.submit(spec(1, PROMPT))
+    run(target)
+    lease = target.engine.lease_prefix(hash_chain(PROMPT, 2))
+    assert lease.num_tokens == 28
+    assert lease.state is not None
+    assert target.engine.requests.states.holders(lease.state) == (0, 1)
+    target.engine.unlease_prefix(lease)
+    target.check_idle()
+
+
+@pytest.mark.parametrize(("task", "count"), [(Task.COLOCATED, 6), (Task.PREFILL, 3)])
+def test_too_many_choices_for_the_states_are_refused(task: Task, count: int) -> None:
+    target = Worker(replace(CONFIG, num_states=count - 1))
+    with pytest.raises(ValueError, match=f"takes {count} states; {count - 1} are available"):
+        target.engine.submit(spec(1, PROMPT, num_choices=3, task=task))
+
+
+def test_prompts_with_a_common_start_find_it_from_the_third_on() -> None:
+    config = engine_config(num_blocks=4000, num_states=64, state_tokens=1584)
+    engine = Engine(NullExecutor(), config)
+    for number in range(20):
+        ends = [10_000 + 700 * number + place for place in range(700)]
+        cached, _ = run_null(engine, [*range(1500), *ends], 1 + 10 * number)
+        assert number < 2 or cached == 1500 // 16 * 16
+
+
+# Engines with a bug put in.
+
+
+def test_a_state_written_in_place_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_state = RequestTable.plan_state
+
+    def in_place(table: RequestTable, sequence: Sequence, count: int, draft: int) -> StatePlan:
+        state = plan_state(table, sequence, count, draft)
+        if state.source is None:
+            return state
+        return StatePlan(state.source, (*state.targets[:-1], (count + draft, state.source)))
+
+    monkeypatch.setattr(RequestTable, "plan_state", in_place)
+    with pytest.raises(AssertionError, match="a state is written in place"):
+        serve(CONFIG)
+
+
+def test_a_point_that_is_published_a_step_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the name of the position before its own."""
+    publish = RequestTable.publish_states
+
+    def early(table: RequestTable, sequence: Sequence) -> None:
+        step = table.resume.alignment
+        sequence.slots.points = [
+            (max(position - step, step), slot) for position, slot in sequence.slots.points
+        ]
+        publish(table, sequence)
+
+    monkeypatch.setattr(RequestTable, "publish_states", early)
+    with pytest.raises(RuntimeError, match="a state of another position"):
+        serve(CONFIG)
+
+
+def test_a_rollback_that_takes_the_wrong_slot_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = RequestTable.settle_states
+
+    def wrong(table: RequestTable, sequence: Sequence) -> None:
+        draft = sequence.slots.draft
+        slots = [slot for _, slot in draft]
+        rotated = [*slots[1:], *slots[:1]]
+        sequence.slots.draft = [
+            (position, slot) for (position, _), slot in zip(draft, rotated, strict=True)
+        ]
+        settle(table, sequence)
+
+    monkeypatch.setattr(RequestTable, "settle_states", wrong)
+    with pytest.raises(RuntimeError, match="a state of another position"):
+        serve(DRAFTS)
+
+
+def test_a_tail_that_is_a_token_short_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = harness.spans_of
+
+    def short(kv: Any, tables: Any, start: int, end: int) -> Any:
+        for layer, table, first in spans(kv, tables, start, end):
+            yield layer, table, first + (kv.tables[kv.table_of[layer]].window is not None)
+
+    monkeypatch.setattr(harness, "spans_of", short)
+    with pytest.raises(RuntimeError, match="KV of something else"):
+        serve(CONFIG)
+
+
+def test_a_block_that_leaves_its_window_too_early_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slide = SequenceTable.slide
+    monkeypatch.setattr(SequenceTable, "slide", lambda table, first: slide(table, first + 1))
+    with pytest.raises((AssertionError, RuntimeError)):
+        serve(CONFIG)
+
+
+def test_parts_of_two_points_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hit of the full table is kept although that of the state was missed."""
+    find = RequestTable.find_hit
+
+    def partial(table: RequestTable, sequence: Sequence) -> Any:
+        hit = find(table, sequence)
+        return replace(hit, state=None)
+
+    monkeypatch.setattr(RequestTable, "find_hit", partial)
+    with pytest.raises(RuntimeError, match="no state"):
+        serve(CONFIG)
