@@ -66,6 +66,7 @@ class Scheduler:
         self._config = requests.config
         self._budgets = requests.config.budgets
         self._speculative = self._budgets.speculative
+        self._has_states = self._config.num_states > 0
 
     @property
     def has_work(self) -> bool:
@@ -111,7 +112,6 @@ class Scheduler:
         prompts: list[Sequence] = []
         suspended: list[Sequence] = []
         late = self._find_late()
-        has_states = self._config.num_states > 0
         # With more sequences there is no room for a draft.
         may_await = (
             self._speculative is not None
@@ -133,7 +133,7 @@ class Scheduler:
         # Before any sequence has its step, so that either all beams of a search grow or none.
         for sequence in decodes:
             if sequence.num_scheduled == sequence.num_covered or (
-                has_states and not sequence.slots.free
+                self._has_states and not sequence.slots.free
             ):
                 events += self._grow(sequence)
         copies: list[tuple[int, int]] = []
@@ -417,7 +417,7 @@ class Scheduler:
             sequence_id=sequence.spec.id,
             token_ids=(tuple(sequence.tokens[start:end]) or (PENDING_TOKEN,)) + draft,
             start=start,
-            new_blocks=sequence.take_new_blocks() if sequence.has_new_blocks else (),
+            new_blocks=_take_new_blocks(sequence, copies) if sequence.has_new_blocks else (),
             sampling=None if sequence.sampling_sent else sequence.spec.sampling,
             adapter=0 if sequence.sampling_sent else sequence.spec.adapter,
             num_samples=num_samples + len(draft),
@@ -427,16 +427,11 @@ class Scheduler:
             step = replace(
                 step, history=tuple(sequence.tokens), num_prompt=sequence.spec.num_prompt
             )
-        if self._config.num_states:
+        if self._has_states:
             state = self._requests.plan_state(sequence, count, len(draft))
             step = replace(step, state=state)
         if sequence.scores_prompt and end < sequence.spec.num_prompt:
             step = replace(step, next_prompt_token=sequence.tokens[end])
-        for table in sequence.tables:
-            if table.copy_source is not None:
-                target = table.blocks[start // table.spec.block_size - table.first]
-                copies.append((table.copy_source, target))
-                table.copy_source = None
         sequence.num_scheduled = end + len(draft)
         sequence.num_draft = len(draft)
         sequence.sampling_sent = True
@@ -445,3 +440,13 @@ class Scheduler:
 
 def _preempted(sequence_id: int) -> Preempted:
     return Preempted(id=sequence_id)
+
+
+def _take_new_blocks(sequence: Sequence, copies: list[tuple[int, int]]) -> tuple[TableBlocks, ...]:
+    """Returns the blocks that the ranks do not know; adds to `copies` those of partial blocks."""
+    for table in sequence.tables:
+        if table.copy_source is not None:
+            target = table.blocks[sequence.num_scheduled // table.spec.block_size - table.first]
+            copies.append((table.copy_source, target))
+            table.copy_source = None
+    return sequence.take_new_blocks()
