@@ -12,14 +12,17 @@ import typer
 from rich.table import Table
 
 from ...proto.errors import InvalidArgument, TandemError
-from ...workers.kv_cache.layout import ITEM_BYTES
+from ...workers.kv_cache.layout import ITEM_BYTES, KvLayout
+from ...workers.kv_cache.memory import plan_memory
 from ...workers.model.config import CheckpointError, ModelConfig, read_fields
 from ...workers.model.footprint import (
+    SequenceMemory,
     check_cache_dtype,
     check_config_split,
     check_draft,
     kv_bytes_per_token,
     memory_budget,
+    sequence_memory,
 )
 from ..config import KvCacheDtype, ModelImpl, Quantization, load_config
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
@@ -45,19 +48,31 @@ class RankMemory:
     kv_per_token: int
     kv_on_all_ranks: int  # of a token
     num_copies: int  # of a KV head's cache, on all ranks together, without the draft model
+    layout: KvLayout
+    draft_kv_per_token: int = 0  # part of kv_per_token
 
     def kv_cache(
         self, num_bytes: int, block_size: int, context_tokens: int
     ) -> tuple[int, int, int]:
         """Returns the bytes, the tokens and the sequences of KV cache within `num_bytes` of a rank.
 
-        The bytes are the rest beside the weights, negative if these do not fit. The tokens are
-        in whole blocks; every rank holds its heads of each token. The sequences have
-        `context_tokens` each.
+        The bytes are the rest beside the weights, negative if these do not fit. The sequences have
+        `context_tokens` each. The tokens are in whole blocks, of a model with windows in whole
+        sequences; every rank holds its heads of each token.
         """
         rest = num_bytes - self.weights
-        num_blocks = max(rest, 0) // (block_size * self.kv_per_token)
-        return rest, num_blocks * block_size, num_blocks // -(-context_tokens // block_size)
+        memory = plan_memory(self.layout, num_blocks=1, block_size=block_size, tp=self.tp, rank=0)
+        draft_bytes = memory.tables[0].block_size * self.draft_kv_per_token
+        num_blocks = max(rest, 0) // (memory.block_bytes + draft_bytes)
+        of_sequence = self.sequence(block_size, context_tokens).num_blocks
+        num_sequences = num_blocks // sum(of_sequence)
+        has_windows = any(table.window is not None for table in memory.tables)
+        num_tokens = num_sequences * context_tokens if has_windows else num_blocks * block_size
+        return rest, num_tokens, num_sequences
+
+    def sequence(self, block_size: int, num_tokens: int) -> SequenceMemory:
+        """Returns what one sequence takes, without the draft model."""
+        return sequence_memory(self.layout, self.tp, block_size=block_size, num_tokens=num_tokens)
 
 
 def rank_memory(
@@ -92,6 +107,8 @@ def rank_memory(
         kv_per_token=per_rank + draft_kv,
         kv_on_all_ranks=per_rank * tp + draft_kv,
         num_copies=per_rank * tp // whole,
+        layout=KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=kv_cache_dtype),
+        draft_kv_per_token=draft_kv,
     )
 
 
@@ -135,6 +152,8 @@ def memory_command(
     ] = None,
 ) -> None:
     """Show the memory of MODEL on each rank: weights, KV cache per token, tokens that fit.
+
+    With --context-tokens also the blocks and bytes of KV cache of one sequence of that length.
 
     Without --tp: 1, 2, 4 and 8 ranks, as far as they divide the query heads. With --draft-model:
     the memory of rank 0, which alone holds the whole draft model; no rank has more tokens than rank
@@ -182,6 +201,11 @@ def memory_command(
     typer.echo(f"{model}, {quantization or dtype}: {_heads(config)}; on {where}:")
     table_console().print(memory_table(rows, budget))
     for row in rows:
+        if context_tokens is not None:
+            sequence = row.sequence(block_size, context_tokens)
+            typer.echo(
+                f"tp {row.tp}: a sequence of {context_tokens:,} tokens holds {_describe(sequence)}"
+            )
         if budget and row.weights > budget[0]:
             typer.echo(
                 f"tp {row.tp}: the weights alone, {_size(row.weights)}, do not fit "
@@ -299,6 +323,19 @@ def _heads(config: ModelConfig) -> str:
     """Returns the head counts as text; if layers differ, all of them."""
     counts = dict.fromkeys((layer.num_heads, layer.num_kv_heads) for layer in config.layers)
     return " or ".join(f"{heads} query heads, {kv_heads} KV heads" for heads, kv_heads in counts)
+
+
+def _describe(sequence: SequenceMemory) -> str:
+    """Returns the blocks of a sequence, and its bytes that are held and moved, as text."""
+    blocks = " and ".join(
+        f"{count:,} blocks of {table.block_size} tokens"
+        + ("" if table.window is None else f" (window {table.window:,})")
+        for table, count in zip(sequence.tables, sequence.num_blocks, strict=True)
+    )
+    text = f"{blocks}, {_size(sequence.held_bytes)}; moves {_size(sequence.moved_bytes)}"
+    if any(table.window is not None for table in sequence.tables):
+        text += f"; without windows {_size(sequence.unwindowed_bytes)}"
+    return text
 
 
 def _size(num_bytes: int) -> str:

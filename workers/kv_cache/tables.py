@@ -107,10 +107,18 @@ def table_of(tables: Sequence[TableSpec], group: CacheGroup) -> int:
     return next(i for i, table in enumerate(tables) if table.window == group.part.window)
 
 
-def held_blocks(table: TableSpec, num_tokens: int) -> int:
-    """Returns the number of blocks that a sequence holds in a table with its last token."""
-    first = 0 if table.window is None else max(num_tokens - table.window, 0) // table.block_size
-    return -(-num_tokens // table.block_size) - first
+def held_blocks(tables: Sequence[TableSpec], num_tokens: int) -> tuple[int, ...]:
+    """Returns the blocks that a decoding sequence holds in each table with its last token.
+
+    A window keeps what the tokens after the last resume point see, a multiple of `alignment`.
+    """
+    last = num_tokens - 1
+    point = last - last % alignment(tables)
+    return tuple(
+        -(-num_tokens // table.block_size)
+        - max(point + 1 - (table.window or point + 1), 0) // table.block_size
+        for table in tables
+    )
 
 
 def moved_bytes(layout: KvLayout, slots: Sequence[int], num_tokens: int) -> int:

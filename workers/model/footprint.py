@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from ..kv_cache.layout import KvLayout, head_bytes
 from ..kv_cache.memory import KvMemory, plan_memory
 from ..kv_cache.sharding import check_split, kv_heads
+from ..kv_cache.store import slots_of
+from ..kv_cache.tables import TableSpec, held_blocks, moved_bytes
 from .config import ModelConfig
 
 
@@ -80,6 +82,37 @@ def kv_memory(
     check_cache_dtype(config, cache_dtype)
     layout = KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
     return plan_memory(layout, num_blocks=1, block_size=block_size, tp=tp, rank=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceMemory:
+    """Holds what one sequence takes of a rank's KV cache."""
+
+    tables: tuple[TableSpec, ...]
+    num_blocks: tuple[int, ...]  # of each table
+    held_bytes: int  # of these blocks
+    moved_bytes: int  # by a transfer to another worker
+    unwindowed_bytes: int  # of the blocks that it would hold if all layers kept all tokens
+
+
+def sequence_memory(
+    layout: KvLayout, tp: int, *, block_size: int, num_tokens: int
+) -> SequenceMemory:
+    """Returns what a sequence of `num_tokens` takes on each of `tp` ranks."""
+    memory = plan_memory(layout, num_blocks=1, block_size=block_size, tp=tp, rank=0)
+    num_blocks = held_blocks(memory.tables, num_tokens)
+    slots = slots_of(layout, tp, 0)
+    token_bytes = sum(
+        len(group.layers) * num_slots * group.part.slot_bytes
+        for group, num_slots in zip(layout.token_groups, slots, strict=False)
+    )
+    return SequenceMemory(
+        tables=memory.tables,
+        num_blocks=num_blocks,
+        held_bytes=sum(num_blocks) * memory.block_bytes,
+        moved_bytes=moved_bytes(layout, slots, num_tokens),
+        unwindowed_bytes=-(-num_tokens // block_size) * block_size * token_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

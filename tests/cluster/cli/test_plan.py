@@ -1,7 +1,9 @@
 """`tandem plan memory`: its figures for known shapes, what it refuses, and what it imports."""
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,9 @@ from tandem.proto.errors import InvalidArgument
 from tandem.tests.bench.engine.shapes import SHAPES
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_quantized import FORMATS, make_quantized_model
+from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
+from tandem.workers.kv_cache.memory import plan_memory
+from tandem.workers.model.footprint import sequence_memory
 from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.loader import check_checkpoint
 
@@ -94,6 +99,42 @@ def test_only_whole_blocks_and_whole_sequences_count() -> None:
     assert plan.kv_cache(plan.weights - 1, block_size=16, context_tokens=33) == (-1, 0, 0)
 
 
+def windowed(num_full: int, num_windowed: int, window: int, kv_heads: int, dim: int) -> KvLayout:
+    full = LayerGeometry(num_heads=8 * kv_heads, num_kv_heads=kv_heads, head_dim=dim)
+    layers = (full,) * num_full + (replace(full, window=window),) * num_windowed
+    return KvLayout(layers=layers, dtype="bfloat16", model="m")
+
+
+@pytest.mark.parametrize(
+    ("layout", "blocks", "most"),
+    [
+        pytest.param(windowed(5, 29, 1024, 4, 256), (342, 66), 0.19, id="Gemma 3 4B"),
+        pytest.param(windowed(12, 12, 128, 8, 64), (2048, 9), 0.52, id="gpt-oss-20b"),
+    ],
+)
+def test_a_long_sequence_of_a_model_with_windows(
+    layout: KvLayout, blocks: tuple[int, ...], most: float
+) -> None:
+    found = sequence_memory(layout, 1, block_size=16, num_tokens=32_768)
+    assert found.num_blocks == blocks
+    before = 32_768 * layout.bytes_per_token
+    assert found.unwindowed_bytes == before
+    assert found.held_bytes <= most * before
+    assert found.moved_bytes <= most * before
+    memory = plan_memory(layout, num_blocks=sum(blocks), block_size=16, tp=1, rank=0)
+    assert found.held_bytes == memory.num_bytes
+
+
+def test_a_sequence_of_a_model_with_windows_is_described(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "gemma2")
+    *_, (line,) = plan(str(folder), "--tp", "1", "--context-tokens", "640")
+    assert re.fullmatch(
+        r"tp 1: a sequence of 640 tokens holds \d+ blocks of \d+ tokens and \d+ blocks of \d+ "
+        r"tokens \(window \d+\), 0\.\d MiB; moves 0\.\d MiB; without windows \d\.\d MiB",
+        line,
+    )
+
+
 def test_without_tp_every_usual_one_that_divides_is_shown(model: Path) -> None:
     rows = plan(str(model), "--dtype", "float32")
     assert [(row[0], row[2:]) for row in rows] == [
@@ -105,8 +146,11 @@ def test_without_tp_every_usual_one_that_divides_is_shown(model: Path) -> None:
 
 def test_what_fits_is_shown_for_a_memory(model: Path) -> None:
     args = [str(model), "--dtype", "float32", "--gpu-memory-gb", "0.002", "--utilization", "0.5"]
-    ((tp, weights, *_, rest, tokens, sequences),) = plan(
+    (tp, weights, *_, rest, tokens, sequences), (line,) = plan(
         *args, "--tp", "1", "--context-tokens", "100"
+    )
+    assert line == (
+        "tp 1: a sequence of 100 tokens holds 7 blocks of 16 tokens, 0.1 MiB; moves 0.0 MiB"
     )
     # 1,073,741 bytes less 509,184 of weights are 68 blocks of 16 tokens of 512 bytes; a sequence of
     # 100 tokens takes 7.

@@ -14,8 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
-from tandem.tests.workers.model import load_alone
-from tandem.workers.model.footprint import kv_bytes_per_token, kv_memory
+from tandem.tests.workers.model import helpers, load_alone
+from tandem.workers.engine.block_pool import BlockState
+from tandem.workers.engine.config import Budgets, EngineConfig
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.events import NewTokens
+from tandem.workers.engine.sequence import SequenceSpec, Task
+from tandem.workers.model.footprint import kv_bytes_per_token, kv_memory, sequence_memory
 from tandem.workers.model.loader import (
     check_checkpoint,
     rank_weight_bytes,
@@ -144,3 +149,28 @@ def test_loading_a_rank_takes_little_more_than_its_part(
         <= int(done.stdout) / rank_weight_bytes(check_checkpoint(large_model), dtype, tp, rank)
         <= 1.2
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_a_running_sequence_holds_the_planned_blocks(tmp_path: Path, family: str) -> None:
+    runner = helpers.load(make_tiny_model(tmp_path, family))
+    config = EngineConfig(num_blocks=128, tables=runner.kv.tables, budgets=Budgets(chunk_tokens=32))
+    engine = Engine(runner, config)
+    engine.submit(
+        SequenceSpec(
+            id=1,
+            task=Task.COLOCATED,
+            tokens=tuple(helpers.prompt(200)),
+            max_tokens=60,
+            sampling=helpers.GREEDY,
+        )
+    )
+    num_tokens = 0
+    for _ in range(50):
+        made = [each for each in engine.step() if isinstance(each, NewTokens)]
+        if made and made[-1].first_index:  # the step had one token
+            # The last token is not computed yet.
+            num_tokens = 200 + made[-1].first_index + len(made[-1].token_ids) - 1
+            planned = sequence_memory(runner.kv.layout, 1, block_size=16, num_tokens=num_tokens)
+            assert engine.blocks()[BlockState.OWNED] == sum(planned.num_blocks), num_tokens
+    assert num_tokens > 220
