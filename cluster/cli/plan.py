@@ -71,7 +71,7 @@ class RankMemory:
         return rest, num_tokens, num_sequences
 
     def sequence(self, block_size: int, num_tokens: int) -> SequenceMemory:
-        """Returns what one sequence takes, without the draft model."""
+        """Returns the KV cache of one sequence on a rank, without the draft model."""
         return sequence_memory(self.layout, self.tp, block_size=block_size, num_tokens=num_tokens)
 
 

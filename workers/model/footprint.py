@@ -98,7 +98,7 @@ class SequenceMemory:
 def sequence_memory(
     layout: KvLayout, tp: int, *, block_size: int, num_tokens: int
 ) -> SequenceMemory:
-    """Returns what a sequence of `num_tokens` takes on each of `tp` ranks."""
+    """Returns the KV cache of a sequence of `num_tokens` on each of `tp` ranks."""
     memory = plan_memory(layout, num_blocks=1, block_size=block_size, tp=tp, rank=0)
     num_blocks = held_blocks(memory.tables, num_tokens)
     slots = slots_of(layout, tp, 0)
