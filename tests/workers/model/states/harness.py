@@ -143,4 +143,4 @@ class StateDriver:
         )
         self._free += [slot for slot in sources.values() if slot is not None]
         logits = self.model.compute_logits(hidden)
-        return list(logits.split([len(ids) for _, ids in sequences]))
+        return list(torch.split(logits, [len(ids) for _, ids in sequences]))

@@ -40,7 +40,7 @@ class Case:
         dtype = self.dtype if self.is_conv else torch.float32
         sizes = [heads * numbers for heads, numbers in self.state]
         memory = torch.full((NUM_SLOTS, sum(sizes) + 32), torch.nan, dtype=dtype)
-        parts = memory[:, : sum(sizes)].split(sizes, dim=1)
+        parts = torch.split(memory[:, : sum(sizes)], sizes, dim=1)
         return [part.unflatten(1, shape) for part, shape in zip(parts, self.state, strict=True)]
 
 
@@ -92,7 +92,7 @@ def delta_case(
     def inputs(n: int, generator: torch.Generator) -> Inputs:
         # Slices of one tensor, as mixers have them.
         sizes = [key_heads * rows, key_heads * rows, heads * columns]
-        query, key, value = _noise(generator, n, sum(sizes)).to(dtype).split(sizes, dim=1)
+        query, key, value = torch.split(_noise(generator, n, sum(sizes)).to(dtype), sizes, dim=1)
         shape = (n, heads, rows) if by_row else (n, heads)
         return {
             "query": query.unflatten(1, (key_heads, rows)),
@@ -144,7 +144,7 @@ def mamba2_case(
 
     def inputs(n: int, generator: torch.Generator) -> Inputs:
         sizes = [heads * columns, groups * rows, groups * rows, heads]
-        x, b, c, dt = _noise(generator, n, sum(sizes)).to(dtype).split(sizes, dim=1)
+        x, b, c, dt = torch.split(_noise(generator, n, sum(sizes)).to(dtype), sizes, dim=1)
         return {
             "x": x.unflatten(1, (heads, columns)),
             "dt": dt,
