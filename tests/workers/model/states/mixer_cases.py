@@ -41,7 +41,7 @@ class Case:
         sizes = [heads * numbers for heads, numbers in self.state]
         memory = torch.full((NUM_SLOTS, sum(sizes) + 32), torch.nan, dtype=dtype)
         parts = torch.split(memory[:, : sum(sizes)], sizes, dim=1)
-        return [part.unflatten(1, shape) for part, shape in zip(parts, self.state, strict=True)]
+        return [part.view(NUM_SLOTS, *shape) for part, shape in zip(parts, self.state, strict=True)]
 
 
 def _noise(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -95,9 +95,9 @@ def delta_case(
         query, key, value = torch.split(_noise(generator, n, sum(sizes)).to(dtype), sizes, dim=1)
         shape = (n, heads, rows) if by_row else (n, heads)
         return {
-            "query": query.unflatten(1, (key_heads, rows)),
-            "key": key.unflatten(1, (key_heads, rows)),
-            "value": value.unflatten(1, (heads, columns)),
+            "query": query.view(n, key_heads, rows),
+            "key": key.view(n, key_heads, rows),
+            "value": value.view(n, heads, columns),
             "gate": -functional.softplus(_noise(generator, *shape)),
             "beta": _noise(generator, n, heads).sigmoid().to(dtype),
         }
@@ -146,10 +146,10 @@ def mamba2_case(
         sizes = [heads * columns, groups * rows, groups * rows, heads]
         x, b, c, dt = torch.split(_noise(generator, n, sum(sizes)).to(dtype), sizes, dim=1)
         return {
-            "x": x.unflatten(1, (heads, columns)),
+            "x": x.view(n, heads, columns),
             "dt": dt,
-            "b": b.unflatten(1, (groups, rows)),
-            "c": c.unflatten(1, (groups, rows)),
+            "b": b.view(n, groups, rows),
+            "c": c.view(n, groups, rows),
         }
 
     def compute(
