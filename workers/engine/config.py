@@ -1,12 +1,14 @@
 """Holds the configuration of an engine."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...proto.limits import mixed_chunk
-from ..kv_cache.tables import TableSpec
+from ..kv_cache.tables import TableSpec, alignment
+from .block_table import TableLimits, least_blocks
 
 
 def default_chunk_tokens(device: str, num_threads: int = 0) -> int:
@@ -129,4 +131,34 @@ class EngineConfig:
     @property
     def capacity_tokens(self) -> int:
         """Returns the length of the longest sequence that fits into all blocks."""
-        return self.num_blocks * self.block_size
+        if len(self.tables) == 1 and self.tables[0].window is None:
+            return self.num_blocks * self.block_size
+        longest = range(self.num_blocks * max(table.block_size for table in self.tables) + 1)
+        return max(bisect_right(longest, self.num_blocks, key=self._least_blocks) - 1, 0)
+
+    @property
+    def table_limits(self) -> TableLimits:
+        """Returns the limits that decide the number of blocks of a table."""
+        budgets = self.budgets
+        # With overlap a step is in flight whose blocks cannot leave the window yet.
+        num_chunks = 2 if self.overlap else 1
+        return TableLimits(
+            alignment=alignment(self.tables),
+            ahead_tokens=num_chunks * max(budgets.chunk_tokens, budgets.mixed_chunk_tokens),
+            growth_tokens=budgets.growth_tokens,
+        )
+
+    def _least_blocks(self, num_tokens: int) -> int:
+        """Returns the number of blocks that a sequence of `num_tokens` needs at least."""
+        return sum(
+            least_blocks(
+                table,
+                self.table_limits,
+                num_tokens=num_tokens,
+                max_length=num_tokens,
+                is_computed=True,
+                num_branches=1,
+                is_search=False,
+            )
+            for table in self.tables
+        )

@@ -17,7 +17,7 @@ from .config import EngineConfig
 from .events import Admitted, CacheChanged, Event, Progress
 from .plan import Constrained, Executor, FirstTokens, PrefixSource, Samples, StepPlan
 from .request_table import RequestTable
-from .resume import LeasedPrefix
+from .resume import LeasedPrefix, ResumePoints
 from .scheduler import Scheduler
 from .sequence import SequenceSpec, State, Task
 from .update import update
@@ -46,8 +46,10 @@ class Engine:
         """Makes an engine that holds no sequence.
 
         `clock` returns seconds. The engine imports prefixes that `source` knows; see
-        `commit_prefix`.
+        `commit_prefix`. Raises ValueError for a `source` beside windows or state.
         """
+        if source is not None and (len(config.tables) > 1 or ResumePoints(config).is_sparse):
+            raise ValueError("kv_disk: not for models with windows or state")
         self.config = config
         self.requests = RequestTable(config, clock)
         self.scheduler = Scheduler(

@@ -16,7 +16,6 @@ from .block_table import (
     NUM_STATES,
     SequenceTable,
     StateSlots,
-    TableLimits,
     TableNeed,
     table_need,
     window_first,
@@ -38,14 +37,7 @@ class RequestTable:
         # Slots that the steps of the next plan read, and the sequences that read them.
         self.read_states: list[tuple[Sequence, int]] = []
         self.resume = ResumePoints(config)
-        budgets = config.budgets
-        # With overlap a step is in flight whose blocks cannot leave the window yet.
-        num_chunks = 2 if config.overlap else 1
-        self.limits = TableLimits(
-            alignment=self.resume.alignment,
-            ahead_tokens=num_chunks * max(budgets.chunk_tokens, budgets.mixed_chunk_tokens),
-            growth_tokens=budgets.growth_tokens,
-        )
+        self.limits = config.table_limits
         self.sequences: dict[int, Sequence] = {}
         # By the ids of the submitted specs; their beams may have other ids.
         self.searches: dict[int, Search] = {}

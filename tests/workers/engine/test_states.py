@@ -10,7 +10,14 @@ import pytest
 
 from tandem.proto.hashing import hash_chain
 from tandem.tests.workers.engine import harness
-from tandem.tests.workers.engine.drive import cached_of, expected, run, spec, tokens_of
+from tandem.tests.workers.engine.drive import (
+    cached_of,
+    expected,
+    first_tokens,
+    run,
+    spec,
+    tokens_of,
+)
 from tandem.tests.workers.engine.harness import Worker, engine_config
 from tandem.tests.workers.engine.null import NullExecutor
 from tandem.tests.workers.engine.pair import Pair, Request
@@ -19,6 +26,7 @@ from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.block_table import SequenceTable
 from tandem.workers.engine.config import EngineConfig, SpeculativeConfig
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.events import Admitted, Suspended
 from tandem.workers.engine.plan import StatePlan
 from tandem.workers.engine.request_table import RequestTable
 from tandem.workers.engine.sequence import Sequence, Task
@@ -132,6 +140,40 @@ def test_a_leased_prefix_has_its_state() -> None:
     assert target.engine.requests.states.holders(lease.state) == (0, 1)
     target.engine.unlease_prefix(lease)
     target.check_idle()
+
+
+@pytest.mark.parametrize("config", [CONFIG, OVERLAP, DRAFTS])
+@pytest.mark.parametrize("num_steps", [6, 7, 9])
+def test_a_suspended_sequence_continues_on_another_worker(
+    config: EngineConfig, num_steps: int
+) -> None:
+    source, target = Worker(config), Worker(config)
+    source.submit(spec(1, PROMPT, max_tokens=20))
+    events = [event for _ in range(num_steps) for event in source.step()]
+    assert source.engine.suspend(1)
+    events += run(source)
+    (event,) = [each for each in events if isinstance(each, Suspended)]
+    assert event.state is not None
+    made = tokens_of(events, 1)
+    assert (*event.tokens, event.first_token) == (*PROMPT, *made)
+    rest = 20 - len(made) + 1
+    target.submit(
+        spec(1, event.tokens, task=Task.DECODE, max_tokens=rest, first_index=len(made) - 1)
+    )
+    (admitted,) = target.step()
+    assert isinstance(admitted, Admitted)
+    assert admitted.state is not None
+    kv = source.executor.kv, event.tables
+    harness.copy_tokens(
+        kv, target.executor.kv, admitted.tables, admitted.num_cached, len(event.tokens)
+    )
+    target.write_state(admitted.state, source.read_state(event.state))
+    target.engine.commit_import(1, first_tokens(event.first_token))
+    source.engine.cancel(1)
+    assert made + tokens_of(run(target), 1) == expected(PROMPT, 20)
+    for worker in (source, target):
+        run(worker)
+        worker.check_idle()
 
 
 @pytest.mark.parametrize(("task", "count"), [(Task.COLOCATED, 6), (Task.PREFILL, 3)])

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from tandem.proto.hashing import hash_chain
 from tandem.tests.workers.engine.drive import cached_of, expected, run, spec, tokens_of
-from tandem.tests.workers.engine.harness import Worker, engine_config
+from tandem.tests.workers.engine.harness import FakeDisk, Worker, engine_config
 from tandem.tests.workers.engine.null import NullExecutor
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.block_table import SequenceTable, block_name, window_first
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.resume import ResumePoints
+from tandem.workers.engine.sequence import Task
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.tables import TableSpec, alignment, plan_tables
 
@@ -71,6 +72,21 @@ def test_from_the_third_on_prompts_with_a_common_start_take_it_from_the_cache(le
         cached, _ = run_null(engine, common + ends, 1 + 10 * number)
         if number >= 2:
             assert cached == length // 80 * 80
+
+
+def test_the_capacity_is_the_longest_prompt_that_fits() -> None:
+    config = engine_config(num_blocks=1228, tables=GEMMA, chunk_tokens=512)
+    engine = Engine(NullExecutor(), config)
+    longest = config.capacity_tokens
+    assert longest > 65_536
+    engine.submit(replace(spec(1, tuple(range(longest))), task=Task.PREFILL))
+    with pytest.raises(ValueError, match=f"exceed the capacity of {longest} tokens"):
+        engine.submit(replace(spec(2, tuple(range(longest + 80))), task=Task.PREFILL))
+
+
+def test_no_disk_beside_windows() -> None:
+    with pytest.raises(ValueError, match="kv_disk: not for models with windows or state"):
+        Engine(NullExecutor(), engine_config(num_blocks=9, tables=GEMMA), source=FakeDisk())
 
 
 def test_a_decoding_sequence_holds_its_window_and_no_more() -> None:
