@@ -17,11 +17,12 @@ from ..host.pinned import pinned_memory, unpin
 from ..host.streams import BlockOrder, DeviceData
 from ..kv_cache.layout import KvLayout, KvSpan
 from ..kv_cache.memory import KvMemory, plan_memory
-from ..kv_cache.store import Completed, KvRead
+from ..kv_cache.store import Completed, KvRead, slots_of
 from ..kv_cache.tables import TableBlocks, table_of
 from .device import FP8_GPUS, can_compute_fp8, indices
 from .kv.gpu import GpuKv
 from .kv.host import HostKv
+from .kv.states import StateStore
 
 ITEMS: Final = {"int8": torch.int8, "fp8": torch.uint8}
 """The dtypes of a quantized cache's tensors.
@@ -53,8 +54,11 @@ class PagedKv:
         shared: bool = False,
         tp: int = 1,
         rank: int = 0,
+        num_states: int = 0,
     ) -> None:
         """Allocates the memory; `shared` lets other processes of the host map it (CPUs only).
+
+        `num_states` is the number of slots of a model that keeps states, in host memory.
 
         Raises ValueError if the layout's heads cannot be split over `tp` ranks, there is no such
         rank, host memory is insufficient, or the GPU does not support the cache's dtype.
@@ -96,6 +100,10 @@ class PagedKv:
             0 if place is None else table_of(self.tables, layout.groups[place[0]])
             for place in layout.places
         ]
+        # None: the model keeps no state.
+        self.states = (
+            StateStore(layout, num_slots=num_states, tp=tp, rank=rank) if num_states else None
+        )
         # Orders steps and transfers; None on CPUs, where `Executor.launch` ends with the step.
         self.order: BlockOrder | None = None
         if device.type == "cuda":
@@ -155,7 +163,9 @@ class PagedKv:
         return tensor
 
     def num_slots(self, group: int) -> int:
-        return int(self.tensors[group].shape[3])
+        if group < len(self.tensors):
+            return int(self.tensors[group].shape[3])
+        return slots_of(self.layout, self.tp, self.rank)[group]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, given as (source, target), in order with the steps.
@@ -175,6 +185,8 @@ class PagedKv:
         ).read
 
     def read(self, table: TableBlocks, span: KvSpan) -> Awaitable[memoryview]:
+        if self.states is not None and span.group >= len(self.tensors):
+            return Completed(self.states.read(table, span))
         if self.order is None:
             return Completed(self._host.read(table, span))
         return self._gpu.read(table, span)
@@ -211,7 +223,9 @@ class PagedKv:
 
     def write(self, table: TableBlocks, span: KvSpan, data: memoryview) -> None:
         """Implements `KvStore.write`. Raises ValueError if span or length is out of range."""
-        if self.order is None:
+        if self.states is not None and span.group >= len(self.tensors):
+            self.states.write(table, span, data)
+        elif self.order is None:
             self._host.write(table, span, data)
         else:
             self._gpu.write(table, span, data)

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.tests.workers.spans import read_now
+from tandem.tests.workers.spans import span as token_span
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan, LayerGeometry, StatePart
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv.states import StateStore
+from tandem.workers.model.kv_store import PagedKv
 
 ATTENTION = LayerGeometry(num_heads=4, num_kv_heads=2, head_dim=8)
 MIXER = LayerGeometry(
@@ -110,3 +113,24 @@ def test_slots_are_copied_whole() -> None:
     store.copy([(0, 0)], host)
     assert np.array_equal(store.slots[0], before[2])
     assert np.array_equal(store.slots[1:], before[1:])
+
+
+def test_a_cache_has_blocks_and_states() -> None:
+    kv = PagedKv(LAYOUT, num_blocks=4, block_size=4, device=torch.device("cpu"), num_states=3)
+    assert kv.states is not None
+    kv.states.slots.random_(0, 256, generator=torch.Generator().manual_seed(4))
+    conv = span("conv", range(kv.num_slots(GROUPS["conv"])))
+    data = read_now(kv, (2,), conv)
+    assert data == kv.states.read(TableBlocks((2,)), conv)
+    kv.write(TableBlocks((0,)), conv, data)
+    assert read_now(kv, (0,), conv) == data
+    assert not kv.memory.any()
+    keys = token_span(kv, 0, 3, 1)
+    kv.write(TableBlocks((1, 3)), keys, memoryview(bytes([1]) * keys.size(LAYOUT)))
+    assert kv.memory.count_nonzero() == keys.size(LAYOUT)
+
+
+def test_a_cache_without_states_refuses_their_spans() -> None:
+    kv = PagedKv(LAYOUT, num_blocks=4, block_size=4, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="group"):
+        read_now(kv, (0,), span("conv", range(2)))
