@@ -279,7 +279,7 @@ def stop_of(result: Result) -> tuple[int, ...]:
 @asynccontextmanager
 async def running_cluster(folder: Path) -> AsyncIterator[Cluster]:
     """Makes a model and runs a cluster without nodes yet."""
-    shape = {
+    shape: dict[str, Any] = {
         "hidden_size": 256,
         "head_dim": 32,
         "num_attention_heads": 8,
