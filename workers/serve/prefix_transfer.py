@@ -162,7 +162,9 @@ class PrefixImporter:
             num_blocks, rest = divmod(handle.num_tokens, holder.block_size)
             if rest or num_blocks > len(chain) or not handle.endpoints:
                 raise TransferError("the lease does not match the requested prefix")
-            target = FetchTarget(SequenceKv(event.import_tables), event.num_cached)
+            target = FetchTarget(
+                SequenceKv(event.import_tables, event.import_state), event.num_cached
+            )
             await self._kv.fetch_now(event.id, handle, chain[num_blocks - 1], target)
         finally:
             call.cancel()

@@ -329,10 +329,12 @@ class RequestManager:
             self.num_recomputed_tokens += len(spec.tokens) - event.num_cached
             self.metrics.add(RECOMPUTED, len(spec.tokens) - event.num_cached)
         if spec.task is Task.DECODE:
-            self.kv.set_target(spec.id, FetchTarget(SequenceKv(event.tables), event.num_cached))
+            self.kv.set_target(
+                spec.id, FetchTarget(SequenceKv(event.tables, event.state), event.num_cached)
+            )
         elif spec.task is Task.PREFILL:
             message.kv.CopyFrom(
-                self._offer(spec.id, SequenceKv(event.tables), spec.tokens, spec.salt)
+                self._offer(spec.id, SequenceKv(event.tables, event.state), spec.tokens, spec.salt)
             )
         return message
 
@@ -340,7 +342,9 @@ class RequestManager:
         """Offers the KV cache of a suspended choice, which is completely computed."""
         request.suspended[choice] = event.id
         self.metrics.add(SUSPENDS)
-        handle = self._offer(event.id, SequenceKv(event.tables), event.tokens, request.spec.salt)
+        handle = self._offer(
+            event.id, SequenceKv(event.tables, event.state), event.tokens, request.spec.salt
+        )
         self.kv.progress(event.id, len(event.tokens))
         self.kv.complete(event.id, FirstTokens(tokens=(event.first_token,)))
         request.session.put(request.key, choice, suspended=worker_pb2.Suspended(kv=handle))
