@@ -29,6 +29,7 @@ from tandem.workers.model.layers.linear import (
     VocabParallelEmbedding,
     qkv_outputs,
 )
+from tandem.workers.model.layers.rows import EmbeddingRows
 from tandem.workers.model.loader import (
     check_checkpoint,
     open_checkpoint,
@@ -86,7 +87,10 @@ class ToyForCausalLM(CausalLM):
         positions: torch.Tensor,
         attention: StepAttention,
         on_layers: OnLayers | None = None,
+        rows: EmbeddingRows | None = None,
     ) -> torch.Tensor:
+        if rows is not None:
+            raise ValueError("rows: this family takes no rows in place of embeddings")
         x = self.embedding(token_ids)
         for layer in self.layers:
             x = layer(x, attention)
