@@ -119,7 +119,7 @@ def _install(control: Control) -> None:
         enqueue(self, spec, submitted)
 
     def starved_grow(self: Scheduler, sequence: Sequence) -> list[Event]:
-        if not control.starves or sequence.reserved:
+        if not control.starves:
             return grow(self, sequence)
         control.starves = False
         preempted = self._requests.abort(self._requests.running[-1])
