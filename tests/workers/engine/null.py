@@ -13,7 +13,7 @@ from tandem.tests.workers.spans import Blocks
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.kv_cache.store import Completed, KvRead
-from tandem.workers.kv_cache.tables import TableSpec
+from tandem.workers.kv_cache.tables import plan_tables
 
 
 class NullKv:
@@ -26,7 +26,7 @@ class NullKv:
         self.shared_fd = None
         self.num_blocks = 0
         self.block_size = 0
-        self.tables: tuple[TableSpec, ...] = ()
+        self.tables = plan_tables(layout, 16)
         self._zeros = memoryview(b"")
 
     def num_slots(self, group: int) -> int:
