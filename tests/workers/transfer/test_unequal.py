@@ -98,9 +98,9 @@ class Transfer:
         self.targets: list[PagedKv] = []
         self.calls: list[Calls] = []
         self.receivers: list[KvReceiver] = []
+        self.before: list[list[Bytes]] = []  # of each target rank, what `cache` returned at first
         for rank in range(self.target_tp):
             self.add_receiver(self.target_tp, rank)
-        self.before = [self.cache(rank) for rank in range(self.target_tp)]
 
     def _place(self, block_size: int, choose: random.Random) -> SequenceKv:
         """The blocks of the prompt, and of its windows those that the next token sees."""
@@ -138,6 +138,7 @@ class Transfer:
         transports = ("shared", "ipc", "gloo", "nixl")
         context = TransferContext(kv=self.targets[-1], transports=transports)
         self.receivers.append(KvReceiver(context, stall_seconds=5, channel=self.calls[-1].channel))
+        self.before.append(self.cache(len(self.targets) - 1))
 
     def _store(self, tp: int, rank: int, block_size: int, *, is_target: bool = False) -> PagedKv:
         kv = PagedKv(
