@@ -24,7 +24,6 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
         raise RuntimeError(f"{len(samples.tokens)} samples; {num_samples} were planned")
     events: list[Event] = []
     searches: list[Search] = []
-    has_states = table.config.num_states > 0
     end = 0
     for step in plan.sequences:
         start = end
@@ -42,7 +41,7 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
         sequence.num_computed += len(step.token_ids)
         if sequence.num_computed >= sequence.next_publish:
             table.publish(sequence)
-        if has_states and sequence.slots.points:
+        if sequence.slots.points:
             table.publish_states(sequence)
         if sequence.scores_prompt:
             sequence.prompt_logprobs += samples.prompt_logprobs.get(step.sequence_id, ())
