@@ -101,6 +101,7 @@ SHARING_PATHS: Final = (
     "workers/transfer/test_sender.py",
     "workers/transfer/test_shard_writer.py",
     "workers/transfer/test_shared_memory.py",
+    "workers/transfer/test_states.py",
     "workers/transfer/test_toy_transport.py",
     "workers/transfer/test_unequal.py",
     "test_examples.py",
