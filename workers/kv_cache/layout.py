@@ -89,7 +89,11 @@ class CacheGroup:
     @property
     def token_bytes(self) -> int:
         """Returns the bytes that all layers of the whole model keep for one token or one state."""
-        return len(self.layers) * self.part.num_kv_heads * self.part.slot_bytes
+        return self.rank_bytes(self.part.num_kv_heads)
+
+    def rank_bytes(self, num_slots: int) -> int:
+        """Returns the same of a rank with `num_slots` KV slots in the group."""
+        return len(self.layers) * num_slots * self.part.slot_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

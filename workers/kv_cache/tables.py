@@ -77,20 +77,23 @@ def plan_tables(layout: KvLayout, block_size: int) -> tuple[TableSpec, ...]:
         tokens[window] = tokens.get(window, 0) + group.token_bytes
     most = max(tokens.values(), default=0)
     return tuple(
-        TableSpec(block_size=block_size * ratio(most, tokens[window]), window=window)
+        TableSpec(block_size=block_size * _ratio(most, tokens[window]), window=window)
         for window in sorted(tokens, key=lambda window: (window is not None, window or 0))
     )
 
 
-def token_bytes(layout: KvLayout, tables: Sequence[TableSpec]) -> list[int]:
-    """Returns the bytes of one token in each table, in all its layers of the whole model."""
+def token_bytes(layout: KvLayout, tables: Sequence[TableSpec], slots: Sequence[int]) -> list[int]:
+    """Returns the bytes of one token in each table, in all its layers of a rank.
+
+    `slots` has the number of KV slots of each group, as `slots_of` returns it.
+    """
     found = [0] * len(tables)
-    for group in layout.token_groups:
-        found[table_of(tables, group)] += group.token_bytes
+    for group, num_slots in zip(layout.token_groups, slots, strict=False):
+        found[table_of(tables, group)] += group.rank_bytes(num_slots)
     return found
 
 
-def ratio(most: int, token_bytes: int) -> int:
+def _ratio(most: int, token_bytes: int) -> int:
     """Returns the multiple of the base block for a table with `token_bytes` for each token."""
     return min(MAX_RATIO, max(1, (2 * most + token_bytes) // (2 * token_bytes)))
 
@@ -124,15 +127,15 @@ def held_blocks(tables: Sequence[TableSpec], num_tokens: int) -> tuple[int, ...]
 def moved_bytes(layout: KvLayout, slots: Sequence[int], num_tokens: int) -> int:
     """Returns the bytes of a rank's part of a sequence that a transfer moves to another worker.
 
-    `slots` has the number of KV slots of each group, as `slots_of` returns it. The next token is
-    computed there, so a window is moved without its first token.
+    `slots` as of `token_bytes`. The next token is computed there, so a window is moved without its
+    first token.
     """
     total = 0
     for group, num_slots in zip(layout.groups, slots, strict=True):
         part = group.part
         tokens = num_tokens if part.window is None else min(num_tokens, part.window - 1)
         rows = 1 if part.state else tokens
-        total += len(group.layers) * num_slots * part.slot_bytes * rows
+        total += group.rank_bytes(num_slots) * rows
     return total
 
 
@@ -161,11 +164,9 @@ def has_sparse_points(layout: KvLayout, tables: Sequence[TableSpec]) -> bool:
 def block_bytes(layout: KvLayout, tables: Sequence[TableSpec], slots: Sequence[int]) -> int:
     """Returns the bytes of a block in a rank's memory, which are equal in all tables.
 
-    `slots` has the number of KV slots of each group, as `slots_of` returns it.
+    `slots` as of `token_bytes`.
     """
-    sizes = [0] * len(tables)
-    for group, num_slots in zip(layout.token_groups, slots, strict=False):
-        table = table_of(tables, group)
-        token_bytes = len(group.layers) * num_slots * group.part.slot_bytes
-        sizes[table] += tables[table].block_size * token_bytes
-    return max(sizes, default=0)
+    sizes = token_bytes(layout, tables, slots)
+    return max(
+        (table.block_size * size for table, size in zip(tables, sizes, strict=True)), default=0
+    )

@@ -5,9 +5,9 @@ Pure arithmetic; imports no torch.
 
 from dataclasses import dataclass
 
-from ..kv_cache.layout import KvLayout, head_bytes
+from ..kv_cache.layout import KvLayout
 from ..kv_cache.memory import KvMemory, plan_memory
-from ..kv_cache.sharding import check_split, kv_heads
+from ..kv_cache.sharding import check_split
 from ..kv_cache.store import slots_of
 from ..kv_cache.tables import TableSpec, held_blocks, moved_bytes
 from .config import ModelConfig
@@ -63,13 +63,8 @@ def kv_bytes_per_token(config: ModelConfig, tp: int, dtype: str, cache_dtype: st
     Raises ValueError as `check_split` and `check_cache_dtype`.
     """
     check_cache_dtype(config, cache_dtype)
-    return sum(
-        (2 if layer.value_dim is None else 1)
-        * len(kv_heads(layer.num_heads, layer.num_kv_heads, tp, 0))
-        * head_bytes(layer.head_dim, dtype, cache_dtype)
-        for layer in config.layers
-        if layer.keeps_tokens
-    )
+    layout = KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
+    return _token_bytes(layout, tp)
 
 
 def kv_memory(
@@ -101,17 +96,21 @@ def sequence_memory(
     """Returns the KV cache of a sequence of `num_tokens` on each of `tp` ranks."""
     memory = plan_memory(layout, num_blocks=1, block_size=block_size, tp=tp, rank=0)
     num_blocks = held_blocks(memory.tables, num_tokens)
-    slots = slots_of(layout, tp, 0)
-    token_bytes = sum(
-        len(group.layers) * num_slots * group.part.slot_bytes
-        for group, num_slots in zip(layout.token_groups, slots, strict=False)
-    )
     return SequenceMemory(
         tables=memory.tables,
         num_blocks=num_blocks,
         held_bytes=sum(num_blocks) * memory.block_bytes,
-        moved_bytes=moved_bytes(layout, slots, num_tokens),
-        unwindowed_bytes=-(-num_tokens // block_size) * block_size * token_bytes,
+        moved_bytes=moved_bytes(layout, slots_of(layout, tp, 0), num_tokens),
+        unwindowed_bytes=-(-num_tokens // block_size) * block_size * _token_bytes(layout, tp),
+    )
+
+
+def _token_bytes(layout: KvLayout, tp: int) -> int:
+    """Returns the bytes that each of `tp` ranks keeps for one token."""
+    slots = slots_of(layout, tp, 0)
+    return sum(
+        group.rank_bytes(num_slots)
+        for group, num_slots in zip(layout.token_groups, slots, strict=False)
     )
 
 

@@ -27,6 +27,7 @@ from ..engine.block_pool import BlockState
 from ..engine.config import Budgets
 from ..engine.engine import Engine
 from ..host.malloc import keep_freed_memory
+from ..kv_cache.store import slots_of
 from ..kv_cache.tables import has_sparse_points, is_dense, token_bytes
 from ..model.device import enter_device
 from ..tp.adapters import AdapterCache
@@ -338,6 +339,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         """Returns this worker's entry in the directory."""
         layout = self._rank.kv.layout
         tables = self._rank.kv.tables
+        sizes = token_bytes(layout, tables, slots_of(layout, tp=1, rank=0))
         return worker_pb2.WorkerInfo(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -356,7 +358,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                 worker_pb2.KvTable(
                     block_size=table.block_size, window=table.window, token_bytes=num_bytes
                 )
-                for table, num_bytes in zip(tables, token_bytes(layout, tables), strict=True)
+                for table, num_bytes in zip(tables, sizes, strict=True)
             ],
             state_bytes=layout.bytes_per_state,
             num_states=self._engine.config.num_states,
