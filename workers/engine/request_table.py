@@ -205,7 +205,7 @@ class RequestTable:
         else:
             last = slots.free.pop(0)
         self.states.claim([last])
-        if self._is_point(sequence, end):
+        if self._begin_point(sequence, end):
             self.states.share([last])
             slots.points.append((end, last))
         slots.current = last
@@ -220,10 +220,11 @@ class RequestTable:
         found = [position for position in sequence.points if start < position < end]
         return found[max(len(found) - self.states.num_available, 0) :]
 
-    def _is_point(self, sequence: Sequence, position: int) -> bool:
-        """Returns True if the state at a position is to be published.
+    def _begin_point(self, sequence: Sequence, position: int) -> bool:
+        """Returns True if the state at a position is to be published, and makes room for it.
 
-        Decoding leaves its newest point in place of the one before, and only in a free slot.
+        Decoding leaves its newest point in place of the one before, which is forgotten here, and
+        only in a free slot.
         """
         if not self.config.budgets.prefix_caching:
             return False
@@ -276,7 +277,7 @@ class RequestTable:
             if position == sequence.num_computed:
                 self.states.release(slots.held[:1])
                 slots.current = slot
-            elif position < sequence.num_computed and self._is_point(sequence, position):
+            elif position < sequence.num_computed and self._begin_point(sequence, position):
                 slots.points.append((position, slot))
             else:
                 self.states.release([slot])
