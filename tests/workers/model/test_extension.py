@@ -42,6 +42,7 @@ from tandem.workers.model.module import Module, Parameter
 from tandem.workers.model.quant.base import LinearMethod, LinearPartition
 from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
 from tandem.workers.model.runner import ModelRunner
+from tandem.workers.model.states.steps import StepStates
 
 # A model family: embedding, layers of attention without norms, rotation or MLP, head.
 
@@ -88,6 +89,7 @@ class ToyForCausalLM(CausalLM):
         attention: StepAttention,
         on_layers: OnLayers | None = None,
         rows: EmbeddingRows | None = None,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         if rows is not None:
             raise ValueError("rows: this family takes no rows in place of embeddings")

@@ -20,10 +20,11 @@ from ...engine.plan import OnLayers
 from ...kv_cache.layout import LayerGeometry
 from ..attention.backend import AttentionOptions, StepAttention
 from ..parallel import TensorParallel
+from ..states.steps import StepStates
 from .latent import LatentHeads
 from .sparse import CausalMask, without_mask
 from .states.mixers import ConvCall, MixerCall, mix_by
-from .states.parts import Mixer, StepStates
+from .states.parts import Mixer
 
 ATTENTION: Final = "tandem"
 # The KV cache of one group of layers may be sent while the next group is computed.

@@ -21,13 +21,13 @@ from ..models.family import CausalLM
 from ..models.parsing import parse_dtype
 from ..module import Module, Parameter, WeightSlice
 from ..parallel import TensorParallel
+from ..states.steps import StepStates
 from .attention import PagedLayers
 from .buffers import fill_buffers
 from .config import context_tokens_of
 from .definition import build_on_meta
 from .fused import use_kernels
 from .sparse import dense_tokens_of
-from .states.parts import StepStates
 from .tensor_parallel import TpPlan
 from .weights import WeightGroup, find_weight_groups
 

@@ -14,6 +14,7 @@ from ..layers.linear import BuildOptions
 from ..layers.norm import LayerNorm
 from ..layers.rotary import CosSin
 from ..layers.scaling import scaled
+from ..states.steps import StepStates
 from .family import DecoderLayer
 from .llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from .parsing import parse_alternating_windows, parse_decoder_config, parse_rope
@@ -31,7 +32,11 @@ class Cohere2DecoderLayer(DecoderLayer):
         self.mlp = LlamaMLP(config, f"{prefix}.mlp", build)
 
     def __call__(
-        self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
+        self,
+        x: torch.Tensor,
+        rotary: CosSin | None,
+        attention: StepAttention,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         normed = self.input_layernorm(x)
         return self.mlp(normed, self.self_attn(normed, x, rotary, attention))

@@ -17,6 +17,7 @@ from ..layers.lora import LoraStep
 from ..layers.rotary import CosSin
 from ..layers.rows import EmbeddingRows
 from ..module import Module
+from ..states.steps import StepStates
 
 
 class CausalLM(Module, ABC):
@@ -38,12 +39,14 @@ class CausalLM(Module, ABC):
         attention: StepAttention,
         on_layers: OnLayers | None = None,
         rows: EmbeddingRows | None = None,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         """Maps token_ids and positions [num_tokens] to the last layer's output.
 
         Tokens of a sequence are adjacent. The output is [num_tokens, hidden], before the last norm.
         Calls `on_layers` between some layers with the number of layers whose KV cache is stored.
-        `rows` replace the embeddings of some tokens.
+        `rows` replace the embeddings of some tokens. `states` are those of the step's sequences, if
+        the model keeps states.
         """
 
     @abstractmethod
@@ -67,7 +70,11 @@ class DecoderLayer(Module, ABC):
 
     @abstractmethod
     def __call__(
-        self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
+        self,
+        x: torch.Tensor,
+        rotary: CosSin | None,
+        attention: StepAttention,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         """Maps x [num_tokens, hidden] to the same shape; x may be overwritten."""
 

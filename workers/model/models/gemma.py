@@ -17,6 +17,7 @@ from ..layers.norm import RMSNorm
 from ..layers.rotary import CosSin
 from ..layers.rows import EmbeddingRows
 from ..layers.scaling import scaled, soft_capped
+from ..states.steps import StepStates
 from .family import DecoderLayer
 from .llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from .parsing import RopeOf, WindowOf, parse_alternating_windows, parse_decoder_config, parse_rope
@@ -68,7 +69,11 @@ class Gemma2DecoderLayer(DecoderLayer):
         self.post_feedforward_layernorm = norm("post_feedforward")
 
     def __call__(
-        self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
+        self,
+        x: torch.Tensor,
+        rotary: CosSin | None,
+        attention: StepAttention,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         attended = self.self_attn(self.input_layernorm(x), None, rotary, attention)
         x = self.post_attention_layernorm(attended, x)

@@ -10,6 +10,7 @@ from ..layers.linear import BuildOptions
 from ..layers.rotary import CosSin
 from ..layers.rows import EmbeddingRows
 from ..layers.scaling import scaled
+from ..states.steps import StepStates
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, parse_llama_config
 
 
@@ -31,7 +32,11 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
         self._scale = config.residual_scale
 
     def __call__(
-        self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
+        self,
+        x: torch.Tensor,
+        rotary: CosSin | None,
+        attention: StepAttention,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         x = scaled(self.self_attn(self.input_layernorm(x), None, rotary, attention), self._scale, x)
         return scaled(self.mlp(self.post_attention_layernorm(x), None), self._scale, x)

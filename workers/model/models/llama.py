@@ -21,6 +21,7 @@ from ..layers.norm import LayerNorm, RMSNorm
 from ..layers.rotary import CosSin, RotaryEmbedding, apply_rotary, rotated_order
 from ..layers.rows import EmbeddingRows
 from ..module import Module
+from ..states.steps import StepStates
 from .family import CausalLM, DecoderLayer
 from .parsing import parse_decoder_config
 
@@ -118,7 +119,11 @@ class LlamaDecoderLayer(DecoderLayer):
         self.mlp: FeedForward = self.mlp_type(config, f"{prefix}.mlp", build)
 
     def __call__(
-        self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
+        self,
+        x: torch.Tensor,
+        rotary: CosSin | None,
+        attention: StepAttention,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         x = self.self_attn(self.input_layernorm(x), x, rotary, attention)
         return self.mlp(self.post_attention_layernorm(x), x)
@@ -168,13 +173,14 @@ class LlamaForCausalLM(CausalLM):
         attention: StepAttention,
         on_layers: OnLayers | None = None,
         rows: EmbeddingRows | None = None,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         x = self.embed(token_ids, rows)  # [num_tokens, hidden]
         rotary = [embedding(positions) if embedding else None for embedding in self._rotary]
         for index, layer in enumerate(self.layers):
             if on_layers and index and index % self._layers_a_group == 0:
                 on_layers(index)
-            x = layer(x, rotary[self._rotary_of_layers[index]], attention)
+            x = layer(x, rotary[self._rotary_of_layers[index]], attention, states)
         return x
 
     def embed(self, token_ids: torch.Tensor, rows: EmbeddingRows | None) -> torch.Tensor:

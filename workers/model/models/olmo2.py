@@ -13,6 +13,7 @@ from ..layers.linear import BuildOptions
 from ..layers.norm import RMSNorm
 from ..layers.rotary import CosSin, apply_rotary
 from ..module import Parameter, WeightSlice
+from ..states.steps import StepStates
 from .family import DecoderLayer
 from .llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from .parsing import parse_decoder_config
@@ -97,7 +98,11 @@ class Olmo2DecoderLayer(DecoderLayer):
         )
 
     def __call__(
-        self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention
+        self,
+        x: torch.Tensor,
+        rotary: CosSin | None,
+        attention: StepAttention,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         x = self.post_attention_layernorm(self.self_attn(x, None, rotary, attention), x)
         return self.post_feedforward_layernorm(self.mlp(x, None), x)

@@ -5,7 +5,7 @@ compute an item twice, and a step that fails leaves the state that it read.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,15 @@ class StateSteps:
             targets += (number for target in each.targets for number in target)
         self._table = array("q", table + targets)
         self.address[0] = self._table.buffer_info()[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepStates:
+    """Holds the states of a step's sequences and the memory of all slots."""
+
+    steps: StateSteps
+    # Returns the slots of a part of a layer's state, [num_slots, planes, KV heads, row].
+    memory: Callable[[int, str], torch.Tensor]
 
 
 def _check(sequences: Sequence[StateStep]) -> None:

@@ -15,7 +15,7 @@ from tandem.workers.model.generic import config as generic_config
 from tandem.workers.model.generic.causal_lm import TransformersForCausalLM
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.model.loader import load_model, open_checkpoint
-from tandem.workers.model.states.steps import StateStep, StateSteps
+from tandem.workers.model.states.steps import StateStep, StateSteps, StepStates
 
 NUM_SLOTS: Final = 16
 NUM_BLOCKS: Final = 64
@@ -28,10 +28,9 @@ def open_states(patch: pytest.MonkeyPatch) -> None:
 
 
 class SlotMemory:
-    """Implements `StepStates`: the memory of all slots, full of NaN at first."""
+    """Holds the memory of all slots, full of NaN at first."""
 
     def __init__(self, model: TransformersForCausalLM) -> None:
-        self.steps = StateSteps()
         self.parts = {
             (index, part.name): torch.full(
                 (NUM_SLOTS, part.planes, part.num_kv_heads, part.row),
@@ -55,7 +54,8 @@ class StateDriver:
         loaded = load_model(checkpoint, dtype=dtype, device="cpu")
         assert isinstance(loaded.model, TransformersForCausalLM)
         self.model = loaded.model
-        self.states = SlotMemory(self.model)
+        self.slots_memory = SlotMemory(self.model)
+        self.states = StepStates(steps=StateSteps(), memory=self.slots_memory.memory)
         layers = self.model.layers
         attending = [index for index, layer in enumerate(layers) if layer.keeps_tokens]
         # The number of a layer among those that attend.

@@ -70,7 +70,7 @@ def test_bfloat16_runs_through_the_same_code(tmp_path: Path, kind: str) -> None:
     ids = prompt(60, 1)
     driver = StateDriver(folder, "bfloat16")
     logits = torch.cat([driver.run((1, part))[0] for part in (ids[:31], ids[31:32], ids[32:])])
-    dtypes = {name: memory.dtype for (_, name), memory in driver.states.parts.items()}
+    dtypes = {name: memory.dtype for (_, name), memory in driver.slots_memory.parts.items()}
     for name, dtype in dtypes.items():
         assert dtype == (torch.float32 if name == "matrix" else torch.bfloat16)
     assert difference(logits.float(), reference_logits(reference(folder), ids)) <= 0.5

@@ -1,7 +1,7 @@
 """Derives the parts of a mixer's state from its calls, and computes the calls over their memory."""
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import nn
@@ -9,22 +9,12 @@ from transformers.activations import ACT2FN
 
 from ....kv_cache.layout import StatePart
 from ...states import mixers
-from ...states.steps import StateSteps
+from ...states.steps import StepStates
 from .mixers import ConvCall, DeltaCall, Mamba2Call, MambaCall, MixerCall
 
 MATRIX: Final = "matrix"
 _RUN: Final = 64  # channels of a convolution, or of Mamba, that act as a head
 _SILU: Final = ("silu", "swish")
-
-
-class StepStates(Protocol):
-    """Holds the states of a step's sequences and the memory of all slots."""
-
-    steps: StateSteps
-
-    def memory(self, layer: int, part: str) -> torch.Tensor:
-        """Returns the slots of a part of a layer's state, [num_slots, planes, KV heads, row]."""
-        ...
 
 
 def _run_of(channels: int) -> int:
