@@ -70,13 +70,13 @@ ARROWS: dict[str, set[str]] = {
         ),
         "workers.model.models": (
             "workers: engine kv_cache",
-            "workers.model: attention config layers module",
+            "workers.model: attention config layers module states",
         ),
         "workers.model.generic.states": ("workers.kv_cache", "workers.model.states"),
         "workers.model.generic": (
             "workers: engine kv_cache",
             "workers.model: attention config footprint kernels kernels.c layers models module",
-            "workers.model: generic.states parallel quant",
+            "workers.model: generic.states parallel quant states",
         ),
         "workers.model.states": ("workers.model: kernels kernels.c",),
         "workers.model.registry": ("workers.model: config generic models quant",),
