@@ -1,10 +1,12 @@
 """Normalizes the last dimension, in float32."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
 from .. import kernels
-from ..kernels.c import cpu
+from ..kernels.c import cpu, gates
 from ..module import Module, Parameter, WeightSlice
 
 
@@ -17,10 +19,21 @@ class RMSNorm(Module):
     """
 
     def __init__(
-        self, name: str, size: int, epsilon: float, dtype: torch.dtype, *, offset: float = 0.0
+        self,
+        name: str,
+        size: int,
+        epsilon: float,
+        dtype: torch.dtype,
+        *,
+        offset: float = 0.0,
+        order: Sequence[slice] = (slice(None),),
     ) -> None:
-        """Takes the `offset` that is added to the weight: 1 in Gemma's checkpoints."""
-        self.weight = Parameter(WeightSlice(f"{name}.weight", (size,)), dtype=dtype)
+        """Takes the `offset` that is added to the weight: 1 in Gemma's checkpoints.
+
+        `order` is the order of x's dimensions; see `rotary.rotated_order`.
+        """
+        slices = [WeightSlice(f"{name}.weight", (size,), (part,)) for part in order]
+        self.weight = Parameter(*slices, dtype=dtype)
         self._epsilon = epsilon
         self._offset = offset
 
@@ -42,6 +55,46 @@ class RMSNorm(Module):
             else self._weight * normed
         )
         return result if residual is None else residual + result
+
+
+class GatedRMSNorm(Module):
+    """Normalizes each head by its root mean square and multiplies it by silu of a gate.
+
+    If the gate comes first, the gated head is normalized. The result is rounded once.
+    """
+
+    def __init__(
+        self,
+        weight: WeightSlice,  # [dim], or [kept heads * dim]
+        dim: int,
+        epsilon: float,
+        dtype: torch.dtype,
+        *,
+        gate_first: bool = False,
+    ) -> None:
+        self.weight = Parameter(weight, dtype=dtype)
+        self._dim = dim
+        self._epsilon = epsilon
+        self._gate_first = gate_first
+
+    def process_after_load(self) -> None:
+        """Splits a weight of several heads."""
+        weight = self.weight.data
+        self._weight = weight if weight.numel() == self._dim else weight.view(-1, self._dim)
+
+    def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Maps x and gate [num_tokens, heads, dim] to the same shape; their rows have any stride.
+
+        The elements of a row are contiguous.
+        """
+        if cpu.usable(x):
+            return gates.gated_norm(
+                x, gate, self._weight, self._epsilon, gate_first=self._gate_first
+            )
+        gated = x.float() * functional.silu(gate.float())
+        normed = gated if self._gate_first else x.float()
+        scale = torch.rsqrt(normed.square().mean(-1, keepdim=True) + self._epsilon)
+        return (self._weight.float() * (gated * scale)).to(x.dtype)
 
 
 class LayerNorm(Module):

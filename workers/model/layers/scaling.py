@@ -1,8 +1,8 @@
-"""Applies factors and soft caps to hidden states and logits."""
+"""Applies factors, gates and soft caps to hidden states and logits."""
 
 import torch
 
-from ..kernels.c import cpu
+from ..kernels.c import cpu, gates
 
 
 def scaled(x: torch.Tensor, factor: float, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -15,3 +15,10 @@ def scaled(x: torch.Tensor, factor: float, residual: torch.Tensor | None = None)
 def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
     """Returns cap * tanh(x / cap), between -cap and cap, of contiguous x [num_rows, size]."""
     return cpu.soft_cap(x, cap) if cpu.usable(x) else torch.tanh(x / cap) * cap
+
+
+def sigmoid_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Returns x * sigmoid(gate) of [num_rows, size] each, whose rows have any stride."""
+    if cpu.usable(x):
+        return gates.sigmoid_gated(x, gate)
+    return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from ..kernels.c import cpu
+from ..kernels.c import cpu, gates
 from ..kernels.c import states as kernels
 from . import reference
 from .steps import StateSteps
@@ -89,6 +89,21 @@ def gated_delta(
         scale=scale,
         normalizes=normalizes,
     )
+
+
+def delta_gates(
+    a: torch.Tensor,  # [num_tokens, heads]
+    b: torch.Tensor,  # the same
+    rate: torch.Tensor,  # float32 [heads], negative
+    bias: torch.Tensor,  # float32 [heads]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns gate and beta of `gated_delta`, [num_tokens, heads] each; the gate is float32.
+
+    The gate is rate * softplus(a + bias), and beta is sigmoid(b).
+    """
+    if not cpu.usable(a):
+        return reference.delta_gates(a, b, rate, bias)
+    return gates.delta_gates(_rows(a), _rows(b), rate, bias)
 
 
 def mamba2(

@@ -140,6 +140,13 @@ def gated_delta(
     return _run(state, steps, out, lambda memory: unpack(memory, rows), pack, token)
 
 
+def delta_gates(
+    a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes `mixers.delta_gates`."""
+    return rate * functional.softplus(a.float() + bias), b.float().sigmoid().to(b.dtype)
+
+
 def mamba2(
     x: torch.Tensor,
     dt: torch.Tensor,

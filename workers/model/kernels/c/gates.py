@@ -1,0 +1,45 @@
+"""Wraps the C kernels of gates (scan/gates.c); each row is computed without the others."""
+
+import torch
+
+from .calls import call
+
+
+def delta_gates(
+    a: torch.Tensor,  # [num_tokens, heads]
+    b: torch.Tensor,  # the same
+    rate: torch.Tensor,  # float32 [heads]
+    bias: torch.Tensor,  # float32 [heads]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes `states.mixers.delta_gates`."""
+    rows, heads = a.shape
+    decays = a.new_empty(rows, heads, dtype=torch.float32)
+    betas = a.new_empty(rows, heads)
+    places = (a, a.stride(0), b, b.stride(0), rate, bias, decays, betas)
+    call("delta_gates", a.dtype, rows, *places, heads)
+    return decays, betas
+
+
+def gated_norm(
+    x: torch.Tensor,  # [rows, heads, dim]
+    z: torch.Tensor,  # the same
+    weight: torch.Tensor,  # [dim] or [heads, dim]
+    epsilon: float,
+    *,
+    gate_first: bool,
+) -> torch.Tensor:
+    """Computes `layers.norm.GatedRMSNorm`: [rows, heads, dim]."""
+    rows, heads, dim = x.shape
+    out = x.new_empty(rows, heads, dim)
+    weight_stride = 0 if weight.ndim == 1 else dim
+    places = (x, x.stride(0), z, z.stride(0), weight, weight_stride, out)
+    call("gated_norm", x.dtype, rows, *places, heads, dim, float(epsilon), int(gate_first))
+    return out
+
+
+def sigmoid_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Computes x * sigmoid(gate) of [rows, dim] each: [rows, dim]."""
+    rows, dim = x.shape
+    out = x.new_empty(rows, dim)
+    call("sigmoid_gated", x.dtype, rows, x, x.stride(0), gate, gate.stride(0), out, dim)
+    return out
