@@ -89,6 +89,11 @@ class PeerChannel:
             named = ("grpc.ssl_target_name_override", tls.name)
             self._channel = grpc.aio.secure_channel(address, credentials, (*options, named))
 
+    @property
+    def is_failing(self) -> bool:
+        """Returns True if the last try to connect failed: calls fail at once until the next try."""
+        return bool(self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE)
+
     async def close(self) -> None:
         """Ends all calls. Idempotent."""
         await self._channel.close()

@@ -71,9 +71,14 @@ class PeerChannels:
     def get(self, endpoint: str) -> PeerChannel:
         """Returns the channel to a peer.
 
-        Call it before the next await: a channel without a call may be closed.
+        Call it before the next await: a channel without a call may be closed. A channel that fails
+        to connect is replaced, because its calls fail without a try for up to a second: a request
+        gives up its KV cache after two fetches that fail.
         """
         channel = self._channels.get(endpoint)
+        if channel is not None and channel.is_failing and not channel.num_calls:
+            self._close(channel)
+            channel = None
         if channel is None:
             channel = self._channels[endpoint] = PeerChannel(endpoint, self._identity)
             channel.on_unused = partial(self._await_use, endpoint)
@@ -112,7 +117,11 @@ class PeerChannels:
             self._timers[endpoint] = loop.call_at(until, self._close_unused, endpoint)
             return
         del self._unused_since[endpoint]
-        closing = asyncio.create_task(self._channels.pop(endpoint).close())
+        self._close(self._channels.pop(endpoint))
+
+    def _close(self, channel: PeerChannel) -> None:
+        """Begins to close a channel without a call."""
+        closing = asyncio.create_task(channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 

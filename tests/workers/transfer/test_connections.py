@@ -21,6 +21,7 @@ import torch
 from tandem.proto import worker_pb2
 from tandem.proto.channel import PeerStream
 from tandem.tests.fleet import fleet
+from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.peers import IDENTITY, peer_server
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.spans import read_now, span
@@ -724,3 +725,25 @@ async def test_channels_to_ranks_that_nobody_answers_for_are_closed() -> None:
     channels.get(address)
     await channels.close()
     assert not channels._timers
+
+
+async def test_kv_cache_of_a_rank_that_is_reachable_again_is_fetched_at_once() -> None:
+    """The fetch does not fail by the backoff after earlier failures."""
+    link, gone = Proxy(), peer_server()
+    await link.start()
+    link.target = gone.bind("127.0.0.1", 0)
+    await gone.stop(0)
+    try:
+        async with two() as pair:
+            address, pair.address = pair.address, link.address
+            pair.server.answer_to(link.address)
+            pair.offer()
+            pair.finish()
+            for _ in range(3):
+                with pytest.raises(TransferError):
+                    await pair.fetch()
+            link.target = address
+            await pair.fetch()
+            pair.check()
+    finally:
+        await link.close()
