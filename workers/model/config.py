@@ -79,6 +79,18 @@ class ExpertsConfig:
     layers: tuple[int, ...]  # layers with experts; the others have an MLP
     normalised: bool = True  # the weights of a token's experts add up to 1
     is_mxfp4: bool = False  # whether the checkpoint has the experts' weights in MXFP4
+    shared_size: int | None = None  # intermediate size of an expert of all tokens; None: no such
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaConfig:
+    """Describes the layers of a model that compute the gated delta rule."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple of num_key_heads
+    key_dim: int  # of a head
+    value_dim: int
+    width: int  # tokens of the convolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +118,7 @@ class ModelConfig:
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     experts: ExpertsConfig | None = None
+    delta: DeltaConfig | None = None
     # quantization_config; empty for a model that is not quantized.
     quantization: Mapping[str, Any] = field(default_factory=dict)
     # The fields of config.json if the model runs through transformers' code; None if it runs

@@ -72,22 +72,29 @@ def qkv_outputs(
     order: Sequence[slice] | None = None,
     *,
     fused: bool = False,
+    gated: bool = False,
 ) -> list[Outputs]:
     """Returns the outputs of a layer's query, key and value projections that a rank keeps.
 
     These are its query heads, and the keys and values of its KV heads. `order` is the order of a
-    head's dimensions; see `rotated_order`. A `fused` checkpoint has one weight, qkv_proj. Raises
-    ValueError as `check_split`.
+    head's dimensions; see `rotated_order`. A `fused` checkpoint has one weight, qkv_proj. In the
+    q_proj of a `gated` one, each query head is followed by its gate; gates come last in the result.
+    Raises ValueError as `check_split`.
     """
     dim = layer.head_dim
     heads = tp.query_heads(layer)
     kv_heads = tp.kv_heads(layer)
     unordered = [slice(0, dim)]
+    step = 2 if gated else 1  # heads of q_proj for each query head
+    queries = range(step * heads.start, step * heads.stop, step)
+    num_queries = step * layer.num_heads * dim
     maps: list[tuple[str, int, Sequence[int], Sequence[slice]]] = [
-        ("q_proj", layer.num_heads * dim, range(heads.start, heads.stop), order or unordered),
+        ("q_proj", num_queries, queries, order or unordered),
         ("k_proj", layer.num_kv_heads * dim, kv_heads, order or unordered),
         ("v_proj", layer.num_kv_heads * dim, kv_heads, unordered),
     ]
+    if gated:
+        maps.append(("q_proj", num_queries, [head + 1 for head in queries], unordered))
     outputs: list[Outputs] = []
     total = sum(size for _, size, *_ in maps)
     first = 0

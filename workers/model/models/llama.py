@@ -37,6 +37,7 @@ class LlamaAttention(Module):
     """Computes grouped-query attention (arXiv 2305.13245) with rotary positions."""
 
     fused: ClassVar[bool] = False  # whether the checkpoint has one qkv_proj
+    gated: ClassVar[bool] = False  # whether q_proj also has gates; see `qkv_outputs`
 
     def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
         layer = config.layers[index]
@@ -49,7 +50,7 @@ class LlamaAttention(Module):
         self._head_counts = [local.num_heads, local.num_kv_heads]
         self._options = PLAIN
         order = rotated_order(config.ropes[index], dim)
-        outputs = qkv_outputs(prefix, layer, build.tp, order, fused=self.fused)
+        outputs = qkv_outputs(prefix, layer, build.tp, order, fused=self.fused, gated=self.gated)
         self.qkv_proj = ColumnParallelLinear(outputs, hidden, build, bias=config.qkv_bias)
         inputs = slice(heads.start * dim, heads.stop * dim)
         output = f"{prefix}.o_proj"

@@ -1,10 +1,10 @@
 """Parses the common fields of config.json as transformers 4 and 5 write them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
-from ...kv_cache.layout import LayerGeometry
+from ...kv_cache.layout import LayerGeometry, StatePart
 from ..config import Fields, ModelConfig, RopeConfig, text_fields
 
 _MAX_LAYERS: Final = 1_000
@@ -14,6 +14,8 @@ WindowOf = Callable[[int], int | None]
 """Returns the sliding window of a layer by its index."""
 RopeOf = Callable[[int], RopeConfig | None]
 """Returns the rotary embedding of a layer by its index."""
+StatesOf = Callable[[int], tuple[StatePart, ...]]
+"""Returns the parts of a layer's state by its index; empty if the layer has attention."""
 
 
 def parse_decoder_config(
@@ -24,16 +26,20 @@ def parse_decoder_config(
     mlp_bias: bool = False,
     window: WindowOf = lambda index: None,
     rope: RopeOf | None = None,
+    states: StatesOf = lambda index: (),
     activation: tuple[str, str] = ("hidden_act", "silu"),
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+    intermediate_size: int | None = None,
     tied: bool = False,
 ) -> ModelConfig:
     """Parses the fields that most families have in common.
 
     `activation` and `norm_eps` are names and defaults of two fields that differ between families.
-    `tied` is the default of tie_word_embeddings. Without `rope`, all layers have the rotary
-    embedding that the fields describe. Raises CheckpointError if a field is missing, ill-typed,
-    out of bounds or not supported.
+    `intermediate_size` and `tied` are defaults of fields; `tied` is that of tie_word_embeddings.
+    Without `rope`, all layers have the rotary
+    embedding that the fields describe. A layer with `states` has no attention, so it keeps nothing
+    for each token. Raises CheckpointError if a field is missing, ill-typed, out of bounds or not
+    supported.
     """
     if (name := fields.text(*activation)) not in _ACTIVATIONS:
         raise fields.error(
@@ -45,20 +51,23 @@ def parse_decoder_config(
     num_kv_heads = _num_kv_heads(fields, num_heads)
     head_dim = _head_dim(fields, hidden_size, num_heads)
     shared = None if rope else parse_rope(fields)
-    ropes = tuple(rope(index) if rope else shared for index in range(num_layers))
+    ropes = tuple(
+        None if states(index) else rope(index) if rope else shared for index in range(num_layers)
+    )
     for each in filter(None, set(ropes)):
         _check_rope(fields, each, head_dim)
     return ModelConfig(
         architecture=fields.texts("architectures")[0],
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", intermediate_size),
         layers=tuple(
             LayerGeometry(
                 num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
+                num_kv_heads=0 if states(index) else num_kv_heads,
                 head_dim=head_dim,
                 window=window(index),
+                states=states(index),
             )
             for index in range(num_layers)
         ),
@@ -93,14 +102,21 @@ def parse_layer_types(fields: Fields, default: Callable[[int], bool]) -> Callabl
     """
     if not fields.has("layer_types"):
         return default
-    types = fields.texts("layer_types")
-    num_layers = fields.integer("num_hidden_layers")
-    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+    kinds = parse_layer_kinds(fields, ("full_attention", "sliding_attention"))
+    return lambda index: kinds[index] == "sliding_attention"
+
+
+def parse_layer_kinds(
+    fields: Fields, allowed: Collection[str], name: str = "layer_types"
+) -> tuple[str, ...]:
+    """Returns the types of all layers. Raises CheckpointError if one is not `allowed`."""
+    kinds = fields.texts(name)
+    num_layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    if len(kinds) != num_layers or not set(kinds) <= set(allowed):
         raise fields.error(
-            "layer_types",
-            f"must be a list of {num_layers} entries, each full_attention or sliding_attention",
+            name, f"must be a list of {num_layers} entries, each {' or '.join(allowed)}"
         )
-    return lambda index: types[index] == "sliding_attention"
+    return tuple(kinds)
 
 
 def parse_alternating_windows(fields: Fields, *, full_every: int, default: int = 4096) -> WindowOf:
@@ -118,6 +134,7 @@ def parse_rope(
     *,
     layer_type: str = "",
     default_theta: float = 10_000.0,
+    default_rotated: float = 1.0,
     has_partial: bool = False,
 ) -> RopeConfig:
     """Parses the rotary embedding of all layers or, if present, of one type of layers.
@@ -134,7 +151,9 @@ def parse_rope(
             of_types[0], "a rotary embedding per layer type is not supported for this model"
         )
     theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
-    rotated = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    rotated = rope.number(
+        "partial_rotary_factor", fields.number("partial_rotary_factor", default_rotated)
+    )
     if rotated != 1.0 and not (has_partial and rotated < 1.0):
         raise rope.error("partial_rotary_factor", "is not supported")
     max_position = fields.integer("max_position_embeddings")

@@ -11,7 +11,7 @@ import torch
 from ..config import Fields, ModelConfig
 from ..layers.linear import BuildOptions
 from ..layers.norm import RMSNorm
-from ..layers.rotary import CosSin, apply_rotary
+from ..layers.rotary import CosSin, apply_rotary, rotated_order
 from .family import DecoderLayer
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from .parsing import WindowOf, parse_decoder_config, parse_layer_types
@@ -26,9 +26,20 @@ class Qwen3Attention(LlamaAttention):
         super().__init__(config, index, prefix, build)
         dim = config.layers[index].head_dim
         epsilon = config.norm_eps
-        offset = self.norm_offset
-        self.q_norm = RMSNorm(f"{prefix}.q_norm", dim, epsilon, build.dtype, offset=offset)
-        self.k_norm = RMSNorm(f"{prefix}.k_norm", dim, epsilon, build.dtype, offset=offset)
+        order = rotated_order(config.ropes[index], dim)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(
+                f"{prefix}.{name}",
+                dim,
+                epsilon,
+                build.dtype,
+                offset=self.norm_offset,
+                order=order,
+            )
+
+        self.q_norm = norm("q_norm")
+        self.k_norm = norm("k_norm")
 
     def rotate(
         self, query_key: torch.Tensor, rotary: CosSin | None
