@@ -54,7 +54,7 @@ ARROWS: dict[str, set[str]] = {
         ),
         "workers.model.layers": (
             "workers.kv_cache",
-            "workers.model: config kernels kernels.c kernels.triton module parallel quant",
+            "workers.model: config kernels kernels.c kernels.triton module parallel quant states",
         ),
         "workers.model.kv": (
             "workers: host kv_cache",

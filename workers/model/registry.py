@@ -44,6 +44,7 @@ from .models.mixtral import (
 from .models.olmo2 import Olmo2ForCausalLM, parse_olmo2_config
 from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
 from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
+from .models.qwen3_5 import Qwen35ForCausalLM, parse_qwen3_5_config
 from .quant.base import LinearMethod, LinearMethodOf, QuantizationFormat
 from .quant.compressed_tensors import compressed_tensors_method
 from .quant.fp8 import Fp8LinearMethod
@@ -68,6 +69,7 @@ MODELS: Final[dict[str, ModelFamily]] = {
     "Cohere2ForCausalLM": ModelFamily(parse_cohere2_config, Cohere2ForCausalLM),
     "MixtralForCausalLM": ModelFamily(parse_mixtral_config, MixtralForCausalLM),
     "Qwen3MoeForCausalLM": ModelFamily(parse_qwen3_moe_config, Qwen3MoeForCausalLM),
+    "Qwen3_5ForCausalLM": ModelFamily(parse_qwen3_5_config, Qwen35ForCausalLM),
     "GptOssForCausalLM": ModelFamily(parse_gpt_oss_config, GptOssForCausalLM),
 }
 TEXT_MODELS: Final = tuple(
@@ -90,6 +92,7 @@ TEXT_MODELS: Final = tuple(
         "Ovis2",
         "Qwen2Audio",
         "Qwen3ASR",
+        "Qwen3_5",
         "SmolVLM",
         "VideoLlama3",
         "VideoLlava",

@@ -6,6 +6,7 @@ The numbers of a head are contiguous. Matrices of [rows, columns] are stored in 
 [tiles, rows, 16]; the last tile has the columns that are left.
 """
 
+from array import array
 from functools import cache
 from typing import Final
 
@@ -20,7 +21,7 @@ MAX_WIDTH: Final = 16  # as in conv.c
 @cache
 def _shape(*numbers: int) -> torch.Tensor:
     """Returns the numbers of a kernel's struct Shape; recorded calls keep the tensor alive."""
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)  # not recorded itself
 
 
 def _strides(state: torch.Tensor) -> tuple[int, int]:
