@@ -77,9 +77,12 @@ class Case:
 
 
 def whole_product() -> list[Case]:
-    """Returns every case, each in one variant."""
-    product = itertools.product(FAULTS, POINTS, SAMPLINGS, LAYOUTS + OPTIONS)
-    return [Case(*values, variant=number % 2) for number, values in enumerate(product)]
+    """Returns every case, each in one variant; each layout has both variants of each fault."""
+    product = itertools.product(FAULTS, POINTS, enumerate(SAMPLINGS), enumerate(LAYOUTS + OPTIONS))
+    return [
+        Case(fault, point, sampling, layout, variant=(number + other) % 2)
+        for fault, point, (number, sampling), (other, layout) in product
+    ]
 
 
 def with_options() -> list[Case]:

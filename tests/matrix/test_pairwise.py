@@ -10,11 +10,13 @@ import pytest
 from tandem.tests.matrix.cases import (
     FAULTS,
     LAYOUTS,
+    OPTIONS,
     POINTS,
     SAMPLINGS,
     Case,
     pairs_of,
     pairwise,
+    whole_product,
     with_options,
 )
 from tandem.tests.matrix.cluster import Cluster
@@ -32,6 +34,11 @@ async def test_every_pair_is_covered() -> None:
     }
     values = (FAULTS, POINTS, SAMPLINGS, LAYOUTS)
     assert len(covered) == sum(len(a) * len(b) for a, b in itertools.combinations(values, 2))
+
+
+async def test_each_layout_meets_both_variants_of_each_fault() -> None:
+    met = {(case.fault, case.point, case.layout, case.variant) for case in whole_product()}
+    assert len(met) == len(FAULTS) * len(POINTS) * len(LAYOUTS + OPTIONS) * 2
 
 
 @pytest.mark.parametrize("case", PAIRS + with_options(), ids=str)
