@@ -58,6 +58,7 @@ _REVISION: Final = r"^([\w.-]+/[\w.-]+)@.*"  # of a hub id
 PoolRole = Literal["prefill", "decode"]
 Quantization = Literal["int8", "int4", "fp8"]
 KvCacheDtype = Literal["auto", "int8", "fp8"]
+Numerics = Literal["exact", "fast"]
 ModelImpl = Literal["auto", "tandem", "transformers"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
 _LabelKey = Annotated[
@@ -224,7 +225,7 @@ class TandemConfig(BaseModel):
     # exact: a token's logits do not depend on batch and chunks, so a stream that is computed again
     # after a fault continues with the same tokens. Our kernels for CPUs are always exact; on GPUs
     # exact kernels are slower.
-    numerics: Literal["exact", "fast"] = "fast"
+    numerics: Numerics = "fast"
     model_impl: ModelImpl = "auto"  # the code that computes; see docs/transformers.md
     # auto: defaults of requests come from the model's generation_config.json.
     generation_config: Literal["auto", "none"] = "auto"

@@ -24,7 +24,7 @@ from ...workers.model.footprint import (
     memory_budget,
     sequence_memory,
 )
-from ..config import KvCacheDtype, ModelImpl, Quantization, load_config
+from ..config import KvCacheDtype, ModelImpl, Numerics, Quantization, load_config
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
 from ..tables import make_table, table_console
@@ -83,9 +83,11 @@ def rank_memory(
     draft: ModelConfig | None = None,
     *,
     device: str = "cpu",
+    numerics: str = "fast",
 ) -> RankMemory:
     """Computes the memory of a rank.
 
+    With `numerics` exact, a GPU converts the quantized weights whose products depend on the batch.
     Raises InvalidArgument if `tp` does not split the heads, or the cache cannot have the dtype.
     """
     from ...workers.model.loader import weight_bytes  # with torch, which takes a second
@@ -100,10 +102,12 @@ def rank_memory(
         kv_bytes_per_token(config, ranks, dtype, kv_cache_dtype) for ranks in (tp, 1)
     )
     draft_kv = kv_bytes_per_token(draft, 1, dtype) if draft else 0
+    # The draft model always has fast numerics: a wrong guess changes no token.
     draft_weights = weight_bytes(draft, 1, dtype, device) if draft else 0
+    weights = weight_bytes(config, tp, dtype, device, batch_invariant=numerics == "exact")
     return RankMemory(
         tp=tp,
-        weights=weight_bytes(config, tp, dtype, device) + draft_weights,
+        weights=weights + draft_weights,
         kv_per_token=per_rank + draft_kv,
         kv_on_all_ranks=per_rank * tp + draft_kv,
         num_copies=per_rank * tp // whole,
@@ -129,6 +133,9 @@ def memory_command(
         str, typer.Option(help="The numbers of the KV cache: auto (--dtype), int8 or fp8.")
     ] = "auto",
     device: Annotated[str, typer.Option(help="The device of the service, cpu or cuda.")] = "cpu",
+    numerics: Annotated[
+        str, typer.Option(help="As in the service's configuration: exact or fast.")
+    ] = "fast",
     draft_model: Annotated[
         str | None, typer.Option(help="The MODEL of `tandem serve --speculative draft=MODEL`.")
     ] = None,
@@ -159,14 +166,16 @@ def memory_command(
     the memory of rank 0, which alone holds the whole draft model; no rank has more tokens than rank
     0. In bfloat16 on CPUs a model whose head is tied to its embedding holds the embedding twice;
     this command counts it once. With --device cuda, quantized weights count in --dtype, to which a
-    GPU converts them when it loads them, except FP8 weights that it multiplies in FP8. Activations
-    and CUDA graphs are not counted: a service on GPUs measures them when it starts, and has so much
-    less for its KV cache.
+    GPU converts them when it loads them, except weights that it multiplies in FP8 or in 4 bits.
+    With --numerics exact these are converted too, except experts in FP8. Activations and CUDA
+    graphs are not counted: a service on GPUs measures them when it starts, and has so much less for
+    its KV cache.
     """
     check_choice("--dtype", dtype, ITEM_BYTES)
     if quantization is not None:
         check_choice("--quantization", quantization, get_args(Quantization))
     check_choice("--kv-cache-dtype", kv_cache_dtype, get_args(KvCacheDtype))
+    check_choice("--numerics", numerics, get_args(Numerics))
     _check("--gpu-memory-gb", gpu_memory_gb, 0.001, 4096)
     _check("--gpu-memory-utilization", gpu_memory_utilization, 0.01, 1)
     _check("--num-gpus", num_gpus, 0.01, 1)
@@ -179,6 +188,7 @@ def memory_command(
             "device": device,
             "quantization": quantization,
             "kv_cache_dtype": kv_cache_dtype,
+            "numerics": numerics,
         },
     )
     folder = resolve_model(model, dtype=dtype)
@@ -190,7 +200,8 @@ def memory_command(
     draft = _open_draft(draft_model, config, dtype) if draft_model else None
     sizes = tp or [each for each in DEFAULT_TPS if _divides(each, config)]
     rows = [
-        rank_memory(config, each, dtype, kv_cache_dtype, draft, device=device) for each in sizes
+        rank_memory(config, each, dtype, kv_cache_dtype, draft, device=device, numerics=numerics)
+        for each in sizes
     ]
     budget = None
     if gpu_memory_gb is not None:
@@ -235,6 +246,9 @@ def check(
         str, typer.Option(help="auto, tandem or transformers; see docs/transformers.md.")
     ] = "auto",
     device: Annotated[str, typer.Option(help="The device of the service, cpu or cuda.")] = "cpu",
+    numerics: Annotated[
+        str, typer.Option(help="As in the service's configuration: exact or fast.")
+    ] = "fast",
 ) -> None:
     """Tell if MODEL would run: its code, its size, its context, and the memory on each rank.
 
@@ -243,7 +257,8 @@ def check(
     """
     check_choice("--dtype", dtype, ITEM_BYTES)
     check_choice("--model-impl", model_impl, get_args(ModelImpl))
-    settings = load_config(None, {"model": model, "device": device})
+    check_choice("--numerics", numerics, get_args(Numerics))
+    settings = load_config(None, {"model": model, "device": device, "numerics": numerics})
     # With torch, which takes a second.
     from ...workers.model.loader import check_checkpoint, weight_schemes, weight_shapes
 
@@ -268,13 +283,13 @@ def check(
         f"{num_parameters:,} parameters, stored as {config.dtype}; context of "
         f"{config.max_position_embeddings:,} tokens"
     )
-    for scheme in weight_schemes(config, dtype, device):
+    for scheme in weight_schemes(config, dtype, device, batch_invariant=numerics == "exact"):
         typer.echo(f"weights: {scheme}")
     if defaults := describe_defaults(given):
         typer.echo(f"defaults of requests, by {FILE}: {defaults}")
     typer.echo(f"in {dtype} on {device}, on each rank:")
     sizes = tp or [each for each in DEFAULT_TPS if not _refusal(config, each)]
-    rows = [rank_memory(config, each, dtype, device=device) for each in sizes]
+    rows = [rank_memory(config, each, dtype, device=device, numerics=numerics) for each in sizes]
     table_console().print(memory_table(rows, None))
     if not config.has_tp_plan:
         typer.echo(_refusal(config, 2))

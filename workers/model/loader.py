@@ -199,33 +199,56 @@ def linear_weights(config: ModelConfig) -> list[str]:
     return [name.removesuffix(".weight") for name in found if name.startswith("model.layers.")]
 
 
-def weight_schemes(config: ModelConfig, dtype: str, device_type: str = "cpu") -> list[str]:
+def weight_schemes(
+    config: ModelConfig, dtype: str, device_type: str = "cpu", *, batch_invariant: bool = False
+) -> list[str]:
     """Describes the formats of quantized linear weights and how a device multiplies them."""
-    modules = build_model(config, DTYPES[dtype], device_type=device_type).modules()
+    tree = build_model(
+        config, DTYPES[dtype], batch_invariant=batch_invariant, device_type=device_type
+    )
+    modules = tree.modules()
     return sorted({each.scheme() for each in modules if isinstance(each, LinearMethod)} - {""})
 
 
 def rank_weight_bytes(
-    config: ModelConfig, dtype: str, tp: int, rank: int, device_type: str = "cpu"
+    config: ModelConfig,
+    dtype: str,
+    tp: int,
+    rank: int,
+    device_type: str = "cpu",
+    *,
+    batch_invariant: bool = False,
 ) -> int:
     """Returns the bytes of the weights that a rank keeps. Raises ValueError as `check_split`.
 
     Quantized weights without a kernel for the device, cpu or cuda, count in `dtype`, because they
-    are converted when they are loaded. Does not count the packed copy of a head that is tied to the
-    embedding, in bfloat16 on CPUs.
+    are converted when they are loaded. With `batch_invariant` fewer weights have a kernel on GPUs.
+    Does not count the packed copy of a head that is tied to the embedding, in bfloat16 on CPUs.
     """
     ranks = TensorParallel(rank=rank, size=tp)
-    tree = build_model(config, DTYPES[dtype], ranks, device_type=device_type)
+    tree = build_model(
+        config, DTYPES[dtype], ranks, batch_invariant=batch_invariant, device_type=device_type
+    )
     saved = sum(module.saved_bytes() for module in tree.modules())
     return sum(parameter.num_bytes for parameter in all_parameters(tree)) - saved
 
 
-def weight_bytes(config: ModelConfig, tp: int, dtype: str, device_type: str = "cpu") -> int:
+def weight_bytes(
+    config: ModelConfig,
+    tp: int,
+    dtype: str,
+    device_type: str = "cpu",
+    *,
+    batch_invariant: bool = False,
+) -> int:
     """Returns the bytes of weights on the largest rank, as `rank_weight_bytes`.
 
     Parts of a size that is not divisible by `tp` differ by one.
     """
-    return max(rank_weight_bytes(config, dtype, tp, rank, device_type) for rank in range(tp))
+    return max(
+        rank_weight_bytes(config, dtype, tp, rank, device_type, batch_invariant=batch_invariant)
+        for rank in range(tp)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

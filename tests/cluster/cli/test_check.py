@@ -60,6 +60,17 @@ def test_for_a_gpu_it_counts_the_weights_that_a_gpu_keeps(tmp_path: Path) -> Non
     assert tables[0] == tables[1]
 
 
+def test_for_exact_numerics_a_gpu_converts_weights(tmp_path: Path) -> None:
+    quantized, plain = make_quantized_model(tmp_path, FORMATS["FP8 channels"])
+    exact = ["--device", "cuda", "--numerics", "exact"]
+    texts = [check(str(folder), *exact)[1] for folder in (quantized, plain)]
+    assert "turned into bfloat16 when they are loaded" in texts[0]
+    tables = [text.partition("on cuda, on each rank:")[2] for text in texts]
+    assert tables[0]
+    assert tables[0] == tables[1]
+    assert "multiplied so on GPUs with FP8" in check(str(quantized), "--device", "cuda")[1]
+
+
 def test_a_model_with_code_of_transformers(tmp_path: Path) -> None:
     code, text = check(str(make_tiny_decoder(tmp_path, "cohere")))
     assert code == 0

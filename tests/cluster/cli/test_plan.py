@@ -168,6 +168,24 @@ def test_for_a_gpu_quantized_weights_count_as_converted(tmp_path: Path) -> None:
         assert rank_memory(config, 1, "bfloat16").weights < on_gpu
 
 
+@pytest.mark.parametrize("form", ["FP8 channels", "W4A16 32"])
+def test_with_exact_numerics_a_gpu_converts_all_weights(tmp_path: Path, form: str) -> None:
+    """But for those of the draft model, which needs no exact numerics."""
+    folder, plain = make_quantized_model(tmp_path, FORMATS[form])
+    args = ["--device", "cuda", "--tp", "1", "--gpu-memory-gb", "1"]
+    exact, fast, of_plain = (
+        plan(str(path), *args, "--numerics", numerics)
+        for path, numerics in ((folder, "exact"), (folder, "fast"), (plain, "fast"))
+    )
+    assert exact == of_plain != fast
+    config = check_checkpoint(folder)
+    alone, drafting = (
+        rank_memory(config, 1, "bfloat16", draft=draft, device="cuda", numerics="exact").weights
+        for draft in (None, config)
+    )
+    assert drafting - alone == rank_memory(config, 1, "bfloat16", device="cuda").weights
+
+
 def test_weights_that_do_not_fit_are_named(model: Path) -> None:
     args = [str(model), "--dtype", "float32", "--gpu-memory-gb", "0.001", "--utilization", "0.3"]
     *rows, (line,) = plan(*args, "--tp", "1", "--tp", "4")
@@ -198,6 +216,11 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
             "quantization: int8 has kernels on cpu only; on cuda use fp8 or int4, or serve a "
             "checkpoint with quantized weights",
         ),
+        (
+            ["--device", "cuda", "--quantization", "int4", "--numerics", "exact"],
+            "quantization: int4 on cuda needs numerics: fast; its sums depend on the batch",
+        ),
+        (["--numerics", "good"], "--numerics: must be one of exact, fast"),
         (["--device", "tpu"], "device: must be 'cpu' or 'cuda', got 'tpu'"),
         (["--draft-model", "/none"], "--draft-model: there is no folder /none"),
     ],
