@@ -70,7 +70,7 @@ ARROWS: dict[str, set[str]] = {
         ),
         "workers.model.models": (
             "workers: engine kv_cache",
-            "workers.model: attention config layers module states",
+            "workers.model: attention config layers module quant states",
         ),
         "workers.model.generic.states": ("workers.kv_cache", "workers.model.states"),
         "workers.model.generic": (

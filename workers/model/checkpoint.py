@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,6 +43,8 @@ _ITEM_BYTES: Final = {
     "U64": 8,
     "F64": 8,
 }
+# Of an expert, by the name of the tensor that has them for all experts.
+_MAPS_OF_STACKED: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _SAMPLE_BYTES: Final = 4096
 _MAX_NAME_BYTES: Final = 255  # of a file name on Linux
 
@@ -106,6 +108,35 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
         if name not in headers[file]:
             raise CheckpointError(f"{file.name}: {name}: missing, though {INDEX_FILE} lists it")
     return {name: headers[file][name] for name, file in files.items()}
+
+
+def unstack_experts(
+    stored: Mapping[str, StoredTensor], num_experts: int
+) -> dict[str, StoredTensor]:
+    """Returns the tensors, and the parts of stacked experts under the names of single experts.
+
+    NAME.experts.gate_up_proj is [experts, 2 * size, hidden], the gates first, and
+    NAME.experts.down_proj is [experts, hidden, size].
+    """
+    found = dict(stored)
+    for name, tensor in stored.items():
+        prefix, _, kind = name.rpartition(".")
+        maps = _MAPS_OF_STACKED.get(kind, ())
+        is_stacked = prefix.endswith(".experts") and len(tensor.shape) == 3 and maps
+        if not is_stacked or tensor.shape[0] != num_experts or tensor.shape[1] % len(maps):
+            continue
+        _, num_outputs, num_inputs = tensor.shape
+        size = (tensor.end - tensor.begin) // (num_experts * len(maps))
+        for index in range(num_experts * len(maps)):
+            number, which = divmod(index, len(maps))
+            begin = tensor.begin + index * size
+            found[f"{prefix}.{number}.{maps[which]}.weight"] = replace(
+                tensor,
+                shape=(num_outputs // len(maps), num_inputs),
+                begin=begin,
+                end=begin + size,
+            )
+    return found
 
 
 def weights_file(folder: Path) -> str:

@@ -79,7 +79,9 @@ class ExpertsConfig:
     layers: tuple[int, ...]  # layers with experts; the others have an MLP
     normalised: bool = True  # the weights of a token's experts add up to 1
     is_mxfp4: bool = False  # whether the checkpoint has the experts' weights in MXFP4
-    shared_size: int | None = None  # intermediate size of an expert of all tokens; None: no such
+    shared_size: int | None = None  # intermediate size of the expert of all tokens; None: no such
+    # Whether a checkpoint may have the experts' weights as [experts, outputs, inputs].
+    may_be_stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

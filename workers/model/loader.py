@@ -10,7 +10,14 @@ from typing import Final
 import torch
 
 from ..host.malloc import use_huge_pages
-from .checkpoint import Checkpoint, StoredTensor, check_tokenizer, read_tensors, weights_file
+from .checkpoint import (
+    Checkpoint,
+    StoredTensor,
+    check_tokenizer,
+    read_tensors,
+    unstack_experts,
+    weights_file,
+)
 from .config import CheckpointError, ModelConfig, plain_name
 from .device import DTYPES, enter_device
 from .layers.linear import BuildOptions
@@ -95,6 +102,8 @@ def open_checkpoint(
     stored = read_tensors(folder)
     if config.text_model_of and config.transformers is None:
         stored = {plain_name(name): tensor for name, tensor in stored.items()}
+    if config.experts and config.experts.may_be_stacked:
+        stored = unstack_experts(stored, config.experts.num_experts)
     config = with_stored_quantization(config, folder, stored)
     if quantization is not None:
         config = with_quantization(config, quantization)

@@ -186,3 +186,40 @@ class GatedDeltaNet(Module):
         )
         normed = self.norm(result, z.view(num_tokens, heads, -1))
         return self.out_proj(normed.flatten(1), residual)
+
+
+class GroupedGatedDeltaNet(GatedDeltaNet):
+    """Reads the maps of query, key, value, z and gates from checkpoints that have them by key head.
+
+    There, each key head is followed by its value heads.
+    """
+
+    def inputs(self, prefix: str, heads: DeltaHeads, channels: int) -> list[Outputs]:
+        config = self._config
+        group = config.num_value_heads // config.num_key_heads
+        key_dim = config.key_dim
+        values = group * config.value_dim
+        size = 2 * key_dim + 2 * values  # of a key head
+
+        def of_values(first: int) -> list[slice]:
+            """Returns the rank's values, which begin at `first` in a key head."""
+            starts = [
+                head // group * size + first + head % group * config.value_dim
+                for head in heads.values
+            ]
+            return [slice(start, start + config.value_dim) for start in starts]
+
+        queries = [slice(head * size, head * size + key_dim) for head in heads.keys]
+        keys = [slice(each.stop, each.stop + key_dim) for each in queries]
+        kept = [*queries, *keys, *of_values(2 * key_dim), *of_values(2 * key_dim + values)]
+        return [
+            (f"{prefix}.in_proj_qkvz", config.num_key_heads * size, each) for each in joined(kept)
+        ]
+
+    def gates(self, prefix: str, heads: DeltaHeads) -> list[Outputs]:
+        config = self._config
+        group = config.num_value_heads // config.num_key_heads
+        starts = [head // group * 2 * group + head % group for head in heads.values]
+        firsts = [start + first for first in (0, group) for start in starts]
+        kept = joined([slice(first, first + 1) for first in firsts])
+        return [(f"{prefix}.in_proj_ba", 2 * config.num_value_heads, each) for each in kept]

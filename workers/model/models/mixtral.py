@@ -4,7 +4,7 @@ Otherwise they are the trees of Llama and Qwen3.
 """
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from ..config import ExpertsConfig, Fields, ModelConfig
 from ..layers.experts import ExpertNames, GatedExperts
@@ -12,6 +12,8 @@ from ..layers.linear import BuildOptions
 from .llama import LlamaDecoderLayer, LlamaForCausalLM
 from .parsing import parse_decoder_config, parse_rope
 from .qwen import Qwen3Attention
+
+_MAX_EXPERTS: Final = 2**15
 
 
 class MixtralDecoderLayer(LlamaDecoderLayer):
@@ -91,19 +93,30 @@ def parse_qwen3_moe_config(fields: Fields) -> ModelConfig:
     config = parse_decoder_config(
         fields, qkv_bias=bias, output_bias=bias, window=lambda index: window
     )
+    experts = parse_routed_experts(fields, len(config.layers), defaults=(128, 8, 768))
+    return replace(
+        config,
+        experts=replace(experts, normalised=fields.boolean("norm_topk_prob", False)),
+    )
+
+
+def parse_routed_experts(
+    fields: Fields, num_layers: int, *, defaults: tuple[int, int, int]
+) -> ExpertsConfig:
+    """Parses the fields of routed experts as Qwen's models have them.
+
+    `defaults` are the number of experts, the number that a token chooses, and an expert's size.
+    Raises CheckpointError.
+    """
     name = "num_experts" if fields.has("num_experts") else "num_local_experts"
-    num_experts = fields.integer(name, 128)
+    num_experts = fields.integer(name, defaults[0], maximum=_MAX_EXPERTS)
     step = fields.integer("decoder_sparse_step", 1)
     dense = fields.integers("mlp_only_layers")
-    experts = ExpertsConfig(
+    return ExpertsConfig(
         num_experts=num_experts,
-        num_chosen=fields.integer("num_experts_per_tok", 8, maximum=num_experts),
-        intermediate_size=fields.integer("moe_intermediate_size", 768),
+        num_chosen=fields.integer("num_experts_per_tok", defaults[1], maximum=num_experts),
+        intermediate_size=fields.integer("moe_intermediate_size", defaults[2]),
         layers=tuple(
-            index
-            for index in range(len(config.layers))
-            if index not in dense and (index + 1) % step == 0
+            index for index in range(num_layers) if index not in dense and (index + 1) % step == 0
         ),
-        normalised=fields.boolean("norm_topk_prob", False),
     )
-    return replace(config, experts=experts)

@@ -1,7 +1,8 @@
-"""Qwen3.5: three layers with a gated delta net for each layer with gated attention.
+"""Qwen3-Next and Qwen3.5: layers with a gated delta net (arXiv 2412.06464), or gated attention.
 
-A gated delta net (arXiv 2412.06464) keeps a state for each sequence. The attention is Qwen3's; its
-result is multiplied by the sigmoid of a gate, and a quarter of a head's dimensions is rotated.
+A gated delta net keeps a state for each sequence. The attention is Qwen3's; its result is
+multiplied by the sigmoid of a gate, and a part of a head's dimensions is rotated. Each layer has an
+MLP, or routed experts and one for all tokens.
 """
 
 from collections.abc import Callable
@@ -12,14 +13,19 @@ import torch
 
 from ..attention.backend import StepAttention
 from ..config import DeltaConfig, Fields, ModelConfig
-from ..layers.gated_delta import GatedDeltaNet, delta_states
+from ..layers.experts import ExpertNames, GatedExperts
+from ..layers.gated_delta import GatedDeltaNet, GroupedGatedDeltaNet, delta_states
 from ..layers.linear import BuildOptions
 from ..layers.norm import RMSNorm
 from ..layers.rotary import CosSin
 from ..layers.scaling import sigmoid_gated
+from ..module import Module
+from ..quant.base import LinearPartition
+from ..quant.unquantized import UnquantizedLinearMethod
 from ..states.steps import StepStates
 from .family import DecoderLayer
 from .llama import FeedForward, LlamaForCausalLM, LlamaMLP
+from .mixtral import parse_routed_experts
 from .parsing import parse_decoder_config, parse_layer_kinds, parse_rope
 from .qwen import Qwen3Attention
 
@@ -97,6 +103,51 @@ class Qwen35DecoderLayer(DecoderLayer):
         return self.mlp(self.post_attention_layernorm(x), x)
 
 
+class ExpertsBesideShared(Module):
+    """Adds an expert of all tokens, times the sigmoid of a gate, to the routed experts."""
+
+    def __init__(self, config: ModelConfig, prefix: str, build: BuildOptions) -> None:
+        experts = config.experts
+        assert experts is not None
+        assert experts.shared_size is not None
+        hidden = config.hidden_size
+        names = ExpertNames(
+            router=f"{prefix}.gate",
+            experts=f"{prefix}.experts",
+            gate="gate_proj",
+            up="up_proj",
+            down="down_proj",
+        )
+        self.routed = GatedExperts(experts, hidden, names, build, activation=config.activation)
+        as_mlp = replace(config, intermediate_size=experts.shared_size)
+        self.shared = LlamaMLP(as_mlp, f"{prefix}.shared_expert", build)
+        self.gate = UnquantizedLinearMethod(batch_invariant=build.batch_invariant)
+        outputs = ((f"{prefix}.shared_expert_gate", 1, slice(None)),)
+        self.gate.create_weights(LinearPartition(outputs=outputs, num_inputs=hidden), build.dtype)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Maps x [num_tokens, hidden] to the same shape, added to `residual`."""
+        shared = self.shared(x, None) * torch.sigmoid(self.gate.apply(x))
+        return self.routed(x, shared if residual is None else residual + shared)
+
+
+class Qwen35MoeDecoderLayer(Qwen35DecoderLayer):
+    """Uses experts in Qwen3.5's layer; layers that config.json excludes have an MLP."""
+
+    def feed_forward(
+        self, config: ModelConfig, index: int, prefix: str, build: BuildOptions
+    ) -> FeedForward:
+        if config.experts and index in config.experts.layers:
+            return ExpertsBesideShared(config, prefix, build)
+        return super().feed_forward(config, index, prefix, build)
+
+
+class Qwen3NextDecoderLayer(Qwen35MoeDecoderLayer):
+    """Uses Qwen3-Next's gated delta net, whose checkpoints have the maps by key head."""
+
+    mixer_type = GroupedGatedDeltaNet
+
+
 class Qwen35ForCausalLM(LlamaForCausalLM):
     """Uses Qwen3.5's layers in Llama's tree."""
 
@@ -109,7 +160,46 @@ class Qwen35ForCausalLM(LlamaForCausalLM):
         )
 
 
+class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
+    """Uses Qwen3.5's layers with experts."""
+
+    layer_type = Qwen35MoeDecoderLayer
+
+
+class Qwen3NextForCausalLM(Qwen35ForCausalLM):
+    """Uses Qwen3-Next's layers in Qwen3.5's tree."""
+
+    layer_type = Qwen3NextDecoderLayer
+
+
 def parse_qwen3_5_config(fields: Fields) -> ModelConfig:
+    return _parse_config(fields, None)
+
+
+def parse_qwen3_5_moe_config(fields: Fields) -> ModelConfig:
+    return _parse_experts(fields, (256, 8, 512))
+
+
+def parse_qwen3_next_config(fields: Fields) -> ModelConfig:
+    config = _parse_experts(fields, (512, 10, 512))
+    assert config.experts is not None
+    normalised = fields.boolean("norm_topk_prob", True)
+    return replace(config, experts=replace(config.experts, normalised=normalised))
+
+
+def _parse_experts(fields: Fields, defaults: tuple[int, int, int]) -> ModelConfig:
+    """Parses a model with experts; `defaults` as in `parse_routed_experts`."""
+    config = _parse_config(fields, 5632)
+    experts = replace(
+        parse_routed_experts(fields, len(config.layers), defaults=defaults),
+        shared_size=fields.integer("shared_expert_intermediate_size", 512),
+        may_be_stacked=True,
+    )
+    return replace(config, experts=experts)
+
+
+def _parse_config(fields: Fields, intermediate_size: int | None) -> ModelConfig:
+    """Parses a model without its experts; takes the default of intermediate_size."""
     if not fields.boolean("attn_output_gate", True):
         raise fields.error("attn_output_gate", "must be true")
     delta = _parse_delta(fields)
@@ -123,6 +213,7 @@ def parse_qwen3_5_config(fields: Fields) -> ModelConfig:
         output_bias=bias,
         rope=lambda index: rope,
         states=lambda index: states if is_mixer(index) else (),
+        intermediate_size=intermediate_size,
     )
     if config.activation != "silu":
         raise fields.error("hidden_act", "must be silu")
