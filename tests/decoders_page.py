@@ -48,8 +48,10 @@ heads. With latent attention it must divide the query heads.
 row of a token for all heads, on every rank. `kv_cache_dtype` must be `auto`.
 - Sparse attention (DeepSeek V3.2, GLM-5) runs as dense attention up to `index_topk` tokens. Set \
 `context_tokens` to at most this number; longer contexts are refused.
-- Refused, with the reason in one line: state beside the KV cache (Mamba, linear attention, \
-convolutions), encoders, attention with a mask of the model (ALiBi), quantised weights.
+- Layers that keep a state for each sequence (Mamba, Mamba 2, gated delta nets, short \
+convolutions) compute it with Tandem's kernels. Every rank holds the whole state. On CPUs only.
+- Refused, with the reason in one line: states that a layer keeps in another way (RWKV, xLSTM, \
+RecurrentGemma), encoders, attention with a mask of the model (ALiBi), quantised weights.
 - LongRoPE uses its long factors for every prompt, if the model's context exceeds the original \
 context, as in vLLM. `context_tokens` does not change this.
 

@@ -81,39 +81,6 @@ _SPARSE: Final = (
     *("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "qwen3_moe"),
 )
 
-_EVERY: Final[dict[str, dict[str, Any]]] = {
-    **{kind: {} for kind in _PLAIN},
-    **dict.fromkeys(_WINDOWED, _ALTERNATING),
-    **dict.fromkeys(_SPARSE, _EXPERTS),
-    "deepseek_v2": _EXPERTS | _LATENT,
-    "deepseek_v3": _EXPERTS | _LATENT,
-    "glm4_moe_lite": _EXPERTS | _LATENT,
-    "axk1": _EXPERTS | _LATENT,
-    "longcat_flash": _EXPERTS
-    | _LATENT
-    | {
-        "num_hidden_layers": 4,  # two for each of its layers
-        "ffn_hidden_size": 96,
-        "expert_ffn_hidden_size": 32,
-        "moe_topk": 2,
-        "zero_expert_num": 2,
-    },
-    "deepseek_v32": _EXPERTS | _LATENT | _INDEXER,
-    "glm_moe_dsa": _EXPERTS | _LATENT | _INDEXER | {"indexer_types": ["full", "shared"]},
-    "axk2": _EXPERTS | _LATENT | _INDEXER,
-    "hy_v4": _EXPERTS | _LATENT | _INDEXER,
-    "minicpm3": _LATENT,
-    "youtu": _LATENT,
-}
-# transformers 5.17 gives layers with an indexer another type, which Tandem does not know.
-_HAS_INDEXERS: Final = "indexed_attention" in ALLOWED_LAYER_TYPES
-DECODERS: Final = {
-    kind: fields
-    for kind, fields in _EVERY.items()
-    if kind in CONFIG_MAPPING and (_HAS_INDEXERS or not fields.keys() >= _INDEXER.keys())
-}
-"""By `model_type` that this release of transformers has: what is set beside what all have."""
-
 _DELTA: Final[dict[str, Any]] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -178,15 +145,46 @@ _STATEFUL: Final[dict[str, dict[str, Any]]] = {
         "num_mem_blocks": 1,
     },
 }
-STATEFUL: Final = {kind: fields for kind, fields in _STATEFUL.items() if kind in CONFIG_MAPPING}
-"""As DECODERS: the types with layers that keep a state for each sequence."""
+_EVERY: Final[dict[str, dict[str, Any]]] = {
+    **{kind: {} for kind in _PLAIN},
+    **dict.fromkeys(_WINDOWED, _ALTERNATING),
+    **dict.fromkeys(_SPARSE, _EXPERTS),
+    "deepseek_v2": _EXPERTS | _LATENT,
+    "deepseek_v3": _EXPERTS | _LATENT,
+    "glm4_moe_lite": _EXPERTS | _LATENT,
+    "axk1": _EXPERTS | _LATENT,
+    "longcat_flash": _EXPERTS
+    | _LATENT
+    | {
+        "num_hidden_layers": 4,  # two for each of its layers
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+    },
+    "deepseek_v32": _EXPERTS | _LATENT | _INDEXER,
+    "glm_moe_dsa": _EXPERTS | _LATENT | _INDEXER | {"indexer_types": ["full", "shared"]},
+    "axk2": _EXPERTS | _LATENT | _INDEXER,
+    "hy_v4": _EXPERTS | _LATENT | _INDEXER,
+    "minicpm3": _LATENT,
+    "youtu": _LATENT,
+    **_STATEFUL,
+}
+# transformers 5.17 gives layers with an indexer another type, which Tandem does not know.
+_HAS_INDEXERS: Final = "indexed_attention" in ALLOWED_LAYER_TYPES
+DECODERS: Final = {
+    kind: fields
+    for kind, fields in _EVERY.items()
+    if kind in CONFIG_MAPPING and (_HAS_INDEXERS or not fields.keys() >= _INDEXER.keys())
+}
+"""By `model_type` that this release of transformers has: what is set beside what all have."""
+STATEFUL: Final = _STATEFUL.keys() & DECODERS.keys()
+"""The types with layers that keep a state for each sequence."""
 
 
 def tiny_config(kind: str, **overrides: Any) -> PreTrainedConfig:
     """Returns the config of a tiny model of a `model_type` of transformers."""
-    config: PreTrainedConfig = CONFIG_MAPPING[kind](
-        **(SIZES | (DECODERS | STATEFUL).get(kind, {}) | overrides)
-    )
+    config: PreTrainedConfig = CONFIG_MAPPING[kind](**(SIZES | DECODERS.get(kind, {}) | overrides))
     return config
 
 

@@ -4,13 +4,13 @@ They need the first blocks of a KV cache, whose contents they overwrite.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ...proto.limits import MAX_LOGPROBS
 from ..kv_cache.tables import TableBlocks, TableSpec
 from .config import default_chunk_tokens
-from .plan import SamplingParams, SequenceStep, StepPlan
+from .plan import SamplingParams, SequenceStep, StatePlan, StepPlan
 
 _TYPICAL: Final = (
     SamplingParams(temperature=0.0),
@@ -45,15 +45,19 @@ class StepLimits:
 
 
 def typical_steps(
-    num_tokens: int, tables: Sequence[TableSpec], *, with_filters: bool
+    num_tokens: int, tables: Sequence[TableSpec], *, with_filters: bool, with_state: bool = False
 ) -> Iterator[StepPlan]:
     """Yields steps of one sequence: a prompt of `num_tokens`, and a single token.
 
-    Single tokens use other kernels than prompts. Filters of sampling are compiled on GPUs only.
+    Single tokens use other kernels than prompts. Filters of sampling are compiled on GPUs only. A
+    model with state needs a slot.
     """
     for sampling in _TYPICAL if with_filters else _TYPICAL[:2]:
         for count in (num_tokens, 1):
-            yield StepPlan(sequences=(_step(-1, count, tables, sampling),), dropped=())
+            step = _step(-1, count, tables, sampling)
+            if with_state:
+                step = replace(step, state=StatePlan(None, ((count, 0),)))
+            yield StepPlan(sequences=(step,), dropped=())
     yield StepPlan(sequences=(), dropped=(-1,))
 
 

@@ -37,7 +37,7 @@ class StatePart:
     num_kv_heads: int
     planes: int = 1  # equal arrays with the same heads, such as the inputs of query and key
     row: int  # elements of a head in a plane
-    dtype: str = "float32"  # one of ITEM_BYTES
+    dtype: str = "float32"  # one of ITEM_BYTES; auto: the compute dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class KvLayout:
         numbers = {part: number for number, part in enumerate(found)}
         for layer, geometry in enumerate(self.layers):
             for state in geometry.states:
-                found.setdefault(_state_part(state), []).append(layer)
+                found.setdefault(self._state_part(state), []).append(layer)
         groups = tuple(
             CacheGroup(part=part, layers=tuple(layers)) for part, layers in found.items()
         )
@@ -160,6 +160,19 @@ class KvLayout:
             row_bytes=head_bytes(geometry.head_dim, self.dtype, self.cache_dtype),
             window=geometry.window,
         )
+
+    def _state_part(self, state: StatePart) -> CachePart:
+        return CachePart(
+            num_heads=state.num_heads,
+            num_kv_heads=state.num_kv_heads,
+            planes=state.planes,
+            row_bytes=state.row * ITEM_BYTES[self.state_dtype(state)],
+            state=state.name,
+        )
+
+    def state_dtype(self, state: StatePart) -> str:
+        """Returns the dtype of a part of a state, one of ITEM_BYTES."""
+        return self.dtype if state.dtype == "auto" else state.dtype
 
     @classmethod
     def uniform(
@@ -206,16 +219,6 @@ class KvLayout:
         if place is None:
             raise ValueError(f"layer {layer} keeps no KV cache")
         return place
-
-
-def _state_part(state: StatePart) -> CachePart:
-    return CachePart(
-        num_heads=state.num_heads,
-        num_kv_heads=state.num_kv_heads,
-        planes=state.planes,
-        row_bytes=state.row * ITEM_BYTES[state.dtype],
-        state=state.name,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,17 @@
-"""Plans where each group of tokens is in a rank's KV cache memory. Pure arithmetic."""
+"""Plans where each group of layers is in a rank's memory of blocks and of states.
+
+Pure arithmetic.
+"""
 
 from dataclasses import dataclass
+from math import prod
+from typing import Final
 
 from .layout import KvLayout
 from .store import slots_of
 from .tables import TableSpec, block_bytes, plan_tables, table_of
+
+_ALIGNMENT: Final = 64  # bytes of a group in a slot of states, so that no cache line has two states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,3 +116,36 @@ def plan_memory(
         )
         offsets[table] += len(group.layers) * layer_bytes
     return KvMemory(tables=tables, num_blocks=num_blocks, block_bytes=size, groups=tuple(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroupMemory:
+    """Describes the memory of a group of states in a slot, [layer, plane, KV head, row byte]."""
+
+    shape: tuple[int, int, int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def padded_bytes(self) -> int:
+        """Returns the bytes to the beginning of the next group."""
+        return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def plan_state(layout: KvLayout, *, tp: int, rank: int) -> tuple[StateGroupMemory, ...]:
+    """Returns the groups of a slot, which holds one state of all layers; empty without states.
+
+    Raises ValueError as `check_split` does.
+    """
+    num_heads = slots_of(layout, tp, rank)[len(layout.token_groups) :]
+    return tuple(
+        StateGroupMemory((len(group.layers), group.part.planes, heads, group.part.row_bytes))
+        for group, heads in zip(layout.state_groups, num_heads, strict=True)
+    )
+
+
+def state_bytes(layout: KvLayout, *, tp: int, rank: int = 0) -> int:
+    """Returns the bytes of a slot in a rank's memory; see `plan_state`."""
+    return sum(group.padded_bytes for group in plan_state(layout, tp=tp, rank=rank))

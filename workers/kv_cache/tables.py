@@ -69,9 +69,10 @@ def plan_tables(layout: KvLayout, block_size: int) -> tuple[TableSpec, ...]:
     """Returns the table of each distinct window of a model, the one without a window first.
 
     The table with the most bytes per token has blocks of `block_size` tokens. The blocks of the
-    others hold the nearest whole multiple of it, at most MAX_RATIO, that makes their bytes equal.
+    others hold the nearest whole multiple of it, at most MAX_RATIO, that makes their bytes equal. A
+    model without attention has one table, whose blocks have no bytes.
     """
-    tokens: dict[int | None, int] = {}
+    tokens: dict[int | None, int] = {} if layout.token_groups else {None: 0}
     for group in layout.token_groups:
         window = group.part.window
         tokens[window] = tokens.get(window, 0) + group.token_bytes
@@ -95,6 +96,8 @@ def token_bytes(layout: KvLayout, tables: Sequence[TableSpec], slots: Sequence[i
 
 def _ratio(most: int, token_bytes: int) -> int:
     """Returns the multiple of the base block for a table with `token_bytes` for each token."""
+    if not token_bytes:
+        return 1
     return min(MAX_RATIO, max(1, (2 * most + token_bytes) // (2 * token_bytes)))
 
 

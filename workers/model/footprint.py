@@ -4,13 +4,19 @@ Pure arithmetic; imports no torch.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from ..kv_cache.layout import KvLayout
-from ..kv_cache.memory import KvMemory, plan_memory
+from ..kv_cache.memory import plan_memory, state_bytes
 from ..kv_cache.sharding import check_split
 from ..kv_cache.store import slots_of
 from ..kv_cache.tables import TableSpec, held_blocks, moved_bytes
 from .config import ModelConfig
+
+# Of a model without attention, whose blocks only name resume points.
+_LEAST_BLOCK_BYTES: Final = 1024
+_STATES_PER_SEQUENCE: Final = 4
+_TOKENS_OF_POINT: Final = 2048  # between the regular resume points of a model without attention
 
 
 def check_config_split(config: ModelConfig, tp: int) -> None:
@@ -62,21 +68,91 @@ def kv_bytes_per_token(config: ModelConfig, tp: int, dtype: str, cache_dtype: st
 
     Raises ValueError as `check_split` and `check_cache_dtype`.
     """
+    return _token_bytes(kv_layout(config, dtype, cache_dtype), tp)
+
+
+def kv_layout(config: ModelConfig, dtype: str, cache_dtype: str = "auto") -> KvLayout:
+    """Returns the layout of a model. Raises ValueError as `check_cache_dtype`."""
     check_cache_dtype(config, cache_dtype)
-    layout = KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
-    return _token_bytes(layout, tp)
+    return KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
 
 
-def kv_memory(
-    config: ModelConfig, tp: int, dtype: str, cache_dtype: str = "auto", *, block_size: int
-) -> KvMemory:
-    """Returns the KV cache memory of each rank, of one block.
+def state_tokens(layout: KvLayout, tp: int) -> int:
+    """Returns the number of tokens whose KV cache has as many bytes as a state, on each rank.
 
-    `block_size` as of `plan_tables`. Raises ValueError as `kv_bytes_per_token`.
+    The result is 0 without states, and a constant if no layer keeps tokens.
     """
-    check_cache_dtype(config, cache_dtype)
-    layout = KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
-    return plan_memory(layout, num_blocks=1, block_size=block_size, tp=tp, rank=0)
+    if not layout.state_groups:
+        return 0
+    token = _token_bytes(layout, tp)
+    return -(-state_bytes(layout, tp=tp) // token) if token else _TOKENS_OF_POINT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheCounts:
+    """Holds the numbers of blocks and of states in a rank's memory."""
+
+    num_blocks: int
+    num_states: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheBytes:
+    """Holds the bytes of a rank's blocks and states, which share its cache."""
+
+    block: int
+    state: int = 0  # 0: the model keeps no state
+
+    @classmethod
+    def of(
+        cls, layout: KvLayout, tp: int, *, block_size: int, draft_bytes: int = 0
+    ) -> "CacheBytes":
+        """Returns the bytes of each of `tp` ranks; `draft_bytes` are a draft model's of a token.
+
+        Raises ValueError as `check_split`.
+        """
+        memory = plan_memory(layout, num_blocks=1, block_size=block_size, tp=tp, rank=0)
+        block = memory.block_bytes + memory.tables[0].block_size * draft_bytes
+        return cls(block=max(block, _LEAST_BLOCK_BYTES), state=state_bytes(layout, tp=tp))
+
+    def split(
+        self, num_bytes: int, *, state_slots: int | None, max_sequences: int, least: int
+    ) -> CacheCounts:
+        """Divides a cache of `num_bytes` into states and blocks.
+
+        `state_slots` is the number of states. None: at most half of the bytes and four states for
+        each of `max_sequences`. `least` is the number of states that one sequence takes. Raises
+        ValueError, a one-line message, if there are fewer states, or no block beside them.
+        """
+        if not self.state:
+            return self._beside(0, num_bytes)
+        if state_slots is None:
+            most = num_bytes // 2 // self.state
+            state_slots = max(min(most, _STATES_PER_SEQUENCE * max_sequences), least)
+        if state_slots < least:
+            raise ValueError(
+                f"state_slots: {state_slots} holds no sequence, which takes {least}; raise it"
+            )
+        counts = self._beside(state_slots, num_bytes)
+        if not counts.num_blocks:
+            needed = state_slots * self.state + self.block
+            raise ValueError(
+                f"kv_cache_gb: {gib(num_bytes)} are below {gib(needed)}, the size of "
+                f"{state_slots} states and a block; raise it or lower state_slots"
+            )
+        return counts
+
+    def split_host(self, num_bytes: int, counts: CacheCounts) -> CacheCounts:
+        """Divides host memory in the ratio of the blocks and the states of the cache."""
+        blocks = counts.num_blocks * self.block
+        states = counts.num_states * self.state
+        own = num_bytes * states // (blocks + states) // self.state if states else 0
+        return self._beside(own, num_bytes)
+
+    def _beside(self, num_states: int, num_bytes: int) -> CacheCounts:
+        """Returns the counts of a cache with these states, and blocks in the rest of its bytes."""
+        rest = num_bytes - num_states * self.state
+        return CacheCounts(num_blocks=max(rest, 0) // self.block, num_states=num_states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class PagedKv:
     ) -> None:
         """Allocates the memory; `shared` lets other processes of the host map it (CPUs only).
 
-        `num_states` is the number of slots of a model that keeps states, in host memory.
+        `num_states` is the number of slots in host memory, if the model keeps states.
 
         Raises ValueError if the layout's heads cannot be split over `tp` ranks, there is no such
         rank, host memory is insufficient, or the GPU does not support the cache's dtype.
@@ -102,7 +102,9 @@ class PagedKv:
         ]
         # None: the model keeps no state.
         self.states = (
-            StateStore(layout, num_slots=num_states, tp=tp, rank=rank) if num_states else None
+            StateStore(layout, num_slots=num_states, tp=tp, rank=rank)
+            if layout.state_groups and num_states
+            else None
         )
         # Orders steps and transfers; None on CPUs, where `Executor.launch` ends with the step.
         self.order: BlockOrder | None = None

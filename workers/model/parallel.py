@@ -55,7 +55,12 @@ class TensorParallel:
         return slice(heads.start, heads.stop)
 
     def kv_heads(self, layer: LayerGeometry) -> tuple[int, ...]:
-        """Returns the rank's KV heads. Raises ValueError as `check_split`."""
+        """Returns the rank's KV heads; none if the layer has no attention.
+
+        Raises ValueError as `check_split`.
+        """
+        if not layer.num_kv_heads:
+            return ()
         return kv_heads(layer.num_heads, layer.num_kv_heads, self.size, self.rank)
 
     def kv_copies(self, layer: LayerGeometry) -> tuple[int, ...]:

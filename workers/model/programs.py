@@ -15,6 +15,7 @@ from .attention.backend import SequenceSpan
 from .attention.torch_backend import TorchAttentionBackend
 from .kernels.c.calls import Recorder
 from .models.family import CausalLM
+from .states.steps import StepStates
 
 _MAX_DECODES: Final = 256  # rows of a decode step; the memory of unused rows is never touched
 _MAX_TOKENS: Final = 1024  # of any other step
@@ -25,9 +26,17 @@ class StepProgram:
     """Runs a recorded step: decodes up to the logits, or any tokens up to the hidden states."""
 
     def __init__(
-        self, model: CausalLM, backend: TorchAttentionBackend, *, decodes_only: bool
+        self,
+        model: CausalLM,
+        backend: TorchAttentionBackend,
+        states: StepStates | None = None,
+        *,
+        decodes_only: bool,
     ) -> None:
-        """Records the step. Raises NotImplementedError if a part of it has no kernel."""
+        """Records the step; `states` are filled before each run.
+
+        Raises NotImplementedError if a part of it has no kernel.
+        """
         self._max_tokens = _MAX_DECODES if decodes_only else _MAX_TOKENS
         static = backend.static(self._max_tokens)
         if static is None:
@@ -44,7 +53,7 @@ class StepProgram:
             recorder.mark()
 
         with Recorder() as recorder:
-            result = model(self._token_ids, self._positions, attention, on_layers)
+            result = model(self._token_ids, self._positions, attention, on_layers, states=states)
             result = model.compute_logits(result) if decodes_only else result
         # Decodes have memory to spare, so no call waits for another thread's memory within a step.
         # Other steps are large and reuse memory.
@@ -75,12 +84,12 @@ class StepProgram:
 
 
 def record_steps(
-    model: CausalLM, backend: TorchAttentionBackend
+    model: CausalLM, backend: TorchAttentionBackend, states: StepStates | None = None
 ) -> tuple[StepProgram | None, StepProgram | None]:
     """Returns a program for decodes and one for any tokens; None if a kernel is missing."""
     decodes = None
     tokens = None
     with suppress(NotImplementedError):
-        decodes = StepProgram(model, backend, decodes_only=True)
-        tokens = StepProgram(model, backend, decodes_only=False)
+        decodes = StepProgram(model, backend, states, decodes_only=True)
+        tokens = StepProgram(model, backend, states, decodes_only=False)
     return decodes, tokens

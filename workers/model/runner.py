@@ -33,6 +33,7 @@ from .attention.torch_backend import TorchAttentionBackend
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .device import DTYPES, copy_to_device
+from .kv.states import StateStore
 from .kv_store import HostBlocks, PagedKv
 from .layers.rows import EmbeddingRows, SequenceRows
 from .loader import LoadedModel, load_model
@@ -44,6 +45,7 @@ from .sampling.finite import sum_chunks
 from .sampling.grammar_cache import GrammarCache
 from .sampling.logprobs import compute_prompt_logprobs
 from .sampling.sampler import Sampler
+from .states.steps import StateStep, StateSteps, StepStates
 
 if TYPE_CHECKING:
     from .graphs import Capture, DecodeGraphs
@@ -70,6 +72,7 @@ class ModelRunner(Executor):
         batch_invariant: bool = False,
         adapters: AdapterTable | None = None,
         host: HostBlocks | None = None,
+        host_states: StateStore | None = None,
     ) -> None:
         """Takes this rank's loaded `model` and the `config` of the whole model.
 
@@ -83,6 +86,12 @@ class ModelRunner(Executor):
         self._on_stage = on_stage or (lambda stage: None)
         self._device = kv.device
         self._host = host
+        self._host_states = host_states
+        # None: the model keeps no state. The table of the steps has a fixed address, which recorded
+        # programs know.
+        self._states = (
+            None if kv.states is None else StepStates(steps=StateSteps(), memory=kv.states.memory)
+        )
         self._group = group
         tp = TensorParallel(group)
         self._attention = _attention_backend(kv, config, tp, batch_invariant)
@@ -90,7 +99,7 @@ class ModelRunner(Executor):
         self._decodes = None
         self._tokens = None
         if group is None and isinstance(self._attention, TorchAttentionBackend):
-            self._decodes, self._tokens = record_steps(model, self._attention)
+            self._decodes, self._tokens = record_steps(model, self._attention, self._states)
         # The block tables of each sequence, as in `SequenceSpan`.
         self._tables: dict[int, tuple[array[int], ...]] = {}
         self._grammars = GrammarCache(folder, config.vocab_size, config.eos_token_ids)
@@ -123,6 +132,7 @@ class ModelRunner(Executor):
         num_blocks: int,
         block_size: int,
         num_host_blocks: int = 0,
+        num_states: int = 0,
         shared: bool = False,
         group: Group | None = None,
         batch_invariant: bool = False,
@@ -137,6 +147,7 @@ class ModelRunner(Executor):
             num_blocks=num_blocks,
             block_size=block_size,
             num_host_blocks=num_host_blocks,
+            num_states=num_states,
             shared=shared,
         )
 
@@ -149,24 +160,31 @@ class ModelRunner(Executor):
         num_blocks: int,
         block_size: int,
         num_host_blocks: int = 0,
+        num_states: int = 0,
+        num_host_states: int = 0,
         shared: bool = False,
     ) -> "ModelRunner":
         """Returns a runner of a loaded model, with a KV cache of its own.
 
-        `cache_dtype` as in `KvLayout`, `shared` as in `PagedKv`. `num_host_blocks` is the number of
-        blocks in host memory, for blocks that leave the KV cache. Raises ValueError if host memory
-        is insufficient.
+        `cache_dtype` as in `KvLayout`, `num_states` and `shared` as in `PagedKv`. `num_host_blocks`
+        and `num_host_states` are in host memory, for blocks and states that leave the cache. Raises
+        ValueError if host memory is insufficient.
         """
         tp = TensorParallel(loaded.group)
+        layout = loaded.checkpoint.kv_layout(loaded.dtype, cache_dtype)
         kv = PagedKv(
-            loaded.checkpoint.kv_layout(loaded.dtype, cache_dtype),
+            layout,
             num_blocks=num_blocks,
             block_size=block_size,
             device=loaded.device,
             shared=shared,
             tp=tp.size,
             rank=tp.rank,
+            num_states=num_states,
         )
+        host_states = None
+        if num_host_states:
+            host_states = StateStore(layout, num_slots=num_host_states, tp=tp.size, rank=tp.rank)
         adapters = AdapterTable(
             loaded.model.lora,
             dtype=DTYPES[loaded.dtype],
@@ -182,6 +200,7 @@ class ModelRunner(Executor):
             batch_invariant=loaded.batch_invariant,
             adapters=adapters,
             host=HostBlocks(kv, num_host_blocks) if num_host_blocks else None,
+            host_states=host_states,
         )
 
     @property
@@ -239,7 +258,10 @@ class ModelRunner(Executor):
         capacity = self.kv.num_blocks * size
         if not self.launches_ahead:
             num_tokens = min(size, 16, capacity)
-            for plan in typical_steps(num_tokens, self.kv.tables, with_filters=False):
+            with_state = self._states is not None
+            for plan in typical_steps(
+                num_tokens, self.kv.tables, with_filters=False, with_state=with_state
+            ):
                 self.execute(plan)
             return
         limits = replace(limits, num_tokens=min(limits.num_tokens, capacity))
@@ -308,11 +330,8 @@ class ModelRunner(Executor):
         return self.kv.order.step(_joined(read), _joined(written))
 
     def _launch(self, plan: StepPlan, on_layers: OnLayers | None) -> Callable[[], Samples]:
-        """Copies the plan's blocks, and computes its sequences, which are admitted."""
-        if self._host is not None and (plan.saved or plan.loaded):
-            self._host.save(plan.saved)
-            self._host.load(plan.loaded)
-        is_copying = plan.saved or plan.loaded
+        """Copies the plan's blocks and states, and computes its sequences, which are admitted."""
+        is_copying = self._copy_to_and_from_host(plan)
         # A step that computes waits for all ranks in any case.
         if is_copying and not plan.sequences and self._group:
             self._group.all_reduce(torch.zeros(1, device=self._device))
@@ -333,6 +352,17 @@ class ModelRunner(Executor):
         self._last_tokens = result.tokens
         self._last_rows = result.rows
         return collect(plan, result.tokens, found, result.logprobs, result.failed)
+
+    def _copy_to_and_from_host(self, plan: StepPlan) -> bool:
+        """Makes a plan's copies of blocks and states; returns True if there are any."""
+        if self._host is not None and (plan.saved or plan.loaded):
+            self._host.save(plan.saved)
+            self._host.load(plan.loaded)
+        if self._host_states is not None and (plan.saved_states or plan.loaded_states):
+            assert self.kv.states is not None
+            self._host_states.copy(plan.saved_states, self.kv.states)
+            self.kv.states.copy(plan.loaded_states, self._host_states)
+        return bool(plan.saved or plan.loaded or plan.saved_states or plan.loaded_states)
 
     def num_graph_replays(self) -> int:
         """Returns the number of steps that ran as a CUDA graph."""
@@ -374,6 +404,8 @@ class ModelRunner(Executor):
             )
             for step in plan.sequences
         ]
+        if self._states is not None:
+            self._states.steps.fill(_state_steps(plan.sequences))
         token_ids = self._token_ids(plan)
         num_sampling = sum(step.num_samples > 0 for step in plan.sequences)
         pools = self._pooler.takes_part(plan.sequences)
@@ -429,7 +461,7 @@ class ModelRunner(Executor):
                 return hidden
         attention = self._attention.plan(spans)
         self._on_stage("model")
-        return self._model(token_ids, positions, attention, on_layers, rows)
+        return self._model(token_ids, positions, attention, on_layers, rows, self._states)
 
     def _token_ids(self, plan: StepPlan) -> torch.Tensor:
         """Returns the step's tokens on the device, [num_tokens].
@@ -472,6 +504,24 @@ def _sampled_rows(
     return np.concatenate(
         [np.arange(row - count, row + 1) for row, count in zip(rows, drafts, strict=True)]
     )
+
+
+def _state_steps(steps: Sequence[SequenceStep]) -> list[StateStep]:
+    """Returns where the sequences of a step read and write their states."""
+    found: list[StateStep] = []
+    first_row = 0
+    for step in steps:
+        assert step.state is not None
+        found.append(
+            StateStep(
+                first_row=first_row,
+                num_tokens=len(step.token_ids),
+                source=step.state.source,
+                targets=step.state.targets,
+            )
+        )
+        first_row += len(step.token_ids)
+    return found
 
 
 def _attention_backend(

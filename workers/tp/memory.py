@@ -13,9 +13,10 @@ from typing import Final, Protocol
 
 import torch
 
+from ..engine.block_table import NUM_STATES
 from ..engine.warmup import StepLimits
 from ..host.memory import total_memory
-from ..model.footprint import MemoryUse, gib, memory_budget
+from ..model.footprint import CacheBytes, CacheCounts, MemoryUse, gib, memory_budget
 from ..model.parallel import Group
 from ..model.runner import ModelRunner
 
@@ -70,26 +71,41 @@ class CudaMemory:
 class CacheSize:
     """Describes the KV cache that a rank should have."""
 
-    block_bytes: int
+    bytes: CacheBytes
     block_size: int  # tokens
     cache_bytes: int | None  # None: as much as fits
     share: float  # of the GPU, or of the host
     utilization: float  # of that share
     limits: StepLimits
+    state_slots: int | None = None  # see `CacheBytes.split`
+    max_sequences: int = 64
+    sequence_states: int = NUM_STATES  # that one sequence takes
+
+    def split(self, num_bytes: int) -> CacheCounts:
+        """Divides a cache into states and blocks. Raises ValueError as `CacheBytes.split`."""
+        return self.bytes.split(
+            num_bytes,
+            state_slots=self.state_slots,
+            max_sequences=self.max_sequences,
+            least=self.sequence_states,
+        )
 
 
-def host_blocks(size: CacheSize, group: Group | None) -> int:
-    """Returns the number of blocks on a CPU. Raises ValueError if no block fits."""
+def host_counts(size: CacheSize, group: Group | None) -> CacheCounts:
+    """Returns the numbers of blocks and states on a CPU.
+
+    Raises ValueError if no block fits, and as `CacheBytes.split`.
+    """
     if size.cache_bytes is not None:
-        return size.cache_bytes // size.block_bytes
+        return size.split(size.cache_bytes)
     own = min(_MOST_ON_CPUS, memory_budget(total_memory(), size.share, size.utilization))
-    if own < size.block_bytes:
+    if own < size.bytes.block:
         raise ValueError(
-            f"kv_cache_gb: the default here is {gib(own)}, which is below {size.block_bytes}, the "
+            f"kv_cache_gb: the default here is {gib(own)}, which is below {size.bytes.block}, the "
             f"size of a block of {size.block_size} tokens; set kv_cache_gb"
         )
-    (least,) = _least([own // size.block_bytes], torch.device("cpu"), group)
-    return least
+    (least,) = _least([own], torch.device("cpu"), group)
+    return size.split(least)
 
 
 def gpu_blocks(
@@ -109,7 +125,7 @@ def gpu_blocks(
     budget = memory_budget(total, size.share, size.utilization)
     # Steps and graphs will need their memory again.
     left = min(budget - use.total, free - use.activations - use.graphs)
-    own = max(left, 0) // (size.block_bytes + scratch)
+    own = max(left, 0) // (size.bytes.block + scratch)
     num_blocks, budget, weights, activations, graphs, rest = _least(
         [own, budget, use.weights, use.activations, use.graphs, use.rest],
         torch.device(device),
@@ -128,10 +144,10 @@ def gpu_blocks(
         )
     if size.cache_bytes is None:
         return num_blocks
-    wanted = size.cache_bytes // size.block_bytes
+    wanted = size.cache_bytes // size.bytes.block
     if wanted > num_blocks:
         raise ValueError(
-            f"kv_cache_gb: must be at most {num_blocks * size.block_bytes / 2**30:.2f}, got "
+            f"kv_cache_gb: must be at most {num_blocks * size.bytes.block / 2**30:.2f}, got "
             f"{size.cache_bytes / 2**30:.2f}: {used}; lower it or leave it out, or {remedy}"
         )
     return wanted

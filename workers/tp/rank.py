@@ -11,6 +11,7 @@ import torch
 
 from ...proto.identity import PeerIdentity
 from ...proto.metrics import NULL_METRICS, Metrics
+from ..engine.block_table import NUM_STATES
 from ..engine.config import Budgets, EngineConfig
 from ..engine.plan import Executor
 from ..engine.warmup import StepLimits
@@ -19,14 +20,21 @@ from ..kv_cache.store import KvStore
 from ..model.checkpoint import Checkpoint
 from ..model.config import ModelConfig
 from ..model.device import enter_device
-from ..model.footprint import check_draft, kv_bytes_per_token, kv_memory
+from ..model.footprint import (
+    CacheBytes,
+    CacheCounts,
+    check_draft,
+    kv_bytes_per_token,
+    kv_layout,
+    state_tokens,
+)
 from ..model.kernels.c import cpu
 from ..model.loader import LoadedModel, load_model, open_checkpoint
 from ..model.runner import ModelRunner
 from ..transfer.connector import TransferContext
 from .adapters import LoadOnRank, adapter_loader
 from .draft_model import DraftingExecutor
-from .memory import CacheSize, CudaMemory, explain_out_of_memory, gpu_blocks, host_blocks
+from .memory import CacheSize, CudaMemory, explain_out_of_memory, gpu_blocks, host_counts
 from .nice_executor import NiceExecutor, usual_niceness
 from .process_group import TpGroup
 
@@ -53,6 +61,10 @@ class RankConfig:
     max_step_tokens: int = 2048
     max_step_rows: int = 256
     kv_host_bytes: int = 0  # of this rank's host memory, for blocks that leave the KV cache
+    # Of a model that keeps states; see `CacheBytes.split`.
+    state_slots: int | None = None
+    max_sequences: int = 64
+    sequence_states: int = NUM_STATES  # states that one sequence takes
     context_tokens: int | None = None  # None takes the model's
     num_threads: int = 1  # of torch, on CPU; 0 takes every core that this process may use
     transports: tuple[str, ...] = ("shared",)  # of KV cache, preferred to gRPC in this order
@@ -67,15 +79,18 @@ class RankConfig:
     max_loras: int = 8  # maximum of adapters in memory
     max_lora_rank: int = 64
 
-    def cache_size(self, block_bytes: int) -> CacheSize:
+    def cache_size(self, num_bytes: CacheBytes) -> CacheSize:
         """Returns the size of this rank's KV cache."""
         return CacheSize(
-            block_bytes=block_bytes,
+            bytes=num_bytes,
             block_size=self.block_size,
             cache_bytes=self.kv_cache_bytes,
             share=self.memory_share,
             utilization=self.memory_utilization,
             limits=StepLimits(num_tokens=self.max_step_tokens, num_rows=self.max_step_rows),
+            state_slots=self.state_slots,
+            max_sequences=self.max_sequences,
+            sequence_states=self.sequence_states,
         )
 
     def transfer_context(self, kv: KvStore, metrics: Metrics = NULL_METRICS) -> TransferContext:
@@ -103,6 +118,10 @@ class Rank:
     load_grammar: Callable[[str, bytes, bytes], object] = lambda text, owner, tenant: None
     num_graph_replays: Callable[[], int] = lambda: 0  # steps that ran as a CUDA graph
     num_host_blocks: int = 0  # in host memory, for blocks that leave the KV cache
+    # As of `EngineConfig`.
+    num_states: int = 0
+    num_host_states: int = 0
+    state_tokens: int = 0
     load_adapter: LoadOnRank = lambda number, adapter: "this worker takes no adapters"
 
     def engine_config(self, budgets: Budgets) -> EngineConfig:
@@ -110,6 +129,9 @@ class Rank:
         return EngineConfig(
             num_blocks=self.num_blocks,
             num_host_blocks=self.num_host_blocks,
+            num_states=self.num_states,
+            num_host_states=self.num_host_states,
+            state_tokens=self.state_tokens,
             block_size=self.block_size,
             tables=self.kv.tables,
             overlap=self.launches_ahead,
@@ -136,24 +158,30 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     )
     model = checkpoint.config
     tp = group.size if group else 1
-    kv = kv_memory(model, tp, config.dtype, config.kv_cache_dtype, block_size=config.block_size)
+    layout = kv_layout(model, config.dtype, config.kv_cache_dtype)
     draft, draft_bytes = _open_draft(config, model)
-    block_bytes = kv.block_bytes + kv.tables[0].block_size * draft_bytes
-    _check_holds_block(config, "kv_cache_bytes", block_bytes)
-    _check_holds_block(config, "kv_host_bytes", kv.block_bytes)
-    num_host_blocks = config.kv_host_bytes // kv.block_bytes
+    cache = CacheBytes.of(layout, tp, block_size=config.block_size, draft_bytes=draft_bytes)
+    host = CacheBytes.of(layout, tp, block_size=config.block_size)
+    if cache.state and config.device != "cpu":
+        raise ValueError(
+            f"device: {config.device}: models that keep states run on cpu only; "
+            f"{model.architecture} keeps states"
+        )
+    _check_holds_block(config, "kv_cache_bytes", cache.block)
+    _check_holds_block(config, "kv_host_bytes", host.block)
     memory = CudaMemory(config.device, config.memory_share) if config.device != "cpu" else None
     models = _load_models(config, checkpoint, None if group and group.rank else draft, group)
     if group:
         group.connect()
-    size = config.cache_size(block_bytes)
+    size = config.cache_size(cache)
     build = partial(_build_runners, config, models)
     if memory is None:
-        num_blocks = host_blocks(size, group)
+        counts = host_counts(size, group)
     else:
-        num_blocks = gpu_blocks(size, build, memory, config.device, group)
+        counts = CacheCounts(num_blocks=gpu_blocks(size, build, memory, config.device, group))
+    host_size = host.split_host(config.kv_host_bytes, counts)
     with explain_out_of_memory("the KV cache does not fit as measured; lower it"):
-        runner, *proposers = build(num_blocks, num_host_blocks)
+        runner, *proposers = build(counts.num_blocks, counts.num_states, host_size)
         if group:
             group.meet("allocated")  # a rank may have pinned much more slowly than another one
         for each in (runner, *proposers):
@@ -161,8 +189,11 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     return Rank(
         executor=_make_executor(config, runner, proposers),
         kv=runner.kv,
-        num_blocks=num_blocks,
-        num_host_blocks=num_host_blocks,
+        num_blocks=counts.num_blocks,
+        num_host_blocks=host_size.num_blocks,
+        num_states=counts.num_states,
+        num_host_states=host_size.num_states,
+        state_tokens=state_tokens(layout, tp),
         block_size=config.block_size,
         vocab_size=model.vocab_size,
         context_tokens=config.context_tokens or model.max_position_embeddings,
@@ -192,7 +223,11 @@ def _load_models(
 
 
 def _build_runners(
-    config: RankConfig, models: Sequence[LoadedModel], num_blocks: int, num_host_blocks: int = 0
+    config: RankConfig,
+    models: Sequence[LoadedModel],
+    num_blocks: int,
+    num_states: int = 0,
+    host: CacheCounts = CacheCounts(num_blocks=0),
 ) -> list[ModelRunner]:
     """Returns the runner of the model, and of the draft model, if there is one."""
     model, *drafts = models
@@ -200,7 +235,9 @@ def _build_runners(
         model,
         cache_dtype=config.kv_cache_dtype,
         num_blocks=num_blocks,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=host.num_blocks,
+        num_states=num_states,
+        num_host_states=host.num_states,
         block_size=config.block_size,
         shared=not {"shared", "nixl"}.isdisjoint(config.transports),
     )

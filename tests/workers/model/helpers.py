@@ -23,8 +23,10 @@ from tandem.workers.engine.plan import (
     Samples,
     SamplingParams,
     SequenceStep,
+    StatePlan,
     StepPlan,
 )
+from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
@@ -102,6 +104,11 @@ class Driver:
         random.Random(seed).shuffle(self.free)
         self.tables: dict[int, list[int]] = {}  # the first table; -1: a block has left the window
         self._others: dict[int, list[list[int]]] = {}  # the other tables
+        num_states = runner.kv.states.num_slots if runner.kv.states else 0
+        self.free_states = list(range(num_states))
+        random.Random(seed).shuffle(self.free_states)
+        self.states: dict[int, dict[int, int]] = {}  # by position: the slots with the state there
+        self.imported: dict[int, int] = {}  # the slots of states that `copy_to` writes
 
     def step(
         self,
@@ -136,8 +143,25 @@ class Driver:
             token_ids=tuple(token_ids),
             start=start,
             new_blocks=tuple(new) if any(each.blocks for each in new) else (),
+            state=self._plan_state(sequence_id, start, len(token_ids), fields.get("num_draft", 0)),
             **(values | fields),
         )
+
+    def _plan_state(
+        self, sequence_id: int, start: int, num_tokens: int, num_draft: int
+    ) -> StatePlan | None:
+        """The slots of a step: it continues from the state at `start`, maybe within a draft."""
+        if not self.free_states:
+            return None
+        known = self.states.pop(sequence_id, {})
+        if start and not known:
+            known[start] = self.imported[sequence_id] = self.free_states.pop(0)
+        counts = range(num_tokens - num_draft, num_tokens + 1)
+        targets = [(count, self.free_states.pop(0)) for count in counts]
+        # At the end of the list, because no step of the plan may write to a slot that one reads.
+        self.free_states += known.values()
+        self.states[sequence_id] = {start + count: slot for count, slot in targets}
+        return StatePlan(known[start] if start else None, tuple(targets))
 
     def table(self, sequence_id: int, layer: int) -> TableBlocks:
         """The block table of a layer, from the first block that is held."""
@@ -147,6 +171,20 @@ class Driver:
     def copy_to(self, other: "Driver", sequence_id: int, num_tokens: int) -> None:
         """Copies what another runner needs of a sequence's KV cache to compute its next token."""
         source, target = self.runner.kv, other.runner.kv
+        for number, group in enumerate(source.layout.groups):
+            if group.part.state:
+                part = KvSpan(
+                    group=number,
+                    first_layer=0,
+                    num_layers=len(group.layers),
+                    first_token=0,
+                    num_tokens=1,
+                    first_slot=0,
+                    num_slots=source.num_slots(number),
+                )
+                slot = TableBlocks((self.states[sequence_id][num_tokens],))
+                imported = TableBlocks((other.imported[sequence_id],))
+                target.write(imported, part, read_now(source, slot, part))
         for layer, geometry in enumerate(source.layout.layers):
             if not geometry.keeps_tokens:
                 continue
@@ -171,6 +209,7 @@ class Driver:
             self.free += [block for block in table if block >= 0]
         del self.tables[sequence_id]
         self._others.pop(sequence_id, None)
+        self.free_states += self.states.pop(sequence_id, {}).values()
         random.Random(sequence_id).shuffle(self.free)
         self.run(dropped=[sequence_id])
 
@@ -268,6 +307,7 @@ def load(
     dtype: str = "float32",
     num_blocks: int = 128,
     num_host_blocks: int = 0,
+    num_states: int = 24,
     block_size: int = 16,
     device: str = "cpu",
     batch_invariant: bool = False,
@@ -276,15 +316,18 @@ def load(
     cache_dtype: str = "auto",
     context_tokens: int | None = None,
 ) -> ModelRunner:
+    """Loads a runner; `num_states` only for a model that keeps states."""
+    checkpoint = open_checkpoint(
+        folder, model_impl, quantization=quantization, context_tokens=context_tokens
+    )
     return ModelRunner.load(
-        open_checkpoint(
-            folder, model_impl, quantization=quantization, context_tokens=context_tokens
-        ),
+        checkpoint,
         dtype=dtype,
         cache_dtype=cache_dtype,
         device=device,
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
+        num_states=num_states,
         block_size=block_size,
         batch_invariant=batch_invariant,
     )

@@ -20,7 +20,12 @@ from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.sequence import SequenceSpec, Task
-from tandem.workers.model.footprint import kv_bytes_per_token, kv_memory, sequence_memory
+from tandem.workers.model.footprint import (
+    CacheBytes,
+    kv_bytes_per_token,
+    kv_layout,
+    sequence_memory,
+)
 from tandem.workers.model.loader import (
     check_checkpoint,
     rank_weight_bytes,
@@ -92,11 +97,11 @@ def test_the_plan_is_what_each_rank_holds(
             assert sum(held.values()) == rank_weight_bytes(config, "float32", tp, rank), (tp, rank)
             most = max(most, sum(held.values()))
             kv = runner.kv
-            block = kv_memory(config, tp, "float32", block_size=kv.block_size)
-            assert kv.memory.nbytes == kv.num_blocks * block.block_bytes
+            sizes = CacheBytes.of(kv_layout(config, "float32"), tp, block_size=kv.block_size)
+            assert kv.memory.nbytes == kv.num_blocks * sizes.block
             if len(kv.tables) == 1:
                 token_bytes = kv_bytes_per_token(config, tp, "float32")
-                assert block.block_bytes == kv.block_size * token_bytes
+                assert sizes.block == kv.block_size * token_bytes
         assert most == weight_bytes(config, tp, "float32")
 
 

@@ -26,7 +26,7 @@ from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.registry import parse_model_config
 
 # Learned activations, windows, latent attention, soft caps, experts, learned positions, sinks,
-# scales of all kinds.
+# scales of all kinds, states.
 SAMPLE = (
     "apertus",
     "cohere2",
@@ -37,6 +37,7 @@ SAMPLE = (
     "gpt2",
     "gpt_oss",
     "granitemoe",
+    "qwen3_5_text",
 )
 LATENT = tuple(
     kind
@@ -133,9 +134,6 @@ def change_config(folder: Path, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("mamba2", "keeps state beside KV cache"),
-        ("qwen3_next", "keeps state beside KV cache"),
-        ("lfm2", "keeps state beside KV cache"),
         ("bloom", "of them attend|cannot be traced"),
         ("whisper", "models with an encoder are not supported"),
     ],

@@ -55,7 +55,13 @@ def load_rank(
 ) -> ModelRunner:
     checkpoint = open_checkpoint(folder, model_impl, quantization=quantization)
     return ModelRunner.load(
-        checkpoint, dtype=dtype, device="cpu", num_blocks=128, block_size=16, group=group
+        checkpoint,
+        dtype=dtype,
+        device="cpu",
+        num_blocks=128,
+        num_states=24,
+        block_size=16,
+        group=group,
     )
 
 

@@ -16,11 +16,11 @@ from tandem.tests.workers.model.test_fake_cuda import config_of, record
 from tandem.workers.engine.warmup import StepLimits
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model import graphs
-from tandem.workers.model.footprint import kv_memory
+from tandem.workers.model.footprint import CacheBytes, kv_layout
 from tandem.workers.model.loader import LoadedModel, build_model, load_weights
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.tp import memory
-from tandem.workers.tp.memory import CacheSize, gpu_blocks, host_blocks, measure
+from tandem.workers.tp.memory import CacheSize, gpu_blocks, host_counts, measure
 
 GIB = 2**30
 LIMITS = StepLimits(num_tokens=2000, num_rows=100)
@@ -29,7 +29,7 @@ BLOCK = 2 * 2**20
 
 def cache_size(**values: Any) -> CacheSize:
     fields: dict[str, Any] = {
-        "block_bytes": BLOCK,
+        "bytes": CacheBytes(block=BLOCK),
         "block_size": 16,
         "cache_bytes": None,
         "share": 1.0,
@@ -175,13 +175,13 @@ def test_ranks_on_cpus_share_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyP
     for total, ranks, expected in ((64, 2, 1024), (8, 2, 1024), (4, 2, 512), (2, 1, 512)):
         monkeypatch.setattr(memory, "total_memory", lambda total=total: total * GIB)
         size = cache_size(share=1 / ranks, utilization=0.25)
-        assert host_blocks(size, None) == expected * 2**20 // BLOCK
-    assert host_blocks(cache_size(cache_bytes=5 * GIB), None) == 5 * GIB // BLOCK
-    group: Any = Ranks([3])
-    assert host_blocks(size, group) == 3
+        assert host_counts(size, None).num_blocks == expected * 2**20 // BLOCK
+    assert host_counts(cache_size(cache_bytes=5 * GIB), None).num_blocks == 5 * GIB // BLOCK
+    group: Any = Ranks([3 * BLOCK])
+    assert host_counts(size, group).num_blocks == 3
     monkeypatch.setattr(memory, "total_memory", lambda: 2**20)
     with pytest.raises(ValueError, match=r"kv_cache_gb: the default here .* 16 tokens; set kv_cac"):
-        host_blocks(size, None)
+        host_counts(size, None)
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -274,7 +274,7 @@ def test_steps_on_a_fake_gpu_stay_within_the_budget(
             batch_invariant=False,
         )
         size = cache_size(
-            block_bytes=kv_memory(config, 1, "bfloat16", block_size=16).block_bytes,
+            bytes=CacheBytes.of(kv_layout(config, "bfloat16"), 1, block_size=16),
             limits=StepLimits(num_tokens=256, num_rows=40),
         )
 

@@ -33,7 +33,6 @@ LAYER_TYPES: Final = ("full_attention", "sliding_attention", INDEXED)
 ATTENDING: Final = (*LAYER_TYPES, "hybrid")
 MIXING: Final = ("linear_attention", "conv", "hybrid")
 STATELESS: Final = ("mlp", "moe")
-_SERVES_STATES = False  # the engine has no states yet
 _MAX_EXPERTS: Final = 2**15
 _MAX_LAYERS: Final = 300
 _MAX_SIZE: Final = 2**31 - 1
@@ -92,11 +91,6 @@ def read_config(fields: Fields) -> PreTrainedConfig:
         if text is config and found is not None and sub_config is not None:
             raise fields.error(name, f"transformers' {architecture} has no text model of its own")
     if keeps_state(text, architecture):
-        if not _SERVES_STATES:
-            raise fields.error(
-                "architectures",
-                f"{architecture} keeps state beside KV cache (recurrent or convolutional)",
-            )
         return config
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in LAYER_TYPES:

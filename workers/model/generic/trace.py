@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ...kv_cache.layout import ITEM_BYTES, LayerGeometry
+from ...kv_cache.layout import LayerGeometry
 from ..config import CheckpointError, Fields, text_fields
 from .attention import Heads, TracedLayer, attend_by
 from .config import INDEXED, context_tokens_of
@@ -82,7 +82,7 @@ class _Trace:
         self.calls.setdefault(module, []).append(call)
         return call.empty_result()
 
-    def layers(self, mixers: dict[nn.Module, bool], dtype: torch.dtype) -> list[TracedLayer]:
+    def layers(self, mixers: dict[nn.Module, bool]) -> list[TracedLayer]:
         """Returns the layers. Raises CheckpointError if a mixer keeps its state in another way."""
         num_heads = max((each.num_heads for each in self.attention.values()), default=1)
         found = [(module, self.attention.get(module)) for module in self.modules]
@@ -90,8 +90,7 @@ class _Trace:
         for module, geometry in found:
             if geometry is None:
                 calls = self.calls[module]
-                name = str(dtype).removeprefix("torch.")
-                parts = derive_parts(calls, num_heads, name) if name in ITEM_BYTES else None
+                parts = derive_parts(calls, num_heads)
                 if parts is None or (len(calls) == 2) != mixers[module]:
                     raise unknown_state(self._fields)
                 geometry = LayerGeometry(
@@ -153,7 +152,7 @@ def trace_layers(
         )
     if "sliding_window" not in found.options:
         _check_no_window(config, fields)
-    return found.layers(mixers, next(decoder.parameters()).dtype)
+    return found.layers(mixers)
 
 
 def _position_users(model: nn.Module, positions: torch.Tensor, undo: ExitStack) -> list[nn.Module]:

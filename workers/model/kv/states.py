@@ -1,18 +1,16 @@
 """Holds one rank's states of sequences, and their canonical form for transfers, in host memory."""
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...kv_cache.layout import CacheGroup, KvLayout, KvSpan
+from ...kv_cache.layout import KvLayout, KvSpan
+from ...kv_cache.memory import plan_state
 from ...kv_cache.store import slots_of
 from ...kv_cache.tables import STATE_TABLE, TableBlocks
 from .spans import check_length, check_table
-
-_ALIGNMENT: Final = 64  # bytes of a group in a slot, so that no cache line has two states
 
 
 class StateStore:
@@ -28,20 +26,15 @@ class StateStore:
         self._layout = layout
         self._first_group = len(layout.token_groups)
         self._heads = slots_of(layout, tp, rank)
-        sizes = [
-            self._shape(group, heads)
-            for group, heads in zip(
-                layout.state_groups, self._heads[self._first_group :], strict=True
-            )
-        ]
-        padded = [-(-int(np.prod(size)) // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        plan = plan_state(layout, tp=tp, rank=rank)
+        padded = [group.padded_bytes for group in plan]
         self.slot_bytes = sum(padded)
         # [num_slots, slot_bytes]
         self.slots = torch.zeros(num_slots, self.slot_bytes, dtype=torch.uint8)
         # Of each group, uint8 [num_slots, num_layers, planes, KV heads, row_bytes].
         self._groups = [
-            part[:, : int(np.prod(size))].view(num_slots, *size)
-            for part, size in zip(torch.split(self.slots, padded, dim=1), sizes, strict=True)
+            part[:, : group.num_bytes].view(num_slots, *group.shape)
+            for part, group in zip(torch.split(self.slots, padded, dim=1), plan, strict=True)
         ]
         self._parts = {
             (layer, group.part.state): self._view(number, index, layer)
@@ -49,15 +42,11 @@ class StateStore:
             for index, layer in enumerate(group.layers)
         }
 
-    @staticmethod
-    def _shape(group: CacheGroup, heads: int) -> tuple[int, int, int, int]:
-        return len(group.layers), group.part.planes, heads, group.part.row_bytes
-
     def _view(self, number: int, index: int, layer: int) -> torch.Tensor:
         name = self._layout.state_groups[number].part.state
-        (dtype,) = (part.dtype for part in self._layout.layers[layer].states if part.name == name)
-        view: torch.Tensor = self._groups[number][:, index].view(getattr(torch, dtype))
-        return view
+        (part,) = (part for part in self._layout.layers[layer].states if part.name == name)
+        dtype: torch.dtype = getattr(torch, self._layout.state_dtype(part))
+        return self._groups[number][:, index].view(dtype)
 
     def memory(self, layer: int, part: str) -> torch.Tensor:
         """Returns the slots of a part of a layer's state, [num_slots, planes, KV heads, row]."""

@@ -8,10 +8,17 @@ import pytest
 import torch
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP, causal_conv1d_fn
 
-from tandem.tests.tiny_decoders import STATEFUL, make_tiny_decoder
-from tandem.tests.workers.model.helpers import prompt, reference, reference_logits
-from tandem.tests.workers.model.states.harness import StateDriver, open_states
+from tandem.tests.tiny_decoders import make_tiny_decoder
+from tandem.tests.workers.model.helpers import (
+    Driver,
+    load,
+    prompt,
+    recorded_logits,
+    reference,
+    reference_logits,
+)
 from tandem.tests.workers.model.test_generic import write_config
+from tandem.workers.engine.plan import SequenceStep
 from tandem.workers.model.config import CheckpointError, read_fields
 from tandem.workers.model.generic import config as generic_config
 from tandem.workers.model.generic import definition
@@ -21,39 +28,13 @@ from tandem.workers.model.registry import parse_model_config
 TOLERANCE = 1e-4
 
 
-@pytest.fixture
-def with_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    open_states(monkeypatch)
-
-
-@pytest.mark.usefixtures("with_states")
-@pytest.mark.parametrize("kind", sorted(STATEFUL))
-def test_chunks_beside_single_tokens_give_what_transformers_gives(
-    tmp_path: Path, kind: str
-) -> None:
-    """Two sequences in five steps, longer than a window and than a chunk of transformers' scans.
-
-    The second one then goes back to a state from the middle of a step, as after a refused draft.
-    """
-    folder = make_tiny_decoder(tmp_path, kind)
-    driver = StateDriver(folder)
-    ids = {1: prompt(90, 1), 2: prompt(77, 2)}
-    found: dict[int, list[torch.Tensor]] = {1: [], 2: []}
-    begins = {1: 0, 2: 0}
-    for counts in ((40, 7), (1, 33), (2, 1), (46, 1), (1, 35)):
-        ends = {number: begins[number] + count for number, count in zip(ids, counts, strict=True)}
-        parts = [(number, ids[number][begins[number] : ends[number]]) for number in ids]
-        for (number, _), logits in zip(parts, driver.run(*parts, saved_before_end=5), strict=True):
-            found[number].append(logits)
-        begins = ends
-    assert begins == {number: len(each) for number, each in ids.items()}
-    model = reference(folder)
-    expected = {number: reference_logits(model, each) for number, each in ids.items()}
-    for number in ids:
-        assert difference(torch.cat(found[number]), expected[number]) <= TOLERANCE
-    driver.go_back(2)
-    (again,) = driver.run((2, ids[2][-5:]))
-    assert difference(again, expected[2][-5:]) <= TOLERANCE
+def logits_of(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver, *steps: SequenceStep
+) -> torch.Tensor:
+    """The logits of the steps, [num_sampled, vocab_size]."""
+    with recorded_logits(monkeypatch) as logits:
+        driver.run(*steps)
+    return torch.cat(logits).float()
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -62,35 +43,59 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max())
 
 
-@pytest.mark.usefixtures("with_states")
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "nemotron_h", "lfm2", "mamba", "zamba2"])
+def test_a_sequence_continues_after_the_right_part_of_a_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Each draft token has a state, from which the next step may continue."""
+    folder = make_tiny_decoder(tmp_path, kind)
+    expected = reference_logits(reference(folder), ids := prompt(40))
+    driver = Driver(load(folder, model_impl="transformers"))
+    for right in range(4):
+        driver.run(driver.step(1, ids[:30], 0), driver.step(2, ids[:7], 0))
+        draft = (*ids[31 : 31 + right], *prompt(3 - right, 7))
+        step = driver.step(1, (ids[30], *draft), 30, num_samples=4, num_draft=3)
+        found = logits_of(monkeypatch, driver, step)[: right + 1]
+        assert difference(found, expected[30 : 31 + right]) <= TOLERANCE
+        step = driver.step(1, ids[31 + right :], 31 + right)
+        assert difference(logits_of(monkeypatch, driver, step), expected[-1:]) <= TOLERANCE
+        driver.drop_all()
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "nemotron_h", "lfm2"])
-def test_bfloat16_runs_through_the_same_code(tmp_path: Path, kind: str) -> None:
+def test_bfloat16_runs_through_the_same_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """The conv states are in bfloat16, the matrices in float32."""
     folder = make_tiny_decoder(tmp_path, kind)
     ids = prompt(60, 1)
-    driver = StateDriver(folder, "bfloat16")
-    logits = torch.cat([driver.run((1, part))[0] for part in (ids[:31], ids[31:32], ids[32:])])
-    dtypes = {name: memory.dtype for (_, name), memory in driver.slots_memory.parts.items()}
-    for name, dtype in dtypes.items():
-        assert dtype == (torch.float32 if name == "matrix" else torch.bfloat16)
-    assert difference(logits.float(), reference_logits(reference(folder), ids)) <= 0.5
+    driver = Driver(load(folder, dtype="bfloat16", model_impl="transformers"))
+    driver.run(driver.step(1, ids[:31], 0))
+    driver.run(driver.step(1, ids[31:32], 31))
+    logits = logits_of(monkeypatch, driver, driver.step(1, ids[32:], 32))
+    store = driver.runner.kv.states
+    assert store is not None
+    for layer, geometry in enumerate(driver.runner.kv.layout.layers):
+        for part in geometry.states:
+            dtype = torch.float32 if part.name == "matrix" else torch.bfloat16
+            assert store.memory(layer, part.name).dtype == dtype
+    assert difference(logits, reference_logits(reference(folder), ids)[-1:]) <= 0.5
 
 
-@pytest.mark.usefixtures("with_states")
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2", "mamba", "lfm2"])
-def test_a_sequence_that_reads_a_wrong_state_gives_other_logits(tmp_path: Path, kind: str) -> None:
+def test_a_sequence_that_reads_a_wrong_state_gives_other_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """A control of the tests above."""
     folder = make_tiny_decoder(tmp_path, kind)
     ids = prompt(60, 1)
-    driver = StateDriver(folder)
-    driver.run((1, ids[:30]), saved_before_end=1)
-    driver.slots[1] = driver.saved[1][1]  # which lacks one token
-    (logits,) = driver.run((1, ids[30:]))
-    expected = reference_logits(reference(folder), ids)[30:]
-    assert difference(logits, expected) > 100 * TOLERANCE
+    driver = Driver(load(folder, model_impl="transformers"))
+    driver.run(driver.step(1, ids[:30], 0, num_samples=2, num_draft=1))
+    driver.states[1][30] = driver.states[1].pop(29)  # which lacks one token
+    logits = logits_of(monkeypatch, driver, driver.step(1, ids[30:31], 30))
+    assert difference(logits, reference_logits(reference(folder), ids)[30:31]) > 100 * TOLERANCE
 
 
-@pytest.mark.usefixtures("with_states")
 def test_the_parts_of_a_state_are_derived_from_the_config(tmp_path: Path) -> None:
     """Of Qwen3.5 with 9B parameters: 51.5 MB in all, of which the matrices have 50.3 MB."""
     sizes = {
@@ -113,7 +118,6 @@ def test_the_parts_of_a_state_are_derived_from_the_config(tmp_path: Path) -> Non
         assert {part.num_kv_heads for part in layer.states} == {1}
 
 
-@pytest.mark.usefixtures("with_states")
 @pytest.mark.parametrize(
     "kind", ["rwkv", "recurrent_gemma", "xlstm", "zaya", "minimax", "deepseek_v4", "zamba"]
 )
@@ -141,7 +145,6 @@ def keep_inputs(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.usefixtures("with_states")
 @pytest.mark.parametrize("forward", [call_no_conv, keep_inputs])
 def test_modules_whose_state_would_be_lost_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward: Callable[..., torch.Tensor]
@@ -153,20 +156,10 @@ def test_modules_whose_state_would_be_lost_are_refused(
         open_checkpoint(folder)
 
 
-@pytest.mark.usefixtures("with_states")
 def test_unknown_types_of_layers_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny_decoder(tmp_path, "nemotron_h")
     monkeypatch.setattr(definition, "STATELESS", ("mlp",))
     with pytest.raises(CheckpointError, match="'nemotron_h' keeps state in a way"):
-        open_checkpoint(folder)
-
-
-@pytest.mark.parametrize("kind", sorted(STATEFUL))
-def test_the_service_refuses_states_as_long_as_its_engine_has_none(
-    tmp_path: Path, kind: str
-) -> None:
-    folder = make_tiny_decoder(tmp_path, kind)
-    with pytest.raises(CheckpointError, match="keeps state beside KV cache"):
         open_checkpoint(folder)

@@ -31,9 +31,7 @@ def _part(name: str, num_heads: int, heads: int, row: int, dtype: str) -> StateP
     )
 
 
-def derive_parts(
-    calls: Sequence[MixerCall], num_heads: int, dtype: str
-) -> tuple[StatePart, ...] | None:
+def derive_parts(calls: Sequence[MixerCall], num_heads: int) -> tuple[StatePart, ...] | None:
     """Returns the parts of the state of a mixer that made these calls.
 
     `num_heads` are the heads by which attention is split over ranks. Returns None if the calls are
@@ -68,7 +66,7 @@ def derive_parts(
     if sum(heads * columns for _, heads, columns in shapes) != channels or width < 2:
         return None
     parts = [
-        _part(name, num_heads, heads, (width - 1) * columns, dtype)
+        _part(name, num_heads, heads, (width - 1) * columns, "auto")
         for name, heads, columns in shapes
     ]
     if matrix is not None:
