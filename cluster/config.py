@@ -180,8 +180,11 @@ class PoolConfig(BaseModel):
     # GiB of each rank's memory, which holds the rank's heads of every token. None: on GPUs the rest
     # of that part, as measured; on CPUs 1, but at most the rank's share of a quarter of the memory.
     kv_cache_gb: float | None = Field(default=None, ge=0.001, le=4096)
-    # GiB of each rank's host memory, for blocks that leave that cache.
+    # GiB of each rank's host memory, for blocks and states that leave that cache.
     kv_host_gb: float = Field(default=0.0, ge=0, le=4096)
+    # States in that cache, of a model that keeps states. None: at most half of its bytes, and four
+    # for each of max_sequences.
+    state_slots: int | None = Field(default=None, ge=1, le=1_048_576)
     # A folder on every node of the pool, and GiB of its disk for each worker; they keep KV cache
     # beyond a restart.
     kv_disk: AbsolutePath | None = None

@@ -159,6 +159,12 @@ SETTINGS: Final = (
         help="GiB of each rank's host memory for blocks that leave the KV cache.",
     ),
     Setting(
+        name="state_slots",
+        keys=_pools("state_slots"),
+        kind=int,
+        help="States in that cache, of a model that keeps states; by default at most half of it.",
+    ),
+    Setting(
         name="kv_disk",
         keys=_pools("kv_disk"),
         kind=Path,

@@ -3,6 +3,7 @@
 from typing import Final
 
 from ...proto.identity import PeerIdentity
+from ...workers.engine.block_table import NUM_STATES
 from ...workers.engine.config import Budgets
 from ...workers.host.threads import available_cores
 from ...workers.serve.worker import WorkerConfig
@@ -69,6 +70,9 @@ def worker_config(
         max_step_tokens=budgets.max_step_tokens,
         max_step_rows=budgets.max_step_rows,
         kv_host_bytes=int(pool.kv_host_gb * _GIB),
+        state_slots=pool.state_slots,
+        max_sequences=budgets.max_sequences,
+        sequence_states=NUM_STATES + (role == "prefill"),  # a prefill keeps its result for transfer
         context_tokens=config.context_tokens,
         num_threads=num_threads,
         transports=config.transports,

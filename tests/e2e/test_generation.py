@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tandem.tests import demo_model
 from tandem.tests.fleet import Fleet, fleet, split_fleet
 from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.token_request import token_request
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 from tandem.workers.tp.rank import Rank
@@ -210,25 +212,33 @@ async def test_conversations_find_their_prefix() -> None:
     assert sum(counter.num_prompt_tokens for counter in counters) <= uncached
 
 
-async def test_conversations_of_a_model_with_windows_find_their_prefix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["windows", "states"])
+async def test_conversations_continue_from_resume_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """2 conversations of 5 turns over 2 + 2 workers, each with blocks of 32 tokens and windows of
-    24: at least 85 % of the tokens of later prompts come from a prefix cache, and the answers are
-    those of transformers.
+    """2 conversations of 5 turns over 2 + 2 workers, of a model with blocks of 32 tokens and
+    windows of 24, and of one with states: at least 85 % of the tokens of later prompts come from a
+    prefix cache, and the answers are those of transformers.
     """
 
     def most(num_tokens: int, prefill: Candidate, others: Sequence[Candidate]) -> Candidate | None:
         return max(others, key=lambda other: other.matched_tokens, default=None)
 
     monkeypatch.setattr(registry, "choose_holder", most)  # however fast the workers seem to be
-    folder = make_tiny_model(tmp_path, "gemma3")
+    if kind == "windows":
+        folder = make_tiny_model(tmp_path, "gemma3")
+    else:
+        folder = make_tiny_decoder(tmp_path, "qwen3_5_text")
     numbers = random.Random(7)
     system = [numbers.randrange(3, 400) for _ in range(400)]
     prompts = [system + [numbers.randrange(3, 400) for _ in range(9)] for _ in range(2)]
     turns: list[tuple[int, int]] = []  # cached tokens and tokens of each prompt
     async with split_fleet(folder, {"prefill": [1, 1], "decode": [1, 1]}) as running:
-        assert [len(worker.info().tables) for worker in running.workers] == [2] * 4
+        for worker in running.workers:
+            assert len(worker.info().tables) == (2 if kind == "windows" else 1)
+            assert (worker.info().num_states > 0) == (kind == "states")
+        tables = running.workers[0].info().tables
+        alignment = lcm(*(table.block_size for table in tables))
         for turn in range(5):
             for prompt in prompts:
                 answer, timeline = await running.generate(
@@ -238,7 +248,7 @@ async def test_conversations_of_a_model_with_windows_find_their_prefix(
                     assert answer == expected_tokens(folder, [prompt], 20)[0]
                 turns.append((timeline.cached_tokens, len(prompt)))
                 prompt += answer
-                await _known(running, prompt)
+                await _known(running, prompt, alignment)
                 prompt += [numbers.randrange(3, 400) for _ in range(9)]
         restored = [(await worker.status()).num_restored_tokens for worker in running.workers]
     assert sum(restored[:2]) > 0  # prefill workers have fetched prefixes from decode workers
@@ -247,9 +257,9 @@ async def test_conversations_of_a_model_with_windows_find_their_prefix(
     assert share >= 0.85
 
 
-async def _known(running: Fleet, tokens: Sequence[int]) -> None:
-    """Waits until the router has heard of all full blocks of a finished answer."""
-    num_tokens = (len(tokens) - 1) // 32 * 32
+async def _known(running: Fleet, tokens: Sequence[int], alignment: int) -> None:
+    """Waits until the router has heard of the last resume point of a finished answer."""
+    num_tokens = (len(tokens) - 1) // alignment * alignment
     async with asyncio.timeout(10):
         while num_tokens not in running.registry._prefixes.match(Prefix(tokens)).values():
             await asyncio.sleep(0.005)
