@@ -65,7 +65,7 @@ def _read_factors(
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in sorted(_parse(folder.weights).items()):
         suffix = next(filter(name.endswith, _SUFFIXES), "")
-        layer = name.removeprefix(_PREFIX).removesuffix(suffix)
+        layer = _checkpoint_name(name.removeprefix(_PREFIX).removesuffix(suffix), sizes)
         if not suffix or layer not in sizes:
             raise CheckpointError(
                 f"{WEIGHTS_FILE}: {name[:160]}: this model has no such linear layer to adapt"
@@ -81,6 +81,15 @@ def _read_factors(
     if not found:
         raise CheckpointError(f"{WEIGHTS_FILE}: has no tensors")
     return {layer: (pair[_SUFFIXES[0]], pair[_SUFFIXES[1]]) for layer, pair in found.items()}
+
+
+def _checkpoint_name(layer: str, sizes: Mapping[str, tuple[int, int]]) -> str:
+    """Returns the name that a layer of an adapter has in the model's checkpoint.
+
+    Checkpoints of Nemotron-H call the decoder backbone; transformers and peft call it model.
+    """
+    other = f"backbone.{layer.removeprefix('model.')}"
+    return other if layer not in sizes and other in sizes else layer
 
 
 def _parse(weights: bytes) -> dict[str, torch.Tensor]:

@@ -78,6 +78,13 @@ class ExpertsConfig:
     intermediate_size: int  # of one expert
     layers: tuple[int, ...]  # layers with experts; the others have an MLP
     normalised: bool = True  # the weights of a token's experts add up to 1
+    sigmoid: bool = False  # scores are a sigmoid of the router's outputs; else softmax of all
+    has_score_bias: bool = False  # experts are chosen by the sums of scores and a bias
+    # Experts are chosen from the groups with the highest sums of two scores.
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    scale: float = 1.0  # of the weights
+    latent_size: int | None = None  # of the experts' inputs and outputs, if not the hidden size
     is_mxfp4: bool = False  # whether the checkpoint has the experts' weights in MXFP4
     shared_size: int | None = None  # intermediate size of the expert of all tokens; None: no such
     # Whether a checkpoint may have the experts' weights as [experts, outputs, inputs].
@@ -93,6 +100,34 @@ class DeltaConfig:
     key_dim: int  # of a head
     value_dim: int
     width: int  # tokens of the convolution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvConfig:
+    """Describes the layers of LFM2 that are a short convolution."""
+
+    width: int  # inputs of a channel, including the token's own
+    has_bias: bool = False  # of the convolution and of the maps before and after it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Config:
+    """Describes the layers of a model that are a Mamba 2 mixer (arXiv 2405.21060)."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int  # of heads that share B and C, and of channels that are normalized together
+    state_size: int  # numbers of B and of C
+    conv_width: int  # inputs of a channel, including the token's own
+    conv_bias: bool
+    proj_bias: bool  # of the maps before and after the mixer
+    limits: tuple[float, float]  # of the time step
+    norm_eps: float
+
+    @property
+    def channels(self) -> int:
+        """Returns the number of channels of all heads."""
+        return self.num_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +156,8 @@ class ModelConfig:
     logits_soft_cap: float | None = None
     experts: ExpertsConfig | None = None
     delta: DeltaConfig | None = None
+    short_conv: ShortConvConfig | None = None
+    mamba2: Mamba2Config | None = None
     # quantization_config; empty for a model that is not quantized.
     quantization: Mapping[str, Any] = field(default_factory=dict)
     # The fields of config.json if the model runs through transformers' code; None if it runs
@@ -374,6 +411,11 @@ class Fields:
     def nested(self, name: str) -> "Fields":
         """Returns the fields of an object; no fields if it is missing."""
         return Fields(self._file, self.mapping(name), f"{self._prefix}{name}.")
+
+    def with_defaults(self, values: dict[str, Any]) -> "Fields":
+        """Returns these fields, and `values` in place of those that are missing."""
+        own = {name: value for name, value in self._values.items() if value is not None}
+        return Fields(self._file, values | own, self._prefix)
 
     def replaced(self, values: dict[str, Any], name: str) -> "Fields":
         """Returns other values, whose errors name them as fields of the object `name`."""

@@ -22,6 +22,8 @@ _TOKENS_OF_POINT: Final = 2048  # between the regular resume points of a model w
 def check_config_split(config: ModelConfig, tp: int) -> None:
     """Raises ValueError, a one-line message, if a layer's heads cannot be split over `tp` ranks."""
     for layer in config.layers:
+        for part in layer.states:
+            check_split(part.num_heads, part.num_kv_heads, tp)
         if not layer.keeps_tokens:
             continue
         check_split(layer.num_heads, layer.num_kv_heads, tp)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from ..kv_cache.layout import LayerGeometry
+from ..kv_cache.layout import LayerGeometry, StatePart
 from ..kv_cache.sharding import kv_heads, part, query_heads
 
 
@@ -54,8 +54,8 @@ class TensorParallel:
         heads = query_heads(layer.num_heads, self.size, self.rank)
         return slice(heads.start, heads.stop)
 
-    def kv_heads(self, layer: LayerGeometry) -> tuple[int, ...]:
-        """Returns the rank's KV heads; none if the layer has no attention.
+    def kv_heads(self, layer: LayerGeometry | StatePart) -> tuple[int, ...]:
+        """Returns the rank's KV heads, or heads of a state; none if the layer has no attention.
 
         Raises ValueError as `check_split`.
         """
@@ -85,6 +85,10 @@ class TensorParallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of x over the ranks; x may be overwritten."""
         return self.group.all_reduce(x) if self.group else x
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Returns every rank's x, all of one shape."""
+        return self.group.all_gather(x) if self.group else [x]
 
     def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Joins the ranks' columns [num_rows, len(part(vocab_size))] to [num_rows, vocab_size]."""

@@ -13,6 +13,7 @@ import torch
 from ..engine.plan import OnLayers
 from .attention.backend import SequenceSpan
 from .attention.torch_backend import TorchAttentionBackend
+from .kernels.c import elementwise  # noqa: F401  # registers kernels of torch's operators
 from .kernels.c.calls import Recorder
 from .models.family import CausalLM
 from .states.steps import StepStates

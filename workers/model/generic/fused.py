@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..kernels.c import cpu, elementwise  # noqa: F401  # the latter lets steps be recorded
+from ..kernels.c import cpu
 from .config import LAYER_TYPES, text_config
 from .tensor_parallel import TpPlan
 

@@ -8,7 +8,8 @@ import torch
 
 from .. import kernels
 from ..config import ExpertsConfig
-from ..module import Module
+from ..kernels.c import cpu, gates
+from ..module import Module, Parameter, WeightSlice
 from ..quant.base import LinearMethod, LinearPartition, activate_and_mul
 from ..quant.side_by_side import method_of_maps
 from ..quant.unquantized import UnquantizedLinearMethod
@@ -20,6 +21,7 @@ from .grouped import (
     multiplies_in_one_launch,
 )
 from .linear import BuildOptions
+from .scaling import relu_squared
 
 ExpertMaps = tuple[list[LinearMethod], list[LinearMethod]]
 """The gate and up map of each expert, and the down map of each."""
@@ -42,8 +44,9 @@ class RoutedExperts(Module, ABC):
         build: BuildOptions,
         *,
         router_bias: bool = False,
+        score_bias: str | None = None,
     ) -> None:
-        """Takes `router`, the router's name in the checkpoint."""
+        """Takes the names of `router` and, if experts are chosen by scores with a bias, of that."""
         self._config = config
         self._tp = build.tp
         self._batch_invariant = build.batch_invariant
@@ -52,7 +55,14 @@ class RoutedExperts(Module, ABC):
         self.router: LinearMethod = UnquantizedLinearMethod(batch_invariant=build.batch_invariant)
         outputs = ((router, config.num_experts, slice(None)),)
         partition = LinearPartition(outputs=outputs, num_inputs=hidden, has_bias=router_bias)
-        self.router.create_weights(partition, build.dtype)
+        # As in transformers; the choice among many experts with similar scores needs it.
+        dtype = torch.float32 if config.sigmoid else build.dtype
+        self.router.create_weights(partition, dtype)
+        self.score_bias: Parameter | None = None
+        if score_bias is not None:
+            self.score_bias = Parameter(
+                WeightSlice(score_bias, (config.num_experts,)), dtype=torch.float32
+            )
 
     @abstractmethod
     def maps(self) -> ExpertMaps:
@@ -84,15 +94,22 @@ class RoutedExperts(Module, ABC):
         self._grouped = (GroupedLinear(gate_up), GroupedLinear(down))
         self._by_torch = by_torch
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Maps x [num_tokens, hidden] to the same shape, added to `residual`."""
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, inputs: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Maps x [num_tokens, hidden] to the same shape, added to `residual`.
+
+        With `inputs` [num_tokens, size], experts are chosen by x and map these.
+        """
         chosen, weights = self._route(x)
+        if inputs is None:
+            inputs = x
         if self._grouped is None:
-            total = self._one_by_one(x, chosen, weights)
+            total = self._one_by_one(inputs, chosen, weights)
         elif self._by_torch:
-            total = self._by_grouped_mm(x, chosen, weights, *self._grouped)
+            total = self._by_grouped_mm(inputs, chosen, weights, *self._grouped)
         else:
-            total = self._in_fixed_order(x, chosen, weights, *self._grouped)
+            total = self._in_fixed_order(inputs, chosen, weights, *self._grouped)
         result = self._tp.all_reduce(total.to(x.dtype))
         return result if residual is None else residual + result
 
@@ -140,11 +157,36 @@ class RoutedExperts(Module, ABC):
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns each token's experts and float32 weights, both [num_tokens, num_chosen]."""
-        scores = self.router.apply(x).float().softmax(dim=-1)
-        weights, chosen = scores.topk(self._config.num_chosen, dim=-1)
-        if self._config.normalised:
+        config = self._config
+        if config.sigmoid:
+            scores = self._sigmoid_scores(x)
+            ranked = scores if self.score_bias is None else scores + self.score_bias.data
+            chosen = self._of_best_groups(ranked).topk(config.num_chosen, dim=-1).indices
+            weights = scores.gather(1, chosen)
+        else:
+            scores = self.router.apply(x).float().softmax(dim=-1)
+            weights, chosen = scores.topk(config.num_chosen, dim=-1)
+        if config.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        return chosen, weights
+        return chosen, weights if config.scale == 1.0 else weights * config.scale
+
+    def _sigmoid_scores(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the scores of all experts, float32 [num_tokens, num_experts]."""
+        form = self.router.plain_form()
+        if cpu.usable(x) and form is not None:
+            return gates.sigmoid_scores(x, form[0])
+        return self.router.apply(x.float()).sigmoid()
+
+    def _of_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        """Replaces scores [num_tokens, num_experts] of the groups that are not chosen by -inf."""
+        config = self._config
+        if config.num_groups == 1:
+            return scores
+        grouped = scores.view(len(scores), config.num_groups, -1)
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(config.num_chosen_groups, dim=-1).indices
+        is_left_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device)
+        is_left_out.scatter_(1, best, False)
+        return grouped.masked_fill(is_left_out[:, :, None], -torch.inf).view(scores.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +195,14 @@ class ExpertNames:
 
     router: str
     experts: str  # prefix of an expert's number
-    gate: str
+    gate: str | None  # None: experts have no gate
     up: str
     down: str
+    score_bias: str | None = None  # None: experts are chosen by their scores alone
 
 
-class GatedExperts(RoutedExperts):
-    """Routes tokens to MLPs like Llama's: down(activation(gate(x)) * up(x)).
+class MlpExperts(RoutedExperts):
+    """Routes tokens to MLPs: down(activation(gate(x)) * up(x)), or down(relu(up(x)) ** 2).
 
     A rank computes the summand of its part of the intermediate size. Adapters do not change
     experts, because an expert's rows are not the rows of the step.
@@ -172,10 +215,14 @@ class GatedExperts(RoutedExperts):
         names: ExpertNames,
         build: BuildOptions,
         *,
-        activation: str,
+        activation: str = "silu",
+        inputs: int | None = None,
     ) -> None:
-        super().__init__(config, hidden, names.router, build)
+        """Takes the `activation` of gates, and the size of the `inputs` if not `hidden`."""
+        super().__init__(config, hidden, names.router, build, score_bias=names.score_bias)
         self._activation = activation
+        self._has_gate = names.gate is not None
+        width = hidden if inputs is None else inputs
         size = config.intermediate_size
         part = build.tp.part(size)
 
@@ -188,14 +235,14 @@ class GatedExperts(RoutedExperts):
         self.down: list[LinearMethod] = []
         for number in range(config.num_experts):
             prefix = f"{names.experts}.{number}"
-            inner = [f"{prefix}.{names.gate}", f"{prefix}.{names.up}"]
+            inner = [f"{prefix}.{name}" for name in (names.gate, names.up) if name is not None]
             outputs = tuple((name, size, part) for name in inner)
             partition = LinearPartition(
-                outputs=outputs, num_inputs=hidden, gated=True, is_expert=True
+                outputs=outputs, num_inputs=width, gated=self._has_gate, is_expert=True
             )
             self.gate_up.append(make(inner, partition))
             outer = f"{prefix}.{names.down}"
-            outputs = ((outer, hidden, slice(None)),)
+            outputs = ((outer, width, slice(None)),)
             partition = LinearPartition(
                 outputs=outputs, num_inputs=size, inputs=part, is_expert=True
             )
@@ -205,7 +252,11 @@ class GatedExperts(RoutedExperts):
         return self.gate_up, self.down
 
     def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if not self._has_gate:
+            return relu_squared(gate_up)
         return activate_and_mul(gate_up, self._activation)
 
     def compute(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        if not self._has_gate:
+            return super().compute(number, x)
         return self.down[number].apply(self.gate_up[number].apply_gated(x, self._activation))

@@ -107,17 +107,32 @@ def qkv_outputs(
     return _joined(outputs)
 
 
-def gate_up_outputs(prefix: str, size: int, part: slice, *, fused: bool = False) -> list[Outputs]:
+def gate_up_outputs(
+    prefix: str, size: int, part: slice, names: Sequence[str] = ("gate_proj", "up_proj")
+) -> list[Outputs]:
     """Returns the outputs of an MLP's gate and up projections that a rank keeps.
 
-    A `fused` checkpoint has one weight, gate_up_proj.
+    A fused checkpoint has one name for both.
     """
-    if not fused:
-        return [(f"{prefix}.{name}_proj", size, part) for name in ("gate", "up")]
-    return [
-        (f"{prefix}.gate_up_proj", 2 * size, slice(begin + part.start, begin + part.stop))
-        for begin in (0, size)
-    ]
+    if len(names) == 2:
+        return [(f"{prefix}.{name}", size, part) for name in names]
+    return split_outputs(f"{prefix}.{names[0]}", [(size, [part])] * 2)
+
+
+def split_outputs(name: str, maps: Sequence[tuple[int, Sequence[slice]]]) -> list[Outputs]:
+    """Returns the outputs that a rank keeps of a weight that holds several maps, one by one.
+
+    `maps` has each map's number of outputs and the slices of them that are kept.
+    """
+    total = sum(size for size, _ in maps)
+    outputs: list[Outputs] = []
+    begin = 0
+    for size, kept in maps:
+        outputs += [
+            (name, total, slice(begin + part.start, begin + part.stop, part.step)) for part in kept
+        ]
+        begin += size
+    return _joined(outputs)
 
 
 def _joined(outputs: Sequence[Outputs]) -> list[Outputs]:

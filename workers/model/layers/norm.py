@@ -8,6 +8,7 @@ from torch.nn import functional
 from .. import kernels
 from ..kernels.c import cpu, gates
 from ..module import Module, Parameter, WeightSlice
+from ..parallel import TensorParallel
 
 
 class RMSNorm(Module):
@@ -95,6 +96,60 @@ class GatedRMSNorm(Module):
         normed = gated if self._gate_first else x.float()
         scale = torch.rsqrt(normed.square().mean(-1, keepdim=True) + self._epsilon)
         return (self._weight.float() * (gated * scale)).to(x.dtype)
+
+
+class SharedGatedRMSNorm(Module):
+    """Computes a GatedRMSNorm, gate first, of groups of heads that ranks share.
+
+    Each rank adds up the squares of each of its heads. All ranks add up the heads of a group in one
+    order.
+    """
+
+    def __init__(
+        self,
+        weight: WeightSlice,  # [kept heads * dim]
+        dim: int,
+        group_size: int,  # numbers that are normalized together
+        epsilon: float,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+    ) -> None:
+        self.weight = Parameter(weight, dtype=dtype)
+        self._dim = dim
+        self._group_size = group_size
+        self._epsilon = epsilon
+        self._tp = tp
+
+    def process_after_load(self) -> None:
+        """Splits the weight into heads, [kept heads, dim]."""
+        self._weight = self.weight.data.view(-1, self._dim)
+
+    def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Maps x and gate [num_tokens, kept heads, dim] to the same shape, as `GatedRMSNorm`."""
+        native = cpu.usable(x)
+        gated = x if native else x.float() * functional.silu(gate.float())
+        own = gates.gated_squares(x, gate) if native else gated.square().sum(-1)
+        squares = self._of_groups(own)
+        if native:
+            return gates.gated_norm(
+                x,
+                gate,
+                self._weight,
+                self._epsilon,
+                gate_first=True,
+                squares=squares,
+                group_size=self._group_size,
+            )
+        scale = torch.rsqrt(squares / self._group_size + self._epsilon)
+        return (self._weight.float() * (gated * scale[:, :, None])).to(x.dtype)
+
+    def _of_groups(self, squares: torch.Tensor) -> torch.Tensor:
+        """Maps the sums of the kept heads to those of their groups, float32 [num_tokens, heads]."""
+        num_tokens, kept = squares.shape
+        heads = torch.cat(self._tp.all_gather(squares), dim=1)
+        together = self._group_size // self._dim
+        sums = heads.view(num_tokens, -1, together).sum(-1).repeat_interleave(together, dim=1)
+        return sums.narrow(1, self._tp.rank * kept, kept).contiguous()
 
 
 class LayerNorm(Module):

@@ -22,3 +22,9 @@ def sigmoid_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     if cpu.usable(x):
         return gates.sigmoid_gated(x, gate)
     return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """Returns relu(x) ** 2 of [num_rows, size] (arXiv 2109.08668)."""
+    positive = torch.relu(x)
+    return positive * positive

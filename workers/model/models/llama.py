@@ -38,6 +38,7 @@ class LlamaAttention(Module):
 
     fused: ClassVar[bool] = False  # whether the checkpoint has one qkv_proj
     gated: ClassVar[bool] = False  # whether q_proj also has gates; see `qkv_outputs`
+    output_name: ClassVar[str] = "o_proj"
 
     def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
         layer = config.layers[index]
@@ -53,7 +54,7 @@ class LlamaAttention(Module):
         outputs = qkv_outputs(prefix, layer, build.tp, order, fused=self.fused, gated=self.gated)
         self.qkv_proj = ColumnParallelLinear(outputs, hidden, build, bias=config.qkv_bias)
         inputs = slice(heads.start * dim, heads.stop * dim)
-        output = f"{prefix}.o_proj"
+        output = f"{prefix}.{self.output_name}"
         self.o_proj = RowParallelLinear(
             output, hidden, layer.num_heads * dim, inputs, build, bias=config.output_bias
         )
@@ -83,18 +84,19 @@ class LlamaAttention(Module):
 class LlamaMLP(Module):
     """Computes down(activation(gate(x)) * up(x)), SwiGLU or GeGLU (arXiv 2002.05202)."""
 
-    fused: ClassVar[bool] = False  # whether the checkpoint has one gate_up_proj
+    gate_up_names: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")  # or one for both
+    down_name: ClassVar[str] = "down_proj"
 
     def __init__(self, config: ModelConfig, prefix: str, build: BuildOptions) -> None:
         hidden = config.hidden_size
         size = config.intermediate_size
         bias = config.mlp_bias
         part = build.tp.part(size)
-        outputs = gate_up_outputs(prefix, size, part, fused=self.fused)
+        outputs = gate_up_outputs(prefix, size, part, self.gate_up_names)
         self._activation = config.activation
         self.gate_up_proj = ColumnParallelLinear(outputs, hidden, build, bias=bias, gated=True)
         self.down_proj = RowParallelLinear(
-            f"{prefix}.down_proj", hidden, size, part, build, bias=bias
+            f"{prefix}.{self.down_name}", hidden, size, part, build, bias=bias
         )
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -134,6 +136,8 @@ class LlamaForCausalLM(CausalLM):
     """Computes embedding, decoder layers, norm and head."""
 
     layer_type: ClassVar[type[DecoderLayer]] = LlamaDecoderLayer
+    embedding_name: ClassVar[str] = "model.embed_tokens"
+    norm_name: ClassVar[str] = "model.norm"
 
     def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
         """Raises ValueError if the heads cannot be split over the ranks."""
@@ -141,10 +145,10 @@ class LlamaForCausalLM(CausalLM):
         self._dtype = build.dtype
         self.lora = build.lora
         size = (config.vocab_size, config.hidden_size)
-        self.embed_tokens = VocabParallelEmbedding("model.embed_tokens", *size, build)
+        self.embed_tokens = VocabParallelEmbedding(self.embedding_name, *size, build)
         self.layers = [self.layer_type(config, index, build) for index in range(len(config.layers))]
         self.norm: RMSNorm | LayerNorm = RMSNorm(
-            "model.norm", config.hidden_size, config.norm_eps, build.dtype
+            self.norm_name, config.hidden_size, config.norm_eps, build.dtype
         )
         tied = self.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead("lm_head", size, build, tied)

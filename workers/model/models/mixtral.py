@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar, Final
 
 from ..config import ExpertsConfig, Fields, ModelConfig
-from ..layers.experts import ExpertNames, GatedExperts
+from ..layers.experts import ExpertNames, MlpExperts
 from ..layers.linear import BuildOptions
 from .llama import LlamaDecoderLayer, LlamaForCausalLM
 from .parsing import parse_decoder_config, parse_rope
@@ -37,7 +37,7 @@ class MixtralDecoderLayer(LlamaDecoderLayer):
                 router=f"{prefix}.{self.names.router}",
                 experts=f"{prefix}.{self.names.experts}",
             )
-            self.mlp = GatedExperts(
+            self.mlp = MlpExperts(
                 experts, config.hidden_size, names, build, activation=config.activation
             )
 

@@ -7,7 +7,8 @@ from typing import Any, Final
 from ...kv_cache.layout import LayerGeometry, StatePart
 from ..config import Fields, ModelConfig, RopeConfig, text_fields
 
-_MAX_LAYERS: Final = 1_000
+MAX_LAYERS: Final = 1_000
+_INFINITY: Final = {"__float__": "Infinity"}
 _ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 WindowOf = Callable[[int], int | None]
@@ -47,7 +48,7 @@ def parse_decoder_config(
         )
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
-    num_layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_kv_heads = _num_kv_heads(fields, num_heads)
     head_dim = _head_dim(fields, hidden_size, num_heads)
     shared = None if rope else parse_rope(fields)
@@ -111,7 +112,7 @@ def parse_layer_kinds(
 ) -> tuple[str, ...]:
     """Returns the types of all layers. Raises CheckpointError if one is not `allowed`."""
     kinds = fields.texts(name)
-    num_layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     if len(kinds) != num_layers or not set(kinds) <= set(allowed):
         raise fields.error(
             name, f"must be a list of {num_layers} entries, each {' or '.join(allowed)}"
@@ -173,6 +174,33 @@ def parse_rope(
             f"{kind!r} is not supported, only default, linear, dynamic, {', '.join(parsers)}",
         )
     return parsers[kind](rope, theta, original, max_position, rotated)
+
+
+def parse_time_steps(fields: Fields, name: str) -> tuple[float, float]:
+    """Returns the least and the greatest time step of mixers; without the field, all are allowed.
+
+    The greatest may be infinite. Raises CheckpointError.
+    """
+    values = dict(fields.items()).get(name)
+    if values is None:
+        return 0.0, math.inf
+    is_pair = isinstance(values, list) and len(values) == 2
+    # transformers 5 writes infinity as an object, since JSON has no name for it.
+    numbers = [math.inf if each == _INFINITY else each for each in values] if is_pair else []
+    if not is_pair or any(type(each) not in (int, float) for each in numbers):
+        raise fields.error(name, f"must be two numbers, is {values!r:.60}")
+    least, most = map(float, numbers)
+    if not 0 <= least <= most:
+        raise fields.error(name, f"must be ascending numbers of at least 0, is {values!r:.60}")
+    return least, most
+
+
+def parse_groups(fields: Fields, name: str, default: int, num_heads: int) -> int:
+    """Returns the number of groups of a mixer's heads. Raises CheckpointError."""
+    num_groups = fields.integer(name, default)
+    if num_heads % num_groups:
+        raise fields.error(name, f"{num_groups} does not divide the {num_heads} heads")
+    return num_groups
 
 
 def parse_dtype(fields: Fields) -> str:

@@ -17,7 +17,7 @@ class Phi3Attention(LlamaAttention):
 class Phi3MLP(LlamaMLP):
     """Reads gate and up from one fused weight."""
 
-    fused = True
+    gate_up_names = ("gate_up_proj",)
 
 
 class Phi3DecoderLayer(LlamaDecoderLayer):

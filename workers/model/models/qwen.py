@@ -21,6 +21,7 @@ class Qwen3Attention(LlamaAttention):
     """Computes Llama's attention over normalized queries and keys."""
 
     norm_offset: ClassVar[float] = 0.0  # added to the norms' weights; see `RMSNorm`
+    norm_names: ClassVar[tuple[str, str]] = ("q_norm", "k_norm")
 
     def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
         super().__init__(config, index, prefix, build)
@@ -38,8 +39,8 @@ class Qwen3Attention(LlamaAttention):
                 order=order,
             )
 
-        self.q_norm = norm("q_norm")
-        self.k_norm = norm("k_norm")
+        self.q_norm = norm(self.norm_names[0])
+        self.k_norm = norm(self.norm_names[1])
 
     def rotate(
         self, query_key: torch.Tensor, rotary: CosSin | None

@@ -13,7 +13,7 @@ import torch
 
 from ..attention.backend import StepAttention
 from ..config import DeltaConfig, Fields, ModelConfig
-from ..layers.experts import ExpertNames, GatedExperts
+from ..layers.experts import ExpertNames, MlpExperts
 from ..layers.gated_delta import GatedDeltaNet, GroupedGatedDeltaNet, delta_states
 from ..layers.linear import BuildOptions
 from ..layers.norm import RMSNorm
@@ -118,7 +118,7 @@ class ExpertsBesideShared(Module):
             up="up_proj",
             down="down_proj",
         )
-        self.routed = GatedExperts(experts, hidden, names, build, activation=config.activation)
+        self.routed = MlpExperts(experts, hidden, names, build, activation=config.activation)
         as_mlp = replace(config, intermediate_size=experts.shared_size)
         self.shared = LlamaMLP(as_mlp, f"{prefix}.shared_expert", build)
         self.gate = UnquantizedLinearMethod(batch_invariant=build.batch_invariant)

@@ -2,7 +2,7 @@
 
 #include "common.h"
 
-enum { OF_COPY, OF_ADD, OF_SUB, OF_MUL, OF_NEG, OF_SILU, OF_GELU, OF_GELU_TANH, OF_TANH };  // as in elementwise.py
+enum { OF_COPY, OF_ADD, OF_SUB, OF_MUL, OF_NEG, OF_SILU, OF_GELU, OF_GELU_TANH, OF_TANH, OF_RELU };  // as in elementwise.py
 
 static inline float erf_gelu(float x) { return 0.5f * x * (1 + erff(x * 0.70710678118654752f)); }
 
@@ -48,6 +48,7 @@ static inline float erf_gelu(float x) { return 0.5f * x * (1 + erff(x * 0.707106
                 case OF_GELU: EACH(NAME, erf_gelu(u))                                                                  \
                 case OF_GELU_TANH: EACH(NAME, gelu(u))                                                                 \
                 case OF_TANH: EACH(NAME, tanhf(u))                                                                     \
+                case OF_RELU: EACH(NAME, u > 0 ? u : 0)                                                                \
             }                                                                                                          \
         }                                                                                                              \
         return 0;                                                                                                      \

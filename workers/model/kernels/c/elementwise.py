@@ -24,6 +24,7 @@ _OPERATIONS: Final = (
     "gelu",
     "gelu_tanh",
     "tanh",
+    "relu",
 )
 _aten = torch.ops.aten
 
@@ -138,6 +139,7 @@ OPERATORS.update(
         _aten.silu.default: lambda x: compute("silu", x),
         _aten.gelu.default: _gelu,
         _aten.tanh.default: lambda x: compute("tanh", x),
+        _aten.relu.default: lambda x: compute("relu", x),
         _aten.clone.default: lambda x, **kwargs: compute("copy", x),
         _aten.cat.default: concatenate,
     }

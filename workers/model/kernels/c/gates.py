@@ -27,13 +27,31 @@ def gated_norm(
     epsilon: float,
     *,
     gate_first: bool,
+    squares: torch.Tensor | None = None,  # float32 [rows, heads], contiguous
+    group_size: int = 0,
 ) -> torch.Tensor:
-    """Computes `layers.norm.GatedRMSNorm`: [rows, heads, dim]."""
+    """Computes `layers.norm.GatedRMSNorm`: [rows, heads, dim].
+
+    With `squares`, these are the sums of the squares of `group_size` numbers, by which each head is
+    normalized.
+    """
     rows, heads, dim = x.shape
     out = x.new_empty(rows, heads, dim)
     weight_stride = 0 if weight.ndim == 1 else dim
     places = (x, x.stride(0), z, z.stride(0), weight, weight_stride, out)
-    call("gated_norm", x.dtype, rows, *places, heads, dim, float(epsilon), int(gate_first))
+    options = (float(epsilon), int(gate_first), squares, group_size or dim)
+    call("gated_norm", x.dtype, rows, *places, heads, dim, *options)
+    return out
+
+
+def gated_squares(
+    x: torch.Tensor,  # [rows, heads, dim]
+    z: torch.Tensor,  # the same
+) -> torch.Tensor:
+    """Returns the sum of the squares of each head of x * silu(z): float32 [rows, heads]."""
+    rows, heads, dim = x.shape
+    out = x.new_empty(rows, heads, dtype=torch.float32)
+    call("gated_squares", x.dtype, rows, x, x.stride(0), z, z.stride(0), out, heads, dim)
     return out
 
 
@@ -42,4 +60,16 @@ def sigmoid_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     rows, dim = x.shape
     out = x.new_empty(rows, dim)
     call("sigmoid_gated", x.dtype, rows, x, x.stride(0), gate, gate.stride(0), out, dim)
+    return out
+
+
+def sigmoid_scores(
+    x: torch.Tensor,  # [rows, inputs]
+    weight: torch.Tensor,  # float32 [outputs, inputs]
+) -> torch.Tensor:
+    """Computes sigmoid(x W^T) in float32: [rows, outputs]."""
+    rows, inputs = x.shape
+    outputs = len(weight)
+    out = x.new_empty(rows, outputs, dtype=torch.float32)
+    call("sigmoid_scores", x.dtype, rows, x, x.stride(0), weight, out, outputs, inputs)
     return out
