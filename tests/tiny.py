@@ -16,9 +16,13 @@ from transformers import (
     GenerationConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
@@ -49,6 +53,14 @@ ALTERNATING = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 
+MAMBA2 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+
 TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {"sliding_window": 24}),
@@ -68,6 +80,75 @@ TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "gemma2": (Gemma2Config, {**ALTERNATING, "query_pre_attn_scalar": 12}),
     "gemma3": (Gemma3TextConfig, {**ALTERNATING, "query_pre_attn_scalar": 12}),
     "cohere2": (Cohere2Config, {**ALTERNATING, "logit_scale": 0.5}),
+    "lfm2": (
+        Lfm2Config,
+        {
+            "num_hidden_layers": 3,
+            "hidden_size": 256,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 32,
+        },
+    ),
+    "lfm2_moe": (
+        Lfm2MoeConfig,
+        {
+            "num_hidden_layers": 3,
+            "hidden_size": 256,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "granite_hybrid": (
+        GraniteMoeHybridConfig,
+        MAMBA2
+        | {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granite_moe_hybrid": (
+        GraniteMoeHybridConfig,
+        MAMBA2
+        | {
+            "num_local_experts": 6,
+            "intermediate_size": 40,
+            "shared_intermediate_size": 56,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "nemotron_h": (
+        NemotronHConfig,
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+    ),
+    "nemotron_3": (
+        NemotronHConfig,
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 8,
+            "chunk_size": 16,
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 56,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4}),
     "qwen3_moe": (
         Qwen3MoeConfig,
@@ -82,7 +163,16 @@ TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 }
 FAMILIES = tuple(TINY)
 ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
-"""Those with experts."""
+"""Those with experts and without states."""
+STATEFUL = (
+    "lfm2",
+    "lfm2_moe",
+    "granite_hybrid",
+    "granite_moe_hybrid",
+    "nemotron_h",
+    "nemotron_3",
+)
+"""Those whose layers keep states, on CPUs only."""
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 """Those whose variants are tested at length."""
 
@@ -147,3 +237,6 @@ def randomise(model: torch.nn.Module, seed: int, gain: float = 1.5) -> None:
             parameter.copy_(0.4 * noise)
         else:
             parameter.copy_(gain * noise / parameter.shape[-1] ** 0.5)
+    for name, buffer in sorted(model.named_buffers()):
+        if name.endswith("bias"):  # by which experts are chosen
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))

@@ -13,7 +13,7 @@ import torch
 
 from tandem.tests.bench.engine import __main__
 from tandem.tests.peers import IDENTITY
-from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.tiny import FAMILIES, STATEFUL, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt, recorded_logits
 from tandem.tests.workers.model.test_exact import NUM_TOKENS, cut, logits_by_position
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
@@ -33,7 +33,7 @@ from tandem.workers.tp.rank import RankConfig, load_rank
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=sorted(set(FAMILIES) - set(STATEFUL)))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
 

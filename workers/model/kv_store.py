@@ -77,8 +77,7 @@ class PagedKv:
         plan = plan_memory(layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
         self.tables = plan.tables
         self.block_bytes = plan.block_bytes
-        # [num_bytes]; one unused byte of a model without attention, as no mapping is empty.
-        self.memory = self._allocate(max(plan.num_bytes, 1), shared=shared)
+        self.memory = self._allocate(plan.num_bytes, shared=shared)  # [num_bytes]
         # One tensor for each group.
         self.tensors = self._split(self.memory, plan)
         # The same memory by blocks, uint8 [planes, num_blocks, bytes] of each of `KvMemory.parts`.
@@ -86,7 +85,7 @@ class PagedKv:
         self.parts = tuple(
             part.view(planes, num_blocks, size)
             for part, (planes, size) in zip(
-                torch.split(self.memory[: plan.num_bytes], sizes), plan.parts, strict=True
+                torch.split(self.memory, sizes), plan.parts, strict=True
             )
         )
         # Views of each layer's keys and values, each [num_blocks, num_slots, block_size, head_dim];

@@ -32,7 +32,13 @@ from .models.gemma import (
     parse_gemma3_config,
 )
 from .models.gpt_oss import GptOssForCausalLM, parse_gpt_oss_config
-from .models.granite import GraniteForCausalLM, parse_granite_config
+from .models.granite import (
+    GraniteForCausalLM,
+    GraniteHybridForCausalLM,
+    parse_granite_config,
+    parse_granite_hybrid_config,
+)
+from .models.lfm2 import Lfm2ForCausalLM, parse_lfm2_config, parse_lfm2_moe_config
 from .models.llama import LlamaForCausalLM, parse_llama_config
 from .models.mistral import parse_mistral_config
 from .models.mixtral import (
@@ -41,6 +47,7 @@ from .models.mixtral import (
     parse_mixtral_config,
     parse_qwen3_moe_config,
 )
+from .models.nemotron_h import NemotronHForCausalLM, parse_nemotron_h_config
 from .models.olmo2 import Olmo2ForCausalLM, parse_olmo2_config
 from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
 from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
@@ -67,6 +74,12 @@ MODELS: Final[dict[str, ModelFamily]] = {
     "Gemma2ForCausalLM": ModelFamily(parse_gemma2_config, Gemma2ForCausalLM),
     "Gemma3ForCausalLM": ModelFamily(parse_gemma3_config, Gemma3ForCausalLM),
     "Cohere2ForCausalLM": ModelFamily(parse_cohere2_config, Cohere2ForCausalLM),
+    "Lfm2ForCausalLM": ModelFamily(parse_lfm2_config, Lfm2ForCausalLM),
+    "Lfm2MoeForCausalLM": ModelFamily(parse_lfm2_moe_config, Lfm2ForCausalLM),
+    "GraniteMoeHybridForCausalLM": ModelFamily(
+        parse_granite_hybrid_config, GraniteHybridForCausalLM
+    ),
+    "NemotronHForCausalLM": ModelFamily(parse_nemotron_h_config, NemotronHForCausalLM),
     "MixtralForCausalLM": ModelFamily(parse_mixtral_config, MixtralForCausalLM),
     "Qwen3MoeForCausalLM": ModelFamily(parse_qwen3_moe_config, Qwen3MoeForCausalLM),
     "Qwen3_5ForCausalLM": ModelFamily(parse_qwen3_5_config, Qwen35ForCausalLM),
@@ -138,6 +151,10 @@ Triton kernel on other GPUs, in other dtypes, with weights in FP8 and with `nume
 experts that are stored in different ways run one by one. Their speed on GPUs is not measured.
 gpt-oss weights in MXFP4 are converted to the model's dtype when they are loaded; `tandem plan
 memory` counts them in that dtype.
+
+Layers with a short convolution or a Mamba 2 mixer keep a state for each sequence and run on CPUs
+only. Ranks split channels and heads of mixers. If ranks share a group of heads, each holds the
+group's B and C, and they add up the squares of the norm.
 
 `tests/workers/model/test_families.py` compares logits and tokens of each with transformers: whole
 prompts and chunks, alone and in a batch, through a transfer, split over ranks.

@@ -307,7 +307,7 @@ def load(
     dtype: str = "float32",
     num_blocks: int = 128,
     num_host_blocks: int = 0,
-    num_states: int = 24,
+    num_states: int = 96,
     block_size: int = 16,
     device: str = "cpu",
     batch_invariant: bool = False,

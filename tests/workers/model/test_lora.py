@@ -30,6 +30,16 @@ from tandem.workers.model.adapter_folder import read_adapter
 from tandem.workers.model.config import CheckpointError
 from tandem.workers.model.runner import ModelRunner
 
+TARGETS = {
+    "phi3": FUSED,
+    "lfm2": ("q_proj", "in_proj", "out_proj", "w1", "w2"),
+    "lfm2_moe": ("q_proj", "in_proj", "out_proj", "w1", "w2"),
+    "granite_hybrid": ("q_proj", "in_proj", "out_proj", "input_linear", "output_linear"),
+    "granite_moe_hybrid": ("q_proj", "in_proj", "out_proj", "input_linear", "output_linear"),
+    "nemotron_h": ("q_proj", "in_proj", "up_proj", "down_proj"),
+    "nemotron_3": ("q_proj", "in_proj", "up_proj", "down_proj"),
+}
+"""The layers that adapters change, by family, if they have names of their own."""
 RANKS = {"one": 1, "four": 4, "eight": 8, "many": 40}
 NUMBERS = {"base": 0, "one": 1, "four": 2, "eight": 3, "many": 4}
 """The names of adapters, and under which numbers they are loaded."""
@@ -83,7 +93,7 @@ def runner(model: Path, folders: dict[str, Path]) -> ModelRunner:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny_model(tmp_path / "model", family)
-    targets = ATTENTION if family in ROUTED else FUSED if family == "phi3" else LINEAR
+    targets = TARGETS.get(family, ATTENTION if family in ROUTED else LINEAR)
     adapter = make_adapter(tmp_path / "adapter", folder, targets=targets)
     peft_model, runner = peft_reference(folder, {"one": adapter}), load(folder)
     runner.adapters.load(1, read_adapter(adapter, 64))

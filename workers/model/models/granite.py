@@ -1,17 +1,52 @@
-"""Granite 3: Llama with factors for embeddings, attention scores, residuals and logits."""
+"""Granite 3, which is Llama with factors of activations, and Granite 4, its hybrid with Mamba 2.
+
+The factors are of embeddings, attention scores, residuals and logits. Most layers of Granite 4 have
+a mixer in place of attention; some of its models have experts beside the MLP.
+"""
 
 from dataclasses import replace
+from functools import partial
+from typing import ClassVar, Final
 
 import torch
 
 from ..attention.backend import AttentionOptions, StepAttention
-from ..config import Fields, ModelConfig
+from ..config import ExpertsConfig, Fields, Mamba2Config, ModelConfig
+from ..layers.experts import ExpertMaps, RoutedExperts
 from ..layers.linear import BuildOptions
+from ..layers.mamba2 import Mamba2, mamba2_states
+from ..layers.norm import RMSNorm
 from ..layers.rotary import CosSin
 from ..layers.rows import EmbeddingRows
 from ..layers.scaling import scaled
+from ..module import Parameter, WeightSlice
+from ..quant.base import LinearMethod, activate_and_mul
+from ..quant.unquantized import UnquantizedLinearMethod
 from ..states.steps import StepStates
-from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, parse_llama_config
+from .family import DecoderLayer
+from .llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaMLP,
+    parse_llama_config,
+)
+from .parsing import (
+    parse_decoder_config,
+    parse_groups,
+    parse_layer_kinds,
+    parse_rope,
+    parse_time_steps,
+)
+
+_MAMBA: Final = "linear_attention"
+_KINDS: Final = {
+    "linear_attention": _MAMBA,
+    "full_attention": "full_attention",
+    "mamba": _MAMBA,
+    "attention": "full_attention",
+}
+"""Kinds of layers by their names in checkpoints; those of transformers 4 are last."""
 
 
 class GraniteAttention(LlamaAttention):
@@ -45,7 +80,7 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
 class GraniteForCausalLM(LlamaForCausalLM):
     """Multiplies the embeddings by one factor and the logits by another."""
 
-    layer_type = GraniteDecoderLayer
+    layer_type: ClassVar[type[DecoderLayer]] = GraniteDecoderLayer
 
     def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
         super().__init__(config, build)
@@ -59,10 +94,174 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
 
 def parse_granite_config(fields: Fields) -> ModelConfig:
+    return _with_factors(fields, parse_llama_config(fields))
+
+
+def _with_factors(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(
-        parse_llama_config(fields),
+        config,
         embedding_scale=fields.number("embedding_multiplier", 1.0),
         attention_scale=fields.number("attention_multiplier", 1.0),
         residual_scale=fields.number("residual_multiplier", 1.0),
         logits_scale=1 / fields.number("logits_scaling", 1.0),
+    )
+
+
+class GraniteSharedMLP(LlamaMLP):
+    """Computes Llama's MLP under other names of weights."""
+
+    gate_up_names = ("input_linear",)
+    down_name = "output_linear"
+
+
+class GraniteExperts(RoutedExperts):
+    """Routes to MLPs like Llama's, whose weights are stacked in the checkpoint."""
+
+    def __init__(
+        self, config: ExpertsConfig, hidden: int, prefix: str, build: BuildOptions
+    ) -> None:
+        super().__init__(config, hidden, f"{prefix}.router.layer", build)
+        self._build = build
+        # By expert, after loading.
+        self.gate_up_maps: list[LinearMethod] = []
+        self.down_maps: list[LinearMethod] = []
+        size = config.intermediate_size
+        part = build.tp.part(size)
+        every = slice(None)
+        inner = f"{prefix}.input_linear.weight"
+        shape = (config.num_experts, 2 * size, hidden)
+        up = slice(size + part.start, size + part.stop)
+        slices = [WeightSlice(inner, shape, (every, kept)) for kept in (part, up)]
+        self.gate_up: Parameter | None = Parameter(*slices, dtype=build.dtype, dim=1)
+        outer = f"{prefix}.output_linear.weight"
+        shape = (config.num_experts, hidden, size)
+        self.down: Parameter | None = Parameter(
+            WeightSlice(outer, shape, (every, every, part)), dtype=build.dtype
+        )
+
+    def process_after_load(self) -> None:
+        """Creates the linear method of each expert."""
+        assert self.gate_up is not None
+        assert self.down is not None
+        make = partial(
+            UnquantizedLinearMethod.from_tensors, batch_invariant=self._build.batch_invariant
+        )
+        self.gate_up_maps += [make(weight, gated=True) for weight in self.gate_up.data]
+        self.down_maps += [make(weight) for weight in self.down.data]
+        self.gate_up = None
+        self.down = None
+        super().process_after_load()
+
+    def maps(self) -> ExpertMaps:
+        return self.gate_up_maps, self.down_maps
+
+    def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return activate_and_mul(gate_up, "silu")
+
+    def compute(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        return self.down_maps[number].apply(self.gate_up_maps[number].apply_gated(x))
+
+
+class GraniteHybridDecoderLayer(DecoderLayer):
+    """Adds attention or a mixer, then an MLP and experts, each times a factor."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
+        prefix = f"model.layers.{index}"
+        size = config.hidden_size
+        self._scale = config.residual_scale
+        self.input_layernorm, self.post_attention_layernorm = (
+            RMSNorm(f"{prefix}.{name}", size, config.norm_eps, build.dtype)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        )
+        self.self_attn: GraniteAttention | None = None
+        self.mamba: Mamba2 | None = None
+        if config.layers[index].states:
+            self.mamba = Mamba2(config, index, f"{prefix}.mamba", build)
+        else:
+            self.self_attn = GraniteAttention(config, index, f"{prefix}.self_attn", build)
+        self.shared_mlp = GraniteSharedMLP(config, f"{prefix}.shared_mlp", build)
+        self.experts: GraniteExperts | None = None
+        if config.experts is not None:
+            self.experts = GraniteExperts(config.experts, size, f"{prefix}.block_sparse_moe", build)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rotary: CosSin | None,
+        attention: StepAttention,
+        states: StepStates | None = None,
+    ) -> torch.Tensor:
+        normed = self.input_layernorm(x)
+        if self.self_attn is not None:
+            mixed = self.self_attn(normed, None, rotary, attention)
+        else:
+            assert self.mamba is not None
+            assert states is not None
+            mixed = self.mamba(normed, None, states)
+        x = scaled(mixed, self._scale, x)
+        normed = self.post_attention_layernorm(x)
+        output = self.shared_mlp(normed, None)
+        if self.experts is not None:
+            output = self.experts(normed, output)
+        return scaled(output, self._scale, x)
+
+
+class GraniteHybridForCausalLM(GraniteForCausalLM):
+    """Uses Granite 4's layers in Granite's tree."""
+
+    layer_type = GraniteHybridDecoderLayer
+
+
+def parse_granite_hybrid_config(fields: Fields) -> ModelConfig:
+    kinds = [_KINDS[kind] for kind in parse_layer_kinds(fields, _KINDS)]
+    position = fields.text("position_embedding_type", "nope")
+    if position not in ("rope", "nope"):
+        raise fields.error("position_embedding_type", f"{position!r} is not supported, only rope")
+    rope = parse_rope(fields) if position == "rope" else None
+    mamba2 = _parse_mamba2(fields)
+    states = mamba2_states(mamba2)
+    bias = fields.boolean("attention_bias", False)
+    config = parse_decoder_config(
+        fields,
+        qkv_bias=bias,
+        output_bias=bias,
+        rope=lambda index: rope,
+        states=lambda index: states if kinds[index] == _MAMBA else (),
+    )
+    experts = None
+    if num_experts := fields.integer("num_local_experts", 8, minimum=0):
+        experts = ExpertsConfig(
+            num_experts=num_experts,
+            num_chosen=fields.integer("num_experts_per_tok", 2, maximum=num_experts),
+            intermediate_size=config.intermediate_size,
+            layers=tuple(range(len(kinds))),
+        )
+    return replace(
+        _with_factors(fields, config),
+        intermediate_size=fields.integer("shared_intermediate_size", 1024),
+        experts=experts,
+        mamba2=mamba2,
+    )
+
+
+def _parse_mamba2(fields: Fields) -> Mamba2Config:
+    channels = fields.integer("mamba_expand", 2) * fields.integer("hidden_size")
+    num_heads = fields.integer("mamba_n_heads", 128)
+    is_auto = dict(fields.items()).get("mamba_d_head") == "auto"
+    derived = max(channels // num_heads, 1)
+    head_dim = derived if is_auto else fields.integer("mamba_d_head", derived)
+    if head_dim * num_heads != channels:
+        raise fields.error(
+            "mamba_n_heads", f"{num_heads} heads of {head_dim} are not the {channels} channels"
+        )
+    return Mamba2Config(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=parse_groups(fields, "mamba_n_groups", 1, num_heads),
+        state_size=fields.integer("mamba_d_state", 256),
+        conv_width=fields.integer("mamba_d_conv", 4, minimum=2),
+        conv_bias=fields.boolean("mamba_conv_bias", True),
+        proj_bias=fields.boolean("mamba_proj_bias", False),
+        limits=parse_time_steps(fields, "time_step_limit"),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
     )

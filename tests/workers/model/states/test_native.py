@@ -1,0 +1,138 @@
+"""Families of ours whose layers keep states, split over ranks: what one number of ranks writes,
+another number reads, and the bits of a token do not depend on how it is computed.
+"""
+
+import itertools
+import random
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from tandem.tests.tiny import STATEFUL, make_tiny_model
+from tandem.tests.workers.model.helpers import (
+    Driver,
+    prompt,
+    recorded_logits,
+    reference,
+    reference_greedy,
+)
+from tandem.tests.workers.model.test_exact import cut
+from tandem.tests.workers.model.test_parallel import on_ranks
+from tandem.tests.workers.spans import read_now
+from tandem.workers.kv_cache.layout import CacheGroup, KvSpan
+from tandem.workers.kv_cache.sharding import kv_heads
+from tandem.workers.kv_cache.tables import TableBlocks
+from tandem.workers.model.kernels.c import cpu
+from tandem.workers.model.runner import ModelRunner
+
+Heads = dict[tuple[int, int], npt.NDArray[np.uint8]]
+"""By group and head: [layers, planes, tokens, bytes of a row]."""
+
+NUM_TOKENS = 40
+NUM_DECODED = 8
+
+
+def heads_of(group: CacheGroup, runner: ModelRunner) -> tuple[int, ...]:
+    kv = runner.kv
+    return kv_heads(group.part.num_heads, group.part.num_kv_heads, kv.tp, kv.rank)
+
+
+def place(driver: Driver, number: int, state_slot: int) -> tuple[TableBlocks, KvSpan]:
+    """All that sequence 1 keeps in a group."""
+    kv = driver.runner.kv
+    group = kv.layout.groups[number]
+    is_state = bool(group.part.state)
+    span = KvSpan(
+        group=number,
+        first_layer=0,
+        num_layers=len(group.layers),
+        first_token=0,
+        num_tokens=1 if is_state else NUM_TOKENS,
+        first_slot=0,
+        num_slots=kv.num_slots(number),
+    )
+    return TableBlocks((state_slot,)) if is_state else driver.table(1, group.layers[0]), span
+
+
+def prefill(runner: ModelRunner, ids: list[int]) -> tuple[list[int], Heads]:
+    """Returns the next token, and what this rank keeps of the prompt."""
+    driver = Driver(runner, seed=1)
+    tokens = driver.run(driver.step(1, ids, 0))
+    found: Heads = {}
+    for number, group in enumerate(runner.kv.layout.groups):
+        table, span = place(driver, number, driver.states[1][NUM_TOKENS])
+        data = np.frombuffer(read_now(runner.kv, table, span), np.uint8)
+        shape = (span.num_layers, group.part.planes, span.num_tokens, span.num_slots, -1)
+        for slot, head in enumerate(heads_of(group, runner)):
+            found[number, head] = data.reshape(shape)[:, :, :, slot]
+    return tokens, found
+
+
+def decode(runner: ModelRunner, tokens: list[int], held: Heads) -> list[int]:
+    """Returns `tokens` and those that follow, computed from what other ranks kept."""
+    driver = Driver(runner, seed=2)
+    tokens = list(tokens)
+    step = driver.step(1, tokens, NUM_TOKENS)
+    for number, group in enumerate(runner.kv.layout.groups):
+        table, span = place(driver, number, driver.imported[1])
+        own = [held[number, head] for head in heads_of(group, runner)]
+        data = np.ascontiguousarray(np.stack(own, axis=3))
+        runner.kv.write(table, span, data.reshape(-1).data)
+    tokens += driver.run(step)
+    while len(tokens) < NUM_DECODED:
+        start = NUM_TOKENS + len(tokens) - 1
+        tokens += driver.run(driver.step(1, tokens[-1:], start))
+    return tokens
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_any_number_of_ranks_continues_what_another_wrote(tmp_path: Path, family: str) -> None:
+    folder = make_tiny_model(tmp_path, family)
+    ids = prompt(NUM_TOKENS, seed=4)
+    expected = reference_greedy(reference(folder), ids, NUM_DECODED)
+    sizes = (1, 2, 4)
+    for source in sizes:
+        sent = on_ranks(folder, source, partial(prefill, ids=ids))
+        held: Heads = {}
+        for tokens, part in sent:
+            assert tokens == expected[:1]
+            held = part | held
+        for target in sizes:
+            work = partial(decode, tokens=expected[:1], held=held)
+            assert on_ranks(folder, target, work) == [expected] * target, (source, target)
+
+
+@pytest.mark.skipif(
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)),
+    reason="no product of our own with AMX",
+)
+@pytest.mark.parametrize("family", STATEFUL)
+def test_on_two_ranks_logits_depend_on_the_tokens_alone(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, to the last bit, also where the ranks share a group of a norm."""
+    folder = make_tiny_model(tmp_path, family, head_dim=32)
+    ids = prompt(90, seed=6)
+
+    def work(runner: ModelRunner, ends: list[int]) -> None:
+        driver = Driver(runner)
+        mate = prompt(150, seed=7)
+        for index, (start, end) in enumerate(itertools.pairwise(ends)):
+            steps = [driver.step(1, ids[start:end], start)]
+            if ends is mixed:
+                steps.append(driver.step(2, mate[index : index + 1], index))
+            driver.run(*steps)
+
+    mixed = cut(90, random.Random(3))
+    singles = list(range(91))
+    found: dict[int, torch.Tensor] = {}
+    for ends in (singles, mixed):
+        with recorded_logits(monkeypatch) as logits:
+            on_ranks(folder, 2, partial(work, ends=ends), dtype="bfloat16")
+        for position, first, second in zip(ends[1:], logits[::2], logits[1::2], strict=True):
+            assert torch.equal(first[0], second[0])
+            assert torch.equal(found.setdefault(position, first[0]), first[0]), position
