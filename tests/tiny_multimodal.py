@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from tandem.tests.tiny import SIZES, randomise
-from tandem.tests.tiny_decoders import DECODERS
+from tandem.tests.tiny_decoders import DECODERS, STATEFUL
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
 _ENCODER_SIZES: Final = {
@@ -46,6 +46,7 @@ _PLAIN: Final = (
     *("llava_onevision", "mistral3", "ovis2", "qianfan_ocr", "qwen2_audio", "qwen3_asr"),
     *("smolvlm", "video_llama_3", "video_llava", "vipllava", "glmasr", "voxtral"),
     *("moss_transcribe_diarize", "kimi_k25", "minimax_m3_vl", "muse_glimmer"),
+    *("lfm2_vl", "lfm3_vl", "minicpmv4_6", "qwen3_5", "qwen3_5_moe"),
 )
 
 _WITH_AXES: Final = (
@@ -80,7 +81,9 @@ def make_tiny_multimodal(folder: Path, kind: str, *, seed: int = 0, **text: Any)
     config = tiny_multimodal_config(kind, **text)
     architecture = getattr(transformers, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind])
     model = architecture._from_config(config, dtype=torch.float32)
-    randomise(model, seed)
+    # As of tiny decoders.
+    text_type = config.get_text_config(decoder=True).model_type
+    randomise(model, seed, gain=0.5 if text_type in STATEFUL else 1.5)
     tokenizer = make_tokenizer()
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call]

@@ -191,7 +191,6 @@ def test_a_config_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
         ("phi4_multimodal", "_config: transformers' .* has no text model of its own"),
         ("blip-2", "architectures: transformers' .* has no text model of its own"),
         ("paligemma", "architectures: attention to later tokens is not supported"),
-        ("qwen3_5", "keeps state beside KV cache"),
     ],
 )
 def test_refusals_name_the_reason(tmp_path: Path, kind: str, reason: str) -> None:
