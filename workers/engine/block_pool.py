@@ -284,19 +284,20 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless the five counts add up to the total and every index agrees."""
-        for block, state in enumerate(self._state):
-            held = (self._owners[block] > 0, self._leases[block] > 0)
-            expected = {
-                BlockState.OWNED: held[0],
-                BlockState.LEASED: held == (False, True),
-                BlockState.CACHED: held == (False, False)
-                and block in self._hash_of
-                and block in self._lru,
-                BlockState.FREE: held == (False, False) and block not in self._hash_of,
-                BlockState.RESERVED: held == (False, False) and block not in self._hash_of,
-            }[state]
-            if not expected or min(self._owners[block], self._leases[block]) < 0:
-                raise RuntimeError(f"block {block} is {state.value} with owners, leases {held}")
+        holders = zip(self._state, self._owners, self._leases, strict=True)
+        for block, (state, owners, leases) in enumerate(holders):
+            if owners > 0:
+                fits = state is BlockState.OWNED
+            elif leases > 0:
+                fits = state is BlockState.LEASED
+            elif block in self._hash_of:
+                fits = state is BlockState.CACHED
+            else:
+                fits = state is BlockState.FREE or state is BlockState.RESERVED
+            if not fits or owners < 0 or leases < 0:
+                raise RuntimeError(
+                    f"block {block} is {state.value} with {owners} owners and {leases} leases"
+                )
         counts = {state: self._state.count(state) for state in BlockState}
         if counts != self._count or sum(counts.values()) != self.num_blocks:
             raise RuntimeError(f"counted {counts}, expected {self._count}, total {self.num_blocks}")

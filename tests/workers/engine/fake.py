@@ -317,7 +317,8 @@ class FakeExecutor(Executor):
             if not self._uncollected or self._uncollected[0] is not plan:
                 raise RuntimeError("a step is collected out of order or twice")
             self._uncollected.popleft()
-            time.sleep(self.step_seconds)
+            if self.step_seconds:
+                time.sleep(self.step_seconds)
             return samples
 
         return collect
