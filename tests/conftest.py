@@ -13,12 +13,13 @@ without an option runs all one by one. `make soak`, `make matrix` and `make pods
 marked `soak`, `matrix` and `pods`, which nothing else does.
 """
 
+import functools
 import gc
 import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Final
 
@@ -236,7 +237,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError("a file of the quick tier imports torch; see tests/conftest.py")
 
 
-def is_below(path: Path, entries: Collection[str]) -> bool:
+@functools.cache  # asked for every test
+def is_below(path: Path, entries: tuple[str, ...]) -> bool:
     """Returns whether `entries`, paths in the folder of the tests, name the file or folder, or a
     folder above it.
     """

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
 
 from tandem.cluster.store.store import get_model
 from tandem.tests.peers import IDENTITY
+from tandem.workers.model import loader
 from tandem.workers.tp.rank import Rank, RankConfig, load_rank
 
 NAME = "smollm2-135m-instruct"
@@ -54,7 +56,9 @@ def rank(**config: Any) -> Rank:
     gc.collect()  # the parts of a worker know each other: those of the tests before keep gigabytes
     # Room for 5,800 tokens in float32. Zeroing the default of a gigabyte takes a second.
     settings: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 1 << 28} | config
-    return load_rank(RankConfig(model=str(folder()), identity=IDENTITY, **settings))
+    # Moving weights into larger pages takes a second as well, and gives the same tokens.
+    with patch.object(loader, "use_huge_pages"):
+        return load_rank(RankConfig(model=str(folder()), identity=IDENTITY, **settings))
 
 
 def prompts(lengths: Sequence[int]) -> list[tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """Tests that one module alone uses private parts of Ray, and that the installed Ray has them."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,7 +88,9 @@ def is_private_arg(keyword: ast.keyword) -> bool:
 
 
 def test_one_module_alone_uses_private_parts_of_ray() -> None:
-    found = {module.name: list(private_uses(module)) for module in package_modules()}
+    # A module that does not name them is not parsed, which takes a second for all.
+    named = [each for each in package_modules() if re.search(r"\b(ray|serve)\b", each.source)]
+    found = {module.name: list(private_uses(module)) for module in named}
     assert {name for name, uses in found.items() if uses} == {GUARDED}
 
 

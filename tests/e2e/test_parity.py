@@ -91,29 +91,27 @@ async def assert_greedy_equals_transformers(
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "chunk", "transports", "longest"),
+    ("prefill", "decode", "chunk", "transports", "lengths"),
     [
-        (1, 1, 512, ("shared",), 1100),
-        (0, 1, 512, (), 512),
-        (2, 2, 512, (), 333),
-        (1, 1, 16, ("gloo",), 128),
-        (0, 1, 16, (), 128),
+        (1, 1, 512, ("shared",), (*LENGTHS[:16], 1100)),
+        (0, 1, 512, (), (*LENGTHS[:14], 512)),
+        (2, 2, 512, (), (*LENGTHS[:14], 256, 333)),
+        (1, 1, 16, ("gloo",), LENGTHS[:14]),
+        (0, 1, 16, (), LENGTHS[:14]),
     ],
-    ids=lambda value: str(value),
+    ids=["1-1-512-shared", "0-1-512", "2-2-512", "1-1-16-gloo", "0-1-16"],
 )
 async def test_greedy_equals_transformers(
     prefill: int,
     decode: int,
     chunk: int,
     transports: tuple[str, ...],
-    longest: int,
+    lengths: tuple[int, ...],
     prompts: list[tuple[int, ...]],
     likeliest: Likeliest,
 ) -> None:
-    """The prompt of 1,100 tokens, three chunks, is for the first alone: it takes as long as all
-    others below 512 together.
-    """
-    chosen = [prompt for prompt in prompts if len(prompt) <= longest]
+    """Each long prompt is for one of them: their time is that of the tokens."""
+    chosen = [prompt for prompt in prompts if len(prompt) in lengths]
     await assert_greedy_equals_transformers(prefill, decode, chunk, transports, chosen, likeliest)
 
 
@@ -143,12 +141,13 @@ async def test_same_seed_same_tokens(prompts: list[tuple[int, ...]]) -> None:
         for n in range(16)
     ]
     made = []
+    short = [*prompts[:8], *prompts[6:14]]  # of up to 65 tokens
     for prefill in (1, 0):
         async with fleet(prefill, 1, rank=lambda role: demo_model.rank(num_threads=1)) as running:
 
             async def sample(n: int, name: str) -> list[int]:
                 request = token_request(
-                    prompts[n], 16, name=f"{name}-{n}", sampling=sampling[n], ignore_eos=True
+                    short[n], 16, name=f"{name}-{n}", sampling=sampling[n], ignore_eos=True
                 )
                 return (await running.generate(request))[0]
 

@@ -1,5 +1,6 @@
 """Tests that content, reasoning and calls of each format are read from any pieces of text."""
 
+import functools
 import json
 from typing import Any, get_args
 
@@ -150,7 +151,13 @@ REASONED: list[
 def parser(
     template: str, asked: inference_pb2.Chat, prompt: bytes = b"", *, is_bound: bool = False
 ) -> ChatParser:
-    return ChatParser(asked, byte_tokenizer(chat_template=template), prompt, is_bound=is_bound)
+    return ChatParser(asked, tokenizer_of(template), prompt, is_bound=is_bound)
+
+
+@functools.cache
+def tokenizer_of(template: str) -> Tokenizer:
+    """Returns the byte tokenizer with a chat template, which parsers only read."""
+    return byte_tokenizer(chat_template=template)
 
 
 def read(reader: ChatParser, pieces: list[str]) -> Read:
