@@ -52,7 +52,7 @@ class LayerGeometry:
     # A layer with latent attention keeps one row of head_dim elements for each token; the first
     # value_dim of them are also the value. None: a key and a value.
     value_dim: int | None = field(default=None, repr=False)
-    # The earlier layer whose cache this layer reads; it keeps none of its own.
+    # The earlier layer whose cache this layer reads; it keeps none of its own. All else is equal.
     reads: int | None = field(default=None, repr=False)
     states: tuple[StatePart, ...] = field(default=(), repr=False)
 
@@ -132,6 +132,9 @@ class KvLayout:
         places: list[tuple[int, int] | None] = []
         for layer, geometry in enumerate(self.layers):
             if geometry.reads is not None:
+                kept = self.layers[geometry.reads]
+                if not kept.keeps_tokens or self._token_part(kept) != self._token_part(geometry):
+                    raise ValueError(f"layer {layer} cannot read the cache of {geometry.reads}")
                 places.append(places[geometry.reads])
             elif geometry.keeps_tokens:
                 group = numbers[self._token_part(geometry)]

@@ -47,8 +47,8 @@ class StepAttention(Protocol):
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """Stores the step's keys and values, then computes causal attention.
@@ -56,8 +56,9 @@ class StepAttention(Protocol):
         Each token sees all stored keys of its sequence, or those within the layer's window.
         `query` is [num_tokens, num_heads, head_dim], `key` is [num_tokens, num_kv_heads, head_dim],
         and `value` is [num_tokens, num_kv_heads, value_dim]: of a latent layer it must be the first
-        elements of `key`, of any other layer it has head_dim elements. Sequences are in the order
-        of the plan. Returns [num_tokens, num_heads * value_dim].
+        elements of `key`, of any other layer it has head_dim elements. Both are None for a layer
+        that reads another layer's cache: it stores nothing. Sequences are in the order of the plan.
+        Returns [num_tokens, num_heads * value_dim].
         """
         ...
 

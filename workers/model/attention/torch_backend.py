@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,7 +22,10 @@ _Part = tuple[torch.Tensor, _Attend]
 """Sequences computed together: their rows of the flat batch, and their attention function."""
 
 _Kind = tuple[LayerGeometry, int]
-"""The geometry of a layer on this rank, and the number of its block table."""
+"""The geometry of a layer on this rank, and the number of its block table.
+
+Layers that read another layer's cache are of the same kind as layers that keep their own.
+"""
 
 _LayerTables = tuple[torch.Tensor, NativeTables | None, list[_Part]]
 """Holds the tables that layers of one kind share in a step.
@@ -47,9 +51,10 @@ class TorchAttentionBackend:
     ) -> None:
         """Takes `layers` with this rank's head counts; `native=False` forces plain torch."""
         self._kv = kv
+        self._layers = list(layers)
         # Of each layer; None: the layer has no attention.
         self._kinds: list[_Kind | None] = [
-            (layer, table) if planes else None
+            (replace(layer, reads=None), table) if planes else None
             for layer, table, planes in zip(layers, kv.table_of_layer, kv.layers, strict=False)
         ]
         self._has_kernel: dict[_Kind, bool] = {}
@@ -114,8 +119,8 @@ class TorchAttentionBackend:
         tables: list[_LayerTables | None],
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """Implements `StepAttention`; `tables` are by layer."""
@@ -123,14 +128,13 @@ class TorchAttentionBackend:
         assert found is not None, f"layer {layer} has no attention"
         slots, native, parts = found
         planes = self._kv.layers[layer]  # one for a latent layer
-        if native:
-            cpu.store_kv(key, value, planes[0], planes[1] if len(planes) > 1 else None, slots)
-        else:
-            for rows_of, new in zip(planes, (key, value), strict=False):
-                size = rows_of.shape[2]
-                heads = quantize(new, rows_of.dtype) if self._kv.is_quantized else new
-                rows_of[slots // size, :, slots % size] = heads
-        result = query.new_empty(query.shape[0], query.shape[1] * value.shape[2])
+        geometry = self._layers[layer]
+        if geometry.reads is None:
+            assert key is not None, f"layer {layer} keeps keys"
+            assert value is not None, f"layer {layer} keeps values"
+            self._store(planes, key, value, slots, is_native=native is not None)
+        value_dim = geometry.value_dim or geometry.head_dim
+        result = query.new_empty(query.shape[0], query.shape[1] * value_dim)
         if native:
             keys = planes[0]
             values = planes[-1]
@@ -148,6 +152,24 @@ class TorchAttentionBackend:
         for rows, attend in parts:
             result[rows] = attend(layer, query[rows], options)
         return result
+
+    def _store(
+        self,
+        planes: tuple[torch.Tensor, ...],
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        is_native: bool,
+    ) -> None:
+        """Writes the step's keys and values to their slots, [num_tokens], of a layer's planes."""
+        if is_native:
+            cpu.store_kv(key, value, planes[0], planes[1] if len(planes) > 1 else None, slots)
+            return
+        for rows_of, new in zip(planes, (key, value), strict=False):
+            size = rows_of.shape[2]
+            heads = quantize(new, rows_of.dtype) if self._kv.is_quantized else new
+            rows_of[slots // size, :, slots % size] = heads
 
 
 def _first_rows(spans: Sequence[SequenceSpan]) -> list[tuple[int, SequenceSpan]]:

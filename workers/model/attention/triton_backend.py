@@ -112,8 +112,8 @@ class TritonAttentionBackend:
         def attend(
             layer: int,
             query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
+            key: torch.Tensor | None,
+            value: torch.Tensor | None,
             options: AttentionOptions = PLAIN,
         ) -> torch.Tensor:
             cache = self._caches[layer]
@@ -127,11 +127,15 @@ class TritonAttentionBackend:
                 soft_cap=options.soft_cap or 0.0,
                 sinks=options.sinks,
             )
-            is_latent = geometry.value_dim is not None
-            store_kv(key, value, keys, None if is_latent else values, slots, scales)
-            out = query.new_empty(query.shape[0], query.shape[1] * value.shape[2])
+            if geometry.reads is None:
+                assert key is not None, f"layer {layer} keeps keys"
+                assert value is not None, f"layer {layer} keeps values"
+                is_latent = geometry.value_dim is not None
+                store_kv(key, value, keys, None if is_latent else values, slots, scales)
+            value_dim = geometry.value_dim or geometry.head_dim
+            out = query.new_empty(query.shape[0], query.shape[1] * value_dim)
             if decode:
-                partial = partials[query.shape[1], value.shape[2]]
+                partial = partials[query.shape[1], value_dim]
                 num_programs = self.num_programs[geometry]
                 decode_attention(
                     query, keys, values, decode, scoring, partial, out, num_programs, scales
